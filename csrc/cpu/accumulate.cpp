@@ -1,0 +1,100 @@
+// accumulate: acc = s·g or acc += s·g in fp32. accumulate_cast: the window's last one, on to the wire.
+#include "chunks.h"
+
+namespace pyengine::PYENGINE_ISA {
+namespace {
+
+// ---- kernels ----
+
+// mul then add, two roundings, never fused: the reference and every instruction set must agree.
+template <bool kFirst, class Grad>
+bool accumulate_kernel(float* acc, const Grad* grad, int64_t n, F32x16 scale, bool streaming) {
+  FiniteCheck check;
+  sweep(acc, n, streaming, [&](int64_t i, auto access) {
+    F32x16 term = mul(access.load(grad + i), scale);
+    check.see(access.trim(term));
+    if constexpr (!kFirst) term = add(access.load(acc + i), term);
+    access.store(acc + i, pack<float>(term));
+  });
+  return check.failed();
+}
+
+void zero_kernel(float* acc, int64_t n, bool streaming) {
+  sweep(acc, n, streaming, [&](int64_t i, auto access) { access.store(acc + i, pack<float>(splat(0))); });
+}
+
+// Null `acc` is the first micro-batch, null `grad` a parameter without a gradient. The flag looks at the value
+// on the wire: a cast to fp16 may overflow.
+template <bool kAcc, bool kGrad, class Wire, class Grad>
+bool accumulate_cast_kernel(Wire* wire, const float* acc, const Grad* grad, int64_t n, F32x16 grad_scale,
+                            F32x16 wire_scale, bool streaming) {
+  FiniteCheck check;
+  sweep(wire, n, streaming, [&](int64_t i, auto access) {
+    F32x16 sum = splat(0);
+    if constexpr (kGrad) sum = mul(access.load(grad + i), grad_scale);
+    if constexpr (kAcc && kGrad) sum = add(access.load(acc + i), sum);
+    if constexpr (kAcc && !kGrad) sum = access.load(acc + i);
+    if constexpr (kAcc || kGrad) sum = mul(sum, wire_scale);
+    const Packed<Wire> y = pack<Wire>(sum);
+    check.see(access.trim(widen(y)));
+    access.store(wire + i, y);
+  });
+  return check.failed();
+}
+
+// ---- dispatch ----
+
+template <class Grad>
+void accumulate_typed(const Layout& layout, const AccumulateCall& call) {
+  const F32x16 scale = splat(*call.scale);
+  const bool streaming = call.first && worth_streaming<float>(layout);
+  for_each_chunk(layout, [&](const Chunk& chunk) {
+    float* acc = in_flat(call.acc, layout, chunk);
+    const Grad* grad = in_tensor<const Grad>(call.grads, chunk);
+    bool failed = false;
+    if (!grad) {
+      if (call.first) zero_kernel(acc, chunk.count, streaming);
+    } else if (call.first) {
+      failed = accumulate_kernel<true>(acc, grad, chunk.count, scale, streaming);
+    } else {
+      failed = accumulate_kernel<false>(acc, grad, chunk.count, scale, streaming);
+    }
+    if (failed) raise_flag(call.nonfinite + chunk.slot);
+  });
+}
+
+template <class Wire, class Grad>
+void accumulate_cast_typed(const Layout& layout, const AccumulateCastCall& call) {
+  const F32x16 grad_scale = splat(*call.grad_scale), wire_scale = splat(*call.wire_scale);
+  // In place the lines are in the cache already, and streaming would only throw them out.
+  const bool streaming = call.wire.data != call.acc && worth_streaming<Wire>(layout);
+  for_each_chunk(layout, [&](const Chunk& chunk) {
+    Wire* wire = in_flat(as<Wire>(call.wire.data), layout, chunk);
+    const float* acc = in_flat(call.acc, layout, chunk);
+    const Grad* grad = in_tensor<const Grad>(call.grads, chunk);
+    auto kernel = call.first ? (grad ? accumulate_cast_kernel<false, true, Wire, Grad>
+                                     : accumulate_cast_kernel<false, false, Wire, Grad>)
+                             : (grad ? accumulate_cast_kernel<true, true, Wire, Grad>
+                                     : accumulate_cast_kernel<true, false, Wire, Grad>);
+    if (kernel(wire, acc, grad, chunk.count, grad_scale, wire_scale, streaming))
+      raise_flag(call.nonfinite + chunk.slot);
+  });
+}
+
+}  // namespace
+
+// ---- entry points ----
+
+void accumulate_cpu(const Layout& layout, const AccumulateCall& call) {
+  with_type(call.grads.dtype, [&](auto grad_t) { accumulate_typed<decltype(grad_t)>(layout, call); });
+}
+
+void accumulate_cast_cpu(const Layout& layout, const AccumulateCastCall& call) {
+  with_type(call.wire.dtype, [&](auto wire_t) {
+    with_type(call.grads.dtype, [&](auto grad_t) {
+      accumulate_cast_typed<decltype(wire_t), decltype(grad_t)>(layout, call);
+    });
+  });
+}
+
+}  // namespace pyengine::PYENGINE_ISA

@@ -1,0 +1,81 @@
+// Walking a layout: over its chunks on all threads, and over one chunk in steps of sixteen.
+#pragma once
+#include "../plan.h"
+#include "../torch_shim.h"
+#include "dispatch.h"
+#include "simd.h"
+
+namespace pyengine::PYENGINE_ISA {
+namespace {
+
+// Ordinary stores read every line before they overwrite it; non-temporal ones do not, but leave nothing in the
+// caches. They win when the destination would not have stayed there anyway.
+constexpr int64_t kStreamBytes = 8 << 20;
+
+template <class T>
+bool worth_streaming(const Layout& layout) {
+  return layout.numel * static_cast<int64_t>(sizeof(T)) >= kStreamBytes;
+}
+
+template <class T>
+T* as(void* p) { return static_cast<T*>(p); }
+
+// The chunk's first element in its own tensor and in the flat buffer. Null tensors stay null.
+template <class T>
+T* in_tensor(const Tensors& tensors, const Chunk& chunk) {
+  T* data = as<T>(tensors.data[chunk.slot]);
+  return data ? data + chunk.begin : nullptr;
+}
+template <class T>
+T* in_flat(T* flat, const Layout& layout, const Chunk& chunk) {
+  return flat + layout.offsets[chunk.slot] + chunk.begin;
+}
+
+// Calls body(chunk) for every chunk, on torch's threads.
+template <class Body>
+void for_each_chunk(const Layout& layout, const Body& body) {
+  struct Context { const Layout& layout; const Body& body; } context{layout, body};
+  auto run = [](int64_t begin, int64_t end, void* p) {
+    const Context& c = *static_cast<const Context*>(p);
+    const Chunk* chunk = c.layout.chunks + c.layout.first_of_task[begin];
+    const Chunk* last = c.layout.chunks + c.layout.first_of_task[end];
+    for (; chunk != last; ++chunk) c.body(*chunk);
+    stream_fence();  // streamed stores become visible before the threads join
+  };
+  parallel_for(layout.num_tasks, run, &context);
+}
+
+// Calls step(i, access) over [0, n) in sixteens. `dst` is what the step stores to; streaming needs it aligned,
+// so it is preceded by a short step up to the boundary.
+template <class Dst, class Step>
+void sweep(const Dst* dst, int64_t n, bool streaming, const Step& step) {
+  constexpr uint64_t kAlign = kLanes * sizeof(Dst);
+  const uint64_t address = reinterpret_cast<uint64_t>(dst);
+  int64_t i = 0;
+  if (streaming && address % sizeof(Dst) == 0) {
+    const int64_t head = static_cast<int64_t>((kAlign - address % kAlign) % kAlign / sizeof(Dst));
+    if (head > 0) {
+      i = head < n ? head : n;
+      step(0, Some{i});
+    }
+    for (; i + kLanes <= n; i += kLanes) step(i, Streamed{});
+  }
+  for (; i + kLanes <= n; i += kLanes) step(i, Full{});
+  if (i < n) step(i, Some{n - i});
+}
+
+// Calls fn(T{}) with the type that a dtype code stands for.
+template <class Fn>
+void with_type(DType dtype, const Fn& fn) {
+  switch (dtype) {
+    case DType::f32: return fn(float{});
+    case DType::bf16: return fn(bf16{});
+    case DType::fp16: return fn(fp16{});
+  }
+}
+
+// Flags are shared by a slot's chunks, which may run on different threads.
+inline void raise_flag(uint8_t* flag) { __atomic_fetch_or(flag, uint8_t{1}, __ATOMIC_RELAXED); }
+
+}  // namespace
+}  // namespace pyengine::PYENGINE_ISA

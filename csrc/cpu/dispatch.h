@@ -1,0 +1,81 @@
+// The ops as one table per instruction set, chosen at run time.
+#pragma once
+#include <cstdint>
+
+#include "../dtype.h"
+#include "../plan.h"
+
+namespace pyengine {
+
+// One pointer per slot; null is "no tensor here".
+struct Tensors {
+  void* const* data;
+  DType dtype;
+};
+
+struct Flat {
+  void* data;
+  DType dtype;
+};
+
+struct AccumulateCall {
+  float* acc;
+  Tensors grads;
+  const float* scale;
+  bool first;
+  uint8_t* nonfinite;  // [num_slots]
+};
+
+struct AccumulateCastCall {
+  Flat wire;
+  const float* acc;
+  Tensors grads;
+  const float *grad_scale, *wire_scale;
+  bool first;
+  uint8_t* nonfinite;  // [num_slots]
+};
+
+struct UnscaleNormCall {
+  Tensors tensors;
+  Tensors out;  // out.data is null: read only
+  const float* scale;
+  double* partials;    // [num_chunks] scratch
+  double* sumsq;       // [num_slots]
+  uint8_t* nonfinite;  // [num_slots]
+};
+
+#define PYENGINE_OPS(isa)                                                                       \
+  namespace isa {                                                                               \
+  void pack_cpu(const Layout&, const Flat& flat, const Tensors& tensors, const float* scale);   \
+  void unpack_cpu(const Layout&, const Tensors& tensors, const Flat& flat, const float* scale); \
+  void accumulate_cpu(const Layout&, const AccumulateCall&);                                    \
+  void accumulate_cast_cpu(const Layout&, const AccumulateCastCall&);                           \
+  void unscale_norm_cpu(const Layout&, const UnscaleNormCall&);                                 \
+  float roof_read(const float* src, int64_t numel);                                             \
+  void roof_update(float* dst, int64_t numel);                                                  \
+  void roof_stream_copy(float* dst, const float* src, int64_t numel);                           \
+  }
+PYENGINE_OPS(generic)
+PYENGINE_OPS(avx2)
+PYENGINE_OPS(avx512)
+#undef PYENGINE_OPS
+
+struct Ops {
+  const char* isa;
+  decltype(&generic::pack_cpu) pack;
+  decltype(&generic::unpack_cpu) unpack;
+  decltype(&generic::accumulate_cpu) accumulate;
+  decltype(&generic::accumulate_cast_cpu) accumulate_cast;
+  decltype(&generic::unscale_norm_cpu) unscale_norm;
+  decltype(&generic::roof_read) roof_read;
+  decltype(&generic::roof_update) roof_update;
+  decltype(&generic::roof_stream_copy) roof_stream_copy;
+};
+
+// The table in force: the best this machine runs, or the one set_isa chose.
+const Ops& ops();
+
+// "generic", "avx2", "avx512" or "auto"; false when this machine or build lacks it.
+bool set_isa(const char* name);
+
+}  // namespace pyengine

@@ -1,0 +1,61 @@
+// pack and unpack: flat[slot] = cast(tensor * scale) and back.
+#include "chunks.h"
+
+namespace pyengine::PYENGINE_ISA {
+namespace {
+
+// ---- kernels ----
+
+// A null source is a parameter without a gradient: zeros.
+template <class Dst, class Src>
+void scale_cast_kernel(Dst* dst, const Src* src, int64_t n, F32x16 scale, bool streaming) {
+  if (!src) {
+    const Packed<Dst> zero = pack<Dst>(splat(0));
+    return sweep(dst, n, streaming, [&](int64_t i, auto access) { access.store(dst + i, zero); });
+  }
+  sweep(dst, n, streaming, [&](int64_t i, auto access) {
+    access.store(dst + i, pack<Dst>(mul(access.load(src + i), scale)));
+  });
+}
+
+// ---- dispatch ----
+
+template <class FlatT, class TensorT>
+void pack_typed(const Layout& layout, FlatT* flat, const Tensors& tensors, F32x16 scale) {
+  const bool streaming = worth_streaming<FlatT>(layout);
+  for_each_chunk(layout, [&](const Chunk& chunk) {
+    scale_cast_kernel(in_flat(flat, layout, chunk), in_tensor<const TensorT>(tensors, chunk), chunk.count, scale,
+                      streaming);
+  });
+}
+
+template <class TensorT, class FlatT>
+void unpack_typed(const Layout& layout, const Tensors& tensors, const FlatT* flat, F32x16 scale) {
+  const bool streaming = worth_streaming<TensorT>(layout);
+  for_each_chunk(layout, [&](const Chunk& chunk) {
+    TensorT* dst = in_tensor<TensorT>(tensors, chunk);
+    if (dst) scale_cast_kernel(dst, in_flat(flat, layout, chunk), chunk.count, scale, streaming);
+  });
+}
+
+}  // namespace
+
+// ---- entry points ----
+
+void pack_cpu(const Layout& layout, const Flat& flat, const Tensors& tensors, const float* scale) {
+  with_type(flat.dtype, [&](auto flat_t) {
+    with_type(tensors.dtype, [&](auto tensor_t) {
+      pack_typed<decltype(flat_t), decltype(tensor_t)>(layout, as<decltype(flat_t)>(flat.data), tensors, splat(*scale));
+    });
+  });
+}
+
+void unpack_cpu(const Layout& layout, const Tensors& tensors, const Flat& flat, const float* scale) {
+  with_type(flat.dtype, [&](auto flat_t) {
+    with_type(tensors.dtype, [&](auto tensor_t) {
+      unpack_typed<decltype(tensor_t)>(layout, tensors, as<const decltype(flat_t)>(flat.data), splat(*scale));
+    });
+  });
+}
+
+}  // namespace pyengine::PYENGINE_ISA

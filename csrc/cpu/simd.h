@@ -1,0 +1,73 @@
+// Sixteen float lanes, whatever the machine: one __m512, two __m256, or float[16].
+//
+// An op is written once over these types and compiled once per instruction set (PYENGINE_ISA names the set and
+// its namespace). Every function here gives the same bits in all three versions. All of it is in anonymous
+// namespaces and uses no std template: the linker must never merge code of one set into another.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "../dtype.h"
+
+#if PYENGINE_ISA_LEVEL == 2
+#include "simd_avx512.h"
+#elif PYENGINE_ISA_LEVEL == 1
+#include "simd_avx2.h"
+#else
+#include "simd_generic.h"
+#endif
+
+namespace pyengine::PYENGINE_ISA {
+namespace {
+
+constexpr int64_t kLanes = 16;
+
+// How a step touches memory: sixteen elements, sixteen past the caches, or the n < 16 of a head or tail
+// (whose missing lanes read as zero).
+struct Full {
+  template <class T>
+  F32x16 load(const T* p) const { return widen(load_packed(p)); }
+  template <class T>
+  void store(T* p, Packed<T> v) const { store_packed(p, v); }
+  F32x16 trim(F32x16 x) const { return x; }
+};
+
+struct Streamed : Full {
+  template <class T>
+  void store(T* p, Packed<T> v) const { stream_packed(p, v); }
+};
+
+struct Some {
+  int64_t n;
+  template <class T>
+  F32x16 load(const T* p) const {
+    alignas(64) T lanes[kLanes] = {};
+    std::memcpy(lanes, p, n * sizeof(T));
+    return widen(load_packed(lanes));
+  }
+  template <class T>
+  void store(T* p, Packed<T> v) const {
+    alignas(64) T lanes[kLanes];
+    store_packed(lanes, v);
+    std::memcpy(p, lanes, n * sizeof(T));
+  }
+  // Zero times an infinite scale is NaN: lanes that do not exist must not reach a sum.
+  F32x16 trim(F32x16 x) const {
+    alignas(64) float lanes[kLanes];
+    store_packed(lanes, pack<float>(x));
+    return load(lanes);
+  }
+};
+
+
+// The sum of sixteen double lanes in a fixed order: halves onto each other.
+inline double sum_lanes(const F64x16& sums) {
+  double lane[kLanes];
+  store_lanes(lane, sums);
+  for (int64_t width = kLanes / 2; width > 0; width /= 2)
+    for (int64_t i = 0; i < width; ++i) lane[i] += lane[i + width];
+  return lane[0];
+}
+
+}  // namespace
+}  // namespace pyengine::PYENGINE_ISA

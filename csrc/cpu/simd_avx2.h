@@ -1,0 +1,110 @@
+// simd.h for AVX2 + FMA + F16C.
+#pragma once
+#include <immintrin.h>
+
+namespace pyengine::PYENGINE_ISA {
+namespace {
+
+struct F32x16 { __m256 lo, hi; };
+struct F64x16 { __m256d quarter[4]; };
+
+// Sixteen values in their storage type.
+template <class T> struct Packed { __m256i bits; };
+template <> struct Packed<float> { F32x16 x; };
+
+inline F32x16 splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F32x16 mul(F32x16 a, F32x16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline F32x16 add(F32x16 a, F32x16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+
+inline Packed<float> load_packed(const float* p) { return {{_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}}; }
+template <class T> Packed<T> load_packed(const T* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))};
+}
+inline void store_packed(float* p, Packed<float> v) {
+  _mm256_storeu_ps(p, v.x.lo);
+  _mm256_storeu_ps(p + 8, v.x.hi);
+}
+template <class T> void store_packed(T* p, Packed<T> v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v.bits);
+}
+inline void stream_packed(float* p, Packed<float> v) {
+  _mm256_stream_ps(p, v.x.lo);
+  _mm256_stream_ps(p + 8, v.x.hi);
+}
+template <class T> void stream_packed(T* p, Packed<T> v) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), v.bits);
+}
+inline void stream_fence() { _mm_sfence(); }
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+inline F32x16 widen(Packed<float> v) { return v.x; }
+inline __m256 widen_bf16(__m128i bits) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+inline F32x16 widen(Packed<bf16> v) {
+  return {widen_bf16(_mm256_castsi256_si128(v.bits)), widen_bf16(_mm256_extracti128_si256(v.bits, 1))};
+}
+inline F32x16 widen(Packed<fp16> v) {
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(v.bits)),
+          _mm256_cvtph_ps(_mm256_extracti128_si256(v.bits, 1))};
+}
+
+// Round to nearest even by carry; the result stands in the low half of each lane. NaN becomes 0x7fc0, because
+// the carry could turn it into an infinity.
+inline __m256i round_bf16(__m256 x) {
+  const __m256i u = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd);
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  return _mm256_srli_epi32(_mm256_blendv_epi8(sum, _mm256_set1_epi32(0x7fc00000), nan), 16);
+}
+
+template <class T> Packed<T> pack(F32x16 x);
+template <> inline Packed<float> pack<float>(F32x16 x) { return {x}; }
+template <> inline Packed<bf16> pack<bf16>(F32x16 x) {
+  // packus works within 128-bit halves: put the quarters back in order.
+  return {_mm256_permute4x64_epi64(_mm256_packus_epi32(round_bf16(x.lo), round_bf16(x.hi)), 0xD8)};
+}
+template <> inline Packed<fp16> pack<fp16>(F32x16 x) {
+  return {_mm256_set_m128i(_mm256_cvtps_ph(x.hi, _MM_FROUND_TO_NEAREST_INT),
+                           _mm256_cvtps_ph(x.lo, _MM_FROUND_TO_NEAREST_INT))};
+}
+
+// Remembers the largest magnitude seen, as an integer: from infinity's bits upwards something was not finite.
+class FiniteCheck {
+ public:
+  void see(F32x16 x) {
+    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+    lo_ = _mm256_max_epi32(lo_, _mm256_and_si256(_mm256_castps_si256(x.lo), magnitude));
+    hi_ = _mm256_max_epi32(hi_, _mm256_and_si256(_mm256_castps_si256(x.hi), magnitude));
+  }
+  bool failed() const {
+    const __m256i over = _mm256_cmpgt_epi32(_mm256_max_epi32(lo_, hi_), _mm256_set1_epi32(0x7f7fffff));
+    return _mm256_movemask_epi8(over) != 0;
+  }
+
+ private:
+  __m256i lo_ = _mm256_setzero_si256(), hi_ = _mm256_setzero_si256();
+};
+
+inline F64x16 zero_sums() {
+  const __m256d zero = _mm256_setzero_pd();
+  return {{zero, zero, zero, zero}};
+}
+// The square of a float is exact in double, so fma and mul + add give the same bits.
+inline void add_square(__m256d& sum, __m128 x) {
+  const __m256d wide = _mm256_cvtps_pd(x);
+  sum = _mm256_fmadd_pd(wide, wide, sum);
+}
+inline void add_squares(F64x16& sums, F32x16 x) {
+  add_square(sums.quarter[0], _mm256_castps256_ps128(x.lo));
+  add_square(sums.quarter[1], _mm256_extractf128_ps(x.lo, 1));
+  add_square(sums.quarter[2], _mm256_castps256_ps128(x.hi));
+  add_square(sums.quarter[3], _mm256_extractf128_ps(x.hi, 1));
+}
+inline void store_lanes(double* lane, const F64x16& sums) {
+  for (int i = 0; i < 4; ++i) _mm256_storeu_pd(lane + 4 * i, sums.quarter[i]);
+}
+
+}  // namespace
+}  // namespace pyengine::PYENGINE_ISA

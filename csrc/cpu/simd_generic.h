@@ -1,0 +1,108 @@
+// simd.h for any machine: loops of sixteen that the compiler may vectorise. The conversions mimic F16C and the
+// AVX2 code bit for bit.
+#pragma once
+
+namespace pyengine::PYENGINE_ISA {
+namespace {
+
+struct F32x16 { float lane[16]; };
+struct F64x16 { double lane[16]; };
+
+// Sixteen values in their storage type.
+template <class T> struct Packed { T lane[16]; };
+
+inline F32x16 splat(float x) {
+  F32x16 y;
+  for (float& lane : y.lane) lane = x;
+  return y;
+}
+inline F32x16 mul(F32x16 a, F32x16 b) {
+  for (int i = 0; i < 16; ++i) a.lane[i] *= b.lane[i];
+  return a;
+}
+inline F32x16 add(F32x16 a, F32x16 b) {
+  for (int i = 0; i < 16; ++i) a.lane[i] += b.lane[i];
+  return a;
+}
+
+template <class T> Packed<T> load_packed(const T* p) {
+  Packed<T> v;
+  std::memcpy(v.lane, p, sizeof(v.lane));
+  return v;
+}
+template <class T> void store_packed(T* p, const Packed<T>& v) { std::memcpy(p, v.lane, sizeof(v.lane)); }
+template <class T> void stream_packed(T* p, const Packed<T>& v) { store_packed(p, v); }
+inline void stream_fence() {}
+inline void prefetch(const void* p) { __builtin_prefetch(p); }
+
+inline uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
+inline float float_of(uint32_t u) { return __builtin_bit_cast(float, u); }
+
+inline float widen_one(float x) { return x; }
+inline float widen_one(bf16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
+inline float widen_one(fp16 x) {
+  const uint32_t sign = (x.bits & 0x8000u) << 16, exponent = (x.bits >> 10) & 31u, mantissa = x.bits & 0x3ffu;
+  const uint32_t tiny = bits_of(static_cast<float>(mantissa) * 0x1p-24f);
+  const uint32_t special = 0x7f800000u | (mantissa << 13) | (mantissa ? 0x400000u : 0u);  // NaN turns quiet
+  const uint32_t normal = ((exponent + 112) << 23) | (mantissa << 13);
+  return float_of(sign | (exponent == 0 ? tiny : exponent == 31 ? special : normal));
+}
+
+inline void pack_one(float x, float& out) { out = x; }
+// Round to nearest even by carry. NaN becomes 0x7fc0, because the carry could turn it into an infinity.
+inline void pack_one(float x, bf16& out) {
+  const uint32_t u = bits_of(x);
+  const uint32_t sum = u + 0x7fffu + ((u >> 16) & 1u);
+  out.bits = static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : sum >> 16);
+}
+inline void pack_one(float x, fp16& out) {
+  const uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000u, magnitude = u & 0x7fffffffu;
+  const uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
+  // 0.5 has a last place of 2^-24, the smallest half: adding it rounds to a multiple of that.
+  const uint32_t tiny = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+  const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  const uint32_t half = magnitude > 0x7f800000u    ? nan
+                        : magnitude >= 0x477ff000u ? 0x7c00u  // 65520 and above round to infinity
+                        : magnitude < 0x38800000u  ? tiny     // below 2^-14
+                                                   : normal;
+  out.bits = static_cast<uint16_t>(sign | half);
+}
+
+template <class T> F32x16 widen(const Packed<T>& v) {
+  F32x16 x;
+  for (int i = 0; i < 16; ++i) x.lane[i] = widen_one(v.lane[i]);
+  return x;
+}
+template <class T> Packed<T> pack(const F32x16& x) {
+  Packed<T> v;
+  for (int i = 0; i < 16; ++i) pack_one(x.lane[i], v.lane[i]);
+  return v;
+}
+
+// Remembers the largest magnitude seen, as an integer: from infinity's bits upwards something was not finite.
+class FiniteCheck {
+ public:
+  void see(const F32x16& x) {
+    for (int i = 0; i < 16; ++i) {
+      const int32_t magnitude = static_cast<int32_t>(bits_of(x.lane[i]) & 0x7fffffffu);
+      largest_[i] = magnitude > largest_[i] ? magnitude : largest_[i];
+    }
+  }
+  bool failed() const {
+    bool any = false;
+    for (int32_t magnitude : largest_) any |= magnitude > 0x7f7fffff;
+    return any;
+  }
+
+ private:
+  int32_t largest_[16] = {};
+};
+
+inline F64x16 zero_sums() { return {}; }
+inline void add_squares(F64x16& sums, const F32x16& x) {
+  for (int i = 0; i < 16; ++i) sums.lane[i] += static_cast<double>(x.lane[i]) * static_cast<double>(x.lane[i]);
+}
+inline void store_lanes(double* lane, const F64x16& sums) { std::memcpy(lane, sums.lane, sizeof(sums.lane)); }
+
+}  // namespace
+}  // namespace pyengine::PYENGINE_ISA

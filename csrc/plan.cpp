@@ -1,0 +1,36 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace pyengine {
+
+BucketPlan::BucketPlan(std::vector<int64_t> offsets, std::vector<int64_t> numels)
+    : offsets_(std::move(offsets)), numels_(std::move(numels)) {
+  first_of_task_.push_back(0);
+  int64_t in_task = 0;
+  for (size_t slot = 0; slot < numels_.size(); ++slot) {
+    first_chunk_.push_back(static_cast<int64_t>(chunks_.size()));
+    for (int64_t begin = 0; begin < numels_[slot]; begin += kChunkElements) {
+      const int64_t count = std::min(kChunkElements, numels_[slot] - begin);
+      chunks_.push_back({static_cast<int64_t>(slot), begin, count});
+      in_task += count;
+      if (in_task >= kTaskElements) {
+        first_of_task_.push_back(static_cast<int64_t>(chunks_.size()));
+        in_task = 0;
+      }
+    }
+    numel_ += numels_[slot];
+  }
+  first_chunk_.push_back(static_cast<int64_t>(chunks_.size()));
+  if (in_task > 0) first_of_task_.push_back(static_cast<int64_t>(chunks_.size()));
+}
+
+Layout BucketPlan::layout() const {
+  return {offsets_.data(),       numels_.data(), first_chunk_.data(),
+          first_of_task_.data(), chunks_.data(), static_cast<int64_t>(numels_.size()),
+          static_cast<int64_t>(first_of_task_.size()) - 1,
+          static_cast<int64_t>(chunks_.size()),  numel_};
+}
+
+}  // namespace pyengine

@@ -1,0 +1,43 @@
+// Where n tensors ("slots") lie in a flat buffer, cut once into chunks and tasks.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+namespace pyengine {
+
+// Part of one slot. `begin` counts elements from the slot's first one. A chunk is also the block of the
+// fixed summation order (unscale_norm), so its size is part of the result: never change it to tune.
+struct Chunk {
+  int64_t slot, begin, count;
+};
+inline constexpr int64_t kChunkElements = 16384;
+
+// Tasks are runs of chunks with about this many elements, so that threads get equal work whatever the mix of
+// slot sizes. 32768 is torch's own grain: below it waking a second thread costs more than it saves.
+inline constexpr int64_t kTaskElements = 32768;
+
+// A plan as the kernels see it: plain pointers, because files compiled for one instruction set must not
+// instantiate std templates that the linker could share with other files.
+struct Layout {
+  const int64_t* offsets;      // [num_slots] elements into the flat buffer
+  const int64_t* numels;       // [num_slots]
+  const int64_t* first_chunk;  // [num_slots + 1]
+  const int64_t* first_of_task;  // [num_tasks + 1] chunk indices
+  const Chunk* chunks;         // [num_chunks], in slot order
+  int64_t num_slots, num_tasks, num_chunks;
+  int64_t numel;               // sum of numels
+};
+
+class BucketPlan {
+ public:
+  BucketPlan(std::vector<int64_t> offsets, std::vector<int64_t> numels);
+  Layout layout() const;
+  const std::vector<int64_t>& numels() const { return numels_; }
+
+ private:
+  std::vector<int64_t> offsets_, numels_, first_chunk_, first_of_task_;
+  std::vector<Chunk> chunks_;
+  int64_t numel_ = 0;
+};
+
+}  // namespace pyengine

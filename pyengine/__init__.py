@@ -1,0 +1,15 @@
+"""pyengine: gradients travel once a window.
+
+Three ways in: `GradSync` for a loop of your own, `attach` (or only `comm_hook`) for stock DDP, and
+`python -m pyengine` from the command line.
+"""
+
+from pyengine import wire
+from pyengine.hook import HookState, comm_hook
+from pyengine.norm import GradScaler
+from pyengine.record import StepRecord
+from pyengine.sync import GradSync, Sync, attach
+
+__version__ = "0.1.0"
+
+__all__ = ["GradScaler", "GradSync", "HookState", "StepRecord", "Sync", "attach", "comm_hook", "wire"]

@@ -1,0 +1,34 @@
+"""Find the native core, pyengine._core, or do without it."""
+
+import functools
+import warnings
+from types import ModuleType
+
+import torch  # before _core: the core looks torch's thread pool up by name in the loaded library
+
+try:
+    from pyengine import _core
+
+    _missing = None
+except ImportError as error:
+    _core, _missing = None, error
+
+
+@functools.cache
+def core() -> ModuleType | None:
+    """Return the native module, or None after a single warning; call it at an op's first use."""
+    if _core is None:
+        warnings.warn(
+            f"pyengine runs without its native core ({_missing}): results are the same, ops are slower. "
+            "Build it with `pip install .` (needs a C++20 compiler) and PYENGINE_NO_EXT unset.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return _core
+
+
+@functools.cache
+def can_gather() -> bool:
+    """Tell whether the core can read a list of tensors itself, instead of through attributes from Python."""
+    probe = torch.empty(1)
+    return _core is not None and _core.learn_tensor_object(probe, probe._cdata)

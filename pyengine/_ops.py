@@ -1,0 +1,338 @@
+"""The fused operations over a flat buffer of gradients, as methods of `BucketPlan` and as torch operators.
+
+A plan names n *slots* of a flat 1-D buffer; an op does the same thing to every slot in one call, in one pass over
+the memory. CPU tensors run in the native core, everything else in `_reference.py`; results are bit-identical for
+every instruction set and thread count. Autograd sees nothing: ops read and write data only.
+
+`torch.ops.pyengine.*` are the same ops with functional schemas, for `torch.compile`.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyengine import _native, _reference
+from pyengine._pointers import (
+    DTYPE_CODES,
+    Pointers,
+    TensorList,
+    check_flat,
+    check_per_slot,
+    check_scale,
+    check_tensor,
+    gather,
+)
+
+_FLOAT32 = (torch.float32,)
+
+
+def _check_layout(offsets: tuple[int, ...], numels: tuple[int, ...]) -> int:
+    """Return the elements a flat buffer must have."""
+    if len(offsets) != len(numels):
+        raise ValueError(
+            f"offsets has {len(offsets)} entries and numels {len(numels)}; needed one of each a slot"
+        )
+    for index, (offset, numel) in enumerate(zip(offsets, numels, strict=True)):
+        if offset < 0 or numel < 0:
+            raise ValueError(f"slot {index} has offset {offset} and numel {numel}; needed both at least 0")
+    filled = sorted(
+        (offset, numel, index) for index, (offset, numel) in enumerate(zip(offsets, numels)) if numel
+    )
+    for (offset, numel, index), (next_offset, _, next_index) in itertools.pairwise(filled):
+        if offset + numel > next_offset:
+            raise ValueError(
+                f"slots {index} and {next_index} overlap: slot {index} ends at {offset + numel}, "
+                f"slot {next_index} begins at {next_offset}"
+            )
+    return filled[-1][0] + filled[-1][1] if filled else 0
+
+
+class BucketPlan:
+    """Where n tensors lie in a flat buffer, ready for the fused ops.
+
+    Args:
+        offsets: int [n], first element of each slot in the flat buffer.
+        numels: int [n], elements of each slot; 0 is allowed. Gaps between slots are never read or written.
+
+    Every list of tensors below has one entry a slot, all of one dtype (float32, bfloat16, float16) and device,
+    each contiguous with its slot's numel, at any alignment; `None` is a parameter without a gradient. Pass
+    `pointers(tensors)` instead of the list to check it once and reuse it. Every scale is a 0-dim float32 tensor
+    on the device of the rest; products are rounded to float32. The caller owns all memory.
+
+    Raises:
+        ValueError, TypeError: from the constructor and every op, for arguments that do not fit; nothing has been
+            written then.
+
+    Example:
+        >>> plan = BucketPlan([0, 4], [3, 2])
+        >>> flat = torch.zeros(6)
+        >>> plan.pack_(flat, [torch.ones(3), torch.ones(2)], torch.tensor(2.0))
+        >>> flat
+        tensor([2., 2., 2., 0., 2., 2.])
+    """
+
+    def __init__(self, offsets: Sequence[int], numels: Sequence[int]) -> None:
+        self.offsets, self.numels = tuple(map(int, offsets)), tuple(map(int, numels))
+        self.flat_numel = _check_layout(self.offsets, self.numels)
+        self._slots = tuple(zip(self.offsets, self.numels, strict=True))
+        core = _native.core()
+        self._native = None if core is None else core.BucketPlan(self.offsets, self.numels)
+
+    def __repr__(self) -> str:
+        return f"BucketPlan({len(self.numels)} slots, {sum(self.numels)} of {self.flat_numel} elements)"
+
+    def pointers(self, tensors: TensorList) -> Pointers:
+        """Check a list of tensors once, for many calls.
+
+        Args:
+            tensors: one entry a slot. The result keeps them alive; replace it when a tensor gets other storage.
+
+        Example:
+            >>> plan = BucketPlan([0], [2])
+            >>> plan.pointers([torch.ones(2)]).dtype
+            torch.float32
+        """
+        return gather("tensors", tensors, self.numels, self._native)
+
+    def pack_(self, flat: Tensor, tensors: TensorList | Pointers, scale: Tensor) -> None:
+        """Write `cast(tensor * scale)` into every slot of `flat`; zeros where the entry is None.
+
+        Args:
+            flat: float32, bfloat16 or float16 [at least flat_numel], written.
+            tensors: one entry a slot, read.
+            scale: float32 [].
+
+        Cost: reads and writes one element each; nothing else (non-temporal stores above 8 MiB).
+
+        Example:
+            >>> flat = torch.empty(2, dtype=torch.bfloat16)
+            >>> BucketPlan([0], [2]).pack_(flat, [torch.ones(2)], torch.tensor(0.5))
+        """
+        sources = self._gather("tensors", tensors, flat)
+        check_flat("flat", flat, self.flat_numel, flat.device)
+        check_scale("scale", scale, flat.device)
+        if sources.table is None:
+            return _reference.pack_(self._slots, flat, sources.tensors, scale)
+        self._native.pack_(flat.data_ptr(), DTYPE_CODES[flat.dtype], sources.table, scale.data_ptr())
+
+    def unpack_(self, tensors: TensorList | Pointers, flat: Tensor, scale: Tensor) -> None:
+        """Write `cast(flat[slot] * scale)` into every tensor; None entries are skipped.
+
+        Args:
+            tensors: one entry a slot, written.
+            flat: float32, bfloat16 or float16 [at least flat_numel], read.
+            scale: float32 [].
+
+        Cost: as `pack_`.
+
+        Example:
+            >>> grad = torch.empty(2)
+            >>> BucketPlan([0], [2]).unpack_([grad], torch.ones(2), torch.tensor(0.5))
+        """
+        targets = self._gather("tensors", tensors, flat)
+        check_flat("flat", flat, self.flat_numel, flat.device)
+        check_scale("scale", scale, flat.device)
+        if targets.table is None:
+            return _reference.unpack_(self._slots, targets.tensors, flat, scale)
+        self._native.unpack_(targets.table, flat.data_ptr(), DTYPE_CODES[flat.dtype], scale.data_ptr())
+
+    def accumulate_(
+        self, acc: Tensor, grads: TensorList | Pointers, scale: Tensor, *, first: bool, nonfinite: Tensor
+    ) -> None:
+        """Set `acc[slot] = grad * scale` if `first`, else add it: product and sum are rounded one by one.
+
+        Args:
+            acc: float32 [at least flat_numel], written; not read when `first`.
+            grads: one entry a slot, read. None: zeros when `first`, otherwise the slot is left alone.
+            scale: float32 [].
+            first: True in a window's first micro-batch.
+            nonfinite: uint8 [n], OR-ed with 1 where some `grad * scale` is inf or NaN.
+
+        Cost: reads the gradient, writes 4 bytes, and reads 4 unless `first`: 10 (6) for bfloat16.
+
+        Example:
+            >>> plan, acc, flags = BucketPlan([0], [2]), torch.empty(2), torch.zeros(1, dtype=torch.uint8)
+            >>> plan.accumulate_(acc, [torch.ones(2)], torch.tensor(1.0), first=True, nonfinite=flags)
+        """
+        sources = self._gather("grads", grads, acc)
+        check_tensor("acc", acc, _FLOAT32, self.flat_numel, acc.device)
+        check_scale("scale", scale, acc.device)
+        check_per_slot("nonfinite", nonfinite, torch.uint8, len(self.numels), acc.device)
+        if sources.table is None:
+            return _reference.accumulate_(
+                self._slots, acc, sources.tensors, scale, first=first, nonfinite=nonfinite
+            )
+        self._native.accumulate_(acc.data_ptr(), sources.table, scale.data_ptr(), first, nonfinite.data_ptr())
+
+    def accumulate_cast_(
+        self,
+        wire: Tensor,
+        acc: Tensor,
+        grads: TensorList | Pointers,
+        grad_scale: Tensor,
+        wire_scale: Tensor,
+        *,
+        first: bool,
+        nonfinite: Tensor,
+    ) -> None:
+        """Write `cast((acc[slot] + grad * grad_scale) * wire_scale)`: the window's last micro-batch and its cast.
+
+        Args:
+            wire: float32, bfloat16 or float16 [at least flat_numel], written. May be `acc` itself.
+            acc: float32 [at least flat_numel], read; neither read nor written when `first`.
+            grads: one entry a slot, read. None: `acc * wire_scale` alone, zeros when `first`.
+            grad_scale, wire_scale: float32 [].
+            first: True when the window has a single micro-batch; then `(grad * grad_scale) * wire_scale`.
+            nonfinite: uint8 [n], OR-ed with 1 where some value on the wire is inf or NaN: fp16 may overflow.
+
+        Cost: reads 4 bytes (0 when `first`) and the gradient, writes one wire element: 8 (4) for bfloat16.
+
+        Example:
+            >>> plan, flags, one = BucketPlan([0], [2]), torch.zeros(1, dtype=torch.uint8), torch.tensor(1.0)
+            >>> wire, acc = torch.empty(2, dtype=torch.bfloat16), torch.ones(2)
+            >>> plan.accumulate_cast_(wire, acc, [torch.ones(2)], one, one, first=False, nonfinite=flags)
+        """
+        sources = self._gather("grads", grads, wire)
+        check_flat("wire", wire, self.flat_numel, wire.device)
+        check_tensor("acc", acc, _FLOAT32, self.flat_numel, wire.device)
+        check_scale("grad_scale", grad_scale, wire.device)
+        check_scale("wire_scale", wire_scale, wire.device)
+        check_per_slot("nonfinite", nonfinite, torch.uint8, len(self.numels), wire.device)
+        if sources.table is None:
+            return _reference.accumulate_cast_(
+                self._slots,
+                wire,
+                acc,
+                sources.tensors,
+                grad_scale,
+                wire_scale,
+                first=first,
+                nonfinite=nonfinite,
+            )
+        self._native.accumulate_cast_(
+            wire.data_ptr(), DTYPE_CODES[wire.dtype], acc.data_ptr(), sources.table,
+            grad_scale.data_ptr(), wire_scale.data_ptr(), first, nonfinite.data_ptr(),
+        )  # fmt: skip
+
+    def unscale_norm(
+        self,
+        tensors: TensorList | Pointers,
+        out: TensorList | Pointers | None,
+        scale: Tensor,
+        *,
+        sumsq: Tensor,
+        nonfinite: Tensor,
+    ) -> None:
+        """Take `y = tensor * scale`, its sum of squares and its finite check; store y on request.
+
+        Args:
+            tensors: one entry a slot, read. None: the slot's sum is 0.
+            out: None reads only; the same list works in place; another list gets y in its own dtype.
+            scale: float32 [].
+            sumsq: float64 [n], overwritten with Σ y² of each slot, y as stored (after the cast to `out`). The
+                order of the sum is fixed, so the bits depend on the values alone.
+            nonfinite: uint8 [n], OR-ed with 1 where some y is inf or NaN.
+
+        Cost: reads one element; writes one more if `out` is given.
+
+        Example:
+            >>> plan, flags = BucketPlan([0], [2]), torch.zeros(1, dtype=torch.uint8)
+            >>> sumsq = torch.empty(1, dtype=torch.float64)
+            >>> plan.unscale_norm([torch.ones(2)], None, torch.tensor(2.0), sumsq=sumsq, nonfinite=flags)
+            >>> sumsq
+            tensor([8.], dtype=torch.float64)
+        """
+        sources = self._gather("tensors", tensors, sumsq)
+        targets = sources if out is tensors else None if out is None else self._gather("out", out, sumsq)
+        check_scale("scale", scale, sumsq.device)
+        check_per_slot("sumsq", sumsq, torch.float64, len(self.numels), sumsq.device)
+        check_per_slot("nonfinite", nonfinite, torch.uint8, len(self.numels), sumsq.device)
+        if sources.table is None:
+            stored = itertools.repeat(None, len(self.numels)) if targets is None else targets.tensors
+            return _reference.unscale_norm(sources.tensors, stored, scale, sumsq=sumsq, nonfinite=nonfinite)
+        self._native.unscale_norm(
+            sources.table, None if targets is None else targets.table,
+            scale.data_ptr(), sumsq.data_ptr(), nonfinite.data_ptr(),
+        )  # fmt: skip
+
+    def _gather(self, name: str, tensors: TensorList | Pointers, beside: Tensor) -> Pointers:
+        """Collect a list that must lie on the device of `beside`."""
+        pointers = gather(name, tensors, self.numels, self._native)
+        if pointers.device is None and not beside.is_cpu:
+            return dataclasses.replace(pointers, table=None)  # all None: only `beside` tells where to run
+        if pointers.device is not None and pointers.device != beside.device:
+            raise ValueError(
+                f"{name} lie on {pointers.device}; needed {beside.device}, where the other tensors are"
+            )
+        return pointers
+
+
+# ---- torch operators ----
+
+
+# Compiled code passes the layout with every call; a model has a handful of layouts.
+@functools.lru_cache(maxsize=32)
+def _plan(offsets: tuple[int, ...], numels: tuple[int, ...]) -> BucketPlan:
+    return BucketPlan(offsets, numels)
+
+
+def _pack_(flat, tensors, scale, offsets, numels):
+    _plan(tuple(offsets), tuple(numels)).pack_(flat, tensors, scale)
+
+
+def _unpack_(tensors, flat, scale, offsets, numels):
+    _plan(tuple(offsets), tuple(numels)).unpack_(tensors, flat, scale)
+
+
+def _accumulate_(acc, grads, scale, nonfinite, offsets, numels, first):
+    plan = _plan(tuple(offsets), tuple(numels))
+    plan.accumulate_(acc, grads, scale, first=first, nonfinite=nonfinite)
+
+
+def _accumulate_cast_(wire, acc, grads, grad_scale, wire_scale, nonfinite, offsets, numels, first):
+    plan = _plan(tuple(offsets), tuple(numels))
+    plan.accumulate_cast_(wire, acc, grads, grad_scale, wire_scale, first=first, nonfinite=nonfinite)
+
+
+def _unscale_norm(tensors, out, scale, sumsq, nonfinite, numels):
+    offsets = itertools.accumulate(numels[:-1], initial=0) if numels else ()
+    plan = _plan(tuple(offsets), tuple(numels))
+    plan.unscale_norm(tensors, out or None, scale, sumsq=sumsq, nonfinite=nonfinite)
+
+
+def _register(name: str, schema: str, run) -> None:
+    torch.library.define(f"pyengine::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(f"pyengine::{name}", "CompositeExplicitAutograd", run)
+    torch.library.register_fake(f"pyengine::{name}", lambda *args, **kwargs: None)
+
+
+# Mutated lists cannot hold None in a schema that torch.compile accepts, so outputs are complete lists here.
+_register(
+    "pack_", "(Tensor(a!) flat, Tensor?[] tensors, Tensor scale, int[] offsets, int[] numels) -> ()", _pack_
+)
+_register(
+    "unpack_",
+    "(Tensor(a!)[] tensors, Tensor flat, Tensor scale, int[] offsets, int[] numels) -> ()",
+    _unpack_,
+)
+_register(
+    "accumulate_",
+    "(Tensor(a!) acc, Tensor?[] grads, Tensor scale, Tensor(b!) nonfinite, int[] offsets, int[] numels, "
+    "bool first) -> ()",
+    _accumulate_,
+)
+_register(
+    "accumulate_cast_",
+    "(Tensor(a!) wire, Tensor acc, Tensor?[] grads, Tensor grad_scale, Tensor wire_scale, Tensor(b!) nonfinite, "
+    "int[] offsets, int[] numels, bool first) -> ()",
+    _accumulate_cast_,
+)
+_register(
+    "unscale_norm",
+    "(Tensor?[] tensors, Tensor(a!)[] out, Tensor scale, Tensor(b!) sumsq, Tensor(c!) nonfinite, int[] numels) -> ()",
+    _unscale_norm,
+)

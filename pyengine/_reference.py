@@ -1,0 +1,133 @@
+"""Each op in plain PyTorch: the definition of right.
+
+Serves builds without the native core and devices it does not know. Elementwise results equal the core's bit for
+bit, except that which NaN a NaN is, is nobody's promise. Sums of squares equal it bit for bit on the CPU, where
+cumsum adds in order; elsewhere they differ by rounding of a float64 sum, at most numel · 2^-52 relative.
+Arguments have been checked by `_ops.py`.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+Slots = Sequence[tuple[int, int]]  # (offset, numel) in elements
+
+# The order of a sum of squares: blocks of 16384 elements from the slot's start, each in 16 lanes (csrc/plan.h).
+_BLOCK = 16384
+_LANES = 16
+
+
+def _parts(flat: Tensor, slots: Slots) -> Iterator[Tensor]:
+    return (flat[offset : offset + numel] for offset, numel in slots)
+
+
+def _scaled(tensor: Tensor, scale: Tensor) -> Tensor:
+    return tensor.detach().view(-1).to(torch.float32) * scale
+
+
+def _flag(nonfinite: Tensor, slot: int, values: Tensor) -> None:
+    nonfinite[slot : slot + 1].bitwise_or_((~torch.isfinite(values)).any().to(torch.uint8))
+
+
+@torch.no_grad()
+def pack_(slots: Slots, flat: Tensor, tensors: Iterable[Tensor | None], scale: Tensor) -> None:
+    """flat[slot] = cast(tensor * scale); zeros where there is no tensor."""
+    for part, tensor in zip(_parts(flat, slots), tensors, strict=True):
+        if tensor is None:
+            part.zero_()
+        else:
+            part.copy_(_scaled(tensor, scale))
+
+
+@torch.no_grad()
+def unpack_(slots: Slots, tensors: Iterable[Tensor | None], flat: Tensor, scale: Tensor) -> None:
+    """tensor = cast(flat[slot] * scale) where there is a tensor."""
+    for part, tensor in zip(_parts(flat, slots), tensors, strict=True):
+        if tensor is not None:
+            tensor.detach().view(-1).copy_(_scaled(part, scale))
+
+
+@torch.no_grad()
+def accumulate_(
+    slots: Slots,
+    acc: Tensor,
+    grads: Iterable[Tensor | None],
+    scale: Tensor,
+    *,
+    first: bool,
+    nonfinite: Tensor,
+) -> None:
+    """acc[slot] = grad * scale if first, else acc[slot] += grad * scale."""
+    for slot, (part, grad) in enumerate(zip(_parts(acc, slots), grads, strict=True)):
+        if grad is None:
+            if first:
+                part.zero_()
+            continue
+        term = _scaled(grad, scale)
+        _flag(nonfinite, slot, term)
+        if first:
+            part.copy_(term)
+        else:
+            part.add_(term)
+
+
+@torch.no_grad()
+def accumulate_cast_(
+    slots: Slots,
+    wire: Tensor,
+    acc: Tensor,
+    grads: Iterable[Tensor | None],
+    grad_scale: Tensor,
+    wire_scale: Tensor,
+    *,
+    first: bool,
+    nonfinite: Tensor,
+) -> None:
+    """wire[slot] = cast((acc[slot] + grad * grad_scale) * wire_scale); without acc if first."""
+    sums = zip(_parts(wire, slots), _parts(acc, slots), grads, strict=True)
+    for slot, (out, part, grad) in enumerate(sums):
+        if grad is None:
+            total = torch.zeros_like(part) if first else part * wire_scale
+        else:
+            term = _scaled(grad, grad_scale)
+            total = (term if first else part + term) * wire_scale
+        out.copy_(total)
+        _flag(nonfinite, slot, out)
+
+
+@torch.no_grad()
+def unscale_norm(
+    tensors: Iterable[Tensor | None],
+    out: Iterable[Tensor | None],
+    scale: Tensor,
+    *,
+    sumsq: Tensor,
+    nonfinite: Tensor,
+) -> None:
+    """y = tensor * scale, stored where out has a tensor; sumsq[slot] = Σ y² of the stored y, in float64."""
+    for slot, (tensor, target) in enumerate(zip(tensors, out, strict=True)):
+        if tensor is None:
+            sumsq[slot] = 0
+            continue
+        y = _scaled(tensor, scale)
+        if target is not None:
+            y = target.detach().view(-1).copy_(y).to(torch.float32)
+        sumsq[slot] = _sum_squares(y)
+        _flag(nonfinite, slot, sumsq[slot])
+
+
+def _sum_in_order(values: Tensor, dim: int) -> Tensor:
+    return values.cumsum(dim).select(dim, -1)
+
+
+def _sum_squares(y: Tensor) -> Tensor:
+    """Add as the native kernel does: blocks, 16 lanes in each, halves of the lanes, then blocks."""
+    if y.numel() == 0:
+        return torch.zeros((), dtype=torch.float64, device=y.device)
+    block = min(_BLOCK, -(-y.numel() // _LANES) * _LANES)
+    squares = torch.nn.functional.pad(y, (0, -y.numel() % block)).to(torch.float64).square()
+    lanes = _sum_in_order(squares.view(-1, block // _LANES, _LANES), dim=1)
+    for width in (8, 4, 2, 1):
+        lanes = lanes[:, :width] + lanes[:, width:]
+    return _sum_in_order(lanes[:, 0], dim=0)

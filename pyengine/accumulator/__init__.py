@@ -1,0 +1,9 @@
+"""Accumulators: where the sum of a window's gradients lives, bucket by bucket."""
+
+from pyengine.accumulator.base import BucketAccumulator
+from pyengine.accumulator.fp32 import Fp32Bucket
+from pyengine.accumulator.native import NativeBucket
+
+KINDS = ("fp32", "native")
+
+__all__ = ["KINDS", "BucketAccumulator", "Fp32Bucket", "NativeBucket"]

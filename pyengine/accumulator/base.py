@@ -1,0 +1,132 @@
+"""What an accumulator is, and the pieces that all kinds share: slot views and the used flags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from pyengine._ops import BucketPlan
+from pyengine.layout import Bucket
+from pyengine.norm import FinalPass
+
+
+class BucketAccumulator(Protocol):
+    """The window's sum for the parameters of one bucket, and its way to the wire and back.
+
+    Life of a window: `begin`, `add` after every earlier backward, `arm` before the last one, `has_arrived` during it,
+    `to_wire` once the bucket is complete, `from_wire` after the reduction.
+    """
+
+    params: Sequence[Parameter]
+
+    def begin(self) -> None:
+        """Start a window with a sum of zero."""
+
+    def add(self, micro_batch: int) -> None:
+        """Take in the gradients of an earlier micro-batch, whose backward has returned."""
+
+    def arm(self) -> None:
+        """Get ready to tell which gradients the coming backward has delivered."""
+
+    def has_arrived(self, slot: int) -> bool:
+        """Whether the armed backward has delivered this slot's gradient."""
+
+    def to_wire(self, inv_count: Tensor | None, *, poison: bool) -> Tensor:
+        """Return the flat buffer to reduce; `inv_count` is multiplied in if given, `poison` voids the window."""
+
+    def from_wire(self, inv_count: Tensor | None, final: FinalPass) -> None:
+        """Publish the reduced buffer as `.grad` (times `inv_count` if given) with its norm and finite flags."""
+
+    def scale_(self, scale: Tensor) -> None:
+        """Multiply the published gradients by a 0-dim float32 tensor: one fused read and write."""
+
+    def blame(self, slot: int) -> list[int] | None:
+        """Return the micro-batches in which this rank saw the slot not finite; None if it was not watched."""
+
+
+class BucketBase:
+    """Shared part of the accumulators: the parameters of one bucket in slot order and their used flags.
+
+    Args:
+        bucket: place in the layout.
+        params: the bucket's parameters in slot order.
+        device: where the buffers live.
+    """
+
+    def __init__(self, bucket: Bucket, params: Sequence[Parameter], device: torch.device) -> None:
+        self.bucket = bucket
+        self.params = list(params)
+        self.plan = BucketPlan([s.offset for s in bucket.slots], [s.numel for s in bucket.slots])
+        self.one = torch.ones((), device=device)
+        self._registration = torch.tensor([s.param for s in bucket.slots], device=device)
+        self._sumsq = torch.zeros(len(params), dtype=torch.float64, device=device)
+        self._nonfinite = torch.zeros(len(params), dtype=torch.uint8, device=device)
+        for param in self.params:
+            param.grad_added_to_main_grad = False  # set by layers whose backward writes main_grad itself
+
+    def allocate(self, dtype: torch.dtype) -> Tensor:
+        """Return a zeroed flat buffer for the bucket."""
+        return torch.zeros(self.bucket.numel, dtype=dtype, device=self.one.device)
+
+    def slots(self, flat: Tensor) -> list[Tensor]:
+        """Return the slots of a flat buffer, 1-D, in storage order."""
+        return [flat[s.offset : s.offset + s.numel] for s in self.bucket.slots]
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return the slots shaped and strided like their parameters.
+
+        `.data` gives each its own version counter, so a single counter tells whether autograd has added to a slot.
+        """
+        return [
+            flat.as_strided(p.size(), dense_strides(p), s.offset).data
+            for p, s in zip(self.params, self.bucket.slots, strict=True)
+        ]
+
+    def write_used(self, flat: Tensor, used: Sequence[bool], *, poison: bool) -> None:
+        """Put the used flags behind the slots: 0, 1, or nan for a window that this rank had to give up."""
+        flags = self._flags(flat)
+        if poison:
+            flags.fill_(float("nan"))
+        elif all(used):
+            flags.fill_(1)
+        else:
+            flags.copy_(torch.tensor(used, dtype=flat.dtype))
+
+    def used_anywhere(self, flat: Tensor, used: Sequence[bool]) -> Sequence[bool]:
+        """Return which slots any rank used; looks at the reduced flags only where this rank used none."""
+        return used if all(used) else (self._flags(flat) != 0).tolist()
+
+    def norm(self, sources: object, out: object, scale: Tensor, flat: Tensor, final: FinalPass) -> None:
+        """Read the slots once: scale, write to `out` unless None, and leave norm and finite flags in `final`."""
+        self._nonfinite.zero_()
+        self.plan.unscale_norm(sources, out, scale, sumsq=self._sumsq, nonfinite=self._nonfinite)
+        final.void += self._flags(flat).float().sum() * 0  # a nan among the used flags: some rank gave the window up
+        final.sumsq.index_copy_(0, self._registration, self._sumsq)
+        final.nonfinite.index_copy_(0, self._registration, self._nonfinite)
+
+    def _flags(self, flat: Tensor) -> Tensor:
+        return flat[self.bucket.flags : self.bucket.flags + len(self.params)]
+
+
+def dense_strides(param: Tensor) -> tuple[int, ...]:
+    """Return the parameter's own strides if it is dense (channels_last, say), else the contiguous ones."""
+    return torch.empty_like(param, device="meta").stride()
+
+
+def slot_gradient(param: Parameter) -> Tensor | None:
+    """Return `param.grad` 1-D in the slot's order; copies only gradients that are sparse or strided otherwise."""
+    grad = param.grad
+    if grad is None:
+        return None
+    if grad.layout is not torch.strided:
+        grad = grad.to_dense()
+    if grad.is_contiguous() and param.is_contiguous():
+        return grad
+    like = torch.empty_like(param, dtype=grad.dtype)
+    if grad.stride() != like.stride():
+        grad = like.copy_(grad)
+    return grad.as_strided((grad.numel(),), (1,), grad.storage_offset())

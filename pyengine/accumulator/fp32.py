@@ -1,0 +1,113 @@
+"""Sums in a flat fp32 buffer under bf16/fp16 parameters: nothing stops growing after 256 micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from pyengine.accumulator.base import BucketBase, slot_gradient
+from pyengine.layout import Bucket
+from pyengine.norm import FinalPass
+from pyengine.wire import Wire
+
+
+class Fp32Bucket(BucketBase):
+    """A bucket of narrow parameters summed in fp32 by one fused call a micro-batch.
+
+    Bytes an element: 6 in the first micro-batch (stored, no zero pass), 10 in later ones; with a narrow wire the last
+    one sums, scales, casts and checks in a single pass of 8. `.grad` ends as views of a buffer of the parameters' type:
+    the wire buffer itself where the types agree.
+    """
+
+    in_place = False
+
+    def __init__(self, bucket: Bucket, params: Sequence[Parameter], *, wire: Wire, device: torch.device) -> None:
+        super().__init__(bucket, params, device)
+        self._sum = self.allocate(torch.float32)
+        self._wire = self._sum if wire.dtype == torch.float32 else self.allocate(wire.dtype)
+        self._result = self._wire if wire.dtype == bucket.dtype else self.allocate(bucket.dtype)
+        self._wire_slots = self.plan.pointers(self.slots(self._wire))
+        self._result_slots = self.plan.pointers(self.slots(self._result))
+        self._grads = self.views(self._result)
+        self._flagged: list[Tensor] = []
+        self._fused = [False] * len(self.params)
+        for param, main_grad in zip(self.params, self.views(self._sum), strict=True):
+            param.main_grad = main_grad
+
+    def begin(self) -> None:
+        """Start a window: let autograd make fresh gradients, and let the first one overwrite the sum."""
+        for param in self.params:
+            param.grad = None
+        self._used = [False] * len(self.params)
+        self._flagged = []
+        self._is_first = not any(self._fused)
+        if not self._is_first:
+            self._sum.zero_()  # a layer that writes main_grad itself needs a sum to add to
+
+    def add(self, micro_batch: int) -> None:
+        """Add an earlier micro-batch's gradients and release them: 6 bytes an element first, then 10."""
+        del micro_batch
+        grads = self._collect()
+        self.plan.accumulate_(self._sum, grads, self.one, first=self._is_first, nonfinite=self._new_flags())
+        self._release()
+
+    def arm(self) -> None:
+        """Do nothing: a gradient that is there has arrived."""
+
+    def has_arrived(self, slot: int) -> bool:
+        """Whether the armed backward has delivered this slot's gradient."""
+        return self.params[slot].grad is not None
+
+    def to_wire(self, inv_count: Tensor | None, *, poison: bool) -> Tensor:
+        """Add the last gradients; with a narrow wire also scale, cast and check in the same pass."""
+        grads = self._collect()
+        first, flags = self._is_first, self._new_flags()
+        if self._wire is self._sum:
+            self.plan.accumulate_(self._sum, grads, self.one, first=first, nonfinite=flags)
+        else:
+            scale = self.one if inv_count is None else inv_count
+            self.plan.accumulate_cast_(
+                self._wire, self._sum, grads, self.one, scale, first=first, nonfinite=flags
+            )
+        self._release()
+        self.write_used(self._wire, self._used, poison=poison)
+        return self._wire
+
+    def from_wire(self, inv_count: Tensor | None, final: FinalPass) -> None:
+        """Publish the reduced sum in the parameters' type: a read, and a write unless the wire has that type."""
+        out = None if self._result is self._wire and inv_count is None else self._result_slots
+        self.norm(self._wire_slots, out, self.one if inv_count is None else inv_count, self._wire, final)
+        used = self.used_anywhere(self._wire, self._used)
+        for param, grad, keep in zip(self.params, self._grads, used, strict=True):
+            param.grad = grad if keep else None
+
+    def scale_(self, scale: Tensor) -> None:
+        """Multiply the published gradients in place."""
+        self.plan.unpack_(self._result_slots, self._result, scale)
+
+    def blame(self, slot: int) -> list[int] | None:
+        """Return the micro-batches whose gradient was not finite, from the flags of the fused kernels."""
+        return [index for index, flags in enumerate(self._flagged) if flags[slot]]
+
+    def _collect(self) -> list[Tensor | None]:
+        for index, param in enumerate(self.params):
+            if param.grad_added_to_main_grad:
+                self._fused[index] = self._used[index] = True
+                self._is_first = False
+                param.grad_added_to_main_grad = False
+                param.grad = None
+        grads = [slot_gradient(param) for param in self.params]
+        self._used = [used or grad is not None for used, grad in zip(self._used, grads, strict=True)]
+        return grads
+
+    def _new_flags(self) -> Tensor:
+        self._flagged.append(torch.zeros_like(self._nonfinite))
+        return self._flagged[-1]
+
+    def _release(self) -> None:
+        self._is_first = False
+        for param in self.params:
+            param.grad = None

@@ -1,0 +1,47 @@
+"""The transport of a single process: nothing moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyengine.comm.traffic import Traffic
+
+
+class _Done:
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result([self._value])
+        return future
+
+
+class Local:
+    """One rank, no collectives."""
+
+    world_size = 1
+    rank = 0
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+
+    def all_reduce(self, flat: Tensor) -> _Done:
+        """Return at once: the sum over one rank is already there."""
+        return _Done(flat)
+
+    def all_gather_object(self, value: object) -> list[Any]:
+        """Return what the only rank said."""
+        return [value]
+
+    def broadcast_(self, tensors: list[Tensor]) -> None:
+        """Do nothing: rank 0 is the only rank."""

@@ -1,0 +1,315 @@
+"""DDP's buckets under the engine: `attach` drives when DDP reduces, the hook says how.
+
+Every forward runs as under `no_sync`. Right before the window's last backward the reducer is told to expect gradients;
+after it, parameters that this backward did not touch are marked by a backward of zeros, which completes DDP's buckets
+with what earlier micro-batches left in `.grad`. So no `find_unused_parameters`, and nothing depends on where forwards ran.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from pyengine._ops import BucketPlan
+from pyengine.accumulator.base import slot_gradient
+from pyengine.header import Header
+from pyengine.hook import HookState, Local, Mode, comm_hook
+from pyengine.norm import FinalPass
+from pyengine.wire import Wire
+
+
+class DDPReducer:
+    """Gradients that DDP owns.
+
+    Args:
+        ddp: the wrapped model; without another communication hook.
+        state: hook state; `attach` registers it.
+        accumulator: "fp32" sums narrow gradients in fp32 buffers beside DDP's; "native" leaves sums to autograd.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, state: HookState, *, accumulator: str) -> None:
+        _refuse_sparse(ddp)
+        named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
+        self.names = [name for name, _ in named]
+        self.params: list[Parameter] = [p for _, p in named]
+        self._ddp, self._state = ddp, state
+        self._one = torch.ones((), device=self.params[0].device)
+        self._groups = _by_dtype(self.params)
+        self._defers_count = not state.wire.folds_count and all(
+            p.dtype == state.wire.dtype for p in self.params
+        )
+        narrow = accumulator == "fp32" and any(p.dtype.itemsize < 4 for p in self.params)
+        self._sums = _Fp32Sums(ddp, self._one) if narrow else None
+        self._needs_bootstrap = ddp.static_graph
+        self._reduction: _Reduction | None = None
+        ddp.register_comm_hook(state, comm_hook)
+        ddp.require_backward_grad_sync = False
+
+    def open(self) -> None:
+        """A window opens: its buffer broadcast is still to come."""
+        self._buffers_due = bool(self._ddp.broadcast_buffers and self._ddp.modules_buffers)
+        self._announced = False
+        self._ddp.require_forward_param_sync = False
+
+    def begin(self) -> None:
+        """Start a window with gradients of zero."""
+        for param in self.params:
+            param.grad = None
+        if self._sums is not None:
+            self._sums.begin()
+
+    def before_forward(self, *, syncs: bool) -> None:
+        """Let buffers travel with the window's last forward only."""
+        if syncs:
+            self._announced = True
+            self._ddp.require_forward_param_sync = True
+
+    def before_header(self) -> None:
+        """Catch up with the collectives of forwards that this rank did not run: every rank launches the same ones."""
+        rebuilt = self._ddp.reducer._rebuild_buckets()
+        if rebuilt and self._sums is not None:
+            self._sums.lay_out()
+        travelled = self._announced and not self._ddp.require_forward_param_sync
+        if self._buffers_due and not travelled:
+            self._ddp.require_forward_param_sync = True
+            self._ddp._sync_buffers()
+        self._buffers_due = False
+        self._ddp.require_forward_param_sync = False
+
+    def add(self, micro_batch: int, backward: Callable[[], None]) -> None:
+        """Run an earlier backward as under no_sync, then take narrow gradients into the fp32 sums."""
+        if self._needs_bootstrap:
+            self._state.mode = Local()
+            self._expect(None)
+        backward()
+        self._needs_bootstrap = False
+        if self._sums is not None:
+            self._sums.add()
+
+    def reduce(self, header: Header, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
+        """Let DDP reduce its buckets, overlapped with `backward` if there is one."""
+        self._needs_bootstrap = False
+        mode = _Reduction(header, self._late(header), self._sums)
+        self._state.mode = self._reduction = mode
+        if backward is None:
+            self._reduce_all()
+            return
+        self._before = [(p.grad, None if p.grad is None else p.grad._version) for p in self.params]
+        self._expect(loss)
+        backward()
+        self._complete()
+
+    def give_up(self, header: Header) -> None:
+        """Complete DDP's buckets, voided, after a backward that failed."""
+        del header
+        if self._reduction is not None and not self._reduction.is_complete:
+            self._reduction.poison = True
+            self._complete()
+
+    def finish(self, header: Header, final: FinalPass) -> None:
+        """Take norm and finite flags of what DDP has put into `.grad`; it has waited already."""
+        self._state.mode = Local()
+        self._reduction = None
+        for plan, indices, sumsq, nonfinite in self._groups:
+            grads = [slot_gradient(self.params[i]) for i in indices.tolist()]
+            plan.unscale_norm(grads, None, self._one, sumsq=sumsq, nonfinite=nonfinite.zero_())
+            final.sumsq.index_copy_(0, indices, sumsq)
+            final.nonfinite.index_copy_(0, indices, nonfinite)
+        if self._defers_count:
+            final.multiply(header.inv_count())
+        final.settle()
+
+    def scale_(self, scale: Tensor) -> None:
+        """Multiply `.grad` in place, one fused pass a dtype."""
+        for plan, indices, sumsq, nonfinite in self._groups:
+            grads = [slot_gradient(self.params[i]) for i in indices.tolist()]
+            plan.unscale_norm(grads, grads, scale, sumsq=sumsq, nonfinite=nonfinite)
+
+    def blame(self, param: int) -> list[int] | None:
+        """Return the micro-batches in which the fp32 sums met a value that is not finite; None: not watched."""
+        return None if self._sums is None else self._sums.blame(self.params[param])
+
+    def _late(self, header: Header) -> Callable[[], Tensor] | None:
+        late = not self._defers_count and not self._state.wire.folds_count
+        return header.inv_count if late else None
+
+    def _expect(self, loss: Tensor | None) -> None:
+        reducer = self._ddp.reducer
+        reducer.prepare_for_forward()
+        search = self._ddp.find_unused_parameters and not self._ddp.static_graph and loss is not None
+        reducer.prepare_for_backward([loss] if search else [])
+
+    def _complete(self) -> None:
+        """Mark the parameters that the backward did not touch, so that DDP's buckets complete."""
+        assert self._reduction is not None
+        if self._reduction.is_complete:
+            return
+        missing = [
+            p
+            for p, (grad, version) in zip(self.params, self._before, strict=True)
+            if p.grad is grad and (grad is None or grad._version == version)
+        ]
+        if missing:
+            _Zeros.apply(*missing).backward()
+
+    def _reduce_all(self) -> None:
+        params = self.params
+        if self._ddp.find_unused_parameters and not self._ddp.static_graph:
+            params = [p for p in params if p.grad is not None] or params[:1]
+        zero = _Zeros.apply(*params)
+        self._expect(zero)
+        zero.backward()
+
+
+class _Reduction(Mode):
+    """The hook's part in one window: sums over ranks, the divisor from the header."""
+
+    def __init__(self, header: Header, late: Callable[[], Tensor] | None, sums: _Fp32Sums | None) -> None:
+        self._header, self._late, self._sums = header, late, sums
+        self.is_complete = False
+        self.poison = False
+
+    def scales(self, wire: Wire) -> tuple[Tensor | None, Tensor | None]:
+        before = self._header.inv_count() if wire.folds_count else None
+        return before, None if self._late is None else self._late()
+
+    def fill(self, bucket: Any, flat: Tensor, scale: Tensor) -> bool:
+        if self.poison:
+            flat.fill_(float("nan"))
+            return True
+        return self._sums is not None and self._sums.fill(bucket, flat, scale)
+
+    def seen(self, bucket: Any) -> None:
+        self.is_complete = self.is_complete or bucket.is_last()
+
+
+class _Fp32Sums:
+    """fp32 sums beside DDP's narrow buckets, in DDP's own order."""
+
+    def __init__(self, ddp: DistributedDataParallel, one: Tensor) -> None:
+        self._ddp, self._one = ddp, one
+        self._sums: dict[int, _Sum] = {}
+        self._is_rebuilt = False
+
+    def begin(self) -> None:
+        """Start a window: the first gradient overwrites."""
+        for total in self._sums.values():
+            total.begin()
+
+    def add(self) -> None:
+        """Take in and release the gradients of an earlier micro-batch."""
+        if not self._sums or self._is_rebuilt != self._ddp._has_rebuilt_buckets:
+            self.lay_out()
+        for total in self._sums.values():
+            total.add([slot_gradient(p) for p in total.params], self._one)
+            for param in total.params:
+                param.grad = None
+
+    def fill(self, bucket: Any, flat: Tensor, scale: Tensor) -> bool:
+        """Write (sum + the bucket's last gradient) * scale into the wire buffer; False if there is no sum."""
+        total = self._sums.get(bucket.index())
+        if total is None or not total.is_filled:
+            return False
+        total.fill(bucket.buffer(), flat, self._one, scale)
+        return True
+
+    def blame(self, param: Tensor) -> list[int] | None:
+        """Return the micro-batches in which the parameter's gradient was not finite."""
+        for total in self._sums.values():
+            for index, known in enumerate(total.params):
+                if known is param:
+                    return [i for i, flags in enumerate(total.flagged) if flags[index]]
+        return None
+
+    def lay_out(self) -> None:
+        """Follow DDP's buckets, which it rebuilds once; what has been summed moves along."""
+        old = {id(p): view for total in self._sums.values() for p, view in zip(total.params, total.views, strict=True)}
+        was_filled = any(total.is_filled for total in self._sums.values())
+        self._is_rebuilt = self._ddp._has_rebuilt_buckets
+        self._sums = {
+            bucket.index(): _Sum(bucket.parameters(), self._one)
+            for bucket in self._ddp.reducer._get_zeros_like_grad_buckets()
+            if bucket.buffer().dtype.itemsize < torch.float32.itemsize
+        }
+        for total in self._sums.values():
+            total.is_filled = was_filled
+            for param, view in zip(total.params, total.views, strict=True):
+                if id(param) in old:
+                    view.copy_(old[id(param)])
+
+
+class _Sum:
+    def __init__(self, params: Sequence[Any], one: Tensor) -> None:
+        self.params = list(params)
+        self._numels = numels = [p.numel() for p in self.params]
+        self._plan = _packed(numels)
+        self._flat = torch.zeros(sum(numels), device=one.device)
+        self.views = list(self._flat.split(numels))
+        self.begin()
+
+    def begin(self) -> None:
+        self.is_filled = False
+        self.flagged: list[Tensor] = []
+
+    def add(self, grads: list[Tensor | None], one: Tensor) -> None:
+        self._plan.accumulate_(self._flat, grads, one, first=not self.is_filled, nonfinite=self._new_flags())
+        self.is_filled = True
+
+    def fill(self, last: Tensor, flat: Tensor, one: Tensor, scale: Tensor) -> None:
+        flags = self._new_flags()
+        grads = last.split(self._numels)
+        self._plan.accumulate_cast_(flat, self._flat, grads, one, scale, first=False, nonfinite=flags)
+
+    def _new_flags(self) -> Tensor:
+        self.flagged.append(torch.zeros(len(self.params), dtype=torch.uint8, device=self._flat.device))
+        return self.flagged[-1]
+
+
+class _Zeros(torch.autograd.Function):
+    """Depends on every given parameter with a gradient of zero."""
+
+    @staticmethod
+    def forward(ctx: Any, *params: Tensor) -> Tensor:
+        ctx.params = params
+        return params[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
+        return tuple(p.new_zeros(()).expand_as(p) for p in ctx.params)
+
+
+def _by_dtype(params: Sequence[Parameter]) -> list[tuple[BucketPlan, Tensor, Tensor, Tensor]]:
+    groups: dict[torch.dtype, list[int]] = {}
+    for index, param in enumerate(params):
+        groups.setdefault(param.dtype, []).append(index)
+    return [_group(params, indices) for indices in groups.values()]
+
+
+def _group(params: Sequence[Parameter], indices: list[int]) -> tuple[BucketPlan, Tensor, Tensor, Tensor]:
+    numels = [params[i].numel() for i in indices]
+    device = params[0].device
+    return (
+        _packed(numels),
+        torch.tensor(indices, device=device),
+        torch.zeros(len(indices), dtype=torch.float64, device=device),
+        torch.zeros(len(indices), dtype=torch.uint8, device=device),
+    )
+
+
+def _packed(numels: Sequence[int]) -> BucketPlan:
+    return BucketPlan(list(itertools.accumulate(numels, initial=0))[:-1], numels)
+
+
+def _refuse_sparse(ddp: DistributedDataParallel) -> None:
+    for name, module in ddp.module.named_modules():
+        if getattr(module, "sparse", False):
+            raise ValueError(
+                f"{name or type(module).__name__} has sparse=True: DDP would give its gradient a bucket that no wire "
+                "here can carry. Build it with sparse=False, or use pe.GradSync, which sums sparse gradients densely"
+            )

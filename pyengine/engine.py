@@ -1,0 +1,230 @@
+"""One window's life: gradients accumulate, are sent, land, and are used by a step, on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyengine.comm import Local, TorchDist
+from pyengine.header import Count, Header, LocalWindow, Totals
+from pyengine.norm import FinalPass, GradScaler
+from pyengine.record import Clock
+from pyengine.reducer import Reducer
+from pyengine.report import RankFindings, describe, nonfinite_params
+from pyengine.window import State, Window
+
+NONFINITE_POLICIES = ("skip", "raise")
+
+
+class Engine:
+    """The state machine behind `GradSync` and `attach`.
+
+    Attributes:
+        window: the counter.
+        final: what is still to be multiplied into the gradients, their norm and finite flags.
+        totals: sums over all ranks of the current window, once it has landed.
+        steps_taken: optimizer steps that changed parameters.
+    """
+
+    def __init__(self, reducer: Reducer, comm: Local | TorchDist, *, accumulate: int, nonfinite: str) -> None:
+        self.reducer, self.comm = reducer, comm
+        self.window = Window(accumulate)
+        self.nonfinite = nonfinite
+        self.device = reducer.params[0].device
+        self.final = FinalPass(len(reducer.params), self.device)
+        self.clock = Clock()
+        self.scaler: GradScaler | None = None
+        self.steps_taken = 0
+        self._carry: list[Tensor | None] | None = None
+        self._is_handed_over = False
+        self._reset()
+
+    def open(self) -> None:
+        """Begin a window; the previous one must have been used."""
+        self.retire()
+        self._reset()
+        self.window.open()
+        self.reducer.open()
+
+    def hand_out(self, *, last: bool, more: bool) -> None:
+        """Count a micro-batch given to the loop; `more` says that another window follows the current one."""
+        self.window.hand_out(last=last)
+        self._more = more
+        self.reducer.before_forward(syncs=last)
+
+    def backward(self, loss: Tensor, count: Count) -> None:
+        """Run one micro-batch's backward; the window's last one also sends the gradients."""
+        syncs = self.window.next_backward_syncs
+        index = self.window.count_backward()
+        self._local.counts.append(count)
+        self._local.losses.append(loss.detach())
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        self._begin()
+        with self.clock.phase("backward"):
+            if syncs:
+                self._send(scaled.backward, scaled)
+            else:
+                self.reducer.add(index, scaled.backward)
+
+    def flush(self) -> None:
+        """Send what has been accumulated, without a backward. Does nothing if the window has been sent."""
+        if self.window.state is State.IDLE:
+            raise RuntimeError("flush outside a window: there is nothing to send; open one with sync.windows(loader)")
+        if self.window.state is State.OPEN:
+            self._begin()
+            with self.clock.phase("exposed_sync"):
+                self._send(None, None)
+
+    def finish(self) -> Totals:
+        """Wait for the window's reductions and publish `.grad`; raise on every rank what any rank got wrong."""
+        if self.window.state is not State.SYNCED:
+            raise RuntimeError(
+                f"no synchronised gradients: {self.window.state.value} "
+                f"({self.window.done} of {self.window.accumulate} backwards done). "
+                "Finish the window, or call sync.flush() to end it here"
+            )
+        if self.totals is not None:
+            return self.totals
+        assert self._header is not None
+        with self.clock.phase("exposed_sync"):
+            self.reducer.finish(self._header, self.final)
+            self.totals = self._header.totals()
+        self._agree(self.totals)
+        if self.scaler is not None:
+            self.final.multiply(self.scaler.inv_scale())
+        self._judge(self.totals)
+        if self._carry is not None:
+            self._add_carry()
+        return self.totals
+
+    def write(self) -> None:
+        """Multiply the pending scalar into the gradients: one fused pass."""
+        self.reducer.scale_(self.final.factor.float())
+        self.final.applied()
+
+    def hand_over(self) -> None:
+        """Give `.grad` to the caller: final values now, and what is left there counts into the next window."""
+        self.finish()
+        if self.final.is_pending:
+            self.write()
+        self._is_handed_over = True
+
+    def used(self) -> None:
+        """Note that an optimizer has used the window: the next one starts from zero."""
+        self.is_used = True
+        self._is_handed_over = False
+
+    def retire(self) -> None:
+        """Close the window; complain about gradients that nobody used."""
+        window = self.window
+        if window.state is State.OPEN and (window.done or window.handed):
+            raise RuntimeError(
+                f"window {window.index} was left after {window.done} backwards and never sent: call sync.flush() and "
+                "sync.step to use it, or sync.abandon() to drop it"
+            )
+        if window.state is State.SYNCED and not (self.is_used or self._is_handed_over):
+            raise RuntimeError(
+                f"the gradients of window {window.index} were reduced and never used (1/count and clipping are still "
+                "pending): call sync.step(optimizer), or sync.unscale_() to use .grad yourself, or sync.abandon()"
+            )
+        window.close(completed=window.state is State.SYNCED)
+
+    def abandon(self) -> None:
+        """Drop the current window on this rank; the engine is clean afterwards.
+
+        Before the window was sent, nobody notices: the next window takes its place. Afterwards this rank still waits
+        for the reductions it owes the others.
+        """
+        if self.window.state is State.SYNCED and self.totals is None:
+            self.finish()
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop the current window without waiting for anybody."""
+        self.window.close(completed=self.window.state is State.SYNCED)
+        self._is_handed_over = False
+        self._carry = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._local = LocalWindow()
+        self._header: Header | None = None
+        self.totals: Totals | None = None
+        self.reason = ""
+        self.is_used = False
+        self._more = False
+        self._has_begun = False
+        self._gave_up = ""
+        self.final.reset()
+
+    def _begin(self) -> None:
+        if self._has_begun:
+            return
+        self.clock.restart()
+        self.traffic_before = (self.comm.traffic.collectives, self.comm.traffic.bytes_sent)
+        if self._is_handed_over:
+            grads = [p.grad for p in self.reducer.params]
+            self._carry = [g if g is None else g.clone() for g in grads] if any(g is not None for g in grads) else None
+            self._is_handed_over = False
+        self.reducer.begin()
+        self._has_begun = True
+
+    def _send(self, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
+        self.reducer.before_header()
+        position = (self.window.index, self.steps_taken)
+        self._header = Header(self.comm, self.device, local=self._local, position=position, more=self._more)
+        self.window.state = State.SYNCED
+        try:
+            self.reducer.reduce(self._header, backward, loss)
+        except Exception as error:
+            self._gave_up = repr(error)
+            self.reducer.give_up(self._header)
+            raise
+
+    def _agree(self, totals: Totals) -> None:
+        if totals.steps_differ or totals.optimizer_steps_differ:
+            positions = self.comm.all_gather_object((self.window.index, self.steps_taken))
+            places = "; ".join(f"rank {r}: {w} windows, {s} steps" for r, (w, s) in enumerate(positions))
+            raise RuntimeError(
+                f"ranks are not at the same place ({places}): some rank abandoned a window that was already reduced, "
+                "or stepped without the others. Restore all ranks from one checkpoint"
+            )
+        if totals.invalid_counts:
+            problems = self.comm.all_gather_object(self._local.problems())
+            places = "; ".join(f"rank {r}: {text}" for r, texts in enumerate(problems) for text in texts)
+            raise ValueError(
+                f"{places}: count must be finite and not negative (0 leaves a micro-batch out of the divisor). "
+                "Nothing was stepped; call sync.abandon() and go on"
+            )
+
+    def _judge(self, totals: Totals) -> None:
+        if totals.count == 0:
+            self.final.found_inf = torch.ones_like(self.final.found_inf)
+            self.reason = "count is 0 on every rank: nothing to average over"
+        elif bool(self.final.found_inf):
+            self.reason = self._report()
+            if self.nonfinite == "raise":
+                raise FloatingPointError(f"window {self.window.index}: {self.reason}")
+
+    def _report(self) -> str:
+        params = nonfinite_params(self.final.nonfinite)
+        mine = RankFindings(
+            self._gave_up, self._local.nonfinite_losses(), [self.reducer.blame(param) for param in params]
+        )
+        findings: list[Any] = self.comm.all_gather_object(mine)
+        return describe([self.reducer.names[param] for param in params], findings)
+
+    def _add_carry(self) -> None:
+        assert self._carry is not None
+        carry, self._carry = self._carry, None
+        self.write()
+        for param, kept in zip(self.reducer.params, carry, strict=True):
+            if kept is not None and param.grad is not None:
+                param.grad.add_(kept)
+            elif kept is not None:
+                param.grad = kept
+        norms = [p.grad.double().norm() for p in self.reducer.params if p.grad is not None]
+        self.final.replace_norm(torch.stack(norms).norm())

@@ -1,0 +1,135 @@
+"""The final pass: everything that still multiplies a reduced gradient meets in one scalar and is applied once.
+
+The scalar collects 1/count (where the wire has not folded it in), the inverse loss scale and the clip factor. A fused
+optimizer takes it through its `grad_scale` attribute (no pass over the gradients at all); any other optimizer gets one
+fused write. The norm and the finite check come from one read, taken bucket by bucket while later buckets travel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+class FinalPass:
+    """The pending scalar, the norm and the finite flags of one window.
+
+    Args:
+        num_params: parameters that the sums of squares are kept for, in registration order.
+        device: where the scalars live.
+
+    Attributes:
+        sumsq: float64 `[num_params]`, sum of squares of each parameter's reduced gradient, before `factor`.
+        nonfinite: uint8 `[num_params]`, 1 where a reduced gradient holds inf or nan.
+        factor: float64 0-dim, what still multiplies the gradients.
+        found_inf: float32 0-dim, 1 if the step must be skipped.
+        void: float32 0-dim, nan if a rank gave the window up, else 0.
+    """
+
+    def __init__(self, num_params: int, device: torch.device) -> None:
+        self.sumsq = torch.zeros(num_params, dtype=torch.float64, device=device)
+        self.nonfinite = torch.zeros(num_params, dtype=torch.uint8, device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the window."""
+        device = self.sumsq.device
+        self.sumsq.zero_()
+        self.nonfinite.zero_()
+        self.factor = torch.ones((), dtype=torch.float64, device=device)
+        self.found_inf = torch.zeros((), device=device)
+        self.void = torch.zeros((), device=device)
+        self.is_pending = False
+
+    def settle(self) -> None:
+        """Close the read: derive the norm and the skip decision from what the kernels left."""
+        total = self.sumsq.cumsum(0)[-1]  # in registration order: not a matter of buckets or threads
+        self._root = total.sqrt()
+        self.found_inf = (~torch.isfinite(total + self.void)).float()
+
+    def multiply(self, scalar: Tensor) -> None:
+        """Let `scalar` (0-dim) multiply the gradients, later, together with everything else."""
+        self.factor = self.factor * scalar
+        self.is_pending = True
+
+    def grad_norm(self) -> Tensor:
+        """Return the 2-norm of the gradients with all that is pending applied; float64 0-dim."""
+        return self._root * self.factor.abs()
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Fold in min(1, max_norm / (norm + 1e-6)) and return the norm before clipping."""
+        norm = self.grad_norm()
+        self.multiply((max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0))
+        return norm
+
+    def replace_norm(self, norm: Tensor) -> None:
+        """Take a norm computed elsewhere; nothing may be pending."""
+        self._root = norm
+
+    def applied(self) -> None:
+        """Note that the pending scalar has been written into the gradients."""
+        self._root = self._root * self.factor.abs()
+        self.factor = torch.ones_like(self.factor)
+        self.is_pending = False
+
+
+class GradScaler(torch.amp.GradScaler):
+    """A torch.amp.GradScaler that takes norm, finite check and unscaling from the engine's final pass.
+
+    Assign it to `sync.scaler`; the engine then scales losses in `backward`, folds the inverse scale into the pending
+    scalar, and updates the scale in `step`. Arguments and state are torch's; with equal gradients the parameters stay
+    bit-equal to the stock scaler's (its scales are powers of two).
+    """
+
+    _final: FinalPass | None = None
+
+    def bind(self, final: FinalPass) -> None:
+        """Take the finite check from `final` from now on."""
+        self._final = final
+
+    def inv_scale(self) -> Tensor:
+        """Return 1 / scale as a 0-dim tensor, without a host read."""
+        scale = self._get_scale_async()
+        if scale is None:
+            raise RuntimeError("the GradScaler has not scaled a loss yet: run sync.backward first")
+        return scale.double().reciprocal()
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        if self._final is None:
+            return super()._unscale_grads_(*args, **kwargs)
+        return {self._final.found_inf.device: self._final.found_inf.clone()}
+
+
+def apply_optimizer(optimizer: torch.optim.Optimizer, final: FinalPass, write: Any) -> bool:
+    """Step `optimizer` with the pending scalar, unless something was not finite; return whether it stepped.
+
+    Args:
+        write: called without arguments to multiply the pending scalar into the gradients (one fused pass).
+
+    A fused optimizer decides on the device; its answer here is a host read only on the CPU.
+    """
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        _fused_step(optimizer, final)
+        return not bool(final.found_inf)
+    if bool(final.found_inf):
+        return False
+    if final.is_pending:
+        write()
+    optimizer.step()
+    return True
+
+
+def _fused_step(optimizer: Any, final: FinalPass) -> None:
+    optimizer.grad_scale = final.factor.reciprocal().float() if final.is_pending else None
+    optimizer.found_inf = final.found_inf
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+
+
+__all__ = ["FinalPass", "GradScaler", "apply_optimizer"]

@@ -1,0 +1,205 @@
+"""Buckets of a custom loop: when each becomes ready, in what order they travel, and how their results land."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from pyengine.accumulator import BucketAccumulator, Fp32Bucket, NativeBucket
+from pyengine.header import Header
+from pyengine.layout import Bucket, Layout
+from pyengine.norm import FinalPass
+from pyengine.wire import Comm, Wire, Work
+
+
+class Reducer(Protocol):
+    """What the engine asks of whoever owns the gradients: flat buckets of ours, or DDP's."""
+
+    params: Sequence[Parameter]
+    names: Sequence[str]
+
+    def open(self) -> None:
+        """A window opens; nothing has been computed yet."""
+
+    def begin(self) -> None:
+        """Start the window's first backward with gradients of zero."""
+
+    def before_forward(self, *, syncs: bool) -> None:
+        """Hear that a micro-batch was handed out, and whether it is known to be the window's last."""
+
+    def before_header(self) -> None:
+        """Launch whatever collective must come before the window's header."""
+
+    def add(self, micro_batch: int, backward: Callable[[], None]) -> None:
+        """Run the backward of an earlier micro-batch and take in its gradients. Nothing may travel."""
+
+    def reduce(self, header: Header, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
+        """Start every reduction of the window, overlapped with `backward` if there is one."""
+
+    def give_up(self, header: Header) -> None:
+        """After a failure inside `reduce`: start what is still missing, voided, so that no rank hangs or steps."""
+
+    def finish(self, header: Header, final: FinalPass) -> None:
+        """Wait for the reductions; publish `.grad`, norm and finite flags."""
+
+    def scale_(self, scale: Tensor) -> None:
+        """Multiply the published gradients by a 0-dim float32 tensor in one fused pass."""
+
+    def blame(self, param: int) -> list[int] | None:
+        """Return the micro-batches in which this rank saw the parameter's gradient not finite; None: not watched."""
+
+
+class _Transfer:
+    """One bucket under way: which slots the running backward has delivered, and its reduction.
+
+    Watching every parameter would cost a hook each. One hook is enough: it sits on a parameter that has not arrived;
+    when that arrives the hook moves to another missing one, and when none is missing the bucket is complete. Slots lie
+    in the order of the backward, so the last slot is watched first and the hook hardly ever moves.
+    """
+
+    def __init__(self, bucket: BucketAccumulator) -> None:
+        self.bucket = bucket
+        self.work: Work | None = None
+        self.is_complete = False
+        self._missing = len(bucket.params) - 1
+        self._hook: Any = None
+
+    def watch(self, on_complete: Callable[[], None]) -> None:
+        """Call `on_complete` from the backward once every gradient of the bucket has arrived."""
+        while self._missing >= 0 and self.bucket.has_arrived(self._missing):
+            self._missing -= 1
+        self.unwatch()
+        if self._missing < 0:
+            self.is_complete = True
+            on_complete()
+            return
+        param = self.bucket.params[self._missing]
+        self._hook = param.register_post_accumulate_grad_hook(lambda _: self.watch(on_complete))
+
+    def unwatch(self) -> None:
+        """Take the hook off."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+class BucketReducer:
+    """Gradients in flat buckets that we own.
+
+    Reductions start in bucket order on every rank, whatever the order of readiness, so collectives always match.
+    """
+
+    def __init__(
+        self, layout: Layout, params: Sequence[Parameter], *, wire: Wire, accumulator: str, comm: Comm, watch: bool
+    ) -> None:
+        self.params = list(params)
+        self.names = [spec.name for spec in layout.params]
+        self._wire, self._comm = wire, comm
+        make = partial(_make, self.params, wire=wire, accumulator=accumulator, watch=watch)
+        self._buckets = [make(bucket) for bucket in layout.buckets]
+        self._place = {
+            slot.param: (bucket, position)
+            for bucket, described in zip(self._buckets, layout.buckets, strict=True)
+            for position, slot in enumerate(described.slots)
+        }
+        # 1/count can wait for the optimizer only if no bucket has to be rewritten anyway.
+        self._defers_count = all(bucket.in_place for bucket in self._buckets)
+        self._transfers: list[_Transfer] = []
+        self._next = 0
+
+    def open(self) -> None:
+        """Do nothing: sums are cleared by the first backward, so that a zero_grad before it does no harm."""
+
+    def begin(self) -> None:
+        """Start the window's first backward with gradients of zero."""
+        for bucket in self._buckets:
+            bucket.begin()
+
+    def before_forward(self, *, syncs: bool) -> None:
+        """Do nothing: forwards are not ours."""
+
+    def before_header(self) -> None:
+        """Do nothing: no other collective exists."""
+
+    def add(self, micro_batch: int, backward: Callable[[], None]) -> None:
+        """Run an earlier backward with nothing on the parameters, then take in what it left."""
+        backward()
+        for bucket in self._buckets:
+            bucket.add(micro_batch)
+
+    def reduce(self, header: Header, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
+        """Start every bucket's reduction, each as soon as the running backward has completed it."""
+        del loss
+        self._transfers = [_Transfer(bucket) for bucket in self._buckets]
+        self._next = 0
+        if backward is not None:
+            for bucket in self._buckets:
+                bucket.arm()
+            try:
+                for transfer in self._transfers:
+                    transfer.watch(partial(self._launch_ready, header))
+                backward()
+            finally:
+                for transfer in self._transfers:
+                    transfer.unwatch()
+        self._launch_rest(header, poison=False)
+
+    def give_up(self, header: Header) -> None:
+        """Send the buckets that a failed backward left behind, voided; all ranks then skip the window."""
+        self._launch_rest(header, poison=True)
+
+    def finish(self, header: Header, final: FinalPass) -> None:
+        """Wait for each bucket in turn and publish it while later ones still travel."""
+        inv_count = header.inv_count()
+        late = None if self._wire.folds_count or self._defers_count else inv_count
+        for transfer in self._transfers:
+            assert transfer.work is not None
+            transfer.work.wait()
+            transfer.bucket.from_wire(late, final)
+        self._transfers = []
+        if self._defers_count and not self._wire.folds_count:
+            final.multiply(inv_count)
+        final.settle()
+
+    def scale_(self, scale: Tensor) -> None:
+        """Multiply the published gradients, one fused pass a bucket."""
+        for bucket in self._buckets:
+            bucket.scale_(scale)
+
+    def blame(self, param: int) -> list[int] | None:
+        """Return the micro-batches in which this rank saw the parameter's gradient not finite; None: not watched."""
+        bucket, position = self._place[param]
+        return bucket.blame(position)
+
+    def _launch_ready(self, header: Header) -> None:
+        while self._next < len(self._transfers) and self._transfers[self._next].is_complete:
+            # A narrow wire needs the count first. Never stall the backward for it: the bucket goes with the next one.
+            if self._wire.folds_count and not header.is_ready():
+                return
+            self._launch(header, poison=False)
+
+    def _launch_rest(self, header: Header, *, poison: bool) -> None:
+        while self._next < len(self._transfers):
+            self._launch(header, poison=poison)
+
+    def _launch(self, header: Header, *, poison: bool) -> None:
+        transfer = self._transfers[self._next]
+        inv_count = header.inv_count() if self._wire.folds_count else None
+        flat = transfer.bucket.to_wire(inv_count, poison=poison)
+        transfer.work = self._wire.all_reduce_(flat, self._comm)
+        self._next += 1
+
+
+def _make(
+    params: Sequence[Parameter], bucket: Bucket, *, wire: Wire, accumulator: str, watch: bool
+) -> NativeBucket | Fp32Bucket:
+    mine = [params[slot.param] for slot in bucket.slots]
+    device = mine[0].device
+    if accumulator == "fp32" and bucket.dtype.itemsize < torch.float32.itemsize:
+        return Fp32Bucket(bucket, mine, wire=wire, device=device)
+    return NativeBucket(bucket, mine, wire=wire, device=device, watch=watch)

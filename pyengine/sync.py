@@ -1,0 +1,389 @@
+"""The public engine: windows of micro-batches whose gradients travel once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pyengine import layout
+from pyengine.accumulator import KINDS
+from pyengine.comm import comm_for
+from pyengine.ddp import DDPReducer
+from pyengine.engine import NONFINITE_POLICIES, Engine
+from pyengine.header import Count
+from pyengine.hook import HookState
+from pyengine.norm import GradScaler, apply_optimizer
+from pyengine.optimizer import WindowOptimizer
+from pyengine.record import StepRecord
+from pyengine.reducer import BucketReducer
+from pyengine.window import State
+from pyengine.wire import FP32, Wire
+
+Batch = TypeVar("Batch")
+
+
+class Sync:
+    """Windows, counts and the step over gradients that somebody owns; made by `GradSync` and `attach`.
+
+    Example:
+        >>> for window in sync.windows(loader):                      # doctest: +SKIP
+        ...     for x, y in window:
+        ...         loss = cross_entropy(model(x), y, reduction="sum")
+        ...         sync.backward(loss, count=y.numel())
+        ...     sync.clip_grad_norm_(1.0)
+        ...     sync.step(optimizer, scheduler)
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._callbacks: list[Callable[[StepRecord], None]] = []
+        self._known = {id(p) for p in engine.reducer.params}
+
+    @property
+    def is_sync_step(self) -> bool:
+        """Whether the current micro-batch ends its window."""
+        window = self._engine.window
+        return window.state is State.SYNCED or window.next_backward_syncs
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The loss scaler, or None. Assign a `pe.GradScaler` to train in fp16: `backward` scales, `step` updates."""
+        return self._engine.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: GradScaler | None) -> None:
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise TypeError(
+                f"scaler is a {type(scaler).__name__}: need a pyengine.GradScaler (same arguments and state as "
+                "torch.amp.GradScaler), which takes its finite check from the engine"
+            )
+        if scaler is not None:
+            scaler.bind(self._engine.final)
+        self._engine.scaler = scaler
+
+    def windows(self, loader: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
+        """Cut a loader into windows of `accumulate` micro-batches; the last one may be shorter.
+
+        Ranks may have different numbers of micro-batches and of windows: one that has run out goes on with empty
+        windows, in which it contributes zeros, until all have. The loader is read one micro-batch ahead.
+
+        Yields:
+            One iterator of micro-batches a window. When it is exhausted the gradients are reduced.
+        """
+        engine = self._engine
+        if engine.window.state is State.OPEN:
+            engine.abandon()  # an earlier loop was left by an exception
+        source = _Lookahead(loader)
+        others = engine.comm.world_size > 1  # a rank without any data still has to meet the others
+        while source.has_next or others:
+            engine.open()
+            yield self._micro_batches(source)
+            engine.retire()
+            assert engine.totals is not None or engine.window.state is State.IDLE
+            others = engine.totals is not None and engine.totals.more > 0
+
+    @contextmanager
+    def accumulate(self, *, last: bool = False) -> Iterator[None]:
+        """Wrap one micro-batch of a loop that cannot be nested: forward, backward, and a step that may be a no-op.
+
+        Args:
+            last: end the window with this micro-batch, however short it is (the end of the data).
+
+        An exception in the body abandons the window on this rank and goes on.
+        """
+        engine = self._engine
+        if engine.window.state is not State.OPEN:
+            engine.open()
+        ends = last or engine.window.handed + 1 == engine.window.accumulate
+        engine.hand_out(last=ends, more=not last)
+        try:
+            yield
+            if ends:
+                self._complete()
+        except Exception:
+            engine.abandon()
+            raise
+        except BaseException:
+            engine.drop()
+            raise
+
+    def backward(self, loss: Tensor, *, count: Count = 1) -> None:
+        """Run the backward of one micro-batch; the window's last one also reduces, overlapped.
+
+        Args:
+            loss: 0-dim, summed over the micro-batch's items; or their mean, with `count` left at 1.
+            count: items in `loss`: a number or a 0-dim tensor (never read on the host). The window's gradient is
+                divided by the sum of counts over all ranks and micro-batches. 0 adds nothing to that sum.
+
+        Raises:
+            RuntimeError: outside a window, or after the window was sent.
+        """
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"loss: got {shape}, need a 0-dim tensor; reduce it with sum (count=items) or mean")
+        if isinstance(count, Tensor) and count.numel() != 1:
+            raise ValueError(f"count: got a tensor of shape {list(count.shape)}, need one number; use count.sum()")
+        self._engine.backward(loss, count)
+
+    def flush(self) -> None:
+        """End the window here: reduce what has been accumulated, without another forward or backward."""
+        self._engine.flush()
+
+    def unscale_(self) -> None:
+        """Write everything pending (1/count, loss scale, clipping) into `.grad`, which is then yours.
+
+        Gradients that you do not zero are carried into the next window, as in a plain PyTorch loop.
+        """
+        self._engine.hand_over()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Fold min(1, max_norm / norm) into the step and return the norm before clipping; no pass of its own.
+
+        Args:
+            max_norm: the largest allowed 2-norm of the mean gradient.
+
+        Returns:
+            The 2-norm over all parameters and ranks, float64, 0-dim; the same bits on every rank.
+        """
+        self._engine.finish()
+        return self._engine.final.clip(max_norm)
+
+    def grad_norm(self) -> Tensor:
+        """Return the 2-norm of the gradients, clipping included; float64, 0-dim. Costs nothing."""
+        self._engine.finish()
+        return self._engine.final.grad_norm()
+
+    def step(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> bool:
+        """Step the optimizer with the window's gradients, unless they were not finite on some rank.
+
+        A fused optimizer takes 1/count, loss scale and clipping through `grad_scale` (no pass over the gradients); any
+        other gets one fused write before it. The next window starts from zero gradients. Several optimizers over one
+        engine are stepped one after the other.
+
+        Args:
+            optimizer: over parameters of this engine.
+            scheduler: stepped once, if the optimizer was.
+
+        Returns:
+            Whether the parameters changed: the same answer on every rank.
+        """
+        engine = self._engine
+        engine.finish()
+        self._check_params(optimizer)
+        first = not engine.is_used
+        if engine.scaler is not None and first:
+            engine.scaler.unscale_(optimizer)
+        norm = engine.final.grad_norm()
+        stepped = apply_optimizer(optimizer, engine.final, engine.write)
+        if engine.scaler is not None and first:
+            engine.scaler.update()
+        if stepped and scheduler is not None:
+            scheduler.step()
+        if first:
+            self._report(norm, stepped)
+            engine.steps_taken += stepped
+        engine.used()
+        return stepped
+
+    def wrap(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> WindowOptimizer:
+        """Return an optimizer whose `step` and `zero_grad` do nothing except where a window ends."""
+        return WindowOptimizer(self, optimizer, scheduler)
+
+    def abandon(self) -> None:
+        """Drop the current window on this rank, after an exception, say; the next one starts clean."""
+        self._engine.abandon()
+
+    def on_step(self, callback: Callable[[StepRecord], None]) -> Callable[[StepRecord], None]:
+        """Call `callback(record)` after every optimizer step; usable as a decorator."""
+        self._callbacks.append(callback)
+        return callback
+
+    def _micro_batches(self, source: _Lookahead[Batch]) -> Iterator[Batch]:
+        for position in range(self._engine.window.accumulate):
+            if not source.has_next:
+                break
+            batch = source.take()
+            last = position + 1 == self._engine.window.accumulate or not source.has_next
+            self._engine.hand_out(last=last, more=source.has_next)
+            yield batch
+        self._complete()
+
+    def _complete(self) -> None:
+        self._engine.flush()
+        self._engine.finish()
+
+    def _check_params(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and id(param) not in self._known:
+                    raise ValueError(
+                        f"optimizer has a parameter of shape {list(param.shape)} with a gradient that this engine does "
+                        "not reduce (added or unfrozen after it was made): make the GradSync after the model is complete"
+                    )
+
+    def _report(self, norm: Tensor, stepped: bool) -> None:
+        if not self._callbacks:
+            return
+        engine, clock = self._engine, self._engine.clock
+        totals = engine.finish()
+        collectives, sent = engine.traffic_before
+        record = StepRecord(
+            step=engine.window.index,
+            micro_batches=totals.micro_batches,
+            count=totals.count,
+            loss=totals.loss / totals.count if totals.count else None,
+            grad_norm=float(norm),
+            skipped=not stepped,
+            reason=engine.reason,
+            bytes_on_wire=engine.comm.traffic.bytes_sent - sent,
+            collectives=engine.comm.traffic.collectives - collectives,
+            backward_s=clock.seconds["backward"],
+            exposed_sync_s=clock.seconds["exposed_sync"],
+            step_s=clock.elapsed(),
+        )
+        for callback in self._callbacks:
+            callback(record)
+
+
+class GradSync(Sync):
+    """Own the gradients of a model in flat buckets, and reduce each bucket once a window.
+
+    Every rank makes it over the same parameters; rank 0's values (and a module's buffers) are copied to the others.
+
+    Args:
+        params_or_module: a module, or its parameters, or `(name, parameter)` pairs. All that require a gradient.
+        accumulate: micro-batches a window, per rank.
+        wire: how a bucket travels: `pe.wire.FP32()`, `BF16()`, `FP16()`.
+        accumulator: "fp32" sums in fp32 whatever the parameters' type; "native" sums in their own type.
+        group: the process group; None is the default group, or this process alone if there is none.
+        bucket_cap_mb: size of a bucket in MiB of gradients.
+        nonfinite: "skip" leaves the parameters alone in a step with inf or nan; "raise" raises FloatingPointError on
+            every rank, and has every micro-batch checked so that the message names it.
+
+    Raises:
+        ValueError: an argument is off, or the ranks' parameters differ; raised on every rank.
+
+    Cost: fp32 parameters need one buffer of their size, which `.grad` views. Narrow parameters with
+    `accumulator="fp32"` need 4 bytes an element for the sum and their own size for the wire.
+    """
+
+    def __init__(
+        self,
+        params_or_module: nn.Module | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+        *,
+        accumulate: int,
+        wire: Wire = FP32(),  # noqa: B008 - frozen
+        accumulator: str = "fp32",
+        group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float = 25,
+        nonfinite: str = "skip",
+    ) -> None:
+        named, buffers = _named(params_or_module)
+        params = [param for _, param in named]
+        comm = comm_for(_device(params), group)
+        specs = [layout.ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
+        _check_choices(accumulator, nonfinite)
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb={bucket_cap_mb}: need a size above 0, in MiB; 25 is a good start")
+        plan = layout.build(specs, cap_bytes=int(bucket_cap_mb * 2**20), world_size=comm.world_size)
+        _agree(comm, plan)
+        comm.broadcast_([*params, *buffers])
+        reducer = BucketReducer(
+            plan, params, wire=wire, accumulator=accumulator, comm=comm, watch=nonfinite == "raise"
+        )
+        super().__init__(Engine(reducer, comm, accumulate=accumulate, nonfinite=nonfinite))
+        self.layout = plan
+
+
+def attach(
+    ddp_model: DistributedDataParallel,
+    *,
+    accumulate: int,
+    wire: Wire = FP32(),  # noqa: B008 - frozen
+    accumulator: str = "fp32",
+    nonfinite: str = "skip",
+) -> Sync:
+    """Let DDP's buckets travel once a window: registers the hook and drives DDP's no_sync.
+
+    Args:
+        ddp_model: the wrapped model, without another communication hook.
+        accumulate, wire, accumulator, nonfinite: as for `GradSync`. Narrow parameters with "fp32" get fp32 sums beside
+            DDP's buckets: 4 bytes an element more.
+
+    Returns:
+        The same loop as `GradSync` gives. Set `.grad` is DDP's own.
+
+    Raises:
+        TypeError: not a DistributedDataParallel.
+        ValueError: a sparse embedding, which DDP puts into a bucket of its own.
+    """
+    if not isinstance(ddp_model, DistributedDataParallel):
+        raise TypeError(
+            f"ddp_model is a {type(ddp_model).__name__}: need a DistributedDataParallel; for a bare model use pe.GradSync"
+        )
+    _check_choices(accumulator, nonfinite)
+    state = HookState(wire=wire, group=ddp_model.process_group)
+    reducer = DDPReducer(ddp_model, state, accumulator=accumulator)
+    return Sync(Engine(reducer, state.comm, accumulate=accumulate, nonfinite=nonfinite))
+
+
+class _Lookahead(Generic[Batch]):
+    """An iterator that knows whether it has a next item."""
+
+    def __init__(self, items: Iterable[Batch]) -> None:
+        self._items = iter(items)
+        self._advance()
+
+    def take(self) -> Batch:
+        item = self._next
+        self._advance()
+        return item
+
+    def _advance(self) -> None:
+        try:
+            self._next = next(self._items)
+            self.has_next = True
+        except StopIteration:
+            self.has_next = False
+
+
+def _named(source: Any) -> tuple[list[tuple[str, nn.Parameter]], list[Tensor]]:
+    if isinstance(source, nn.Module):
+        named, buffers = list(source.named_parameters()), list(source.buffers())
+    else:
+        items = list(source)
+        named = [item if isinstance(item, tuple) else (f"param{i}", item) for i, item in enumerate(items)]
+        buffers = []
+    if not any(param.requires_grad for _, param in named):
+        raise ValueError(f"params_or_module: none of {len(named)} parameters requires a gradient; pass trainable ones")
+    return named, buffers
+
+
+def _device(params: list[nn.Parameter]) -> torch.device:
+    devices = sorted({str(p.device) for p in params})
+    if len(devices) > 1:
+        raise ValueError(f"params_or_module: parameters on {', '.join(devices)}; need one device an engine: make one each")
+    return params[0].device
+
+
+def _check_choices(accumulator: str, nonfinite: str) -> None:
+    if accumulator not in KINDS:
+        raise ValueError(f"accumulator={accumulator!r}: need one of {', '.join(map(repr, KINDS))}")
+    if nonfinite not in NONFINITE_POLICIES:
+        raise ValueError(f"nonfinite={nonfinite!r}: need one of {', '.join(map(repr, NONFINITE_POLICIES))}")
+
+
+def _agree(comm: Any, plan: layout.Layout) -> None:
+    """Compare the layout's fingerprint; on a mismatch exchange what each rank has, and raise everywhere."""
+    fingerprints = comm.all_gather_object(plan.fingerprint())
+    if len(set(fingerprints)) > 1:
+        difference = layout.first_difference(fingerprints, comm.all_gather_object(plan.params))
+        raise ValueError(
+            f"params_or_module differs between ranks: {difference}. Build the same model, in the same order, on every rank"
+        )

@@ -1,0 +1,26 @@
+"""Fixtures for every test."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from ranks import RankPool, Ranks  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def _pool() -> Iterator[RankPool]:
+    pool = RankPool()
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture
+def ranks(_pool: RankPool) -> Callable[[int], Ranks]:
+    """Give `ranks(world).run(fn, ...)`: run a module-level function on real gloo ranks."""
+    return lambda world: Ranks(_pool, world)

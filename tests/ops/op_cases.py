@@ -1,0 +1,69 @@
+"""Layouts, tensors and comparisons that the tests of every op share."""
+
+import torch
+
+from pyengine._ops import BucketPlan
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Empty slots first, between and last; one element; around 16 lanes; around a chunk of 16384; several chunks.
+NUMELS = [0, 1, 15, 16, 17, 0, 99, 16383, 16384, 16385, 40001, 0]
+# 0 and 1 elements more than any vector alignment.
+SHIFTS = [0, 1]
+ABSENT = 6  # the slot that has no tensor in the tests with None
+
+INF, NAN = float("inf"), float("nan")
+# With a scale of 1: every class of value, -0, denormals of each dtype, the largest of each, ties of each cast.
+SPECIAL = [0.0, -0.0, INF, -INF, NAN, 1e-45, -1e-40, 6e-8, -3e-8, 65504.0, 65519.9, 65520.0, 3.4028235e38,
+           3.3895314e38, 1.00390625, 1.01171875, 1.00048828125, 1.00146484375, 2.98e-8, 8.9407e-8]  # fmt: skip
+
+
+def make_plan(numels: list[int] = NUMELS, gap: int = 3) -> BucketPlan:
+    offsets, end = [], gap
+    for numel in numels:
+        offsets.append(end)
+        end += numel + gap
+    return BucketPlan(offsets, numels)
+
+
+def make_flat(plan: BucketPlan, dtype: torch.dtype, shift: int = 0) -> torch.Tensor:
+    return random_values(plan.flat_numel + 5 + shift, dtype, seed=1)[shift:]
+
+
+def make_tensors(plan: BucketPlan, dtype: torch.dtype, shift: int = 0) -> list[torch.Tensor | None]:
+    tensors = [random_values(numel + shift, dtype, seed=i)[shift:] for i, numel in enumerate(plan.numels)]
+    if len(tensors) > ABSENT:
+        tensors[ABSENT] = None
+    return tensors
+
+
+def random_values(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Values over many binades, so that roundings, denormal halves and cancellation all happen."""
+    generator = torch.Generator().manual_seed(seed)
+    mantissa = torch.randn(numel, generator=generator)
+    exponent = torch.randint(-26, 12, (numel,), generator=generator)
+    return torch.ldexp(mantissa, exponent).to(dtype)
+
+
+def clone(tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    return [None if t is None else t.clone() for t in tensors]
+
+
+def flags(plan: BucketPlan) -> torch.Tensor:
+    return torch.zeros(len(plan.numels), dtype=torch.uint8)
+
+
+def sums(plan: BucketPlan) -> torch.Tensor:
+    return torch.full((len(plan.numels),), -1.0, dtype=torch.float64)
+
+
+def assert_same_bits(got, want) -> None:
+    """Equal bit for bit, -0 apart from 0; NaN only has to be NaN. Lists are compared entry by entry."""
+    if isinstance(got, list):
+        assert [t is None for t in got] == [t is None for t in want]
+        got = torch.cat([t for t in got if t is not None])
+        want = torch.cat([t for t in want if t is not None])
+    assert got.dtype == want.dtype and got.shape == want.shape
+    assert torch.equal(got.isnan(), want.isnan())
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+    finite = ~want.isnan()
+    assert torch.equal(got[finite].view(integer), want[finite].view(integer))

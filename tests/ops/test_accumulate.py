@@ -1,0 +1,256 @@
+"""accumulate_ and accumulate_cast_: sums of gradients in fp32, and the last one on to the wire."""
+
+import pytest
+import torch
+from op_cases import (
+    ABSENT,
+    DTYPES,
+    INF,
+    NAN,
+    SHIFTS,
+    assert_same_bits,
+    flags,
+    make_flat,
+    make_plan,
+    make_tensors,
+    random_values,
+)
+
+from pyengine import _reference
+from pyengine._ops import BucketPlan
+
+FIRST = [True, False]
+
+
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accumulate_equals_the_reference(isa, dtype, shift, first, scale):
+    plan = make_plan()
+    grads, acc = make_tensors(plan, dtype, shift), make_flat(plan, torch.float32, shift)
+    want, got_flags, want_flags = acc.clone(), flags(plan), flags(plan)
+    _reference.accumulate_(plan._slots, want, grads, scale, first=first, nonfinite=want_flags)
+    plan.accumulate_(acc, grads, scale, first=first, nonfinite=got_flags)
+    assert_same_bits(acc, want)
+    assert torch.equal(got_flags, want_flags)
+
+
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("wire", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accumulate_cast_equals_the_reference_and_leaves_acc_alone(isa, dtype, wire, shift, first, scale):
+    plan = make_plan()
+    grads, acc = make_tensors(plan, dtype, shift), make_flat(plan, torch.float32, shift)
+    got, before = make_flat(plan, wire, shift), acc.clone()
+    want, got_flags, want_flags = got.clone(), flags(plan), flags(plan)
+    scales = scale, torch.tensor(1.7)
+    _reference.accumulate_cast_(plan._slots, want, acc, grads, *scales, first=first, nonfinite=want_flags)
+    plan.accumulate_cast_(got, acc, grads, *scales, first=first, nonfinite=got_flags)
+    assert_same_bits(got, want)
+    assert torch.equal(got_flags, want_flags)
+    assert torch.equal(acc, before)
+
+
+def test_a_window_of_integers_sums_exactly(isa, one):
+    plan = make_plan()
+    grads = [torch.arange(n).remainder(64).to(torch.bfloat16) for n in plan.numels]
+    acc, wire, seen = (make_flat(plan, torch.float32) for _ in range(2)), None, flags(plan)
+    acc, wire = acc
+    plan.accumulate_(acc, grads, one, first=True, nonfinite=seen)
+    plan.accumulate_(acc, grads, torch.tensor(2.0), first=False, nonfinite=seen)
+    plan.accumulate_cast_(wire, acc, grads, one, torch.tensor(0.5), first=False, nonfinite=seen)
+    got = [torch.zeros(n) for n in plan.numels]
+    plan.unpack_(got, wire, one)
+    assert_same_bits(got, [2 * g.float() for g in grads])
+    assert not seen.any()
+
+
+def test_product_and_sum_are_rounded_one_by_one(isa):
+    # s·g = 1 + 2^-11 + 2^-24 rounds to 1 + 2^-11; a fused multiply-add would keep the 2^-24 that -1 - 2^-11 lays bare.
+    g, s, acc = (
+        torch.full((40,), 1 + 2.0**-12),
+        torch.tensor(1 + 2.0**-12),
+        torch.full((40,), -(1 + 2.0**-11)),
+    )
+    plan = BucketPlan([0], [40])
+    plan.accumulate_(acc, [g], s, first=False, nonfinite=flags(plan))
+    assert torch.equal(acc, torch.zeros(40))
+
+
+def test_accumulate_errs_by_one_product_and_one_sum(scale):
+    plan = BucketPlan([0], [40001])
+    g, acc = random_values(40001, torch.bfloat16, seed=2), random_values(40001, torch.float32, seed=3)
+    product = g.double() * scale.double()
+    exact, unit = acc.double() + product, 2**-24
+    plan.accumulate_(acc, [g], scale, first=False, nonfinite=flags(plan))
+    # u·|p| for the product (or half a denormal), then u of the rounded sum.
+    bound = product.abs() * unit + 2**-150
+    bound = bound + (exact.abs() + bound) * unit
+    assert ((acc.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_a_missing_gradient_is_zero_first_and_nothing_later(isa, first, one):
+    plan = BucketPlan([0, 5], [5, 3])
+    acc, seen = torch.full((8,), 4.0), flags(plan)
+    plan.accumulate_(acc, [None, torch.ones(3)], torch.tensor(INF), first=first, nonfinite=seen)
+    assert_same_bits(acc[:5], torch.zeros(5) if first else torch.full((5,), 4.0))
+    assert seen.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("first", "want"), [(True, 0.0), (False, 8.0)])
+def test_without_a_gradient_the_wire_carries_the_sum_alone(isa, first, want, one):
+    plan = BucketPlan([0], [20])
+    wire, acc = torch.full((20,), 9.0, dtype=torch.bfloat16), torch.full((20,), 4.0)
+    plan.accumulate_cast_(wire, acc, [None], one, torch.tensor(2.0), first=first, nonfinite=flags(plan))
+    assert torch.equal(wire.float(), torch.full((20,), want))
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@pytest.mark.parametrize("position", [0, 1, 16383, 16384, 20000, 32770])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_slot_of_a_non_finite_gradient_is_flagged_and_no_other(isa, dtype, position, bad, one):
+    plan = make_plan([5, 32771, 0, 7])
+    grads = [torch.ones(n, dtype=dtype) for n in plan.numels]
+    grads[1][position] = bad
+    acc, seen = make_flat(plan, torch.float32), flags(plan)
+    plan.accumulate_(acc, grads, one, first=False, nonfinite=seen)
+    assert seen.tolist() == [0, 1, 0, 0]
+    assert not torch.isfinite(acc[plan.offsets[1] + position])
+
+
+def test_a_product_that_overflows_is_flagged(isa):
+    plan, seen = BucketPlan([0], [17]), torch.zeros(1, dtype=torch.uint8)
+    g = torch.full((17,), 1e38)
+    plan.accumulate_(torch.zeros(17), [g], torch.tensor(10.0), first=True, nonfinite=seen)
+    assert seen.tolist() == [1]
+
+
+def test_an_infinite_sum_alone_is_not_the_gradients_fault(isa, one):
+    plan, seen = BucketPlan([0], [17]), torch.zeros(1, dtype=torch.uint8)
+    plan.accumulate_(torch.full((17,), INF), [torch.ones(17)], one, first=False, nonfinite=seen)
+    assert seen.tolist() == [0]
+
+
+@pytest.mark.parametrize(("wire", "flagged"), [(torch.float32, 0), (torch.bfloat16, 0), (torch.float16, 1)])
+@pytest.mark.parametrize("position", [0, 500, 999])
+def test_a_sum_that_overflows_in_the_cast_is_flagged(isa, wire, flagged, position, one):
+    plan, seen = BucketPlan([0], [1000]), torch.zeros(1, dtype=torch.uint8)
+    acc, out = torch.ones(1000), torch.empty(1000, dtype=wire)
+    acc[position] = 65519.0
+    plan.accumulate_cast_(out, acc, [torch.ones(1000)], one, one, first=False, nonfinite=seen)
+    assert seen.tolist() == [flagged]
+
+
+def test_flags_are_added_to_never_cleared(isa, one):
+    plan, seen = BucketPlan([0, 2], [2, 2]), torch.tensor([2, 1], dtype=torch.uint8)
+    grads = [torch.tensor([1.0, NAN]), torch.ones(2)]
+    plan.accumulate_(torch.zeros(4), grads, one, first=True, nonfinite=seen)
+    assert seen.tolist() == [3, 1]
+
+
+@pytest.mark.parametrize("tiny", [-0.0, 1e-45, -1e-40])
+def test_minus_zero_and_denormals_survive_the_first_micro_batch(isa, tiny, one):
+    plan, acc = BucketPlan([0], [35]), torch.ones(35)
+    grads = torch.full((35,), tiny)
+    plan.accumulate_(acc, [grads], one, first=True, nonfinite=flags(plan))
+    assert_same_bits(acc, grads)
+
+
+def test_the_wire_may_be_acc_itself(isa, scale, one):
+    plan = make_plan()
+    grads, acc = make_tensors(plan, torch.bfloat16), make_flat(plan, torch.float32)
+    want = acc.clone()
+    plan.accumulate_cast_(want, acc, grads, scale, one, first=False, nonfinite=flags(plan))
+    plan.accumulate_cast_(acc, acc, grads, scale, one, first=False, nonfinite=flags(plan))
+    assert_same_bits(acc, want)
+
+
+@pytest.mark.parametrize("numels", [[4 * 2**20 + 7], [100_000, 3, 65_536, 0, 70_001]])
+def test_any_number_of_threads_gives_the_same_bits(isa, threads, numels, scale, one):
+    plan = make_plan(numels)
+    grads, acc = make_tensors(plan, torch.bfloat16), make_flat(plan, torch.float32, shift=1)
+    grads[0][-1] = NAN
+    wire, seen = make_flat(plan, torch.bfloat16), flags(plan)
+    want, want_wire = acc.clone(), wire.clone()
+    _reference.accumulate_(plan._slots, want, grads, scale, first=True, nonfinite=flags(plan))
+    _reference.accumulate_cast_(
+        plan._slots, want_wire, want, grads, one, one, first=False, nonfinite=flags(plan)
+    )
+    plan.accumulate_(acc, grads, scale, first=True, nonfinite=seen)
+    plan.accumulate_cast_(wire, acc, grads, one, one, first=False, nonfinite=seen)
+    assert_same_bits(acc, want)
+    assert_same_bits(wire, want_wire)
+    assert seen.tolist() == [1] + [0] * (len(numels) - 1)
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_the_absent_slot_of_the_shared_layout_is_covered(first, one):
+    plan = make_plan()
+    assert make_tensors(plan, torch.float32)[ABSENT] is None and plan.numels[ABSENT] > 0
+
+
+def test_offsets_beyond_two_to_the_31_are_reached(one):
+    far = 2**31 + 11
+    acc = torch.empty(far + 40)  # only the pages that are written become memory
+    plan = BucketPlan([3, far], [5, 33])
+    grads, seen = [torch.ones(5), torch.arange(33.0)], flags(plan)
+    plan.accumulate_(acc, grads, one, first=True, nonfinite=seen)
+    plan.accumulate_(acc, grads, one, first=False, nonfinite=seen)
+    assert torch.equal(acc[far : far + 33], 2 * torch.arange(33.0))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (
+            {"acc": torch.zeros(5, dtype=torch.bfloat16)},
+            TypeError,
+            "acc is torch.bfloat16.*needed dtype torch.float32",
+        ),
+        ({"acc": torch.zeros(4)}, ValueError, "acc is .*at least 5 elements"),
+        ({"grads": [None]}, ValueError, "grads has 1 tensors; needed 2"),
+        ({"nonfinite": torch.zeros(2)}, TypeError, "nonfinite is torch.float32.*needed dtype torch.uint8"),
+        ({"nonfinite": torch.zeros(3, dtype=torch.uint8)}, ValueError, "nonfinite has 3 elements; needed 2"),
+        ({"scale": 1.0}, TypeError, "scale is float"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(change, error, words, one):
+    plan = BucketPlan([0, 2], [2, 3])
+    arguments = {"acc": torch.zeros(5), "grads": [torch.ones(2), torch.ones(3)], "scale": one,
+                 "first": True, "nonfinite": flags(plan)}  # fmt: skip
+    with pytest.raises(error, match=words):
+        plan.accumulate_(**(arguments | change))
+
+
+def test_the_wire_of_a_wrong_dtype_is_named(one):
+    plan = BucketPlan([0], [2])
+    with pytest.raises(TypeError, match="wire is torch.float64"):
+        plan.accumulate_cast_(
+            torch.zeros(2).double(), torch.zeros(2), [None], one, one, first=True, nonfinite=flags(plan)
+        )
+
+
+def test_the_operators_pass_opcheck(one):
+    grads, seen = [torch.ones(2), None], torch.zeros(2, dtype=torch.uint8)
+    layout = [0, 2], [2, 3]
+    torch.library.opcheck(torch.ops.pyengine.accumulate_, (torch.zeros(5), grads, one, seen, *layout, False))
+    wire = torch.zeros(5, dtype=torch.bfloat16)
+    arguments = wire, torch.ones(5), grads, one, one, seen, *layout, False
+    torch.library.opcheck(torch.ops.pyengine.accumulate_cast_, arguments)
+
+
+def test_the_operators_compile_without_a_graph_break(one):
+    def window(acc, wire, grad, seen, scale):
+        torch.ops.pyengine.accumulate_(acc, [grad, None], scale, seen, [0, 3], [3, 2], True)
+        torch.ops.pyengine.accumulate_cast_(
+            wire, acc, [grad, None], scale, scale, seen, [0, 3], [3, 2], False
+        )
+        return wire.float().sum()
+
+    acc, wire, seen = torch.ones(5), torch.zeros(5, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.uint8)
+    total = torch.compile(window, fullgraph=True, backend="aot_eager")(acc, wire, torch.ones(3), seen, one)
+    assert total.item() == 6
+    assert torch.equal(wire.float(), torch.tensor([2.0, 2, 2, 0, 0]))
+    assert torch.equal(acc, torch.tensor([1.0, 1, 1, 0, 0]))

@@ -1,0 +1,260 @@
+"""pack_ and unpack_: flat[slot] = cast(tensor * scale) and back."""
+
+import pytest
+import torch
+from op_cases import (
+    DTYPES,
+    INF,
+    NAN,
+    SHIFTS,
+    SPECIAL,
+    assert_same_bits,
+    clone,
+    make_flat,
+    make_plan,
+    make_tensors,
+    random_values,
+)
+
+from pyengine import _reference
+from pyengine._ops import BucketPlan
+
+# Half a unit in the last place relative to the value (2^-p for p significant bits); half the smallest denormal.
+ROUNDING = {
+    torch.float32: (2**-24, 2**-150),
+    torch.bfloat16: (2**-8, 2**-134),
+    torch.float16: (2**-11, 2**-25),
+}
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("dst", DTYPES)
+@pytest.mark.parametrize("src", DTYPES)
+def test_pack_equals_the_reference(isa, src, dst, shift, scale):
+    plan = make_plan()
+    tensors, flat = make_tensors(plan, src, shift), make_flat(plan, dst, shift)
+    want = flat.clone()
+    _reference.pack_(plan._slots, want, tensors, scale)
+    plan.pack_(flat, tensors, scale)
+    assert_same_bits(flat, want)
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("dst", DTYPES)
+@pytest.mark.parametrize("src", DTYPES)
+def test_unpack_equals_the_reference(isa, src, dst, shift, scale):
+    plan = make_plan()
+    flat, tensors = make_flat(plan, src, shift), make_tensors(plan, dst, shift)
+    want = clone(tensors)
+    _reference.unpack_(plan._slots, want, flat, scale)
+    plan.unpack_(tensors, flat, scale)
+    assert_same_bits(tensors, want)
+
+
+@pytest.mark.parametrize("dst", DTYPES)
+def test_pack_errs_by_one_product_and_one_cast(dst, scale):
+    plan = BucketPlan([0], [40001])
+    x = random_values(40001, torch.float32, seed=5)
+    flat = torch.empty(40001, dtype=dst)
+    plan.pack_(flat, [x], scale)
+    exact = x.double() * scale.double()
+    # Rounded to float32, then to dst: the bounds add, and 1 + 2^-10 covers their product.
+    relative, absolute = (a + b for a, b in zip(ROUNDING[torch.float32], ROUNDING[dst], strict=True))
+    bound = exact.abs() * relative * (1 + 2**-10) + absolute
+    assert ((flat.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dst", DTYPES)
+@pytest.mark.parametrize("position", [0, 777, 1553])
+def test_special_values_survive_at_any_position(isa, dst, position, one):
+    rows = torch.ones(len(SPECIAL), 1554)
+    rows[:, position] = torch.tensor(SPECIAL)
+    flat = torch.empty(rows.numel(), dtype=dst)
+    plan = BucketPlan(range(0, rows.numel(), 1554), [1554] * len(SPECIAL))
+    plan.pack_(flat, rows.unbind(), one)
+    assert_same_bits(flat, rows.view(-1).to(dst))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_value_goes_through_unchanged(isa, dtype, one):
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    wide, back = torch.empty(2**16), torch.empty(2**16, dtype=dtype)
+    plan = BucketPlan([0], [2**16])
+    plan.pack_(wide, [every], one)
+    assert_same_bits(wide, every.float())
+    plan.pack_(back, [wide], one)
+    assert_same_bits(back, every)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_random_float_bits_are_cast_as_torch_casts_them(isa, dtype, one):
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (300_001,), generator=generator).to(torch.int32)
+    flat = torch.empty(300_001, dtype=dtype)
+    BucketPlan([0], [300_001]).pack_(flat, [bits.view(torch.float32)], one)
+    assert_same_bits(flat, bits.view(torch.float32).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_nan_casts_to_the_same_bits_on_every_instruction_set(isa, dtype, one):
+    payloads = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0x7FA12345] * 5, dtype=torch.int32)
+    flat = torch.empty(20, dtype=dtype)
+    BucketPlan([0], [20]).pack_(flat, [payloads.view(torch.float32)], one)
+    want = {torch.bfloat16: [0x7FC0] * 4, torch.float16: [0x7E00, 0x7E00, 0x7FFF, 0x7F09]}[dtype]
+    assert flat.view(torch.int16).tolist() == want * 5
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("dst", DTYPES)
+def test_large_flat_buffers_are_streamed_with_the_same_bits(isa, threads, dst, shift, scale):
+    numel = 5 * 2**20 + 7  # above 8 MiB in every dtype
+    plan = BucketPlan([shift], [numel])
+    x = random_values(numel, torch.bfloat16, seed=3)
+    flat = torch.zeros(numel + 9, dtype=dst)
+    plan.pack_(flat, [x], scale)
+    assert_same_bits(flat[shift : shift + numel], (x.float() * scale).to(dst))
+    assert flat[:shift].eq(0).all() and flat[shift + numel :].eq(0).all()
+
+
+def test_any_number_of_threads_gives_the_same_bits(threads, scale):
+    plan = make_plan([100_000, 3, 65_536, 0, 70_001])
+    tensors, flat = make_tensors(plan, torch.bfloat16), make_flat(plan, torch.float16)
+    want = flat.clone()
+    _reference.pack_(plan._slots, want, tensors, scale)
+    plan.pack_(flat, tensors, scale)
+    assert_same_bits(flat, want)
+
+
+def test_gaps_between_slots_are_left_alone(isa, one):
+    flat = torch.full((64,), 7.0)
+    BucketPlan([1, 40], [17, 3]).pack_(flat, [torch.ones(17), torch.ones(3)], one)
+    want = torch.full((64,), 7.0)
+    want[1:18], want[40:43] = 1, 1
+    assert torch.equal(flat, want)
+
+
+@pytest.mark.parametrize("value", [1.0, INF, NAN])
+def test_a_missing_tensor_packs_as_zeros_whatever_the_scale(isa, value):
+    flat = torch.full((40,), 7.0)
+    BucketPlan([0], [40]).pack_(flat, [None], torch.tensor(value))
+    assert_same_bits(flat, torch.zeros(40))
+
+
+def test_offsets_beyond_two_to_the_31_are_reached(one):
+    far = 2**31 + 11
+    flat = torch.empty(far + 40, dtype=torch.bfloat16)  # only the pages that are written become memory
+    plan = BucketPlan([3, far], [5, 33])
+    plan.pack_(flat, [torch.ones(5), torch.arange(33.0)], one)
+    assert torch.equal(flat[far : far + 33].float(), torch.arange(33.0))
+    back = [torch.zeros(5), torch.zeros(33)]
+    plan.unpack_(back, flat, one)
+    assert torch.equal(back[1], torch.arange(33.0)) and torch.equal(back[0], torch.ones(5))
+
+
+def test_a_shaped_parameter_is_read_in_storage_order(one):
+    parameter = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
+    flat = torch.empty(6)
+    BucketPlan([0], [6]).pack_(flat, [parameter], one)
+    assert torch.equal(flat, torch.arange(6.0))
+
+
+def test_a_tensor_subclass_is_read_too(one):
+    class Marked(torch.Tensor):
+        pass
+
+    flat = torch.empty(4)
+    BucketPlan([0], [4]).pack_(flat, [torch.ones(4).as_subclass(Marked)], one)
+    assert torch.equal(flat, torch.ones(4))
+
+
+def test_pointers_are_reused_and_see_new_values(one):
+    plan, x, flat = BucketPlan([0], [3]), torch.ones(3), torch.empty(3)
+    pointers = plan.pointers([x])
+    x.fill_(5)
+    plan.pack_(flat, pointers, one)
+    assert torch.equal(flat, torch.full((3,), 5.0))
+
+
+def test_an_empty_plan_does_nothing(one):
+    BucketPlan([], []).pack_(torch.empty(0), [], one)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "numels", "words"),
+    [
+        ([0], [1, 2], "offsets has 1 entries and numels 2"),
+        ([-1], [1], "slot 0 has offset -1"),
+        ([4, 0], [2, 5], "slots 1 and 0 overlap: slot 1 ends at 5, slot 0 begins at 4"),
+    ],
+)
+def test_an_impossible_layout_is_refused_in_words(offsets, numels, words):
+    with pytest.raises(ValueError, match=words):
+        BucketPlan(offsets, numels)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error", "words"),
+    [
+        ([torch.ones(2)], ValueError, "tensors has 1 tensors; needed 2"),
+        ([torch.ones(2), torch.ones(4)], ValueError, r"tensors\[1\] has 4 elements; needed 3"),
+        (
+            [torch.ones(2), torch.ones(3).bfloat16()],
+            ValueError,
+            r"tensors\[1\] is torch.bfloat16.*one plan for each",
+        ),
+        ([torch.ones(2), torch.ones(3).double()], TypeError, r"tensors\[1\] is torch.float64 .*needed dtype"),
+        ([torch.ones(2), torch.ones(6)[::2]], ValueError, r"tensors\[1\].*stride \(2,\).*contiguous\(\)"),
+        ([torch.ones(2), torch.ones(3).to_sparse()], ValueError, r"tensors\[1\].*to_dense"),
+        ([torch.ones(2), 3.0], TypeError, r"tensors\[1\] is float; needed a torch.Tensor"),
+        (
+            [torch.ones(2), torch.ones(3, device="meta")],
+            ValueError,
+            r"tensors\[1\] is .* on meta; needed .* on cpu",
+        ),
+        ([torch.ones(2, device="meta"), None], ValueError, "tensors lie on meta; needed cpu"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tensors, error, words, one):
+    with pytest.raises(error, match=words):
+        BucketPlan([0, 2], [2, 3]).pack_(torch.empty(5), tensors, one)
+
+
+@pytest.mark.parametrize(
+    ("flat", "scale", "error", "words"),
+    [
+        (torch.empty(4), torch.tensor(1.0), ValueError, r"flat is .*\(4,\).*at least 5 elements"),
+        (torch.empty(10)[::2], torch.tensor(1.0), ValueError, "flat is .*contiguous"),
+        (torch.empty(5).double(), torch.tensor(1.0), TypeError, "flat is torch.float64"),
+        (torch.empty(5), 1.0, TypeError, r"scale is float; .*torch.tensor\(1.0\)"),
+        (torch.empty(5), torch.ones(1), ValueError, "scale is .*0-dim"),
+        (torch.empty(5), torch.tensor(1.0).double(), ValueError, "scale is torch.float64"),
+    ],
+)
+def test_a_wrong_flat_buffer_or_scale_is_named(flat, scale, error, words):
+    with pytest.raises(error, match=words):
+        BucketPlan([0, 2], [2, 3]).pack_(flat, [torch.ones(2), torch.ones(3)], scale)
+
+
+def test_pointers_of_another_plan_are_refused(one):
+    pointers = BucketPlan([0], [2]).pointers([torch.ones(2)])
+    with pytest.raises(ValueError, match="Pointers of another plan"):
+        BucketPlan([0], [3]).pack_(torch.empty(3), pointers, one)
+
+
+def test_the_operators_pass_opcheck(one):
+    tensors = [torch.ones(2), None, torch.ones(3)]
+    torch.library.opcheck(torch.ops.pyengine.pack_, (torch.zeros(8), tensors, one, [0, 2, 4], [2, 1, 3]))
+    outputs = [torch.ones(2), torch.ones(3)]
+    torch.library.opcheck(torch.ops.pyengine.unpack_, (outputs, torch.zeros(8), one, [0, 4], [2, 3]))
+
+
+def test_the_operators_compile_without_a_graph_break():
+    def there_and_back(flat, x, y, scale):
+        torch.ops.pyengine.pack_(flat, [x * 2, None], scale, [0, 3], [3, 2])
+        torch.ops.pyengine.unpack_([y], flat, scale, [0], [3])
+        return flat + 1
+
+    arguments = torch.ones(5), torch.arange(3.0), torch.zeros(3), torch.tensor(0.5)
+    got = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")(*arguments)
+    assert torch.equal(got, torch.tensor([1.0, 2, 3, 1, 1]))
+    assert torch.equal(arguments[2], torch.tensor([0.0, 0.5, 1.0]))

@@ -1,0 +1,204 @@
+"""unscale_norm: y = tensor * scale, its sum of squares and its finite check in one pass."""
+
+import pytest
+import torch
+from op_cases import (
+    DTYPES,
+    INF,
+    NAN,
+    SHIFTS,
+    assert_same_bits,
+    clone,
+    flags,
+    make_plan,
+    make_tensors,
+    random_values,
+    sums,
+)
+
+from pyengine import _reference
+from pyengine._ops import BucketPlan
+
+
+def run_both(plan, tensors, out, scale):
+    """Return (sumsq, nonfinite, out) of the op and of the reference; out: None, "in place" or a dtype."""
+    results = []
+    nothing = [None] * len(plan.numels)
+    for run in ("op", "reference"):
+        sources, sumsq, nonfinite = clone(tensors), sums(plan), flags(plan)
+        stored = (
+            sources if out == "in place" else out and [t if t is None else t.to(out) for t in clone(tensors)]
+        )
+        if run == "op":
+            plan.unscale_norm(sources, stored, scale, sumsq=sumsq, nonfinite=nonfinite)
+        else:
+            _reference.unscale_norm(sources, stored or nothing, scale, sumsq=sumsq, nonfinite=nonfinite)
+        results.append((sumsq, nonfinite, stored or sources))
+    return results
+
+
+@pytest.mark.parametrize("out", [None, "in place", *DTYPES])
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_sums_and_flags_equal_the_reference(isa, dtype, shift, out, scale):
+    plan = make_plan()
+    got, want = run_both(plan, make_tensors(plan, dtype, shift), out, scale)
+    assert_same_bits(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+    assert_same_bits(got[2], want[2])
+
+
+@pytest.mark.parametrize("numel", [16_384, 5 * 2**20 + 3])
+@pytest.mark.parametrize("out", [None, "in place", torch.bfloat16, torch.float32])
+def test_any_number_of_threads_gives_the_same_bits(isa, threads, numel, out, scale):
+    plan = make_plan([numel, 40_001, 1])
+    got, want = run_both(plan, [random_values(n, torch.float32, seed=n) for n in plan.numels], out, scale)
+    assert_same_bits(got[0], want[0])
+    assert_same_bits(got[2], want[2])
+
+
+def test_the_sum_does_not_depend_on_alignment_or_destination(isa, scale):
+    plan = BucketPlan([0], [5 * 2**20 + 3])  # large enough to stream where the destination is aligned
+    x = random_values(plan.numels[0] + 1, torch.float32, seed=9)
+    aligned, shifted = x[1:].clone(), x[1:]
+    y = torch.empty(plan.numels[0] + 1)
+    got = [sums(plan) for _ in range(4)]
+    plan.unscale_norm([aligned], None, scale, sumsq=got[0], nonfinite=flags(plan))
+    plan.unscale_norm([shifted], None, scale, sumsq=got[1], nonfinite=flags(plan))
+    plan.unscale_norm([aligned], [y[1:]], scale, sumsq=got[2], nonfinite=flags(plan))
+    plan.unscale_norm([aligned], [y[:-1]], scale, sumsq=got[3], nonfinite=flags(plan))
+    assert len({total.item() for total in got}) == 1
+
+
+def test_integers_sum_exactly(isa, one):
+    plan = make_plan()
+    tensors = [torch.arange(n).remainder(64).to(torch.bfloat16) for n in plan.numels]
+    got = sums(plan)
+    plan.unscale_norm(tensors, None, one, sumsq=got, nonfinite=flags(plan))
+    assert got.tolist() == [t.double().square().sum().item() for t in tensors]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sum_is_within_rounding_of_the_exact_one(dtype, scale):
+    plan = BucketPlan([0], [200_003])
+    x = random_values(200_003, dtype, seed=4)
+    got = sums(plan)
+    plan.unscale_norm([x], None, scale, sumsq=got, nonfinite=flags(plan))
+    y = (x.float() * scale).double()
+    # At most 1024 + 4 + 13 additions lie on the way of a term (rows, lanes, blocks), each with 2^-53; torch's own
+    # float64 sum may err by as much.
+    want = y.square().sum()
+    assert (got[0] - want).abs() <= 2 * 1041 * 2**-53 * want
+
+
+def test_the_sum_is_of_the_stored_value(isa, one):
+    plan, x, out = BucketPlan([0], [20]), torch.full((20,), 1 + 2**-10), torch.empty(20, dtype=torch.bfloat16)
+    got = sums(plan)
+    plan.unscale_norm([x], [out], one, sumsq=got, nonfinite=flags(plan))
+    assert got.item() == 20
+
+
+@pytest.mark.parametrize("large", [3.4e38, -3.4e38])
+def test_squares_of_the_largest_floats_do_not_overflow(isa, large, one):
+    plan, got, seen = (
+        BucketPlan([0], [16_385]),
+        torch.empty(1, dtype=torch.float64),
+        torch.zeros(1, dtype=torch.uint8),
+    )
+    plan.unscale_norm([torch.full((16_385,), large)], None, one, sumsq=got, nonfinite=seen)
+    assert seen.tolist() == [0] and torch.isfinite(got).all()
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@pytest.mark.parametrize("position", [0, 1, 16383, 16384, 20000, 32770])
+@pytest.mark.parametrize("out", [None, "in place"])
+def test_the_slot_of_a_non_finite_value_is_flagged_and_no_other(isa, out, position, bad, one):
+    plan = make_plan([5, 32771, 0, 7])
+    tensors = [torch.ones(n) for n in plan.numels]
+    tensors[1][position] = bad
+    got, _ = run_both(plan, tensors, out, one)
+    assert got[1].tolist() == [0, 1, 0, 0]
+    assert got[0][[0, 2, 3]].tolist() == [5, 0, 7]
+
+
+@pytest.mark.parametrize("value", [INF, NAN])
+def test_a_non_finite_scale_gives_the_reference_sum_also_in_the_tail(isa, value):
+    plan = BucketPlan([0], [21])
+    got, want = run_both(plan, [torch.ones(21)], None, torch.tensor(value))
+    assert_same_bits(got[0], want[0])
+
+
+def test_a_cast_that_overflows_is_flagged(isa, one):
+    plan = BucketPlan([0, 40], [40, 2])
+    got, _ = run_both(plan, [torch.full((40,), 65520.0), torch.ones(2)], torch.float16, one)
+    assert got[1].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("tiny", [-0.0, 1e-45, -1e-40])
+def test_minus_zero_and_denormals_are_kept(isa, tiny, one):
+    plan = BucketPlan([0], [35])
+    got, _ = run_both(plan, [torch.full((35,), tiny)], "in place", one)
+    assert_same_bits(got[2][0], torch.full((35,), tiny))
+    assert got[0].item() == 35 * torch.tensor(tiny).double().item() ** 2
+
+
+def test_a_missing_tensor_counts_zero_and_a_missing_output_is_read_only(isa, one):
+    plan, x, y = BucketPlan([0, 3, 6], [3, 3, 3]), torch.ones(3), torch.zeros(3)
+    got = sums(plan)
+    plan.unscale_norm([None, x, x], [y, None, y], one, sumsq=got, nonfinite=flags(plan))
+    assert got.tolist() == [0, 3, 3]
+    assert y.tolist() == [1, 1, 1]
+
+
+def test_pointers_serve_in_place(one):
+    plan, x = BucketPlan([0], [3]), torch.ones(3)
+    pointers, got = plan.pointers([x]), torch.empty(1, dtype=torch.float64)
+    plan.unscale_norm(pointers, pointers, torch.tensor(2.0), sumsq=got, nonfinite=flags(plan))
+    assert x.tolist() == [2, 2, 2] and got.item() == 12
+
+
+@pytest.mark.slow
+def test_a_slot_of_more_than_two_to_the_31_elements_is_read_to_its_end(one):
+    numel = 2**31 + 19
+    # Never-written pages read as zero without becoming memory.
+    x = torch.zeros(numel, dtype=torch.bfloat16)
+    x[-1], x[2**31 - 1], x[0] = 3, 2, 1
+    plan, got = BucketPlan([0], [numel]), torch.empty(1, dtype=torch.float64)
+    plan.unscale_norm([x], None, one, sumsq=got, nonfinite=flags(plan))
+    assert got.item() == 14
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"sumsq": torch.zeros(2)}, TypeError, "sumsq is torch.float32.*needed dtype torch.float64"),
+        ({"sumsq": torch.zeros(1).double()}, ValueError, "sumsq is .*at least 2 elements"),
+        ({"out": [torch.ones(2)]}, ValueError, "out has 1 tensors; needed 2"),
+        ({"out": [torch.ones(2), torch.ones(6)[::2]]}, ValueError, r"out\[1\].*contiguous"),
+        ({"nonfinite": torch.zeros(2)}, TypeError, "nonfinite is torch.float32"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(change, error, words, one):
+    plan = BucketPlan([0, 2], [2, 3])
+    arguments = {"tensors": [torch.ones(2), torch.ones(3)], "out": None, "scale": one,
+                 "sumsq": sums(plan), "nonfinite": flags(plan)}  # fmt: skip
+    with pytest.raises(error, match=words):
+        plan.unscale_norm(**(arguments | change))
+
+
+@pytest.mark.parametrize("out", [[], [torch.ones(2), torch.ones(3)]])
+def test_the_operator_passes_opcheck(out, one):
+    seen, got = torch.zeros(2, dtype=torch.uint8), torch.zeros(2, dtype=torch.float64)
+    arguments = [torch.ones(2), torch.ones(3)], out, one, got, seen, [2, 3]
+    torch.library.opcheck(torch.ops.pyengine.unscale_norm, arguments)
+
+
+def test_the_operator_compiles_without_a_graph_break():
+    def unscale_(x, scale, sumsq, seen):
+        torch.ops.pyengine.unscale_norm([x], [x], scale, sumsq, seen, [3])
+        return sumsq.sum().sqrt()
+
+    arguments = torch.ones(3), torch.tensor(2.0), torch.zeros(1).double(), torch.zeros(1, dtype=torch.uint8)
+    norm = torch.compile(unscale_, fullgraph=True, backend="aot_eager")(*arguments)
+    assert norm.item() == 12**0.5
+    assert arguments[0].tolist() == [2, 2, 2]
