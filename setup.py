@@ -36,7 +36,9 @@ class CMakeExtension(build_ext):
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         (library,) = build.glob("_core*.so")
-        shutil.copy2(library, target)
+        # Replace, never overwrite: a process that has the old file mapped would crash.
+        shutil.copy2(library, target.with_suffix(".new"))
+        target.with_suffix(".new").replace(target)
 
 
 def extensions():

@@ -5,12 +5,16 @@
 
 namespace pyengine {
 
-// Part of one slot. `begin` counts elements from the slot's first one. A chunk is also the block of the
-// fixed summation order (unscale_norm), so its size is part of the result: never change it to tune.
+// Sums of squares are taken block by block from the slot's first element (unscale_norm.cpp), so this number is
+// part of the result: never change it to tune.
+inline constexpr int64_t kBlockElements = 8192;
+
+// Part of one slot: two blocks, so that the sums of both run side by side. `begin` counts elements from the
+// slot's first one.
 struct Chunk {
   int64_t slot, begin, count;
 };
-inline constexpr int64_t kChunkElements = 16384;
+inline constexpr int64_t kChunkElements = 2 * kBlockElements;
 
 // Tasks are runs of chunks with about this many elements, so that threads get equal work whatever the mix of
 // slot sizes. 32768 is torch's own grain: below it waking a second thread costs more than it saves.

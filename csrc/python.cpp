@@ -69,7 +69,7 @@ std::optional<Table> gather(const BucketPlan& plan, py::list tensors, py::tuple 
 void unscale_norm(const BucketPlan& plan, const Table& tensors, const Table* out, Address scale, Address sumsq,
                   Address nonfinite) {
   const Layout layout = plan.layout();
-  std::vector<double> partials(static_cast<size_t>(layout.num_chunks));
+  std::vector<double> partials(static_cast<size_t>(2 * layout.num_chunks));
   ops().unscale_norm(layout, {tensors.view(), out ? out->view() : Tensors{nullptr, DType::f32}, at<float>(scale),
                               partials.data(), at<double>(sumsq), at<uint8_t>(nonfinite)});
 }
@@ -92,7 +92,7 @@ PYBIND11_MODULE(_core, m) {
     return learn_tensor_object(tensor.ptr(), at<void>(cdata));
   });
   m.def("gather", &gather);
-  m.attr("CHUNK_ELEMENTS") = kChunkElements;
+  m.attr("BLOCK_ELEMENTS") = kBlockElements;
 
   py::class_<Table>(m, "Table")
       .def(py::init(&make_table))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 Slots = Sequence[tuple[int, int]]  # (offset, numel) in elements
 
-# The order of a sum of squares: blocks of 16384 elements from the slot's start, each in 16 lanes (csrc/plan.h).
-_BLOCK = 16384
+# The order of a sum of squares: blocks of 8192 elements from the slot's start, each in 16 lanes (csrc/plan.h).
+_BLOCK = 8192
 _LANES = 16
 
 

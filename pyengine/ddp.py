@@ -34,7 +34,6 @@ class DDPReducer:
     """
 
     def __init__(self, ddp: DistributedDataParallel, state: HookState, *, accumulator: str) -> None:
-        _refuse_sparse(ddp)
         named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
         self.params: list[Parameter] = [p for _, p in named]
@@ -304,12 +303,3 @@ def _group(params: Sequence[Parameter], indices: list[int]) -> tuple[BucketPlan,
 
 def _packed(numels: Sequence[int]) -> BucketPlan:
     return BucketPlan(list(itertools.accumulate(numels, initial=0))[:-1], numels)
-
-
-def _refuse_sparse(ddp: DistributedDataParallel) -> None:
-    for name, module in ddp.module.named_modules():
-        if getattr(module, "sparse", False):
-            raise ValueError(
-                f"{name or type(module).__name__} has sparse=True: DDP would give its gradient a bucket that no wire "
-                "here can carry. Build it with sparse=False, or use pe.GradSync, which sums sparse gradients densely"
-            )

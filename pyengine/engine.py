@@ -69,6 +69,12 @@ class Engine:
             else:
                 self.reducer.add(index, scaled.backward)
 
+    def exhaust(self) -> None:
+        """Note the end of the window's loop; backwards that are still due may follow."""
+        self.window.is_exhausted = True
+        if self.window.state is State.SYNCED:
+            self.finish()
+
     def flush(self) -> None:
         """Send what has been accumulated, without a backward. Does nothing if the window has been sent."""
         if self.window.state is State.IDLE:
@@ -80,6 +86,8 @@ class Engine:
 
     def finish(self) -> Totals:
         """Wait for the window's reductions and publish `.grad`; raise on every rank what any rank got wrong."""
+        if self.window.state is State.OPEN and self.window.is_exhausted:
+            self.flush()  # some micro-batches had no backward
         if self.window.state is not State.SYNCED:
             raise RuntimeError(
                 f"no synchronised gradients: {self.window.state.value} "
@@ -120,7 +128,7 @@ class Engine:
     def retire(self) -> None:
         """Close the window; complain about gradients that nobody used."""
         window = self.window
-        if window.state is State.OPEN and (window.done or window.handed):
+        if window.state is State.OPEN:
             raise RuntimeError(
                 f"window {window.index} was left after {window.done} backwards and never sent: call sync.flush() and "
                 "sync.step to use it, or sync.abandon() to drop it"
@@ -131,6 +139,11 @@ class Engine:
                 "pending): call sync.step(optimizer), or sync.unscale_() to use .grad yourself, or sync.abandon()"
             )
         window.close(completed=window.state is State.SYNCED)
+
+    def start_over(self) -> None:
+        """Begin a new loop: a window that an exception left half-way is dropped."""
+        if self.window.state is State.OPEN or self._gave_up:
+            self.abandon()
 
     def abandon(self) -> None:
         """Drop the current window on this rank; the engine is clean afterwards.

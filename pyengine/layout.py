@@ -6,7 +6,6 @@ ranks that describe the same parameters build the same layout without talking.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,11 +68,6 @@ class Layout:
         """Elements of all buckets, padding included."""
         return sum(bucket.numel for bucket in self.buckets)
 
-    def fingerprint(self) -> str:
-        """Hash of what has to be equal on every rank: names, shapes, dtypes, requires_grad, buckets."""
-        text = "\n".join([*map(repr, self.params), *map(repr, self.buckets)])
-        return hashlib.sha256(text.encode()).hexdigest()
-
 
 def build(params: Sequence[ParamSpec], *, cap_bytes: int, world_size: int) -> Layout:
     """Lay out the parameters that require a gradient, last registered first (about the order of the backward).
@@ -102,16 +96,14 @@ def build(params: Sequence[ParamSpec], *, cap_bytes: int, world_size: int) -> La
     )
 
 
-def first_difference(fingerprints: Sequence[str], params: Sequence[Sequence[ParamSpec]]) -> str | None:
+def first_difference(params: Sequence[Sequence[ParamSpec]]) -> str | None:
     """Name the first parameter on which ranks differ and who has what; None when all ranks agree."""
-    if len(set(fingerprints)) == 1:
-        return None
     lengths = {rank: len(specs) for rank, specs in enumerate(params)}
     for index in range(max(lengths.values())):
         specs = [_describe(specs[index]) if index < len(specs) else "no such parameter" for specs in params]
         if len(set(specs)) > 1:
             return f"parameter {index}: {_by_rank(specs)}"
-    return "the same parameters in different buckets: bucket_cap_mb, accumulator or world size differ"
+    return None
 
 
 def _bucket(index: int, dtype: torch.dtype, slots: list[Slot], unit: int) -> Bucket:

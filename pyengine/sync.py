@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from pyengine import layout
 from pyengine.accumulator import KINDS
 from pyengine.comm import comm_for
 from pyengine.ddp import DDPReducer
+from pyengine.agreement import agree, problems_of, sparse_modules
 from pyengine.engine import NONFINITE_POLICIES, Engine
 from pyengine.header import Count
 from pyengine.hook import HookState
@@ -22,7 +24,7 @@ from pyengine.norm import GradScaler, apply_optimizer
 from pyengine.optimizer import WindowOptimizer
 from pyengine.record import StepRecord
 from pyengine.reducer import BucketReducer
-from pyengine.window import State
+from pyengine.window import State, check_accumulate
 from pyengine.wire import FP32, Wire
 
 Batch = TypeVar("Batch")
@@ -47,9 +49,9 @@ class Sync:
 
     @property
     def is_sync_step(self) -> bool:
-        """Whether the current micro-batch ends its window."""
+        """Whether the current micro-batch is the last of its window."""
         window = self._engine.window
-        return window.state is State.SYNCED or window.next_backward_syncs
+        return window.state is not State.IDLE and window.is_complete
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -74,18 +76,17 @@ class Sync:
         windows, in which it contributes zeros, until all have. The loader is read one micro-batch ahead.
 
         Yields:
-            One iterator of micro-batches a window. When it is exhausted the gradients are reduced.
+            One iterator of micro-batches a window. Every micro-batch handed out counts; its backward may run later
+            (several forwards first), or never (it then contributes nothing).
         """
         engine = self._engine
-        if engine.window.state is State.OPEN:
-            engine.abandon()  # an earlier loop was left by an exception
+        engine.start_over()
         source = _Lookahead(loader)
         others = engine.comm.world_size > 1  # a rank without any data still has to meet the others
         while source.has_next or others:
             engine.open()
             yield self._micro_batches(source)
             engine.retire()
-            assert engine.totals is not None or engine.window.state is State.IDLE
             others = engine.totals is not None and engine.totals.more > 0
 
     @contextmanager
@@ -105,7 +106,7 @@ class Sync:
         try:
             yield
             if ends:
-                self._complete()
+                engine.exhaust()
         except Exception:
             engine.abandon()
             raise
@@ -212,11 +213,7 @@ class Sync:
             last = position + 1 == self._engine.window.accumulate or not source.has_next
             self._engine.hand_out(last=last, more=source.has_next)
             yield batch
-        self._complete()
-
-    def _complete(self) -> None:
-        self._engine.flush()
-        self._engine.finish()
+        self._engine.exhaust()
 
     def _check_params(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -249,6 +246,34 @@ class Sync:
         )
         for callback in self._callbacks:
             callback(record)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The arguments that `GradSync` and `attach` share."""
+
+    accumulate: int
+    wire: Wire
+    accumulator: str
+    nonfinite: str
+    bucket_cap_mb: float = 25
+
+    def shared(self) -> str:
+        """Describe what has to be equal on every rank (micro-batches a window need not be)."""
+        return f"wire={self.wire}, accumulator={self.accumulator!r}, nonfinite={self.nonfinite!r}, " + (
+            f"bucket_cap_mb={self.bucket_cap_mb}"
+        )
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the values."""
+        found = check_accumulate(self.accumulate)
+        if self.accumulator not in KINDS:
+            found.append(f"accumulator={self.accumulator!r}: need one of {', '.join(map(repr, KINDS))}")
+        if self.nonfinite not in NONFINITE_POLICIES:
+            found.append(f"nonfinite={self.nonfinite!r}: need one of {', '.join(map(repr, NONFINITE_POLICIES))}")
+        if not self.bucket_cap_mb > 0:
+            found.append(f"bucket_cap_mb={self.bucket_cap_mb}: need a size above 0, in MiB; 25 is a good start")
+        return found
 
 
 class GradSync(Sync):
@@ -286,13 +311,11 @@ class GradSync(Sync):
     ) -> None:
         named, buffers = _named(params_or_module)
         params = [param for _, param in named]
-        comm = comm_for(_device(params), group)
+        comm = comm_for(params[0].device, group)
         specs = [layout.ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
-        _check_choices(accumulator, nonfinite)
-        if not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb={bucket_cap_mb}: need a size above 0, in MiB; 25 is a good start")
+        settings = _Settings(accumulate, wire, accumulator, nonfinite, bucket_cap_mb)
+        agree(comm, specs, settings.shared(), [*settings.problems(), *problems_of(named)])
         plan = layout.build(specs, cap_bytes=int(bucket_cap_mb * 2**20), world_size=comm.world_size)
-        _agree(comm, plan)
         comm.broadcast_([*params, *buffers])
         reducer = BucketReducer(
             plan, params, wire=wire, accumulator=accumulator, comm=comm, watch=nonfinite == "raise"
@@ -327,8 +350,11 @@ def attach(
         raise TypeError(
             f"ddp_model is a {type(ddp_model).__name__}: need a DistributedDataParallel; for a bare model use pe.GradSync"
         )
-    _check_choices(accumulator, nonfinite)
     state = HookState(wire=wire, group=ddp_model.process_group)
+    named = list(ddp_model.module.named_parameters())
+    specs = [layout.ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
+    settings = _Settings(accumulate, wire, accumulator, nonfinite)
+    agree(state.comm, specs, settings.shared(), [*settings.problems(), *problems_of(named), *sparse_modules(ddp_model)])
     reducer = DDPReducer(ddp_model, state, accumulator=accumulator)
     return Sync(Engine(reducer, state.comm, accumulate=accumulate, nonfinite=nonfinite))
 
@@ -360,30 +386,6 @@ def _named(source: Any) -> tuple[list[tuple[str, nn.Parameter]], list[Tensor]]:
         items = list(source)
         named = [item if isinstance(item, tuple) else (f"param{i}", item) for i, item in enumerate(items)]
         buffers = []
-    if not any(param.requires_grad for _, param in named):
-        raise ValueError(f"params_or_module: none of {len(named)} parameters requires a gradient; pass trainable ones")
+    if not named:
+        raise ValueError("params_or_module: got no parameter; pass a module or its parameters (a generator only once)")
     return named, buffers
-
-
-def _device(params: list[nn.Parameter]) -> torch.device:
-    devices = sorted({str(p.device) for p in params})
-    if len(devices) > 1:
-        raise ValueError(f"params_or_module: parameters on {', '.join(devices)}; need one device an engine: make one each")
-    return params[0].device
-
-
-def _check_choices(accumulator: str, nonfinite: str) -> None:
-    if accumulator not in KINDS:
-        raise ValueError(f"accumulator={accumulator!r}: need one of {', '.join(map(repr, KINDS))}")
-    if nonfinite not in NONFINITE_POLICIES:
-        raise ValueError(f"nonfinite={nonfinite!r}: need one of {', '.join(map(repr, NONFINITE_POLICIES))}")
-
-
-def _agree(comm: Any, plan: layout.Layout) -> None:
-    """Compare the layout's fingerprint; on a mismatch exchange what each rank has, and raise everywhere."""
-    fingerprints = comm.all_gather_object(plan.fingerprint())
-    if len(set(fingerprints)) > 1:
-        difference = layout.first_difference(fingerprints, comm.all_gather_object(plan.params))
-        raise ValueError(
-            f"params_or_module differs between ranks: {difference}. Build the same model, in the same order, on every rank"
-        )

@@ -24,36 +24,33 @@ class Window:
         index: windows completed so far; ranks count alike.
         handed: micro-batches handed out in this window.
         done: backwards run in this window.
+        is_complete: the last micro-batch of this window has been handed out.
+        is_exhausted: the loop has come to the end of this window (backwards may still follow).
     """
 
     def __init__(self, accumulate: int) -> None:
-        if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-            raise ValueError(
-                f"accumulate={accumulate!r}: need a whole number of micro-batches a window, 1 or more; "
-                "1 synchronises after every backward"
-            )
         self.accumulate = accumulate
         self.index = 0
         self.state = State.IDLE
         self.handed = 0
         self.done = 0
-        self._complete = False
+        self.is_complete = self.is_exhausted = False
 
     def open(self) -> None:
         """Begin a window."""
         self.state = State.OPEN
         self.handed = self.done = 0
-        self._complete = False
+        self.is_complete = self.is_exhausted = False
 
     def hand_out(self, *, last: bool) -> None:
         """Count a micro-batch that the loop receives; `last` says that the window gets no further one."""
         self.handed += 1
-        self._complete = last
+        self.is_complete = last
 
     @property
     def next_backward_syncs(self) -> bool:
         """Whether the backward about to run is the window's last."""
-        return self.state is State.OPEN and self._complete and self.done + 1 >= self.handed
+        return self.state is State.OPEN and self.is_complete and self.done + 1 >= self.handed
 
     def count_backward(self) -> int:
         """Count a backward and return its micro-batch index, 0-based."""
@@ -75,3 +72,13 @@ class Window:
         """End the window; only a completed (synchronised) one counts."""
         self.state = State.IDLE
         self.index += completed
+
+
+def check_accumulate(accumulate: object) -> list[str]:
+    """Say what is wrong with a number of micro-batches a window."""
+    if isinstance(accumulate, int) and not isinstance(accumulate, bool) and accumulate >= 1:
+        return []
+    return [
+        f"accumulate={accumulate!r}: need a whole number of micro-batches a window, 1 or more; 1 synchronises after "
+        "every backward"
+    ]

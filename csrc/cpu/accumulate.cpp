@@ -9,10 +9,10 @@ namespace {
 // mul then add, two roundings, never fused: the reference and every instruction set must agree.
 template <bool kFirst, class Grad>
 bool accumulate_kernel(float* acc, const Grad* grad, int64_t n, F32x16 scale, bool streaming) {
-  FiniteCheck check;
-  sweep(acc, n, streaming, [&](int64_t i, auto access) {
+  FiniteCheck<float> check;
+  sweep(acc, n, streaming, [&](int64_t i, auto access) PYENGINE_INLINE {
     F32x16 term = mul(access.load(grad + i), scale);
-    check.see(access.trim(term));
+    check.see(access.trim(pack<float>(term)));
     if constexpr (!kFirst) term = add(access.load(acc + i), term);
     access.store(acc + i, pack<float>(term));
   });
@@ -20,7 +20,7 @@ bool accumulate_kernel(float* acc, const Grad* grad, int64_t n, F32x16 scale, bo
 }
 
 void zero_kernel(float* acc, int64_t n, bool streaming) {
-  sweep(acc, n, streaming, [&](int64_t i, auto access) { access.store(acc + i, pack<float>(splat(0))); });
+  sweep(acc, n, streaming, [&](int64_t i, auto access) PYENGINE_INLINE { access.store(acc + i, pack<float>(splat(0))); });
 }
 
 // Null `acc` is the first micro-batch, null `grad` a parameter without a gradient. The flag looks at the value
@@ -28,15 +28,15 @@ void zero_kernel(float* acc, int64_t n, bool streaming) {
 template <bool kAcc, bool kGrad, class Wire, class Grad>
 bool accumulate_cast_kernel(Wire* wire, const float* acc, const Grad* grad, int64_t n, F32x16 grad_scale,
                             F32x16 wire_scale, bool streaming) {
-  FiniteCheck check;
-  sweep(wire, n, streaming, [&](int64_t i, auto access) {
+  FiniteCheck<Wire> check;
+  sweep(wire, n, streaming, [&](int64_t i, auto access) PYENGINE_INLINE {
     F32x16 sum = splat(0);
     if constexpr (kGrad) sum = mul(access.load(grad + i), grad_scale);
     if constexpr (kAcc && kGrad) sum = add(access.load(acc + i), sum);
     if constexpr (kAcc && !kGrad) sum = access.load(acc + i);
     if constexpr (kAcc || kGrad) sum = mul(sum, wire_scale);
     const Packed<Wire> y = pack<Wire>(sum);
-    check.see(access.trim(widen(y)));
+    check.see(access.trim(y));
     access.store(wire + i, y);
   });
   return check.failed();

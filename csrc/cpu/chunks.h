@@ -45,10 +45,36 @@ void for_each_chunk(const Layout& layout, const Body& body) {
   parallel_for(layout.num_tasks, run, &context);
 }
 
+// Steps must be inlined: a call would keep their captures (scale, sums, flags) in memory instead of registers,
+// because a store through an element pointer might change them.
+#define PYENGINE_INLINE __attribute__((always_inline))
+
+// Steps over full sixteens of [begin, end) and returns where it stopped. Two halves are walked at once: the
+// hardware prefetcher stops at every page, and a second stream keeps memory busy meanwhile (reading gains 20-30 %).
+template <class Step>
+PYENGINE_INLINE inline int64_t step_full(int64_t begin, int64_t end, const Step& step) {
+  const int64_t half = (end - begin) / (2 * kLanes) * kLanes;
+  int64_t i = begin;
+  for (; i < begin + half; i += kLanes) {
+    step(i, Full{});
+    step(i + half, Full{});
+  }
+  for (i += half; i + kLanes <= end; i += kLanes) step(i, Full{});
+  return i;
+}
+
+// Streamed stores gather in a few line buffers of the core: one stream only, or half-filled lines are flushed.
+template <class Step>
+PYENGINE_INLINE inline int64_t step_streamed(int64_t begin, int64_t end, const Step& step) {
+  int64_t i = begin;
+  for (; i + kLanes <= end; i += kLanes) step(i, Streamed{});
+  return i;
+}
+
 // Calls step(i, access) over [0, n) in sixteens. `dst` is what the step stores to; streaming needs it aligned,
 // so it is preceded by a short step up to the boundary.
 template <class Dst, class Step>
-void sweep(const Dst* dst, int64_t n, bool streaming, const Step& step) {
+PYENGINE_INLINE inline void sweep(const Dst* dst, int64_t n, bool streaming, const Step& step) {
   constexpr uint64_t kAlign = kLanes * sizeof(Dst);
   const uint64_t address = reinterpret_cast<uint64_t>(dst);
   int64_t i = 0;
@@ -58,9 +84,10 @@ void sweep(const Dst* dst, int64_t n, bool streaming, const Step& step) {
       i = head < n ? head : n;
       step(0, Some{i});
     }
-    for (; i + kLanes <= n; i += kLanes) step(i, Streamed{});
+    i = step_streamed(i, n, step);
+  } else {
+    i = step_full(0, n, step);
   }
-  for (; i + kLanes <= n; i += kLanes) step(i, Full{});
   if (i < n) step(i, Some{n - i});
 }
 

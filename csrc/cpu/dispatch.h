@@ -39,7 +39,7 @@ struct UnscaleNormCall {
   Tensors tensors;
   Tensors out;  // out.data is null: read only
   const float* scale;
-  double* partials;    // [num_chunks] scratch
+  double* partials;    // [2 * num_chunks] scratch: one a block
   double* sumsq;       // [num_slots]
   uint8_t* nonfinite;  // [num_slots]
 };

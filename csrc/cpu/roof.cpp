@@ -3,29 +3,30 @@
 
 namespace pyengine::PYENGINE_ISA {
 
+// Eight streams: one alone waits for the hardware prefetcher at every page.
 float roof_read(const float* src, int64_t numel) {
-  F32x16 a = splat(0), b = splat(0), c = splat(0), d = splat(0);
+  constexpr int64_t kStreams = 8, kRun = 8192;
   const Full access;
-  for (int64_t i = 0; i + 4 * kLanes <= numel; i += 4 * kLanes) {
-    a = add(a, access.load(src + i));
-    b = add(b, access.load(src + i + kLanes));
-    c = add(c, access.load(src + i + 2 * kLanes));
-    d = add(d, access.load(src + i + 3 * kLanes));
-  }
+  F32x16 sums[kStreams];
+  for (F32x16& sum : sums) sum = splat(0);
+  for (int64_t begin = 0; begin + kStreams * kRun <= numel; begin += kStreams * kRun)
+    for (int64_t i = begin; i < begin + kRun; i += kLanes)
+      for (int64_t s = 0; s < kStreams; ++s) sums[s] = add(sums[s], access.load(src + i + s * kRun));
+  for (F32x16& sum : sums) sums[0] = add(sums[0], sum);
   float lane[kLanes];
-  store_packed(lane, pack<float>(add(add(a, b), add(c, d))));
+  store_packed(lane, pack<float>(sums[0]));
   return lane[0];
 }
 
 void roof_update(float* dst, int64_t numel) {
-  const F32x16 scale = splat(1.0f);
-  sweep(dst, numel, false, [&](int64_t i, auto access) {
+  const F32x16 scale = splat(-1.0f);  // by one the compiler would do nothing at all
+  sweep(dst, numel, false, [&](int64_t i, auto access) PYENGINE_INLINE {
     access.store(dst + i, pack<float>(mul(access.load(dst + i), scale)));
   });
 }
 
 void roof_stream_copy(float* dst, const float* src, int64_t numel) {
-  sweep(dst, numel, true, [&](int64_t i, auto access) {
+  sweep(dst, numel, true, [&](int64_t i, auto access) PYENGINE_INLINE {
     access.store(dst + i, pack<float>(access.load(src + i)));
   });
   stream_fence();

@@ -9,6 +9,15 @@
 
 #include "../dtype.h"
 
+// The bits of infinity in each type; with the sign cleared, only NaN is larger.
+namespace pyengine::PYENGINE_ISA {
+namespace {
+template <class T> constexpr int32_t kInfinity = 0x7f800000;
+template <> inline constexpr int32_t kInfinity<bf16> = 0x7f80;
+template <> inline constexpr int32_t kInfinity<fp16> = 0x7c00;
+}  // namespace
+}  // namespace pyengine::PYENGINE_ISA
+
 #if PYENGINE_ISA_LEVEL == 2
 #include "simd_avx512.h"
 #elif PYENGINE_ISA_LEVEL == 1
@@ -26,10 +35,13 @@ constexpr int64_t kLanes = 16;
 // (whose missing lanes read as zero).
 struct Full {
   template <class T>
-  F32x16 load(const T* p) const { return widen(load_packed(p)); }
+  Packed<T> load_bits(const T* p) const { return load_packed(p); }
+  template <class T>
+  F32x16 load(const T* p) const { return widen(load_bits(p)); }
   template <class T>
   void store(T* p, Packed<T> v) const { store_packed(p, v); }
-  F32x16 trim(F32x16 x) const { return x; }
+  template <class T>
+  Packed<T> trim(Packed<T> v) const { return v; }
 };
 
 struct Streamed : Full {
@@ -40,22 +52,25 @@ struct Streamed : Full {
 struct Some {
   int64_t n;
   template <class T>
-  F32x16 load(const T* p) const {
+  Packed<T> load_bits(const T* p) const {
     alignas(64) T lanes[kLanes] = {};
     std::memcpy(lanes, p, n * sizeof(T));
-    return widen(load_packed(lanes));
+    return load_packed(lanes);
   }
+  template <class T>
+  F32x16 load(const T* p) const { return widen(load_bits(p)); }
   template <class T>
   void store(T* p, Packed<T> v) const {
     alignas(64) T lanes[kLanes];
     store_packed(lanes, v);
     std::memcpy(p, lanes, n * sizeof(T));
   }
-  // Zero times an infinite scale is NaN: lanes that do not exist must not reach a sum.
-  F32x16 trim(F32x16 x) const {
-    alignas(64) float lanes[kLanes];
-    store_packed(lanes, pack<float>(x));
-    return load(lanes);
+  // Zero times an infinite scale is NaN: lanes that do not exist must not reach a sum or a flag.
+  template <class T>
+  Packed<T> trim(Packed<T> v) const {
+    alignas(64) T lanes[kLanes];
+    store_packed(lanes, v);
+    return load_bits(lanes);
   }
 };
 

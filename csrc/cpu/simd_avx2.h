@@ -71,16 +71,32 @@ template <> inline Packed<fp16> pack<fp16>(F32x16 x) {
 }
 
 // Remembers the largest magnitude seen, as an integer: from infinity's bits upwards something was not finite.
+template <class T>
 class FiniteCheck {
  public:
-  void see(F32x16 x) {
-    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
-    lo_ = _mm256_max_epi32(lo_, _mm256_and_si256(_mm256_castps_si256(x.lo), magnitude));
-    hi_ = _mm256_max_epi32(hi_, _mm256_and_si256(_mm256_castps_si256(x.hi), magnitude));
+  void see(Packed<T> v) {
+    largest_ = _mm256_max_epi16(largest_, _mm256_and_si256(v.bits, _mm256_set1_epi16(0x7fff)));
   }
   bool failed() const {
-    const __m256i over = _mm256_cmpgt_epi32(_mm256_max_epi32(lo_, hi_), _mm256_set1_epi32(0x7f7fffff));
+    const __m256i over = _mm256_cmpgt_epi16(largest_, _mm256_set1_epi16(kInfinity<T> - 1));
     return _mm256_movemask_epi8(over) != 0;
+  }
+
+ private:
+  __m256i largest_ = _mm256_setzero_si256();
+};
+
+template <>
+class FiniteCheck<float> {
+ public:
+  void see(Packed<float> v) {
+    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+    lo_ = _mm256_max_epi32(lo_, _mm256_and_si256(_mm256_castps_si256(v.x.lo), magnitude));
+    hi_ = _mm256_max_epi32(hi_, _mm256_and_si256(_mm256_castps_si256(v.x.hi), magnitude));
+  }
+  bool failed() const {
+    const __m256i largest = _mm256_max_epi32(lo_, hi_);
+    return _mm256_movemask_epi8(_mm256_cmpgt_epi32(largest, _mm256_set1_epi32(kInfinity<float> - 1))) != 0;
   }
 
  private:

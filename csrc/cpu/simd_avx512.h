@@ -53,13 +53,28 @@ template <> inline Packed<fp16> pack<fp16>(F32x16 x) {
 }
 
 // Remembers the largest magnitude seen, as an integer: from infinity's bits upwards something was not finite.
+template <class T>
 class FiniteCheck {
  public:
-  void see(F32x16 x) {
-    const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(x.x), _mm512_set1_epi32(0x7fffffff));
+  void see(Packed<T> v) {
+    largest_ = _mm256_max_epi16(largest_, _mm256_and_si256(v.bits, _mm256_set1_epi16(0x7fff)));
+  }
+  bool failed() const { return _mm256_cmpgt_epi16_mask(largest_, _mm256_set1_epi16(kInfinity<T> - 1)) != 0; }
+
+ private:
+  __m256i largest_ = _mm256_setzero_si256();
+};
+
+template <>
+class FiniteCheck<float> {
+ public:
+  void see(Packed<float> v) {
+    const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(v.x.x), _mm512_set1_epi32(0x7fffffff));
     largest_ = _mm512_max_epi32(largest_, magnitude);
   }
-  bool failed() const { return _mm512_cmpgt_epi32_mask(largest_, _mm512_set1_epi32(0x7f7fffff)) != 0; }
+  bool failed() const {
+    return _mm512_cmpgt_epi32_mask(largest_, _mm512_set1_epi32(kInfinity<float> - 1)) != 0;
+  }
 
  private:
   __m512i largest_ = _mm512_setzero_si512();

@@ -79,18 +79,23 @@ template <class T> Packed<T> pack(const F32x16& x) {
   return v;
 }
 
+inline int32_t magnitude_of(float x) { return static_cast<int32_t>(bits_of(x) & 0x7fffffffu); }
+inline int32_t magnitude_of(bf16 x) { return x.bits & 0x7fff; }
+inline int32_t magnitude_of(fp16 x) { return x.bits & 0x7fff; }
+
 // Remembers the largest magnitude seen, as an integer: from infinity's bits upwards something was not finite.
+template <class T>
 class FiniteCheck {
  public:
-  void see(const F32x16& x) {
+  void see(const Packed<T>& v) {
     for (int i = 0; i < 16; ++i) {
-      const int32_t magnitude = static_cast<int32_t>(bits_of(x.lane[i]) & 0x7fffffffu);
+      const int32_t magnitude = magnitude_of(v.lane[i]);
       largest_[i] = magnitude > largest_[i] ? magnitude : largest_[i];
     }
   }
   bool failed() const {
     bool any = false;
-    for (int32_t magnitude : largest_) any |= magnitude > 0x7f7fffff;
+    for (int32_t magnitude : largest_) any |= magnitude >= kInfinity<T>;
     return any;
   }
 

@@ -8,21 +8,43 @@ namespace {
 
 struct Nothing {};  // the output type of a pass that only reads
 
-// The sum over one chunk: sixteen double lanes, element i in lane i % 16, then the lanes' fixed tree.
+// One block's sum: element i adds to double lane i % 16, and the lanes have a fixed tree.
 template <class Out, class In>
-double unscale_norm_kernel(Out* out, const In* in, int64_t n, F32x16 scale, bool streaming) {
+struct Block {
+  Out* out;
+  const In* in;
+  F32x16 scale;
   F64x16 sums = zero_sums();
-  auto step = [&](int64_t i, auto access) {
+
+  template <class Access>
+  PYENGINE_INLINE void step(int64_t i, Access access) {
     F32x16 y = mul(access.load(in + i), scale);
     if constexpr (!__is_same(Out, Nothing)) {
       const Packed<Out> stored = pack<Out>(y);
       access.store(out + i, stored);
       y = widen(stored);
     }
-    add_squares(sums, access.trim(y));
-  };
-  sweep(out, n, streaming, step);
-  return sum_lanes(sums);
+    add_squares(sums, widen(access.trim(pack<float>(y))));
+  }
+};
+
+// Both blocks of a chunk, side by side: one alone waits for its own additions.
+template <class Out, class In, class Access>
+void unscale_norm_kernel(Out* out, const In* in, int64_t n, F32x16 scale, Access access, double* partial) {
+  Out* second_out = out;
+  if constexpr (!__is_same(Out, Nothing)) second_out += kBlockElements;
+  const int64_t n1 = n < kBlockElements ? n : kBlockElements, n2 = n - n1;
+  Block<Out, In> first{out, in, scale}, second{second_out, in + kBlockElements, scale};
+  int64_t i = 0;
+  for (; i + kLanes <= n2; i += kLanes) {
+    first.step(i, access);
+    second.step(i, access);
+  }
+  if (i < n2) second.step(i, Some{n2 - i});
+  for (; i + kLanes <= n1; i += kLanes) first.step(i, access);
+  if (i < n1) first.step(i, Some{n1 - i});
+  partial[0] = sum_lanes(first.sums);
+  partial[1] = sum_lanes(second.sums);
 }
 
 // ---- dispatch ----
@@ -37,27 +59,29 @@ bool can_stream(const T* out) {
 template <class Out, class In>
 void unscale_norm_typed(const Layout& layout, const UnscaleNormCall& call) {
   const F32x16 scale = splat(*call.scale);
-  const bool large = !__is_same(Out, Nothing) && worth_streaming<Out>(layout);
   for_each_chunk(layout, [&](const Chunk& chunk) {
     const In* in = in_tensor<const In>(call.tensors, chunk);
-    Out* out = __is_same(Out, Nothing) ? nullptr : in_tensor<Out>(call.out, chunk);
-    double& partial = call.partials[&chunk - layout.chunks];
+    double* partial = call.partials + 2 * (&chunk - layout.chunks);
     if (!in) {
-      partial = 0;
-    } else if (!__is_same(Out, Nothing) && !out) {
-      partial = unscale_norm_kernel(static_cast<Nothing*>(nullptr), in, chunk.count, scale, false);
-    } else {
-      const bool streaming = large && can_stream(out) && static_cast<const void*>(out) != in;
-      partial = unscale_norm_kernel(out, in, chunk.count, scale, streaming);
+      partial[0] = partial[1] = 0;
+      return;
     }
+    if constexpr (!__is_same(Out, Nothing)) {
+      Out* out = in_tensor<Out>(call.out, chunk);
+      const bool streaming = static_cast<const void*>(out) != in && worth_streaming<Out>(layout) && can_stream(out);
+      if (out && streaming) return unscale_norm_kernel(out, in, chunk.count, scale, Streamed{}, partial);
+      if (out) return unscale_norm_kernel(out, in, chunk.count, scale, Full{}, partial);
+    }
+    unscale_norm_kernel(static_cast<Nothing*>(nullptr), in, chunk.count, scale, Full{}, partial);
   });
 }
 
-// The square of a finite float cannot overflow a double, so a slot's sum is finite exactly when the slot is.
+// Blocks are added in order. The square of a finite float cannot overflow a double, so a slot's sum is finite exactly when the slot is.
 void finish_slots(const Layout& layout, const UnscaleNormCall& call) {
   for (int64_t slot = 0; slot < layout.num_slots; ++slot) {
     double sum = 0;
-    for (int64_t c = layout.first_chunk[slot]; c < layout.first_chunk[slot + 1]; ++c) sum += call.partials[c];
+    const double* last = call.partials + 2 * layout.first_chunk[slot + 1];
+    for (const double* p = call.partials + 2 * layout.first_chunk[slot]; p != last; ++p) sum += *p;
     call.sumsq[slot] = sum;
     if (!__builtin_isfinite(sum)) raise_flag(call.nonfinite + slot);
   }

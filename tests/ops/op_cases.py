@@ -1,12 +1,15 @@
 """Layouts, tensors and comparisons that the tests of every op share."""
 
+import functools
+
 import torch
 
 from pyengine._ops import BucketPlan
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Empty slots first, between and last; one element; around 16 lanes; around a chunk of 16384; several chunks.
-NUMELS = [0, 1, 15, 16, 17, 0, 99, 16383, 16384, 16385, 40001, 0]
+# Empty slots first, between and last; one element; around 16 lanes; around a block of 8192 and a chunk of
+# two; several chunks.
+NUMELS = [0, 1, 15, 16, 17, 0, 99, 8191, 8193, 16383, 16384, 16385, 40001, 0]
 # 0 and 1 elements more than any vector alignment.
 SHIFTS = [0, 1]
 ABSENT = 6  # the slot that has no tensor in the tests with None
@@ -38,10 +41,15 @@ def make_tensors(plan: BucketPlan, dtype: torch.dtype, shift: int = 0) -> list[t
 
 def random_values(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Values over many binades, so that roundings, denormal halves and cancellation all happen."""
+    return _random_values(numel, seed).to(dtype, copy=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _random_values(numel: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     mantissa = torch.randn(numel, generator=generator)
     exponent = torch.randint(-26, 12, (numel,), generator=generator)
-    return torch.ldexp(mantissa, exponent).to(dtype)
+    return torch.ldexp(mantissa, exponent)
 
 
 def clone(tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -51,4 +51,4 @@ def test_without_the_core_one_warning_at_first_use_and_the_same_bits(tmp_path):
 
 def test_the_reference_adds_in_the_core_s_blocks():
     core = _native.core()
-    assert core is None or core.CHUNK_ELEMENTS == _reference._BLOCK
+    assert core is None or core.BLOCK_ELEMENTS == _reference._BLOCK

@@ -1,5 +1,7 @@
 """unscale_norm: y = tensor * scale, its sum of squares and its finite check in one pass."""
 
+import mmap
+
 import pytest
 import torch
 from op_cases import (
@@ -160,8 +162,9 @@ def test_pointers_serve_in_place(one):
 @pytest.mark.slow
 def test_a_slot_of_more_than_two_to_the_31_elements_is_read_to_its_end(one):
     numel = 2**31 + 19
-    # Never-written pages read as zero without becoming memory.
-    x = torch.zeros(numel, dtype=torch.bfloat16)
+    # Pages of a private mapping that were never written read as zero without becoming memory.
+    pages = mmap.mmap(-1, 2 * numel, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    x = torch.frombuffer(pages, dtype=torch.bfloat16)
     x[-1], x[2**31 - 1], x[0] = 3, 2, 1
     plan, got = BucketPlan([0], [numel]), torch.empty(1, dtype=torch.float64)
     plan.unscale_norm([x], None, one, sumsq=got, nonfinite=flags(plan))

@@ -1,0 +1,66 @@
+"""The handshake at construction: what ranks must have in common, and what is wrong on any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pyengine._pointers import DTYPE_CODES
+from pyengine.layout import ParamSpec, first_difference
+
+
+def agree(comm: Any, specs: Sequence[ParamSpec], settings: str, problems: Sequence[str]) -> None:
+    """Raise on every rank what any rank has to complain of, or in what ranks differ.
+
+    Args:
+        comm: transport.
+        specs: this rank's parameters, in registration order.
+        settings: what else must be equal, as text.
+        problems: this rank's own complaints.
+
+    Raises:
+        ValueError: names the rank and the argument, or the first parameter that differs and who has what.
+    """
+    everybody = comm.all_gather_object((list(problems), settings, list(specs)))
+    complaints = [f"rank {rank}: {text}" for rank, (texts, *_) in enumerate(everybody) for text in texts]
+    if complaints:
+        alone = comm.world_size == 1
+        raise ValueError("; ".join(problems) if alone else "; ".join(complaints))
+    difference = first_difference([specs for _, _, specs in everybody])
+    if difference is not None:
+        raise ValueError(
+            f"params_or_module differs between ranks: {difference}. Build the same model, in the same order, on every rank"
+        )
+    if len({settings for _, settings, _ in everybody}) > 1:
+        values = "; ".join(f"rank {rank} has {text}" for rank, (_, text, _) in enumerate(everybody))
+        raise ValueError(f"ranks have different settings: {values}. Pass the same ones on every rank")
+
+
+def problems_of(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
+    """Say which parameters no engine can take."""
+    devices = sorted({str(p.device) for _, p in named})
+    found = []
+    if not any(p.requires_grad for _, p in named):
+        found.append(f"params_or_module: none of {len(named)} parameters requires a gradient; pass trainable ones")
+    if len(devices) > 1:
+        found.append(f"params_or_module: parameters on {', '.join(devices)}; need one device an engine: make one each")
+    known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_CODES)
+    found += [
+        f"parameter {name!r} is {p.dtype}: need one of {known}; convert it or freeze it"
+        for name, p in named
+        if p.requires_grad and p.dtype not in DTYPE_CODES
+    ]
+    return found
+
+
+def sparse_modules(ddp: DistributedDataParallel) -> list[str]:
+    """Say which modules would make DDP send sparse gradients."""
+    return [
+        f"{name or type(module).__name__} has sparse=True: DDP would give its gradient a bucket that no wire here can "
+        "carry. Build it with sparse=False, or use pe.GradSync, which sums sparse gradients densely"
+        for name, module in ddp.module.named_modules()
+        if getattr(module, "sparse", False)
+    ]

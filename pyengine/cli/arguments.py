@@ -1,0 +1,147 @@
+"""The arguments of `train`, and the settings they become."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+DESCRIPTION = """\
+Train on two or more worker processes of this machine, a window of micro-batches an optimizer step, then run the same
+data through plain DistributedDataParallel and print what was saved. Data comes with every installation: the sources
+of Python's standard library for `gpt`, scikit-learn's digits for `cnn`."""
+
+EXAMPLES = """\
+examples:
+  python -m pyengine train                                   both models, defaults, about a minute on two cores
+  python -m pyengine train --model gpt --wire bf16           half the bytes on the network
+  python -m pyengine train --model cnn --mode ddp-hook       keep DDP: pyengine drives its buckets and no_sync
+  python -m pyengine train --workers 4 --accumulate 2        more ranks, shorter windows
+  python -m pyengine train --dtype bf16 --accumulator fp32   bf16 parameters, gradients summed in fp32
+  python -m pyengine train --mode ddp --json > ddp.jsonl     plain DDP, one JSON object a line
+
+modes:
+  engine    pe.GradSync owns flat gradient buckets; they travel once a window
+  ddp-hook  pe.attach on DistributedDataParallel: its buckets travel once a window
+  ddp       plain DDP: loss / accumulate, and every backward all-reduces
+"""
+
+MODES = ("engine", "ddp-hook", "ddp")
+MODELS = ("gpt", "cnn")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to train, and how.
+
+    Attributes:
+        models: in order.
+        steps, micro_batch, lr: by model.
+        clip: largest gradient norm; inf leaves gradients alone.
+        json: print JSON lines instead of tables.
+    """
+
+    models: tuple[str, ...]
+    mode: str
+    workers: int
+    accumulate: int
+    micro_batch: dict[str, int]
+    steps: dict[str, int]
+    lr: dict[str, float]
+    dtype: str
+    wire: str
+    accumulator: str
+    clip: float
+    seed: int
+    json: bool
+
+
+# Small enough for two cores and a minute, long enough to see both models learn.
+_MICRO_BATCH = {"gpt": 4, "cnn": 8}
+_STEPS = {"gpt": 60, "cnn": 60}
+_LR = {"gpt": 3e-3, "cnn": 1e-2}
+
+
+class Conflict(ValueError):
+    """Two arguments that cannot go together."""
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add = parser.add_argument
+    add("--model", choices=MODELS, help="train only this one (default: gpt, then cnn)")
+    add("--mode", choices=MODES, default="engine", help="who moves the gradients (default: engine)")
+    add("--workers", type=_whole(1), default=2, metavar="N", help="processes, one rank each (default: 2)")
+    add("--accumulate", type=_whole(1), default=8, metavar="N", help="micro-batches a window, per rank (default: 8)")
+    add("--micro-batch", type=_whole(1), metavar="N", help=f"items a backward ({_each(_MICRO_BATCH)})")
+    add("--steps", type=_whole(1), metavar="N", help=f"optimizer steps ({_each(_STEPS)})")
+    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="type of the parameters (default: fp32)")
+    add("--wire", choices=("fp32", "bf16", "fp16"), help="type that gradients travel in (default: fp32)")
+    add("--accumulator", choices=("fp32", "native"), help="where a window's sum is kept (default: fp32)")
+    add("--lr", type=_above_zero, metavar="X", help=f"peak learning rate ({_each(_LR)})")
+    add("--clip", type=_above_zero, default=1.0, metavar="X", help="gradient norm limit, or inf (default: 1)")
+    add("--seed", type=_whole(0), default=0, metavar="N", help="of parameters and data order (default: 0)")
+    add("--json", action="store_true", help="one JSON object a line on stdout instead of tables")
+
+
+def settings(options: argparse.Namespace) -> Settings:
+    """Turn parsed arguments into settings.
+
+    Raises:
+        Conflict: an argument was given that the mode cannot honour.
+    """
+    for name in ("wire", "accumulator"):
+        got = getattr(options, name)
+        if options.mode == "ddp" and got is not None:
+            raise Conflict(
+                f"argument --{name}: got {got} with --mode ddp, which has none: leave it out, or use --mode ddp-hook"
+            )
+    models = MODELS if options.model is None else (options.model,)
+
+    def by_model(given: Any, defaults: dict[str, Any]) -> dict[str, Any]:
+        return {model: defaults[model] if given is None else given for model in models}
+
+    return Settings(
+        models=models,
+        mode=options.mode,
+        workers=options.workers,
+        accumulate=options.accumulate,
+        micro_batch=by_model(options.micro_batch, _MICRO_BATCH),
+        steps=by_model(options.steps, _STEPS),
+        lr=by_model(options.lr, _LR),
+        dtype=options.dtype,
+        wire=options.wire or "fp32",
+        accumulator=options.accumulator or "fp32",
+        clip=options.clip,
+        seed=options.seed,
+        json=options.json,
+    )
+
+
+def _each(defaults: dict[str, Any]) -> str:
+    return "default: " + ", ".join(f"{model} {value}" for model, value in defaults.items())
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"got {text}, need a whole number of at least {least}")
+        return value
+
+    return parse
+
+
+def _above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"got {text}, need a number above 0")
+    return value

@@ -1,0 +1,64 @@
+"""Arguments to commands."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from pyengine.cli import arguments
+
+_EXTRA = {"rich": "rich", "sklearn": "scikit-learn", "numpy": "numpy"}  # what `pip install pyengine[train]` brings
+_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        argv: arguments without the program's name; None is this process's own.
+    """
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.command is None:
+        parser.print_help()
+        return 0
+    try:
+        return _train(arguments.settings(options))
+    except arguments.Conflict as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        # The worker that drew the progress line was ended in the middle of it and may have left the cursor hidden.
+        sys.stderr.write("\x1b[?25h" if sys.stderr.isatty() else "")
+        print("\ninterrupted: every worker has ended, nothing was saved", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _train(settings: arguments.Settings) -> int:
+    try:
+        from pyengine.cli import train
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA:
+            raise
+        print(
+            f"train needs {_EXTRA[error.name]}, which is not installed: pip install 'pyengine[train]'",
+            file=sys.stderr,
+        )
+        return 1
+    return train.run(settings)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pyengine", description="Gradient synchronization and accumulation for PyTorch."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    train = commands.add_parser(
+        "train",
+        help="train small real models data-parallel on this machine, and compare with plain DDP",
+        description=arguments.DESCRIPTION,
+        epilog=arguments.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    arguments.add_to(train)
+    return parser

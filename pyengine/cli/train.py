@@ -1,0 +1,66 @@
+"""`train`: small real models, data-parallel on this machine, and what pyengine saved over plain DDP."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import torch.distributed as dist
+
+from pyengine.cli import train_modes
+from pyengine.cli.arguments import Settings
+from pyengine.cli.train_cnn import DigitsTask
+from pyengine.cli.train_compare import compare
+from pyengine.cli.train_gpt import TextTask
+from pyengine.cli.train_report import JsonLines, Report, Silent, Tables
+from pyengine.cli.train_task import Task
+from pyengine.launch import launch
+
+_TASKS = {"gpt": TextTask, "cnn": DigitsTask}
+
+
+def run(settings: Settings) -> int:
+    """Start the workers, which do everything; return the exit code."""
+    try:
+        launch(work, workers=settings.workers, args=(settings,))
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def work(settings: Settings) -> None:
+    """Train and compare, model after model; runs on every rank."""
+    for name in settings.models:
+        task: Task = _TASKS[name]()
+        report = _report(settings)
+        train(task, settings, report)
+        report.compare(compare(task, settings))
+
+
+def train(task: Task, settings: Settings, report: Report) -> None:
+    """Train one model in the chosen mode."""
+    mode = train_modes.make(settings.mode, task, settings)
+    steps, size = settings.steps[task.name], settings.micro_batch[task.name]
+    about = {
+        "parameters": sum(param.numel() for param in mode.model.parameters()),
+        "mode": settings.mode,
+        "workers": settings.workers,
+        "accumulate": settings.accumulate,
+        "micro_batch": size,
+        "dtype": settings.dtype,
+        "wire": settings.wire,
+    }
+    stream = task.batches(
+        rank=dist.get_rank(), world_size=dist.get_world_size(), micro_batch=size, seed=settings.seed
+    )
+    report.start(task.name, task.unit, steps=steps, about=about)
+    for record in mode.steps(itertools.islice(stream, steps * settings.accumulate)):
+        report.step(record)
+    report.finish(task.quality(mode.model))
+
+
+def _report(settings: Settings) -> Report:
+    if dist.get_rank() > 0:
+        return Silent()
+    return JsonLines() if settings.json else Tables()

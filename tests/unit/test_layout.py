@@ -1,0 +1,66 @@
+"""Slots and buckets."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from pyengine.layout import ALIGN_ELEMENTS, ParamSpec, build, first_difference
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def _specs(*shapes: tuple[int, ...], dtype: torch.dtype = FP32) -> list[ParamSpec]:
+    return [ParamSpec(f"p{i}", shape, dtype) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+@pytest.mark.parametrize("cap", [1, 1000, 10**9])
+def test_every_slot_is_aligned_and_buckets_are_padded(world, cap):
+    layout = build(_specs((3, 5), (), (64,), (0,), (65,), (1000,)), cap_bytes=cap, world_size=world)
+    for bucket in layout.buckets:
+        end = 0
+        for slot in bucket.slots:
+            assert slot.offset % ALIGN_ELEMENTS == 0 and slot.offset >= end
+            end = slot.offset + slot.numel
+        assert end <= bucket.flags and bucket.flags + len(bucket.slots) <= bucket.numel
+        assert bucket.numel % math.lcm(world, 128) == 0
+
+
+def test_the_last_registered_parameter_comes_first():
+    layout = build(_specs((2,), (3,), (4,)), cap_bytes=10**9, world_size=1)
+    assert [slot.param for slot in layout.buckets[0].slots] == [2, 1, 0]
+
+
+def test_a_bucket_closes_at_the_cap_and_never_splits_a_parameter():
+    layout = build(_specs((1000,), (10,), (10,)), cap_bytes=300, world_size=1)
+    assert [[slot.param for slot in bucket.slots] for bucket in layout.buckets] == [[2, 1], [0]]
+
+
+def test_a_bucket_holds_one_dtype():
+    specs = [ParamSpec("a", (4,), FP32), ParamSpec("b", (4,), BF16), ParamSpec("c", (4,), FP32)]
+    layout = build(specs, cap_bytes=10**9, world_size=1)
+    assert {bucket.dtype: [s.name for s in bucket.slots] for bucket in layout.buckets} == {
+        FP32: ["c", "a"],
+        BF16: ["b"],
+    }
+
+
+def test_frozen_parameters_have_no_slot():
+    specs = [ParamSpec("a", (4,), FP32), ParamSpec("b", (4,), FP32, requires_grad=False)]
+    layout = build(specs, cap_bytes=1, world_size=1)
+    assert [s.name for bucket in layout.buckets for s in bucket.slots] == ["a"]
+
+
+@pytest.mark.parametrize(
+    "second, needle",
+    [
+        (_specs((2,), (3,)), None),
+        (_specs((2,), (4,)), "parameter 1: rank 0 has 'p1' [3] float32; rank 1 has 'p1' [4] float32"),
+        (_specs((2,)), "parameter 1: rank 0 has 'p1' [3] float32; rank 1 has no such parameter"),
+        (_specs((2,), (3,), dtype=BF16), "parameter 0: rank 0 has 'p0' [2] float32; rank 1 has 'p0' [2] bfloat16"),
+    ],
+)
+def test_the_first_difference_says_who_has_what(second, needle):
+    assert first_difference([_specs((2,), (3,)), second]) == needle
