@@ -10,6 +10,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ def _config(workers: int, logs: str) -> LaunchConfig:
         rdzv_endpoint="127.0.0.1:0",  # port 0: any free one
         local_addr="127.0.0.1",
         max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=logs),  # workers write to our stdout and stderr; errors to files in here
+        # Workers write to our stdout and stderr; only their errors come through files.
+        logs_specs=DefaultLogsSpecs(log_dir=logs),
     )
 
 
@@ -136,6 +138,7 @@ def _signals() -> Iterator[None]:
         done.wait()
 
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    resource_tracker.ensure_running()  # it would unblock SIGINT when it starts (CPython does so unasked)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     receiver = threading.Thread(target=receive, name="pyengine-interrupts", daemon=True)
     receiver.start()

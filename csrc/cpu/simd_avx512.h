@@ -1,4 +1,4 @@
-// simd.h for AVX-512 F, BW, DQ, VL. Compiled on every x86 build; see BUILD.md for where it has been run.
+// simd.h for AVX-512 F, BW, DQ, VL. Compiled on every x86 build; not yet run, the development machines have AVX2.
 #pragma once
 #include <immintrin.h>
 

@@ -60,7 +60,7 @@ class Settings:
 
 # Small enough for two cores and a minute, long enough to see both models learn.
 _MICRO_BATCH = {"gpt": 4, "cnn": 8}
-_STEPS = {"gpt": 60, "cnn": 60}
+_STEPS = {"gpt": 50, "cnn": 40}
 _LR = {"gpt": 3e-3, "cnn": 1e-2}
 
 
@@ -74,7 +74,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("--model", choices=MODELS, help="train only this one (default: gpt, then cnn)")
     add("--mode", choices=MODES, default="engine", help="who moves the gradients (default: engine)")
     add("--workers", type=_whole(1), default=2, metavar="N", help="processes, one rank each (default: 2)")
-    add("--accumulate", type=_whole(1), default=8, metavar="N", help="micro-batches a window, per rank (default: 8)")
+    add(
+        "--accumulate",
+        type=_whole(1),
+        default=8,
+        metavar="N",
+        help="micro-batches a window, per rank (default: 8)",
+    )
     add("--micro-batch", type=_whole(1), metavar="N", help=f"items a backward ({_each(_MICRO_BATCH)})")
     add("--steps", type=_whole(1), metavar="N", help=f"optimizer steps ({_each(_STEPS)})")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="type of the parameters (default: fp32)")

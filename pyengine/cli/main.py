@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from pyengine.cli import arguments
 
-_EXTRA = {"rich": "rich", "sklearn": "scikit-learn", "numpy": "numpy"}  # what `pip install pyengine[train]` brings
+# What `pip install pyengine[train]` brings: import name to package.
+_EXTRA = {"rich": "rich", "sklearn": "scikit-learn", "numpy": "numpy"}
 _INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 
@@ -28,9 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except arguments.Conflict as error:
         parser.error(str(error))
     except KeyboardInterrupt:
-        # The worker that drew the progress line was ended in the middle of it and may have left the cursor hidden.
-        sys.stderr.write("\x1b[?25h" if sys.stderr.isatty() else "")
-        print("\ninterrupted: every worker has ended, nothing was saved", file=sys.stderr)
+        print("interrupted: every worker has ended, nothing was saved", file=sys.stderr)
         return _INTERRUPTED
 
 

@@ -26,6 +26,9 @@ def run(settings: Settings) -> int:
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
+    finally:
+        # A worker that was ended in the middle of its live line has left the cursor hidden behind it.
+        sys.stdout.write("\x1b[?25h\n" if sys.stdout.isatty() else "")
     return 0
 
 

@@ -56,7 +56,8 @@ def compare(task: Task, settings: Settings) -> list[Row]:
     timed = [train_modes.make(name, task, settings, counted=False) for name in names]
     seconds = _median_seconds(timed, data)
     return [
-        Row(name, step_s=step_s, **values) for name, step_s, values in zip(names, seconds, checked, strict=True)
+        Row(name, step_s=step_s, **values)
+        for name, step_s, values in zip(names, seconds, checked, strict=True)
     ]
 
 

@@ -13,7 +13,9 @@ from pyengine.cli.train_task import Batch, Task
 
 def take(model: nn.Module) -> Tensor:
     """Return all gradients as one flat float64 vector, and clear them."""
-    flat = torch.cat([param.grad.double().reshape(-1) for param in model.parameters() if param.grad is not None])
+    flat = torch.cat(
+        [param.grad.double().reshape(-1) for param in model.parameters() if param.grad is not None]
+    )
     for param in model.parameters():
         param.grad = None
     return flat

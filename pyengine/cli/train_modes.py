@@ -65,7 +65,9 @@ def make(mode: str, task: Task, settings: Settings, *, counted: bool = True) -> 
 class _Windowed:
     """The loop over windows that both forms of pyengine share."""
 
-    def __init__(self, task: Task, model: nn.Module, settings: Settings, *, module: nn.Module, sync: Sync) -> None:
+    def __init__(
+        self, task: Task, model: nn.Module, settings: Settings, *, module: nn.Module, sync: Sync
+    ) -> None:
         self.model, self._task, self._clip = model, task, settings.clip
         self._module, self._sync = module, sync
         self._optimizer, self._schedule = train_optimizer.make(task.name, model, settings)

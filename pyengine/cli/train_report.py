@@ -87,7 +87,7 @@ class Tables:
         self._model, self._unit, self._steps = model, unit, steps
         self._losses: list[float] = []
         self._sent = 0
-        details = ", ".join(f"{name} {value}" for name, value in about.items())
+        details = ", ".join(f"{name} {_plain(value)}" for name, value in about.items())
         self._console.print(f"[bold]{model}[/bold]: {details}", highlight=False)
         columns = (
             TextColumn("{task.description}"),
@@ -132,17 +132,19 @@ class Tables:
             table.add_column(name, justify="right", no_wrap=True)
         for row in rows:
             errors = f"{row.full_window:.1e}", f"{row.short_window:.1e}"
-            table.add_row(row.label, str(row.collectives), _bytes(row.bytes_sent), _seconds(row.step_s), *errors)
+            table.add_row(
+                row.label, str(row.collectives), _bytes(row.bytes_sent), _seconds(row.step_s), *errors
+            )
         self._console.print(table)
         self._console.print(_LEGEND, style="dim", highlight=False)
         self._console.print(_sentence(rows[0], rows[-1]) + "\n", highlight=False)
 
 
-_LEGEND = """\
-collectives, sent: for one window's gradients. error: how far the window's gradient
-is from one float64 backward over the whole global batch, relative; short: a window
-with fewer micro-batches and unequal counts. plain DDP: mean loss / accumulate, and
-an all-reduce in every backward."""
+_LEGEND = (
+    "collectives, sent: for one window's gradients. error: how far the window's gradient is from one float64 backward "
+    "over the whole global batch, relative; short: a window with fewer micro-batches and unequal counts. "
+    "plain DDP: mean loss / accumulate, and an all-reduce in every backward."
+)
 _QUALITY = {"held_out_loss": "held-out loss", "accuracy": "test accuracy"}
 
 
@@ -159,6 +161,10 @@ def _sentence(ours: Row, ddp: Row) -> str:
         f"{_seconds(ddp.step_s)}. In the short window plain DDP's gradient was off by {_percent(ddp.short_window)}, "
         f"{ours.label}'s by {_percent(ours.short_window)}."
     )
+
+
+def _plain(value: int | str) -> str:
+    return f"{value:,}" if isinstance(value, int) else value
 
 
 def _percent(share: float) -> str:

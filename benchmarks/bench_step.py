@@ -1,0 +1,189 @@
+"""Whole windows (forward, backward, sync, unscale, clip, optimizer) of the engine against its peers, on real ranks.
+
+    python benchmarks/bench_step.py                         # every case on loopback
+    python benchmarks/bench_step.py --cases gpt0:bf16 --rate 1000   # two network namespaces at 1 Gbit/s (needs root)
+    python benchmarks/bench_step.py --memory                # peak memory, one process a variant
+
+Two gloo ranks with one thread each. Variants take turns in the same processes, window by window, so that a change of
+the machine's mood hits all of them; a window's time is the slower rank's. `sync` is what a variant costs above training
+without any communication (`floor`) outside unscale, clip and optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from _harness import RESULTS, machine_card
+from step_models import build
+from step_variants import VARIANTS
+
+CASES = ("gpt:fp32", "small:fp32", "gpt0:fp32", "gpt0:bf16", "small0:fp32", "small0:bf16")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WORLD = 2
+
+
+def main() -> None:
+    """Run the cases, print a table each, write one result file."""
+    options = _options()
+    if options.rank is not None:
+        _worker(options)
+        return
+    card = machine_card(1) | {"ranks": WORLD, "network": f"{options.rate} Mbit/s" if options.rate else "loopback"}
+    results: dict[str, object] = {}
+    for case in options.cases.split(","):
+        rows = _memory(case, options) if options.memory else _launch(case, options.variants, options)
+        results[case] = rows
+        _print(case, rows, options.memory)
+    if options.save:
+        kind = "memory" if options.memory else f"step{'-' + str(options.rate) if options.rate else ''}"
+        path = RESULTS / f"{date.today()}-{kind}.json"
+        path.write_text(json.dumps({"machine": card, "options": vars(options), "cases": results}, indent=2) + "\n")
+        print("wrote", path.relative_to(RESULTS.parents[1]))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(CASES), help="model:dtype, comma-separated")
+    parser.add_argument("--variants", default=",".join(v for v in VARIANTS if v != "megatron"))
+    parser.add_argument("--optimizer", choices=("fused", "plain"), default="fused", help="AdamW of every variant")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rate", type=int, default=0, help="Mbit/s between two network namespaces; 0 is loopback")
+    parser.add_argument("--memory", action="store_true", help="peak memory instead of time")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-step*.json")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _launch(case: str, variants: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    with tempfile.TemporaryDirectory() as folder, _network(options.rate) as (prefixes, environments):
+        ranks = [
+            subprocess.Popen(
+                [*prefixes[rank], sys.executable, __file__, "--rank", str(rank), "--cases", case]
+                + ["--variants", variants, "--optimizer", options.optimizer, "--rounds", str(options.rounds)]
+                + ["--out", folder],
+                env=os.environ | environments[rank] | {"PYTHONWARNINGS": "ignore"},
+            )
+            for rank in range(WORLD)
+        ]
+        if any(rank.wait() for rank in ranks):
+            raise SystemExit(f"a rank of {case} failed")
+        return _merge([json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(WORLD)])
+
+
+@contextmanager
+def _network(rate: int) -> Iterator[tuple[list[list[str]], list[dict[str, str]]]]:
+    """Loopback, or two network namespaces joined by a veth pair whose ends are shaped to `rate` Mbit/s."""
+    port = str(29000 + os.getpid() % 2000)
+    if not rate:
+        yield [[], []], [{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}] * 2
+        return
+    _ip("netns add bench0; netns add bench1; link add veth0 netns bench0 type veth peer name veth1 netns bench1")
+    try:
+        for i in range(WORLD):
+            _ip(f"-n bench{i} addr add 10.77.0.{i + 1}/24 dev veth{i}; -n bench{i} link set veth{i} up")
+            _ip(f"-n bench{i} link set lo up")
+            shape = f"tc -n bench{i} qdisc add dev veth{i} root tbf rate {rate}mbit burst 256kb latency 50ms"
+            subprocess.run(shape.split(), check=True)
+        yield (
+            [["ip", "netns", "exec", f"bench{i}"] for i in range(WORLD)],
+            [
+                {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": f"veth{i}"}
+                for i in range(WORLD)
+            ],
+        )
+    finally:
+        _ip("netns del bench0; netns del bench1")
+
+
+def _ip(commands: str) -> None:
+    for command in commands.split("; "):
+        subprocess.run(["ip", *command.split()], check=True)
+
+
+def _worker(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=options.rank, world_size=WORLD)
+    name, dtype = options.cases.split(":")
+    before = _rss()
+    variants = {}
+    for variant in options.variants.split(","):
+        model, micro_batches = build(name, DTYPES[dtype])
+        variants[variant] = VARIANTS[variant](model, micro_batches, options.optimizer)
+    rows: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
+    for round_ in range(options.rounds + 2):
+        for variant, contestant in variants.items():
+            dist.barrier()
+            times = contestant.window()
+            if round_ >= 2:  # warm-up: DDP rebuilds its buckets, optimizers make their state
+                rows[variant].append(times)
+        if options.rank == 0:
+            print(f"\r{options.cases} round {round_ + 1}/{options.rounds + 2}", end="", file=sys.stderr, flush=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    (Path(options.out) / f"{options.rank}.json").write_text(json.dumps({"rows": rows, "peak_mb": peak - before}))
+    dist.barrier()
+    dist.destroy_process_group()
+    time.sleep(0.1)
+
+
+def _rss() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _merge(ranks: list[dict]) -> dict[str, dict[str, float]]:
+    """Take the slower rank of every window; return min and median by phase."""
+    merged = {}
+    for variant in ranks[0]["rows"]:
+        windows = [
+            {phase: max(rank[phase] for rank in pair) for phase in pair[0]}
+            for pair in zip(*(rank["rows"][variant] for rank in ranks), strict=True)
+        ]
+        row = {}
+        for phase in windows[0]:
+            values = [window[phase] * 1e3 for window in windows]
+            row[f"{phase}_min_ms"], row[f"{phase}_p50_ms"] = min(values), statistics.median(values)
+        merged[variant] = row
+    if "floor" in merged:
+        for row in merged.values():
+            for stat in ("min", "p50"):
+                sync = row[f"early_{stat}_ms"] + row[f"last_{stat}_ms"]
+                row[f"sync_{stat}_ms"] = sync - sum(merged["floor"][f"{p}_{stat}_ms"] for p in ("early", "last"))
+    merged[variant]["peak_mb"] = max(rank["peak_mb"] for rank in ranks)
+    return merged
+
+
+def _memory(case: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    rows = {}
+    for variant in options.variants.split(","):
+        rows[variant] = {"peak_mb": _launch(case, variant, options)[variant]["peak_mb"]}
+    return rows
+
+
+def _print(case: str, rows: dict[str, dict[str, float]], memory: bool) -> None:
+    print(f"\r{case:40}")
+    columns = ["peak_mb"] if memory else [
+        f"{phase}_{stat}_ms"
+        for phase in ("window", "early", "last", "sync", "epilogue", "optimizer")
+        for stat in ("min", "p50")
+    ]
+    print(f"{'variant':20}" + "".join(f"{c.removesuffix('_ms'):>14}" for c in columns))
+    for variant, row in rows.items():
+        print(f"{variant:20}" + "".join(f"{row.get(c, float('nan')):14.2f}" for c in columns))
+
+
+if __name__ == "__main__":
+    main()

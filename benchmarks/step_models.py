@@ -1,0 +1,94 @@
+"""Models for the window benchmark: a small GPT that computes, and parameter sets whose backward costs nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+GPT_WIDTH, GPT_LAYERS, GPT_VOCABULARY, GPT_CONTEXT = 384, 8, 8192, 32
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int = 6) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, time, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """17.4 M parameters in 100 tensors, head tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(GPT_VOCABULARY, GPT_WIDTH)
+        self.place = nn.Embedding(GPT_CONTEXT, GPT_WIDTH)
+        self.blocks = nn.Sequential(*[Block(GPT_WIDTH) for _ in range(GPT_LAYERS)])
+        self.norm = nn.LayerNorm(GPT_WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the mean loss of predicting the tokens from each other; tokens int64 `[batch, context + 1]`."""
+        x = self.embed(tokens[:, :-1]) + self.place.weight
+        logits = F.linear(self.norm(self.blocks(x)), self.embed.weight)
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class Small(nn.Module):
+    """500 linear layers of 64: 1000 parameters of 16 KB and 256 B, really computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(500)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean().float()
+
+
+class Premade(nn.Module):
+    """Parameters of another model whose gradients are there already: what is timed is the machinery alone.
+
+    One autograd node a parameter, in the order of a real backward; every gradient is a fresh tensor, as in a real one.
+    """
+
+    def __init__(self, like: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.values = nn.ParameterList([nn.Parameter(p.detach().to(dtype)) for p in like.parameters()])
+
+    def forward(self, seed: Tensor) -> Tensor:
+        x = seed.float().mean().requires_grad_()
+        for value in self.values:
+            x = _Premade.apply(x, value)
+        return x
+
+
+class _Premade(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, value: Tensor) -> Tensor:
+        ctx.like = value
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.full_like(ctx.like, 1e-3)
+
+
+def build(name: str, dtype: torch.dtype) -> tuple[nn.Module, list[Tensor]]:
+    """Return the model of a case and eight micro-batches for it."""
+    torch.manual_seed(0)
+    if name == "gpt":
+        return GPT().to(dtype), [torch.randint(GPT_VOCABULARY, (1, GPT_CONTEXT + 1)) for _ in range(8)]
+    if name == "small":
+        return Small().to(dtype), [torch.randn(8, 64, dtype=dtype) for _ in range(8)]
+    model = Premade(GPT() if name == "gpt0" else Small(), dtype)
+    return model, [torch.randn(2) for _ in range(8)]
