@@ -118,6 +118,19 @@ inline void add_squares(F64x16& sums, F32x16 x) {
   add_square(sums.quarter[2], _mm256_castps256_ps128(x.hi));
   add_square(sums.quarter[3], _mm256_extractf128_ps(x.hi, 1));
 }
+
+// The same of sixteen values in memory: converting on the way in saves the shuffles, half of the work.
+inline __m128 load_quad(const float* p) { return _mm_loadu_ps(p); }
+inline __m128 load_quad(const bf16* p) {
+  const __m128i bits = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(bits), 16));
+}
+inline __m128 load_quad(const fp16* p) {
+  return _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+template <class T> void add_squares_at(F64x16& sums, const T* p) {
+  for (int q = 0; q < 4; ++q) add_square(sums.quarter[q], load_quad(p + 4 * q));
+}
 inline void store_lanes(double* lane, const F64x16& sums) {
   for (int i = 0; i < 4; ++i) _mm256_storeu_pd(lane + 4 * i, sums.quarter[i]);
 }

@@ -88,6 +88,7 @@ inline void add_squares(F64x16& sums, F32x16 x) {
   sums.lo = _mm512_fmadd_pd(lo, lo, sums.lo);
   sums.hi = _mm512_fmadd_pd(hi, hi, sums.hi);
 }
+template <class T> void add_squares_at(F64x16& sums, const T* p) { add_squares(sums, widen(load_packed(p))); }
 inline void store_lanes(double* lane, const F64x16& sums) {
   _mm512_storeu_pd(lane, sums.lo);
   _mm512_storeu_pd(lane + 8, sums.hi);

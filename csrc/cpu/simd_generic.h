@@ -107,6 +107,7 @@ inline F64x16 zero_sums() { return {}; }
 inline void add_squares(F64x16& sums, const F32x16& x) {
   for (int i = 0; i < 16; ++i) sums.lane[i] += static_cast<double>(x.lane[i]) * static_cast<double>(x.lane[i]);
 }
+template <class T> void add_squares_at(F64x16& sums, const T* p) { add_squares(sums, widen(load_packed(p))); }
 inline void store_lanes(double* lane, const F64x16& sums) { std::memcpy(lane, sums.lane, sizeof(sums.lane)); }
 
 }  // namespace

@@ -28,13 +28,20 @@ struct Block {
   }
 };
 
+// A block that is only read, unscaled: what a norm alone needs.
+template <class In>
+struct PlainBlock {
+  const In* in;
+  F64x16 sums = zero_sums();
+
+  PYENGINE_INLINE void step(int64_t i, Full) { add_squares_at(sums, in + i); }
+  PYENGINE_INLINE void step(int64_t i, Some some) { add_squares(sums, some.load(in + i)); }
+};
+
 // Both blocks of a chunk, side by side: one alone waits for its own additions.
-template <class Out, class In, class Access>
-void unscale_norm_kernel(Out* out, const In* in, int64_t n, F32x16 scale, Access access, double* partial) {
-  Out* second_out = out;
-  if constexpr (!__is_same(Out, Nothing)) second_out += kBlockElements;
+template <class B, class Access>
+void sum_blocks(B first, B second, int64_t n, Access access, double* partial) {
   const int64_t n1 = n < kBlockElements ? n : kBlockElements, n2 = n - n1;
-  Block<Out, In> first{out, in, scale}, second{second_out, in + kBlockElements, scale};
   int64_t i = 0;
   for (; i + kLanes <= n2; i += kLanes) {
     first.step(i, access);
@@ -45,6 +52,13 @@ void unscale_norm_kernel(Out* out, const In* in, int64_t n, F32x16 scale, Access
   if (i < n1) first.step(i, Some{n1 - i});
   partial[0] = sum_lanes(first.sums);
   partial[1] = sum_lanes(second.sums);
+}
+
+template <class Out, class In, class Access>
+void unscale_norm_kernel(Out* out, const In* in, int64_t n, F32x16 scale, Access access, double* partial) {
+  Out* second_out = out;
+  if constexpr (!__is_same(Out, Nothing)) second_out += kBlockElements;
+  sum_blocks(Block<Out, In>{out, in, scale}, Block<Out, In>{second_out, in + kBlockElements, scale}, n, access, partial);
 }
 
 // ---- dispatch ----
@@ -72,6 +86,8 @@ void unscale_norm_typed(const Layout& layout, const UnscaleNormCall& call) {
       if (out && streaming) return unscale_norm_kernel(out, in, chunk.count, scale, Streamed{}, partial);
       if (out) return unscale_norm_kernel(out, in, chunk.count, scale, Full{}, partial);
     }
+    if (*call.scale == 1)
+      return sum_blocks(PlainBlock<In>{in}, PlainBlock<In>{in + kBlockElements}, chunk.count, Full{}, partial);
     unscale_norm_kernel(static_cast<Nothing*>(nullptr), in, chunk.count, scale, Full{}, partial);
   });
 }
