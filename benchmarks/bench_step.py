@@ -117,6 +117,8 @@ def _ip(commands: str) -> None:
 
 def _worker(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
+    ranks = {"RANK": options.rank, "LOCAL_RANK": options.rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
+    os.environ |= {name: str(value) for name, value in ranks.items()}  # Accelerate looks for torchrun's
     dist.init_process_group("gloo", rank=options.rank, world_size=WORLD)
     name, dtype = options.cases.split(":")
     before = _rss()

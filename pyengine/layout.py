@@ -69,21 +69,25 @@ class Layout:
         return sum(bucket.numel for bucket in self.buckets)
 
 
-def build(params: Sequence[ParamSpec], *, cap_bytes: int, world_size: int) -> Layout:
-    """Lay out the parameters that require a gradient, last registered first (about the order of the backward).
+def backward_order(params: Sequence[ParamSpec]) -> list[int]:
+    """Return the order in which a backward is expected to deliver gradients: last registered first."""
+    return [index for index in reversed(range(len(params))) if params[index].requires_grad]
+
+
+def build(params: Sequence[ParamSpec], order: Sequence[int], *, cap_bytes: int, world_size: int) -> Layout:
+    """Lay out parameters in the order in which a backward delivers their gradients.
 
     Args:
         params: descriptions in registration order.
+        order: registration indices of the parameters to lay out; `backward_order`, or what was observed.
         cap_bytes: a bucket is closed once it holds this many bytes of gradients; parameters are never split.
         world_size: every bucket is padded to a multiple of `lcm(world_size, 128)` elements, so that it can be cut
             into equal, aligned shards.
     """
     open_slots: dict[torch.dtype, list[Slot]] = {}
     closed: list[tuple[torch.dtype, list[Slot]]] = []
-    for index in reversed(range(len(params))):
+    for index in order:
         spec = params[index]
-        if not spec.requires_grad:
-            continue
         slots = open_slots.setdefault(spec.dtype, [])
         slots.append(Slot(index, spec.name, _end(slots), spec.numel))
         if _end(slots) * spec.dtype.itemsize >= cap_bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -12,9 +13,9 @@ from torch.nn import Parameter
 
 from pyengine.accumulator import BucketAccumulator, Fp32Bucket, NativeBucket
 from pyengine.header import Header
-from pyengine.layout import Bucket, Layout
+from pyengine.layout import Bucket, ParamSpec, backward_order, build
 from pyengine.norm import FinalPass
-from pyengine.wire import Comm, Wire, Work
+from pyengine.wire import Wire, Work
 
 
 class Reducer(Protocol):
@@ -54,6 +55,23 @@ class Reducer(Protocol):
         """Return the micro-batches in which this rank saw the parameter's gradient not finite; None: not watched."""
 
 
+@dataclass(frozen=True)
+class Storage:
+    """How buckets sum and travel: wire, accumulator kind, and whether every micro-batch is watched for inf and nan."""
+
+    wire: Wire
+    accumulator: str
+    watch: bool
+
+    def bucket(self, params: Sequence[Parameter], bucket: Bucket) -> NativeBucket | Fp32Bucket:
+        """Make the accumulator of one bucket: narrow parameters need a wider sum unless "native" is asked for."""
+        mine = [params[slot.param] for slot in bucket.slots]
+        device = mine[0].device
+        if self.accumulator == "fp32" and bucket.dtype.itemsize < torch.float32.itemsize:
+            return Fp32Bucket(bucket, mine, wire=self.wire, device=device)
+        return NativeBucket(bucket, mine, wire=self.wire, device=device, watch=self.watch)
+
+
 class _Transfer:
     """One bucket under way: which slots the running backward has delivered, and its reduction.
 
@@ -91,32 +109,50 @@ class _Transfer:
 class BucketReducer:
     """Gradients in flat buckets that we own.
 
-    Reductions start in bucket order on every rank, whatever the order of readiness, so collectives always match.
+    Reductions start in bucket order on every rank, whatever the order of readiness, so collectives always match. The
+    first window uses the reverse of the registration order; rank 0 notes the order in which its gradients really come,
+    and before the second window all ranks lay their buckets out in that.
+
+    Args:
+        specs: descriptions of `params`, in registration order.
+        params: all parameters; those that require no gradient are left alone.
+        cap_bytes: size of a bucket.
+        comm: transport.
+        storage: how buckets sum and travel.
     """
 
     def __init__(
-        self, layout: Layout, params: Sequence[Parameter], *, wire: Wire, accumulator: str, comm: Comm, watch: bool
+        self, specs: Sequence[ParamSpec], params: Sequence[Parameter], *, cap_bytes: int, comm: Any, storage: Storage
     ) -> None:
         self.params = list(params)
-        self.names = [spec.name for spec in layout.params]
-        self._wire, self._comm = wire, comm
-        make = partial(_make, self.params, wire=wire, accumulator=accumulator, watch=watch)
-        self._buckets = [make(bucket) for bucket in layout.buckets]
+        self.names = [spec.name for spec in specs]
+        self._specs, self._cap_bytes = list(specs), cap_bytes
+        self._storage, self._wire, self._comm = storage, storage.wire, comm
+        self._observed: list[int] | None = None
+        self._order_is_settled = comm.world_size == 1
+        self._lay_out(backward_order(specs))
+
+    def _lay_out(self, order: Sequence[int]) -> None:
+        self._buckets: list[NativeBucket | Fp32Bucket] = []  # first, so that the old buffers go before new ones come
+        self._transfers: list[_Transfer] = []
+        self._next = 0
+        self.layout = build(self._specs, order, cap_bytes=self._cap_bytes, world_size=self._comm.world_size)
+        self._buckets = [self._storage.bucket(self.params, bucket) for bucket in self.layout.buckets]
         self._place = {
             slot.param: (bucket, position)
-            for bucket, described in zip(self._buckets, layout.buckets, strict=True)
+            for bucket, described in zip(self._buckets, self.layout.buckets, strict=True)
             for position, slot in enumerate(described.slots)
         }
         # 1/count can wait for the optimizer only if no bucket has to be rewritten anyway.
         self._defers_count = all(bucket.in_place for bucket in self._buckets)
-        self._transfers: list[_Transfer] = []
-        self._next = 0
 
     def open(self) -> None:
         """Do nothing: sums are cleared by the first backward, so that a zero_grad before it does no harm."""
 
     def begin(self) -> None:
         """Start the window's first backward with gradients of zero."""
+        if self._observed is not None and not self._order_is_settled:
+            self._follow(self._observed)
         for bucket in self._buckets:
             bucket.begin()
 
@@ -138,16 +174,10 @@ class BucketReducer:
         self._transfers = [_Transfer(bucket) for bucket in self._buckets]
         self._next = 0
         if backward is not None:
-            for bucket in self._buckets:
-                bucket.arm()
-            try:
-                for transfer in self._transfers:
-                    transfer.watch(partial(self._launch_ready, header))
-                backward()
-            finally:
-                for transfer in self._transfers:
-                    transfer.unwatch()
+            self._overlap(header, backward)
         self._launch_rest(header, poison=False)
+        if self._observed is None:
+            self._observed = backward_order(self._specs)  # a window without a backward tells nothing
 
     def give_up(self, header: Header) -> None:
         """Send the buckets that a failed backward left behind, voided; all ranks then skip the window."""
@@ -176,6 +206,42 @@ class BucketReducer:
         bucket, position = self._place[param]
         return bucket.blame(position)
 
+    def _overlap(self, header: Header, backward: Callable[[], None]) -> None:
+        """Run the last backward and start each bucket from inside it."""
+        hooks = self._observe() if self._observed is None and not self._order_is_settled else []
+        for bucket in self._buckets:
+            bucket.arm()
+        try:
+            for transfer in self._transfers:
+                transfer.watch(partial(self._launch_ready, header))
+            backward()
+        finally:
+            for transfer in self._transfers:
+                transfer.unwatch()
+            for hook in hooks:
+                hook.remove()
+
+    def _observe(self) -> list[Any]:
+        """Note the order in which gradients come, once."""
+        observed: list[int] = []
+        self._observed = observed
+        return [
+            self.params[index].register_post_accumulate_grad_hook(lambda _, index=index: observed.append(index))
+            for index in backward_order(self._specs)
+        ]
+
+    def _follow(self, observed: list[int]) -> None:
+        """Lay the buckets out in the order that rank 0 has observed; parameters it did not see come last."""
+        self._order_is_settled = True
+        order = self._comm.all_gather_object(observed)[0]
+        expected = backward_order(self._specs)
+        seen = set(order)
+        order = [*order, *(index for index in expected if index not in seen)]
+        if order != expected:
+            for param in self.params:
+                param.grad = None
+            self._lay_out(order)
+
     def _launch_ready(self, header: Header) -> None:
         while self._next < len(self._transfers) and self._transfers[self._next].is_complete:
             # A narrow wire needs the count first. Never stall the backward for it: the bucket goes with the next one.
@@ -193,13 +259,3 @@ class BucketReducer:
         flat = transfer.bucket.to_wire(inv_count, poison=poison)
         transfer.work = self._wire.all_reduce_(flat, self._comm)
         self._next += 1
-
-
-def _make(
-    params: Sequence[Parameter], bucket: Bucket, *, wire: Wire, accumulator: str, watch: bool
-) -> NativeBucket | Fp32Bucket:
-    mine = [params[slot.param] for slot in bucket.slots]
-    device = mine[0].device
-    if accumulator == "fp32" and bucket.dtype.itemsize < torch.float32.itemsize:
-        return Fp32Bucket(bucket, mine, wire=wire, device=device)
-    return NativeBucket(bucket, mine, wire=wire, device=device, watch=watch)

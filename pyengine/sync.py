@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pyengine import layout
 from pyengine.accumulator import KINDS
 from pyengine.comm import comm_for
 from pyengine.ddp import DDPReducer
@@ -20,10 +19,11 @@ from pyengine.agreement import agree, problems_of, sparse_modules
 from pyengine.engine import NONFINITE_POLICIES, Engine
 from pyengine.header import Count
 from pyengine.hook import HookState
+from pyengine.layout import Layout, ParamSpec
 from pyengine.norm import GradScaler, apply_optimizer
 from pyengine.optimizer import WindowOptimizer
 from pyengine.record import StepRecord
-from pyengine.reducer import BucketReducer
+from pyengine.reducer import BucketReducer, Storage
 from pyengine.window import State, check_accumulate
 from pyengine.wire import FP32, Wire
 
@@ -312,16 +312,21 @@ class GradSync(Sync):
         named, buffers = _named(params_or_module)
         params = [param for _, param in named]
         comm = comm_for(params[0].device, group)
-        specs = [layout.ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
+        specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
         settings = _Settings(accumulate, wire, accumulator, nonfinite, bucket_cap_mb)
         agree(comm, specs, settings.shared(), [*settings.problems(), *problems_of(named)])
-        plan = layout.build(specs, cap_bytes=int(bucket_cap_mb * 2**20), world_size=comm.world_size)
         comm.broadcast_([*params, *buffers])
+        storage = Storage(wire, accumulator, watch=nonfinite == "raise")
         reducer = BucketReducer(
-            plan, params, wire=wire, accumulator=accumulator, comm=comm, watch=nonfinite == "raise"
+            specs, params, cap_bytes=int(bucket_cap_mb * 2**20), comm=comm, storage=storage
         )
         super().__init__(Engine(reducer, comm, accumulate=accumulate, nonfinite=nonfinite))
-        self.layout = plan
+        self._reducer = reducer
+
+    @property
+    def layout(self) -> Layout:
+        """Where every gradient lies: buckets and slots."""
+        return self._reducer.layout
 
 
 def attach(
@@ -352,7 +357,7 @@ def attach(
         )
     state = HookState(wire=wire, group=ddp_model.process_group)
     named = list(ddp_model.module.named_parameters())
-    specs = [layout.ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
+    specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
     settings = _Settings(accumulate, wire, accumulator, nonfinite)
     agree(state.comm, specs, settings.shared(), [*settings.problems(), *problems_of(named), *sparse_modules(ddp_model)])
     reducer = DDPReducer(ddp_model, state, accumulator=accumulator)

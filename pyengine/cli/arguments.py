@@ -15,7 +15,7 @@ of Python's standard library for `gpt`, scikit-learn's digits for `cnn`."""
 
 EXAMPLES = """\
 examples:
-  python -m pyengine train                                   both models, defaults, about a minute on two cores
+  python -m pyengine train                                   both models, two workers, windows of 8 micro-batches
   python -m pyengine train --model gpt --wire bf16           half the bytes on the network
   python -m pyengine train --model cnn --mode ddp-hook       keep DDP: pyengine drives its buckets and no_sync
   python -m pyengine train --workers 4 --accumulate 2        more ranks, shorter windows
@@ -102,7 +102,7 @@ def settings(options: argparse.Namespace) -> Settings:
         got = getattr(options, name)
         if options.mode == "ddp" and got is not None:
             raise Conflict(
-                f"argument --{name}: got {got} with --mode ddp, which has none: leave it out, or use --mode ddp-hook"
+                f"argument --{name}: got {got} with --mode ddp, which has no {name}: leave it out, or use --mode ddp-hook"
             )
     models = MODELS if options.model is None else (options.model,)
 

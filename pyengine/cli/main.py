@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments without the program's name; None is this process's own.
     """
-    parser = _parser()
+    parser = build_parser()
     options = parser.parse_args(argv)
     if options.command is None:
         parser.print_help()
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _train(arguments.settings(options))
     except arguments.Conflict as error:
-        parser.error(str(error))
+        options.error(str(error))
     except KeyboardInterrupt:
         print("interrupted: every worker has ended, nothing was saved", file=sys.stderr)
         return _INTERRUPTED
@@ -47,9 +47,10 @@ def _train(settings: arguments.Settings) -> int:
     return train.run(settings)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of every command; `error` of the parsed options ends with that command's usage."""
     parser = argparse.ArgumentParser(
-        prog="pyengine", description="Gradient synchronization and accumulation for PyTorch."
+        prog="python -m pyengine", description="Gradient synchronization and accumulation for PyTorch."
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     train = commands.add_parser(
@@ -60,4 +61,5 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     arguments.add_to(train)
+    train.set_defaults(error=train.error)
     return parser

@@ -6,9 +6,14 @@ import math
 
 import pytest
 import torch
-from pyengine.layout import ALIGN_ELEMENTS, ParamSpec, build, first_difference
+from pyengine import layout as layouts
+from pyengine.layout import ALIGN_ELEMENTS, Layout, ParamSpec, backward_order, first_difference
 
 FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def build(specs: list[ParamSpec], **options: int) -> Layout:
+    return layouts.build(specs, backward_order(specs), **options)
 
 
 def _specs(*shapes: tuple[int, ...], dtype: torch.dtype = FP32) -> list[ParamSpec]:

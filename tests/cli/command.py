@@ -1,0 +1,5 @@
+"""The command under test."""
+
+import sys
+
+TRAIN = (sys.executable, "-m", "pyengine", "train")

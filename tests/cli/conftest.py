@@ -1,0 +1,28 @@
+"""Running the real command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+from command import TRAIN
+
+_TINY = ("--steps", "3", "--accumulate", "3", "--micro-batch", "2")
+
+
+@cache
+def _run(arguments: tuple[str, ...]) -> list[dict[str, Any]]:
+    command = [*TRAIN, *_TINY, "--json", *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="session")
+def train() -> Callable[..., list[dict[str, Any]]]:
+    """Give `train("--mode", "ddp")`: run the command with tiny settings, once a session, and return its JSON lines."""
+    return lambda *arguments: _run(arguments)

@@ -1,0 +1,45 @@
+"""Help that teaches and errors that say what to do; no worker is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyengine.cli.main import main
+
+BAD = [
+    (("--workers", "0"), "argument --workers: got 0, need a whole number of at least 1"),
+    (("--accumulate", "two"), "argument --accumulate: got two, need a whole number of at least 1"),
+    (("--lr", "-1"), "argument --lr: got -1, need a number above 0"),
+    (("--clip", "nan"), "argument --clip: got nan, need a number above 0"),
+    (("--model", "rnn"), "argument --model: invalid choice: 'rnn'"),
+    (("--mode", "ddp", "--wire", "bf16"), "got bf16 with --mode ddp, which has no wire: leave it out, or use"),
+    (("--mode", "ddp", "--accumulator", "native"), "argument --accumulator: got native with --mode ddp"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), BAD, ids=lambda value: value if isinstance(value, str) else None
+)
+def test_bad_argument_says_what_was_got_and_needed(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["train", *arguments])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_shows_examples_and_modes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "python -m pyengine train --model gpt --wire bf16" in text
+    assert all(
+        mode in text for mode in ("engine    pe.GradSync", "ddp-hook  pe.attach", "ddp       plain DDP")
+    )
+
+
+def test_without_a_command_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "train" in capsys.readouterr().out

@@ -1,0 +1,84 @@
+"""`launch`: results by rank, a worker's own error, and an end by Ctrl-C that leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from command import TRAIN
+
+from pyengine.launch import launch
+
+
+def rank_and(value: int) -> tuple[int, int]:
+    return dist.get_rank(), value
+
+
+def fail_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("boom")
+    dist.barrier()
+
+
+def test_results_come_by_rank() -> None:
+    assert launch(rank_and, workers=2, args=(7,)) == [(0, 7), (1, 7)]
+
+
+def test_error_names_the_worker_and_carries_its_traceback() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"worker 1 of 2 failed(?s:.)*fail_on_rank_1(?s:.)*ValueError: boom"
+    ):
+        launch(fail_on_rank_1, workers=2)
+
+
+def test_handlers_and_mask_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    launch(rank_and, workers=1, args=(0,))
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.mark.parametrize("workers", [0, -1, 1.5])
+def test_number_of_workers_is_checked(workers: float) -> None:
+    with pytest.raises(ValueError, match=rf"workers={workers}: need a whole number of at least 1"):
+        launch(rank_and, workers=workers)  # type: ignore[arg-type]
+
+
+def test_function_that_no_other_process_can_find_is_refused() -> None:
+    with pytest.raises(ValueError, match="need a function at the top of an importable module"):
+        launch(lambda: None, workers=1)
+
+
+def test_interrupt_ends_every_process_with_one_line() -> None:
+    command = [*TRAIN, "--model", "gpt", "--json", "--steps", "10000"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    assert process.stdout is not None
+    while '"event": "step"' not in process.stdout.readline():
+        assert process.poll() is None, process.communicate()[1]
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert errors == "interrupted: every worker has ended, nothing was saved\n"
+    deadline = time.monotonic() + 5
+    while living(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert living(process.pid) == []
+
+
+def living(group: int) -> list[str]:
+    """Return the command lines of the processes of a group that have not ended."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, its_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                found.append((folder / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue  # it ended while we looked
+    return found
