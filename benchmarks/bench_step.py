@@ -42,7 +42,10 @@ def main() -> None:
     if options.rank is not None:
         _worker(options)
         return
-    card = machine_card(1) | {"ranks": WORLD, "network": f"{options.rate} Mbit/s" if options.rate else "loopback"}
+    card = machine_card(1) | {
+        "ranks": WORLD,
+        "network": f"{options.rate} Mbit/s" if options.rate else "loopback",
+    }
     results: dict[str, object] = {}
     for case in options.cases.split(","):
         rows = _memory(case, options) if options.memory else _launch(case, options.variants, options)
@@ -51,17 +54,25 @@ def main() -> None:
     if options.save:
         kind = "memory" if options.memory else f"step{'-' + str(options.rate) if options.rate else ''}"
         path = RESULTS / f"{date.today()}-{kind}.json"
-        path.write_text(json.dumps({"machine": card, "options": vars(options), "cases": results}, indent=2) + "\n")
+        path.write_text(
+            json.dumps({"machine": card, "options": vars(options), "cases": results}, indent=2) + "\n"
+        )
         print("wrote", path.relative_to(RESULTS.parents[1]))
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", default=",".join(CASES), help="model:dtype, comma-separated")
     parser.add_argument("--variants", default=",".join(v for v in VARIANTS if v != "megatron"))
-    parser.add_argument("--optimizer", choices=("fused", "plain"), default="fused", help="AdamW of every variant")
+    parser.add_argument(
+        "--optimizer", choices=("fused", "plain"), default="fused", help="AdamW of every variant"
+    )
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--rate", type=int, default=0, help="Mbit/s between two network namespaces; 0 is loopback")
+    parser.add_argument(
+        "--rate", type=int, default=0, help="Mbit/s between two network namespaces; 0 is loopback"
+    )
     parser.add_argument("--memory", action="store_true", help="peak memory instead of time")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-step*.json")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -92,7 +103,9 @@ def _network(rate: int) -> Iterator[tuple[list[list[str]], list[dict[str, str]]]
     if not rate:
         yield [[], []], [{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}] * 2
         return
-    _ip("netns add bench0; netns add bench1; link add veth0 netns bench0 type veth peer name veth1 netns bench1")
+    _ip(
+        "netns add bench0; netns add bench1; link add veth0 netns bench0 type veth peer name veth1 netns bench1"
+    )
     try:
         for i in range(WORLD):
             _ip(f"-n bench{i} addr add 10.77.0.{i + 1}/24 dev veth{i}; -n bench{i} link set veth{i} up")
@@ -134,9 +147,16 @@ def _worker(options: argparse.Namespace) -> None:
             if round_ >= 2:  # warm-up: DDP rebuilds its buckets, optimizers make their state
                 rows[variant].append(times)
         if options.rank == 0:
-            print(f"\r{options.cases} round {round_ + 1}/{options.rounds + 2}", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r{options.cases} round {round_ + 1}/{options.rounds + 2}",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    (Path(options.out) / f"{options.rank}.json").write_text(json.dumps({"rows": rows, "peak_mb": peak - before}))
+    (Path(options.out) / f"{options.rank}.json").write_text(
+        json.dumps({"rows": rows, "peak_mb": peak - before})
+    )
     dist.barrier()
     dist.destroy_process_group()
     time.sleep(0.1)
@@ -163,7 +183,9 @@ def _merge(ranks: list[dict]) -> dict[str, dict[str, float]]:
         for row in merged.values():
             for stat in ("min", "p50"):
                 sync = row[f"early_{stat}_ms"] + row[f"last_{stat}_ms"]
-                row[f"sync_{stat}_ms"] = sync - sum(merged["floor"][f"{p}_{stat}_ms"] for p in ("early", "last"))
+                row[f"sync_{stat}_ms"] = sync - sum(
+                    merged["floor"][f"{p}_{stat}_ms"] for p in ("early", "last")
+                )
     merged[variant]["peak_mb"] = max(rank["peak_mb"] for rank in ranks)
     return merged
 
@@ -177,11 +199,15 @@ def _memory(case: str, options: argparse.Namespace) -> dict[str, dict[str, float
 
 def _print(case: str, rows: dict[str, dict[str, float]], memory: bool) -> None:
     print(f"\r{case:40}")
-    columns = ["peak_mb"] if memory else [
-        f"{phase}_{stat}_ms"
-        for phase in ("window", "early", "last", "sync", "epilogue", "optimizer")
-        for stat in ("min", "p50")
-    ]
+    columns = (
+        ["peak_mb"]
+        if memory
+        else [
+            f"{phase}_{stat}_ms"
+            for phase in ("window", "early", "last", "sync", "epilogue", "optimizer")
+            for stat in ("min", "p50")
+        ]
+    )
     print(f"{'variant':20}" + "".join(f"{c.removesuffix('_ms'):>14}" for c in columns))
     for variant, row in rows.items():
         print(f"{variant:20}" + "".join(f"{row.get(c, float('nan')):14.2f}" for c in columns))

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import pyengine as pe
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
 
 MAX_NORM = 0.5
 
@@ -122,9 +123,7 @@ class Accelerate(Variant):
 
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
-        plugin = GradientAccumulationPlugin(
-            num_steps=len(self.micro_batches), sync_with_dataloader=False
-        )
+        plugin = GradientAccumulationPlugin(num_steps=len(self.micro_batches), sync_with_dataloader=False)
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
         self.forward, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
 
@@ -159,7 +158,9 @@ class Megatron(Variant):
             parallel_state.initialize_model_parallel()
         config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
         self.ddp = MegatronDDP(
-            config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), self.model
+            config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
+            self.model,
         )
         self.forward = self.ddp
 

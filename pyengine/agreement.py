@@ -44,9 +44,13 @@ def problems_of(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
     devices = sorted({str(p.device) for _, p in named})
     found = []
     if not any(p.requires_grad for _, p in named):
-        found.append(f"params_or_module: none of {len(named)} parameters requires a gradient; pass trainable ones")
+        found.append(
+            f"params_or_module: none of {len(named)} parameters requires a gradient; pass trainable ones"
+        )
     if len(devices) > 1:
-        found.append(f"params_or_module: parameters on {', '.join(devices)}; need one device an engine: make one each")
+        found.append(
+            f"params_or_module: parameters on {', '.join(devices)}; need one device an engine: make one each"
+        )
     known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_CODES)
     found += [
         f"parameter {name!r} is {p.dtype}: need one of {known}; convert it or freeze it"

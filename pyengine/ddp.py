@@ -228,7 +228,11 @@ class _Fp32Sums:
 
     def lay_out(self) -> None:
         """Follow DDP's buckets, which it rebuilds once; what has been summed moves along."""
-        old = {id(p): view for total in self._sums.values() for p, view in zip(total.params, total.views, strict=True)}
+        old = {
+            id(p): view
+            for total in self._sums.values()
+            for p, view in zip(total.params, total.views, strict=True)
+        }
         was_filled = any(total.is_filled for total in self._sums.values())
         self._is_rebuilt = self._ddp._has_rebuilt_buckets
         self._sums = {

@@ -78,7 +78,9 @@ class Engine:
     def flush(self) -> None:
         """Send what has been accumulated, without a backward. Does nothing if the window has been sent."""
         if self.window.state is State.IDLE:
-            raise RuntimeError("flush outside a window: there is nothing to send; open one with sync.windows(loader)")
+            raise RuntimeError(
+                "flush outside a window: there is nothing to send; open one with sync.windows(loader)"
+            )
         if self.window.state is State.OPEN:
             self._begin()
             with self.clock.phase("exposed_sync"):
@@ -180,7 +182,9 @@ class Engine:
         self.traffic_before = (self.comm.traffic.collectives, self.comm.traffic.bytes_sent)
         if self._is_handed_over:
             grads = [p.grad for p in self.reducer.params]
-            self._carry = [g if g is None else g.clone() for g in grads] if any(g is not None for g in grads) else None
+            self._carry = (
+                [g if g is None else g.clone() for g in grads] if any(g is not None for g in grads) else None
+            )
             self._is_handed_over = False
         self.reducer.begin()
         self._has_begun = True

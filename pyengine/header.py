@@ -130,5 +130,8 @@ def _vector(device: torch.device, values: Sequence[Count]) -> Tensor:
     if not any(isinstance(value, Tensor) for value in values):
         return torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
     return torch.stack(
-        [torch.as_tensor(value, dtype=torch.float64).to(device, non_blocking=True).reshape(()) for value in values]
+        [
+            torch.as_tensor(value, dtype=torch.float64).to(device, non_blocking=True).reshape(())
+            for value in values
+        ]
     )

@@ -122,7 +122,13 @@ class BucketReducer:
     """
 
     def __init__(
-        self, specs: Sequence[ParamSpec], params: Sequence[Parameter], *, cap_bytes: int, comm: Any, storage: Storage
+        self,
+        specs: Sequence[ParamSpec],
+        params: Sequence[Parameter],
+        *,
+        cap_bytes: int,
+        comm: Any,
+        storage: Storage,
     ) -> None:
         self.params = list(params)
         self.names = [spec.name for spec in specs]
@@ -133,7 +139,9 @@ class BucketReducer:
         self._lay_out(backward_order(specs))
 
     def _lay_out(self, order: Sequence[int]) -> None:
-        self._buckets: list[NativeBucket | Fp32Bucket] = []  # first, so that the old buffers go before new ones come
+        self._buckets: list[
+            NativeBucket | Fp32Bucket
+        ] = []  # first, so that the old buffers go before new ones come
         self._transfers: list[_Transfer] = []
         self._next = 0
         self.layout = build(self._specs, order, cap_bytes=self._cap_bytes, world_size=self._comm.world_size)
@@ -226,7 +234,9 @@ class BucketReducer:
         observed: list[int] = []
         self._observed = observed
         return [
-            self.params[index].register_post_accumulate_grad_hook(lambda _, index=index: observed.append(index))
+            self.params[index].register_post_accumulate_grad_hook(
+                lambda _, index=index: observed.append(index)
+            )
             for index in backward_order(self._specs)
         ]
 

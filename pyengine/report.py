@@ -38,11 +38,15 @@ def describe(names: Sequence[str], findings: Sequence[RankFindings]) -> str:
         names: the parameters whose reduced gradient is not finite.
         findings: what each rank knows, by rank.
     """
-    quitters = [f"rank {rank} gave the window up: {f.gave_up}" for rank, f in enumerate(findings) if f.gave_up]
+    quitters = [
+        f"rank {rank} gave the window up: {f.gave_up}" for rank, f in enumerate(findings) if f.gave_up
+    ]
     if quitters:
         return "; ".join(quitters)
     sources = [
-        f"rank {rank}, micro-batch {index} (its loss)" for rank, f in enumerate(findings) for index in f.losses
+        f"rank {rank}, micro-batch {index} (its loss)"
+        for rank, f in enumerate(findings)
+        for index in f.losses
     ]
     sources += sorted({place for rank, f in enumerate(findings) for place in _blamed(rank, f)})
     return f"inf or nan in the gradient of {_some(names)}, from {_origin(sources, findings)}"

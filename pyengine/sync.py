@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.accumulator import KINDS
+from pyengine.agreement import agree, problems_of, sparse_modules
 from pyengine.comm import comm_for
 from pyengine.ddp import DDPReducer
-from pyengine.agreement import agree, problems_of, sparse_modules
 from pyengine.engine import NONFINITE_POLICIES, Engine
 from pyengine.header import Count
 from pyengine.hook import HookState
@@ -127,9 +127,13 @@ class Sync:
         """
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"loss: got {shape}, need a 0-dim tensor; reduce it with sum (count=items) or mean")
+            raise ValueError(
+                f"loss: got {shape}, need a 0-dim tensor; reduce it with sum (count=items) or mean"
+            )
         if isinstance(count, Tensor) and count.numel() != 1:
-            raise ValueError(f"count: got a tensor of shape {list(count.shape)}, need one number; use count.sum()")
+            raise ValueError(
+                f"count: got a tensor of shape {list(count.shape)}, need one number; use count.sum()"
+            )
         self._engine.backward(loss, count)
 
     def flush(self) -> None:
@@ -270,9 +274,13 @@ class _Settings:
         if self.accumulator not in KINDS:
             found.append(f"accumulator={self.accumulator!r}: need one of {', '.join(map(repr, KINDS))}")
         if self.nonfinite not in NONFINITE_POLICIES:
-            found.append(f"nonfinite={self.nonfinite!r}: need one of {', '.join(map(repr, NONFINITE_POLICIES))}")
+            found.append(
+                f"nonfinite={self.nonfinite!r}: need one of {', '.join(map(repr, NONFINITE_POLICIES))}"
+            )
         if not self.bucket_cap_mb > 0:
-            found.append(f"bucket_cap_mb={self.bucket_cap_mb}: need a size above 0, in MiB; 25 is a good start")
+            found.append(
+                f"bucket_cap_mb={self.bucket_cap_mb}: need a size above 0, in MiB; 25 is a good start"
+            )
         return found
 
 
@@ -359,7 +367,12 @@ def attach(
     named = list(ddp_model.module.named_parameters())
     specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
     settings = _Settings(accumulate, wire, accumulator, nonfinite)
-    agree(state.comm, specs, settings.shared(), [*settings.problems(), *problems_of(named), *sparse_modules(ddp_model)])
+    agree(
+        state.comm,
+        specs,
+        settings.shared(),
+        [*settings.problems(), *problems_of(named), *sparse_modules(ddp_model)],
+    )
     reducer = DDPReducer(ddp_model, state, accumulator=accumulator)
     return Sync(Engine(reducer, state.comm, accumulate=accumulate, nonfinite=nonfinite))
 
@@ -392,5 +405,7 @@ def _named(source: Any) -> tuple[list[tuple[str, nn.Parameter]], list[Tensor]]:
         named = [item if isinstance(item, tuple) else (f"param{i}", item) for i, item in enumerate(items)]
         buffers = []
     if not named:
-        raise ValueError("params_or_module: got no parameter; pass a module or its parameters (a generator only once)")
+        raise ValueError(
+            "params_or_module: got no parameter; pass a module or its parameters (a generator only once)"
+        )
     return named, buffers

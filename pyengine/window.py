@@ -78,7 +78,5 @@ def check_accumulate(accumulate: object) -> list[str]:
     """Say what is wrong with a number of micro-batches a window."""
     if isinstance(accumulate, int) and not isinstance(accumulate, bool) and accumulate >= 1:
         return []
-    return [
-        f"accumulate={accumulate!r}: need a whole number of micro-batches a window, 1 or more; 1 synchronises after "
-        "every backward"
-    ]
+    problem = f"accumulate={accumulate!r}: need a whole number of micro-batches a window, 1 or more"
+    return [f"{problem}; 1 synchronises after every backward"]

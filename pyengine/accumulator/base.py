@@ -104,7 +104,9 @@ class BucketBase:
         """Read the slots once: scale, write to `out` unless None, and leave norm and finite flags in `final`."""
         self._nonfinite.zero_()
         self.plan.unscale_norm(sources, out, scale, sumsq=self._sumsq, nonfinite=self._nonfinite)
-        final.void += self._flags(flat).float().sum() * 0  # a nan among the used flags: some rank gave the window up
+        final.void += (
+            self._flags(flat).float().sum() * 0
+        )  # a nan among the used flags: some rank gave the window up
         final.sumsq.index_copy_(0, self._registration, self._sumsq)
         final.nonfinite.index_copy_(0, self._registration, self._nonfinite)
 

@@ -24,7 +24,9 @@ class Fp32Bucket(BucketBase):
 
     in_place = False
 
-    def __init__(self, bucket: Bucket, params: Sequence[Parameter], *, wire: Wire, device: torch.device) -> None:
+    def __init__(
+        self, bucket: Bucket, params: Sequence[Parameter], *, wire: Wire, device: torch.device
+    ) -> None:
         super().__init__(bucket, params, device)
         self._sum = self.allocate(torch.float32)
         self._wire = self._sum if wire.dtype == torch.float32 else self.allocate(wire.dtype)

@@ -37,10 +37,11 @@ def _train(settings: arguments.Settings) -> int:
     try:
         from pyengine.cli import train
     except ModuleNotFoundError as error:
-        if error.name not in _EXTRA:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _EXTRA:
             raise
         print(
-            f"train needs {_EXTRA[error.name]}, which is not installed: pip install 'pyengine[train]'",
+            f"train needs {_EXTRA[missing]}, which is not installed: pip install 'pyengine[train]'",
             file=sys.stderr,
         )
         return 1

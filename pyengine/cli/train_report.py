@@ -141,8 +141,9 @@ class Tables:
 
 
 _LEGEND = (
-    "collectives, sent: for one window's gradients. error: how far the window's gradient is from one float64 backward "
-    "over the whole global batch, relative; short: a window with fewer micro-batches and unequal counts. "
+    "collectives, sent: counted as one window's gradients are handed to all-reduce; bytes as a ring moves them. "
+    "error: how far the window's gradient is from one float64 backward over the whole global batch, relative; "
+    "short: a window with fewer micro-batches and unequal counts. "
     "plain DDP: mean loss / accumulate, and an all-reduce in every backward."
 )
 _QUALITY = {"held_out_loss": "held-out loss", "accuracy": "test accuracy"}

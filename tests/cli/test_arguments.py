@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
+import pyengine.cli
 from pyengine.cli.main import main
 
 BAD = [
@@ -12,7 +15,10 @@ BAD = [
     (("--lr", "-1"), "argument --lr: got -1, need a number above 0"),
     (("--clip", "nan"), "argument --clip: got nan, need a number above 0"),
     (("--model", "rnn"), "argument --model: invalid choice: 'rnn'"),
-    (("--mode", "ddp", "--wire", "bf16"), "got bf16 with --mode ddp, which has no wire: leave it out, or use"),
+    (
+        ("--mode", "ddp", "--wire", "bf16"),
+        "got bf16 with --mode ddp, which has no wire: leave it out, or use",
+    ),
     (("--mode", "ddp", "--accumulator", "native"), "argument --accumulator: got native with --mode ddp"),
 ]
 
@@ -43,3 +49,16 @@ def test_help_shows_examples_and_modes(capsys: pytest.CaptureFixture[str]) -> No
 def test_without_a_command_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("module", "package"), [("rich", "rich"), ("sklearn", "scikit-learn")])
+def test_missing_extra_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, module: str, package: str
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == module or ".cli.train" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(pyengine.cli, "train", raising=False)
+    monkeypatch.setitem(sys.modules, module, None)  # Python's own way to make an import fail
+    assert main(["train"]) == 1
+    message = f"train needs {package}, which is not installed: pip install 'pyengine[train]'\n"
+    assert capsys.readouterr().err == message

@@ -45,7 +45,9 @@ def _imports(path: Path) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_a_module_imports_only_from_its_floor_or_below(path):
-    assert [noun for noun, _ in _imports(path) if _noun(Path(noun)) and _floor(noun) > _floor(_noun(path))] == []
+    assert [
+        noun for noun, _ in _imports(path) if _noun(Path(noun)) and _floor(noun) > _floor(_noun(path))
+    ] == []
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from pyengine import layout as layouts
 from pyengine.layout import ALIGN_ELEMENTS, Layout, ParamSpec, backward_order, first_difference
 
@@ -64,7 +65,10 @@ def test_frozen_parameters_have_no_slot():
         (_specs((2,), (3,)), None),
         (_specs((2,), (4,)), "parameter 1: rank 0 has 'p1' [3] float32; rank 1 has 'p1' [4] float32"),
         (_specs((2,)), "parameter 1: rank 0 has 'p1' [3] float32; rank 1 has no such parameter"),
-        (_specs((2,), (3,), dtype=BF16), "parameter 0: rank 0 has 'p0' [2] float32; rank 1 has 'p0' [2] bfloat16"),
+        (
+            _specs((2,), (3,), dtype=BF16),
+            "parameter 0: rank 0 has 'p0' [2] float32; rank 1 has 'p0' [2] bfloat16",
+        ),
     ],
 )
 def test_the_first_difference_says_who_has_what(second, needle):

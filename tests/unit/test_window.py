@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from pyengine.window import State, Window, check_accumulate
 
 

@@ -1,0 +1,46 @@
+# make run     set up, then train two small models on two local workers and compare with plain DDP
+# make test    set up, then run every test
+# make check   set up, then ruff
+# make clean   remove everything that was built or installed here
+#
+# Needs python3 (3.10 or newer) and a C++20 compiler. `make run ARGS="--model cnn"` passes arguments on.
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+
+# Empty files: when each was last done. What stands behind them decides whether it is done again.
+INSTALLED := $(VENV)/.installed
+BUILT := $(VENV)/.built
+# Folders too: their time changes when a file is removed.
+NATIVE := $(shell find csrc) setup.py CMakeLists.txt
+
+.PHONY: run test check clean
+.DEFAULT_GOAL := run
+
+run: $(BUILT)
+	$(BIN)/python -m pyengine train $(ARGS)
+
+test: $(BUILT)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
+
+$(INSTALLED): requirements-dev.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit(f"{sys.executable} is Python {sys.version.split()[0]}, need 3.10 or newer: make PYTHON=/path/to/python3.x")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' requirements-dev.txt)"
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	touch $@
+
+$(BUILT): $(INSTALLED) pyproject.toml $(NATIVE)
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps -e .
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find pyengine -name '*.so' -delete
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,175 @@
+"""N ranks × K micro-batches equals one big batch: bit for bit on integers, within a derived bound on reals."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from cases import KINDS, WORLDS, Integers, assert_same, clear, engine, grads, integers, me, mean_of_integers
+from torch import nn
+
+import pyengine as pe
+
+# micro-batches of each rank, by rank; accumulate is 3, so windows are short, missing, or absent on some ranks
+PLANS = {
+    "equal": [6, 6, 6, 6],
+    "short last window": [5, 5, 5, 5],
+    "unequal": [7, 3, 5, 1],
+    "one rank has nothing": [4, 0, 3, 4],
+}
+
+
+def _windows(plan: list[int], world: int) -> list[list[tuple[int, int]]]:
+    """Return the (rank, micro-batch) pairs of every global window."""
+    last = -(-max(plan[:world]) // 3)
+    return [
+        [(r, k) for r in range(world) for k in range(3 * w, min(3 * w + 3, plan[r]))]
+        for w in range(max(last, 1))
+    ]
+
+
+def _train_integers(kind: str, dtype: torch.dtype, mixed: bool, plan: list[int], how: str) -> int:
+    rank, world = me()
+    model = Integers(dtype, mixed=mixed)
+    sync, forward = engine(kind, model, accumulate=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    items = {(r, k): 1 + (r + 2 * k) % 4 for r in range(world) for k in range(plan[r])}
+    windows = _windows(plan, world)
+    seen = 0
+    loader = [(k, integers(100 * rank + k, items[rank, k])) for k in range(plan[rank])]
+    for number, window in enumerate(sync.windows(loader)):
+        for k, (x, t) in window:
+            sync.backward(forward(x, t), count=items[rank, k])
+        members = windows[number]
+        sync.unscale_()
+        batches = [integers(100 * r + k, items[r, k]) for r, k in members]
+        assert_same(grads(model), mean_of_integers(model, batches, sum(items[m] for m in members)))
+        assert sync.step(optimizer)
+        clear(model, how)
+        seen += 1
+    assert seen == len(windows)
+    return seen
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_integer_gradients_equal_one_big_batch_exactly(ranks, kind, world, plan):
+    ranks(world).run(_train_integers, kind, torch.float32, False, PLANS[plan], "engine")
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", ["own", "attach", "attach-view"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_parameters_equal_one_big_batch_exactly(ranks, kind, world, dtype):
+    ranks(world).run(_train_integers, kind, dtype, False, PLANS["unequal"], "engine")
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", ["own", "attach", "attach-view"])
+def test_mixed_parameter_dtypes_equal_one_big_batch_exactly(ranks, kind, world):
+    ranks(world).run(_train_integers, kind, torch.float32, True, PLANS["short last window"], "engine")
+
+
+@pytest.mark.parametrize("how", ["none", "zero"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_zero_grad_between_windows_changes_nothing(ranks, kind, how):
+    ranks(2).run(_train_integers, kind, torch.float32, False, PLANS["unequal"], how)
+
+
+def _bf16_sums_keep_growing(kind: str) -> None:
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    sync, forward = engine(kind, model, accumulate=300)
+    for window in sync.windows([torch.ones(1, 1, dtype=torch.bfloat16)] * 300):
+        for x in window:
+            sync.backward(forward(x).sum().float())
+        sync.unscale_()
+        assert model.weight.grad.item() == 1.0  # 300 / 300; a sum in bf16 stops at 256, which gives 0.852
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_bf16_gradients_do_not_stop_growing(ranks, kind):
+    ranks(2).run(_bf16_sums_keep_growing, kind)
+
+
+def _mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 5))
+
+
+def _train_reals(kind: str, wire: pe.wire.Wire, dtype: torch.dtype) -> None:
+    rank, world = me()
+    model = _mlp().to(dtype)
+    twin = copy.deepcopy(model)
+    sync, forward = engine(kind, model, accumulate=4, wire=wire)
+    generator = torch.Generator().manual_seed(1)
+    data = [[torch.randn(3, 7, generator=generator).to(dtype) for _ in range(4)] for _ in range(world)]
+    for window in sync.windows(data[rank]):
+        for x in window:
+            sync.backward(forward(x).float().square().sum(), count=3)
+        norm = sync.grad_norm()
+        sync.unscale_()
+    terms = [_gradient(twin, x) for x in itertools.chain.from_iterable(data)]
+    count = 3 * 4 * world
+    squares = torch.zeros((), dtype=torch.float64)
+    for index, p in enumerate(model.parameters()):
+        want = sum(term[index] for term in terms) / count
+        size = sum(term[index].abs() for term in terms) / count
+        assert ((p.grad.double() - want).abs() <= _bound(size, wire, dtype, world)).all()
+        squares += p.grad.double().square().sum()
+    # the norm was taken before the last rounding of the gradients to `dtype`
+    torch.testing.assert_close(norm, squares.sqrt(), rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+def _gradient(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(x).float().square().sum().backward()
+    return [p.grad.double() for p in model.parameters()]
+
+
+def _bound(size: torch.Tensor, wire: pe.wire.Wire, dtype: torch.dtype, world: int) -> torch.Tensor:
+    """Bound |error| elementwise: every rounding is at most u times the sum of the terms' magnitudes (`size`).
+
+    fp32: 4 * world - 1 additions, 1/count, the product with it. Wire: one cast a rank and world - 1 additions.
+    Last: one rounding to the parameters' type. eps = 2 u covers the second-order terms; tiny covers underflow in fp16.
+    """
+    roundings = (4 * world + 1) * torch.finfo(torch.float32).eps
+    if wire.dtype != torch.float32:
+        roundings += (world + 1) * torch.finfo(wire.dtype).eps
+    if dtype != torch.float32:
+        roundings += torch.finfo(dtype).eps
+    return size * roundings + world * torch.finfo(wire.dtype).smallest_normal * torch.finfo(wire.dtype).eps
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", ["own", "attach"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "wire", [pe.wire.FP32(), pe.wire.BF16(), pe.wire.FP16()], ids=["fp32", "bf16", "fp16"]
+)
+def test_real_gradients_stay_within_the_derived_bound(ranks, world, kind, dtype, wire):
+    ranks(world).run(_train_reals, kind, wire, dtype)
+
+
+def _reduced_bits(kind: str, wire: pe.wire.Wire) -> list[torch.Tensor]:
+    rank, _ = me()
+    model = _mlp()
+    sync, forward = engine(kind, model, accumulate=2, wire=wire)
+    torch.manual_seed(10 + rank)
+    for window in sync.windows([torch.randn(3, 7) for _ in range(2)]):
+        for x in window:
+            sync.backward(forward(x).square().sum())
+        sync.unscale_()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["own", "attach"])
+@pytest.mark.parametrize(
+    "wire", [pe.wire.FP32(), pe.wire.BF16(), pe.wire.FP16()], ids=["fp32", "bf16", "fp16"]
+)
+def test_reduced_gradients_have_the_same_bits_on_every_rank(ranks, world, kind, wire):
+    first, *others = ranks(world).run(_reduced_bits, kind, wire)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))

@@ -1,0 +1,186 @@
+"""What crosses the network: one reduction of each bucket a window, a header, and nothing before them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import Collectives, engine
+from torch import nn
+
+import pyengine as pe
+
+
+def _model(batch_norm: bool) -> nn.Module:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(6) if batch_norm else nn.Identity()
+    return nn.Sequential(nn.Linear(4, 6), norm, nn.Linear(6, 2))
+
+
+def _counted(kind: str, batch_norm: bool, accumulate: int) -> list[list[list[str]]]:
+    """Return the collectives of every micro-batch (its forward included), by window, after the first window.
+
+    DDP rebuilds its buckets once, early in the second or (static_graph) third window: left out.
+    """
+    model = _model(batch_norm)
+    options = {"bucket_cap_mb": 1e-5} if kind == "own" else {}
+    sync, forward = engine(kind, model, accumulate=accumulate, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    windows = []
+    for window in sync.windows([torch.randn(3, 4) for _ in range(5 * accumulate)]):
+        counts = []
+        for x in window:
+            with Collectives() as seen:
+                sync.backward(forward(x).sum())
+            counts.append(seen.names)
+        with Collectives() as seen:
+            sync.clip_grad_norm_(1.0)
+            sync.step(optimizer)
+        assert seen.names == []
+        windows.append(counts)
+    return windows[3:]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("kind", ["own", "attach", "attach-view", "attach-static"])
+def test_only_the_last_micro_batch_sends_header_and_buckets(ranks, kind, accumulate):
+    for windows in ranks(2).run(_counted, kind, False, accumulate):
+        for *earlier, last in windows:
+            assert earlier == [[]] * (accumulate - 1)
+            assert set(last) == {"allreduce_"}
+            assert (
+                len(last) == len(windows[0][-1]) > 2
+            )  # the header and more than one bucket, every time the same
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_batch_norm_buffers_travel_once_a_window_and_find_unused_adds_one(ranks, accumulate):
+    plain = ranks(2).run(_counted, "attach", False, accumulate)[0][0][-1]
+    for windows in ranks(2).run(_counted, "attach-unused", True, accumulate):
+        for *earlier, last in windows:
+            assert earlier == [[]] * (accumulate - 1)
+            assert last.count("broadcast_") == 2  # one int64 and one float32 coalesced buffer
+            assert last.count("allreduce_") >= len(plain) + 1
+
+
+def _own_bytes(wire: pe.wire.Wire, dtype: torch.dtype) -> tuple[pe.StepRecord, int, int]:
+    model = _model(False).to(dtype)
+    sync = pe.GradSync(model, accumulate=2, wire=wire)
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    with Collectives() as seen:
+        for window in sync.windows([torch.randn(3, 4, dtype=dtype)] * 2):
+            for x in window:
+                sync.backward(model(x).sum().float())
+            sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    return records[0], len(seen.names), seen.nbytes
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wire", [pe.wire.FP32(), pe.wire.BF16()], ids=["fp32", "bf16"])
+def test_step_record_counts_the_collectives_and_bytes_that_really_travel(ranks, world, dtype, wire):
+    for record, collectives, nbytes in ranks(world).run(_own_bytes, wire, dtype):
+        assert record.collectives == collectives == 2
+        assert record.bytes_on_wire in _ring(nbytes, world)
+
+
+def _ring(nbytes: int, world: int) -> range:
+    """Return 2 (W - 1) / W of the bytes, give or take the rounding of each collective."""
+    exact = 2 * (world - 1) * nbytes // world
+    return range(exact - 2, exact + 1)
+
+
+def _bytes_of(wire: pe.wire.Wire) -> int:
+    model = nn.Linear(1024, 64, bias=False)
+    sync = pe.GradSync(model, accumulate=1, wire=wire)
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    for window in sync.windows([torch.ones(1, 1024)]):
+        for x in window:
+            sync.backward(model(x).sum())
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    return records[0].bytes_on_wire
+
+
+def test_a_bf16_wire_sends_half_the_bytes(ranks):
+    full, half = (ranks(2).run(_bytes_of, wire)[0] for wire in (pe.wire.FP32(), pe.wire.BF16()))
+    header = 72  # 9 numbers of 8 bytes
+    assert half - header == (full - header) // 2 == 65536 * 2 + 128 * 2
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    "wire", [pe.wire.FP32(), pe.wire.BF16(), pe.wire.FP16()], ids=["fp32", "bf16", "fp16"]
+)
+def test_bytes_on_wire_is_the_rings_formula(wire, world):
+    assert wire.bytes_on_wire(1024, world) == 2 * (world - 1) * 1024 * wire.dtype.itemsize // world
+
+
+def _ddp_syncs_every_micro_batch() -> list[int]:
+    """The other direction: the counter does see what plain DDP sends."""
+    ddp = nn.parallel.DistributedDataParallel(_model(False))
+    counts = []
+    for _ in range(3):
+        with Collectives() as seen:
+            ddp(torch.randn(3, 4)).sum().backward()
+        counts.append(seen.names.count("allreduce_"))
+    return counts
+
+
+def test_the_counter_sees_plain_ddp_sync_every_micro_batch(ranks):
+    assert ranks(2).run(_ddp_syncs_every_micro_batch)[0] == [1, 1, 1]
+
+
+def _overlap() -> list[int]:
+    """Return how many collectives were under way when each layer's gradient was ready, from the last layer on."""
+    model = _model(False)
+    sync = pe.GradSync(model, accumulate=1, bucket_cap_mb=1e-6)
+    launched: list[int] = []
+    traffic = sync._engine.comm.traffic
+    for layer in (model[2], model[0]):
+        layer.register_full_backward_hook(lambda *_: launched.append(traffic.collectives))
+    for window in sync.windows([torch.randn(3, 4)]):
+        for x in window:
+            x.requires_grad_()
+            sync.backward(model(x).sum())
+        sync.unscale_()
+    return launched
+
+
+def test_buckets_leave_during_the_first_windows_backward(ranks):
+    for launched in ranks(2).run(_overlap):
+        assert launched[-1] > 1  # more than the header had been sent before the first layer's backward ended
+
+
+class Backwards(nn.Module):
+    """Used in the reverse of the order of registration, so the first guess at the buckets' order is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
+
+
+def _follows_the_real_order() -> tuple[list[list[str]], list[float]]:
+    torch.manual_seed(0)
+    model = Backwards()
+    sync = pe.GradSync(model, accumulate=2, bucket_cap_mb=1e-6)
+    orders, norms = [], []
+    for window in sync.windows([torch.ones(1, 4)] * 6):
+        for x in window:
+            sync.backward(model(x).sum())
+        orders.append([bucket.slots[0].name for bucket in sync.layout.buckets])
+        norms.append(sync.grad_norm().item())
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    return orders, norms
+
+
+def test_buckets_follow_the_observed_order_from_the_second_window_on(ranks):
+    names = [f"layers.{i}.weight" for i in range(4)]
+    for orders, norms in ranks(2).run(_follows_the_real_order):
+        assert orders == [names[::-1], names, names]
+        assert norms == [norms[0]] * 3

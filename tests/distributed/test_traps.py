@@ -1,0 +1,413 @@
+"""The ways in which deferred gradients go wrong in silence elsewhere, each held to the exact answer."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+
+KINDS = ("own", "own-native", "attach", "attach-view", "attach-unused")
+
+
+class Branches(nn.Module):
+    """Three branches, used or not as the caller says; `never` is used by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("a", "b", "never"):
+            setattr(self, name, nn.Linear(2, 1, bias=False))
+            nn.init.ones_(getattr(self, name).weight)
+
+    def forward(self, x: Tensor, use: str) -> Tensor:
+        """Return the sum of the branches named in `use`."""
+        return sum(getattr(self, name)(x).sum() for name in use)
+
+
+def _branches(kind: str, use: list[list[list[str]]]) -> list[dict[str, Tensor | None]]:
+    """Train three windows over `use[rank]`, the branches of each micro-batch; return the gradients by window."""
+    rank, _ = me()
+    model = Branches()
+    if kind.startswith("attach") and kind != "attach-unused":
+        del model.never  # stock DDP without find_unused cannot have a parameter that nobody uses
+    sync, forward = engine(kind, model, accumulate=len(use[rank]))
+    results = []
+    micro_batches = [(torch.full((1, 2), float(10**k)), names) for k, names in enumerate(use[rank])]
+    for window in sync.windows(micro_batches * 3):
+        for x, names in window:
+            sync.backward(forward(x * (rank + 1), names))
+        sync.unscale_()
+        results.append(grads(model))
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    return results
+
+
+def _value(result: dict[str, Tensor | None], name: str) -> float | None:
+    grad = result.get(f"{name}.weight")
+    return None if grad is None else grad[0, 0].item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameter_used_only_in_an_early_micro_batch_is_reduced(ranks, kind):
+    # a: (1 + 10 + 100) (1 + 2) / 6, b only in the first micro-batch: 1 (1 + 2) / 6
+    for results in ranks(2).run(_branches, kind, [[["a", "b"], ["a"], ["a"]]] * 2):
+        assert [_value(r, "a") for r in results] == [pytest.approx(333 / 6)] * 3
+        assert [_value(r, "b") for r in results] == [0.5] * 3
+        assert [_value(r, "never") for r in results] == [None] * 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameter_used_on_one_rank_only_gets_zeros_from_the_others(ranks, kind):
+    for results in ranks(2).run(_branches, kind, [[["a", "b"], ["a"]], [["a"], ["a"]]]):
+        assert [_value(r, "b") for r in results] == [0.25] * 3
+
+
+@pytest.mark.parametrize("kind", ["own", "own-native", "attach-unused"])
+def test_parameter_used_by_nobody_keeps_no_gradient_on_every_rank(ranks, kind):
+    for results in ranks(3).run(_branches, kind, [[["a", "b"], ["a"]], [["a"], ["a"]], [["b"], ["a"]]]):
+        assert [_value(r, "never") for r in results] == [None] * 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_take_different_branches_in_the_last_micro_batch_agree(ranks, kind):
+    # torch's test_grads_same_across_ranks_with_no_sync (issue 69031), without find_unused_parameters
+    first, second = ranks(2).run(_branches, kind, [[["a"], ["a"]], [["b"], ["b"]]])
+    for left, right in zip(first, second, strict=True):
+        assert_same(left, right)
+        assert _value(left, "a") == 11 / 4 and _value(left, "b") == 22 / 4
+
+
+def _forwards_first(kind: str) -> None:
+    rank, world = me()
+    model = Integers(torch.float32)
+    sync, forward = engine(kind, model, accumulate=3)
+    loader = [integers(10 * rank + k) for k in range(6)]
+    for number, window in enumerate(sync.windows(loader)):
+        for loss in [forward(x, t) for x, t in window]:
+            sync.backward(loss, count=3)
+        sync.unscale_()
+        batches = [integers(10 * r + 3 * number + k) for r in range(world) for k in range(3)]
+        assert_same(grads(model), mean_of_integers(model, batches, 9 * world))
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_forwards_before_the_backwards(ranks, kind):
+    ranks(2).run(_forwards_first, kind)
+
+
+def _no_sync_at_forward(kind: str) -> None:
+    """Forward of the sync micro-batch outside any loop: before its micro-batch is handed out."""
+    rank, world = me()
+    model = Integers(torch.float32)
+    sync, forward = engine(kind, model, accumulate=2)
+    for number in range(3):
+        loss = forward(*integers(10 * rank + 2 * number + 1))
+        with sync.accumulate():
+            sync.backward(forward(*integers(10 * rank + 2 * number)), count=3)
+        with sync.accumulate():
+            sync.backward(loss, count=3)
+        sync.unscale_()
+        batches = [integers(10 * r + 2 * number + k) for r in range(world) for k in range(2)]
+        assert_same(grads(model), mean_of_integers(model, batches, 6 * world))
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "attach-static"])
+def test_forward_outside_the_sync_micro_batch(ranks, kind):
+    ranks(2).run(_no_sync_at_forward, kind)
+
+
+def _static_graph(accumulate: int) -> None:
+    rank, world = me()
+    model = Integers(torch.float32)
+    sync, forward = engine("attach-static", model, accumulate=accumulate)
+    for number, window in enumerate(sync.windows([integers(100 * rank + k) for k in range(4 * accumulate)])):
+        for x, t in window:
+            sync.backward(forward(x, t), count=3)
+        sync.unscale_()
+        batches = [
+            integers(100 * r + accumulate * number + k) for r in range(world) for k in range(accumulate)
+        ]
+        assert_same(grads(model), mean_of_integers(model, batches, 3 * accumulate * world))
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 5])
+def test_static_graph_is_right_from_the_first_window_on(ranks, accumulate):
+    ranks(3).run(_static_graph, accumulate)
+
+
+def _without_zeroing(kind: str, how: str) -> list[float]:
+    rank, _ = me()
+    model = nn.Linear(1, 1, bias=False)
+    sync, forward = engine(kind, model, accumulate=2)
+    values = []
+    for window in sync.windows([torch.full((1, 1), float(rank + 1))] * 6):
+        for x in window:
+            sync.backward(forward(x).sum())
+        sync.unscale_()
+        values.append(model.weight.grad.item())
+        if how == "step":
+            sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    return values
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_left_in_place_add_up_without_being_averaged_again(ranks, kind):
+    assert ranks(2).run(_without_zeroing, kind, "leave") == [[1.5, 3.0, 4.5]] * 2
+    assert ranks(2).run(_without_zeroing, kind, "step") == [[1.5, 1.5, 1.5]] * 2
+
+
+def _two_engines(kind: str) -> None:
+    rank, world = me()
+    models = [Integers(torch.float32), Integers(torch.float32)]
+    (first, forward_a), (second, forward_b) = (
+        engine(kind, model, accumulate=k) for model, k in zip(models, (2, 3), strict=True)
+    )
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.0) for m in models]
+    windows = {0: 0, 1: 0}
+    for k in range(6):
+        batch = integers(10 * rank + k)
+        for i, (sync, forward, size) in enumerate(((first, forward_a, 2), (second, forward_b, 3))):
+            with sync.accumulate():
+                sync.backward(forward(*batch), count=3)
+                ends = sync.is_sync_step
+                assert ends == ((k + 1) % size == 0)
+            if ends:
+                sync.unscale_()
+                batches = [integers(10 * r + j) for r in range(world) for j in range(k + 1 - size, k + 1)]
+                assert_same(grads(models[i]), mean_of_integers(models[i], batches, 3 * size * world))
+                sync.step(optimizers[i])
+                windows[i] += 1
+    assert windows == {0: 3, 1: 2}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_models_keep_their_own_windows(ranks, kind):
+    ranks(2).run(_two_engines, kind)
+
+
+def _two_optimizers(fused: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    sync = pe.GradSync(model, accumulate=2)
+    twin = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    twin.load_state_dict(model.state_dict())  # rank 0's values
+    for net in (model, twin):
+        net.optimizers = [torch.optim.AdamW(layer.parameters(), lr=0.1, fused=fused) for layer in net]
+    data = [torch.randn(2, 3, generator=torch.Generator().manual_seed(k)) for k in range(4)]
+    for number, window in enumerate(sync.windows(data)):
+        for x in window:
+            sync.backward(model(x).square().sum(), count=2)
+        sync.clip_grad_norm_(0.1)
+        for optimizer in model.optimizers:
+            sync.step(optimizer)
+        twin.zero_grad()
+        twin(torch.cat(data[2 * number : 2 * number + 2])).square().sum().div(4).backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        for optimizer in twin.optimizers:
+            optimizer.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)  # Adam divides rounding noise by its own size
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_two_optimizers_share_one_window(ranks, fused):
+    ranks(2).run(_two_optimizers, fused)
+
+
+def _raw_hook(wire: pe.wire.Wire) -> list[float]:
+    rank, _ = me()
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(3, 2))
+    plain = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=1e-5)
+    hooked = DistributedDataParallel(model, bucket_cap_mb=1e-5)
+    hooked.register_comm_hook(pe.HookState(wire=wire), pe.comm_hook)
+    worst = []
+    for step in range(4):  # buckets are rebuilt after the first
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+        for net in (plain, hooked):
+            net.zero_grad()
+            net(x).square().sum().backward()
+        worst.append(
+            max(
+                ((p.grad - q.grad).abs().max() / q.grad.abs().max()).item()
+                for p, q in zip(hooked.parameters(), plain.parameters(), strict=True)
+            )
+        )
+    return worst
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    "wire", [pe.wire.FP32(), pe.wire.BF16(), pe.wire.FP16()], ids=["fp32", "bf16", "fp16"]
+)
+def test_the_bare_hook_averages_as_ddp_does_before_and_after_buckets_are_rebuilt(ranks, world, wire):
+    # relative to the largest element: one rounding of the cast and world - 1 of the sum, and as many in DDP's own
+    tolerance = (2 * world + 2) * torch.finfo(wire.dtype).eps
+    for worst in ranks(world).run(_raw_hook, wire):
+        assert max(worst) <= tolerance
+
+
+def _hook_near_the_range_of_fp16() -> float:
+    ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    ddp.register_comm_hook(pe.HookState(wire=pe.wire.FP16()), pe.comm_hook)
+    ddp(torch.full((1, 1), 40000.0)).sum().backward()  # the sum over two ranks is beyond 65504
+    return ddp.module.weight.grad.item()
+
+
+def test_the_bare_hook_divides_before_a_narrow_cast(ranks):
+    assert ranks(2).run(_hook_near_the_range_of_fp16) == [40000.0] * 2
+
+
+def _no_sync_with_raw_hook() -> list[float]:
+    rank, _ = me()
+    ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    ddp.register_comm_hook(pe.HookState(wire=pe.wire.FP32()), pe.comm_hook)
+    values = []
+    for k in range(4):
+        with ddp.no_sync() if k % 2 == 0 else torch.enable_grad():
+            ddp(torch.full((1, 1), float((rank + 1) * 10**k))).sum().backward()
+        values.append(ddp.module.weight.grad.item())
+    return values
+
+
+def test_the_bare_hook_leaves_deferral_to_no_sync(ranks):
+    first, second = ranks(2).run(_no_sync_with_raw_hook)
+    assert (first[0], second[0]) == (1.0, 2.0)
+    assert first[1] == second[1] == 16.5
+    assert first[3] == second[3] == 16.5 + 1650.0
+
+
+def _channels_last(kind: str, dtype: torch.dtype) -> None:
+    rank, world = me()
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 3).to(dtype, memory_format=torch.channels_last)
+    twin = copy.deepcopy(model)
+    sync, forward = engine(kind, model, accumulate=2)
+    data = [[torch.ones(1, 3, 5, 5, dtype=dtype) * (r + k) for k in range(2)] for r in range(world)]
+    for window in sync.windows(data[rank]):
+        for x in window:
+            sync.backward(forward(x).sum().float())
+        sync.unscale_()
+        assert model.weight.grad.stride() == model.weight.stride()
+    for x in itertools.chain.from_iterable(data):
+        twin(x).sum().float().backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad / (2 * world))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["own", "attach", "attach-view"])
+def test_channels_last_parameters_keep_their_strides(ranks, kind, dtype):
+    ranks(2).run(_channels_last, kind, dtype)
+
+
+def _odd_gradients(dtype: torch.dtype, odd: str) -> None:
+    rank, world = me()
+    embedding = nn.Embedding(6, 2, sparse=odd == "sparse", dtype=dtype)
+    linear = nn.Linear(2, 2, bias=False, dtype=dtype)
+    if odd == "strided":
+        linear.weight.register_hook(lambda grad: grad.t().contiguous().t())
+    if odd == "expanded":
+        linear.weight.register_hook(lambda grad: grad[:1, :1].expand(2, 2))
+    params = [*embedding.parameters(), *linear.parameters()]
+    sync = pe.GradSync(params, accumulate=2)
+    for window in sync.windows([torch.tensor([0, rank]), torch.tensor([3, 3])]):
+        for index in window:
+            sync.backward(
+                linear(torch.ones(1, 2, dtype=dtype)).sum().float() + embedding(index).sum().float()
+            )
+        sync.unscale_()
+    rows = torch.zeros(6)
+    for r in range(world):
+        for index in (0, r, 3, 3):
+            rows[index] += 1
+    assert torch.equal(embedding.weight.grad.float(), rows[:, None].expand(6, 2) / (2 * world))
+    assert torch.equal(linear.weight.grad, torch.ones(2, 2, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("odd", ["sparse", "strided", "expanded"])
+def test_sparse_and_non_contiguous_gradients_are_summed_densely(ranks, dtype, odd):
+    ranks(2).run(_odd_gradients, dtype, odd)
+
+
+def _main_grad(dtype: torch.dtype) -> None:
+    """A layer in the manner of Megatron and TransformerEngine: its backward writes `main_grad` itself."""
+    weight = nn.Parameter(torch.ones(3, dtype=dtype))
+    plain = nn.Parameter(torch.ones(2, dtype=dtype))
+    sync = pe.GradSync([weight, plain], accumulate=2)
+    optimizer = torch.optim.SGD([weight, plain], lr=0.0)
+    rank, world = me()
+    for window in sync.windows([float(rank + 1)] * 6):
+        for value in window:
+            sync.backward(_Fused.apply(weight, value).float() + plain.sum().float())
+        sync.unscale_()
+        assert torch.equal(weight.grad.float(), torch.full((3,), (world + 1) / 2))
+        assert torch.equal(plain.grad.float(), torch.ones(2))
+        sync.step(optimizer)
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight: Tensor, value: float) -> Tensor:
+        ctx.weight, ctx.value = weight, value
+        return weight.detach().sum() * value
+
+    @staticmethod
+    def backward(ctx, _: Tensor) -> tuple[None, None]:
+        ctx.weight.main_grad.add_(ctx.value)
+        ctx.weight.grad_added_to_main_grad = True
+        return None, None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_that_write_main_grad_themselves_are_reduced(ranks, dtype):
+    ranks(2).run(_main_grad, dtype)
+
+
+def _views_survive() -> None:
+    model = nn.Linear(3, 2)
+    sync = pe.GradSync(model, accumulate=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    places = []
+    for window in sync.windows([torch.randn(1, 3)] * 6):
+        optimizer.zero_grad(set_to_none=True)
+        for x in window:
+            sync.backward(model(x).sum())
+            places.append(model.weight.grad.data_ptr())
+        sync.step(optimizer)
+    assert len(set(places)) == 1
+    assert dist.is_initialized()
+
+
+def test_flat_views_survive_zero_grad_set_to_none(ranks):
+    ranks(1).run(_views_survive)
+
+
+def _buffers_and_uneven_windows(kind: str) -> list[float]:
+    rank, _ = me()
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    sync, forward = engine(kind, model, accumulate=2)
+    means = []
+    for window in sync.windows([torch.randn(4, 3) for _ in range(2 + 3 * rank)]):
+        for x in window:
+            sync.backward(forward(x).square().sum(), count=4)
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
+        means.append(model[0].weight.sum().item())
+    return means
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", [*KINDS, "attach-static"])
+def test_ranks_without_data_take_part_in_buffer_broadcasts(ranks, kind, world):
+    first, *others = ranks(world).run(_buffers_and_uneven_windows, kind)
+    assert all(other == first for other in others) and len(first) == 1 + (3 * (world - 1)) // 2 + (world == 2)
