@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,8 @@ class Sync:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._callbacks: list[Callable[[StepRecord], None]] = []
-        self._known = {id(p) for p in engine.reducer.params}
+        self._known = {id(p) for p in engine.reducer.params if p.requires_grad}
+        self._foreign: WeakKeyDictionary[Any, tuple[int, list[nn.Parameter]]] = WeakKeyDictionary()
 
     @property
     def is_sync_step(self) -> bool:
@@ -220,13 +222,18 @@ class Sync:
         self._engine.exhaust()
 
     def _check_params(self, optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and id(param) not in self._known:
-                    raise ValueError(
-                        f"optimizer has a parameter of shape {list(param.shape)} with a gradient that this engine does "
-                        "not reduce (added or unfrozen after it was made): make the GradSync after the model is complete"
-                    )
+        """Refuse gradients that no bucket holds; parameters of an optimizer are compared again when there are more."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        size, foreign = self._foreign.get(optimizer, (-1, []))
+        if size != len(params):
+            foreign = [param for param in params if id(param) not in self._known]
+            self._foreign[optimizer] = len(params), foreign
+        for param in foreign:
+            if param.grad is not None:
+                raise ValueError(
+                    f"optimizer has a parameter of shape {list(param.shape)} with a gradient that this engine does "
+                    "not reduce (added or unfrozen after it was made): make the GradSync after the model is complete"
+                )
 
     def _report(self, norm: Tensor, stepped: bool) -> None:
         if not self._callbacks:

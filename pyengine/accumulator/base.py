@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine._ops import BucketPlan
+from pyengine._pointers import Pointers
 from pyengine.layout import Bucket
 from pyengine.norm import FinalPass
 
@@ -61,6 +62,7 @@ class BucketBase:
         self.bucket = bucket
         self.params = list(params)
         self.plan = BucketPlan([s.offset for s in bucket.slots], [s.numel for s in bucket.slots])
+        self._is_contiguous = all(param.is_contiguous() for param in params)
         self.one = torch.ones((), device=device)
         self._registration = torch.tensor([s.param for s in bucket.slots], device=device)
         self._sumsq = torch.zeros(len(params), dtype=torch.float64, device=device)
@@ -71,6 +73,22 @@ class BucketBase:
     def allocate(self, dtype: torch.dtype) -> Tensor:
         """Return a zeroed flat buffer for the bucket."""
         return torch.zeros(self.bucket.numel, dtype=dtype, device=self.one.device)
+
+    def take_fused(self) -> list[int]:
+        """Return, once, the slots whose layer has added to main_grad itself."""
+        fused = [index for index, param in enumerate(self.params) if param.grad_added_to_main_grad]
+        for index in fused:
+            self.params[index].grad_added_to_main_grad = False
+        return fused
+
+    def gather(self, grads: Sequence[Tensor | None]) -> Pointers:
+        """Return gradients in slot order; the core checks a thousand in 25 µs, so only odd ones are looked at here."""
+        if self._is_contiguous:
+            try:
+                return self.plan.pointers(grads)
+            except ValueError:  # some gradient is sparse or strided
+                pass
+        return self.plan.pointers([slot_gradient(param) for param in self.params])
 
     def slots(self, flat: Tensor) -> list[Tensor]:
         """Return the slots of a flat buffer, 1-D, in storage order."""
@@ -104,9 +122,7 @@ class BucketBase:
         """Read the slots once: scale, write to `out` unless None, and leave norm and finite flags in `final`."""
         self._nonfinite.zero_()
         self.plan.unscale_norm(sources, out, scale, sumsq=self._sumsq, nonfinite=self._nonfinite)
-        final.void += (
-            self._flags(flat).float().sum() * 0
-        )  # a nan among the used flags: some rank gave the window up
+        final.void += self._flags(flat).float().sum() * 0  # a nan flag: some rank gave the window up
         final.sumsq.index_copy_(0, self._registration, self._sumsq)
         final.nonfinite.index_copy_(0, self._registration, self._nonfinite)
 

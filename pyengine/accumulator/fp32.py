@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyengine.accumulator.base import BucketBase, slot_gradient
+from pyengine._pointers import Pointers
+from pyengine.accumulator.base import BucketBase
 from pyengine.layout import Bucket
 from pyengine.norm import FinalPass
 from pyengine.wire import Wire
@@ -35,7 +36,7 @@ class Fp32Bucket(BucketBase):
         self._result_slots = self.plan.pointers(self.slots(self._result))
         self._grads = self.views(self._result)
         self._flagged: list[Tensor] = []
-        self._fused = [False] * len(self.params)
+        self._has_fused = False
         for param, main_grad in zip(self.params, self.views(self._sum), strict=True):
             param.main_grad = main_grad
 
@@ -44,8 +45,9 @@ class Fp32Bucket(BucketBase):
         for param in self.params:
             param.grad = None
         self._used = [False] * len(self.params)
+        self._all_used = False
         self._flagged = []
-        self._is_first = not any(self._fused)
+        self._is_first = not self._has_fused
         if not self._is_first:
             self._sum.zero_()  # a layer that writes main_grad itself needs a sum to add to
 
@@ -54,7 +56,7 @@ class Fp32Bucket(BucketBase):
         del micro_batch
         grads = self._collect()
         self.plan.accumulate_(self._sum, grads, self.one, first=self._is_first, nonfinite=self._new_flags())
-        self._release()
+        self._is_first = False
 
     def arm(self) -> None:
         """Do nothing: a gradient that is there has arrived."""
@@ -74,7 +76,7 @@ class Fp32Bucket(BucketBase):
             self.plan.accumulate_cast_(
                 self._wire, self._sum, grads, self.one, scale, first=first, nonfinite=flags
             )
-        self._release()
+        self._is_first = False
         self.write_used(self._wire, self._used, poison=poison)
         return self._wire
 
@@ -94,22 +96,21 @@ class Fp32Bucket(BucketBase):
         """Return the micro-batches whose gradient was not finite, from the flags of the fused kernels."""
         return [index for index, flags in enumerate(self._flagged) if flags[slot]]
 
-    def _collect(self) -> list[Tensor | None]:
-        for index, param in enumerate(self.params):
-            if param.grad_added_to_main_grad:
-                self._fused[index] = self._used[index] = True
-                self._is_first = False
-                param.grad_added_to_main_grad = False
-                param.grad = None
-        grads = [slot_gradient(param) for param in self.params]
-        self._used = [used or grad is not None for used, grad in zip(self._used, grads, strict=True)]
-        return grads
+    def _collect(self) -> Pointers:
+        """Take the gradients off the parameters."""
+        for index in self.take_fused():
+            self._has_fused = self._used[index] = True
+            self._is_first = False
+            self.params[index].grad = None
+        grads = [param.grad for param in self.params]
+        if not self._all_used:
+            self._used = [used or grad is not None for used, grad in zip(self._used, grads, strict=True)]
+            self._all_used = all(self._used)
+        pointers = self.gather(grads)
+        for param in self.params:
+            param.grad = None
+        return pointers
 
     def _new_flags(self) -> Tensor:
         self._flagged.append(torch.zeros_like(self._nonfinite))
         return self._flagged[-1]
-
-    def _release(self) -> None:
-        self._is_first = False
-        for param in self.params:
-            param.grad = None

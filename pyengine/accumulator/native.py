@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyengine.accumulator.base import BucketBase, slot_gradient
+from pyengine.accumulator.base import BucketBase
 from pyengine.layout import Bucket
 from pyengine.norm import FinalPass
 from pyengine.wire import Wire
@@ -48,7 +48,6 @@ class NativeBucket(BucketBase):
                 param.grad = grad
         self._is_clean = False
         self._begun = self._versions()
-        self._fused = [False] * len(self.params)
         if self._watched is not None:
             self._watched = []
 
@@ -76,10 +75,9 @@ class NativeBucket(BucketBase):
         self._gather()
         if self._watched is not None:
             self.add(len(self._watched))
-        self._used = [
-            fused or version != grad._version
-            for fused, version, grad in zip(self._fused, self._begun, self._grads, strict=True)
-        ]
+        self._used = [begun != grad._version for begun, grad in zip(self._begun, self._grads, strict=True)]
+        for index in self.take_fused():
+            self._used[index] = True
         if not self.in_place:
             scale = self.one if inv_count is None else inv_count
             self.plan.pack_(self._wire, self._slots, scale)
@@ -92,11 +90,10 @@ class NativeBucket(BucketBase):
         out = None if self.in_place and inv_count is None else self._slots
         self.norm(self._wire_slots, out, scale, self._wire, final)
         used = self.used_anywhere(self._wire, self._used)
-        for param, grad, keep in zip(self.params, self._grads, used, strict=True):
-            if not keep:
-                param.grad = None
-            elif param.grad is not grad:
-                param.grad = grad
+        if not all(used):
+            for param, keep in zip(self.params, used, strict=True):
+                if not keep:
+                    param.grad = None
 
     def scale_(self, scale: Tensor) -> None:
         """Multiply the published gradients in place: 4 + 4 bytes an element in fp32."""
@@ -113,15 +110,12 @@ class NativeBucket(BucketBase):
 
     def _gather(self) -> None:
         """Bring gradients that somebody put beside the buffer (zero_grad, create_graph, a new tensor) back into it."""
-        for index, (param, view) in enumerate(zip(self.params, self._grads, strict=True)):
-            if param.grad_added_to_main_grad:
-                self._fused[index] = True
-                param.grad_added_to_main_grad = False
-                param.grad = view
-            elif param.grad is not view:
-                grad = slot_gradient(param)
-                if grad is None:
-                    view.zero_()
-                else:
-                    view.copy_(param.grad.to_dense() if param.grad.is_sparse else param.grad)
-                param.grad = view
+        grads = [param.grad for param in self.params]
+        for param, grad, view in zip(self.params, grads, self._grads, strict=True):
+            if grad is view:
+                continue
+            if grad is None:
+                view.zero_()
+            else:
+                view.copy_(grad.to_dense() if grad.is_sparse else grad)
+            param.grad = view
