@@ -34,6 +34,7 @@ from step_variants import VARIANTS
 CASES = ("gpt:fp32", "small:fp32", "gpt0:fp32", "gpt0:bf16", "small0:fp32", "small0:bf16")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WORLD = 2
+PHASES = ("window", "early", "last", "epilogue", "optimizer")
 
 
 def main() -> None:
@@ -141,9 +142,11 @@ def _worker(options: argparse.Namespace) -> None:
         variants[variant] = VARIANTS[variant](model, micro_batches, options.optimizer)
     rows: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
     for round_ in range(options.rounds + 2):
-        for variant, contestant in variants.items():
+        names = list(variants)
+        turn = round_ % len(names)  # nobody always follows the same neighbour
+        for variant in names[turn:] + names[:turn]:
             dist.barrier()
-            times = contestant.window()
+            times = variants[variant].window()
             if round_ >= 2:  # warm-up: DDP rebuilds its buckets, optimizers make their state
                 rows[variant].append(times)
         if options.rank == 0:
@@ -167,27 +170,38 @@ def _rss() -> float:
 
 
 def _merge(ranks: list[dict]) -> dict[str, dict[str, float]]:
-    """Take the slower rank of every window; return min and median by phase."""
-    merged = {}
-    for variant in ranks[0]["rows"]:
-        windows = [
+    """Take the slower rank of every window; return min and median by phase, and the median of the ratios to the floor.
+
+    A ratio compares two windows of the same round, so slow drift of the machine drops out.
+    """
+    windows = {
+        variant: [
             {phase: max(rank[phase] for rank in pair) for phase in pair[0]}
             for pair in zip(*(rank["rows"][variant] for rank in ranks), strict=True)
         ]
-        row = {}
-        for phase in windows[0]:
-            values = [window[phase] * 1e3 for window in windows]
-            row[f"{phase}_min_ms"], row[f"{phase}_p50_ms"] = min(values), statistics.median(values)
-        merged[variant] = row
-    if "floor" in merged:
-        for row in merged.values():
-            for stat in ("min", "p50"):
-                sync = row[f"early_{stat}_ms"] + row[f"last_{stat}_ms"]
-                row[f"sync_{stat}_ms"] = sync - sum(
-                    merged["floor"][f"{p}_{stat}_ms"] for p in ("early", "last")
-                )
-    merged[variant]["peak_mb"] = max(rank["peak_mb"] for rank in ranks)
+        for variant in ranks[0]["rows"]
+    }
+    merged = {variant: _summary(rounds, windows.get("floor")) for variant, rounds in windows.items()}
+    for row in merged.values():  # of the whole process: means something with a single variant only
+        row["peak_mb"] = max(rank["peak_mb"] for rank in ranks)
     return merged
+
+
+def _summary(rounds: list[dict[str, float]], floor: list[dict[str, float]] | None) -> dict[str, float]:
+    row = {}
+    for phase in rounds[0]:
+        values = [window[phase] * 1e3 for window in rounds]
+        row[f"{phase}_min_ms"], row[f"{phase}_p50_ms"] = min(values), statistics.median(values)
+    if floor is not None:
+        for phase in ("early", "window"):
+            ratios = [mine[phase] / theirs[phase] for mine, theirs in zip(rounds, floor, strict=True)]
+            row[f"{phase}_x_floor"] = statistics.median(ratios)
+        extra = [
+            sum(mine[p] - theirs[p] for p in ("early", "last")) * 1e3
+            for mine, theirs in zip(rounds, floor, strict=True)
+        ]
+        row["sync_p50_ms"] = statistics.median(extra)
+    return row
 
 
 def _memory(case: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -199,15 +213,8 @@ def _memory(case: str, options: argparse.Namespace) -> dict[str, dict[str, float
 
 def _print(case: str, rows: dict[str, dict[str, float]], memory: bool) -> None:
     print(f"\r{case:40}")
-    columns = (
-        ["peak_mb"]
-        if memory
-        else [
-            f"{phase}_{stat}_ms"
-            for phase in ("window", "early", "last", "sync", "epilogue", "optimizer")
-            for stat in ("min", "p50")
-        ]
-    )
+    times = [f"{phase}_{stat}_ms" for phase in PHASES for stat in ("min", "p50")]
+    columns = ["peak_mb"] if memory else [*times, "sync_p50_ms", "early_x_floor", "window_x_floor"]
     print(f"{'variant':20}" + "".join(f"{c.removesuffix('_ms'):>14}" for c in columns))
     for variant, row in rows.items():
         print(f"{variant:20}" + "".join(f"{row.get(c, float('nan')):14.2f}" for c in columns))

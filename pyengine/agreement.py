@@ -3,13 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pyengine._pointers import DTYPE_CODES
+from pyengine.accumulator import KINDS
 from pyengine.layout import ParamSpec, first_difference
+from pyengine.window import check_accumulate
+from pyengine.wire import Wire
+
+NONFINITE_POLICIES = ("skip", "raise")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments that `GradSync` and `attach` share."""
+
+    accumulate: int
+    wire: Wire
+    accumulator: str
+    nonfinite: str
+    bucket_cap_mb: float = 25
+
+    def shared(self) -> str:
+        """Describe what has to be equal on every rank (micro-batches a window need not be)."""
+        return f"wire={self.wire}, accumulator={self.accumulator!r}, nonfinite={self.nonfinite!r}, " + (
+            f"bucket_cap_mb={self.bucket_cap_mb}"
+        )
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the values."""
+        found = check_accumulate(self.accumulate)
+        if self.accumulator not in KINDS:
+            found.append(f"accumulator={self.accumulator!r}: need one of {', '.join(map(repr, KINDS))}")
+        if self.nonfinite not in NONFINITE_POLICIES:
+            found.append(
+                f"nonfinite={self.nonfinite!r}: need one of {', '.join(map(repr, NONFINITE_POLICIES))}"
+            )
+        if not self.bucket_cap_mb > 0:
+            found.append(
+                f"bucket_cap_mb={self.bucket_cap_mb}: need a size above 0, in MiB; 25 is a good start"
+            )
+        return found
 
 
 def agree(comm: Any, specs: Sequence[ParamSpec], settings: str, problems: Sequence[str]) -> None:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+from pyengine.carry import Carry
 from pyengine.comm import Local, TorchDist
 from pyengine.header import Count, Header, LocalWindow, Totals
 from pyengine.norm import FinalPass, GradScaler
 from pyengine.record import Clock
 from pyengine.reducer import Reducer
-from pyengine.report import RankFindings, describe, nonfinite_params
+from pyengine.verdict import check_agreement, why_not_finite
 from pyengine.window import State, Window
-
-NONFINITE_POLICIES = ("skip", "raise")
 
 
 class Engine:
@@ -38,7 +37,7 @@ class Engine:
         self.clock = Clock()
         self.scaler: GradScaler | None = None
         self.steps_taken = 0
-        self._carry: list[Tensor | None] | None = None
+        self._carry: Carry | None = None
         self._is_handed_over = False
         self._reset()
 
@@ -96,18 +95,19 @@ class Engine:
                 f"({self.window.done} of {self.window.accumulate} backwards done). "
                 "Finish the window, or call sync.flush() to end it here"
             )
+        if self._failure is not None:
+            raise self._failure
         if self.totals is not None:
             return self.totals
         assert self._header is not None
         with self.clock.phase("exposed_sync"):
             self.reducer.finish(self._header, self.final)
             self.totals = self._header.totals()
-        self._agree(self.totals)
-        if self.scaler is not None:
-            self.final.multiply(self.scaler.inv_scale())
-        self._judge(self.totals)
-        if self._carry is not None:
-            self._add_carry()
+        try:
+            self._conclude(self.totals)
+        except (ValueError, RuntimeError, FloatingPointError) as error:
+            self._failure = error  # the window stays unusable, however often it is asked for
+            raise
         return self.totals
 
     def write(self) -> None:
@@ -154,7 +154,10 @@ class Engine:
         for the reductions it owes the others.
         """
         if self.window.state is State.SYNCED and self.totals is None:
-            self.finish()
+            with suppress(
+                ValueError, FloatingPointError
+            ):  # the others hear of it; here the window goes anyway
+                self.finish()
         self.drop()
 
     def drop(self) -> None:
@@ -173,6 +176,7 @@ class Engine:
         self._more = False
         self._has_begun = False
         self._gave_up = ""
+        self._failure: Exception | None = None
         self.final.reset()
 
     def _begin(self) -> None:
@@ -181,18 +185,18 @@ class Engine:
         self.clock.restart()
         self.traffic_before = (self.comm.traffic.collectives, self.comm.traffic.bytes_sent)
         if self._is_handed_over:
-            grads = [p.grad for p in self.reducer.params]
-            self._carry = (
-                [g if g is None else g.clone() for g in grads] if any(g is not None for g in grads) else None
-            )
+            if any(param.grad is not None for param in self.reducer.params):
+                self._carry = Carry(self.reducer.params)
             self._is_handed_over = False
         self.reducer.begin()
         self._has_begun = True
 
     def _send(self, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
         self.reducer.before_header()
-        position = (self.window.index, self.steps_taken)
-        self._header = Header(self.comm, self.device, local=self._local, position=position, more=self._more)
+        self._position = (self.window.index, self.steps_taken)
+        self._header = Header(
+            self.comm, self.device, local=self._local, position=self._position, more=self._more
+        )
         self.window.state = State.SYNCED
         try:
             self.reducer.reduce(self._header, backward, loss)
@@ -201,47 +205,24 @@ class Engine:
             self.reducer.give_up(self._header)
             raise
 
-    def _agree(self, totals: Totals) -> None:
-        if totals.steps_differ or totals.optimizer_steps_differ:
-            positions = self.comm.all_gather_object((self.window.index, self.steps_taken))
-            places = "; ".join(f"rank {r}: {w} windows, {s} steps" for r, (w, s) in enumerate(positions))
-            raise RuntimeError(
-                f"ranks are not at the same place ({places}): some rank abandoned a window that was already reduced, "
-                "or stepped without the others. Restore all ranks from one checkpoint"
-            )
-        if totals.invalid_counts:
-            problems = self.comm.all_gather_object(self._local.problems())
-            places = "; ".join(f"rank {r}: {text}" for r, texts in enumerate(problems) for text in texts)
-            raise ValueError(
-                f"{places}: count must be finite and not negative (0 leaves a micro-batch out of the divisor). "
-                "Nothing was stepped; call sync.abandon() and go on"
-            )
+    def _conclude(self, totals: Totals) -> None:
+        check_agreement(totals, self.comm, position=self._position, local=self._local)
+        if self.scaler is not None:
+            self.final.multiply(self.scaler.inv_scale())
+        if self._carry is not None:
+            self.write()
+            self.final.replace_norm(self._carry.add())
+            self._carry = None
+        self._judge(totals)
 
     def _judge(self, totals: Totals) -> None:
+        """Skip, or under the policy `raise` refuse, a window with nothing to average or with inf or nan in it."""
         if totals.count == 0:
             self.final.found_inf = torch.ones_like(self.final.found_inf)
             self.reason = "count is 0 on every rank: nothing to average over"
         elif bool(self.final.found_inf):
-            self.reason = self._report()
+            self.reason = why_not_finite(
+                self.final.nonfinite, self.comm, self.reducer, local=self._local, gave_up=self._gave_up
+            )
             if self.nonfinite == "raise":
                 raise FloatingPointError(f"window {self.window.index}: {self.reason}")
-
-    def _report(self) -> str:
-        params = nonfinite_params(self.final.nonfinite)
-        mine = RankFindings(
-            self._gave_up, self._local.nonfinite_losses(), [self.reducer.blame(param) for param in params]
-        )
-        findings: list[Any] = self.comm.all_gather_object(mine)
-        return describe([self.reducer.names[param] for param in params], findings)
-
-    def _add_carry(self) -> None:
-        assert self._carry is not None
-        carry, self._carry = self._carry, None
-        self.write()
-        for param, kept in zip(self.reducer.params, carry, strict=True):
-            if kept is not None and param.grad is not None:
-                param.grad.add_(kept)
-            elif kept is not None:
-                param.grad = kept
-        norms = [p.grad.double().norm() for p in self.reducer.params if p.grad is not None]
-        self.final.replace_norm(torch.stack(norms).norm())

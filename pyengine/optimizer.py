@@ -1,10 +1,13 @@
-"""An optimizer for loops that call step and zero_grad on every micro-batch."""
+"""Optimizers beside an engine: whose parameters it reduces, and loops that step on every micro-batch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn import Parameter
 
 
 class _Steps(Protocol):
@@ -40,3 +43,32 @@ class WindowOptimizer:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
+
+
+class Ownership:
+    """Knows which parameters an engine reduces, and refuses to step others.
+
+    Args:
+        params: the engine's parameters.
+    """
+
+    def __init__(self, params: Sequence[Parameter]) -> None:
+        self._known = {id(param) for param in params if param.requires_grad}
+        self._foreign: WeakKeyDictionary[Any, tuple[int, list[Parameter]]] = WeakKeyDictionary()
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError if a parameter that no bucket holds has a gradient.
+
+        An optimizer's parameters are looked through again when there are more of them.
+        """
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        size, foreign = self._foreign.get(optimizer, (-1, []))
+        if size != len(params):
+            foreign = [param for param in params if id(param) not in self._known]
+            self._foreign[optimizer] = len(params), foreign
+        for param in foreign:
+            if param.grad is not None:
+                raise ValueError(
+                    f"optimizer has a parameter of shape {list(param.shape)} with a gradient that this engine does "
+                    "not reduce (added or unfrozen after it was made): make the GradSync after the model is complete"
+                )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -64,3 +65,17 @@ class Clock:
     def elapsed(self) -> float:
         """Return the seconds since the window began."""
         return time.perf_counter() - self._start
+
+
+class Recorder:
+    """Hands a record of every step to callbacks."""
+
+    def __init__(self) -> None:
+        self.callbacks: list[Callable[[StepRecord], None]] = []
+
+    def emit(self, **fields: Any) -> None:
+        """Build the record, if anybody listens, and call everyone in the order of registration."""
+        if self.callbacks:
+            record = StepRecord(**fields)
+            for callback in self.callbacks:
+                callback(record)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from pyengine.accumulator import BucketAccumulator, Fp32Bucket, NativeBucket
 from pyengine.header import Header
 from pyengine.layout import Bucket, ParamSpec, backward_order, build
 from pyengine.norm import FinalPass
+from pyengine.watch import Watch
 from pyengine.wire import Wire, Work
 
 
@@ -73,37 +75,18 @@ class Storage:
 
 
 class _Transfer:
-    """One bucket under way: which slots the running backward has delivered, and its reduction.
+    """One bucket under way: whether the running backward has completed it, and its reduction."""
 
-    Watching every parameter would cost a hook each. One hook is enough: it sits on a parameter that has not arrived;
-    when that arrives the hook moves to another missing one, and when none is missing the bucket is complete. Slots lie
-    in the order of the backward, so the last slot is watched first and the hook hardly ever moves.
-    """
-
-    def __init__(self, bucket: BucketAccumulator) -> None:
+    def __init__(self, bucket: BucketAccumulator, on_complete: Callable[[], None]) -> None:
         self.bucket = bucket
         self.work: Work | None = None
         self.is_complete = False
-        self._missing = len(bucket.params) - 1
-        self._hook: Any = None
+        self._on_complete = on_complete
+        self.watch = Watch(bucket.params, bucket.has_arrived, self._complete)
 
-    def watch(self, on_complete: Callable[[], None]) -> None:
-        """Call `on_complete` from the backward once every gradient of the bucket has arrived."""
-        while self._missing >= 0 and self.bucket.has_arrived(self._missing):
-            self._missing -= 1
-        self.unwatch()
-        if self._missing < 0:
-            self.is_complete = True
-            on_complete()
-            return
-        param = self.bucket.params[self._missing]
-        self._hook = param.register_post_accumulate_grad_hook(lambda _: self.watch(on_complete))
-
-    def unwatch(self) -> None:
-        """Take the hook off."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+    def _complete(self) -> None:
+        self.is_complete = True
+        self._on_complete()
 
 
 class BucketReducer:
@@ -171,18 +154,20 @@ class BucketReducer:
         """Do nothing: no other collective exists."""
 
     def add(self, micro_batch: int, backward: Callable[[], None]) -> None:
-        """Run an earlier backward with nothing on the parameters, then take in what it left."""
-        backward()
+        """Run an earlier backward and take its gradients in: narrow ones while they are hot, if the sum is wider."""
+        with _watching([watch for bucket in self._buckets for watch in bucket.watches]):
+            backward()
         for bucket in self._buckets:
             bucket.add(micro_batch)
 
     def reduce(self, header: Header, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
         """Start every bucket's reduction, each as soon as the running backward has completed it."""
         del loss
-        self._transfers = [_Transfer(bucket) for bucket in self._buckets]
+        ready = partial(self._launch_ready, header)
+        self._transfers = [_Transfer(bucket, ready) for bucket in self._buckets]
         self._next = 0
         if backward is not None:
-            self._overlap(header, backward)
+            self._overlap(backward)
         self._launch_rest(header, poison=False)
         if self._observed is None:
             self._observed = backward_order(self._specs)  # a window without a backward tells nothing
@@ -214,18 +199,15 @@ class BucketReducer:
         bucket, position = self._place[param]
         return bucket.blame(position)
 
-    def _overlap(self, header: Header, backward: Callable[[], None]) -> None:
+    def _overlap(self, backward: Callable[[], None]) -> None:
         """Run the last backward and start each bucket from inside it."""
         hooks = self._observe() if self._observed is None and not self._order_is_settled else []
         for bucket in self._buckets:
             bucket.arm()
         try:
-            for transfer in self._transfers:
-                transfer.watch(partial(self._launch_ready, header))
-            backward()
+            with _watching([transfer.watch for transfer in self._transfers]):
+                backward()
         finally:
-            for transfer in self._transfers:
-                transfer.unwatch()
             for hook in hooks:
                 hook.remove()
 
@@ -269,3 +251,15 @@ class BucketReducer:
         flat = transfer.bucket.to_wire(inv_count, poison=poison)
         transfer.work = self._wire.all_reduce_(flat, self._comm)
         self._next += 1
+
+
+@contextmanager
+def _watching(watches: Sequence[Watch]) -> Iterator[None]:
+    """Watch during the body, a backward."""
+    try:
+        for watch in watches:
+            watch.start()
+        yield
+    finally:
+        for watch in watches:
+            watch.stop()

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pyengine.accumulator import KINDS
-from pyengine.agreement import agree, problems_of, sparse_modules
+from pyengine.agreement import Settings, agree, problems_of, sparse_modules
 from pyengine.comm import comm_for
 from pyengine.ddp import DDPReducer
-from pyengine.engine import NONFINITE_POLICIES, Engine
+from pyengine.engine import Engine
 from pyengine.header import Count
 from pyengine.hook import HookState
 from pyengine.layout import Layout, ParamSpec
 from pyengine.norm import GradScaler, apply_optimizer
-from pyengine.optimizer import WindowOptimizer
-from pyengine.record import StepRecord
+from pyengine.optimizer import Ownership, WindowOptimizer
+from pyengine.record import Recorder, StepRecord
 from pyengine.reducer import BucketReducer, Storage
-from pyengine.window import State, check_accumulate
+from pyengine.window import State
 from pyengine.wire import FP32, Wire
 
 Batch = TypeVar("Batch")
@@ -45,9 +42,8 @@ class Sync:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._callbacks: list[Callable[[StepRecord], None]] = []
-        self._known = {id(p) for p in engine.reducer.params if p.requires_grad}
-        self._foreign: WeakKeyDictionary[Any, tuple[int, list[nn.Parameter]]] = WeakKeyDictionary()
+        self._recorder = Recorder()
+        self._ownership = Ownership(engine.reducer.params)
 
     @property
     def is_sync_step(self) -> bool:
@@ -182,7 +178,7 @@ class Sync:
         """
         engine = self._engine
         engine.finish()
-        self._check_params(optimizer)
+        self._ownership.check(optimizer)
         first = not engine.is_used
         if engine.scaler is not None and first:
             engine.scaler.unscale_(optimizer)
@@ -208,7 +204,7 @@ class Sync:
 
     def on_step(self, callback: Callable[[StepRecord], None]) -> Callable[[StepRecord], None]:
         """Call `callback(record)` after every optimizer step; usable as a decorator."""
-        self._callbacks.append(callback)
+        self._recorder.callbacks.append(callback)
         return callback
 
     def _micro_batches(self, source: _Lookahead[Batch]) -> Iterator[Batch]:
@@ -221,27 +217,11 @@ class Sync:
             yield batch
         self._engine.exhaust()
 
-    def _check_params(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse gradients that no bucket holds; parameters of an optimizer are compared again when there are more."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        size, foreign = self._foreign.get(optimizer, (-1, []))
-        if size != len(params):
-            foreign = [param for param in params if id(param) not in self._known]
-            self._foreign[optimizer] = len(params), foreign
-        for param in foreign:
-            if param.grad is not None:
-                raise ValueError(
-                    f"optimizer has a parameter of shape {list(param.shape)} with a gradient that this engine does "
-                    "not reduce (added or unfrozen after it was made): make the GradSync after the model is complete"
-                )
-
     def _report(self, norm: Tensor, stepped: bool) -> None:
-        if not self._callbacks:
-            return
         engine, clock = self._engine, self._engine.clock
         totals = engine.finish()
         collectives, sent = engine.traffic_before
-        record = StepRecord(
+        self._recorder.emit(
             step=engine.window.index,
             micro_batches=totals.micro_batches,
             count=totals.count,
@@ -255,40 +235,6 @@ class Sync:
             exposed_sync_s=clock.seconds["exposed_sync"],
             step_s=clock.elapsed(),
         )
-        for callback in self._callbacks:
-            callback(record)
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """The arguments that `GradSync` and `attach` share."""
-
-    accumulate: int
-    wire: Wire
-    accumulator: str
-    nonfinite: str
-    bucket_cap_mb: float = 25
-
-    def shared(self) -> str:
-        """Describe what has to be equal on every rank (micro-batches a window need not be)."""
-        return f"wire={self.wire}, accumulator={self.accumulator!r}, nonfinite={self.nonfinite!r}, " + (
-            f"bucket_cap_mb={self.bucket_cap_mb}"
-        )
-
-    def problems(self) -> list[str]:
-        """Say what is wrong with the values."""
-        found = check_accumulate(self.accumulate)
-        if self.accumulator not in KINDS:
-            found.append(f"accumulator={self.accumulator!r}: need one of {', '.join(map(repr, KINDS))}")
-        if self.nonfinite not in NONFINITE_POLICIES:
-            found.append(
-                f"nonfinite={self.nonfinite!r}: need one of {', '.join(map(repr, NONFINITE_POLICIES))}"
-            )
-        if not self.bucket_cap_mb > 0:
-            found.append(
-                f"bucket_cap_mb={self.bucket_cap_mb}: need a size above 0, in MiB; 25 is a good start"
-            )
-        return found
 
 
 class GradSync(Sync):
@@ -328,7 +274,7 @@ class GradSync(Sync):
         params = [param for _, param in named]
         comm = comm_for(params[0].device, group)
         specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
-        settings = _Settings(accumulate, wire, accumulator, nonfinite, bucket_cap_mb)
+        settings = Settings(accumulate, wire, accumulator, nonfinite, bucket_cap_mb)
         agree(comm, specs, settings.shared(), [*settings.problems(), *problems_of(named)])
         comm.broadcast_([*params, *buffers])
         storage = Storage(wire, accumulator, watch=nonfinite == "raise")
@@ -373,7 +319,7 @@ def attach(
     state = HookState(wire=wire, group=ddp_model.process_group)
     named = list(ddp_model.module.named_parameters())
     specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
-    settings = _Settings(accumulate, wire, accumulator, nonfinite)
+    settings = Settings(accumulate, wire, accumulator, nonfinite)
     agree(
         state.comm,
         specs,

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine._ops import BucketPlan
-from pyengine._pointers import Pointers
 from pyengine.layout import Bucket
 from pyengine.norm import FinalPass
+from pyengine.watch import Watch
 
 
 class BucketAccumulator(Protocol):
@@ -23,6 +23,7 @@ class BucketAccumulator(Protocol):
     """
 
     params: Sequence[Parameter]
+    watches: Sequence[Watch]  # to be run during every earlier backward
 
     def begin(self) -> None:
         """Start a window with a sum of zero."""
@@ -62,7 +63,6 @@ class BucketBase:
         self.bucket = bucket
         self.params = list(params)
         self.plan = BucketPlan([s.offset for s in bucket.slots], [s.numel for s in bucket.slots])
-        self._is_contiguous = all(param.is_contiguous() for param in params)
         self.one = torch.ones((), device=device)
         self._registration = torch.tensor([s.param for s in bucket.slots], device=device)
         self._sumsq = torch.zeros(len(params), dtype=torch.float64, device=device)
@@ -80,15 +80,6 @@ class BucketBase:
         for index in fused:
             self.params[index].grad_added_to_main_grad = False
         return fused
-
-    def gather(self, grads: Sequence[Tensor | None]) -> Pointers:
-        """Return gradients in slot order; the core checks a thousand in 25 µs, so only odd ones are looked at here."""
-        if self._is_contiguous:
-            try:
-                return self.plan.pointers(grads)
-            except ValueError:  # some gradient is sparse or strided
-                pass
-        return self.plan.pointers([slot_gradient(param) for param in self.params])
 
     def slots(self, flat: Tensor) -> list[Tensor]:
         """Return the slots of a flat buffer, 1-D, in storage order."""

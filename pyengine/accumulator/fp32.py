@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,17 +11,22 @@ from torch.nn import Parameter
 
 from pyengine._pointers import Pointers
 from pyengine.accumulator.base import BucketBase
+from pyengine.accumulator.group import Group, cut
 from pyengine.layout import Bucket
 from pyengine.norm import FinalPass
+from pyengine.watch import Watch
 from pyengine.wire import Wire
 
 
 class Fp32Bucket(BucketBase):
-    """A bucket of narrow parameters summed in fp32 by one fused call a micro-batch.
+    """A bucket of narrow parameters summed in fp32 by fused calls.
 
     Bytes an element: 6 in the first micro-batch (stored, no zero pass), 10 in later ones; with a narrow wire the last
     one sums, scales, casts and checks in a single pass of 8. `.grad` ends as views of a buffer of the parameters' type:
     the wire buffer itself where the types agree.
+
+    In earlier micro-batches gradients are taken in about a megabyte at a time, from inside the backward, and released:
+    they are still in the cache, and no second set of gradients ever exists.
     """
 
     in_place = False
@@ -37,6 +43,11 @@ class Fp32Bucket(BucketBase):
         self._grads = self.views(self._result)
         self._flagged: list[Tensor] = []
         self._has_fused = False
+        self._whole = Group(bucket, params, range(len(params)))
+        self._groups = [Group(bucket, params, slots) for slots in cut(bucket)]
+        self.watches = [
+            Watch(group.params, group.has_arrived, partial(self._take, group)) for group in self._groups
+        ]
         for param, main_grad in zip(self.params, self.views(self._sum), strict=True):
             param.main_grad = main_grad
 
@@ -45,18 +56,19 @@ class Fp32Bucket(BucketBase):
         for param in self.params:
             param.grad = None
         self._used = [False] * len(self.params)
-        self._all_used = False
-        self._flagged = []
-        self._is_first = not self._has_fused
-        if not self._is_first:
+        self._flagged = [torch.zeros_like(self._nonfinite)]
+        self._set_first(not self._has_fused)
+        if self._has_fused:
             self._sum.zero_()  # a layer that writes main_grad itself needs a sum to add to
 
     def add(self, micro_batch: int) -> None:
-        """Add an earlier micro-batch's gradients and release them: 6 bytes an element first, then 10."""
+        """Take in what the backward left: groups that never became complete, and layers that wrote main_grad."""
         del micro_batch
-        grads = self._collect()
-        self.plan.accumulate_(self._sum, grads, self.one, first=self._is_first, nonfinite=self._new_flags())
-        self._is_first = False
+        self._find_fused()
+        for group in self._groups:
+            if group.is_first or any(param.grad is not None for param in group.params):
+                self._take(group)
+        self._flagged.append(torch.zeros_like(self._nonfinite))
 
     def arm(self) -> None:
         """Do nothing: a gradient that is there has arrived."""
@@ -67,8 +79,9 @@ class Fp32Bucket(BucketBase):
 
     def to_wire(self, inv_count: Tensor | None, *, poison: bool) -> Tensor:
         """Add the last gradients; with a narrow wire also scale, cast and check in the same pass."""
-        grads = self._collect()
-        first, flags = self._is_first, self._new_flags()
+        self._find_fused()
+        grads = self._collect(self._whole)
+        first, flags = self._groups[0].is_first, self._flagged[-1]
         if self._wire is self._sum:
             self.plan.accumulate_(self._sum, grads, self.one, first=first, nonfinite=flags)
         else:
@@ -76,7 +89,7 @@ class Fp32Bucket(BucketBase):
             self.plan.accumulate_cast_(
                 self._wire, self._sum, grads, self.one, scale, first=first, nonfinite=flags
             )
-        self._is_first = False
+        self._set_first(False)
         self.write_used(self._wire, self._used, poison=poison)
         return self._wire
 
@@ -96,21 +109,30 @@ class Fp32Bucket(BucketBase):
         """Return the micro-batches whose gradient was not finite, from the flags of the fused kernels."""
         return [index for index, flags in enumerate(self._flagged) if flags[slot]]
 
-    def _collect(self) -> Pointers:
-        """Take the gradients off the parameters."""
-        for index in self.take_fused():
-            self._has_fused = self._used[index] = True
-            self._is_first = False
-            self.params[index].grad = None
-        grads = [param.grad for param in self.params]
-        if not self._all_used:
-            self._used = [used or grad is not None for used, grad in zip(self._used, grads, strict=True)]
-            self._all_used = all(self._used)
-        pointers = self.gather(grads)
-        for param in self.params:
+    def _take(self, group: Group) -> None:
+        """Add a group's gradients to the sum and release them: 6 bytes an element first, then 10."""
+        grads = self._collect(group)
+        flags = self._flagged[-1][group.start : group.stop]
+        group.plan.accumulate_(self._sum, grads, self.one, first=group.is_first, nonfinite=flags)
+        group.is_first = False
+
+    def _collect(self, group: Group) -> Pointers:
+        """Take a group's gradients off its parameters."""
+        grads = [param.grad for param in group.params]
+        for index, grad in enumerate(grads, start=group.start):
+            if grad is not None:
+                self._used[index] = True
+        pointers = group.gather(grads)
+        for param in group.params:
             param.grad = None
         return pointers
 
-    def _new_flags(self) -> Tensor:
-        self._flagged.append(torch.zeros_like(self._nonfinite))
-        return self._flagged[-1]
+    def _find_fused(self) -> None:
+        for index in self.take_fused():
+            self._has_fused = self._used[index] = True
+            self.params[index].grad = None
+            self._set_first(False)  # the sum was zero, and now holds what the layer wrote
+
+    def _set_first(self, is_first: bool) -> None:
+        for group in self._groups:
+            group.is_first = is_first

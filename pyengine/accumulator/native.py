@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.accumulator.base import BucketBase
+from pyengine.accumulator.group import Group, cut
 from pyengine.layout import Bucket
 from pyengine.norm import FinalPass
+from pyengine.watch import Watch
 from pyengine.wire import Wire
 
 
 class NativeBucket(BucketBase):
     """A bucket whose sum has the parameters' own type.
 
-    The flat buffer is reduced in place when the wire has the same type; otherwise it is cast into a wire buffer (1/count
-    folded in) and back. Cost before the reduction: 0 bytes an element in place, read + write once with a cast.
+    The first micro-batch's gradients are stored about a megabyte at a time, from inside the backward: no zero pass, and
+    they are still in the cache. From then on `.grad` views the sum and autograd adds in place. The sum is reduced in
+    place when the wire has the same type; otherwise it is cast into a wire buffer (1/count folded in) and back.
 
     Args:
         watch: check every micro-batch for non-finite gradients, so that a report can name it: one more read each.
@@ -35,49 +39,60 @@ class NativeBucket(BucketBase):
         self._wire = self._sum if self.in_place else self.allocate(wire.dtype)
         self._wire_slots = self.plan.pointers(self.slots(self._wire))
         self._watched: list[Tensor] | None = [] if watch else None
-        self._is_clean = True
+        self._has_fused = False
+        self._groups = [Group(bucket, params, slots) for slots in cut(bucket)]
+        self._stores = [
+            Watch(group.params, group.has_arrived, partial(self._store, group)) for group in self._groups
+        ]
         for param, grad in zip(self.params, self._grads, strict=True):
             param.main_grad = grad
 
+    @property
+    def watches(self) -> Sequence[Watch]:
+        """Watch for the first micro-batch's gradients; later ones are added by autograd."""
+        return self._stores if self._is_first else ()
+
     def begin(self) -> None:
-        """Start a window with a sum of zero: one write of the bucket, none the first time."""
-        if not self._is_clean:
-            self._sum.zero_()
-        for param, grad in zip(self.params, self._grads, strict=True):
-            if param.grad is not grad:
-                param.grad = grad
-        self._is_clean = False
+        """Start a window: let autograd make fresh gradients, which are stored over the old sum."""
+        for param in self.params:
+            param.grad = None
+        self._is_first = True
+        for group in self._groups:
+            group.is_first = True
+        if self._has_fused:
+            self._sum.zero_()  # a layer that writes main_grad itself needs a sum to add to
+        self._used = [False] * len(self.params)
         self._begun = self._versions()
         if self._watched is not None:
             self._watched = []
 
     def add(self, micro_batch: int) -> None:
-        """Do nothing but watch: autograd has added already."""
+        """Store what the first backward left; later ones have been added by autograd already."""
         del micro_batch
-        if self._watched is None:
-            return
-        self._gather()
-        flags = torch.zeros_like(self._nonfinite)
-        self.plan.unscale_norm(self._slots, None, self.one, sumsq=self._sumsq, nonfinite=flags)
-        self._watched.append(flags)
+        if self._is_first or self._watched is not None:
+            self._settle()
+            self._look()
 
     def arm(self) -> None:
         """Note the version of every slot; autograd's in-place add raises it."""
-        self._gather()
-        self._armed = self._versions()
+        if not self._is_first:
+            self._settle()
+            self._armed = self._versions()
 
     def has_arrived(self, slot: int) -> bool:
-        """Whether the armed backward has added to this slot."""
+        """Whether the armed backward has delivered this slot's gradient."""
+        if self._is_first:
+            return self.params[slot].grad is not None
         return self._grads[slot]._version != self._armed[slot]
 
     def to_wire(self, inv_count: Tensor | None, *, poison: bool) -> Tensor:
         """Return the sum, cast to the wire with `inv_count` folded in if the wire is another buffer."""
-        self._gather()
-        if self._watched is not None:
-            self.add(len(self._watched))
-        self._used = [begun != grad._version for begun, grad in zip(self._begun, self._grads, strict=True)]
-        for index in self.take_fused():
-            self._used[index] = True
+        self._settle()
+        self._look()
+        self._used = [
+            used or begun != grad._version
+            for used, begun, grad in zip(self._used, self._begun, self._grads, strict=True)
+        ]
         if not self.in_place:
             scale = self.one if inv_count is None else inv_count
             self.plan.pack_(self._wire, self._slots, scale)
@@ -108,8 +123,39 @@ class NativeBucket(BucketBase):
     def _versions(self) -> list[int]:
         return [grad._version for grad in self._grads]
 
-    def _gather(self) -> None:
-        """Bring gradients that somebody put beside the buffer (zero_grad, create_graph, a new tensor) back into it."""
+    def _look(self) -> None:
+        """Note which slots are not finite after this micro-batch, if they are watched."""
+        if self._watched is not None:
+            flags = torch.zeros_like(self._nonfinite)
+            self.plan.unscale_norm(self._slots, None, self.one, sumsq=self._sumsq, nonfinite=flags)
+            self._watched.append(flags)
+
+    def _settle(self) -> None:
+        """Bring every gradient into the sum, wherever it lies, and let `.grad` view the sum."""
+        for index in self.take_fused():
+            self._has_fused = self._used[index] = True
+            self.params[index].grad = self._grads[index]  # in the sum already: stored onto itself
+        if self._is_first:
+            for group in self._groups:
+                if group.is_first:
+                    self._store(group)
+            self._is_first = False
+        else:
+            self._bring_back()
+
+    def _store(self, group: Group) -> None:
+        """Write a group's first gradients over the old sum: a read and a write an element."""
+        grads = [param.grad for param in group.params]
+        for index, grad in enumerate(grads, start=group.start):
+            if grad is not None:
+                self._used[index] = True
+        group.plan.pack_(self._sum, group.gather(grads), self.one)
+        for param, view in zip(group.params, self._grads[group.start : group.stop], strict=True):
+            param.grad = view
+        group.is_first = False
+
+    def _bring_back(self) -> None:
+        """Take in gradients that somebody put beside the sum (zero_grad, create_graph, a new tensor)."""
         grads = [param.grad for param in self.params]
         for param, grad, view in zip(self.params, grads, self._grads, strict=True):
             if grad is view:

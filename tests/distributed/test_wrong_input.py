@@ -82,6 +82,22 @@ def test_a_bad_count_on_one_rank_raises_on_all_and_the_engine_goes_on(ranks, kin
         assert moved > 0
 
 
+def _asks_again() -> list[str]:
+    rank, _ = me()
+    model = nn.Linear(2, 1)
+    sync = pe.GradSync(model, accumulate=1)
+    windows = sync.windows([torch.ones(1, 2)])
+    for x in next(windows):
+        sync.backward(model(x).sum(), count=-1 if rank == 1 else 1)
+        break
+    return [_error(lambda: sync.step(torch.optim.SGD(model.parameters(), lr=1.0))) for _ in range(2)]
+
+
+def test_a_window_with_a_bad_count_stays_refused_however_often_it_is_asked_for(ranks):
+    for first, second in ranks(2).run(_asks_again):
+        assert first == second and "rank 1: count of micro-batch 0 is -1.0" in first
+
+
 def _zero_count(kind: str) -> None:
     rank, world = me()
     model = Integers(torch.float32)

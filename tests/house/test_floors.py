@@ -12,10 +12,22 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "pyengine"
 FLOORS = [
     {"_core", "_native", "_pointers", "_ops", "_reference", "trace"},
-    {"layout", "window", "record"},
+    {"layout", "window", "record", "watch"},
     {"accumulator", "norm", "wire"},
     {"comm"},
-    {"header", "report", "agreement", "reducer", "hook", "ddp", "engine", "optimizer", "sync"},
+    {
+        "header",
+        "report",
+        "agreement",
+        "carry",
+        "verdict",
+        "reducer",
+        "hook",
+        "ddp",
+        "engine",
+        "optimizer",
+        "sync",
+    },
     {"launch", "cli", "__main__", "__init__"},
 ]
 LATE = {"comm/__init__.py", "cli/main.py", "_native.py"}  # _native: the extension may be absent
