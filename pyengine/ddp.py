@@ -99,7 +99,7 @@ class DDPReducer:
         if backward is None:
             self._reduce_all()
             return
-        self._before = [(p.grad, None if p.grad is None else p.grad._version) for p in self.params]
+        self._before = [_place(param) for param in self.params]
         self._expect(loss)
         backward()
         self._complete()
@@ -149,11 +149,8 @@ class DDPReducer:
         assert self._reduction is not None
         if self._reduction.is_complete:
             return
-        missing = [
-            p
-            for p, (grad, version) in zip(self.params, self._before, strict=True)
-            if p.grad is grad and (grad is None or grad._version == version)
-        ]
+        places = zip(self.params, self._before, strict=True)
+        missing = [param for param, before in places if _place(param) == before]
         if missing:
             _Zeros.apply(*missing).backward()
 
@@ -272,6 +269,12 @@ class _Sum:
     def _new_flags(self) -> Tensor:
         self.flagged.append(torch.zeros(len(self.params), dtype=torch.uint8, device=self._flat.device))
         return self.flagged[-1]
+
+
+def _place(param: Parameter) -> tuple[int, int] | None:
+    """Describe the state of a gradient, without keeping it alive: a backward changes its version or its place."""
+    grad = param.grad
+    return None if grad is None else (grad.data_ptr(), grad._version)
 
 
 class _Zeros(torch.autograd.Function):

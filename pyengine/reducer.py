@@ -231,7 +231,9 @@ class BucketReducer:
         order = [*order, *(index for index in expected if index not in seen)]
         if order != expected:
             for param in self.params:
-                param.grad = None
+                param.grad = param.main_grad = (
+                    None  # views of the old buffers, which must go before new ones come
+                )
             self._lay_out(order)
 
     def _launch_ready(self, header: Header) -> None:
