@@ -77,16 +77,10 @@ class Storage:
 class _Transfer:
     """One bucket under way: whether the running backward has completed it, and its reduction."""
 
-    def __init__(self, bucket: BucketAccumulator, on_complete: Callable[[], None]) -> None:
+    def __init__(self, bucket: BucketAccumulator) -> None:
         self.bucket = bucket
         self.work: Work | None = None
         self.is_complete = False
-        self._on_complete = on_complete
-        self.watch = Watch(bucket.params, bucket.has_arrived, self._complete)
-
-    def _complete(self) -> None:
-        self.is_complete = True
-        self._on_complete()
 
 
 class BucketReducer:
@@ -122,9 +116,9 @@ class BucketReducer:
         self._lay_out(backward_order(specs))
 
     def _lay_out(self, order: Sequence[int]) -> None:
-        self._buckets: list[
-            NativeBucket | Fp32Bucket
-        ] = []  # first, so that the old buffers go before new ones come
+        # Old buffers go before new ones come.
+        self._buckets: list[NativeBucket | Fp32Bucket] = []
+        self._place: dict[int, tuple[BucketAccumulator, int]] = {}
         self._transfers: list[_Transfer] = []
         self._next = 0
         self.layout = build(self._specs, order, cap_bytes=self._cap_bytes, world_size=self._comm.world_size)
@@ -155,7 +149,7 @@ class BucketReducer:
 
     def add(self, micro_batch: int, backward: Callable[[], None]) -> None:
         """Run an earlier backward and take its gradients in: narrow ones while they are hot, if the sum is wider."""
-        with _watching([watch for bucket in self._buckets for watch in bucket.watches]):
+        with _watching([watch for bucket in self._buckets for watch in bucket.watches()]):
             backward()
         for bucket in self._buckets:
             bucket.add(micro_batch)
@@ -163,11 +157,10 @@ class BucketReducer:
     def reduce(self, header: Header, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
         """Start every bucket's reduction, each as soon as the running backward has completed it."""
         del loss
-        ready = partial(self._launch_ready, header)
-        self._transfers = [_Transfer(bucket, ready) for bucket in self._buckets]
+        self._transfers = [_Transfer(bucket) for bucket in self._buckets]
         self._next = 0
         if backward is not None:
-            self._overlap(backward)
+            self._overlap(header, backward)
         self._launch_rest(header, poison=False)
         if self._observed is None:
             self._observed = backward_order(self._specs)  # a window without a backward tells nothing
@@ -199,13 +192,19 @@ class BucketReducer:
         bucket, position = self._place[param]
         return bucket.blame(position)
 
-    def _overlap(self, backward: Callable[[], None]) -> None:
+    def _overlap(self, header: Header, backward: Callable[[], None]) -> None:
         """Run the last backward and start each bucket from inside it."""
         hooks = self._observe() if self._observed is None and not self._order_is_settled else []
         for bucket in self._buckets:
             bucket.arm()
+        watches = [
+            Watch(
+                transfer.bucket.params, transfer.bucket.has_arrived, partial(self._complete, transfer, header)
+            )
+            for transfer in self._transfers
+        ]
         try:
-            with _watching([transfer.watch for transfer in self._transfers]):
+            with _watching(watches):
                 backward()
         finally:
             for hook in hooks:
@@ -235,6 +234,10 @@ class BucketReducer:
                     None  # views of the old buffers, which must go before new ones come
                 )
             self._lay_out(order)
+
+    def _complete(self, transfer: _Transfer, header: Header) -> None:
+        transfer.is_complete = True
+        self._launch_ready(header)
 
     def _launch_ready(self, header: Header) -> None:
         while self._next < len(self._transfers) and self._transfers[self._next].is_complete:

@@ -23,10 +23,12 @@ class BucketAccumulator(Protocol):
     """
 
     params: Sequence[Parameter]
-    watches: Sequence[Watch]  # to be run during every earlier backward
 
     def begin(self) -> None:
         """Start a window with a sum of zero."""
+
+    def watches(self) -> list[Watch]:
+        """Return what is to be watched during the coming earlier backward (not kept: it refers to this bucket)."""
 
     def add(self, micro_batch: int) -> None:
         """Take in the gradients of an earlier micro-batch, whose backward has returned."""

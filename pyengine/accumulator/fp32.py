@@ -45,9 +45,6 @@ class Fp32Bucket(BucketBase):
         self._has_fused = False
         self._whole = Group(bucket, params, range(len(params)))
         self._groups = [Group(bucket, params, slots) for slots in cut(bucket)]
-        self.watches = [
-            Watch(group.params, group.has_arrived, partial(self._take, group)) for group in self._groups
-        ]
         for param, main_grad in zip(self.params, self.views(self._sum), strict=True):
             param.main_grad = main_grad
 
@@ -60,6 +57,10 @@ class Fp32Bucket(BucketBase):
         self._set_first(not self._has_fused)
         if self._has_fused:
             self._sum.zero_()  # a layer that writes main_grad itself needs a sum to add to
+
+    def watches(self) -> list[Watch]:
+        """Watch for the gradients of every group."""
+        return [Watch(group.params, group.has_arrived, partial(self._take, group)) for group in self._groups]
 
     def add(self, micro_batch: int) -> None:
         """Take in what the backward left: groups that never became complete, and layers that wrote main_grad."""

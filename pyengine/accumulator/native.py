@@ -41,16 +41,8 @@ class NativeBucket(BucketBase):
         self._watched: list[Tensor] | None = [] if watch else None
         self._has_fused = False
         self._groups = [Group(bucket, params, slots) for slots in cut(bucket)]
-        self._stores = [
-            Watch(group.params, group.has_arrived, partial(self._store, group)) for group in self._groups
-        ]
         for param, grad in zip(self.params, self._grads, strict=True):
             param.main_grad = grad
-
-    @property
-    def watches(self) -> Sequence[Watch]:
-        """Watch for the first micro-batch's gradients; later ones are added by autograd."""
-        return self._stores if self._is_first else ()
 
     def begin(self) -> None:
         """Start a window: let autograd make fresh gradients, which are stored over the old sum."""
@@ -65,6 +57,12 @@ class NativeBucket(BucketBase):
         self._begun = self._versions()
         if self._watched is not None:
             self._watched = []
+
+    def watches(self) -> list[Watch]:
+        """Watch for the first micro-batch's gradients; later ones are added by autograd."""
+        if not self._is_first:
+            return []
+        return [Watch(group.params, group.has_arrived, partial(self._store, group)) for group in self._groups]
 
     def add(self, micro_batch: int) -> None:
         """Store what the first backward left; later ones have been added by autograd already."""
