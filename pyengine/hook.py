@@ -48,19 +48,15 @@ class HookState:
 
 
 class Mode:
-    """What the hook does with a bucket beyond moving it.
-
-    Attributes:
-        before: 0-dim float32, multiplied in on the way to a wire that folds the count.
-        after: 0-dim float32, multiplied in after the sum; None for nothing.
-    """
-
-    before: Tensor | None = None
-    after: Tensor | None = None
+    """What the hook does with a bucket beyond moving it; this one does nothing."""
 
     def scales(self, wire: Wire) -> tuple[Tensor | None, Tensor | None]:
-        """Return (before, after) for this wire."""
-        raise NotImplementedError
+        """Return what to multiply in before and after the sum: 0-dim float32 tensors, None for nothing.
+
+        `before` is for wires that fold the count, on the way to the wire.
+        """
+        del wire
+        return None, None
 
     def fill(self, bucket: dist.GradBucket, flat: Tensor, scale: Tensor) -> bool:
         """Bring the bucket into `flat`, times `scale`; return False to let the hook do it."""
