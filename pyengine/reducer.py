@@ -148,7 +148,7 @@ class BucketReducer:
         """Do nothing: no other collective exists."""
 
     def add(self, micro_batch: int, backward: Callable[[], None]) -> None:
-        """Run an earlier backward and take its gradients in: narrow ones while they are hot, if the sum is wider."""
+        """Run an earlier backward and take its gradients in, those that need a pass of ours while they are hot."""
         with _watching([watch for bucket in self._buckets for watch in bucket.watches()]):
             backward()
         for bucket in self._buckets:
