@@ -143,8 +143,8 @@ class Engine:
         window.close(completed=window.state is State.SYNCED)
 
     def start_over(self) -> None:
-        """Begin a new loop: a window that an exception left half-way is dropped."""
-        if self.window.state is State.OPEN or self._gave_up:
+        """Begin a new loop: a window that an exception left half-way, or that was refused, is dropped."""
+        if self.window.state is State.OPEN or self._gave_up or self._failure is not None:
             self.abandon()
 
     def abandon(self) -> None:
@@ -154,9 +154,8 @@ class Engine:
         for the reductions it owes the others.
         """
         if self.window.state is State.SYNCED and self.totals is None:
-            with suppress(
-                ValueError, FloatingPointError
-            ):  # the others hear of it; here the window goes anyway
+            # The others hear of what was wrong; here the window goes anyway.
+            with suppress(ValueError, FloatingPointError):
                 self.finish()
         self.drop()
 

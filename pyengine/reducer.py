@@ -132,7 +132,7 @@ class BucketReducer:
         self._defers_count = all(bucket.in_place for bucket in self._buckets)
 
     def open(self) -> None:
-        """Do nothing: sums are cleared by the first backward, so that a zero_grad before it does no harm."""
+        """Do nothing: old sums are overwritten by the first backward, so that a zero_grad before it does no harm."""
 
     def begin(self) -> None:
         """Start the window's first backward with gradients of zero."""
@@ -229,10 +229,9 @@ class BucketReducer:
         seen = set(order)
         order = [*order, *(index for index in expected if index not in seen)]
         if order != expected:
+            # Both view the old buffers, which must go before new ones come.
             for param in self.params:
-                param.grad = param.main_grad = (
-                    None  # views of the old buffers, which must go before new ones come
-                )
+                param.grad = param.main_grad = None
             self._lay_out(order)
 
     def _complete(self, transfer: _Transfer, header: Header) -> None:
