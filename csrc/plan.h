@@ -5,9 +5,16 @@
 
 namespace pyengine {
 
-// Sums of squares are taken block by block from the slot's first element (unscale_norm.cpp), so this number is
-// part of the result: never change it to tune.
+// The order of a sum of squares, which is part of the result (equal bits on every instruction set and on CUDA), so
+// none of these numbers is for tuning. From the slot's first element on:
+//   segment  256 elements: element i adds to double lane i % 16, in order;
+//   block    32 segments: their lanes are added lane by lane, in order; then lanes are added halves onto each other;
+//   slot     block b adds to block lane b % 256, in order; then block lanes are added halves onto each other.
+// Segments are short because a GPU needs many independent chains; sixteen lanes are what CPU registers hold.
+inline constexpr int64_t kSumLanes = 16;
+inline constexpr int64_t kSegmentElements = 256;
 inline constexpr int64_t kBlockElements = 8192;
+inline constexpr int64_t kBlockLanes = 256;
 
 // Part of one slot: two blocks, so that the sums of both run side by side. `begin` counts elements from the
 // slot's first one.
