@@ -17,11 +17,10 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from pyengine._ops import BucketPlan
-from pyengine.accumulator.base import slot_gradient
+from pyengine.accumulator.base import flagged_in, slot_gradient
 from pyengine.header import Header
 from pyengine.hook import HookState, Local, Mode, comm_hook
 from pyengine.norm import FinalPass
-from pyengine.wire import Wire
 
 
 class DDPReducer:
@@ -94,7 +93,7 @@ class DDPReducer:
     def reduce(self, header: Header, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
         """Let DDP reduce its buckets, overlapped with `backward` if there is one."""
         self._needs_bootstrap = False
-        mode = _Reduction(header, self._late(header), self._sums)
+        mode = _Reduction(header, self._sums, defers_count=self._defers_count)
         self._state.mode = self._reduction = mode
         if backward is None:
             self._reduce_all()
@@ -115,28 +114,29 @@ class DDPReducer:
         """Take norm and finite flags of what DDP has put into `.grad`; it has waited already."""
         self._state.mode = Local()
         self._reduction = None
-        for plan, indices, sumsq, nonfinite in self._groups:
-            grads = [slot_gradient(self.params[i]) for i in indices.tolist()]
-            plan.unscale_norm(grads, None, self._one, sumsq=sumsq, nonfinite=nonfinite.zero_())
-            final.sumsq.index_copy_(0, indices, sumsq)
-            final.nonfinite.index_copy_(0, indices, nonfinite)
+        for group in self._groups:
+            group.norm(self._one, final)
         if self._defers_count:
             final.multiply(header.inv_count())
         final.settle()
 
     def scale_(self, scale: Tensor) -> None:
         """Multiply `.grad` in place, one fused pass a dtype."""
-        for plan, indices, sumsq, nonfinite in self._groups:
-            grads = [slot_gradient(self.params[i]) for i in indices.tolist()]
-            plan.unscale_norm(grads, grads, scale, sumsq=sumsq, nonfinite=nonfinite)
+        for group in self._groups:
+            group.scale_(scale)
 
-    def blame(self, param: int) -> list[int] | None:
-        """Return the micro-batches in which the fp32 sums met a value that is not finite; None: not watched."""
-        return None if self._sums is None else self._sums.blame(self.params[param])
+    def blame(self) -> Callable[[int], list[int] | None]:
+        """Return what tells the micro-batches in which the fp32 sums met inf or nan; None: not watched."""
+        flagged = [] if self._sums is None else self._sums.flagged()
 
-    def _late(self, header: Header) -> Callable[[], Tensor] | None:
-        late = not self._defers_count and not self._state.wire.folds_count
-        return header.inv_count if late else None
+        def blame(index: int) -> list[int] | None:
+            for params, flags in flagged:
+                for slot, param in enumerate(params):
+                    if param is self.params[index]:
+                        return flagged_in(flags, slot)
+            return None
+
+        return blame
 
     def _expect(self, loss: Tensor | None) -> None:
         reducer = self._ddp.reducer
@@ -166,14 +166,18 @@ class DDPReducer:
 class _Reduction(Mode):
     """The hook's part in one window: sums over ranks, the divisor from the header."""
 
-    def __init__(self, header: Header, late: Callable[[], Tensor] | None, sums: _Fp32Sums | None) -> None:
-        self._header, self._late, self._sums = header, late, sums
+    def __init__(self, header: Header, sums: _Fp32Sums | None, *, defers_count: bool) -> None:
+        self._header, self._sums, self._defers_count = header, sums, defers_count
         self.is_complete = False
         self.poison = False
 
-    def scales(self, wire: Wire) -> tuple[Tensor | None, Tensor | None]:
-        before = self._header.inv_count() if wire.folds_count else None
-        return before, None if self._late is None else self._late()
+    def before(self, one: Tensor) -> Tensor:
+        del one
+        return self._header.inv_count()
+
+    def after(self, one: Tensor) -> Tensor | None:
+        del one
+        return None if self._defers_count else self._header.inv_count()
 
     def fill(self, bucket: Any, flat: Tensor, scale: Tensor) -> bool:
         if self.poison:
@@ -215,13 +219,9 @@ class _Fp32Sums:
         total.fill(bucket.buffer(), flat, self._one, scale)
         return True
 
-    def blame(self, param: Tensor) -> list[int] | None:
-        """Return the micro-batches in which the parameter's gradient was not finite."""
-        for total in self._sums.values():
-            for index, known in enumerate(total.params):
-                if known is param:
-                    return [i for i, flags in enumerate(total.flagged) if flags[index]]
-        return None
+    def flagged(self) -> list[tuple[list[Any], list[Tensor]]]:
+        """Return (parameters, flags a micro-batch) of every sum, for this window."""
+        return [(total.params, total.flagged) for total in self._sums.values()]
 
     def lay_out(self) -> None:
         """Follow DDP's buckets, which it rebuilds once; what has been summed moves along."""
@@ -290,22 +290,35 @@ class _Zeros(torch.autograd.Function):
         return tuple(p.new_zeros(()).expand_as(p) for p in ctx.params)
 
 
-def _by_dtype(params: Sequence[Parameter]) -> list[tuple[BucketPlan, Tensor, Tensor, Tensor]]:
+class _Group:
+    """The parameters of one dtype."""
+
+    def __init__(self, params: Sequence[Parameter], indices: Sequence[int]) -> None:
+        self._params = [params[index] for index in indices]
+        device = self._params[0].device
+        self._plan = _packed([param.numel() for param in self._params])
+        self._registration = torch.tensor(indices, device=device)
+        self._sumsq = torch.zeros(len(indices), dtype=torch.float64, device=device)
+        self._nonfinite = torch.zeros(len(indices), dtype=torch.uint8, device=device)
+
+    def norm(self, one: Tensor, final: FinalPass) -> None:
+        """Read the gradients once; leave their norm and finite flags in `final`."""
+        grads = [slot_gradient(param) for param in self._params]
+        self._plan.unscale_norm(grads, None, one, sumsq=self._sumsq, nonfinite=self._nonfinite.zero_())
+        final.sumsq.index_copy_(0, self._registration, self._sumsq)
+        final.nonfinite.index_copy_(0, self._registration, self._nonfinite)
+
+    def scale_(self, scale: Tensor) -> None:
+        """Multiply the gradients in place."""
+        grads = [slot_gradient(param) for param in self._params]
+        self._plan.unscale_norm(grads, grads, scale, sumsq=self._sumsq, nonfinite=self._nonfinite)
+
+
+def _by_dtype(params: Sequence[Parameter]) -> list[_Group]:
     groups: dict[torch.dtype, list[int]] = {}
     for index, param in enumerate(params):
         groups.setdefault(param.dtype, []).append(index)
-    return [_group(params, indices) for indices in groups.values()]
-
-
-def _group(params: Sequence[Parameter], indices: list[int]) -> tuple[BucketPlan, Tensor, Tensor, Tensor]:
-    numels = [params[i].numel() for i in indices]
-    device = params[0].device
-    return (
-        _packed(numels),
-        torch.tensor(indices, device=device),
-        torch.zeros(len(indices), dtype=torch.float64, device=device),
-        torch.zeros(len(indices), dtype=torch.uint8, device=device),
-    )
+    return [_Group(params, indices) for indices in groups.values()]
 
 
 def _packed(numels: Sequence[int]) -> BucketPlan:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
-import torch
 from torch import Tensor
 
 from pyengine.carry import Carry
 from pyengine.comm import Local, TorchDist
-from pyengine.header import Count, Header, LocalWindow, Totals
+from pyengine.header import Count, Header, LocalWindow
+from pyengine.host import runs_ahead
 from pyengine.norm import FinalPass, GradScaler
 from pyengine.record import Clock
 from pyengine.reducer import Reducer
-from pyengine.verdict import check_agreement, why_not_finite
+from pyengine.verdict import Evidence, Verdict
 from pyengine.window import State, Window
 
 
@@ -24,7 +24,8 @@ class Engine:
     Attributes:
         window: the counter.
         final: what is still to be multiplied into the gradients, their norm and finite flags.
-        totals: sums over all ranks of the current window, once it has landed.
+        verdict: the outcome of the current window, once it has landed; the host may not know it yet.
+        is_late: whether the host lets the device run ahead, and learns of a window's outcome in the next one.
         steps_taken: optimizer steps that changed parameters.
     """
 
@@ -34,7 +35,10 @@ class Engine:
         self.nonfinite = nonfinite
         self.device = reducer.params[0].device
         self.final = FinalPass(len(reducer.params), self.device)
-        self.clock = Clock()
+        self.clock = Clock(self.device)
+        self.is_late = nonfinite == "skip" and runs_ahead(self.device)
+        self.verdict: Verdict | None = None
+        self._unread: Verdict | None = None
         self.scaler: GradScaler | None = None
         self.steps_taken = 0
         self._carry: Carry | None = None
@@ -85,8 +89,11 @@ class Engine:
             with self.clock.phase("exposed_sync"):
                 self._send(None, None)
 
-    def finish(self) -> Totals:
-        """Wait for the window's reductions and publish `.grad`; raise on every rank what any rank got wrong."""
+    def finish(self) -> Verdict:
+        """Let the window land: `.grad` is published on the device, and the host learns the outcome unless it is late.
+
+        Raises, on every rank, what any rank got wrong; late that happens at the next `settle`.
+        """
         if self.window.state is State.OPEN and self.window.is_exhausted:
             self.flush()  # some micro-batches had no backward
         if self.window.state is not State.SYNCED:
@@ -97,18 +104,32 @@ class Engine:
             )
         if self._failure is not None:
             raise self._failure
-        if self.totals is not None:
-            return self.totals
-        assert self._header is not None
-        with self.clock.phase("exposed_sync"):
-            self.reducer.finish(self._header, self.final)
-            self.totals = self._header.totals()
+        if self.verdict is None:
+            assert self._header is not None
+            with self.clock.phase("exposed_sync"):
+                self.reducer.finish(self._header, self.final)
+            self.verdict = self._conclude(self._header)
+            if not self.is_late:
+                self.settle()
+        return self.verdict
+
+    def settle(self) -> None:
+        """Learn the outcome of the last window that landed; every rank calls this at the same point."""
+        verdict = self._unread if self.verdict is None else self.verdict
+        self._unread = None
+        if verdict is None:
+            return
         try:
-            self._conclude(self.totals)
+            verdict.reach()
         except (ValueError, RuntimeError, FloatingPointError) as error:
-            self._failure = error  # the window stays unusable, however often it is asked for
+            if verdict is self.verdict:
+                self._failure = error  # the window stays unusable, however often it is asked for
             raise
-        return self.totals
+
+    def others_go_on(self) -> bool:
+        """Whether some rank has another window after the one that has just been used."""
+        self.settle()
+        return self.verdict is not None and self.verdict.reach().more > 0
 
     def write(self) -> None:
         """Multiply the pending scalar into the gradients: one fused pass."""
@@ -153,7 +174,7 @@ class Engine:
         Before the window was sent, nobody notices: the next window takes its place. Afterwards this rank still waits
         for the reductions it owes the others.
         """
-        if self.window.state is State.SYNCED and self.totals is None:
+        if self.window.state is State.SYNCED and self.verdict is None:
             # The others hear of what was wrong; here the window goes anyway.
             with suppress(ValueError, FloatingPointError):
                 self.finish()
@@ -167,10 +188,11 @@ class Engine:
         self._reset()
 
     def _reset(self) -> None:
+        if self.verdict is not None and self.verdict.totals is None:
+            self._unread = self.verdict
+        self.verdict = None
         self._local = LocalWindow()
         self._header: Header | None = None
-        self.totals: Totals | None = None
-        self.reason = ""
         self.is_used = False
         self._more = False
         self._has_begun = False
@@ -181,7 +203,7 @@ class Engine:
     def _begin(self) -> None:
         if self._has_begun:
             return
-        self.clock.restart()
+        self.clock = Clock(self.device)
         self.traffic_before = (self.comm.traffic.collectives, self.comm.traffic.bytes_sent)
         if self._is_handed_over:
             if any(param.grad is not None for param in self.reducer.params):
@@ -191,6 +213,7 @@ class Engine:
         self._has_begun = True
 
     def _send(self, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
+        self.settle()  # the previous window's, if the host has let it run ahead: this one's header tells of its step
         self.reducer.before_header()
         self._position = (self.window.index, self.steps_taken)
         self._header = Header(
@@ -204,24 +227,21 @@ class Engine:
             self.reducer.give_up(self._header)
             raise
 
-    def _conclude(self, totals: Totals) -> None:
-        check_agreement(totals, self.comm, position=self._position, local=self._local)
+    def _conclude(self, header: Header) -> Verdict:
+        """Decide on the device whether the window may be used, and keep what the host needs to say why not."""
+        self.final.forbid(header.forbids())
         if self.scaler is not None:
             self.final.multiply(self.scaler.inv_scale())
         if self._carry is not None:
             self.write()
             self.final.replace_norm(self._carry.add())
             self._carry = None
-        self._judge(totals)
-
-    def _judge(self, totals: Totals) -> None:
-        """Skip, or under the policy `raise` refuse, a window with nothing to average or with inf or nan in it."""
-        if totals.count == 0:
-            self.final.found_inf = torch.ones_like(self.final.found_inf)
-            self.reason = "count is 0 on every rank: nothing to average over"
-        elif bool(self.final.found_inf):
-            self.reason = why_not_finite(
-                self.final.nonfinite, self.comm, self.reducer, local=self._local, gave_up=self._gave_up
-            )
-            if self.nonfinite == "raise":
-                raise FloatingPointError(f"window {self.window.index}: {self.reason}")
+        evidence = Evidence(
+            self.window.index,
+            self._position,
+            self._local,
+            self._gave_up,
+            self.reducer.names,
+            self.reducer.blame(),
+        )
+        return Verdict(header, self.final, evidence, comm=self.comm, raises=self.nonfinite == "raise")

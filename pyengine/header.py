@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pyengine.host import send
 from pyengine.wire import Comm, Work
 
 # Sums in float64 are exact up to 2^53: squares of 20-bit numbers over up to 8192 ranks stay below it.
@@ -48,15 +49,25 @@ class LocalWindow:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over all ranks of a window."""
+    """Sums over all ranks of a window, on the host."""
 
     count: float
     loss: float
     micro_batches: int
     more: int
     invalid_counts: int
-    steps_differ: bool
+    windows_differ: bool
     optimizer_steps_differ: bool
+
+    @classmethod
+    def of(cls, numbers: Sequence[float], world_size: int) -> Totals:
+        """Read a reduced header."""
+        count, loss, micro_batches, more, invalid, *positions = numbers
+        differ = [
+            world_size * squares != total * total
+            for total, squares in zip(positions[::2], positions[1::2], strict=True)
+        ]
+        return cls(count, loss, int(micro_batches), int(more), int(invalid), *differ)
 
 
 class Header:
@@ -73,65 +84,59 @@ class Header:
     def __init__(
         self, comm: Comm, device: torch.device, *, local: LocalWindow, position: tuple[int, int], more: bool
     ) -> None:
-        self._world_size = comm.world_size
+        self._comm = comm
         self._vector = _pack(device, local, position, more)
         self._work: Work | None = comm.all_reduce(self._vector)
         self._inv_count: Tensor | None = None
 
     def is_ready(self) -> bool:
-        """Whether the totals are there without waiting."""
-        return self._work is None or self._work.is_completed()
+        """Whether the totals may be used without stalling anybody: waiting for a stream costs the host nothing."""
+        return self._work is None or self._comm.is_stream_ordered or self._work.is_completed()
 
     def inv_count(self) -> Tensor:
         """Wait, and return 1 / total count as a 0-dim float32 tensor on the device; 0 when nothing was counted."""
-        self._wait()
+        vector = self.vector()
         if self._inv_count is None:
-            count = self._vector[0]
+            count = vector[0]
             self._inv_count = torch.where(count > 0, 1.0 / count, torch.zeros_like(count)).float()
         return self._inv_count
 
-    def totals(self) -> Totals:
-        """Wait, and read the totals on the host."""
-        self._wait()
-        count, loss, micro_batches, more, invalid, *positions = self._vector.tolist()
-        differ = [
-            self._world_size * squares != total * total
-            for total, squares in zip(positions[::2], positions[1::2], strict=True)
-        ]
-        return Totals(count, loss, int(micro_batches), int(more), int(invalid), *differ)
+    def forbids(self) -> Tensor:
+        """Return, as a 0-dim bool on the device, whether the window must not be used: `Totals` says why."""
+        vector = self.vector()
+        totals, squares = vector[5::2], vector[6::2]
+        differ = (self._comm.world_size * squares != totals * totals).any()
+        return (vector[0] == 0) | (vector[4] > 0) | differ
 
-    def _wait(self) -> None:
+    def vector(self) -> Tensor:
+        """Wait, and return the reduced numbers, float64 `[9]`; see `Totals.of`."""
         if self._work is not None:
             self._work.wait()
             self._work = None
+        return self._vector
 
 
 def _pack(device: torch.device, local: LocalWindow, position: tuple[int, int], more: bool) -> Tensor:
-    counts = _vector(device, local.counts)
-    valid = torch.isfinite(counts) & (counts >= 0)
-    tail: list[float] = [len(local.counts), float(more)]
-    places: list[float] = []
+    """Write this rank's numbers; those that live on the device are added there, unread."""
+    known = [float(count) for count in local.counts if not isinstance(count, Tensor)]
+    valid = [count for count in known if math.isfinite(count) and count >= 0]
+    numbers = [math.fsum(valid), 0.0, len(local.counts), more, len(known) - len(valid)]
     for value in position:
-        short = float(value % _STEP_MODULUS)
-        places += [short, short * short]
-    return torch.cat(
-        [
-            torch.where(valid, counts, 0.0).sum().reshape(1),
-            _vector(device, local.losses).sum().reshape(1),
-            torch.tensor(tail, dtype=torch.float64, device=device),
-            (~valid).sum(dtype=torch.float64).reshape(1),
-            torch.tensor(places, dtype=torch.float64, device=device),
-        ]
-    )
+        short = value % _STEP_MODULUS
+        numbers += [short, short * short]
+    vector = send([float(number) for number in numbers], torch.float64, device)
+    if local.losses:
+        vector[1] += _stack(local.losses, device).sum()
+    unread = [count for count in local.counts if isinstance(count, Tensor)]
+    if unread:
+        counts = _stack(unread, device)
+        valid_ones = torch.isfinite(counts) & (counts >= 0)
+        vector[0] += torch.where(valid_ones, counts, 0.0).sum()
+        vector[4] += (~valid_ones).sum()
+    return vector
 
 
-def _vector(device: torch.device, values: Sequence[Count]) -> Tensor:
-    """Join host numbers and device scalars into one float64 vector without reading the device."""
-    if not any(isinstance(value, Tensor) for value in values):
-        return torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
+def _stack(scalars: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack(
-        [
-            torch.as_tensor(value, dtype=torch.float64).to(device, non_blocking=True).reshape(())
-            for value in values
-        ]
+        [scalar.detach().to(device, torch.float64, non_blocking=True).reshape(()) for scalar in scalars]
     )

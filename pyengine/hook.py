@@ -4,7 +4,7 @@ Used alone (`register_comm_hook`), it averages over ranks as DDP itself does. Dr
 supplies the divisor. No string annotations here: DDP inspects the hook's signature.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,47 +16,39 @@ from pyengine._ops import BucketPlan
 from pyengine.comm import TorchDist
 from pyengine.wire import Wire
 
-# Brings a bucket into its wire buffer: (bucket, buffer, scale). The window's own sums come in here.
-Fill = Callable[[Any, Tensor, Tensor], None]
 
-
-class HookState:
-    """State of `comm_hook`: the wire, the group, and one wire buffer a bucket.
+class Lane:
+    """What a bucket's way over the wire needs every time.
 
     Args:
-        wire: how a bucket travels.
-        group: the process group DDP was built with; None is the default group.
-
-    Example:
-        >>> ddp_model.register_comm_hook(pe.HookState(wire=pe.wire.BF16()), pe.comm_hook)  # doctest: +SKIP
+        flat: the bucket's buffer.
+        wire: how it travels.
     """
 
-    def __init__(self, *, wire: Wire, group: dist.ProcessGroup | None = None) -> None:
-        self.wire = wire
-        self.comm = TorchDist(group)
-        self.mode: Mode = Average(self.comm.world_size)
-        self._buffers: dict[int, Tensor] = {}
+    def __init__(self, flat: Tensor, wire: Wire) -> None:
+        self.numel = flat.numel()
+        self.plan = BucketPlan([0], [self.numel])
+        self.one = torch.ones((), device=flat.device)
+        self._dtype = wire.dtype
+        self._buffer: Tensor | None = None
 
-    def buffer(self, bucket: dist.GradBucket) -> Tensor:
-        """Return the wire buffer of a bucket; made anew when DDP has rebuilt its buckets."""
-        flat = bucket.buffer()
-        kept = self._buffers.get(bucket.index())
-        if kept is None or kept.numel() != flat.numel():
-            kept = torch.empty(flat.numel(), dtype=self.wire.dtype, device=flat.device)
-            self._buffers[bucket.index()] = kept
-        return kept
+    def buffer(self) -> Tensor:
+        """Return the wire buffer, made at its first use."""
+        if self._buffer is None:
+            self._buffer = torch.empty(self.numel, dtype=self._dtype, device=self.one.device)
+        return self._buffer
 
 
 class Mode:
     """What the hook does with a bucket beyond moving it; this one does nothing."""
 
-    def scales(self, wire: Wire) -> tuple[Tensor | None, Tensor | None]:
-        """Return what to multiply in before and after the sum: 0-dim float32 tensors, None for nothing.
+    def before(self, one: Tensor) -> Tensor:
+        """Return what to multiply in on the way to a wire that folds the count: 0-dim float32, `one` for nothing."""
+        return one
 
-        `before` is for wires that fold the count, on the way to the wire.
-        """
-        del wire
-        return None, None
+    def after(self, one: Tensor) -> Tensor | None:
+        """Return what to multiply in after the sum over any other wire: 0-dim float32, None for nothing."""
+        del one
 
     def fill(self, bucket: dist.GradBucket, flat: Tensor, scale: Tensor) -> bool:
         """Bring the bucket into `flat`, times `scale`; return False to let the hook do it."""
@@ -71,15 +63,51 @@ class Average(Mode):
     """DDP's own meaning: the mean over ranks."""
 
     def __init__(self, world_size: int) -> None:
-        self._inverse = torch.tensor(1.0 / world_size)
+        self._world_size = world_size
 
-    def scales(self, wire: Wire) -> tuple[Tensor | None, Tensor | None]:
-        """Divide before a narrow cast, else after the sum."""
-        return (self._inverse, None) if wire.folds_count else (None, self._inverse)
+    def before(self, one: Tensor) -> Tensor:
+        """Divide before a narrow cast."""
+        return one / self._world_size
+
+    def after(self, one: Tensor) -> Tensor | None:
+        """Divide after a wide sum."""
+        return one / self._world_size
 
 
 class Local(Mode):
     """Nothing travels: the answer to the one backward that static_graph needs to see before it may be deferred."""
+
+
+class HookState:
+    """State of `comm_hook`: the wire, the group, and what it keeps for each bucket.
+
+    Args:
+        wire: how a bucket travels.
+        group: the process group DDP was built with; None is the default group.
+
+    Example:
+        >>> ddp_model.register_comm_hook(pe.HookState(wire=pe.wire.BF16()), pe.comm_hook)  # doctest: +SKIP
+    """
+
+    def __init__(self, *, wire: Wire, group: dist.ProcessGroup | None = None) -> None:
+        self.wire, self.group = wire, group
+        self.mode: Mode = Average(dist.get_world_size(group))
+        self._lanes: dict[int, Lane] = {}
+        self._comms: dict[torch.device, TorchDist] = {}
+
+    def comm(self, device: torch.device) -> TorchDist:
+        """Return the transport for buckets on a device."""
+        if device not in self._comms:
+            self._comms[device] = TorchDist(self.group, device)
+        return self._comms[device]
+
+    def lane(self, bucket: dist.GradBucket) -> Lane:
+        """Return what is kept for a bucket; made anew when DDP has rebuilt its buckets."""
+        flat = bucket.buffer()
+        kept = self._lanes.get(bucket.index())
+        if kept is None or kept.numel != flat.numel():
+            kept = self._lanes[bucket.index()] = Lane(flat, self.wire)
+        return kept
 
 
 def comm_hook(state: HookState, bucket: dist.GradBucket) -> Future[torch.Tensor]:
@@ -111,18 +139,20 @@ def _exchange(state: HookState, bucket: Any) -> Future[torch.Tensor]:
         raise ValueError(
             "the bucket holds a sparse gradient, which no wire here can carry: build the embedding with sparse=False"
         )
-    before, after = state.mode.scales(state.wire)
-    one = torch.ones((), device=flat.device)
-    in_place = state.wire.dtype == flat.dtype and before is None
-    moved = flat if in_place else state.buffer(bucket)
-    plan = BucketPlan([0], [flat.numel()])
-    if not state.mode.fill(bucket, moved, one if before is None else before) and not in_place:
-        plan.pack_(moved, [flat], one if before is None else before)
-    work = state.wire.all_reduce_(moved, state.comm)
+    lane, wire, mode, comm = state.lane(bucket), state.wire, state.mode, state.comm(flat.device)
+    # Scales may come from other ranks: waiting for them must not hold up the backward.
+    with comm.beside([flat]):
+        before = mode.before(lane.one) if wire.folds_count else lane.one
+        after = None if wire.folds_count else mode.after(lane.one)
+        is_moved = wire.folds_count or wire.dtype != flat.dtype
+        moved = lane.buffer() if is_moved else flat
+        if not mode.fill(bucket, moved, before) and is_moved:
+            lane.plan.pack_(moved, [flat], before)
+        work = wire.all_reduce_(moved, comm)
 
     def land(_: Future[Any]) -> Tensor:
-        if moved is not flat or after is not None:
-            plan.unpack_([flat], moved, one if after is None else after)
+        if is_moved or after is not None:
+            lane.plan.unpack_([flat], moved, lane.one if after is None else after)
         return flat
 
     return work.get_future().then(land)

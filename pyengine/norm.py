@@ -51,6 +51,10 @@ class FinalPass:
         self._root = total.sqrt()
         self.found_inf = (~torch.isfinite(total + self.void)).float()
 
+    def forbid(self, flag: Tensor) -> None:
+        """Let the step be skipped if `flag` (0-dim bool) is set."""
+        self.found_inf = torch.where(flag, 1.0, self.found_inf)
+
     def multiply(self, scalar: Tensor) -> None:
         """Let `scalar` (0-dim) multiply the gradients, later, together with everything else."""
         self.factor = self.factor * scalar
@@ -104,23 +108,25 @@ class GradScaler(torch.amp.GradScaler):
         return {self._final.found_inf.device: self._final.found_inf.clone()}
 
 
-def apply_optimizer(optimizer: torch.optim.Optimizer, final: FinalPass, write: Any) -> bool:
-    """Step `optimizer` with the pending scalar, unless something was not finite; return whether it stepped.
+def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer takes `grad_scale` and `found_inf` as tensors, so that the host need not know."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def apply_optimizer(optimizer: torch.optim.Optimizer, final: FinalPass, write: Any) -> None:
+    """Step `optimizer` with the pending scalar, unless something was not finite.
 
     Args:
         write: called without arguments to multiply the pending scalar into the gradients (one fused pass).
 
-    A fused optimizer decides on the device; its answer here is a host read only on the CPU.
+    A fused optimizer decides on the device; any other needs a host read here.
     """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    if decides_on_device(optimizer):
         _fused_step(optimizer, final)
-        return not bool(final.found_inf)
-    if bool(final.found_inf):
-        return False
-    if final.is_pending:
-        write()
-    optimizer.step()
-    return True
+    elif not bool(final.found_inf):
+        if final.is_pending:
+            write()
+        optimizer.step()
 
 
 def _fused_step(optimizer: Any, final: FinalPass) -> None:
@@ -132,4 +138,4 @@ def _fused_step(optimizer: Any, final: FinalPass) -> None:
         del optimizer.grad_scale, optimizer.found_inf
 
 
-__all__ = ["FinalPass", "GradScaler", "apply_optimizer"]
+__all__ = ["FinalPass", "GradScaler", "apply_optimizer", "decides_on_device"]

@@ -14,7 +14,7 @@ class _Steps(Protocol):
     @property
     def is_sync_step(self) -> bool: ...
 
-    def step(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> bool: ...
+    def step(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> torch.Tensor: ...
 
 
 class WindowOptimizer:
@@ -25,18 +25,22 @@ class WindowOptimizer:
 
     Attributes:
         optimizer: the wrapped optimizer.
-        step_was_skipped: whether the last step that was due left the parameters alone.
     """
 
     def __init__(self, sync: _Steps, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
         self.optimizer = optimizer
-        self.step_was_skipped = False
+        self._stepped: torch.Tensor | None = None
         self._sync, self._scheduler = sync, scheduler
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step that was due left the parameters alone; on an accelerator looking at it waits."""
+        return self._stepped is not None and not bool(self._stepped)
 
     def step(self) -> None:
         """Step the optimizer, and the scheduler with it, if this micro-batch ends its window."""
         if self._sync.is_sync_step:
-            self.step_was_skipped = not self._sync.step(self.optimizer, self._scheduler)
+            self._stepped = self._sync.step(self.optimizer, self._scheduler)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: the engine starts every window from zero."""

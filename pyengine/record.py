@@ -8,10 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from pyengine.host import runs_ahead
+
 
 @dataclass(frozen=True)
 class StepRecord:
     """One optimizer step, as every rank saw it.
+
+    Seconds are of the device's own clock where the parameters lie on an accelerator.
 
     Attributes:
         step: optimizer steps attempted before this one.
@@ -43,28 +49,50 @@ class StepRecord:
 
 
 class Clock:
-    """Seconds of one window by phase."""
+    """Seconds of one window by phase, measured where its work runs: on the host, or on the device by events.
 
-    def __init__(self) -> None:
-        self.restart()
+    Args:
+        device: where the window's gradients are computed.
+    """
 
-    def restart(self) -> None:
-        """Begin a window."""
-        self._start = time.perf_counter()
-        self.seconds = {"backward": 0.0, "exposed_sync": 0.0}
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._phases: list[tuple[str, Any, Any]] = []
+        self._start = self._stop = self._now()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the body to a phase."""
-        start = time.perf_counter()
+        start = self._now()
         try:
             yield
         finally:
-            self.seconds[name] += time.perf_counter() - start
+            self._phases.append((name, start, self._now()))
+
+    def stop(self) -> None:
+        """End the window."""
+        self._stop = self._now()
+
+    def seconds(self, phase: str) -> float:
+        """Return the seconds spent in a phase; after `stop`."""
+        return sum(self._between(start, stop) for name, start, stop in self._phases if name == phase)
 
     def elapsed(self) -> float:
-        """Return the seconds since the window began."""
-        return time.perf_counter() - self._start
+        """Return the seconds from the window's first backward to `stop`."""
+        return self._between(self._start, self._stop)
+
+    def _now(self) -> Any:
+        if not runs_ahead(self._device):
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, start: Any, stop: Any) -> float:
+        if not runs_ahead(self._device):
+            return stop - start
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1000
 
 
 class Recorder:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from pyengine.accumulator import BucketAccumulator, Fp32Bucket, NativeBucket
@@ -53,8 +54,11 @@ class Reducer(Protocol):
     def scale_(self, scale: Tensor) -> None:
         """Multiply the published gradients by a 0-dim float32 tensor in one fused pass."""
 
-    def blame(self, param: int) -> list[int] | None:
-        """Return the micro-batches in which this rank saw the parameter's gradient not finite; None: not watched."""
+    def blame(self) -> Callable[[int], list[int] | None]:
+        """Return what tells in which micro-batches of this window a parameter was not finite here; None: not watched.
+
+        It outlives the window.
+        """
 
 
 @dataclass(frozen=True)
@@ -113,20 +117,22 @@ class BucketReducer:
         self._storage, self._wire, self._comm = storage, storage.wire, comm
         self._observed: list[int] | None = None
         self._order_is_settled = comm.world_size == 1
+        # A parameter's gradient is accumulated on the stream that was current when this node was made. Kept alive, all
+        # nodes have one stream, and autograd makes it wait for whichever streams a backward runs on.
+        self._nodes = [get_gradient_edge(param).node for param in self.params if param.requires_grad]
         self._lay_out(backward_order(specs))
 
     def _lay_out(self, order: Sequence[int]) -> None:
         # Old buffers go before new ones come.
         self._buckets: list[NativeBucket | Fp32Bucket] = []
-        self._place: dict[int, tuple[BucketAccumulator, int]] = {}
         self._transfers: list[_Transfer] = []
         self._next = 0
         self.layout = build(self._specs, order, cap_bytes=self._cap_bytes, world_size=self._comm.world_size)
         self._buckets = [self._storage.bucket(self.params, bucket) for bucket in self.layout.buckets]
         self._place = {
-            slot.param: (bucket, position)
-            for bucket, described in zip(self._buckets, self.layout.buckets, strict=True)
-            for position, slot in enumerate(described.slots)
+            slot.param: (bucket.index, position)
+            for bucket in self.layout.buckets
+            for position, slot in enumerate(bucket.slots)
         }
         # 1/count can wait for the optimizer only if no bucket has to be rewritten anyway.
         self._defers_count = all(bucket.in_place for bucket in self._buckets)
@@ -187,10 +193,15 @@ class BucketReducer:
         for bucket in self._buckets:
             bucket.scale_(scale)
 
-    def blame(self, param: int) -> list[int] | None:
-        """Return the micro-batches in which this rank saw the parameter's gradient not finite; None: not watched."""
-        bucket, position = self._place[param]
-        return bucket.blame(position)
+    def blame(self) -> Callable[[int], list[int] | None]:
+        """Return what tells in which micro-batches of this window a parameter was not finite here; None: not watched."""
+        place, tell = self._place, [bucket.blame() for bucket in self._buckets]
+
+        def blame(param: int) -> list[int] | None:
+            bucket, slot = place[param]
+            return tell[bucket](slot)
+
+        return blame
 
     def _overlap(self, header: Header, backward: Callable[[], None]) -> None:
         """Run the last backward and start each bucket from inside it."""
@@ -251,9 +262,12 @@ class BucketReducer:
 
     def _launch(self, header: Header, *, poison: bool) -> None:
         transfer = self._transfers[self._next]
-        inv_count = header.inv_count() if self._wire.folds_count else None
-        flat = transfer.bucket.to_wire(inv_count, poison=poison)
-        transfer.work = self._wire.all_reduce_(flat, self._comm)
+        reads = [param.grad for param in transfer.bucket.params if param.grad is not None]
+        # A narrow wire needs the count of all ranks: waiting for it must not hold up the backward.
+        with self._comm.beside(reads):
+            inv_count = header.inv_count() if self._wire.folds_count else None
+            flat = transfer.bucket.to_wire(inv_count, poison=poison)
+            transfer.work = self._wire.all_reduce_(flat, self._comm)
         self._next += 1
 
 

@@ -15,13 +15,15 @@ from pyengine.agreement import Settings, agree, problems_of, sparse_modules
 from pyengine.comm import comm_for
 from pyengine.ddp import DDPReducer
 from pyengine.engine import Engine
-from pyengine.header import Count
+from pyengine.header import Count, Totals
 from pyengine.hook import HookState
+from pyengine.host import Readback
 from pyengine.layout import Layout, ParamSpec
-from pyengine.norm import GradScaler, apply_optimizer
+from pyengine.norm import GradScaler, apply_optimizer, decides_on_device
 from pyengine.optimizer import Ownership, WindowOptimizer
 from pyengine.record import Recorder, StepRecord
 from pyengine.reducer import BucketReducer, Storage
+from pyengine.verdict import Verdict
 from pyengine.window import State
 from pyengine.wire import FP32, Wire
 
@@ -85,7 +87,8 @@ class Sync:
             engine.open()
             yield self._micro_batches(source)
             engine.retire()
-            others = engine.totals is not None and engine.totals.more > 0
+            others = not source.has_next and engine.comm.world_size > 1 and engine.others_go_on()
+        engine.settle()
 
     @contextmanager
     def accumulate(self, *, last: bool = False) -> Iterator[None]:
@@ -162,37 +165,50 @@ class Sync:
         self._engine.finish()
         return self._engine.final.grad_norm()
 
-    def step(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> bool:
+    def step(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> Tensor:
         """Step the optimizer with the window's gradients, unless they were not finite on some rank.
 
         A fused optimizer takes 1/count, loss scale and clipping through `grad_scale` (no pass over the gradients); any
         other gets one fused write before it. The next window starts from zero gradients. Several optimizers over one
         engine are stepped one after the other.
 
+        On an accelerator a fused optimizer decides on the device and the host does not wait: the scheduler's step, the
+        StepRecord and errors follow when the next window is sent, when the loop over `windows` ends, or at
+        `synchronize()`, whichever comes first.
+
         Args:
             optimizer: over parameters of this engine.
             scheduler: stepped once, if the optimizer was.
 
         Returns:
-            Whether the parameters changed: the same answer on every rank.
+            Whether the parameters changed, bool, 0-dim, on their device; the same on every rank. Looking at it waits.
         """
         engine = self._engine
-        engine.finish()
+        verdict = engine.finish()
         self._ownership.check(optimizer)
+        if not decides_on_device(optimizer):
+            engine.settle()
         first = not engine.is_used
         if engine.scaler is not None and first:
             engine.scaler.unscale_(optimizer)
         norm = engine.final.grad_norm()
-        stepped = apply_optimizer(optimizer, engine.final, engine.write)
+        apply_optimizer(optimizer, engine.final, engine.write)
         if engine.scaler is not None and first:
             engine.scaler.update()
-        if stepped and scheduler is not None:
-            scheduler.step()
+        if scheduler is not None:
+            verdict.then(lambda _, skips: None if skips else scheduler.step())
         if first:
-            self._report(norm, stepped)
-            engine.steps_taken += stepped
+            self._report(verdict, norm)
         engine.used()
-        return stepped
+        return engine.final.found_inf == 0
+
+    def synchronize(self) -> None:
+        """Wait for the outcome of the last step: its scheduler steps, its StepRecord is emitted, its errors are raised.
+
+        Needed only on accelerators, after the last window of a loop that does not use `windows`, or before the
+        scheduler's state is read. Every rank calls it at the same point.
+        """
+        self._engine.settle()
 
     def wrap(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> WindowOptimizer:
         """Return an optimizer whose `step` and `zero_grad` do nothing except where a window ends."""
@@ -217,24 +233,32 @@ class Sync:
             yield batch
         self._engine.exhaust()
 
-    def _report(self, norm: Tensor, stepped: bool) -> None:
+    def _report(self, verdict: Verdict, norm: Tensor) -> None:
+        """Count and record the step once its outcome is known."""
         engine, clock = self._engine, self._engine.clock
-        totals = engine.finish()
-        collectives, sent = engine.traffic_before
-        self._recorder.emit(
-            step=engine.window.index,
-            micro_batches=totals.micro_batches,
-            count=totals.count,
-            loss=totals.loss / totals.count if totals.count else None,
-            grad_norm=float(norm),
-            skipped=not stepped,
-            reason=engine.reason,
-            bytes_on_wire=engine.comm.traffic.bytes_sent - sent,
-            collectives=engine.comm.traffic.collectives - collectives,
-            backward_s=clock.seconds["backward"],
-            exposed_sync_s=clock.seconds["exposed_sync"],
-            step_s=clock.elapsed(),
-        )
+        traffic, (collectives, sent) = engine.comm.traffic, engine.traffic_before
+        collectives, sent = traffic.collectives - collectives, traffic.bytes_sent - sent
+        index, grad_norm = engine.window.index, Readback(norm.reshape(1))
+        clock.stop()
+
+        def emit(totals: Totals, skips: bool) -> None:
+            engine.steps_taken += not skips
+            self._recorder.emit(
+                step=index,
+                micro_batches=totals.micro_batches,
+                count=totals.count,
+                loss=totals.loss / totals.count if totals.count else None,
+                grad_norm=grad_norm.get()[0],
+                skipped=skips,
+                reason=verdict.reason,
+                bytes_on_wire=sent,
+                collectives=collectives,
+                backward_s=clock.seconds("backward"),
+                exposed_sync_s=clock.seconds("exposed_sync"),
+                step_s=clock.elapsed(),
+            )
+
+        verdict.then(emit)
 
 
 class GradSync(Sync):
@@ -320,14 +344,15 @@ def attach(
     named = list(ddp_model.module.named_parameters())
     specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
     settings = Settings(accumulate, wire, accumulator, nonfinite)
+    comm = state.comm(named[0][1].device)
     agree(
-        state.comm,
+        comm,
         specs,
         settings.shared(),
         [*settings.problems(), *problems_of(named), *sparse_modules(ddp_model)],
     )
     reducer = DDPReducer(ddp_model, state, accumulator=accumulator)
-    return Sync(Engine(reducer, state.comm, accumulate=accumulate, nonfinite=nonfinite))
+    return Sync(Engine(reducer, comm, accumulate=accumulate, nonfinite=nonfinite))
 
 
 class _Lookahead(Generic[Batch]):

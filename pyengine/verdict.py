@@ -1,15 +1,117 @@
-"""What the ranks conclude together of a window that has landed: errors are the same everywhere."""
+"""What the ranks conclude together of a window that has landed: outcomes and errors are the same everywhere."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
 
-from pyengine.header import LocalWindow, Totals
-from pyengine.reducer import Reducer
+from pyengine.header import Header, LocalWindow, Totals
+from pyengine.host import Readback
+from pyengine.norm import FinalPass
 from pyengine.report import RankFindings, describe, nonfinite_params
+
+# Returns the micro-batches in which this rank saw a parameter's gradient not finite; None: not watched.
+Blame = Callable[[int], list[int] | None]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What one rank can say of its window.
+
+    Attributes:
+        index: the window.
+        position: this rank's (windows completed, optimizer steps taken).
+        local: its counts and losses.
+        gave_up: the exception that ended its last backward, as text; empty if none did.
+        names: parameters, in registration order.
+        blame: which micro-batches brought a parameter's inf or nan.
+    """
+
+    index: int
+    position: tuple[int, int]
+    local: LocalWindow
+    gave_up: str
+    names: Sequence[str]
+    blame: Blame
+
+
+class Verdict:
+    """The outcome of one landed window.
+
+    The device knows at once whether the step may happen (`FinalPass.found_inf`). The host learns it from `reach`, which
+    waits for the device, and which every rank calls at the same point of its program: in the bad case ranks talk.
+
+    Args:
+        header: landed.
+        final: settled; its flags are copied.
+        evidence: this rank's.
+        comm: transport, used only in the bad case.
+        raises: whether inf and nan are an error (the policy "raise") and not merely a reason to skip.
+
+    Attributes:
+        totals: sums over all ranks; None until reached.
+        reason: why the step is skipped; empty if it is not.
+    """
+
+    def __init__(
+        self, header: Header, final: FinalPass, evidence: Evidence, *, comm: Any, raises: bool
+    ) -> None:
+        self.totals: Totals | None = None
+        self.reason = ""
+        self._evidence, self._comm, self._raises = evidence, comm, raises
+        self._numbers = Readback(torch.cat([header.vector(), final.found_inf.double().reshape(1)]))
+        self._nonfinite = final.nonfinite.clone()
+        self._waiting: list[Callable[[Totals, bool], None]] = []
+        self._skips = False
+
+    def then(self, action: Callable[[Totals, bool], None]) -> None:
+        """Call `action(totals, skipped)` once the verdict is reached; now if it has been."""
+        if self.totals is None:
+            self._waiting.append(action)
+        else:
+            action(self.totals, self._skips)
+
+    def reach(self) -> Totals:
+        """Wait for the outcome, and call what waited for it; later calls return the totals at once.
+
+        Raises:
+            RuntimeError: ranks are at different windows or steps.
+            ValueError: a count is negative or not finite.
+            FloatingPointError: inf or nan under the policy "raise".
+        """
+        if self.totals is None:
+            *numbers, found_inf = self._numbers.get()
+            self._skips = found_inf != 0
+            self.totals = Totals.of(numbers, self._comm.world_size)
+            waiting, self._waiting = self._waiting, []
+            self._judge(self.totals)
+            for action in waiting:
+                action(self.totals, self._skips)
+        return self.totals
+
+    def _judge(self, totals: Totals) -> None:
+        if not self._skips:
+            return
+        check_agreement(totals, self._comm, position=self._evidence.position, local=self._evidence.local)
+        if totals.count == 0:
+            self.reason = "count is 0 on every rank: nothing to average over"
+            return
+        self.reason = self._why_not_finite()
+        if self._raises:
+            raise FloatingPointError(f"window {self._evidence.index}: {self.reason}")
+
+    def _why_not_finite(self) -> str:
+        """Gather what every rank knows, and say where inf and nan came from."""
+        evidence = self._evidence
+        params = nonfinite_params(self._nonfinite)
+        mine = RankFindings(
+            evidence.gave_up, evidence.local.nonfinite_losses(), [evidence.blame(param) for param in params]
+        )
+        findings: Sequence[RankFindings] = self._comm.all_gather_object(mine)
+        return describe([evidence.names[param] for param in params], findings)
 
 
 def check_agreement(totals: Totals, comm: Any, *, position: tuple[int, int], local: LocalWindow) -> None:
@@ -25,7 +127,7 @@ def check_agreement(totals: Totals, comm: Any, *, position: tuple[int, int], loc
         RuntimeError: ranks are at different windows or steps.
         ValueError: a count is negative or not finite.
     """
-    if totals.steps_differ or totals.optimizer_steps_differ:
+    if totals.windows_differ or totals.optimizer_steps_differ:
         positions = comm.all_gather_object(position)
         places = "; ".join(f"rank {r}: {w} windows, {s} steps" for r, (w, s) in enumerate(positions))
         raise RuntimeError(
@@ -39,21 +141,3 @@ def check_agreement(totals: Totals, comm: Any, *, position: tuple[int, int], loc
             f"{places}: count must be finite and not negative (0 leaves a micro-batch out of the divisor). "
             "Nothing was stepped; call sync.abandon() and go on"
         )
-
-
-def why_not_finite(
-    nonfinite: Tensor, comm: Any, reducer: Reducer, *, local: LocalWindow, gave_up: str
-) -> str:
-    """Gather what every rank knows of a window with inf or nan, and say where they came from.
-
-    Args:
-        nonfinite: uint8 `[num_params]`, flags of the reduced gradients, equal on every rank.
-        comm: transport.
-        reducer: knows which micro-batches brought them on this rank.
-        local: this rank's losses.
-        gave_up: the exception that ended this rank's last backward, as text.
-    """
-    params = nonfinite_params(nonfinite)
-    mine = RankFindings(gave_up, local.nonfinite_losses(), [reducer.blame(param) for param in params])
-    findings: Sequence[RankFindings] = comm.all_gather_object(mine)
-    return describe([reducer.names[param] for param in params], findings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine._ops import BucketPlan
+from pyengine.host import send
 from pyengine.layout import Bucket
 from pyengine.norm import FinalPass
 from pyengine.watch import Watch
@@ -48,8 +49,11 @@ class BucketAccumulator(Protocol):
     def scale_(self, scale: Tensor) -> None:
         """Multiply the published gradients by a 0-dim float32 tensor: one fused read and write."""
 
-    def blame(self, slot: int) -> list[int] | None:
-        """Return the micro-batches in which this rank saw the slot not finite; None if it was not watched."""
+    def blame(self) -> Callable[[int], list[int] | None]:
+        """Return what tells the micro-batches of this window in which a slot was not finite; None: not watched.
+
+        It outlives the window and holds none of its buffers.
+        """
 
 
 class BucketBase:
@@ -105,7 +109,7 @@ class BucketBase:
         elif all(used):
             flags.fill_(1)
         else:
-            flags.copy_(torch.tensor(used, dtype=flat.dtype))
+            flags.copy_(send(used, flat.dtype, flat.device))
 
     def used_anywhere(self, flat: Tensor, used: Sequence[bool]) -> Sequence[bool]:
         """Return which slots any rank used; looks at the reduced flags only where this rank used none."""
@@ -141,3 +145,8 @@ def slot_gradient(param: Parameter) -> Tensor | None:
     if grad.stride() != like.stride():
         grad = like.copy_(grad)
     return grad.as_strided((grad.numel(),), (1,), grad.storage_offset())
+
+
+def flagged_in(flagged: Sequence[Tensor], slot: int) -> list[int]:
+    """Return the positions whose flags name the slot (a host read)."""
+    return [index for index, flags in enumerate(flagged) if flags[slot]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine._pointers import Pointers
-from pyengine.accumulator.base import BucketBase
+from pyengine.accumulator.base import BucketBase, flagged_in
 from pyengine.accumulator.group import Group, cut
 from pyengine.layout import Bucket
 from pyengine.norm import FinalPass
@@ -106,9 +106,9 @@ class Fp32Bucket(BucketBase):
         """Multiply the published gradients in place."""
         self.plan.unpack_(self._result_slots, self._result, scale)
 
-    def blame(self, slot: int) -> list[int] | None:
-        """Return the micro-batches whose gradient was not finite, from the flags of the fused kernels."""
-        return [index for index, flags in enumerate(self._flagged) if flags[slot]]
+    def blame(self) -> Callable[[int], list[int] | None]:
+        """Return what tells the micro-batches whose gradient was not finite, from the flags of the fused kernels."""
+        return partial(flagged_in, self._flagged)
 
     def _take(self, group: Group) -> None:
         """Add a group's gradients to the sum and release them: 6 bytes an element first, then 10."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyengine.accumulator.base import BucketBase
+from pyengine.accumulator.base import BucketBase, flagged_in
 from pyengine.accumulator.group import Group, cut
 from pyengine.layout import Bucket
 from pyengine.norm import FinalPass
@@ -112,11 +112,10 @@ class NativeBucket(BucketBase):
         """Multiply the published gradients in place: 4 + 4 bytes an element in fp32."""
         self.plan.unpack_(self._slots, self._sum, scale)
 
-    def blame(self, slot: int) -> list[int] | None:
-        """Return the first micro-batch that brought a non-finite value (the sum stays so afterwards)."""
-        if self._watched is None:
-            return None
-        return [index for index, flags in enumerate(self._watched) if flags[slot]][:1]
+    def blame(self) -> Callable[[int], list[int] | None]:
+        """Return what tells the first micro-batch that brought a non-finite value (the sum stays so afterwards)."""
+        watched = self._watched
+        return lambda slot: None if watched is None else flagged_in(watched, slot)[:1]
 
     def _versions(self) -> list[int]:
         return [grad._version for grad in self._grads]

@@ -19,4 +19,4 @@ def comm_for(device: torch.device, group: dist.ProcessGroup | None) -> Local | T
         )
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return Local()
-    return TorchDist(group)
+    return TorchDist(group, device)

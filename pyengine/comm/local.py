@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -31,9 +33,15 @@ class Local:
 
     world_size = 1
     rank = 0
+    is_stream_ordered = False
 
     def __init__(self) -> None:
         self.traffic = Traffic()
+
+    def beside(self, reads: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Do nothing: there is nobody to wait for."""
+        del reads
+        return nullcontext()
 
     def all_reduce(self, flat: Tensor) -> _Done:
         """Return at once: the sum over one rank is already there."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyengine.comm.beside import Beside
 from pyengine.comm.traffic import Traffic
+
+# Backends that the host waits for, whatever device the tensors lie on; of all others the stream waits.
+_HOST_ORDERED = {"gloo", "mpi"}
 
 
 class TorchDist:
@@ -16,15 +22,34 @@ class TorchDist:
 
     Args:
         group: the group; None is the default group.
+        device: where the tensors lie.
+
+    Attributes:
+        is_stream_ordered: whether waiting for a collective means that the current stream waits, not the host.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
         self.world_size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         if self.rank < 0:
             raise ValueError("group: this process is not a member; pass a group that contains it")
         self.traffic = Traffic()
+        self.is_stream_ordered = device.type != "cpu" and _backend(group, device) not in _HOST_ORDERED
+        self._beside = Beside(device) if self.is_stream_ordered else None
+
+    @contextmanager
+    def beside(self, reads: Sequence[Tensor]) -> Iterator[None]:
+        """Let the body wait for collectives without stalling the running backward, where that takes another stream.
+
+        Args:
+            reads: tensors that the body uses and that may be freed before it has run.
+        """
+        if self._beside is None:
+            yield
+        else:
+            with self._beside.run(reads):
+                yield
 
     def all_reduce(self, flat: Tensor) -> dist.Work:
         """Start summing `flat` over all ranks, in place."""
@@ -48,3 +73,8 @@ class TorchDist:
             dist.broadcast(flat, group=self._group, group_src=0)
             for tensor, piece in zip(group, flat.split([t.numel() for t in group]), strict=True):
                 tensor.detach().copy_(piece.view_as(tensor))
+
+
+def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    group = dist.group.WORLD if group is None else group
+    return group._get_backend(device).name().lower()

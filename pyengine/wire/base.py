@@ -27,6 +27,9 @@ class Comm(Protocol):
     @property
     def rank(self) -> int: ...
 
+    @property
+    def is_stream_ordered(self) -> bool: ...
+
     def all_reduce(self, flat: Tensor) -> Work:
         """Start summing `flat` over all ranks, in place."""
 

@@ -1,0 +1,209 @@
+"""A host that runs ahead of its device: the step is decided there, and its outcome is heard of in the next window.
+
+That is how the engine works on an accelerator. Here the CPU plays the device: only the engine's decision to wait is
+turned off, everything else is the code that runs there.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+from cases import Integers, engine, integers, me
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pyengine as pe
+
+KINDS = ("own", "attach")
+
+
+class NoHostRead(TorchDispatchMode):
+    """Refuses every op that makes the host wait for a value."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        assert func.overloadpacket._qualified_op_name not in {
+            "aten::_local_scalar_dense",
+            "aten::nonzero",
+            "aten::equal",
+        }, "the host reads a value from the device"
+        return func(*args, **(kwargs or {}))
+
+
+def _late(kind: str, model: nn.Module, *, late: bool = True, **options: object) -> tuple[pe.Sync, nn.Module]:
+    sync, forward = engine(kind, model, **options)
+    sync._engine.is_late = late
+    return sync, forward
+
+
+def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).to(dtype)
+
+
+def _train(
+    kind: str, late: bool, dtype: torch.dtype
+) -> tuple[list[Tensor], list[tuple], list[float], list[bool]]:
+    """Train with clipping, a scheduler, a short last window and an inf on one rank; return everything observable."""
+    rank, world = me()
+    model = _model(dtype)
+    sync, forward = _late(kind, model, late=late, accumulate=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    data = [torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * rank + k)) for k in range(14)]
+    stepped = []
+    for number, window in enumerate(sync.windows(data)):
+        for k, x in enumerate(window):
+            loss = forward(x.to(dtype)).float().square().sum()
+            sync.backward(
+                loss * (math.inf if (number, rank, k) == (2, world - 1, 1) else 1.0), count=1 + rank
+            )
+        sync.clip_grad_norm_(0.5)
+        stepped.append(sync.step(optimizer, scheduler))
+    facts = [(r.step, r.micro_batches, r.count, r.loss, r.grad_norm, r.skipped, r.reason) for r in records]
+    return (
+        [p.detach().clone() for p in model.parameters()],
+        facts,
+        scheduler.get_last_lr(),
+        [bool(s) for s in stepped],
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_records_and_learning_rate_are_those_of_a_host_that_waits(ranks, kind, world, dtype):
+    for late, waiting in zip(
+        ranks(world).run(_train, kind, True, dtype), ranks(world).run(_train, kind, False, dtype), strict=True
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(late[0], waiting[0], strict=True))
+        assert repr(late[1:]) == repr(waiting[1:])  # the loss of the bad window is nan
+        assert late[3] == [True, True, False, True, True] and len(late[1]) == 5
+
+
+def _quiet(kind: str) -> list[int]:
+    model = _model()
+    sync, forward = _late(kind, model, accumulate=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    heard: list[int] = []
+    sync.on_step(lambda record: heard.append(record.step))
+    counts = []
+    for number, window in enumerate(sync.windows([torch.ones(1, 4)] * 8)):
+        settled = number >= 2  # before the second window ranks agree on the order of the buckets, once
+        with NoHostRead() if settled else nullcontext():
+            for x in window:
+                sync.backward(forward(x).sum(), count=torch.tensor(2.0))
+            sync.clip_grad_norm_(1.0)
+            sync.step(optimizer)
+        counts.append(len(heard))
+    return [*counts, len(heard)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_step_path_reads_nothing_and_each_record_comes_a_window_late(ranks, kind):
+    assert ranks(2).run(_quiet, kind) == [[0, 1, 2, 3, 4]] * 2
+
+
+def _bad_count(kind: str) -> tuple[str, bool, bool]:
+    rank, world = me()
+    model = Integers(torch.float32)
+    sync, forward = _late(kind, model, accumulate=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+    before = model.matrix.detach().clone()
+
+    def window(count: float) -> None:
+        with sync.accumulate():
+            sync.backward(forward(*integers(rank)), count=count)
+        sync.step(optimizer)
+
+    window(-1.0 if rank == world - 1 else 3.0)
+    untouched = torch.equal(model.matrix, before)
+    message = ""
+    try:
+        window(3.0)
+    except ValueError as error:
+        message = str(error)
+        sync.abandon()
+    untouched &= torch.equal(model.matrix, before)
+    window(3.0)
+    sync.synchronize()
+    return message, untouched, torch.equal(model.matrix, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bad_count_moves_nothing_and_is_an_error_on_every_rank_in_the_next_window(ranks, kind):
+    for message, untouched, still in ranks(3).run(_bad_count, kind):
+        assert message.startswith("rank 2: count of micro-batch 0 is -1.0")
+        assert untouched and not still
+
+
+def _only_one_rank_looks(kind: str) -> list[str]:
+    rank, _ = me()
+    model = _model()
+    sync, forward = _late(kind, model, accumulate=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    reasons: list[str] = []
+    sync.on_step(lambda record: reasons.append(record.reason))
+    for number in range(3):
+        with sync.accumulate():
+            sync.backward(forward(torch.ones(1, 4)).sum() * (math.inf if number == 1 and rank == 0 else 1.0))
+        stepped = sync.step(optimizer)
+        if rank == 1:
+            assert bool(stepped) == (number != 1)
+    sync.synchronize()
+    return reasons
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_may_look_at_the_outcome_alone(ranks, kind):
+    for reasons in ranks(2).run(_only_one_rank_looks, kind):
+        assert [bool(reason) for reason in reasons] == [False, True, False]
+        assert "rank 0, micro-batch 0 (its loss)" in reasons[1]
+
+
+def _plain_optimizer() -> list[int]:
+    model = _model()
+    sync, forward = _late("own", model, accumulate=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=False)
+    heard: list[int] = []
+    sync.on_step(lambda record: heard.append(record.step))
+    for _ in sync.windows([torch.ones(1, 4)] * 3):
+        for x in _:
+            sync.backward(forward(x).sum())
+        sync.step(optimizer)
+        heard.append(-1)
+    return heard
+
+
+def test_an_optimizer_that_cannot_skip_by_itself_makes_the_host_wait(ranks):
+    assert ranks(2).run(_plain_optimizer)[0] == [0, -1, 1, -1, 2, -1]
+
+
+def _abandoned(kind: str) -> list[int]:
+    """A window is dropped between two good ones: the outcome of the one before it is still heard of."""
+    model = _model()
+    sync, forward = _late(kind, model, accumulate=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    heard: list[int] = []
+    sync.on_step(lambda record: heard.append(record.step))
+    for number in range(3):
+        try:
+            for _ in range(2):
+                with sync.accumulate():
+                    if number == 1:
+                        raise KeyError("in the user's code")
+                    sync.backward(forward(torch.ones(1, 4)).sum())
+            sync.step(optimizer)
+        except KeyError:
+            pass
+    sync.synchronize()
+    return heard
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_abandoned_window_does_not_hide_the_outcome_of_the_one_before(ranks, kind):
+    assert ranks(2).run(_abandoned, kind) == [[0, 1]] * 2
