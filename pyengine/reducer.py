@@ -262,9 +262,8 @@ class BucketReducer:
 
     def _launch(self, header: Header, *, poison: bool) -> None:
         transfer = self._transfers[self._next]
-        reads = [param.grad for param in transfer.bucket.params if param.grad is not None]
         # A narrow wire needs the count of all ranks: waiting for it must not hold up the backward.
-        with self._comm.beside(reads):
+        with self._comm.beside(transfer.bucket.lent()):
             inv_count = header.inv_count() if self._wire.folds_count else None
             flat = transfer.bucket.to_wire(inv_count, poison=poison)
             transfer.work = self._wire.all_reduce_(flat, self._comm)

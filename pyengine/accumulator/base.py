@@ -40,6 +40,9 @@ class BucketAccumulator(Protocol):
     def has_arrived(self, slot: int) -> bool:
         """Whether the armed backward has delivered this slot's gradient."""
 
+    def lent(self) -> list[Tensor]:
+        """Return every tensor that `to_wire` uses, for streams that must outlive them."""
+
     def to_wire(self, inv_count: Tensor | None, *, poison: bool) -> Tensor:
         """Return the flat buffer to reduce; `inv_count` is multiplied in if given, `poison` voids the window."""
 
@@ -65,6 +68,9 @@ class BucketBase:
         device: where the buffers live.
     """
 
+    _sum: Tensor
+    _wire: Tensor
+
     def __init__(self, bucket: Bucket, params: Sequence[Parameter], device: torch.device) -> None:
         self.bucket = bucket
         self.params = list(params)
@@ -79,6 +85,10 @@ class BucketBase:
     def allocate(self, dtype: torch.dtype) -> Tensor:
         """Return a zeroed flat buffer for the bucket."""
         return torch.zeros(self.bucket.numel, dtype=dtype, device=self.one.device)
+
+    def lent(self) -> list[Tensor]:
+        """Return every tensor that `to_wire` uses."""
+        return [self._sum, self._wire, *(param.grad for param in self.params if param.grad is not None)]
 
     def take_fused(self) -> list[int]:
         """Return, once, the slots whose layer has added to main_grad itself."""

@@ -21,14 +21,14 @@ class Beside:
         self._device = device
 
     @contextmanager
-    def run(self, reads: Sequence[Tensor]) -> Iterator[None]:
+    def run(self, lent: Sequence[Tensor]) -> Iterator[None]:
         """Let the body work on the other stream.
 
         Args:
-            reads: tensors of the current stream that the body uses and that may be freed before it has run.
+            lent: tensors of the current stream that the body uses and that may be freed before it has run.
         """
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        for tensor in reads:
+        for tensor in lent:
             for dense in (
                 [tensor] if tensor.layout is torch.strided else [tensor._indices(), tensor._values()]
             ):

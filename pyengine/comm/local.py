@@ -38,9 +38,9 @@ class Local:
     def __init__(self) -> None:
         self.traffic = Traffic()
 
-    def beside(self, reads: Sequence[Tensor]) -> AbstractContextManager[None]:
+    def beside(self, lent: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Do nothing: there is nobody to wait for."""
-        del reads
+        del lent
         return nullcontext()
 
     def all_reduce(self, flat: Tensor) -> _Done:

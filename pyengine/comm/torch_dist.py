@@ -39,16 +39,16 @@ class TorchDist:
         self._beside = Beside(device) if self.is_stream_ordered else None
 
     @contextmanager
-    def beside(self, reads: Sequence[Tensor]) -> Iterator[None]:
+    def beside(self, lent: Sequence[Tensor]) -> Iterator[None]:
         """Let the body wait for collectives without stalling the running backward, where that takes another stream.
 
         Args:
-            reads: tensors that the body uses and that may be freed before it has run.
+            lent: tensors that the body uses and that may be freed before it has run.
         """
         if self._beside is None:
             yield
         else:
-            with self._beside.run(reads):
+            with self._beside.run(lent):
                 yield
 
     def all_reduce(self, flat: Tensor) -> dist.Work:

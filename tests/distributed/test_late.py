@@ -7,11 +7,12 @@ turned off, everything else is the code that runs there.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from cases import Integers, engine, integers, me
+from cases import Integers, assert_same, engine, grads, integers, me, mean_of_integers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -207,3 +208,44 @@ def _abandoned(kind: str) -> list[int]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_abandoned_window_does_not_hide_the_outcome_of_the_one_before(ranks, kind):
     assert ranks(2).run(_abandoned, kind) == [[0, 1]] * 2
+
+
+class _Recorder:
+    """Stands for the stream beside the backward."""
+
+    def __init__(self) -> None:
+        self.runs = self.runs_in_backward = 0
+        self.is_in_backward = False
+
+    @contextmanager
+    def run(self, lent: list[Tensor]) -> Iterator[None]:
+        assert lent
+        self.runs += 1
+        self.runs_in_backward += self.is_in_backward
+        yield
+
+
+def _beside(kind: str, dtype: torch.dtype, wire: pe.wire.Wire) -> tuple[int, int]:
+    rank, world = me()
+    model = Integers(dtype)
+    options = {"bucket_cap_mb": 1e-5} if kind == "own" else {}
+    sync, forward = engine(kind, model, accumulate=2, wire=wire, **options)
+    comm, recorder = sync._engine.comm, _Recorder()
+    comm.is_stream_ordered, comm._beside = True, recorder
+    for window in sync.windows([integers(2 * rank + k) for k in range(2)]):
+        for k, batch in enumerate(window):
+            loss = forward(*batch)
+            recorder.is_in_backward = k == 1
+            sync.backward(loss, count=4)  # 1 / (8 world) is a power of two: exact also on a narrow wire
+            recorder.is_in_backward = False
+        sync.unscale_()
+    assert_same(grads(model), mean_of_integers(model, [integers(k) for k in range(2 * world)], 8.0 * world))
+    return recorder.runs, recorder.runs_in_backward
+
+
+@pytest.mark.parametrize("wire", [pe.wire.FP32(), pe.wire.BF16()], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_streams_wait_every_bucket_starts_inside_the_last_backward(ranks, kind, dtype, wire):
+    for runs, runs_in_backward in ranks(2).run(_beside, kind, dtype, wire):
+        assert runs == runs_in_backward >= (2 if kind == "own" else 1)  # DDP starts with one bucket
