@@ -44,7 +44,7 @@ class Fp32Bucket(BucketBase):
         self._flagged: list[Tensor] = []
         self._has_fused = False
         self._whole = Group(bucket, params, range(len(params)))
-        self._groups = [Group(bucket, params, slots) for slots in cut(bucket)]
+        self._groups = [Group(bucket, params, slots) for slots in cut(bucket, device)]
         for param, main_grad in zip(self.params, self.views(self._sum), strict=True):
             param.main_grad = main_grad
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine._ops import BucketPlan
 from pyengine._pointers import Pointers
 from pyengine.accumulator.base import slot_gradient
+from pyengine.host import runs_ahead
 from pyengine.layout import Bucket
 
-# Gradients of this size are still in the cache when they are taken in; more calls would cost more than they save.
+# Gradients of this size are still in a processor's cache when they are taken in; more calls would cost more than they
+# save. On an accelerator a launch costs as much as reading 20 MB, so there a group is a whole bucket.
 GROUP_BYTES = 2**20
 
 
@@ -41,8 +44,10 @@ class Group:
         return self.plan.pointers([slot_gradient(param) for param in self.params])
 
 
-def cut(bucket: Bucket) -> list[range]:
-    """Cut a bucket into runs of slots of at least GROUP_BYTES of gradients."""
+def cut(bucket: Bucket, device: torch.device) -> list[range]:
+    """Cut a bucket into runs of slots that are worth a call each."""
+    if runs_ahead(device):
+        return [range(len(bucket.slots))]
     runs, start, size = [], 0, 0
     for index, slot in enumerate(bucket.slots):
         size += slot.numel * bucket.dtype.itemsize

@@ -40,7 +40,7 @@ class NativeBucket(BucketBase):
         self._wire_slots = self.plan.pointers(self.slots(self._wire))
         self._watched: list[Tensor] | None = [] if watch else None
         self._has_fused = False
-        self._groups = [Group(bucket, params, slots) for slots in cut(bucket)]
+        self._groups = [Group(bucket, params, slots) for slots in cut(bucket, device)]
         for param, grad in zip(self.params, self._grads, strict=True):
             param.main_grad = grad
 
