@@ -102,29 +102,21 @@ class Engine:
                 f"({self.window.done} of {self.window.accumulate} backwards done). "
                 "Finish the window, or call sync.flush() to end it here"
             )
-        if self._failure is not None:
-            raise self._failure
         if self.verdict is None:
             assert self._header is not None
             with self.clock.phase("exposed_sync"):
                 self.reducer.finish(self._header, self.final)
             self.verdict = self._conclude(self._header)
-            if not self.is_late:
-                self.settle()
+        if not self.is_late:
+            self.verdict.reach()
         return self.verdict
 
     def settle(self) -> None:
         """Learn the outcome of the last window that landed; every rank calls this at the same point."""
         verdict = self._unread if self.verdict is None else self.verdict
         self._unread = None
-        if verdict is None:
-            return
-        try:
+        if verdict is not None:
             verdict.reach()
-        except (ValueError, RuntimeError, FloatingPointError) as error:
-            if verdict is self.verdict:
-                self._failure = error  # the window stays unusable, however often it is asked for
-            raise
 
     def others_go_on(self) -> bool:
         """Whether some rank has another window after the one that has just been used."""
@@ -165,7 +157,8 @@ class Engine:
 
     def start_over(self) -> None:
         """Begin a new loop: a window that an exception left half-way, or that was refused, is dropped."""
-        if self.window.state is State.OPEN or self._gave_up or self._failure is not None:
+        refused = self.verdict is not None and self.verdict.error is not None
+        if self.window.state is State.OPEN or self._gave_up or refused:
             self.abandon()
 
     def abandon(self) -> None:
@@ -197,7 +190,6 @@ class Engine:
         self._more = False
         self._has_begun = False
         self._gave_up = ""
-        self._failure: Exception | None = None
         self.final.reset()
 
     def _begin(self) -> None:

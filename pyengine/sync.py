@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from pyengine.header import Count, Totals
 from pyengine.hook import HookState
 from pyengine.host import Readback
 from pyengine.layout import Layout, ParamSpec
+from pyengine.loop import Batch, micro_batch, windows
 from pyengine.norm import GradScaler, apply_optimizer, decides_on_device
 from pyengine.optimizer import Ownership, WindowOptimizer
 from pyengine.record import Recorder, StepRecord
@@ -26,8 +27,6 @@ from pyengine.reducer import BucketReducer, Storage
 from pyengine.verdict import Verdict
 from pyengine.window import State
 from pyengine.wire import FP32, Wire
-
-Batch = TypeVar("Batch")
 
 
 class Sync:
@@ -79,19 +78,9 @@ class Sync:
             One iterator of micro-batches a window. Every micro-batch handed out counts; its backward may run later
             (several forwards first), or never (it then contributes nothing).
         """
-        engine = self._engine
-        engine.start_over()
-        source = _Lookahead(loader)
-        others = engine.comm.world_size > 1  # a rank without any data still has to meet the others
-        while source.has_next or others:
-            engine.open()
-            yield self._micro_batches(source)
-            engine.retire()
-            others = not source.has_next and engine.comm.world_size > 1 and engine.others_go_on()
-        engine.settle()
+        return windows(self._engine, loader)
 
-    @contextmanager
-    def accumulate(self, *, last: bool = False) -> Iterator[None]:
+    def accumulate(self, *, last: bool = False) -> AbstractContextManager[None]:
         """Wrap one micro-batch of a loop that cannot be nested: forward, backward, and a step that may be a no-op.
 
         Args:
@@ -99,21 +88,7 @@ class Sync:
 
         An exception in the body abandons the window on this rank and goes on.
         """
-        engine = self._engine
-        if engine.window.state is not State.OPEN:
-            engine.open()
-        ends = last or engine.window.handed + 1 == engine.window.accumulate
-        engine.hand_out(last=ends, more=not last)
-        try:
-            yield
-            if ends:
-                engine.exhaust()
-        except Exception:
-            engine.abandon()
-            raise
-        except BaseException:
-            engine.drop()
-            raise
+        return micro_batch(self._engine, last=last)
 
     def backward(self, loss: Tensor, *, count: Count = 1) -> None:
         """Run the backward of one micro-batch; the window's last one also reduces, overlapped.
@@ -222,16 +197,6 @@ class Sync:
         """Call `callback(record)` after every optimizer step; usable as a decorator."""
         self._recorder.callbacks.append(callback)
         return callback
-
-    def _micro_batches(self, source: _Lookahead[Batch]) -> Iterator[Batch]:
-        for position in range(self._engine.window.accumulate):
-            if not source.has_next:
-                break
-            batch = source.take()
-            last = position + 1 == self._engine.window.accumulate or not source.has_next
-            self._engine.hand_out(last=last, more=source.has_next)
-            yield batch
-        self._engine.exhaust()
 
     def _report(self, verdict: Verdict, norm: Tensor) -> None:
         """Count and record the step once its outcome is known."""
@@ -353,26 +318,6 @@ def attach(
     )
     reducer = DDPReducer(ddp_model, state, accumulator=accumulator)
     return Sync(Engine(reducer, comm, accumulate=accumulate, nonfinite=nonfinite))
-
-
-class _Lookahead(Generic[Batch]):
-    """An iterator that knows whether it has a next item."""
-
-    def __init__(self, items: Iterable[Batch]) -> None:
-        self._items = iter(items)
-        self._advance()
-
-    def take(self) -> Batch:
-        item = self._next
-        self._advance()
-        return item
-
-    def _advance(self) -> None:
-        try:
-            self._next = next(self._items)
-            self.has_next = True
-        except StopIteration:
-            self.has_next = False
 
 
 def _named(source: Any) -> tuple[list[tuple[str, nn.Parameter]], list[Tensor]]:

@@ -54,6 +54,7 @@ class Verdict:
     Attributes:
         totals: sums over all ranks; None until reached.
         reason: why the step is skipped; empty if it is not.
+        error: what `reach` raises; None if nothing, or not reached.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Verdict:
         self._nonfinite = final.nonfinite.clone()
         self._waiting: list[Callable[[Totals, bool], None]] = []
         self._skips = False
+        self.error: Exception | None = None
 
     def then(self, action: Callable[[Totals, bool], None]) -> None:
         """Call `action(totals, skipped)` once the verdict is reached; now if it has been."""
@@ -75,7 +77,7 @@ class Verdict:
             action(self.totals, self._skips)
 
     def reach(self) -> Totals:
-        """Wait for the outcome, and call what waited for it; later calls return the totals at once.
+        """Wait for the outcome, and call what waited for it; later calls return or raise the same at once.
 
         Raises:
             RuntimeError: ranks are at different windows or steps.
@@ -86,10 +88,16 @@ class Verdict:
             *numbers, found_inf = self._numbers.get()
             self._skips = found_inf != 0
             self.totals = Totals.of(numbers, self._comm.world_size)
-            waiting, self._waiting = self._waiting, []
-            self._judge(self.totals)
-            for action in waiting:
-                action(self.totals, self._skips)
+            try:
+                self._judge(self.totals)
+            except (ValueError, RuntimeError, FloatingPointError) as error:
+                self.error = error
+            else:
+                for action in self._waiting:
+                    action(self.totals, self._skips)
+            self._waiting = []
+        if self.error is not None:
+            raise self.error
         return self.totals
 
     def _judge(self, totals: Totals) -> None:

@@ -25,6 +25,7 @@ FLOORS = [
         "hook",
         "ddp",
         "engine",
+        "loop",
         "optimizer",
         "sync",
     },

@@ -1,0 +1,75 @@
+"""Loops over windows: where they are cut, and what happens when a body raises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+from pyengine.engine import Engine
+from pyengine.window import State
+
+Batch = TypeVar("Batch")
+
+
+def windows(engine: Engine, loader: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
+    """Cut a loader into windows, and go on with empty ones until every rank has run out."""
+    engine.start_over()
+    source = _Lookahead(loader)
+    others = engine.comm.world_size > 1  # a rank without any data still has to meet the others
+    while source.has_next or others:
+        engine.open()
+        yield _micro_batches(engine, source)
+        engine.retire()
+        others = not source.has_next and engine.comm.world_size > 1 and engine.others_go_on()
+    engine.settle()
+
+
+@contextmanager
+def micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
+    """Make the body one micro-batch, the window's last one if it is full or `last` is set."""
+    if engine.window.state is not State.OPEN:
+        engine.open()
+    ends = last or engine.window.handed + 1 == engine.window.accumulate
+    engine.hand_out(last=ends, more=not last)
+    try:
+        yield
+        if ends:
+            engine.exhaust()
+    except Exception:
+        engine.abandon()
+        raise
+    except BaseException:
+        engine.drop()
+        raise
+
+
+def _micro_batches(engine: Engine, source: _Lookahead[Batch]) -> Iterator[Batch]:
+    for position in range(engine.window.accumulate):
+        if not source.has_next:
+            break
+        batch = source.take()
+        last = position + 1 == engine.window.accumulate or not source.has_next
+        engine.hand_out(last=last, more=source.has_next)
+        yield batch
+    engine.exhaust()
+
+
+class _Lookahead(Generic[Batch]):
+    """An iterator that knows whether it has a next item."""
+
+    def __init__(self, items: Iterable[Batch]) -> None:
+        self._items = iter(items)
+        self._advance()
+
+    def take(self) -> Batch:
+        item = self._next
+        self._advance()
+        return item
+
+    def _advance(self) -> None:
+        try:
+            self._next = next(self._items)
+            self.has_next = True
+        except StopIteration:
+            self.has_next = False
