@@ -100,7 +100,7 @@ class _Meter:
 
     def restart(self) -> None:
         """Begin a window."""
-        self.comm = TorchDist(None)
+        self.comm = TorchDist(None, torch.device("cpu"))
         self.backward_s = self.exposed_sync_s = 0.0
         self.start = time.perf_counter()
 
