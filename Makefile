@@ -1,6 +1,7 @@
 # make run     set up, then train two small models on two local workers and compare with plain DDP
 # make test    set up, then run every test
 # make check   set up, then ruff
+# make gpu     on a machine with a CUDA device, with PYTHON as it is: build in place, test, benchmark (benchmarks/gpu.sh)
 # make clean   remove everything that was built or installed here
 #
 # Needs python3 (3.10 or newer) and a C++20 compiler. `make run ARGS="--model cnn"` passes arguments on.
@@ -16,7 +17,7 @@ BUILT := $(VENV)/.built
 # Folders too: their time changes when a file is removed.
 NATIVE := $(shell find csrc) setup.py CMakeLists.txt
 
-.PHONY: run test check clean
+.PHONY: run test check gpu clean
 .DEFAULT_GOAL := run
 
 run: $(BUILT)
@@ -28,6 +29,9 @@ test: $(BUILT)
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
+
+gpu:
+	PYTHON=$(PYTHON) benchmarks/gpu.sh
 
 $(INSTALLED): requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit(f"{sys.executable} is Python {sys.version.split()[0]}, need 3.10 or newer: make PYTHON=/path/to/python3.x")'

@@ -1,84 +1,109 @@
-"""accumulate_ and accumulate_cast_ against the torch expression: python benchmarks/bench_accumulate.py [--save]."""
+"""accumulate_ and accumulate_cast_ against torch: python benchmarks/bench_accumulate.py [--device cuda] [--save]."""
+
+from functools import partial
 
 import torch
-from _harness import Case, parse_options, report, split
+from _cuda import launches
+from _harness import Build, Case, Options, Slots, parse_options, report
 
-from pyengine._ops import BucketPlan
+F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
 class Bench:
     """One layout: gradients in tensors of their own, sums in a flat buffer."""
 
-    def __init__(self, numel: int, pieces: int, dtype: torch.dtype) -> None:
-        each = numel // pieces
-        self.plan = BucketPlan(range(0, each * pieces, each), [each] * pieces)
-        self.grads = split(numel, dtype, pieces)
+    def __init__(self, slots: Slots, dtype: torch.dtype) -> None:
+        self.plan, self.slots = slots.plan(), slots
+        self.grads = slots.tensors(dtype)
         self.pointers = self.plan.pointers(self.grads)
-        self.acc, self.acc_torch = torch.zeros(self.plan.flat_numel), torch.zeros(self.plan.flat_numel)
-        self.parts = self.acc_torch.split(each)
-        self.flags = torch.zeros(pieces, dtype=torch.uint8)
+        self.acc, self.acc_torch = slots.empty(F32).zero_(), slots.empty(F32).zero_()
+        self.parts = self.acc_torch.split(slots.each)
+        self.flags = torch.zeros(slots.pieces, dtype=torch.uint8, device=slots.device)
         self.grad_bytes = self.grads[0].element_size()
-        self.one, self.half = torch.tensor(1.0), torch.tensor(0.5)
-
-    def accumulate(self, name: str, first: bool) -> Case:
-        """Powers of two keep torch's double rounding of 16-bit products out of the comparison."""
-
-        def run():
-            self.plan.accumulate_(self.acc, self.pointers, self.half, first=first, nonfinite=self.flags)
-
-        def torch_run():
-            if first:
-                self.acc_torch.zero_()
-            torch._foreach_add_(self.parts, self.grads, alpha=0.5)
-
-        run()
-        torch_run()
-        assert torch.equal(self.acc, self.acc_torch), name
-        numel = self.plan.flat_numel
-        read = numel * (self.grad_bytes + (0 if first else 4))
-        return Case(name, run, torch_run, read, numel * 4, "copy" if first else "update")
-
-    def accumulate_cast(self, name: str, wire_dtype: torch.dtype) -> Case:
-        wire = torch.empty(self.plan.flat_numel, dtype=wire_dtype)
-        wire_torch = torch.empty(self.plan.flat_numel, dtype=wire_dtype)
-
-        def run():
-            self.plan.accumulate_cast_(
-                wire, self.acc, self.pointers, self.one, self.half, first=False, nonfinite=self.flags
-            )
-
-        def torch_run():
-            torch._foreach_add_(self.parts, self.grads)
-            torch.mul(self.acc_torch, 0.5, out=wire_torch)
-
-        self.acc_torch.copy_(self.acc)
-        run()
-        torch_run()
-        assert torch.equal(wire, wire_torch), name
-        read, written = (
-            self.plan.flat_numel * (self.grad_bytes + 4),
-            self.plan.flat_numel * wire.element_size(),
-        )
-        return Case(name, run, torch_run, read, written, "copy")
+        self.one, self.half = slots.scalar(1.0), slots.scalar(0.5)
+        self.groups = launches(self.grads, self.plan) if slots.device == "cuda" else []
 
 
-def main() -> None:
-    options = parse_options()
-    large, small = options.megabytes * 2**18, 1000 * 256
-    bf16 = torch.bfloat16
-    few, many, tiny = Bench(large, 8, bf16), Bench(large, 400, bf16), Bench(small, 1000, bf16)
-    cases = [
-        few.accumulate("acc += s*bf16, 8 tensors", first=False),
-        few.accumulate("acc = s*bf16 (first), 8 tensors", first=True),
-        few.accumulate_cast("bf16 wire = (acc + bf16) * s, 8 tensors", bf16),
-        few.accumulate_cast("fp32 wire = (acc + bf16) * s, 8 tensors", torch.float32),
-        many.accumulate("acc += s*bf16, 400 tensors", first=False),
-        tiny.accumulate("acc += s*bf16, 1000 of 512 B", first=False),
-        tiny.accumulate_cast("bf16 wire = (acc + bf16) * s, 1000 of 512 B", bf16),
-        Bench(large, 8, torch.float32).accumulate("acc += s*fp32, 8 tensors", first=False),
+def accumulate_case(name: str, slots: Slots, dtype: torch.dtype, first: bool) -> Case:
+    """Powers of two keep torch's double rounding of 16-bit products out of the comparison."""
+    b = Bench(slots, dtype)
+
+    def run(grads=b.pointers):
+        b.plan.accumulate_(b.acc, grads, b.half, first=first, nonfinite=b.flags)
+
+    def per_chunk():
+        for piece, grads in b.groups:
+            flags = b.flags[: len(piece.numels)]
+            piece.accumulate_(b.acc, grads, b.half, first=first, nonfinite=flags)
+
+    def torch_run():
+        if first:
+            b.acc_torch.zero_()
+        torch._foreach_add_(b.parts, b.grads, alpha=0.5)
+
+    run()
+    torch_run()
+    assert torch.equal(b.acc, b.acc_torch), name
+    numel = b.plan.flat_numel
+    read = numel * (b.grad_bytes + (0 if first else 4))
+    others = {"raw lists": lambda: run(b.grads), "per-chunk launches": per_chunk}
+    return Case(name, run, torch_run, read, numel * 4, "copy" if first else "update", others)
+
+
+def cast_case(name: str, slots: Slots, dtype: torch.dtype, wire_dtype: torch.dtype) -> Case:
+    b = Bench(slots, dtype)
+    wire, wire_torch = slots.empty(wire_dtype), slots.empty(wire_dtype)
+
+    def cast(plan, grads, flags):
+        plan.accumulate_cast_(wire, b.acc, grads, b.one, b.half, first=False, nonfinite=flags)
+
+    def per_chunk():
+        for piece, grads in b.groups:
+            cast(piece, grads, b.flags[: len(piece.numels)])
+
+    def torch_run():
+        torch._foreach_add_(b.parts, b.grads)
+        torch.mul(b.acc_torch, 0.5, out=wire_torch)
+
+    cast(b.plan, b.pointers, b.flags)
+    torch_run()
+    assert torch.equal(wire, wire_torch), name
+    read, written = b.plan.flat_numel * (b.grad_bytes + 4), b.plan.flat_numel * wire.element_size()
+    run = partial(cast, b.plan, b.pointers, b.flags)
+    others = {"raw lists": partial(cast, b.plan, b.grads, b.flags), "per-chunk launches": per_chunk}
+    return Case(name, run, torch_run, read, written, "copy", others)
+
+
+def cases(options: Options) -> list[Build]:
+    large = options.megabytes * 2**18
+    few, many, tiny = options.slots(large, 8), options.slots(large, 400), options.slots(1000 * 256, 1000)
+    builds = [
+        partial(accumulate_case, "acc += s*bf16, 8 tensors", few, BF16, False),
+        partial(accumulate_case, "acc = s*bf16 (first), 8 tensors", few, BF16, True),
+        partial(cast_case, "bf16 wire = (acc + bf16) * s, 8 tensors", few, BF16, BF16),
+        partial(cast_case, "fp32 wire = (acc + bf16) * s, 8 tensors", few, BF16, F32),
+        partial(accumulate_case, "acc += s*bf16, 400 tensors", many, BF16, False),
+        partial(accumulate_case, "acc += s*bf16, 1000 of 512 B", tiny, BF16, False),
+        partial(cast_case, "bf16 wire = (acc + bf16) * s, 1000 of 512 B", tiny, BF16, BF16),
+        partial(accumulate_case, "acc += s*fp32, 8 tensors", few, F32, False),
     ]
-    report("accumulate", cases, options)
+    return [*builds, *_more_cases(options)] if options.is_cuda else builds
+
+
+def _more_cases(options: Options) -> list[Build]:
+    large, size = options.megabytes * 2**18, f"{4 * options.megabytes} MiB"
+    few, tiny = options.slots(large, 8), options.slots(1000 * 256, 1000)
+    huge, bucket = options.slots(4 * large, 8), options.slots(25 * 2**18, 25)
+    return [
+        partial(accumulate_case, f"acc += s*bf16, 8 tensors, {size}", huge, BF16, False),
+        partial(accumulate_case, f"acc = s*bf16 (first), 8 tensors, {size}", huge, BF16, True),
+        partial(cast_case, f"bf16 wire = (acc + bf16) * s, 8 tensors, {size}", huge, BF16, BF16),
+        partial(cast_case, "fp16 wire = (acc + fp16) * s, 8 tensors", few, FP16, FP16),
+        partial(accumulate_case, "acc += s*bf16, one 25 MiB bucket", bucket, BF16, False),
+        partial(accumulate_case, "acc += s*fp32, 1000 of 1 KB", tiny, F32, False),
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    options = parse_options()
+    report("accumulate", cases(options), options)

@@ -14,6 +14,7 @@ from torch.futures import Future
 
 from pyengine._ops import BucketPlan
 from pyengine.comm import TorchDist
+from pyengine.host import runs_ahead
 from pyengine.wire import Wire
 
 
@@ -127,9 +128,7 @@ def comm_hook(state: HookState, bucket: dist.GradBucket) -> Future[torch.Tensor]
         return future
     state.mode.seen(bucket)
     if isinstance(state.mode, Local):
-        done: Future[Tensor] = Future()
-        done.set_result(bucket.buffer())
-        return done
+        return _done(bucket.buffer())
     return _exchange(state, bucket)
 
 
@@ -150,12 +149,22 @@ def _exchange(state: HookState, bucket: Any) -> Future[torch.Tensor]:
             lane.plan.pack_(moved, [flat], before)
         work = wire.all_reduce_(moved, comm)
 
-    def land(_: Future[Any]) -> Tensor:
+    def land(_: Any) -> Tensor:
         if is_moved or after is not None:
             lane.plan.unpack_([flat], moved, lane.one if after is None else after)
         return flat
 
+    if runs_ahead(flat.device) and not comm.is_stream_ordered:
+        # gloo's future is complete before the stream that copies the result back to the device is.
+        work.wait()
+        return _done(land(work))
     return work.get_future().then(land)
+
+
+def _done(flat: Tensor) -> Future[torch.Tensor]:
+    future: Future[Tensor] = Future(devices=[flat.device] if runs_ahead(flat.device) else [])
+    future.set_result(flat)
+    return future
 
 
 class _SingleGradient:

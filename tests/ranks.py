@@ -1,4 +1,4 @@
-"""A pool of worker processes that tests borrow: `ranks(3).run(fn, ...)` runs `fn` on three real gloo ranks.
+"""A pool of worker processes that tests borrow: `ranks(3).run(fn, ...)` runs `fn` on three real ranks.
 
 Starting a process with torch takes seconds, joining a process group milliseconds; so the processes live for the whole
 session and every run gets a process group of its own.
@@ -30,15 +30,16 @@ class RankPool:
     def __init__(self) -> None:
         self._workers: list[tuple[Any, Any]] = []
 
-    def run(self, world: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Run `fn(*args, **kwargs)` on `world` ranks; return the results by rank."""
+    def run(self, group: tuple[str, int], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run `fn(*args, **kwargs)` on the ranks of a group of (backend, size); return the results by rank."""
+        backend, world = group
         self._start(world)
         with tempfile.TemporaryDirectory() as folder:
             store = os.path.join(folder, "store")
             pipes = [pipe for _, pipe in self._workers[:world]]
             for rank, pipe in enumerate(pipes):
                 pipe.send(sys.path)
-                pipe.send((fn, args, kwargs, rank, world, store))
+                pipe.send((fn, args, kwargs, backend, rank, world, store))
             return _checked(self._collect(pipes, world))
 
     def stop(self) -> None:
@@ -78,14 +79,18 @@ class RankPool:
 
 
 class Ranks:
-    """`world` ranks of a pool."""
+    """`world` ranks of a pool, which talk over `backend`."""
 
-    def __init__(self, pool: RankPool, world: int) -> None:
-        self._pool, self.world = pool, world
+    def __init__(self, pool: RankPool, world: int, backend: str = "gloo") -> None:
+        self._pool, self.world, self._backend = pool, world, backend
+
+    def over(self, backend: str) -> Ranks:
+        """Return the same ranks over another backend than gloo."""
+        return Ranks(self._pool, self.world, backend)
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Run a module-level function on every rank of a fresh gloo group; return the results by rank."""
-        return self._pool.run(self.world, fn, *args, **kwargs)
+        """Run a module-level function on every rank of a fresh group; return the results by rank."""
+        return self._pool.run((self._backend, self.world), fn, *args, **kwargs)
 
 
 def _checked(answers: list[tuple[bool, Any]]) -> list[Any]:
@@ -103,12 +108,12 @@ def _serve(pipe: Any) -> None:
     while True:
         try:
             sys.path[:] = pipe.recv()  # first, so that the test's module can be found
-            fn, args, kwargs, rank, world, store = pipe.recv()
+            fn, args, kwargs, backend, rank, world, store = pipe.recv()
         except EOFError:
             return
         try:
             dist.init_process_group(
-                "gloo",
+                backend,
                 store=dist.FileStore(store, world),
                 rank=rank,
                 world_size=world,

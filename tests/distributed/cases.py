@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,15 @@ Batch = tuple[Tensor, Tensor]
 
 KINDS = ("own", "own-native", "attach", "attach-view", "attach-unused")
 WORLDS = (1, 2, 3, 4)
+WIRES = {"fp32": pe.wire.FP32(), "bf16": pe.wire.BF16(), "fp16": pe.wire.FP16()}
+
+# micro-batches of each rank, by rank; accumulate is 3, so windows are short, missing, or absent on some ranks
+PLANS = {
+    "equal": [6, 6, 6, 6],
+    "short last window": [5, 5, 5, 5],
+    "unequal": [7, 3, 5, 1],
+    "one rank has nothing": [4, 0, 3, 4],
+}
 
 
 class Integers(nn.Module):
@@ -82,8 +92,8 @@ def mean_of_integers(model: Integers, batches: Sequence[Batch], count: float) ->
 
 
 def grads(model: nn.Module) -> dict[str, Tensor | None]:
-    """Return copies of the gradients by name."""
-    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    """Return copies of the gradients by name, on the CPU."""
+    return {name: None if p.grad is None else p.grad.clone().cpu() for name, p in model.named_parameters()}
 
 
 def assert_same(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -> None:
@@ -102,6 +112,75 @@ def clear(model: nn.Module, how: str) -> None:
     if how != "engine":
         for p in model.parameters():
             p.grad = None if how == "none" else torch.zeros_like(p)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What `train_integers` trains, on every rank.
+
+    Attributes:
+        kind: of engine.
+        plan: micro-batches of each rank, by rank.
+        dtype: of the parameters; with `mixed` every other one is bfloat16.
+        how: gradients are cleared between windows.
+        device: where model and data lie.
+        wire: narrow wires are exact too when every window's count is a power of two, see `items`.
+    """
+
+    kind: str
+    plan: Sequence[int]
+    dtype: torch.dtype = torch.float32
+    mixed: bool = False
+    how: str = "engine"
+    device: str = "cpu"
+    wire: pe.wire.Wire = pe.wire.FP32()  # noqa: RUF009 - frozen
+
+    def items(self, rank: int, micro_batch: int) -> int:
+        """Return the size of a micro-batch: all different, or 4 (rank 2: 8) for a narrow wire.
+
+        With four micro-batches a window the latter count to 16, 32 and 64 on 1, 2 and 3 ranks, and no sum of these
+        small integers, whose signs are random, comes near 2^8: quotients and their sums over ranks are bfloat16 numbers.
+        """
+        if self.wire.dtype == torch.float32:
+            return 1 + (rank + 2 * micro_batch) % 4
+        return 8 if rank == 2 else 4
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches a window."""
+        return 3 if self.wire.dtype == torch.float32 else 4
+
+    def windows(self, world: int) -> list[list[tuple[int, int]]]:
+        """Return the (rank, micro-batch) pairs of every global window."""
+        size, plan = self.accumulate, self.plan[:world]
+        last = -(-max(plan) // size)
+        return [
+            [(r, k) for r in range(world) for k in range(size * w, min(size * w + size, plan[r]))]
+            for w in range(max(last, 1))
+        ]
+
+
+def train_integers(case: Training) -> None:
+    """Train and compare every window's gradient, bit for bit, with that of one big batch."""
+    rank, world = me()
+    model = Integers(case.dtype, mixed=case.mixed).to(case.device)
+    sync, forward = engine(case.kind, model, accumulate=case.accumulate, wire=case.wire)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    windows = case.windows(world)
+    loader = [(k, integers(100 * rank + k, case.items(rank, k))) for k in range(case.plan[rank])]
+    seen = 0
+    for number, window in enumerate(sync.windows(loader)):
+        for k, (x, t) in window:
+            loss = forward(x.to(case.device), t.to(case.device))
+            sync.backward(loss, count=case.items(rank, k))
+        members = windows[number]
+        sync.unscale_()
+        batches = [integers(100 * r + k, case.items(r, k)) for r, k in members]
+        assert_same(grads(model), mean_of_integers(model, batches, sum(case.items(*m) for m in members)))
+        assert sync.step(optimizer)
+        clear(model, case.how)
+        seen += 1
+    assert seen == len(windows)
 
 
 class Collectives(TorchDispatchMode):

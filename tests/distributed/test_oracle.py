@@ -7,76 +7,45 @@ import itertools
 
 import pytest
 import torch
-from cases import KINDS, WORLDS, Integers, assert_same, clear, engine, grads, integers, me, mean_of_integers
+from cases import KINDS, PLANS, WIRES, WORLDS, Training, engine, me, train_integers
 from torch import nn
 
 import pyengine as pe
-
-# micro-batches of each rank, by rank; accumulate is 3, so windows are short, missing, or absent on some ranks
-PLANS = {
-    "equal": [6, 6, 6, 6],
-    "short last window": [5, 5, 5, 5],
-    "unequal": [7, 3, 5, 1],
-    "one rank has nothing": [4, 0, 3, 4],
-}
-
-
-def _windows(plan: list[int], world: int) -> list[list[tuple[int, int]]]:
-    """Return the (rank, micro-batch) pairs of every global window."""
-    last = -(-max(plan[:world]) // 3)
-    return [
-        [(r, k) for r in range(world) for k in range(3 * w, min(3 * w + 3, plan[r]))]
-        for w in range(max(last, 1))
-    ]
-
-
-def _train_integers(kind: str, dtype: torch.dtype, mixed: bool, plan: list[int], how: str) -> int:
-    rank, world = me()
-    model = Integers(dtype, mixed=mixed)
-    sync, forward = engine(kind, model, accumulate=3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    items = {(r, k): 1 + (r + 2 * k) % 4 for r in range(world) for k in range(plan[r])}
-    windows = _windows(plan, world)
-    seen = 0
-    loader = [(k, integers(100 * rank + k, items[rank, k])) for k in range(plan[rank])]
-    for number, window in enumerate(sync.windows(loader)):
-        for k, (x, t) in window:
-            sync.backward(forward(x, t), count=items[rank, k])
-        members = windows[number]
-        sync.unscale_()
-        batches = [integers(100 * r + k, items[r, k]) for r, k in members]
-        assert_same(grads(model), mean_of_integers(model, batches, sum(items[m] for m in members)))
-        assert sync.step(optimizer)
-        clear(model, how)
-        seen += 1
-    assert seen == len(windows)
-    return seen
 
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_integer_gradients_equal_one_big_batch_exactly(ranks, kind, world, plan):
-    ranks(world).run(_train_integers, kind, torch.float32, False, PLANS[plan], "engine")
+    ranks(world).run(train_integers, Training(kind, PLANS[plan]))
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kind", ["own", "attach", "attach-view"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_parameters_equal_one_big_batch_exactly(ranks, kind, world, dtype):
-    ranks(world).run(_train_integers, kind, dtype, False, PLANS["unequal"], "engine")
+    ranks(world).run(train_integers, Training(kind, PLANS["unequal"], dtype))
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kind", ["own", "attach", "attach-view"])
 def test_mixed_parameter_dtypes_equal_one_big_batch_exactly(ranks, kind, world):
-    ranks(world).run(_train_integers, kind, torch.float32, True, PLANS["short last window"], "engine")
+    ranks(world).run(train_integers, Training(kind, PLANS["short last window"], mixed=True))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["own", "own-native", "attach"])
+@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+def test_integer_gradients_cross_a_narrow_wire_exactly_when_the_count_is_a_power_of_two(
+    ranks, kind, world, wire
+):
+    ranks(world).run(train_integers, Training(kind, [8, 8, 8], wire=WIRES[wire]))
 
 
 @pytest.mark.parametrize("how", ["none", "zero"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_zero_grad_between_windows_changes_nothing(ranks, kind, how):
-    ranks(2).run(_train_integers, kind, torch.float32, False, PLANS["unequal"], how)
+    ranks(2).run(train_integers, Training(kind, PLANS["unequal"], how=how))
 
 
 def _bf16_sums_keep_growing(kind: str) -> None:
@@ -146,9 +115,7 @@ def _bound(size: torch.Tensor, wire: pe.wire.Wire, dtype: torch.dtype, world: in
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kind", ["own", "attach"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "wire", [pe.wire.FP32(), pe.wire.BF16(), pe.wire.FP16()], ids=["fp32", "bf16", "fp16"]
-)
+@pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES)
 def test_real_gradients_stay_within_the_derived_bound(ranks, world, kind, dtype, wire):
     ranks(world).run(_train_reals, kind, wire, dtype)
 
@@ -167,9 +134,7 @@ def _reduced_bits(kind: str, wire: pe.wire.Wire) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("kind", ["own", "attach"])
-@pytest.mark.parametrize(
-    "wire", [pe.wire.FP32(), pe.wire.BF16(), pe.wire.FP16()], ids=["fp32", "bf16", "fp16"]
-)
+@pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES)
 def test_reduced_gradients_have_the_same_bits_on_every_rank(ranks, world, kind, wire):
     first, *others = ranks(world).run(_reduced_bits, kind, wire)
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))

@@ -1,0 +1,255 @@
+"""The engine on a CUDA device: the oracle, inf, clipping, streams, and a step path that leaves the host alone.
+
+All ranks share one device and talk over gloo. NCCL wants a device a rank, so it gets one rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from cases import (
+    PLANS,
+    WIRES,
+    Integers,
+    Training,
+    assert_same,
+    engine,
+    grads,
+    integers,
+    me,
+    mean_of_integers,
+    train_integers,
+)
+from torch import Tensor, nn
+
+import pyengine as pe
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+KINDS = ("own", "own-native", "attach")
+WORLDS = (1, 2, 3)
+DEVICE = "cuda"
+
+
+# ---- one rank over NCCL ----
+
+
+@pytest.mark.parametrize("plan", ["equal", "short last window"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_integer_gradients_over_nccl_equal_one_big_batch_exactly(ranks, kind, plan):
+    ranks(1).over("nccl").run(train_integers, Training(kind, PLANS[plan], device=DEVICE))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wire", WIRES)
+def test_every_wire_goes_over_nccl_exactly(ranks, kind, wire):
+    ranks(1).over("nccl").run(train_integers, Training(kind, [8], wire=WIRES[wire], device=DEVICE))
+
+
+# ---- N ranks × K micro-batches equals one big batch ----
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_integer_gradients_equal_one_big_batch_exactly(ranks, kind, world, plan):
+    ranks(world).run(train_integers, Training(kind, PLANS[plan], device=DEVICE))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", ["own", "attach"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_parameters_equal_one_big_batch_exactly(ranks, kind, world, dtype):
+    ranks(world).run(train_integers, Training(kind, PLANS["unequal"], dtype, device=DEVICE))
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_mixed_parameter_dtypes_equal_one_big_batch_exactly(ranks, kind):
+    ranks(2).run(train_integers, Training(kind, PLANS["short last window"], mixed=True, device=DEVICE))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+def test_integer_gradients_cross_a_narrow_wire_exactly_when_the_count_is_a_power_of_two(
+    ranks, kind, world, wire
+):
+    ranks(world).run(train_integers, Training(kind, [8, 8, 8], wire=WIRES[wire], device=DEVICE))
+
+
+# ---- the step ----
+
+
+def _one_rank_breaks(kind: str, fused: bool, value: float) -> tuple[str, list[Tensor]]:
+    """Put `value` into the last rank's loss of window 0; window 1 is in order. Return the reason and the parameters."""
+    rank, world = me()
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).to(DEVICE)
+    sync, forward = engine(kind, model, accumulate=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    before = [p.detach().clone() for p in model.parameters()]
+    for number, window in enumerate(sync.windows([torch.ones(1, 3, device=DEVICE)] * 4)):
+        for k, x in enumerate(window):
+            is_bad = (number, rank, k) == (0, world - 1, 1)
+            sync.backward(forward(x).sum() * (value if is_bad else 1.0))
+        sync.clip_grad_norm_(1.0)
+        sync.step(optimizer)
+        moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
+        assert moved == [number == 1] * 2
+    assert [record.skipped for record in records] == [True, False]
+    return records[0].reason, [p.detach().cpu() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_that_is_not_finite_skips_the_step_of_every_rank(ranks, kind, world, fused, value):
+    (reason, first), *others = ranks(world).run(_one_rank_breaks, kind, fused, value)
+    assert f"rank {world - 1}, micro-batch 1 (its loss)" in reason
+    for other_reason, other in others:
+        assert other_reason == reason
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def _clips_and_steps(kind: str, max_norm: float) -> None:
+    """Train beside a plain float64 loop over the whole global batch."""
+    rank, world = me()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2)).to(DEVICE)
+    twin = copy.deepcopy(model).double()
+    sync, forward = engine(kind, model, accumulate=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    other = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(5)
+    data = [[torch.randn(2, 6, generator=generator).to(DEVICE) for _ in range(9)] for _ in range(world)]
+    for number, window in enumerate(sync.windows(data[rank])):
+        for x in window:
+            sync.backward(forward(x).square().sum(), count=2)
+        norm = sync.clip_grad_norm_(max_norm)
+        sync.step(optimizer)
+        batch = torch.cat([x for mine in data for x in mine[3 * number : 3 * number + 3]]).double()
+        twin.zero_grad()
+        (twin(batch).square().sum() / len(batch)).backward()
+        expected = nn.utils.clip_grad_norm_(twin.parameters(), max_norm)
+        other.step()
+        assert norm.item() == pytest.approx(expected.item(), rel=1e-5)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            # 18 fp32 additions a window and Adam's quotient, over 3 steps of at most 0.01
+            torch.testing.assert_close(p.double(), q, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 1e9])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_clip_and_fused_adamw_equal_a_float64_loop(ranks, kind, world, max_norm):
+    ranks(world).run(_clips_and_steps, kind, max_norm)
+
+
+# ---- host and streams ----
+
+
+def _steps_without_the_host(accumulator: str, dtype: torch.dtype, wire: str) -> None:
+    """Let PyTorch raise at every operation of a steady window that would wait for the device."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)).to(DEVICE, dtype)
+    sync = pe.GradSync(model, accumulate=2, accumulator=accumulator, wire=WIRES[wire])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    data = [torch.randn(4, 64, device=DEVICE, dtype=dtype) for _ in range(16)]
+    try:
+        for number, window in enumerate(sync.windows(data)):
+            for x in window:
+                sync.backward(model(x).float().square().sum(), count=4)
+            sync.clip_grad_norm_(1.0)
+            sync.step(optimizer)
+            # The first windows settle the buckets' order and the optimizer's state; the last one may report.
+            torch.cuda.set_sync_debug_mode("error" if 3 <= number < 6 else "default")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# Over NCCL: gloo waits for its own copies to and from the device.
+@pytest.mark.parametrize(
+    ("accumulator", "dtype", "wire"),
+    [
+        ("native", torch.float32, "fp32"),
+        ("native", torch.float32, "bf16"),
+        ("fp32", torch.bfloat16, "fp32"),
+        ("fp32", torch.bfloat16, "bf16"),
+    ],
+)
+def test_a_steady_window_never_waits_for_the_device(ranks, accumulator, dtype, wire):
+    ranks(1).over("nccl").run(_steps_without_the_host, accumulator, dtype, wire)
+
+
+def _a_read_on_the_host() -> str:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.ones((), device=DEVICE).item()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return ""
+
+
+def test_a_read_on_the_host_would_be_noticed(ranks):
+    assert "synchronizing" in ranks(1).run(_a_read_on_the_host)[0]
+
+
+class _Slow(torch.autograd.Function):
+    """Identity whose backward first keeps its stream busy for some milliseconds."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        torch.cuda._sleep(2**23)
+        return grad.clone()
+
+
+class _TwoStreams(Integers):
+    """Half of the forward, and so of the backward, runs on a side stream, slowly."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.side = torch.cuda.Stream()
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        main = torch.cuda.current_stream()
+        self.side.wait_stream(main)
+        with torch.cuda.stream(self.side):
+            slow = (_Slow.apply(self.bias) * t).sum() + (_Slow.apply(self.long) * x[:, :1]).sum()
+        fast = ((x @ self.matrix) * t).sum() + self.scalar * t.sum()
+        main.wait_stream(self.side)
+        for tensor, stream in ((x, self.side), (t, self.side), (slow, main)):
+            tensor.record_stream(stream)
+        return fast + slow
+
+
+def _two_streams(kind: str) -> None:
+    model = _TwoStreams(torch.float32).to(DEVICE)
+    sync, forward = engine(kind, model, accumulate=3)
+    batches = [integers(k) for k in range(9)]
+    for number, window in enumerate(sync.windows(batches)):
+        for x, t in window:
+            sync.backward(forward(x.to(DEVICE), t.to(DEVICE)), count=3)
+        sync.unscale_()
+        mine = batches[3 * number : 3 * number + 3]
+        assert_same(grads(model), mean_of_integers(model, mine, 9))
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("kind", ["own", "own-native"])
+def test_a_forward_on_two_streams_gives_the_same_gradients(ranks, kind, backend):
+    ranks(1).over(backend).run(_two_streams, kind)
