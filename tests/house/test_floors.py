@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "pyengine"
 FLOORS = [
-    {"_core", "_native", "_pointers", "_ops", "_reference", "trace"},
+    {"_core", "_native", "_pointers", "_cuda", "_ops", "_reference", "trace"},
     {"layout", "window", "record", "watch"},
     {"accumulator", "norm", "wire"},
     {"comm"},
