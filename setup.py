@@ -1,6 +1,8 @@
 """Builds pyengine._core with CMake and Ninja. Needs neither torch nor a GPU.
 
 PYENGINE_NO_EXT=1 builds without it: same results from plain PyTorch, slower.
+PYENGINE_CUDA=0 leaves the CUDA kernels out, =1 insists on them; unset builds them where nvcc is found.
+PYENGINE_CUDA_ARCHS="90-real;100" compiles them for other devices than sm_80, sm_90, sm_100 and newer.
 """
 
 import os
@@ -23,6 +25,7 @@ class CMakeExtension(build_ext):
         import pybind11
 
         build = ROOT / "build" / f"core-{sysconfig.get_config_var('SOABI')}"
+        archs = os.environ.get("PYENGINE_CUDA_ARCHS")
         configure = [
             "cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja",
             # Under build isolation every build has another Ninja, pybind11 and cmake.
@@ -30,6 +33,9 @@ class CMakeExtension(build_ext):
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DPYTHON_EXECUTABLE={sys.executable}",
             f"-DPython3_EXECUTABLE={sys.executable}",
+            # All settings every time: the folder remembers those of the last build.
+            f"-DPYENGINE_CUDA={'ON' if with_cuda() else 'OFF'}",
+            f"-DPYENGINE_CUDA_ARCHS={archs}" if archs else "-UPYENGINE_CUDA_ARCHS",
         ]  # fmt: skip
         subprocess.run(configure, check=True)
         subprocess.run(["cmake", "--build", str(build), "--target", "_core"], check=True)
@@ -41,8 +47,26 @@ class CMakeExtension(build_ext):
         target.with_suffix(".new").replace(target)
 
 
+def with_cuda():
+    """Whether to build the CUDA kernels; CMake looks for nvcc in the same places."""
+    wanted, nvcc = os.environ.get("PYENGINE_CUDA", ""), os.environ.get("CUDACXX") or shutil.which("nvcc")
+    if wanted not in ("", "0", "1"):
+        sys.exit(
+            f"PYENGINE_CUDA={wanted}; needed 0 (without CUDA), 1 (with CUDA) or unset: where nvcc is found"
+        )
+    if wanted == "1" and not nvcc:
+        sys.exit(
+            "PYENGINE_CUDA=1, but there is no nvcc: put the CUDA toolkit's bin folder on PATH or set CUDACXX, "
+            "or unset PYENGINE_CUDA to build without CUDA"
+        )
+    return wanted != "0" and bool(nvcc)
+
+
 def extensions():
-    return [] if os.environ.get("PYENGINE_NO_EXT") == "1" else [Extension("pyengine._core", sources=[])]
+    if os.environ.get("PYENGINE_NO_EXT") == "1":
+        return []
+    with_cuda()  # so that a setting that cannot be met fails before anything is built
+    return [Extension("pyengine._core", sources=[])]
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": CMakeExtension})

@@ -10,4 +10,19 @@ struct fp16 { uint16_t bits; };
 // The values are the codes that pyengine/_ops.py sends.
 enum class DType : int { f32 = 0, bf16 = 1, fp16 = 2 };
 
+// Anonymous, so that the linker never shares it between files compiled for different instruction sets.
+namespace {
+
+// Calls fn(T{}) with the type that a dtype code stands for.
+template <class Fn>
+void with_type(DType dtype, const Fn& fn) {
+  switch (dtype) {
+    case DType::f32: return fn(float{});
+    case DType::bf16: return fn(bf16{});
+    case DType::fp16: return fn(fp16{});
+  }
+}
+
+}  // namespace
+
 }  // namespace pyengine

@@ -1,6 +1,7 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 namespace pyengine {
@@ -31,6 +32,26 @@ Layout BucketPlan::layout() const {
           first_of_task_.data(), chunks_.data(), static_cast<int64_t>(numels_.size()),
           static_cast<int64_t>(first_of_task_.size()) - 1,
           static_cast<int64_t>(chunks_.size()),  numel_};
+}
+
+// Order: offsets, first_chunk, chunks.
+int64_t BucketPlan::num_words() const {
+  return static_cast<int64_t>(offsets_.size() + first_chunk_.size() + 3 * chunks_.size());
+}
+
+void BucketPlan::write_words(int64_t* words) const {
+  words = std::copy(offsets_.begin(), offsets_.end(), words);
+  words = std::copy(first_chunk_.begin(), first_chunk_.end(), words);
+  if (!chunks_.empty()) std::memcpy(words, chunks_.data(), chunks_.size() * sizeof(Chunk));
+}
+
+Layout BucketPlan::layout_at(const int64_t* words) const {
+  Layout there = layout();
+  there.offsets = words;
+  there.first_chunk = words + offsets_.size();
+  there.chunks = reinterpret_cast<const Chunk*>(there.first_chunk + first_chunk_.size());
+  there.numels = there.first_of_task = nullptr;
+  return there;
 }
 
 }  // namespace pyengine

@@ -21,6 +21,7 @@ inline constexpr int64_t kBlockLanes = 256;
 struct Chunk {
   int64_t slot, begin, count;
 };
+static_assert(sizeof(Chunk) == 3 * sizeof(int64_t));  // so that chunks can travel as int64
 inline constexpr int64_t kChunkElements = 2 * kBlockElements;
 
 // Tasks are runs of chunks with about this many elements, so that threads get equal work whatever the mix of
@@ -43,6 +44,13 @@ class BucketPlan {
  public:
   BucketPlan(std::vector<int64_t> offsets, std::vector<int64_t> numels);
   Layout layout() const;
+
+  // What CUDA kernels need of the layout, as one run of int64 to be copied to a device, and the layout that points
+  // into such a copy (numels and tasks are null there).
+  int64_t num_words() const;
+  void write_words(int64_t* words) const;
+  Layout layout_at(const int64_t* words) const;
+
   const std::vector<int64_t>& numels() const { return numels_; }
 
  private:

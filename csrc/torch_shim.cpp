@@ -21,6 +21,7 @@ struct Shim {
   Status (*get_numel)(Handle, int64_t*);
   Status (*get_dtype)(Handle, int32_t*);
   Status (*get_device_type)(Handle, int32_t*);
+  Status (*get_device_index)(Handle, int32_t*);
   Status (*is_contiguous)(Handle, bool*);
 };
 
@@ -43,6 +44,7 @@ Shim find_shim() {
   find(library, "aoti_torch_get_numel", shim.get_numel);
   find(library, "aoti_torch_get_dtype", shim.get_dtype);
   find(library, "aoti_torch_get_device_type", shim.get_device_type);
+  find(library, "aoti_torch_get_device_index", shim.get_device_index);
   find(library, "aoti_torch_is_contiguous", shim.is_contiguous);
   return shim;
 }
@@ -80,7 +82,9 @@ const char* thread_pool() { return shim().parallel_for ? "torch" : "std::thread"
 
 bool learn_tensor_object(const void* object, const void* cdata) {
   const Shim& s = shim();
-  if (!s.get_data_ptr || !s.get_numel || !s.get_dtype || !s.get_device_type || !s.is_contiguous) return false;
+  if (!s.get_data_ptr || !s.get_numel || !s.get_dtype || !s.get_device_type || !s.get_device_index ||
+      !s.is_contiguous)
+    return false;
   // THPVariable is a PyObject head and an at::Tensor, which is one pointer to the TensorImpl; older torch has
   // a flag between them. Compare against the address Python tells instead of trusting a version number.
   for (size_t offset = 2 * sizeof(void*); offset <= 4 * sizeof(void*); offset += sizeof(void*)) {
@@ -95,12 +99,13 @@ bool learn_tensor_object(const void* object, const void* cdata) {
 }
 
 bool tensor_facts(const void* object, TensorFacts* facts) {
-  constexpr int32_t kCpu = 0;  // c10::DeviceType
   const Shim& s = shim();
   void* tensor = const_cast<char*>(static_cast<const char*>(object)) + tensor_offset;
-  int32_t device_type;
   bool contiguous;
-  if (s.get_device_type(tensor, &device_type) || device_type != kCpu) return false;
+  if (s.get_device_type(tensor, &facts->device_type)) return false;
+  if (facts->device_type != kCpu && facts->device_type != kCuda) return false;
+  facts->device_index = 0;  // torch says -1 for the CPU
+  if (facts->device_type == kCuda && s.get_device_index(tensor, &facts->device_index)) return false;
   if (s.is_contiguous(tensor, &contiguous) || !contiguous) return false;
   return !s.get_dtype(tensor, &facts->scalar_type) && !s.get_numel(tensor, &facts->numel) &&
          !s.get_data_ptr(tensor, &facts->data);

@@ -16,14 +16,18 @@ const char* thread_pool();
 struct TensorFacts {
   void* data;
   int64_t numel;
-  int32_t scalar_type;  // c10::ScalarType
+  int32_t scalar_type;   // c10::ScalarType
+  int32_t device_type;   // c10::DeviceType: kCpu or kCuda
+  int32_t device_index;  // 0 on the CPU
 };
+
+inline constexpr int32_t kCpu = 0, kCuda = 1;
 
 // Learns where a Python tensor object keeps its at::Tensor: `cdata` is its Tensor._cdata. False when the
 // layout or a shim function is missing; then tensor_facts must not be called.
 bool learn_tensor_object(const void* object, const void* cdata);
 
-// False unless the object is a dense contiguous CPU tensor.
+// False unless the object is a dense contiguous CPU or CUDA tensor.
 bool tensor_facts(const void* object, TensorFacts* facts);
 
 }  // namespace pyengine

@@ -28,6 +28,21 @@ def core() -> ModuleType | None:
 
 
 @functools.cache
+def cuda_core() -> ModuleType | None:
+    """Return the native module if it has CUDA kernels, or None after a single warning."""
+    found = core()
+    if found is None or found.has_cuda:
+        return found
+    warnings.warn(
+        "pyengine's native core was built without CUDA, so CUDA tensors take plain PyTorch: results are the same but "
+        "for the rounding of norms, ops are slower. Build it with `PYENGINE_CUDA=1 pip install .` (needs nvcc).",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return None
+
+
+@functools.cache
 def can_gather() -> bool:
     """Tell whether the core can read a list of tensors itself, instead of through attributes from Python."""
     probe = torch.empty(1)

@@ -1,13 +1,18 @@
 """The fused operations over a flat buffer of gradients, as methods of `BucketPlan` and as torch operators.
 
 A plan names n *slots* of a flat 1-D buffer; an op does the same thing to every slot in one call, in one pass over
-the memory. CPU tensors run in the native core, everything else in `_reference.py`; results are bit-identical for
-every instruction set and thread count. Autograd sees nothing: ops read and write data only.
+the memory. CPU and CUDA tensors run in the native core, everything else in `_reference.py`. Results have the same
+bits on every instruction set, thread count and GPU; only which NaN a NaN is may differ. Autograd sees nothing: ops
+read and write data only.
+
+On CUDA an op is one kernel launch on the current stream, whatever the number of slots, and waits for nothing. A list of
+more than 256 tensors costs a second launch, for its addresses, unless it is a `Pointers`. Ops can be captured in CUDA
+graphs after one op of the same plan has run on that device; keep the plan, the `Pointers` and the tensors as long as
+the graph.
 
 `torch.ops.pyengine.*` are the same ops with functional schemas, for `torch.compile`.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -15,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyengine import _native, _reference
+from pyengine import _cuda, _native, _reference
 from pyengine._pointers import (
     DTYPE_CODES,
     Pointers,
@@ -81,6 +86,7 @@ class BucketPlan:
         self._slots = tuple(zip(self.offsets, self.numels, strict=True))
         core = _native.core()
         self._native = None if core is None else core.BucketPlan(self.offsets, self.numels)
+        self._runners = {torch.device("cpu"): self._native}
 
     def __repr__(self) -> str:
         return f"BucketPlan({len(self.numels)} slots, {sum(self.numels)} of {self.flat_numel} elements)"
@@ -91,12 +97,15 @@ class BucketPlan:
         Args:
             tensors: one entry a slot. The result keeps them alive; replace it when a tensor gets other storage.
 
+        Cost: nothing on the device; one launch for more than 256 CUDA tensors.
+
         Example:
             >>> plan = BucketPlan([0], [2])
             >>> plan.pointers([torch.ones(2)]).dtype
             torch.float32
         """
-        return gather("tensors", tensors, self.numels, self._native)
+        pointers = gather("tensors", tensors, self.numels, self._native)
+        return pointers if pointers.device is None else _cuda.place(pointers, pointers.device)
 
     def pack_(self, flat: Tensor, tensors: TensorList | Pointers, scale: Tensor) -> None:
         """Write `cast(tensor * scale)` into every slot of `flat`; zeros where the entry is None.
@@ -115,9 +124,10 @@ class BucketPlan:
         sources = self._gather("tensors", tensors, flat)
         check_flat("flat", flat, self.flat_numel, flat.device)
         check_scale("scale", scale, flat.device)
-        if sources.table is None:
+        runner = self._runner(flat.device)
+        if runner is None:
             return _reference.pack_(self._slots, flat, sources.tensors, scale)
-        self._native.pack_(flat.data_ptr(), DTYPE_CODES[flat.dtype], sources.table, scale.data_ptr())
+        runner.pack_(flat.data_ptr(), DTYPE_CODES[flat.dtype], sources.table, scale.data_ptr())
 
     def unpack_(self, tensors: TensorList | Pointers, flat: Tensor, scale: Tensor) -> None:
         """Write `cast(flat[slot] * scale)` into every tensor; None entries are skipped.
@@ -136,9 +146,10 @@ class BucketPlan:
         targets = self._gather("tensors", tensors, flat)
         check_flat("flat", flat, self.flat_numel, flat.device)
         check_scale("scale", scale, flat.device)
-        if targets.table is None:
+        runner = self._runner(flat.device)
+        if runner is None:
             return _reference.unpack_(self._slots, targets.tensors, flat, scale)
-        self._native.unpack_(targets.table, flat.data_ptr(), DTYPE_CODES[flat.dtype], scale.data_ptr())
+        runner.unpack_(targets.table, flat.data_ptr(), DTYPE_CODES[flat.dtype], scale.data_ptr())
 
     def accumulate_(
         self, acc: Tensor, grads: TensorList | Pointers, scale: Tensor, *, first: bool, nonfinite: Tensor
@@ -162,11 +173,12 @@ class BucketPlan:
         check_tensor("acc", acc, _FLOAT32, self.flat_numel, acc.device)
         check_scale("scale", scale, acc.device)
         check_per_slot("nonfinite", nonfinite, torch.uint8, len(self.numels), acc.device)
-        if sources.table is None:
+        runner = self._runner(acc.device)
+        if runner is None:
             return _reference.accumulate_(
                 self._slots, acc, sources.tensors, scale, first=first, nonfinite=nonfinite
             )
-        self._native.accumulate_(acc.data_ptr(), sources.table, scale.data_ptr(), first, nonfinite.data_ptr())
+        runner.accumulate_(acc.data_ptr(), sources.table, scale.data_ptr(), first, nonfinite.data_ptr())
 
     def accumulate_cast_(
         self,
@@ -202,7 +214,8 @@ class BucketPlan:
         check_scale("grad_scale", grad_scale, wire.device)
         check_scale("wire_scale", wire_scale, wire.device)
         check_per_slot("nonfinite", nonfinite, torch.uint8, len(self.numels), wire.device)
-        if sources.table is None:
+        runner = self._runner(wire.device)
+        if runner is None:
             return _reference.accumulate_cast_(
                 self._slots,
                 wire,
@@ -213,7 +226,7 @@ class BucketPlan:
                 first=first,
                 nonfinite=nonfinite,
             )
-        self._native.accumulate_cast_(
+        runner.accumulate_cast_(
             wire.data_ptr(), DTYPE_CODES[wire.dtype], acc.data_ptr(), sources.table,
             grad_scale.data_ptr(), wire_scale.data_ptr(), first, nonfinite.data_ptr(),
         )  # fmt: skip
@@ -251,10 +264,11 @@ class BucketPlan:
         check_scale("scale", scale, sumsq.device)
         check_per_slot("sumsq", sumsq, torch.float64, len(self.numels), sumsq.device)
         check_per_slot("nonfinite", nonfinite, torch.uint8, len(self.numels), sumsq.device)
-        if sources.table is None:
+        runner = self._runner(sumsq.device)
+        if runner is None:
             stored = itertools.repeat(None, len(self.numels)) if targets is None else targets.tensors
             return _reference.unscale_norm(sources.tensors, stored, scale, sumsq=sumsq, nonfinite=nonfinite)
-        self._native.unscale_norm(
+        runner.unscale_norm(
             sources.table, None if targets is None else targets.table,
             scale.data_ptr(), sumsq.data_ptr(), nonfinite.data_ptr(),
         )  # fmt: skip
@@ -262,13 +276,18 @@ class BucketPlan:
     def _gather(self, name: str, tensors: TensorList | Pointers, beside: Tensor) -> Pointers:
         """Collect a list that must lie on the device of `beside`."""
         pointers = gather(name, tensors, self.numels, self._native)
-        if pointers.device is None and not beside.is_cpu:
-            return dataclasses.replace(pointers, table=None)  # all None: only `beside` tells where to run
         if pointers.device is not None and pointers.device != beside.device:
             raise ValueError(
                 f"{name} lie on {pointers.device}; needed {beside.device}, where the other tensors are"
             )
-        return pointers
+        return _cuda.place(pointers, beside.device)
+
+    def _runner(self, device: torch.device) -> object | None:
+        """Return what runs raw addresses on a device; None leaves the tensors to the reference."""
+        if device not in self._runners:
+            has_kernels = device.type == "cuda" and _native.cuda_core() is not None
+            self._runners[device] = _cuda.CudaPlan(self._native, device) if has_kernels else None
+        return self._runners[device]
 
 
 # ---- torch operators ----

@@ -16,6 +16,23 @@ TensorList = Sequence[torch.Tensor | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Upload:
+    """A long list's addresses in device memory, written in the order of one stream."""
+
+    memory: torch.Tensor
+    stream: torch.cuda.Stream
+    written: torch.cuda.Event
+
+    def wait(self) -> None:
+        """Let the current stream read the addresses."""
+        current = torch.cuda.current_stream(self.memory.device)
+        # A capture may not wait for what is outside of it, and need not: torch waits for the device when it begins.
+        if current != self.stream and not torch.cuda.is_current_stream_capturing():
+            current.wait_event(self.written)
+            self.memory.record_stream(current)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Pointers:
     """The checked tensors of one plan's slots; make it with `BucketPlan.pointers`.
 
@@ -26,7 +43,8 @@ class Pointers:
     numels: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device | None  # None: no slot has a tensor
-    table: object | None  # _core.Table for CPU tensors, None without the core or elsewhere
+    table: object | None  # _core.Table for CPU and CUDA tensors, None without the core or elsewhere
+    upload: Upload | None = None  # keeps the device memory that `table` points to
 
 
 def _describe(tensor: object) -> str:
@@ -106,6 +124,11 @@ def _check_slots(
     return (torch.float32, None) if first is None else (first.dtype, first.device)
 
 
+def _device(kind: int, index: int) -> torch.device | None:
+    """Translate the core's c10::DeviceType; below zero no slot has a tensor."""
+    return None if kind < 0 else torch.device("cuda", index) if kind == 1 else torch.device("cpu")
+
+
 def gather(
     name: str, tensors: TensorList | Pointers, numels: tuple[int, ...], native_plan: object
 ) -> Pointers:
@@ -122,12 +145,11 @@ def gather(
     if _native.can_gather():
         table = core.gather(native_plan, tensors, _PLAIN)
         if table is not None:
-            # A slow check would find the same: gather only accepts CPU tensors of one dtype.
-            device = torch.device("cpu") if any(tensor is not None for tensor in tensors) else None
-            return Pointers(tensors, numels, _DTYPES[table.dtype], device, table)
+            # A slow check would find the same: gather only accepts one dtype, and one device of these.
+            return Pointers(tensors, numels, _DTYPES[table.dtype], _device(*table.device), table)
     dtype, device = _check_slots(name, tensors, numels)
     table = None
-    if device is None or device.type == "cpu":
+    if device is None or device.type in ("cpu", "cuda"):
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         table = core.Table(addresses, DTYPE_CODES[dtype])
     return Pointers(tensors, numels, dtype, device, table)

@@ -91,16 +91,6 @@ PYENGINE_INLINE inline void sweep(const Dst* dst, int64_t n, bool streaming, con
   if (i < n) step(i, Some{n - i});
 }
 
-// Calls fn(T{}) with the type that a dtype code stands for.
-template <class Fn>
-void with_type(DType dtype, const Fn& fn) {
-  switch (dtype) {
-    case DType::f32: return fn(float{});
-    case DType::bf16: return fn(bf16{});
-    case DType::fp16: return fn(fp16{});
-  }
-}
-
 // Flags are shared by a slot's chunks, which may run on different threads.
 inline void raise_flag(uint8_t* flag) { __atomic_fetch_or(flag, uint8_t{1}, __ATOMIC_RELAXED); }
 

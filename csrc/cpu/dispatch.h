@@ -1,48 +1,9 @@
 // The ops as one table per instruction set, chosen at run time.
 #pragma once
-#include <cstdint>
-
-#include "../dtype.h"
+#include "../calls.h"
 #include "../plan.h"
 
 namespace pyengine {
-
-// One pointer per slot; null is "no tensor here".
-struct Tensors {
-  void* const* data;
-  DType dtype;
-};
-
-struct Flat {
-  void* data;
-  DType dtype;
-};
-
-struct AccumulateCall {
-  float* acc;
-  Tensors grads;
-  const float* scale;
-  bool first;
-  uint8_t* nonfinite;  // [num_slots]
-};
-
-struct AccumulateCastCall {
-  Flat wire;
-  const float* acc;
-  Tensors grads;
-  const float *grad_scale, *wire_scale;
-  bool first;
-  uint8_t* nonfinite;  // [num_slots]
-};
-
-struct UnscaleNormCall {
-  Tensors tensors;
-  Tensors out;  // out.data is null: read only
-  const float* scale;
-  double* partials;    // [2 * num_chunks] scratch: one a block
-  double* sumsq;       // [num_slots]
-  uint8_t* nonfinite;  // [num_slots]
-};
 
 #define PYENGINE_OPS(isa)                                                                       \
   namespace isa {                                                                               \

@@ -6,9 +6,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 STEMS = ["pack", "accumulate", "unscale_norm"]
-PLACES = ["csrc/cpu/{}.cpp", "tests/ops/test_{}.py", "benchmarks/bench_{}.py"]
+PLACES = ["csrc/cpu/{}.cpp", "csrc/cuda/{}.cu", "tests/ops/test_{}.py", "benchmarks/bench_{}.py"]
 # Sources and tests beside the ops that are not ops.
-NOT_OPS = {"dispatch", "roof", "reference"}
+NOT_OPS = {"dispatch", "roof", "upload", "reference", "cuda_build"}
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -19,7 +19,8 @@ def test_an_op_has_its_stem_in_every_place(stem, place):
 
 
 @pytest.mark.parametrize(
-    ("folder", "prefix", "suffix"), [("csrc/cpu", "", ".cpp"), ("tests/ops", "test_", ".py")]
+    ("folder", "prefix", "suffix"),
+    [("csrc/cpu", "", ".cpp"), ("csrc/cuda", "", ".cu"), ("tests/ops", "test_", ".py")],
 )
 def test_no_file_is_named_after_an_op_that_does_not_exist(folder, prefix, suffix):
     found = {path.name[len(prefix) : -len(suffix)] for path in (ROOT / folder).glob(f"{prefix}*{suffix}")}

@@ -1,0 +1,48 @@
+// What an op is called with, on the CPU and on CUDA alike: addresses and dtypes, checked in Python.
+#pragma once
+#include <cstdint>
+
+#include "dtype.h"
+
+namespace pyengine {
+
+// One pointer per slot; null is "no tensor here".
+struct Tensors {
+  void* const* data;  // in host memory
+  DType dtype;
+  void* const* on_device = nullptr;  // a copy of data in CUDA memory; null: the kernels' parameters carry data
+};
+
+struct Flat {
+  void* data;
+  DType dtype;
+};
+
+struct AccumulateCall {
+  float* acc;
+  Tensors grads;
+  const float* scale;
+  bool first;
+  uint8_t* nonfinite;  // [num_slots]
+};
+
+struct AccumulateCastCall {
+  Flat wire;
+  const float* acc;
+  Tensors grads;
+  const float *grad_scale, *wire_scale;
+  bool first;
+  uint8_t* nonfinite;  // [num_slots]
+};
+
+struct UnscaleNormCall {
+  Tensors tensors;
+  Tensors out;  // out.data is null: read only
+  const float* scale;
+  double* partials;    // [2 * num_chunks] scratch: one a block
+  double* sumsq;       // [num_slots]
+  uint8_t* nonfinite;  // [num_slots]
+  uint32_t* tickets = nullptr;  // [num_slots] scratch of CUDA: zero before and after
+};
+
+}  // namespace pyengine

@@ -1,0 +1,87 @@
+// pack and unpack: flat[slot] = cast(tensor * scale) and back.
+#include "launch.cuh"
+#include "sweep.cuh"
+
+namespace pyengine {
+namespace {
+
+// ---- kernels ----
+
+template <class Dst, class Src>
+struct ScaleCast {
+  Dst* dst;
+  const Src* src;
+  float scale;
+
+  template <int N>
+  __device__ __forceinline__ Packed<Src, N> load(int i) const { return load_packed<N>(src + i); }
+  template <int N>
+  __device__ __forceinline__ void store(int i, const Packed<Src, N>& x) const {
+    store_packed(dst + i, narrow<Dst>(widen(x) * scale));
+  }
+};
+
+template <class Dst, class Src>
+__device__ __forceinline__ void scale_cast(Dst* dst, const Src* src, int count, float scale) {
+  ScaleCast<Dst, Src> op{dst, src, scale};
+  sweep(op, count, dst, src);
+}
+
+template <class FlatT, class TensorT>
+__global__ void __launch_bounds__(kThreads)
+pack_kernel(const __grid_constant__ Layout layout, FlatT* flat, const __grid_constant__ SlotTable tensors,
+            const float* scale) {
+  const Chunk chunk = layout.chunks[blockIdx.x];
+  const int count = static_cast<int>(chunk.count);
+  FlatT* dst = in_flat(flat, layout, chunk);
+  const TensorT* src = in_tensor<const TensorT>(tensors, chunk);
+  if (src) scale_cast(dst, src, count, *scale);
+  else fill_zeros(dst, count);
+}
+
+template <class TensorT, class FlatT>
+__global__ void __launch_bounds__(kThreads)
+unpack_kernel(const __grid_constant__ Layout layout, const __grid_constant__ SlotTable tensors, const FlatT* flat,
+              const float* scale) {
+  const Chunk chunk = layout.chunks[blockIdx.x];
+  TensorT* dst = in_tensor<TensorT>(tensors, chunk);
+  if (dst) scale_cast(dst, in_flat(flat, layout, chunk), static_cast<int>(chunk.count), *scale);
+}
+
+// ---- dispatch ----
+
+template <class FlatT, class TensorT>
+void pack_typed(const Layout& layout, void* stream, FlatT* flat, const Tensors& tensors, const float* scale) {
+  launch(pack_kernel<FlatT, TensorT>, "pack_", layout.num_chunks, kThreads, stream, layout, flat,
+         SlotTable(tensors, layout.num_slots), scale);
+}
+
+template <class TensorT, class FlatT>
+void unpack_typed(const Layout& layout, void* stream, const Tensors& tensors, const FlatT* flat, const float* scale) {
+  launch(unpack_kernel<TensorT, FlatT>, "unpack_", layout.num_chunks, kThreads, stream, layout,
+         SlotTable(tensors, layout.num_slots), flat, scale);
+}
+
+}  // namespace
+
+// ---- entry points ----
+
+void pack_cuda(const Layout& layout, void* stream, const Flat& flat, const Tensors& tensors, const float* scale) {
+  if (layout.num_chunks == 0) return;
+  with_type(flat.dtype, [&](auto flat_t) {
+    with_type(tensors.dtype, [&](auto tensor_t) {
+      pack_typed<decltype(flat_t), decltype(tensor_t)>(layout, stream, as<decltype(flat_t)>(flat.data), tensors, scale);
+    });
+  });
+}
+
+void unpack_cuda(const Layout& layout, void* stream, const Tensors& tensors, const Flat& flat, const float* scale) {
+  if (layout.num_chunks == 0) return;
+  with_type(flat.dtype, [&](auto flat_t) {
+    with_type(tensors.dtype, [&](auto tensor_t) {
+      unpack_typed<decltype(tensor_t)>(layout, stream, tensors, as<const decltype(flat_t)>(flat.data), scale);
+    });
+  });
+}
+
+}  // namespace pyengine

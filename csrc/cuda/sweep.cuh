@@ -1,0 +1,83 @@
+// Walking one chunk by one CTA: the elementwise ops share this.
+#pragma once
+#include <cstdint>
+
+#include "packed.cuh"
+
+namespace pyengine {
+namespace {
+
+// 256 threads: CTAs small enough that an SM holds several chunks at once, so that one chunk's last stores overlap
+// the next one's loads.
+constexpr int kThreads = 256;
+
+// Steps op over elements at(0), at(1), ... at(n - 1), N neighbours a step. All loads of a round come before its
+// stores; in place that is right because every element belongs to one thread.
+//
+// A round loads 64 to 128 bytes a thread. That lets an SM hold 1024 threads or more, which together ask for at least
+// 64 KiB at once; bandwidth × latency is 30 to 45 KiB a SM on sm_90 and sm_100.
+template <int N, class Op, class At>
+__device__ __forceinline__ void rounds(Op& op, int n, At at) {
+  using Loaded = decltype(op.template load<N>(0));
+  constexpr int kUnroll = sizeof(Loaded) > 32 ? 2 : 4;
+  for (int first = threadIdx.x; first < n; first += kUnroll * kThreads) {
+    Loaded loaded[kUnroll];
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k)
+      if (first + k * kThreads < n) loaded[k] = op.template load<N>(at(first + k * kThreads));
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k)
+      if (first + k * kThreads < n) op.store(at(first + k * kThreads), loaded[k]);
+  }
+}
+
+constexpr unsigned kAlign = 16;  // bytes of the widest access
+
+template <class T>
+__device__ __forceinline__ unsigned misalignment(const T* p) {
+  return static_cast<unsigned>(reinterpret_cast<uint64_t>(p)) % kAlign;
+}
+
+// Elements up to the next address that a sixteen-byte access may start at.
+template <class T>
+__device__ __forceinline__ int to_boundary(const T* p) {
+  return static_cast<int>((kAlign - misalignment(p)) % kAlign / sizeof(T));
+}
+
+__device__ __forceinline__ constexpr int largest(int a, int b) { return a > b ? a : b; }
+template <class... Ints>
+__device__ __forceinline__ constexpr int largest(int a, int b, Ints... others) { return largest(largest(a, b), others...); }
+
+// Steps op over [0, count) of a chunk; `data` are all the arrays it touches. Where these share a phase, the body
+// goes in vectors of 16 bytes of the narrowest type, and the few elements before and after it one by one;
+// otherwise all of them go one by one, neighbours on neighbouring threads.
+template <class Op, class... T>
+__device__ __forceinline__ void sweep(Op& op, int count, const T*... data) {
+  constexpr int kWidth = largest(1, static_cast<int>(kAlign / sizeof(T))...);
+  const int head = largest(0, to_boundary(data)...);
+  const bool in_phase = ((misalignment(data + head) == 0) && ...) && head < count;
+  const int vectors = in_phase ? (count - head) / kWidth : 0;
+  rounds<kWidth>(op, vectors, [=](int i) { return head + i * kWidth; });
+  rounds<1>(op, count - vectors * kWidth, [=](int i) { return i < head ? i : i + vectors * kWidth; });
+}
+
+// The op that fills with zeros.
+template <class T>
+struct Zeros {
+  T* data;
+  template <int N> struct Loaded {};
+
+  template <int N>
+  __device__ __forceinline__ Loaded<N> load(int) const { return {}; }
+  template <int N>
+  __device__ __forceinline__ void store(int i, Loaded<N>) const { store_packed(data + i, Packed<T, N>{}); }
+};
+
+template <class T>
+__device__ __forceinline__ void fill_zeros(T* data, int count) {
+  Zeros<T> op{data};
+  sweep(op, count, data);
+}
+
+}  // namespace
+}  // namespace pyengine

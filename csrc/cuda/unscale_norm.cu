@@ -1,0 +1,190 @@
+// unscale_norm: y = x·scale, its sum of squares and its finite check, in one pass; y is written on request.
+#include <cmath>
+
+#include "launch.cuh"
+
+namespace pyengine {
+namespace {
+
+// ---- kernels ----
+
+struct Nothing {};  // the output type of a pass that only reads
+
+constexpr int kLanes = kSumLanes, kRows = kSegmentElements / kSumLanes, kSegments = kChunkElements / kSegmentElements;
+
+// Neighbouring lanes of a segment that one thread sums, so many as one access brings; one chunk is one pass of a CTA.
+template <class Out, class In>
+constexpr int kWidth = sizeof(In) == 2 || sizeof(Out) == 2 ? 8 : 4;
+template <class Out, class In>
+constexpr int kThreads = kSegments * kLanes / kWidth<Out, In>;
+
+// Doubles from one segment to the next in shared memory: the odd one keeps writers and readers on separate banks.
+constexpr int kPitch = kLanes + 1;
+
+// Adds y² of W neighbours, or only of the first n, to their lanes. Zero times an infinite scale is NaN: elements that
+// do not exist must not reach a sum. The square is exact in double, so fma rounds like a product and a sum.
+template <bool kWhole, class Out, class In, int W>
+__device__ __forceinline__ void add_squares(double (&sums)[W], Out* out, const Packed<In, W>& x, int n, float scale) {
+  Floats<W> y = widen(x) * scale;
+  if constexpr (!__is_same(Out, Nothing)) {
+    const Packed<Out, W> stored = narrow<Out>(y);
+    if constexpr (kWhole) store_packed(out, stored);
+    else store_some(out, stored, n);
+    y = widen(stored);
+  }
+#pragma unroll
+  for (int i = 0; i < W; ++i)
+    if (kWhole || i < n) sums[i] = fma(static_cast<double>(y.lane[i]), static_cast<double>(y.lane[i]), sums[i]);
+}
+
+// Sums a thread's lanes over the rows of one segment; `in` and `out` point at its part of the first row, from where
+// on the slot has `left` more elements (fewer than one if the segment is beyond its end).
+template <class Out, class In, int W>
+__device__ __forceinline__ void sum_rows(double (&sums)[W], Out* out, const In* in, int left, float scale) {
+  // 64 bytes a thread before the first use, or 128 where fp32 is cast; single elements fill a segment.
+  constexpr int kAhead = W == 1 ? kRows : 4;
+  const int rows = left < W ? 0 : left - W >= (kRows - 1) * kLanes ? kRows : (left - W) / kLanes + 1;
+  for (int row = 0; row < rows; row += kAhead) {
+    Packed<In, W> x[kAhead];
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k)
+      if (row + k < rows) x[k] = load_packed<W>(in + (row + k) * kLanes);
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k)
+      if (row + k < rows) add_squares<true>(sums, out + (row + k) * kLanes, x[k], W, scale);
+  }
+  const int tail = rows * kLanes;
+  if (W > 1 && rows < kRows && tail < left)
+    add_squares<false>(sums, out + tail, load_some<W>(in + tail, left - tail), left - tail, scale);
+}
+
+// Fills the lanes of the chunk's segments in shared memory.
+template <int W, int kNumThreads, class Out, class In>
+__device__ __forceinline__ void sum_segments(double* shared, Out* out, const In* in, int count, float scale) {
+  constexpr int kThreadsEach = kLanes / W;
+  const int lane = threadIdx.x % kThreadsEach * W;
+  for (int segment = threadIdx.x / kThreadsEach; segment < kSegments; segment += kNumThreads / kThreadsEach) {
+    const int first = segment * static_cast<int>(kSegmentElements) + lane;
+    double sums[W] = {};
+    sum_rows(sums, out + first, in + first, count - first, scale);
+#pragma unroll
+    for (int i = 0; i < W; ++i) shared[segment * kPitch + lane + i] = sums[i];
+  }
+}
+
+// Off the boundary a thread has one lane at a time, so that neighbours are still on neighbouring threads.
+template <int W, int kNumThreads, class Out, class In>
+__device__ __forceinline__ void sum_chunk(double* shared, Out* out, const In* in, int count, float scale) {
+  if ((reinterpret_cast<uint64_t>(in) | reinterpret_cast<uint64_t>(out)) % 16 == 0)
+    sum_segments<W, kNumThreads>(shared, out, in, count, scale);
+  else
+    sum_segments<1, kNumThreads>(shared, out, in, count, scale);
+}
+
+// By one warp, a half for each block of the chunk: segments in order, then lanes halves onto each other.
+__device__ __forceinline__ void sum_blocks(const double* shared, double* partial) {
+  constexpr int kBlockSegments = kBlockElements / kSegmentElements;
+  const int block = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  double sum = 0;
+#pragma unroll 8
+  for (int segment = 0; segment < kBlockSegments; ++segment)
+    sum += shared[(block * kBlockSegments + segment) * kPitch + lane];
+#pragma unroll
+  for (int width = kLanes / 2; width > 0; width /= 2) sum += __shfl_down_sync(0xffffffffu, sum, width);
+  if (lane == 0) partial[block] = sum;
+}
+
+// Hands in a chunk of a slot that has num_chunks; true in the CTA that is the last to do so.
+__device__ __forceinline__ bool is_last(unsigned* ticket, int64_t num_chunks) {
+  __syncthreads();  // this CTA's partials are written
+  bool last = false;
+  if (threadIdx.x == 0) {
+    __threadfence();  // they are visible before the ticket,
+    last = atomicAdd(ticket, 1u) + 1 == num_chunks;
+    __threadfence();  // and the others' are read after it
+    if (last) *ticket = 0;
+  }
+  return __syncthreads_or(last);
+}
+
+// Block b adds to block lane b % 256, in order; then block lanes are added halves onto each other.
+template <int kNumThreads>
+__device__ __forceinline__ double sum_slot(double* shared, const double* partials, int64_t num_blocks) {
+  for (int lane = threadIdx.x; lane < kBlockLanes; lane += kNumThreads) {
+    double sum = 0;
+#pragma unroll 8
+    for (int64_t block = lane; block < num_blocks; block += kBlockLanes) sum += partials[block];
+    shared[lane] = sum;
+  }
+  for (unsigned width = kBlockLanes / 2; width > 0; width /= 2) {
+    __syncthreads();
+    if (threadIdx.x < width) shared[threadIdx.x] += shared[threadIdx.x + width];
+  }
+  return shared[0];  // whole in thread 0, which added last
+}
+
+__device__ __forceinline__ void zero_empty_slots(const Layout& layout, double* sumsq, int threads) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * threads;
+  for (int64_t slot = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x; slot < layout.num_slots; slot += step)
+    if (layout.first_chunk[slot] == layout.first_chunk[slot + 1]) sumsq[slot] = 0;
+}
+
+// Where the sums go.
+struct Sums {
+  double *partials, *sumsq;
+  unsigned* tickets;
+  uint8_t* nonfinite;
+};
+
+template <class Out, class In>
+__global__ void __launch_bounds__(kThreads<Out, In>)
+unscale_norm_kernel(const __grid_constant__ Layout layout, const __grid_constant__ SlotTable tensors,
+                    const __grid_constant__ SlotTable outs, const float* scale, const __grid_constant__ Sums sums) {
+  constexpr int kNumThreads = kThreads<Out, In>, W = kWidth<Out, In>;
+  __shared__ double shared[kSegments * kPitch];
+  zero_empty_slots(layout, sums.sumsq, kNumThreads);
+  if (layout.num_chunks == 0) return;
+
+  const Chunk chunk = layout.chunks[blockIdx.x];
+  const int count = static_cast<int>(chunk.count);
+  const In* in = in_tensor<const In>(tensors, chunk);
+  Out* out = nullptr;
+  if constexpr (!__is_same(Out, Nothing)) out = in_tensor<Out>(outs, chunk);
+  if (out) sum_chunk<W, kNumThreads>(shared, out, in, in ? count : 0, *scale);
+  else sum_chunk<W, kNumThreads, Nothing>(shared, nullptr, in, in ? count : 0, *scale);
+  __syncthreads();
+  if (threadIdx.x < 2 * kLanes) sum_blocks(shared, sums.partials + 2 * static_cast<int64_t>(blockIdx.x));
+
+  const int64_t first = layout.first_chunk[chunk.slot], num_chunks = layout.first_chunk[chunk.slot + 1] - first;
+  if (!is_last(sums.tickets + chunk.slot, num_chunks)) return;
+  const double sum = sum_slot<kNumThreads>(shared, sums.partials + 2 * first, 2 * num_chunks);
+  if (threadIdx.x != 0) return;
+  sums.sumsq[chunk.slot] = sum;
+  // The square of a finite float cannot overflow a double: the sum is finite exactly when the slot is.
+  if (sum - sum != 0) sums.nonfinite[chunk.slot] |= 1;
+}
+
+// ---- dispatch ----
+
+template <class Out, class In>
+void unscale_norm_typed(const Layout& layout, void* stream, const UnscaleNormCall& call) {
+  const int64_t ctas = layout.num_chunks > 0 ? layout.num_chunks : 1;  // one to zero the sums of empty slots
+  launch(unscale_norm_kernel<Out, In>, "unscale_norm", ctas, kThreads<Out, In>, stream, layout,
+         SlotTable(call.tensors, layout.num_slots), SlotTable(call.out, layout.num_slots), call.scale,
+         Sums{call.partials, call.sumsq, call.tickets, call.nonfinite});
+}
+
+}  // namespace
+
+// ---- entry points ----
+
+void unscale_norm_cuda(const Layout& layout, void* stream, const UnscaleNormCall& call) {
+  if (layout.num_slots == 0) return;
+  with_type(call.tensors.dtype, [&](auto in_t) {
+    using In = decltype(in_t);
+    if (!call.out.data) return unscale_norm_typed<Nothing, In>(layout, stream, call);
+    with_type(call.out.dtype, [&](auto out_t) { unscale_norm_typed<decltype(out_t), In>(layout, stream, call); });
+  });
+}
+
+}  // namespace pyengine

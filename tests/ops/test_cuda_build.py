@@ -1,0 +1,74 @@
+"""CUDA kernels as compiled code: no GPU needed, only nvcc."""
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pyengine import _native
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+ARCHS = [80, 90, 100]
+# A SM has 65536 registers: at 80 it holds 768 threads, and every kernel loads at least 64 bytes a thread before it
+# uses any. That is 48 KiB on their way, and bandwidth × latency of the devices we know is 30 to 45 KiB a SM.
+MAX_REGISTERS = 80
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+
+KERNEL = re.compile(
+    r"Compiling entry function '(?P<name>\w+)' for 'sm_(?P<arch>\d+)'.*?"
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
+    r"Used (?P<registers>\d+) registers",
+    re.DOTALL,
+)
+
+
+@functools.cache
+def compile_for_all(source: Path, folder: Path) -> tuple[int, str]:
+    """Return nvcc's exit status and what it and ptxas said."""
+    command = ["nvcc", "-std=c++20", "-O3", "--fmad=false", "-Werror", "all-warnings", "-Xptxas", "-v"]
+    command += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
+    command += ["--threads", "2", "-fatbin", str(source), "-o", str(folder / f"{source.stem}.fatbin")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fatbin")
+
+
+@needs_nvcc
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_kernels_compile_without_warnings_spills_or_many_registers(source, arch, folder):
+    status, said = compile_for_all(source, folder)
+    assert status == 0 and "warning" not in said, said
+    kernels = [kernel for kernel in KERNEL.finditer(said) if int(kernel["arch"]) == arch]
+    assert len(kernels) == said.count(f"' for 'sm_{arch}'") > 0, said
+    in_memory = {k["name"]: k[0] for k in kernels if int(k["stack"]) + int(k["stores"]) + int(k["loads"])}
+    assert in_memory == {}
+    assert {k["name"]: k["registers"] for k in kernels if int(k["registers"]) > MAX_REGISTERS} == {}
+
+
+@needs_nvcc
+@pytest.mark.skipif(os.environ.get("PYENGINE_CUDA") == "0", reason="PYENGINE_CUDA=0 leaves CUDA out")
+def test_the_core_has_cuda_where_there_is_nvcc():
+    core = _native.core()
+    assert core is None or core.has_cuda
+
+
+@pytest.mark.parametrize(("value", "remedy"), [("1", "PATH"), ("yes", "needed 0")])
+def test_a_cuda_setting_that_cannot_be_met_is_a_clear_error(value, remedy, tmp_path):
+    environ = {k: v for k, v in os.environ.items() if k not in ("CUDACXX", "PYENGINE_NO_EXT")}
+    environ |= {"PYENGINE_CUDA": value, "PATH": str(tmp_path)}
+    command = [sys.executable, "setup.py", "--version"]
+    done = subprocess.run(command, check=False, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert f"PYENGINE_CUDA={value}" in done.stderr and remedy in done.stderr
