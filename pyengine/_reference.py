@@ -13,9 +13,11 @@ from torch import Tensor
 
 Slots = Sequence[tuple[int, int]]  # (offset, numel) in elements
 
-# The order of a sum of squares: blocks of 8192 elements from the slot's start, each in 16 lanes (csrc/plan.h).
-_BLOCK = 8192
+# The order of a sum of squares, as csrc/plan.h defines it.
 _LANES = 16
+_SEGMENT = 256
+_BLOCK = 8192
+_BLOCK_LANES = 256
 
 
 def _parts(flat: Tensor, slots: Slots) -> Iterator[Tensor]:
@@ -117,17 +119,26 @@ def unscale_norm(
         _flag(nonfinite, slot, sumsq[slot])
 
 
-def _sum_in_order(values: Tensor, dim: int) -> Tensor:
-    return values.cumsum(dim).select(dim, -1)
+def _add_rows(terms: Tensor, num: int) -> Tensor:
+    """Add every `num` rows in order; rows missing at the end are zeros."""
+    terms = torch.nn.functional.pad(terms, (0, 0, 0, -len(terms) % num))
+    return terms.view(-1, num, terms.shape[1]).cumsum(1)[:, -1]
+
+
+def _add_halves(lanes: Tensor) -> Tensor:
+    """Add the second half of each row onto the first until one lane is left."""
+    while lanes.shape[1] > 1:
+        width = lanes.shape[1] // 2
+        lanes = lanes[:, :width] + lanes[:, width:]
+    return lanes[:, 0]
 
 
 def _sum_squares(y: Tensor) -> Tensor:
-    """Add as the native kernel does: blocks, 16 lanes in each, halves of the lanes, then blocks."""
+    """Add as the native kernel does: lanes of segments, of blocks, halves of the lanes; then lanes of blocks."""
     if y.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=y.device)
-    block = min(_BLOCK, -(-y.numel() // _LANES) * _LANES)
-    squares = torch.nn.functional.pad(y, (0, -y.numel() % block)).to(torch.float64).square()
-    lanes = _sum_in_order(squares.view(-1, block // _LANES, _LANES), dim=1)
-    for width in (8, 4, 2, 1):
-        lanes = lanes[:, :width] + lanes[:, width:]
-    return _sum_in_order(lanes[:, 0], dim=0)
+    squares = torch.nn.functional.pad(y, (0, -y.numel() % _SEGMENT)).to(torch.float64).square()
+    segments = _add_rows(squares.view(-1, _LANES), _SEGMENT // _LANES)
+    blocks = _add_halves(_add_rows(segments, _BLOCK // _SEGMENT))
+    block_lanes = torch.nn.functional.pad(blocks, (0, -len(blocks) % _BLOCK_LANES)).view(-1, _BLOCK_LANES)
+    return _add_halves(_add_rows(block_lanes, len(block_lanes)))[0]

@@ -107,6 +107,10 @@ inline F64x16 zero_sums() {
   const __m256d zero = _mm256_setzero_pd();
   return {{zero, zero, zero, zero}};
 }
+inline F64x16 add(F64x16 a, F64x16 b) {
+  for (int q = 0; q < 4; ++q) a.quarter[q] = _mm256_add_pd(a.quarter[q], b.quarter[q]);
+  return a;
+}
 // The square of a float is exact in double, so fma and mul + add give the same bits.
 inline void add_square(__m256d& sum, __m128 x) {
   const __m256d wide = _mm256_cvtps_pd(x);

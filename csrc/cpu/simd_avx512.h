@@ -81,6 +81,7 @@ class FiniteCheck<float> {
 };
 
 inline F64x16 zero_sums() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
+inline F64x16 add(F64x16 a, F64x16 b) { return {_mm512_add_pd(a.lo, b.lo), _mm512_add_pd(a.hi, b.hi)}; }
 // The square of a float is exact in double, so fma and mul + add give the same bits.
 inline void add_squares(F64x16& sums, F32x16 x) {
   const __m512d lo = _mm512_cvtps_pd(_mm512_castps512_ps256(x.x));

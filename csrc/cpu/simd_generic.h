@@ -104,6 +104,10 @@ class FiniteCheck {
 };
 
 inline F64x16 zero_sums() { return {}; }
+inline F64x16 add(F64x16 a, const F64x16& b) {
+  for (int i = 0; i < 16; ++i) a.lane[i] += b.lane[i];
+  return a;
+}
 inline void add_squares(F64x16& sums, const F32x16& x) {
   for (int i = 0; i < 16; ++i) sums.lane[i] += static_cast<double>(x.lane[i]) * static_cast<double>(x.lane[i]);
 }

@@ -8,16 +8,15 @@ namespace {
 
 struct Nothing {};  // the output type of a pass that only reads
 
-// One block's sum: element i adds to double lane i % 16, and the lanes have a fixed tree.
+// A pass over one block: what becomes of sixteen elements, and their squares.
 template <class Out, class In>
 struct Block {
   Out* out;
   const In* in;
   F32x16 scale;
-  F64x16 sums = zero_sums();
 
   template <class Access>
-  PYENGINE_INLINE void step(int64_t i, Access access) {
+  PYENGINE_INLINE void step(int64_t i, Access access, F64x16& sums) const {
     F32x16 y = mul(access.load(in + i), scale);
     if constexpr (!__is_same(Out, Nothing)) {
       const Packed<Out> stored = pack<Out>(y);
@@ -32,26 +31,47 @@ struct Block {
 template <class In>
 struct PlainBlock {
   const In* in;
-  F64x16 sums = zero_sums();
 
-  PYENGINE_INLINE void step(int64_t i, Full) { add_squares_at(sums, in + i); }
-  PYENGINE_INLINE void step(int64_t i, Some some) { add_squares(sums, some.load(in + i)); }
+  PYENGINE_INLINE void step(int64_t i, Full, F64x16& sums) const { add_squares_at(sums, in + i); }
+  PYENGINE_INLINE void step(int64_t i, Some some, F64x16& sums) const { add_squares(sums, some.load(in + i)); }
 };
 
-// Both blocks of a chunk, side by side: one alone waits for its own additions.
+// Adds the segment [begin, end) of one block.
+template <class B, class Access>
+PYENGINE_INLINE inline void add_segment(const B& block, int64_t begin, int64_t end, Access access, F64x16& sums) {
+  F64x16 segment = zero_sums();
+  int64_t i = begin;
+  for (; i + kLanes <= end; i += kLanes) block.step(i, access, segment);
+  if (i < end) block.step(i, Some{end - i}, segment);
+  sums = add(sums, segment);
+}
+
+// The same segment of two blocks, side by side: one alone waits for its own additions. The registers hold both
+// segments but not the sums of the blocks as well, and need not: those are added to once in sixteen steps.
+template <class B, class Access>
+PYENGINE_INLINE inline void add_segments(const B& first, const B& second, int64_t begin, Access access,
+                                         F64x16& first_sums, F64x16& second_sums) {
+  F64x16 first_segment = zero_sums(), second_segment = zero_sums();
+  for (int64_t i = begin; i < begin + kSegmentElements; i += kLanes) {
+    first.step(i, access, first_segment);
+    second.step(i, access, second_segment);
+  }
+  first_sums = add(first_sums, first_segment);
+  second_sums = add(second_sums, second_segment);
+}
+
+// Both blocks of a chunk of n elements.
 template <class B, class Access>
 void sum_blocks(B first, B second, int64_t n, Access access, double* partial) {
   const int64_t n1 = n < kBlockElements ? n : kBlockElements, n2 = n - n1;
+  F64x16 sums1 = zero_sums(), sums2 = zero_sums();
   int64_t i = 0;
-  for (; i + kLanes <= n2; i += kLanes) {
-    first.step(i, access);
-    second.step(i, access);
-  }
-  if (i < n2) second.step(i, Some{n2 - i});
-  for (; i + kLanes <= n1; i += kLanes) first.step(i, access);
-  if (i < n1) first.step(i, Some{n1 - i});
-  partial[0] = sum_lanes(first.sums);
-  partial[1] = sum_lanes(second.sums);
+  for (; i + kSegmentElements <= n2; i += kSegmentElements) add_segments(first, second, i, access, sums1, sums2);
+  if (i < n2) add_segment(second, i, n2, access, sums2);
+  for (; i + kSegmentElements <= n1; i += kSegmentElements) add_segment(first, i, i + kSegmentElements, access, sums1);
+  if (i < n1) add_segment(first, i, n1, access, sums1);
+  partial[0] = sum_lanes(sums1);
+  partial[1] = sum_lanes(sums2);
 }
 
 template <class Out, class In, class Access>
@@ -92,12 +112,21 @@ void unscale_norm_typed(const Layout& layout, const UnscaleNormCall& call) {
   });
 }
 
-// Blocks are added in order. The square of a finite float cannot overflow a double, so a slot's sum is finite exactly when the slot is.
+// A slot's sum from those of its n blocks, which turn into the block lanes. Lanes without a block are skipped: they
+// would be +0, and adding that to a sum of squares changes no bit.
+double sum_of_slot(double* block, int64_t n) {
+  if (n == 0) return 0;
+  for (int64_t b = kBlockLanes; b < n; ++b) block[b % kBlockLanes] += block[b];
+  for (int64_t width = kBlockLanes / 2; width > 0; width /= 2)
+    for (int64_t i = 0; i < width && i + width < n; ++i) block[i] += block[i + width];
+  return block[0];
+}
+
+// The square of a finite float cannot overflow a double, so a slot's sum is finite exactly when the slot is.
 void finish_slots(const Layout& layout, const UnscaleNormCall& call) {
   for (int64_t slot = 0; slot < layout.num_slots; ++slot) {
-    double sum = 0;
-    const double* last = call.partials + 2 * layout.first_chunk[slot + 1];
-    for (const double* p = call.partials + 2 * layout.first_chunk[slot]; p != last; ++p) sum += *p;
+    const int64_t first = layout.first_chunk[slot], last = layout.first_chunk[slot + 1];
+    const double sum = sum_of_slot(call.partials + 2 * first, 2 * (last - first));
     call.sumsq[slot] = sum;
     if (!__builtin_isfinite(sum)) raise_flag(call.nonfinite + slot);
   }

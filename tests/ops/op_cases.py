@@ -18,6 +18,15 @@ INF, NAN = float("inf"), float("nan")
 # With a scale of 1: every class of value, -0, denormals of each dtype, the largest of each, ties of each cast.
 SPECIAL = [0.0, -0.0, INF, -INF, NAN, 1e-45, -1e-40, 6e-8, -3e-8, 65504.0, 65519.9, 65520.0, 3.4028235e38,
            3.3895314e38, 1.00390625, 1.01171875, 1.00048828125, 1.00146484375, 2.98e-8, 8.9407e-8]  # fmt: skip
+# Wire dtype, a value in acc, wire_scale, and whether (value + 1) * wire_scale overflows: in fp16 from 65520 on.
+OVERFLOWS = [
+    (torch.float32, 65519.0, 1.0, 0),
+    (torch.bfloat16, 65519.0, 1.0, 0),
+    (torch.float16, 65518.0, 1.0, 0),
+    (torch.float16, 65519.0, 1.0, 1),
+    (torch.float16, 40000.0, 2.0, 1),
+    (torch.float16, 100000.0, 0.5, 0),
+]
 
 
 def make_plan(numels: list[int] = NUMELS, gap: int = 3) -> BucketPlan:
@@ -68,8 +77,10 @@ def assert_same_bits(got, want) -> None:
     """Equal bit for bit, -0 apart from 0; NaN only has to be NaN. Lists are compared entry by entry."""
     if isinstance(got, list):
         assert [t is None for t in got] == [t is None for t in want]
-        got = torch.cat([t for t in got if t is not None])
-        want = torch.cat([t for t in want if t is not None])
+        got, want = ([t for t in tensors if t is not None] for tensors in (got, want))
+        if not got:
+            return
+        got, want = torch.cat(got), torch.cat(want)
     assert got.dtype == want.dtype and got.shape == want.shape
     assert torch.equal(got.isnan(), want.isnan())
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]

@@ -7,6 +7,7 @@ from op_cases import (
     DTYPES,
     INF,
     NAN,
+    OVERFLOWS,
     SHIFTS,
     assert_same_bits,
     flags,
@@ -133,13 +134,13 @@ def test_an_infinite_sum_alone_is_not_the_gradients_fault(isa, one):
     assert seen.tolist() == [0]
 
 
-@pytest.mark.parametrize(("wire", "flagged"), [(torch.float32, 0), (torch.bfloat16, 0), (torch.float16, 1)])
+@pytest.mark.parametrize(("wire", "value", "wire_scale", "flagged"), OVERFLOWS)
 @pytest.mark.parametrize("position", [0, 500, 999])
-def test_a_sum_that_overflows_in_the_cast_is_flagged(isa, wire, flagged, position, one):
+def test_a_sum_that_overflows_in_the_cast_is_flagged(isa, wire, value, wire_scale, flagged, position, one):
     plan, seen = BucketPlan([0], [1000]), torch.zeros(1, dtype=torch.uint8)
-    acc, out = torch.ones(1000), torch.empty(1000, dtype=wire)
-    acc[position] = 65519.0
-    plan.accumulate_cast_(out, acc, [torch.ones(1000)], one, one, first=False, nonfinite=seen)
+    acc, out, scale = torch.ones(1000), torch.empty(1000, dtype=wire), torch.tensor(wire_scale)
+    acc[position] = value
+    plan.accumulate_cast_(out, acc, [torch.ones(1000)], one, scale, first=False, nonfinite=seen)
     assert seen.tolist() == [flagged]
 
 

@@ -1,6 +1,9 @@
 """unscale_norm: y = tensor * scale, its sum of squares and its finite check in one pass."""
 
+import functools
+import math
 import mmap
+import operator
 
 import pytest
 import torch
@@ -80,17 +83,55 @@ def test_integers_sum_exactly(isa, one):
     assert got.tolist() == [t.double().square().sum().item() for t in tensors]
 
 
+def add_halves(lanes):
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = [a + b for a, b in zip(lanes[:half], lanes[half:], strict=True)]
+    return lanes[0]
+
+
+def sum_in_plain_words(squares):
+    """The order of csrc/plan.h once more, from its text: floats of Python, one addition at a time."""
+    block_lanes = [0.0] * 256
+    for b, begin in enumerate(range(0, len(squares), 8192)):
+        block = squares[begin : begin + 8192]
+        if not any(block):
+            continue
+        lanes = [0.0] * 16
+        for segment in (block[i : i + 256] for i in range(0, len(block), 256)):
+            of_segment = [functools.reduce(operator.add, segment[lane::16], 0.0) for lane in range(16)]
+            lanes = [a + b for a, b in zip(lanes, of_segment, strict=True)]
+        block_lanes[b % 256] += add_halves(lanes)
+    return add_halves(block_lanes)
+
+
+# A short segment; several; one block and a bit; several blocks of as many lanes; two and a half rounds of the 256
+# block lanes. There only every 128th block is not zero: a few blocks decide the last bit that 641 would average away.
+@pytest.mark.parametrize(
+    ("numel", "every"), [(99, 1), (3001, 1), (8192 + 300, 1), (200_003, 1), (640 * 8192 + 77, 128)]
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_the_sum_is_taken_in_the_documented_order(numel, every, seed, scale):
+    plan, got = BucketPlan([0], [numel]), torch.empty(1, dtype=torch.float64)
+    # Exponents a few apart: most additions round, so another order gives other bits.
+    x = torch.exp2(6 * torch.rand(numel, generator=torch.Generator().manual_seed(seed)))
+    x *= torch.arange(numel).div(8192, rounding_mode="floor").remainder(every) == 0
+    plan.unscale_norm([x], None, scale, sumsq=got, nonfinite=flags(plan))
+    assert got.item() == sum_in_plain_words((x * scale).double().square().tolist())
+
+
+@pytest.mark.parametrize("numel", [200_003, 257 * 8192 + 1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_sum_is_within_rounding_of_the_exact_one(dtype, scale):
-    plan = BucketPlan([0], [200_003])
-    x = random_values(200_003, dtype, seed=4)
+def test_the_sum_is_within_rounding_of_the_exact_one(dtype, numel, scale):
+    plan = BucketPlan([0], [numel])
+    x = random_values(numel, dtype, seed=4)
     got = sums(plan)
     plan.unscale_norm([x], None, scale, sumsq=got, nonfinite=flags(plan))
-    y = (x.float() * scale).double()
-    # At most 1024 + 4 + 13 additions lie on the way of a term (rows, lanes, blocks), each with 2^-53; torch's own
-    # float64 sum may err by as much.
-    want = y.square().sum()
-    assert (got[0] - want).abs() <= 2 * 1041 * 2**-53 * want
+    # The squares are exact. At most 16 + 32 + 4 + ceil(blocks / 256) + 8 additions lie on the way of a term (segment,
+    # block, its lanes, block lane, its lanes), each with 2^-53; fsum rounds once more.
+    want = math.fsum((x.float() * scale).double().square().tolist())
+    additions = 16 + 32 + 4 + -(-numel // (256 * 8192)) + 8
+    assert abs(got.item() - want) <= (additions + 1) * 2**-53 * want
 
 
 def test_the_sum_is_of_the_stored_value(isa, one):

@@ -1,0 +1,126 @@
+// A stand-in for CUDA's header: the little that csrc/cuda uses of it, running on a CPU so that kernels are tested
+// where there is no GPU. Blocks run one after the other; the threads of a block are fibers that switch at barriers
+// and shuffles (emulator.cpp). A fault that the hardware would punish (threads at different barriers, a misaligned
+// vector, an address that is not there) comes out of the launch as std::runtime_error.
+//
+// It cannot show what needs two blocks at the same time: a missing __threadfence, a race between blocks.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <tuple>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+// All thread-local storage of a module is one piece of memory, which the emulator can poison before every block.
+#define __shared__ static thread_local
+
+// ---- types ----
+
+struct uint3 {
+  unsigned x, y, z;
+};
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+
+namespace emulator {
+void check_aligned(const void* address, size_t bytes);
+}
+
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+
+  uint4() = default;
+  uint4(unsigned x, unsigned y, unsigned z, unsigned w) : x(x), y(y), z(z), w(w) {}
+  uint4(const uint4& other) { *this = other; }
+  uint4& operator=(const uint4& other) {
+    emulator::check_aligned(this, sizeof(uint4));
+    emulator::check_aligned(&other, sizeof(uint4));
+    std::memcpy(static_cast<void*>(this), &other, sizeof(uint4));
+    return *this;
+  }
+};
+
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
+struct CUstream_st;
+using cudaStream_t = CUstream_st*;
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+};
+
+// ---- in a kernel ----
+
+extern uint3 threadIdx, blockIdx;
+extern dim3 blockDim, gridDim;
+
+namespace emulator {
+
+// A line of a kernel: threads that wait together must wait at the same one.
+struct Site {
+  const char* file;
+  int line;
+};
+
+int wait_for_block(int predicate, Site site);
+uint64_t wait_for_warp(unsigned mask, uint64_t value, unsigned delta, Site site);
+
+}  // namespace emulator
+
+inline void __syncthreads(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  emulator::wait_for_block(0, {file, line});
+}
+inline int __syncthreads_or(int predicate, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  return emulator::wait_for_block(predicate, {file, line});
+}
+
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, unsigned delta, const char* file = __builtin_FILE(),
+                   int line = __builtin_LINE()) {
+  static_assert(sizeof(T) <= sizeof(uint64_t));
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  bits = emulator::wait_for_warp(mask, bits, delta, {file, line});
+  std::memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
+inline void __threadfence() {}
+inline unsigned atomicAdd(unsigned* address, unsigned value) {
+  const unsigned before = *address;
+  *address += value;
+  return before;
+}
+
+template <class T>
+T __ldcs(const T* address) { return *address; }
+template <class T>
+void __stcs(T* address, T value) { *address = value; }
+
+inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
+inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
+
+// ---- on the host ----
+
+namespace emulator {
+cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<void()>& thread);
+}
+
+template <class... Params, class... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), const Args&... args) {
+  const std::tuple<Params...> params(args...);
+  return emulator::launch(*config, [&] { std::apply(kernel, params); });
+}
+
+cudaError_t cudaGetLastError();
+const char* cudaGetErrorString(cudaError_t error);

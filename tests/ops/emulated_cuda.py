@@ -1,0 +1,112 @@
+"""Build CUDA sources for the CPU, with the stand-ins of cuda_emulator/, and run plans on them."""
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyengine._pointers import DTYPE_CODES
+
+EMULATOR = Path(__file__).parent / "cuda_emulator"
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+# -O1: half the compile time of -O2, and the tests run hardly longer. contract=off as in CMakeLists.txt.
+FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-w", f"-I{EMULATOR}"]
+
+# How blocks, and the threads of a block between two barriers, follow each other.
+FORWARD, REVERSED, SHUFFLED = ORDERS = range(3)
+
+
+def build(library: Path, sources: list[Path], flags: tuple[str, ...] = ()) -> Path:
+    """Compile and link a shared library; skip the test where that is impossible."""
+    compiler = shutil.which("c++")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("the CUDA emulator needs Linux and a C++ compiler (c++)")
+
+    def compile_one(source: Path) -> Path:
+        target = library.with_name(f"{source.name}.o")
+        _run([compiler, *FLAGS, *flags, "-x", "c++", "-c", str(source), "-o", str(target)])
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, [*sources, EMULATOR / "emulator.cpp"]))
+    _run([compiler, "-shared", *map(str, objects), "-o", str(library), "-ldl", "-lpthread"])
+    return library
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
+
+
+def load_kernels(folder: Path):
+    """Build csrc/python.cpp with the CUDA kernels, and import it under another name."""
+    pybind11 = pytest.importorskip("pybind11")
+    sources = [CSRC / "python.cpp", CSRC / "plan.cpp", CSRC / "torch_shim.cpp", EMULATOR / "no_cpu_ops.cpp"]
+    flags = ("-DPYENGINE_CUDA", "-DPYENGINE_MODULE=emulated_kernels", f"-I{pybind11.get_include()}",
+             f"-I{sysconfig.get_path('include')}")  # fmt: skip
+    library = build(folder / "emulated_kernels.so", sources + sorted((CSRC / "cuda").glob("*.cu")), flags)
+    spec = importlib.util.spec_from_file_location("emulated_kernels", library)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.set_order = ctypes.CDLL(str(library)).emulator_set_order
+    return module
+
+
+class EmulatedPlan:
+    """`BucketPlan` for CPU tensors that runs the CUDA kernels; arguments are not checked."""
+
+    def __init__(self, kernels, offsets, numels):
+        self.kernels, self.offsets, self.numels = kernels, tuple(offsets), tuple(numels)
+        host = kernels.BucketPlan(self.offsets, self.numels)
+        self._words = torch.empty(host.num_words, dtype=torch.int64)
+        host.write_words(self._words.data_ptr())
+        self._plan = kernels.CudaPlan(host, self._words.data_ptr())
+        self._scratch = torch.zeros(self._plan.scratch_bytes, dtype=torch.uint8)
+
+    def pack_(self, flat, tensors, scale):
+        with self._table(tensors) as table:
+            self._plan.pack_(0, flat.data_ptr(), DTYPE_CODES[flat.dtype], table, scale.data_ptr())
+
+    def unpack_(self, tensors, flat, scale):
+        with self._table(tensors) as table:
+            self._plan.unpack_(0, table, flat.data_ptr(), DTYPE_CODES[flat.dtype], scale.data_ptr())
+
+    def accumulate_(self, acc, grads, scale, *, first, nonfinite):
+        with self._table(grads) as table:
+            self._plan.accumulate_(0, acc.data_ptr(), table, scale.data_ptr(), first, nonfinite.data_ptr())
+
+    def accumulate_cast_(self, wire, acc, grads, grad_scale, wire_scale, *, first, nonfinite):
+        with self._table(grads) as table:
+            self._plan.accumulate_cast_(
+                0, wire.data_ptr(), DTYPE_CODES[wire.dtype], acc.data_ptr(), table,
+                grad_scale.data_ptr(), wire_scale.data_ptr(), first, nonfinite.data_ptr(),
+            )  # fmt: skip
+
+    def unscale_norm(self, tensors, out, scale, *, sumsq, nonfinite):
+        with self._table(tensors) as table, self._table(out) as out_table:
+            self._plan.unscale_norm(
+                0, self._scratch.data_ptr(), table, out_table,
+                scale.data_ptr(), sumsq.data_ptr(), nonfinite.data_ptr(),
+            )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _table(self, tensors):
+        """Give the addresses of a list, in "device" memory when a kernel's parameters cannot hold them."""
+        if tensors is None:
+            yield None
+            return
+        present = [t for t in tensors if t is not None]
+        dtype = DTYPE_CODES[present[0].dtype] if present else 0
+        table = self.kernels.Table([0 if t is None else t.data_ptr() for t in tensors], dtype)
+        on_device = torch.full((len(self.numels),), -1, dtype=torch.int64)
+        long = len(self.numels) > self.kernels.INLINE_SLOTS
+        yield self.kernels.uploaded(table, on_device.data_ptr(), 0) if long else table

@@ -1,0 +1,304 @@
+"""The CUDA kernels: equal bit for bit to the CPU ops, on the emulator and, where there is one, on a GPU."""
+
+import itertools
+
+import pytest
+import torch
+from cuda_cases import (
+    MANY,
+    PLANS,
+    Device,
+    EveryOp,
+    Host,
+    Walled,
+    accumulate,
+    accumulate_cast,
+    assert_same,
+    on_host,
+    pack,
+    place_all,
+    unpack,
+    unscale_norm,
+)
+from emulated_cuda import FORWARD, ORDERS
+from op_cases import (
+    DTYPES,
+    INF,
+    NAN,
+    OVERFLOWS,
+    SPECIAL,
+    assert_same_bits,
+    flags,
+    make_flat,
+    make_plan,
+    random_values,
+    sums,
+)
+
+from pyengine._ops import BucketPlan
+
+FIRST = [True, False]
+# Elements that the list of tensors and the flat buffer lie beyond a boundary: another phase each, then the same, among
+# them half of a 16-byte access in every dtype.
+SHIFTS = [(1, 0), (0, 0), (1, 1), (2, 2), (4, 4)]
+
+on_plans = pytest.mark.parametrize("layout", PLANS.values(), ids=PLANS)
+on_many = pytest.mark.parametrize("layout", MANY.values(), ids=MANY)
+shifted = pytest.mark.parametrize("shifts", SHIFTS, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Thousands of small tensors: waking torch's threads for each costs more than all the rest."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ---- every op against the CPU's ----
+
+
+@on_plans
+@shifted
+@pytest.mark.parametrize("dst", DTYPES)
+@pytest.mark.parametrize("src", DTYPES)
+@pytest.mark.parametrize("op", [pack, unpack])
+def test_pack_and_unpack_equal_the_cpu(device, op, src, dst, shifts, layout, scale):
+    arguments = layout, src, dst, shifts, scale
+    assert_same(op(device, *arguments), op(Host(), *arguments))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", [pack, unpack])
+def test_a_scale_of_one_copies(device, op, dtype, one):
+    arguments = PLANS["odd offsets"], dtype, dtype, (0, 0), one
+    assert_same(op(device, *arguments), op(Host(), *arguments))
+
+
+@on_plans
+@shifted
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accumulate_equals_the_cpu(device, dtype, first, shifts, layout, scale):
+    arguments = layout, dtype, first, shifts, scale
+    assert_same(accumulate(device, *arguments), accumulate(Host(), *arguments))
+
+
+@on_plans
+@shifted
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("wire", [*DTYPES, "acc"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accumulate_cast_equals_the_cpu(device, dtype, wire, first, shifts, layout, scale):
+    arguments = layout, dtype, wire, first, shifts, scale
+    assert_same(accumulate_cast(device, *arguments), accumulate_cast(Host(), *arguments))
+
+
+@shifted
+@pytest.mark.parametrize("out", [None, "in place", *DTYPES])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unscale_norm_equals_the_cpu(device, dtype, out, shifts, scale):
+    arguments = PLANS["odd offsets"], dtype, out, shifts, scale
+    assert_same(unscale_norm(device, *arguments), unscale_norm(Host(), *arguments))
+
+
+# Two rounds of the 256 block lanes and a part of the third; only every 128th block is not zero, so that the order of
+# a few blocks decides the last bit.
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_sum_is_taken_in_the_order_of_the_cpu(device, dtype, seed, scale):
+    numel = 640 * 8192 + 77
+    layout = BucketPlan([0, 1], [1, numel])
+    x = torch.exp2(6 * torch.rand(numel, generator=torch.Generator().manual_seed(seed)))
+    x *= torch.arange(numel).div(8192, rounding_mode="floor").remainder(128) == 0
+    results = []
+    for where in (device, Host()):
+        plan, sumsq, seen = (
+            where.plan([0, 1], [1, numel]),
+            where.place(sums(layout)),
+            where.place(flags(layout)),
+        )
+        tensors = place_all(where, [None, x.to(dtype)])
+        plan.unscale_norm(tensors, None, where.place(scale), sumsq=sumsq, nonfinite=seen)
+        results.append((sumsq, seen))
+    assert_same(*results)
+
+
+@on_many
+def test_many_small_slots(device, layout):
+    ops = EveryOp(device, layout)
+    ops.run()
+    assert_same(ops.results, on_host(layout))
+
+
+@pytest.mark.parametrize("numels", [[], [0], [0, 0, 0], [1], [0, 1, 0]], ids=str)
+def test_plans_of_next_to_nothing(device, numels):
+    layout = make_plan(numels)
+    ops = EveryOp(device, layout)
+    ops.run()
+    assert_same(ops.results, on_host(layout))
+
+
+def test_a_plan_runs_again_and_again(device):
+    # The second round finds the tickets and partial sums that the first one left.
+    layout = PLANS["odd offsets"]
+    ops = EveryOp(device, layout)
+    for _ in range(3):
+        ops.restore()
+        ops.run()
+        assert_same(ops.results, on_host(layout))
+
+
+def test_a_slot_without_a_tensor_sums_to_zero_after_one_with(device, one):
+    layout, scale = make_plan([40_001, 5]), device.place(one)
+    plan, seen = device.plan(layout.offsets, layout.numels), device.place(flags(layout))
+    x, sumsq = place_all(device, [torch.ones(40_001), torch.ones(5)]), device.place(sums(layout))
+    got = []
+    for tensors in (x, [None, x[1]], [None, None], x):
+        plan.unscale_norm(tensors, None, scale, sumsq=sumsq, nonfinite=seen)
+        got.append(sumsq.tolist())
+    assert got == [[40_001, 5], [0, 5], [0, 0], [40_001, 5]]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "layout", [PLANS["odd offsets"], make_plan([600_001, 3])], ids=["sizes", "one large"]
+)
+def test_the_order_of_blocks_and_threads_does_not_matter(kernels, layout, order):
+    ops = EveryOp(Device.emulated(kernels), layout)
+    kernels.set_order(order)
+    try:
+        ops.run()
+    finally:
+        kernels.set_order(FORWARD)
+    assert_same(ops.results, on_host(layout))
+
+
+# ---- values ----
+
+
+@pytest.mark.parametrize("dst", DTYPES)
+@pytest.mark.parametrize("position", [0, 777, 1553])
+def test_special_values_survive_at_any_position(device, dst, position, one):
+    rows = torch.ones(len(SPECIAL), 1554)
+    rows[:, position] = torch.tensor(SPECIAL)
+    flat = device.place(torch.zeros(rows.numel(), dtype=dst))
+    plan = device.plan(range(0, rows.numel(), 1554), [1554] * len(SPECIAL))
+    plan.pack_(flat, place_all(device, rows.unbind()), device.place(one))
+    assert_same_bits(flat.cpu(), rows.view(-1).to(dst))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_random_float_bits_are_cast_as_torch_casts_them(device, dtype, one):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-(2**31), 2**31, (300_001,), generator=generator).to(torch.int32).view(torch.float32)
+    flat = device.place(torch.empty(300_001, dtype=dtype))
+    device.plan([0], [300_001]).pack_(flat, [device.place(x)], device.place(one))
+    assert_same_bits(flat.cpu(), x.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sum_is_within_rounding_of_the_exact_one(device, dtype, scale):
+    x, sumsq = random_values(200_003, dtype, seed=4), device.place(torch.zeros(1, dtype=torch.float64))
+    seen = device.place(torch.zeros(1, dtype=torch.uint8))
+    device.plan([0], [200_003]).unscale_norm(
+        [device.place(x)], None, device.place(scale), sumsq=sumsq, nonfinite=seen
+    )
+    want = (x.float() * scale).double().square().sum()
+    # 16 + 32 + 4 + 1 + 8 additions lie on the way of a term; torch's own sum may err by as much.
+    assert (sumsq.cpu()[0] - want).abs() <= 2 * 61 * 2**-53 * want
+
+
+def test_product_and_sum_are_rounded_one_by_one(device):
+    # s·g = 1 + 2^-11 + 2^-24 rounds to 1 + 2^-11; a fused multiply-add would keep the 2^-24 that -1 - 2^-11 lays bare.
+    acc, g = device.place(torch.full((40,), -(1 + 2.0**-11))), device.place(torch.full((40,), 1 + 2.0**-12))
+    scale, seen = device.place(torch.tensor(1 + 2.0**-12)), device.place(torch.zeros(1, dtype=torch.uint8))
+    device.plan([0], [40]).accumulate_(acc, [g], scale, first=False, nonfinite=seen)
+    assert torch.equal(acc.cpu(), torch.zeros(40))
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@pytest.mark.parametrize("position", [0, 1, 7, 255, 8191, 8192, 16383, 16384, 20000, 32768, 32770])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_slot_of_a_non_finite_value_is_flagged_and_no_other(device, dtype, position, bad, one):
+    layout = make_plan([5, 32771, 0, 7])
+    grads = [torch.ones(n, dtype=dtype) for n in layout.numels]
+    grads[1][position] = bad
+    plan, grads, one = device.plan(layout.offsets, layout.numels), place_all(device, grads), device.place(one)
+    acc, wire = device.place(make_flat(layout, torch.float32)), device.place(make_flat(layout, torch.float16))
+    sumsq, seen = device.place(sums(layout)), [device.place(flags(layout)) for _ in range(4)]
+    plan.accumulate_(acc, grads, one, first=True, nonfinite=seen[0])
+    plan.accumulate_(acc, grads, one, first=False, nonfinite=seen[1])
+    plan.accumulate_cast_(wire, acc, grads, one, one, first=True, nonfinite=seen[2])
+    plan.unscale_norm(grads, None, one, sumsq=sumsq, nonfinite=seen[3])
+    assert [s.tolist() for s in seen] == [[0, 1, 0, 0]] * 4
+    assert sumsq[[0, 2, 3]].tolist() == [5, 0, 7] and not sumsq[1].isfinite()
+
+
+@pytest.mark.parametrize(("wire", "value", "wire_scale", "flagged"), OVERFLOWS)
+@pytest.mark.parametrize("position", [0, 500, 999])
+def test_a_sum_that_overflows_in_the_cast_is_flagged(device, wire, value, wire_scale, flagged, position, one):
+    acc, seen = torch.ones(1000), device.place(torch.zeros(1, dtype=torch.uint8))
+    acc[position] = value
+    out, scales = (
+        device.place(torch.zeros(1000, dtype=wire)),
+        place_all(device, [one, torch.tensor(wire_scale)]),
+    )
+    grads = [device.place(torch.ones(1000))]
+    device.plan([0], [1000]).accumulate_cast_(
+        out, device.place(acc), grads, *scales, first=False, nonfinite=seen
+    )
+    assert seen.tolist() == [flagged]
+
+
+def test_flags_are_added_to_never_cleared(device, one):
+    seen, one = device.place(torch.tensor([2, 1], dtype=torch.uint8)), device.place(one)
+    plan, grads = device.plan([0, 2], [2, 2]), place_all(device, [torch.tensor([1.0, NAN]), torch.ones(2)])
+    plan.accumulate_(device.place(torch.zeros(4)), grads, one, first=True, nonfinite=seen)
+    assert seen.tolist() == [3, 1]
+    plan.unscale_norm(grads, None, one, sumsq=device.place(sums(plan)), nonfinite=seen)
+    assert seen.tolist() == [3, 1]
+
+
+@pytest.mark.parametrize("value", [INF, NAN])
+def test_a_non_finite_scale_gives_the_cpu_s_sum_also_in_the_tail(device, value):
+    arguments = make_plan([21, 8, 0, 257]), torch.float32, None, (1, 0), torch.tensor(value)
+    assert_same(unscale_norm(device, *arguments), unscale_norm(Host(), *arguments))
+
+
+@pytest.mark.parametrize("value", [1.0, INF, NAN])
+def test_a_missing_tensor_packs_as_zeros_whatever_the_scale(device, value):
+    flat = device.place(torch.full((40,), 7.0))
+    device.plan([0], [40]).pack_(flat, [None], device.place(torch.tensor(value)))
+    assert_same_bits(flat.cpu(), torch.zeros(40))
+
+
+# ---- memory: on the emulator a touch beyond a tensor fails the launch ----
+
+
+@pytest.fixture(params=[False, True], ids=["wall before", "wall behind"])
+def walls(kernels, request):
+    return Walled(kernels, request.param)
+
+
+@pytest.mark.parametrize(
+    "numel", [1, 2, 7, 8, 9, 15, 17, 255, 256, 257, 258, 260, 8191, 8193, 16383, 16385, 40_001]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_beyond_a_tensor_is_touched(walls, numel, dtype, monkeypatch, scale):
+    monkeypatch.setattr(
+        "cuda_cases.make_flat", lambda plan, dtype: random_values(plan.flat_numel, dtype, seed=1)
+    )
+    layout = BucketPlan([0], [numel])
+    for other, first in itertools.product(DTYPES, FIRST):
+        assert_same(
+            pack(walls, layout, dtype, other, (0, 0), scale),
+            pack(Host(), layout, dtype, other, (0, 0), scale),
+        )
+        unpack(walls, layout, dtype, other, (0, 0), scale)
+        accumulate_cast(walls, layout, dtype, other, first, (0, 0), scale)
+        accumulate(walls, layout, dtype, first, (0, 0), scale)
+    for out in (None, "in place", *DTYPES):
+        arguments = layout, dtype, out, (0, 0), scale
+        assert_same(unscale_norm(walls, *arguments), unscale_norm(Host(), *arguments))

@@ -1,0 +1,97 @@
+"""The emulator finds the faults that the tests of the CUDA kernels rely on it to find."""
+
+import ctypes
+import re
+
+import pytest
+import torch
+from emulated_cuda import EMULATOR, FORWARD, ORDERS, REVERSED, SHUFFLED, build
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toys")
+    return ctypes.CDLL(str(build(folder / "toys.so", [EMULATOR / "toys.cu"])))
+
+
+@pytest.fixture(params=ORDERS)
+def toys(library, request):
+    library.emulator_set_order(request.param)
+    return library
+
+
+def run(toys, name, *more):
+    """Return (status, message, the 100 numbers that the kernel wrote)."""
+    message, seen = ctypes.create_string_buffer(1000), torch.zeros(100, dtype=torch.float64)
+    status = getattr(toys, f"toy_{name}")(message, ctypes.c_void_p(seen.data_ptr()), *more)
+    return status, message.value.decode(), seen
+
+
+def test_shuffles_barriers_and_shared_memory_add_numbers(toys):
+    x = torch.arange(64.0, dtype=torch.float64)
+    status, _, seen = run(toys, "sum", ctypes.c_void_p(x.data_ptr()))
+    assert status == 0 and seen[0] == x.sum()
+
+
+@pytest.mark.parametrize(("who", "any_"), [(0, 1), (63, 1), (64, 0)])
+def test_a_barrier_tells_every_thread_of_any_predicate(toys, who, any_):
+    _, _, seen = run(toys, "any", who)
+    assert seen[:64].eq(any_).all()
+
+
+def test_a_missing_barrier_shows_as_poison(toys):
+    assert run(toys, "race")[2][:64].isnan().any()
+
+
+def test_shared_memory_is_poisoned_before_every_block(toys):
+    assert run(toys, "unwritten")[2][:64].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("early_exit", r"0..31 at .*toys.cu:\d+; 32..63 have ended"),
+        ("two_barriers", r"0..39 at .*toys.cu:\d+; 40..63 at .*toys.cu:\d+"),
+        ("half_a_warp", r"0..15 at .*toys.cu:\d+; 16..\d+ have ended"),
+        ("misaligned", r"thread \d+ of block 0 accesses 16 bytes at address \d+"),
+        ("nowhere", "thread 5 of block 0 touches address 8, which is not there"),
+    ],
+)
+def test_a_fault_is_named_and_the_next_kernel_runs(toys, name, words):
+    status, message, _ = run(toys, name)
+    assert status == -1
+    assert re.search(words, message), message
+    assert run(toys, "any", 0)[0] == 0
+
+
+def test_blocks_run_in_the_order_that_was_asked_for(library):
+    seen = []
+    for order in ORDERS:
+        library.emulator_set_order(order)
+        seen.append(run(library, "order")[2][1:6].tolist())
+    assert seen[FORWARD] == [0, 1, 2, 3, 4] and seen[REVERSED] == [4, 3, 2, 1, 0]
+    assert sorted(seen[SHUFFLED]) == seen[FORWARD] and seen[SHUFFLED] not in seen[:2]
+
+
+def test_a_launch_without_blocks_is_an_error_as_in_cuda(toys):
+    assert run(toys, "no_blocks")[0] == 9  # cudaErrorInvalidConfiguration
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_casts_round_as_torch_does(library, dtype):
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (300_001,), generator=generator).to(torch.int32)
+    x, got = bits.view(torch.float32), torch.empty(300_001, dtype=dtype)
+    library["toy_to_half" if dtype == torch.float16 else "toy_to_bfloat16"](
+        ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(got.data_ptr()), 300_001
+    )
+    want = x.to(dtype)
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got[~want.isnan()].view(torch.int16), want[~want.isnan()].view(torch.int16))
+
+
+def test_every_half_is_widened_exactly(library):
+    every, got = torch.arange(-(2**15), 2**15).to(torch.int16), torch.empty(2**16)
+    library.toy_from_half(ctypes.c_void_p(every.data_ptr()), ctypes.c_void_p(got.data_ptr()), 2**16)
+    want = every.view(torch.float16).float()
+    assert torch.equal(got.nan_to_num(7).view(torch.int32), want.nan_to_num(7).view(torch.int32))
