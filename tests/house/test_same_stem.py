@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STEMS = ["pack", "accumulate", "unscale_norm"]
 PLACES = ["csrc/cpu/{}.cpp", "csrc/cuda/{}.cu", "tests/ops/test_{}.py", "benchmarks/bench_{}.py"]
 # Sources and tests beside the ops that are not ops.
-NOT_OPS = {"dispatch", "roof", "upload", "reference", "cuda_build"}
+NOT_OPS = {"dispatch", "roof", "reference", "upload", "cuda", "cuda_build", "cuda_emulator", "cuda_streams"}
 
 
 @pytest.mark.parametrize("place", PLACES)
