@@ -8,8 +8,24 @@ from pyengine import wire
 from pyengine.hook import HookState, comm_hook
 from pyengine.norm import GradScaler
 from pyengine.record import StepRecord
+from pyengine.sampler import WindowSampler
+from pyengine.seed import micro_batch_rng, sample_rng, seed_everything, worker_init
 from pyengine.sync import GradSync, Sync, attach
 
 __version__ = "0.1.0"
 
-__all__ = ["GradScaler", "GradSync", "HookState", "StepRecord", "Sync", "attach", "comm_hook", "wire"]
+__all__ = [
+    "GradScaler",
+    "GradSync",
+    "HookState",
+    "StepRecord",
+    "Sync",
+    "WindowSampler",
+    "attach",
+    "comm_hook",
+    "micro_batch_rng",
+    "sample_rng",
+    "seed_everything",
+    "wire",
+    "worker_init",
+]

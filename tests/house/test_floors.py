@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "pyengine"
 FLOORS = [
     {"_core", "_cuda", "_native", "_pointers", "_ops", "_reference", "trace"},
-    {"host", "layout", "window", "record", "watch"},
+    {"host", "layout", "window", "record", "watch", "seed", "sampler"},
     {"accumulator", "norm", "wire"},
     {"comm"},
     {
