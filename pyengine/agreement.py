@@ -9,11 +9,12 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pyengine._exact import MAX_TERMS
 from pyengine._pointers import DTYPE_CODES
 from pyengine.accumulator import KINDS
 from pyengine.layout import ParamSpec, first_difference
 from pyengine.window import check_accumulate
-from pyengine.wire import Wire
+from pyengine.wire import FP32, Wire
 
 NONFINITE_POLICIES = ("skip", "raise")
 
@@ -43,6 +44,10 @@ class Settings:
             found.append(
                 f"nonfinite={self.nonfinite!r}: need one of {', '.join(map(repr, NONFINITE_POLICIES))}"
             )
+        if self.accumulator == "exact" and self.wire != FP32():
+            found.append(
+                f"wire={self.wire}: need wire.FP32() with accumulator='exact', whose sums travel as integers of their own"
+            )
         if not self.bucket_cap_mb > 0:
             found.append(
                 f"bucket_cap_mb={self.bucket_cap_mb}: need a size above 0, in MiB; 25 is a good start"
@@ -50,19 +55,23 @@ class Settings:
         return found
 
 
-def agree(comm: Any, specs: Sequence[ParamSpec], settings: str, problems: Sequence[str]) -> None:
+def agree(comm: Any, specs: Sequence[ParamSpec], settings: Settings, problems: Sequence[str]) -> int:
     """Raise on every rank what any rank has to complain of, or in what ranks differ.
 
     Args:
         comm: transport.
         specs: this rank's parameters, in registration order.
-        settings: what else must be equal, as text.
-        problems: this rank's own complaints.
+        settings: this rank's arguments.
+        problems: this rank's own complaints of the parameters.
+
+    Returns:
+        The micro-batches of a full window, over all ranks.
 
     Raises:
         ValueError: names the rank and the argument, or the first parameter that differs and who has what.
     """
-    everybody = comm.all_gather_object((list(problems), settings, list(specs)))
+    problems = [*settings.problems(), *problems]
+    everybody = comm.all_gather_object((problems, settings, list(specs)))
     complaints = [f"rank {rank}: {text}" for rank, (texts, *_) in enumerate(everybody) for text in texts]
     if complaints:
         alone = comm.world_size == 1
@@ -72,9 +81,17 @@ def agree(comm: Any, specs: Sequence[ParamSpec], settings: str, problems: Sequen
         raise ValueError(
             f"params_or_module differs between ranks: {difference}. Build the same model, in the same order, on every rank"
         )
-    if len({settings for _, settings, _ in everybody}) > 1:
-        values = "; ".join(f"rank {rank} has {text}" for rank, (_, text, _) in enumerate(everybody))
+    shared = [settings.shared() for _, settings, _ in everybody]
+    if len(set(shared)) > 1:
+        values = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(shared))
         raise ValueError(f"ranks have different settings: {values}. Pass the same ones on every rank")
+    micro_batches = sum(settings.accumulate for _, settings, _ in everybody)
+    if settings.accumulator == "exact" and micro_batches > MAX_TERMS:
+        raise ValueError(
+            f"accumulate={settings.accumulate} makes {micro_batches} micro-batches a window over all ranks: "
+            f"accumulator='exact' takes {MAX_TERMS} at most; make micro-batches larger or windows shorter"
+        )
+    return micro_batches
 
 
 def problems_of(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:

@@ -7,8 +7,8 @@ with what earlier micro-batches left in `.grad`. So no `find_unused_parameters`,
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from pyengine._ops import BucketPlan
 from pyengine.accumulator.base import flagged_in, slot_gradient
+from pyengine.ddp_sums import ExactBeside, Fp32Beside, Sums, packed
 from pyengine.header import Header
-from pyengine.hook import HookState, Local, Mode, comm_hook
+from pyengine.hook import HookState, Launched, Local, Mode, comm_hook
 from pyengine.norm import FinalPass
 
 
@@ -29,10 +29,14 @@ class DDPReducer:
     Args:
         ddp: the wrapped model; without another communication hook.
         state: hook state; `attach` registers it.
-        accumulator: "fp32" sums narrow gradients in fp32 buffers beside DDP's; "native" leaves sums to autograd.
+        accumulator: "fp32" sums narrow gradients in fp32 buffers beside DDP's; "exact" sums all of them there, exactly;
+            "native" leaves sums to autograd.
+        terms: micro-batches of a full window, over all ranks.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, state: HookState, *, accumulator: str) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, state: HookState, *, accumulator: str, terms: int
+    ) -> None:
         named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
         self.params: list[Parameter] = [p for _, p in named]
@@ -42,8 +46,12 @@ class DDPReducer:
         self._defers_count = not state.wire.folds_count and all(
             p.dtype == state.wire.dtype for p in self.params
         )
-        narrow = accumulator == "fp32" and any(p.dtype.itemsize < 4 for p in self.params)
-        self._sums = _Fp32Sums(ddp, self._one) if narrow else None
+        self._sums: Sums | None = None
+        self._needs_sums = accumulator == "exact"
+        if self._needs_sums:
+            self._sums = Sums(ddp, partial(ExactBeside, terms=terms), lambda dtype: True)
+        elif accumulator == "fp32" and any(map(_is_narrow, {p.dtype for p in self.params})):
+            self._sums = Sums(ddp, Fp32Beside, _is_narrow)
         self._needs_bootstrap = ddp.static_graph
         self._reduction: _Reduction | None = None
         ddp.register_comm_hook(state, comm_hook)
@@ -93,6 +101,8 @@ class DDPReducer:
     def reduce(self, header: Header, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
         """Let DDP reduce its buckets, overlapped with `backward` if there is one."""
         self._needs_bootstrap = False
+        if self._sums is not None and self._needs_sums:
+            self._sums.follow()  # also where no earlier micro-batch has made them: every rank sums the same way
         mode = _Reduction(header, self._sums, defers_count=self._defers_count)
         self._state.mode = self._reduction = mode
         if backward is None:
@@ -166,7 +176,7 @@ class DDPReducer:
 class _Reduction(Mode):
     """The hook's part in one window: sums over ranks, the divisor from the header."""
 
-    def __init__(self, header: Header, sums: _Fp32Sums | None, *, defers_count: bool) -> None:
+    def __init__(self, header: Header, sums: Sums | None, *, defers_count: bool) -> None:
         self._header, self._sums, self._defers_count = header, sums, defers_count
         self.is_complete = False
         self.poison = False
@@ -179,96 +189,25 @@ class _Reduction(Mode):
         del one
         return None if self._defers_count else self._header.inv_count()
 
+    def launch(self, bucket: Any, comm: Any) -> Launched | None:
+        total = None if self._sums is None else self._sums.of(bucket)
+        if not isinstance(total, ExactBeside):
+            return None
+        return total.launch(bucket.buffer(), comm, self.after, poison=self.poison)
+
     def fill(self, bucket: Any, flat: Tensor, scale: Tensor) -> bool:
         if self.poison:
             flat.fill_(float("nan"))
             return True
-        return self._sums is not None and self._sums.fill(bucket, flat, scale)
+        total = None if self._sums is None else self._sums.of(bucket)
+        return isinstance(total, Fp32Beside) and total.fill(bucket.buffer(), flat, scale)
 
     def seen(self, bucket: Any) -> None:
         self.is_complete = self.is_complete or bucket.is_last()
 
 
-class _Fp32Sums:
-    """fp32 sums beside DDP's narrow buckets, in DDP's own order."""
-
-    def __init__(self, ddp: DistributedDataParallel, one: Tensor) -> None:
-        self._ddp, self._one = ddp, one
-        self._sums: dict[int, _Sum] = {}
-        self._is_rebuilt = False
-
-    def begin(self) -> None:
-        """Start a window: the first gradient overwrites."""
-        for total in self._sums.values():
-            total.begin()
-
-    def add(self) -> None:
-        """Take in and release the gradients of an earlier micro-batch."""
-        if not self._sums or self._is_rebuilt != self._ddp._has_rebuilt_buckets:
-            self.lay_out()
-        for total in self._sums.values():
-            total.add([slot_gradient(p) for p in total.params], self._one)
-            for param in total.params:
-                param.grad = None
-
-    def fill(self, bucket: Any, flat: Tensor, scale: Tensor) -> bool:
-        """Write (sum + the bucket's last gradient) * scale into the wire buffer; False if there is no sum."""
-        total = self._sums.get(bucket.index())
-        if total is None or not total.is_filled:
-            return False
-        total.fill(bucket.buffer(), flat, self._one, scale)
-        return True
-
-    def flagged(self) -> list[tuple[list[Any], list[Tensor]]]:
-        """Return (parameters, flags a micro-batch) of every sum, for this window."""
-        return [(total.params, total.flagged) for total in self._sums.values()]
-
-    def lay_out(self) -> None:
-        """Follow DDP's buckets, which it rebuilds once; what has been summed moves along."""
-        old = {
-            id(p): view
-            for total in self._sums.values()
-            for p, view in zip(total.params, total.views, strict=True)
-        }
-        was_filled = any(total.is_filled for total in self._sums.values())
-        self._is_rebuilt = self._ddp._has_rebuilt_buckets
-        self._sums = {
-            bucket.index(): _Sum(bucket.parameters(), self._one)
-            for bucket in self._ddp.reducer._get_zeros_like_grad_buckets()
-            if bucket.buffer().dtype.itemsize < torch.float32.itemsize
-        }
-        for total in self._sums.values():
-            total.is_filled = was_filled
-            for param, view in zip(total.params, total.views, strict=True):
-                if id(param) in old:
-                    view.copy_(old[id(param)])
-
-
-class _Sum:
-    def __init__(self, params: Sequence[Any], one: Tensor) -> None:
-        self.params = list(params)
-        self._numels = numels = [p.numel() for p in self.params]
-        self._plan = _packed(numels)
-        self._flat = torch.zeros(sum(numels), device=one.device)
-        self.views = list(self._flat.split(numels))
-        self.begin()
-
-    def begin(self) -> None:
-        self.is_filled = False
-        self.flagged: list[Tensor] = []
-
-    def add(self, grads: list[Tensor | None], one: Tensor) -> None:
-        self._plan.accumulate_(self._flat, grads, one, first=not self.is_filled, nonfinite=self._new_flags())
-        self.is_filled = True
-
-    def fill(self, last: Tensor, flat: Tensor, one: Tensor, scale: Tensor) -> None:
-        flags = self._new_flags()
-        grads = last.split(self._numels)
-        self._plan.accumulate_cast_(flat, self._flat, grads, one, scale, first=False, nonfinite=flags)
-
-    def _new_flags(self) -> Tensor:
-        self.flagged.append(torch.zeros(len(self.params), dtype=torch.uint8, device=self._flat.device))
-        return self.flagged[-1]
+def _is_narrow(dtype: torch.dtype) -> bool:
+    return dtype.itemsize < torch.float32.itemsize
 
 
 def _place(param: Parameter) -> tuple[int, int] | None:
@@ -296,7 +235,7 @@ class _Group:
     def __init__(self, params: Sequence[Parameter], indices: Sequence[int]) -> None:
         self._params = [params[index] for index in indices]
         device = self._params[0].device
-        self._plan = _packed([param.numel() for param in self._params])
+        self._plan = packed([param.numel() for param in self._params])
         self._registration = torch.tensor(indices, device=device)
         self._sumsq = torch.zeros(len(indices), dtype=torch.float64, device=device)
         self._nonfinite = torch.zeros(len(indices), dtype=torch.uint8, device=device)
@@ -319,7 +258,3 @@ def _by_dtype(params: Sequence[Parameter]) -> list[_Group]:
     for index, param in enumerate(params):
         groups.setdefault(param.dtype, []).append(index)
     return [_Group(params, indices) for indices in groups.values()]
-
-
-def _packed(numels: Sequence[int]) -> BucketPlan:
-    return BucketPlan(list(itertools.accumulate(numels, initial=0))[:-1], numels)

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from torch import Tensor
 
+from pyengine.agreement import Settings
 from pyengine.carry import Carry
 from pyengine.comm import Local, TorchDist
 from pyengine.header import Count, Header, LocalWindow
@@ -29,14 +30,15 @@ class Engine:
         steps_taken: optimizer steps that changed parameters.
     """
 
-    def __init__(self, reducer: Reducer, comm: Local | TorchDist, *, accumulate: int, nonfinite: str) -> None:
+    def __init__(self, reducer: Reducer, comm: Local | TorchDist, settings: Settings) -> None:
         self.reducer, self.comm = reducer, comm
-        self.window = Window(accumulate)
-        self.nonfinite = nonfinite
+        self.window = Window(settings.accumulate)
+        self._raises = settings.nonfinite == "raise"
+        self._counts_are_whole = settings.accumulator == "exact"
         self.device = reducer.params[0].device
         self.final = FinalPass(len(reducer.params), self.device)
         self.clock = Clock(self.device)
-        self.is_late = nonfinite == "skip" and runs_ahead(self.device)
+        self.is_late = not self._raises and runs_ahead(self.device)
         self.verdict: Verdict | None = None
         self._unread: Verdict | None = None
         self.scaler: GradScaler | None = None
@@ -184,7 +186,7 @@ class Engine:
         if self.verdict is not None and self.verdict.totals is None:
             self._unread = self.verdict
         self.verdict = None
-        self._local = LocalWindow()
+        self._local = LocalWindow(self._counts_are_whole)
         self._header: Header | None = None
         self.is_used = False
         self._more = False
@@ -236,4 +238,4 @@ class Engine:
             self.reducer.names,
             self.reducer.blame(),
         )
-        return Verdict(header, self.final, evidence, comm=self.comm, raises=self.nonfinite == "raise")
+        return Verdict(header, self.final, evidence, comm=self.comm, raises=self._raises)

@@ -27,10 +27,12 @@ class LocalWindow:
     """What one rank says of its window: one entry a micro-batch.
 
     Attributes:
+        counts_are_whole: whether counts have to be whole numbers, whose sum does not depend on its order.
         counts: items each loss was summed over; numbers, or 0-dim tensors that stay on their device.
         losses: the losses, detached 0-dim tensors.
     """
 
+    counts_are_whole: bool = False
     counts: list[Count] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
 
@@ -39,8 +41,19 @@ class LocalWindow:
         return [
             f"count of micro-batch {index} is {float(count)}"
             for index, count in enumerate(self.counts)
-            if not (math.isfinite(count) and count >= 0)
+            if not self.is_valid(float(count))
         ]
+
+    def is_valid(self, count: float) -> bool:
+        """Whether a count may be summed."""
+        return (
+            math.isfinite(count) and count >= 0 and (not self.counts_are_whole or count == math.floor(count))
+        )
+
+    def are_valid(self, counts: Tensor) -> Tensor:
+        """Tell the same of counts on a device."""
+        valid = torch.isfinite(counts) & (counts >= 0)
+        return valid & (counts == counts.floor()) if self.counts_are_whole else valid
 
     def nonfinite_losses(self) -> list[int]:
         """Return the micro-batches whose loss is inf or nan. Reads device losses: for error reports only."""
@@ -119,7 +132,7 @@ class Header:
 def _pack(device: torch.device, local: LocalWindow, position: tuple[int, int], more: bool) -> Tensor:
     """Write this rank's numbers; those that live on the device are added there, unread."""
     known = [float(count) for count in local.counts if not isinstance(count, Tensor)]
-    valid = [count for count in known if math.isfinite(count) and count >= 0]
+    valid = [count for count in known if local.is_valid(count)]
     numbers = [math.fsum(valid), 0.0, len(local.counts), more, len(known) - len(valid)]
     for value in position:
         short = value % _STEP_MODULUS
@@ -130,7 +143,7 @@ def _pack(device: torch.device, local: LocalWindow, position: tuple[int, int], m
     unread = [count for count in local.counts if isinstance(count, Tensor)]
     if unread:
         counts = _stack(unread, device)
-        valid_ones = torch.isfinite(counts) & (counts >= 0)
+        valid_ones = local.are_valid(counts)
         vector[0] += torch.where(valid_ones, counts, 0.0).sum()
         vector[4] += (~valid_ones).sum()
     return vector

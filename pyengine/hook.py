@@ -4,7 +4,7 @@ Used alone (`register_comm_hook`), it averages over ranks as DDP itself does. Dr
 supplies the divisor. No string annotations here: DDP inspects the hook's signature.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,10 @@ from torch.futures import Future
 from pyengine._ops import BucketPlan
 from pyengine.comm import TorchDist
 from pyengine.host import runs_ahead
-from pyengine.wire import Wire
+from pyengine.wire import Wire, Work
+
+# A bucket under way, and what is to be done when it has landed: returns the bucket's buffer.
+Launched = tuple[Work, Callable[[Any], Tensor]]
 
 
 class Lane:
@@ -50,6 +53,10 @@ class Mode:
     def after(self, one: Tensor) -> Tensor | None:
         """Return what to multiply in after the sum over any other wire: 0-dim float32, None for nothing."""
         del one
+
+    def launch(self, bucket: dist.GradBucket, comm: TorchDist) -> Launched | None:
+        """Start to sum the bucket over all ranks by other means than the wire; None: use the wire."""
+        del bucket, comm
 
     def fill(self, bucket: dist.GradBucket, flat: Tensor, scale: Tensor) -> bool:
         """Bring the bucket into `flat`, times `scale`; return False to let the hook do it."""
@@ -138,27 +145,32 @@ def _exchange(state: HookState, bucket: Any) -> Future[torch.Tensor]:
         raise ValueError(
             "the bucket holds a sparse gradient, which no wire here can carry: build the embedding with sparse=False"
         )
-    lane, wire, mode, comm = state.lane(bucket), state.wire, state.mode, state.comm(flat.device)
+    comm = state.comm(flat.device)
     # Scales may come from other ranks: waiting for them must not hold up the backward.
     with comm.beside([flat]):
-        before = mode.before(lane.one) if wire.folds_count else lane.one
-        after = None if wire.folds_count else mode.after(lane.one)
-        is_moved = wire.folds_count or wire.dtype != flat.dtype
-        moved = lane.buffer() if is_moved else flat
-        if not mode.fill(bucket, moved, before) and is_moved:
-            lane.plan.pack_(moved, [flat], before)
-        work = wire.all_reduce_(moved, comm)
+        work, land = state.mode.launch(bucket, comm) or _launch(state, bucket, comm)
+    if runs_ahead(flat.device) and not comm.is_stream_ordered:
+        # gloo's future is complete before the stream that copies the result back to the device is.
+        work.wait()
+        return _done(land(work))
+    return work.get_future().then(land)
+
+
+def _launch(state: HookState, bucket: Any, comm: TorchDist) -> Launched:
+    flat, lane, wire, mode = bucket.buffer(), state.lane(bucket), state.wire, state.mode
+    before = mode.before(lane.one) if wire.folds_count else lane.one
+    after = None if wire.folds_count else mode.after(lane.one)
+    is_moved = wire.folds_count or wire.dtype != flat.dtype
+    moved = lane.buffer() if is_moved else flat
+    if not mode.fill(bucket, moved, before) and is_moved:
+        lane.plan.pack_(moved, [flat], before)
 
     def land(_: Any) -> Tensor:
         if is_moved or after is not None:
             lane.plan.unpack_([flat], moved, lane.one if after is None else after)
         return flat
 
-    if runs_ahead(flat.device) and not comm.is_stream_ordered:
-        # gloo's future is complete before the stream that copies the result back to the device is.
-        work.wait()
-        return _done(land(work))
-    return work.get_future().then(land)
+    return wire.all_reduce_(moved, comm), land
 
 
 def _done(flat: Tensor) -> Future[torch.Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
-from pyengine.accumulator import BucketAccumulator, Fp32Bucket, NativeBucket
+from pyengine.accumulator import BucketAccumulator, ExactBucket, Fp32Bucket, NativeBucket
 from pyengine.header import Header
 from pyengine.layout import Bucket, ParamSpec, backward_order, build
 from pyengine.norm import FinalPass
@@ -63,28 +63,54 @@ class Reducer(Protocol):
 
 @dataclass(frozen=True)
 class Storage:
-    """How buckets sum and travel: wire, accumulator kind, and whether every micro-batch is watched for inf and nan."""
+    """How buckets sum and travel: wire, accumulator kind, whether every micro-batch is watched for inf and nan, and the
+    micro-batches of a full window over all ranks.
+    """
 
     wire: Wire
     accumulator: str
     watch: bool
+    terms: int
 
-    def bucket(self, params: Sequence[Parameter], bucket: Bucket) -> NativeBucket | Fp32Bucket:
+    def bucket(self, params: Sequence[Parameter], bucket: Bucket) -> NativeBucket | Fp32Bucket | ExactBucket:
         """Make the accumulator of one bucket: narrow parameters need a wider sum unless "native" is asked for."""
         mine = [params[slot.param] for slot in bucket.slots]
         device = mine[0].device
+        if self.accumulator == "exact":
+            return ExactBucket(bucket, mine, terms=self.terms, device=device)
         if self.accumulator == "fp32" and bucket.dtype.itemsize < torch.float32.itemsize:
             return Fp32Bucket(bucket, mine, wire=self.wire, device=device)
         return NativeBucket(bucket, mine, wire=self.wire, device=device, watch=self.watch)
 
 
 class _Transfer:
-    """One bucket under way: whether the running backward has completed it, and its reduction."""
+    """One bucket under way: whether the running backward has completed it, and its rounds of collectives."""
 
     def __init__(self, bucket: BucketAccumulator) -> None:
         self.bucket = bucket
-        self.work: Work | None = None
         self.is_complete = False
+        self._work: Work | None = None
+        self._left = bucket.num_rounds
+
+    def start(self, rounds: Iterator[Work]) -> None:
+        """Launch the first round."""
+        self._rounds = rounds
+        self._launch()
+
+    def go_on(self) -> None:
+        """Launch the next round, if there is one, once the last has landed."""
+        if self._left:
+            self.wait()
+            self._launch()
+
+    def wait(self) -> None:
+        """Wait for what has been launched."""
+        assert self._work is not None
+        self._work.wait()
+
+    def _launch(self) -> None:
+        self._work = next(self._rounds)
+        self._left -= 1
 
 
 class BucketReducer:
@@ -124,7 +150,7 @@ class BucketReducer:
 
     def _lay_out(self, order: Sequence[int]) -> None:
         # Old buffers go before new ones come.
-        self._buckets: list[NativeBucket | Fp32Bucket] = []
+        self._buckets: list[NativeBucket | Fp32Bucket | ExactBucket] = []
         self._transfers: list[_Transfer] = []
         self._next = 0
         self.layout = build(self._specs, order, cap_bytes=self._cap_bytes, world_size=self._comm.world_size)
@@ -180,8 +206,7 @@ class BucketReducer:
         inv_count = header.inv_count()
         late = None if self._wire.folds_count or self._defers_count else inv_count
         for transfer in self._transfers:
-            assert transfer.work is not None
-            transfer.work.wait()
+            transfer.wait()
             transfer.bucket.from_wire(late, final)
         self._transfers = []
         if self._defers_count and not self._wire.folds_count:
@@ -259,15 +284,23 @@ class BucketReducer:
     def _launch_rest(self, header: Header, *, poison: bool) -> None:
         while self._next < len(self._transfers):
             self._launch(header, poison=poison)
+        if self._transfers:
+            self._go_on(self._transfers[-1])
 
     def _launch(self, header: Header, *, poison: bool) -> None:
         transfer = self._transfers[self._next]
         # A narrow wire needs the count of all ranks: waiting for it must not hold up the backward.
         with self._comm.beside(transfer.bucket.lent()):
             inv_count = header.inv_count() if self._wire.folds_count else None
-            flat = transfer.bucket.to_wire(inv_count, poison=poison)
-            transfer.work = self._wire.all_reduce_(flat, self._comm)
+            transfer.start(transfer.bucket.rounds(inv_count, self._wire, self._comm, poison=poison))
+        if self._next > 0:
+            # The same order of collectives on every rank; a first round has a bucket's time to land.
+            self._go_on(self._transfers[self._next - 1])
         self._next += 1
+
+    def _go_on(self, transfer: _Transfer) -> None:
+        with self._comm.beside([]):
+            transfer.go_on()
 
 
 @contextmanager

@@ -235,7 +235,8 @@ class GradSync(Sync):
         params_or_module: a module, or its parameters, or `(name, parameter)` pairs. All that require a gradient.
         accumulate: micro-batches a window, per rank.
         wire: how a bucket travels: `pe.wire.FP32()`, `BF16()`, `FP16()`.
-        accumulator: "fp32" sums in fp32 whatever the parameters' type; "native" sums in their own type.
+        accumulator: "fp32" sums in fp32 whatever the parameters' type; "native" sums in their own type; "exact" gives the
+            same bits for every world size (docs/reproducible.md), over the fp32 wire only, with whole-numbered counts.
         group: the process group; None is the default group, or this process alone if there is none.
         bucket_cap_mb: size of a bucket in MiB of gradients.
         nonfinite: "skip" leaves the parameters alone in a step with inf or nan; "raise" raises FloatingPointError on
@@ -264,13 +265,13 @@ class GradSync(Sync):
         comm = comm_for(params[0].device, group)
         specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
         settings = Settings(accumulate, wire, accumulator, nonfinite, bucket_cap_mb)
-        agree(comm, specs, settings.shared(), [*settings.problems(), *problems_of(named)])
+        terms = agree(comm, specs, settings, problems_of(named))
         comm.broadcast_([*params, *buffers])
-        storage = Storage(wire, accumulator, watch=nonfinite == "raise")
+        storage = Storage(wire, accumulator, watch=nonfinite == "raise", terms=terms)
         reducer = BucketReducer(
             specs, params, cap_bytes=int(bucket_cap_mb * 2**20), comm=comm, storage=storage
         )
-        super().__init__(Engine(reducer, comm, accumulate=accumulate, nonfinite=nonfinite))
+        super().__init__(Engine(reducer, comm, settings))
         self._reducer = reducer
 
     @property
@@ -310,14 +311,9 @@ def attach(
     specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
     settings = Settings(accumulate, wire, accumulator, nonfinite)
     comm = state.comm(named[0][1].device)
-    agree(
-        comm,
-        specs,
-        settings.shared(),
-        [*settings.problems(), *problems_of(named), *sparse_modules(ddp_model)],
-    )
-    reducer = DDPReducer(ddp_model, state, accumulator=accumulator)
-    return Sync(Engine(reducer, comm, accumulate=accumulate, nonfinite=nonfinite))
+    terms = agree(comm, specs, settings, [*problems_of(named), *sparse_modules(ddp_model)])
+    reducer = DDPReducer(ddp_model, state, accumulator=accumulator, terms=terms)
+    return Sync(Engine(reducer, comm, settings))
 
 
 def _named(source: Any) -> tuple[list[tuple[str, nn.Parameter]], list[Tensor]]:

@@ -146,6 +146,7 @@ def check_agreement(totals: Totals, comm: Any, *, position: tuple[int, int], loc
         problems = comm.all_gather_object(local.problems())
         places = "; ".join(f"rank {r}: {text}" for r, texts in enumerate(problems) for text in texts)
         raise ValueError(
-            f"{places}: count must be finite and not negative (0 leaves a micro-batch out of the divisor). "
+            f"{places}: count must be finite{', whole' if local.counts_are_whole else ''} and not negative (0 leaves a "
+            "micro-batch out of the divisor). "
             "Nothing was stepped; call sync.abandon() and go on"
         )

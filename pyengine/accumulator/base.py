@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -14,16 +14,21 @@ from pyengine.host import send
 from pyengine.layout import Bucket
 from pyengine.norm import FinalPass
 from pyengine.watch import Watch
+from pyengine.wire import Comm, Wire, Work
 
 
 class BucketAccumulator(Protocol):
     """The window's sum for the parameters of one bucket, and its way to the wire and back.
 
     Life of a window: `begin`, `add` after every earlier backward, `arm` before the last one, `has_arrived` during it,
-    `to_wire` once the bucket is complete, `from_wire` after the reduction.
+    `rounds` once the bucket is complete, `from_wire` after the last of them.
+
+    Attributes:
+        num_rounds: collectives that `rounds` launches.
     """
 
     params: Sequence[Parameter]
+    num_rounds: int
 
     def begin(self) -> None:
         """Start a window with a sum of zero."""
@@ -41,10 +46,13 @@ class BucketAccumulator(Protocol):
         """Whether the armed backward has delivered this slot's gradient."""
 
     def lent(self) -> list[Tensor]:
-        """Return every tensor that `to_wire` uses, for streams that must outlive them."""
+        """Return every tensor that `rounds` uses, for streams that must outlive them."""
 
-    def to_wire(self, inv_count: Tensor | None, *, poison: bool) -> Tensor:
-        """Return the flat buffer to reduce; `inv_count` is multiplied in if given, `poison` voids the window."""
+    def rounds(self, inv_count: Tensor | None, wire: Wire, comm: Comm, *, poison: bool) -> Iterator[Work]:
+        """Launch the bucket's collectives one after the other; go on only when the last one has landed.
+
+        `inv_count` is multiplied in on the way to the wire if given, `poison` voids the window.
+        """
 
     def from_wire(self, inv_count: Tensor | None, final: FinalPass) -> None:
         """Publish the reduced buffer as `.grad` (times `inv_count` if given) with its norm and finite flags."""
@@ -68,6 +76,7 @@ class BucketBase:
         device: where the buffers live.
     """
 
+    num_rounds = 1
     _sum: Tensor
     _wire: Tensor
 
@@ -87,8 +96,16 @@ class BucketBase:
         return torch.zeros(self.bucket.numel, dtype=dtype, device=self.one.device)
 
     def lent(self) -> list[Tensor]:
-        """Return every tensor that `to_wire` uses."""
+        """Return every tensor that `rounds` uses."""
         return [self._sum, self._wire, *(param.grad for param in self.params if param.grad is not None)]
+
+    def rounds(self, inv_count: Tensor | None, wire: Wire, comm: Comm, *, poison: bool) -> Iterator[Work]:
+        """Sum the bucket over the wire in one round."""
+        yield wire.all_reduce_(self.to_wire(inv_count, poison=poison), comm)
+
+    def to_wire(self, inv_count: Tensor | None, *, poison: bool) -> Tensor:
+        """Return the flat buffer to reduce."""
+        raise NotImplementedError
 
     def take_fused(self) -> list[int]:
         """Return, once, the slots whose layer has added to main_grad itself."""
@@ -125,11 +142,14 @@ class BucketBase:
         """Return which slots any rank used; looks at the reduced flags only where this rank used none."""
         return used if all(used) else (self._flags(flat) != 0).tolist()
 
-    def norm(self, sources: object, out: object, scale: Tensor, flat: Tensor, final: FinalPass) -> None:
+    def void(self, flat: Tensor) -> Tensor:
+        """Return nan if a flag is nan, which says that some rank gave the window up, else 0; float32, 0-dim."""
+        return self._flags(flat).float().sum() * 0
+
+    def norm(self, sources: object, out: object, scale: Tensor, final: FinalPass) -> None:
         """Read the slots once: scale, write to `out` unless None, and leave norm and finite flags in `final`."""
         self._nonfinite.zero_()
         self.plan.unscale_norm(sources, out, scale, sumsq=self._sumsq, nonfinite=self._nonfinite)
-        final.void += self._flags(flat).float().sum() * 0  # a nan flag: some rank gave the window up
         final.sumsq.index_copy_(0, self._registration, self._sumsq)
         final.nonfinite.index_copy_(0, self._registration, self._nonfinite)
 

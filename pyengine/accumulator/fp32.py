@@ -2,81 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine._pointers import Pointers
-from pyengine.accumulator.base import BucketBase, flagged_in
-from pyengine.accumulator.group import Group, cut
+from pyengine.accumulator.group import Group
+from pyengine.accumulator.grouped import GroupedBucket
 from pyengine.layout import Bucket
 from pyengine.norm import FinalPass
-from pyengine.watch import Watch
 from pyengine.wire import Wire
 
 
-class Fp32Bucket(BucketBase):
+class Fp32Bucket(GroupedBucket):
     """A bucket of narrow parameters summed in fp32 by fused calls.
 
     Bytes an element: 6 in the first micro-batch (stored, no zero pass), 10 in later ones; with a narrow wire the last
     one sums, scales, casts and checks in a single pass of 8. `.grad` ends as views of a buffer of the parameters' type:
     the wire buffer itself where the types agree.
-
-    In earlier micro-batches gradients are taken in about a megabyte at a time, from inside the backward, and released:
-    they are still in the cache, and no second set of gradients ever exists.
     """
-
-    in_place = False
 
     def __init__(
         self, bucket: Bucket, params: Sequence[Parameter], *, wire: Wire, device: torch.device
     ) -> None:
-        super().__init__(bucket, params, device)
+        super().__init__(bucket, params, device=device)
         self._sum = self.allocate(torch.float32)
         self._wire = self._sum if wire.dtype == torch.float32 else self.allocate(wire.dtype)
         self._result = self._wire if wire.dtype == bucket.dtype else self.allocate(bucket.dtype)
         self._wire_slots = self.plan.pointers(self.slots(self._wire))
         self._result_slots = self.plan.pointers(self.slots(self._result))
         self._grads = self.views(self._result)
-        self._flagged: list[Tensor] = []
         self._has_fused = False
-        self._whole = Group(bucket, params, range(len(params)))
-        self._groups = [Group(bucket, params, slots) for slots in cut(bucket, device)]
         for param, main_grad in zip(self.params, self.views(self._sum), strict=True):
             param.main_grad = main_grad
 
     def begin(self) -> None:
         """Start a window: let autograd make fresh gradients, and let the first one overwrite the sum."""
-        for param in self.params:
-            param.grad = None
-        self._used = [False] * len(self.params)
-        self._flagged = [torch.zeros_like(self._nonfinite)]
-        self._set_first(not self._has_fused)
+        super().begin()
         if self._has_fused:
+            self._set_first(False)
             self._sum.zero_()  # a layer that writes main_grad itself needs a sum to add to
-
-    def watches(self) -> list[Watch]:
-        """Watch for the gradients of every group."""
-        return [Watch(group.params, group.has_arrived, partial(self._take, group)) for group in self._groups]
 
     def add(self, micro_batch: int) -> None:
         """Take in what the backward left: groups that never became complete, and layers that wrote main_grad."""
-        del micro_batch
         self._find_fused()
-        for group in self._groups:
-            if group.is_first or any(param.grad is not None for param in group.params):
-                self._take(group)
-        self._flagged.append(torch.zeros_like(self._nonfinite))
-
-    def arm(self) -> None:
-        """Do nothing: a gradient that is there has arrived."""
-
-    def has_arrived(self, slot: int) -> bool:
-        """Whether the armed backward has delivered this slot's gradient."""
-        return self.params[slot].grad is not None
+        super().add(micro_batch)
 
     def to_wire(self, inv_count: Tensor | None, *, poison: bool) -> Tensor:
         """Add the last gradients; with a narrow wire also scale, cast and check in the same pass."""
@@ -97,7 +69,8 @@ class Fp32Bucket(BucketBase):
     def from_wire(self, inv_count: Tensor | None, final: FinalPass) -> None:
         """Publish the reduced sum in the parameters' type: a read, and a write unless the wire has that type."""
         out = None if self._result is self._wire and inv_count is None else self._result_slots
-        self.norm(self._wire_slots, out, self.one if inv_count is None else inv_count, self._wire, final)
+        self.norm(self._wire_slots, out, self.one if inv_count is None else inv_count, final)
+        final.void += self.void(self._wire)
         used = self.used_anywhere(self._wire, self._used)
         for param, grad, keep in zip(self.params, self._grads, used, strict=True):
             param.grad = grad if keep else None
@@ -106,34 +79,12 @@ class Fp32Bucket(BucketBase):
         """Multiply the published gradients in place."""
         self.plan.unpack_(self._result_slots, self._result, scale)
 
-    def blame(self) -> Callable[[int], list[int] | None]:
-        """Return what tells the micro-batches whose gradient was not finite, from the flags of the fused kernels."""
-        return partial(flagged_in, self._flagged)
-
-    def _take(self, group: Group) -> None:
-        """Add a group's gradients to the sum and release them: 6 bytes an element first, then 10."""
-        grads = self._collect(group)
-        flags = self._flagged[-1][group.start : group.stop]
+    def _accumulate(self, group: Group, grads: Pointers, flags: Tensor) -> None:
+        """Take in a group: 6 bytes an element first, then 10."""
         group.plan.accumulate_(self._sum, grads, self.one, first=group.is_first, nonfinite=flags)
-        group.is_first = False
-
-    def _collect(self, group: Group) -> Pointers:
-        """Take a group's gradients off its parameters."""
-        grads = [param.grad for param in group.params]
-        for index, grad in enumerate(grads, start=group.start):
-            if grad is not None:
-                self._used[index] = True
-        pointers = group.gather(grads)
-        for param in group.params:
-            param.grad = None
-        return pointers
 
     def _find_fused(self) -> None:
         for index in self.take_fused():
             self._has_fused = self._used[index] = True
             self.params[index].grad = None
             self._set_first(False)  # the sum was zero, and now holds what the layer wrote
-
-    def _set_first(self, is_first: bool) -> None:
-        for group in self._groups:
-            group.is_first = is_first

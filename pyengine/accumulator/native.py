@@ -101,7 +101,8 @@ class NativeBucket(BucketBase):
         """Publish the reduced sum; read-only where it was reduced in place and 1/count is still pending."""
         scale = self.one if inv_count is None else inv_count
         out = None if self.in_place and inv_count is None else self._slots
-        self.norm(self._wire_slots, out, scale, self._wire, final)
+        self.norm(self._wire_slots, out, scale, final)
+        final.void += self.void(self._wire)
         used = self.used_anywhere(self._wire, self._used)
         if not all(used):
             for param, keep in zip(self.params, used, strict=True):

@@ -53,9 +53,11 @@ class TorchDist:
 
     def all_reduce(self, flat: Tensor) -> dist.Work:
         """Start summing `flat` over all ranks, in place."""
-        self.traffic.collectives += 1
-        self.traffic.bytes_sent += 2 * (self.world_size - 1) * flat.nbytes // self.world_size
-        return dist.all_reduce(flat, group=self._group, async_op=True)
+        return self._all_reduce(flat, dist.ReduceOp.SUM)
+
+    def all_reduce_max(self, flat: Tensor) -> dist.Work:
+        """Start taking the maximum of `flat` over all ranks, in place."""
+        return self._all_reduce(flat, dist.ReduceOp.MAX)
 
     def all_gather_object(self, value: object) -> list[Any]:
         """Return every rank's value, by rank. For set-up and error reports only: it blocks and pickles."""
@@ -73,6 +75,11 @@ class TorchDist:
             dist.broadcast(flat, group=self._group, group_src=0)
             for tensor, piece in zip(group, flat.split([t.numel() for t in group]), strict=True):
                 tensor.detach().copy_(piece.view_as(tensor))
+
+    def _all_reduce(self, flat: Tensor, op: dist.ReduceOp) -> dist.Work:
+        self.traffic.collectives += 1
+        self.traffic.bytes_sent += 2 * (self.world_size - 1) * flat.nbytes // self.world_size
+        return dist.all_reduce(flat, op, group=self._group, async_op=True)
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:

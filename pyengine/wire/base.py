@@ -33,6 +33,9 @@ class Comm(Protocol):
     def all_reduce(self, flat: Tensor) -> Work:
         """Start summing `flat` over all ranks, in place."""
 
+    def all_reduce_max(self, flat: Tensor) -> Work:
+        """Start taking the maximum of `flat` over all ranks, in place."""
+
 
 class Wire(Protocol):
     """Owns how one flat bucket is summed over ranks.

@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "pyengine"
 FLOORS = [
-    {"_core", "_cuda", "_native", "_pointers", "_ops", "_reference", "trace"},
+    {"_core", "_cuda", "_exact", "_exact_reference", "_native", "_pointers", "_ops", "_reference", "trace"},
     {"host", "layout", "window", "record", "watch", "seed", "sampler"},
     {"accumulator", "norm", "wire"},
     {"comm"},
@@ -24,6 +24,7 @@ FLOORS = [
         "reducer",
         "hook",
         "ddp",
+        "ddp_sums",
         "engine",
         "loop",
         "optimizer",
