@@ -89,8 +89,8 @@ class _Transfer:
     def __init__(self, bucket: BucketAccumulator) -> None:
         self.bucket = bucket
         self.is_complete = False
+        self.rounds_left = bucket.num_rounds
         self._work: Work | None = None
-        self._left = bucket.num_rounds
 
     def start(self, rounds: Iterator[Work]) -> None:
         """Launch the first round."""
@@ -98,10 +98,9 @@ class _Transfer:
         self._launch()
 
     def go_on(self) -> None:
-        """Launch the next round, if there is one, once the last has landed."""
-        if self._left:
-            self.wait()
-            self._launch()
+        """Launch the next round once the last has landed."""
+        self.wait()
+        self._launch()
 
     def wait(self) -> None:
         """Wait for what has been launched."""
@@ -110,7 +109,7 @@ class _Transfer:
 
     def _launch(self) -> None:
         self._work = next(self._rounds)
-        self._left -= 1
+        self.rounds_left -= 1
 
 
 class BucketReducer:
@@ -299,8 +298,9 @@ class BucketReducer:
         self._next += 1
 
     def _go_on(self, transfer: _Transfer) -> None:
-        with self._comm.beside([]):
-            transfer.go_on()
+        while transfer.rounds_left:
+            with self._comm.beside([]):
+                transfer.go_on()
 
 
 @contextmanager
