@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
+import random
 
 import pytest
 import torch
@@ -96,3 +99,158 @@ def test_plain_fp32_sums_do_not(ranks):
     assert ranks(2).run(_train, "own", 12, torch.float32, "fp32")[0] != _single(
         ranks, 12, torch.float32, "fp32"
     )
+
+
+def _dealt_at_random(seed: int) -> list[str]:
+    """Deal every window's micro-batches out in a random order, unevenly; parameters after each step."""
+    rank, world = me()
+    deal = random.Random(seed)  # the same on every rank
+    cuts = sorted(deal.sample(range(1, 12), world - 1))
+    shares = [b - a for a, b in itertools.pairwise([0, *cuts, 12])]
+    torch.manual_seed(0)
+    model = Gpt(torch.float32)
+    data = torch.randint(0, 50, (12 * STEPS, 9))
+    sync = pe.GradSync(model, accumulate=shares[rank], accumulator="exact", bucket_cap_mb=0.02)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    digests = []
+    for step in range(STEPS):
+        order = deal.sample(range(12), 12)
+        mine = order[sum(shares[:rank]) : sum(shares[: rank + 1])]
+        for index in mine:
+            with pe.micro_batch_rng(7, step=step, index=index), sync.accumulate():
+                row = 12 * step + index
+                sync.backward(model(data[row : row + 1]), count=8)
+        sync.clip_grad_norm_(1.0)
+        sync.step(optimizer)
+        digests.append(_digest(*model.parameters()))
+    return digests
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_any_assignment_of_micro_batches_in_any_order_gives_the_same_bits(ranks, world, seed):
+    alone = ranks(1).run(_dealt_at_random, 99)[0]
+    assert ranks(world).run(_dealt_at_random, seed) == [alone] * world
+
+
+def _bad_window(kind: str, dtype: torch.dtype, where: int, spike: float) -> tuple[list[str], list[bool], str]:
+    """Four micro-batches a window; global micro-batch `where` of the second window brings a bad value."""
+    rank, world = me()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
+    sync, forward = _wrap(kind, model, 25, accumulate=4 // world, accumulator="exact")
+    reasons: list[str] = []
+    sync.on_step(lambda record: reasons.append(record.reason))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    digests, steps = [], []
+    for step in range(3):
+        for k in range(4 // world):
+            index = rank * (4 // world) + k
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(4 * step + index)).to(dtype)
+            with sync.accumulate():
+                loss = forward(x).float().square().sum()
+                sync.backward(loss * (spike if (step, index) == (1, where) else 1.0), count=3)
+        sync.clip_grad_norm_(0.5)
+        steps.append(bool(sync.step(optimizer)))
+        digests.append(_digest(*model.parameters()))
+    return digests, steps, reasons[1]
+
+
+@pytest.mark.parametrize("spike", [math.inf, math.nan, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bad_value_is_handled_and_named_alike_on_every_world_size(ranks, kind, world, dtype, spike):
+    alone = ranks(1).run(_bad_window, "own", dtype, 2, spike)[0][0]
+    for digests, steps, reason in ranks(world).run(_bad_window, kind, dtype, 2, spike):
+        assert digests == alone
+        assert steps == [True, spike == 1e4, True]
+        rank, k = divmod(2, 4 // world)
+        assert (f"rank {rank}, micro-batch {k}" in reason) == (spike != 1e4)
+
+
+def _error(fn, *args: object, **kwargs: object) -> str:
+    try:
+        fn(*args, **kwargs)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return str(error)
+    return "no error"
+
+
+def _refused() -> list[str]:
+    model = nn.Linear(2, 1)
+    exact = {"accumulator": "exact"}
+    messages = [
+        _error(pe.GradSync, model, accumulate=2, wire=pe.wire.BF16(), **exact),
+        _error(pe.GradSync, model, accumulate=2049, **exact),
+    ]
+    sync = pe.GradSync(model, accumulate=1, **exact)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def window(count: float) -> None:
+        with sync.accumulate():
+            sync.backward(model(torch.ones(1, 2)).sum(), count=count)
+        sync.step(optimizer)
+
+    messages.append(_error(window, 2.5))
+    sync.abandon()
+    return [*messages, _error(window, 2.0)]
+
+
+def test_what_would_break_the_invariance_is_refused_on_every_rank(ranks):
+    for wire, terms, count, fine in ranks(2).run(_refused):
+        assert "wire=BF16(): need wire.FP32() with accumulator='exact'" in wire
+        assert "4098 micro-batches a window over all ranks" in terms and "4096 at most" in terms
+        assert "rank 0: count of micro-batch 0 is 2.5" in count and "count must be finite, whole" in count
+        assert fine == "no error"
+
+
+def _gives_up(kind: str) -> tuple[bool, str]:
+    rank, _ = me()
+    model = nn.Linear(2, 1)
+    sync, forward = _wrap(kind, model, 25, accumulate=1, accumulator="exact")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reasons: list[str] = []
+    sync.on_step(lambda record: reasons.append(record.reason))
+    before = model.weight.detach().clone()
+    for number in range(2):
+        try:
+            with sync.accumulate():
+                loss = forward(torch.ones(1, 2)).sum()
+                if number == 0 and rank == 1:
+                    loss.register_hook(_fail)
+                sync.backward(loss)
+            sync.step(optimizer)
+        except KeyError:
+            pass
+        assert torch.equal(model.weight, before) == (number == 0)
+    return True, reasons[0]
+
+
+def _fail(_: Tensor) -> None:
+    raise KeyError("in the backward")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_fails_in_its_last_backward_voids_the_window_everywhere(ranks, kind):
+    results = ranks(2).run(_gives_up, kind)
+    assert "rank 1 gave the window up: KeyError('in the backward')" in results[0][1]
+
+
+def _partly_used() -> list[bool]:
+    rank, _ = me()
+    model = nn.ModuleDict({name: nn.Linear(2, 1) for name in ("both", "one", "none")})
+    sync = pe.GradSync(model, accumulate=2, accumulator="exact")
+    with sync.accumulate():
+        sync.backward(model["both"](torch.ones(1, 2)).sum())
+    with sync.accumulate():
+        loss = model["both"](torch.ones(1, 2)).sum()
+        sync.backward(loss + model["one"](torch.ones(1, 2)).sum() if rank == 0 else loss)
+    sync.unscale_()
+    assert torch.equal(model["both"].weight.grad, torch.ones(1, 2))
+    assert torch.equal(model["one"].weight.grad, torch.full((1, 2), 0.25))
+    return [p.grad is None for p in model["none"].parameters()]
+
+
+def test_a_parameter_used_on_one_rank_is_summed_and_one_used_nowhere_keeps_none(ranks):
+    assert ranks(2).run(_partly_used) == [[True, True]] * 2
