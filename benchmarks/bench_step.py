@@ -3,8 +3,9 @@
     python benchmarks/bench_step.py                         # every case on loopback
     python benchmarks/bench_step.py --cases gpt0:bf16 --rate 1000   # two network namespaces at 1 Gbit/s (needs root)
     python benchmarks/bench_step.py --memory                # peak memory, one process a variant
+    python benchmarks/bench_step.py --cases gpt:fp32 --variants floor,no_sync_view,engine,engine_exact --name exact-2
 
-Two gloo ranks with one thread each. Variants take turns in the same processes, window by window, so that a change of
+Two gloo ranks (`--world`) with one thread each. Variants take turns in the same processes, window by window, so that a change of
 the machine's mood hits all of them; a window's time is the slower rank's. `sync` is what a variant costs above training
 without any communication (`floor`) outside unscale, clip and optimizer.
 """
@@ -33,7 +34,7 @@ from step_variants import VARIANTS
 
 CASES = ("gpt:fp32", "small:fp32", "gpt0:fp32", "gpt0:bf16", "small0:fp32", "small0:bf16")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-WORLD = 2
+DEFAULT = [name for name in VARIANTS if name != "megatron" and not name.endswith("exact")]
 PHASES = ("window", "early", "last", "epilogue", "optimizer")
 
 
@@ -44,7 +45,7 @@ def main() -> None:
         _worker(options)
         return
     card = machine_card(1) | {
-        "ranks": WORLD,
+        "ranks": options.world,
         "network": f"{options.rate} Mbit/s" if options.rate else "loopback",
     }
     results: dict[str, object] = {}
@@ -53,7 +54,9 @@ def main() -> None:
         results[case] = rows
         _print(case, rows, options.memory)
     if options.save:
-        kind = "memory" if options.memory else f"step{'-' + str(options.rate) if options.rate else ''}"
+        kind = (
+            "memory" if options.memory else f"{options.name}{'-' + str(options.rate) if options.rate else ''}"
+        )
         path = RESULTS / f"{date.today()}-{kind}.json"
         path.write_text(
             json.dumps({"machine": card, "options": vars(options), "cases": results}, indent=2) + "\n"
@@ -66,58 +69,70 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cases", default=",".join(CASES), help="model:dtype, comma-separated")
-    parser.add_argument("--variants", default=",".join(v for v in VARIANTS if v != "megatron"))
+    parser.add_argument("--variants", default=",".join(DEFAULT))
     parser.add_argument(
         "--optimizer", choices=("fused", "plain"), default="fused", help="AdamW of every variant"
     )
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--world", type=int, default=2, help="ranks (with --rate: 2)")
+    parser.add_argument("--name", default="step", help="of the result file")
     parser.add_argument(
         "--rate", type=int, default=0, help="Mbit/s between two network namespaces; 0 is loopback"
     )
     parser.add_argument("--memory", action="store_true", help="peak memory instead of time")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-step*.json")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-<name>*.json")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.rate and options.world != 2:
+        parser.error(
+            f"--world {options.world} with --rate: two namespaces hold two ranks; leave one of them out"
+        )
+    return options
 
 
 def _launch(case: str, variants: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    with tempfile.TemporaryDirectory() as folder, _network(options.rate) as (prefixes, environments):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _network(options.rate, options.world) as (prefixes, environments),
+    ):
         ranks = [
             subprocess.Popen(
                 [*prefixes[rank], sys.executable, __file__, "--rank", str(rank), "--cases", case]
                 + ["--variants", variants, "--optimizer", options.optimizer, "--rounds", str(options.rounds)]
-                + ["--out", folder],
+                + ["--out", folder, "--world", str(options.world)],
                 env=os.environ | environments[rank] | {"PYTHONWARNINGS": "ignore"},
             )
-            for rank in range(WORLD)
+            for rank in range(options.world)
         ]
         if any(rank.wait() for rank in ranks):
             raise SystemExit(f"a rank of {case} failed")
-        return _merge([json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(WORLD)])
+        return _merge(
+            [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(options.world)]
+        )
 
 
 @contextmanager
-def _network(rate: int) -> Iterator[tuple[list[list[str]], list[dict[str, str]]]]:
+def _network(rate: int, world: int) -> Iterator[tuple[list[list[str]], list[dict[str, str]]]]:
     """Loopback, or two network namespaces joined by a veth pair whose ends are shaped to `rate` Mbit/s."""
     port = str(29000 + os.getpid() % 2000)
     if not rate:
-        yield [[], []], [{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}] * 2
+        yield [[]] * world, [{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}] * world
         return
     _ip(
         "netns add bench0; netns add bench1; link add veth0 netns bench0 type veth peer name veth1 netns bench1"
     )
     try:
-        for i in range(WORLD):
+        for i in range(2):
             _ip(f"-n bench{i} addr add 10.77.0.{i + 1}/24 dev veth{i}; -n bench{i} link set veth{i} up")
             _ip(f"-n bench{i} link set lo up")
             shape = f"tc -n bench{i} qdisc add dev veth{i} root tbf rate {rate}mbit burst 256kb latency 50ms"
             subprocess.run(shape.split(), check=True)
         yield (
-            [["ip", "netns", "exec", f"bench{i}"] for i in range(WORLD)],
+            [["ip", "netns", "exec", f"bench{i}"] for i in range(2)],
             [
                 {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": f"veth{i}"}
-                for i in range(WORLD)
+                for i in range(2)
             ],
         )
     finally:
@@ -131,9 +146,10 @@ def _ip(commands: str) -> None:
 
 def _worker(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    ranks = {"RANK": options.rank, "LOCAL_RANK": options.rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
+    world = options.world
+    ranks = {"RANK": options.rank, "LOCAL_RANK": options.rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ |= {name: str(value) for name, value in ranks.items()}  # Accelerate looks for torchrun's
-    dist.init_process_group("gloo", rank=options.rank, world_size=WORLD)
+    dist.init_process_group("gloo", rank=options.rank, world_size=world)
     name, dtype = options.cases.split(":")
     before = _rss()
     variants = {}

@@ -28,14 +28,14 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """17.4 M parameters in 100 tensors, head tied to the embedding."""
+    """17.4 M parameters in 100 tensors at the default width, head tied to the embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = GPT_WIDTH) -> None:
         super().__init__()
-        self.embed = nn.Embedding(GPT_VOCABULARY, GPT_WIDTH)
-        self.place = nn.Embedding(GPT_CONTEXT, GPT_WIDTH)
-        self.blocks = nn.Sequential(*[Block(GPT_WIDTH) for _ in range(GPT_LAYERS)])
-        self.norm = nn.LayerNorm(GPT_WIDTH)
+        self.embed = nn.Embedding(GPT_VOCABULARY, width)
+        self.place = nn.Embedding(GPT_CONTEXT, width)
+        self.blocks = nn.Sequential(*[Block(width) for _ in range(GPT_LAYERS)])
+        self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the mean loss of predicting the tokens from each other; tokens int64 `[batch, context + 1]`."""
@@ -84,10 +84,12 @@ class _Premade(torch.autograd.Function):
 
 
 def build(name: str, dtype: torch.dtype) -> tuple[nn.Module, list[Tensor]]:
-    """Return the model of a case and eight micro-batches for it."""
+    """Return the model of a case and eight micro-batches for it; "gpt100" has 100 MB of fp32 gradients."""
     torch.manual_seed(0)
-    if name == "gpt":
-        return GPT().to(dtype), [torch.randint(GPT_VOCABULARY, (1, GPT_CONTEXT + 1)) for _ in range(8)]
+    if name in ("gpt", "gpt100"):
+        return GPT(480 if name == "gpt100" else GPT_WIDTH).to(dtype), [
+            torch.randint(GPT_VOCABULARY, (1, GPT_CONTEXT + 1)) for _ in range(8)
+        ]
     if name == "small":
         return Small().to(dtype), [torch.randn(8, 64, dtype=dtype) for _ in range(8)]
     model = Premade(GPT() if name == "gpt0" else Small(), dtype)

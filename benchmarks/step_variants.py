@@ -217,6 +217,12 @@ class EngineNative(EngineBF16):
     accumulator = "native"
 
 
+class EngineExact(Engine):
+    """GradSync with exact sums: the same bits for every world size."""
+
+    accumulator = "exact"
+
+
 class Attach(Engine):
     """pyengine.attach on DistributedDataParallel."""
 
@@ -226,6 +232,12 @@ class Attach(Engine):
         return pe.attach(
             self.ddp, accumulate=len(self.micro_batches), wire=self.wire, accumulator=self.accumulator
         )
+
+
+class AttachExact(Attach):
+    """attach with exact sums."""
+
+    accumulator = "exact"
 
 
 class AttachBF16(Attach):
@@ -245,6 +257,8 @@ VARIANTS: dict[str, type[Variant]] = {
     "engine": Engine,
     "engine_bf16": EngineBF16,
     "engine_native_bf16": EngineNative,
+    "engine_exact": EngineExact,
     "attach": Attach,
     "attach_bf16": AttachBF16,
+    "attach_exact": AttachExact,
 }
