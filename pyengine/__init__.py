@@ -5,6 +5,8 @@ Three ways in: `GradSync` for a loop of your own, `attach` (or only `comm_hook`)
 """
 
 from pyengine import wire
+from pyengine.accumulator import Exact
+from pyengine.dealer import Dealer
 from pyengine.hook import HookState, comm_hook
 from pyengine.norm import GradScaler
 from pyengine.record import StepRecord
@@ -15,6 +17,8 @@ from pyengine.sync import GradSync, Sync, attach
 __version__ = "0.1.0"
 
 __all__ = [
+    "Dealer",
+    "Exact",
     "GradScaler",
     "GradSync",
     "HookState",

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyengine._exact import MAX_TERMS
 from pyengine._pointers import DTYPE_CODES
-from pyengine.accumulator import KINDS
+from pyengine.accumulator import KINDS, Exact
 from pyengine.layout import ParamSpec, first_difference
 from pyengine.window import check_accumulate
 from pyengine.wire import FP32, Wire
@@ -25,9 +25,14 @@ class Settings:
 
     accumulate: int
     wire: Wire
-    accumulator: str
+    accumulator: str | Exact
     nonfinite: str
     bucket_cap_mb: float = 25
+
+    @property
+    def kind(self) -> str:
+        """The accumulator's name."""
+        return "exact" if isinstance(self.accumulator, Exact) else self.accumulator
 
     def shared(self) -> str:
         """Describe what has to be equal on every rank (micro-batches a window need not be)."""
@@ -38,13 +43,13 @@ class Settings:
     def problems(self) -> list[str]:
         """Say what is wrong with the values."""
         found = check_accumulate(self.accumulate)
-        if self.accumulator not in KINDS:
+        if self.kind not in KINDS:
             found.append(f"accumulator={self.accumulator!r}: need one of {', '.join(map(repr, KINDS))}")
         if self.nonfinite not in NONFINITE_POLICIES:
             found.append(
                 f"nonfinite={self.nonfinite!r}: need one of {', '.join(map(repr, NONFINITE_POLICIES))}"
             )
-        if self.accumulator == "exact" and self.wire != FP32():
+        if self.kind == "exact" and self.wire != FP32():
             found.append(
                 f"wire={self.wire}: need wire.FP32() with accumulator='exact', whose sums travel as integers of their own"
             )
@@ -85,13 +90,29 @@ def agree(comm: Any, specs: Sequence[ParamSpec], settings: Settings, problems: S
     if len(set(shared)) > 1:
         values = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(shared))
         raise ValueError(f"ranks have different settings: {values}. Pass the same ones on every rank")
-    micro_batches = sum(settings.accumulate for _, settings, _ in everybody)
-    if settings.accumulator == "exact" and micro_batches > MAX_TERMS:
+    return _terms([settings for _, settings, _ in everybody])
+
+
+def _terms(everybody: Sequence[Settings]) -> int:
+    """Return the micro-batches of a full window over all ranks."""
+    first = everybody[0]
+    if isinstance(first.accumulator, Exact):
+        terms, origin = first.accumulator.micro_batches, f"accumulator={first.accumulator}"
+        longest = max(settings.accumulate for settings in everybody)
+        if longest > terms:
+            raise ValueError(
+                f"{origin} with accumulate={longest}: need at least as many micro-batches in the window over all ranks "
+                "as on one of them"
+            )
+    else:
+        terms = sum(settings.accumulate for settings in everybody)
+        origin = f"accumulate={[settings.accumulate for settings in everybody]} by rank"
+    if first.kind == "exact" and not 1 <= terms <= MAX_TERMS:
         raise ValueError(
-            f"accumulate={settings.accumulate} makes {micro_batches} micro-batches a window over all ranks: "
-            f"accumulator='exact' takes {MAX_TERMS} at most; make micro-batches larger or windows shorter"
+            f"{origin} makes {terms} micro-batches a window over all ranks: accumulator='exact' takes 1 to {MAX_TERMS}; "
+            "make micro-batches larger or windows shorter"
         )
-    return micro_batches
+    return terms
 
 
 def problems_of(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:

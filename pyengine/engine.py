@@ -34,7 +34,7 @@ class Engine:
         self.reducer, self.comm = reducer, comm
         self.window = Window(settings.accumulate)
         self._raises = settings.nonfinite == "raise"
-        self._counts_are_whole = settings.accumulator == "exact"
+        self._counts_are_whole = settings.kind == "exact"
         self.device = reducer.params[0].device
         self.final = FinalPass(len(reducer.params), self.device)
         self.clock = Clock(self.device)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from pyengine.dealer import Dealer, Dealt
 from pyengine.engine import Engine
 from pyengine.window import State
 
 Batch = TypeVar("Batch")
 
 
-def windows(engine: Engine, loader: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
-    """Cut a loader into windows, and go on with empty ones until every rank has run out."""
+def windows(engine: Engine, loader: Iterable[Batch] | Dealer) -> Iterator[Iterator[Any]]:
+    """Cut a loader into windows, and go on with empty ones until every rank has run out; a dealer has cut them."""
     engine.start_over()
+    yield from _dealt(engine, loader) if isinstance(loader, Dealer) else _cut(engine, loader)
+    engine.settle()
+
+
+def _cut(engine: Engine, loader: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
     source = _Lookahead(loader)
     others = engine.comm.world_size > 1  # a rank without any data still has to meet the others
     while source.has_next or others:
@@ -22,7 +28,13 @@ def windows(engine: Engine, loader: Iterable[Batch]) -> Iterator[Iterator[Batch]
         yield _micro_batches(engine, source)
         engine.retire()
         others = not source.has_next and engine.comm.world_size > 1 and engine.others_go_on()
-    engine.settle()
+
+
+def _dealt(engine: Engine, dealer: Dealer) -> Iterator[Iterator[Dealt]]:
+    for window in dealer.windows():
+        engine.open()
+        yield _micro_batches(engine, _Lookahead(window))
+        engine.retire()
 
 
 @contextmanager

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pyengine.accumulator import Exact
 from pyengine.agreement import Settings, agree, problems_of, sparse_modules
 from pyengine.comm import comm_for
 from pyengine.ddp import DDPReducer
+from pyengine.dealer import Dealer
 from pyengine.engine import Engine
 from pyengine.header import Count, Totals
 from pyengine.hook import HookState
@@ -68,11 +70,12 @@ class Sync:
             scaler.bind(self._engine.final)
         self._engine.scaler = scaler
 
-    def windows(self, loader: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
+    def windows(self, loader: Iterable[Batch] | Dealer) -> Iterator[Iterator[Any]]:
         """Cut a loader into windows of `accumulate` micro-batches; the last one may be shorter.
 
         Ranks may have different numbers of micro-batches and of windows: one that has run out goes on with empty
-        windows, in which it contributes zeros, until all have. The loader is read one micro-batch ahead.
+        windows, in which it contributes zeros, until all have. The loader is read one micro-batch ahead. A `Dealer` has
+        cut its windows already, and deals their micro-batches to whoever is free.
 
         Yields:
             One iterator of micro-batches a window. Every micro-batch handed out counts; its backward may run later
@@ -236,7 +239,8 @@ class GradSync(Sync):
         accumulate: micro-batches a window, per rank.
         wire: how a bucket travels: `pe.wire.FP32()`, `BF16()`, `FP16()`.
         accumulator: "fp32" sums in fp32 whatever the parameters' type; "native" sums in their own type; "exact" gives the
-            same bits for every world size (docs/reproducible.md), over the fp32 wire only, with whole-numbered counts.
+            same bits for every world size (docs/reproducible.md), over the fp32 wire only, with whole-numbered counts;
+            `pe.Exact(micro_batches=...)` is the same for windows that a `Dealer` deals out.
         group: the process group; None is the default group, or this process alone if there is none.
         bucket_cap_mb: size of a bucket in MiB of gradients.
         nonfinite: "skip" leaves the parameters alone in a step with inf or nan; "raise" raises FloatingPointError on
@@ -255,7 +259,7 @@ class GradSync(Sync):
         *,
         accumulate: int,
         wire: Wire = FP32(),  # noqa: B008 - frozen
-        accumulator: str = "fp32",
+        accumulator: str | Exact = "fp32",
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = 25,
         nonfinite: str = "skip",
@@ -267,7 +271,7 @@ class GradSync(Sync):
         settings = Settings(accumulate, wire, accumulator, nonfinite, bucket_cap_mb)
         terms = agree(comm, specs, settings, problems_of(named))
         comm.broadcast_([*params, *buffers])
-        storage = Storage(wire, accumulator, watch=nonfinite == "raise", terms=terms)
+        storage = Storage(wire, settings.kind, watch=nonfinite == "raise", terms=terms)
         reducer = BucketReducer(
             specs, params, cap_bytes=int(bucket_cap_mb * 2**20), comm=comm, storage=storage
         )
@@ -285,7 +289,7 @@ def attach(
     *,
     accumulate: int,
     wire: Wire = FP32(),  # noqa: B008 - frozen
-    accumulator: str = "fp32",
+    accumulator: str | Exact = "fp32",
     nonfinite: str = "skip",
 ) -> Sync:
     """Let DDP's buckets travel once a window: registers the hook and drives DDP's no_sync.
@@ -312,7 +316,7 @@ def attach(
     settings = Settings(accumulate, wire, accumulator, nonfinite)
     comm = state.comm(named[0][1].device)
     terms = agree(comm, specs, settings, [*problems_of(named), *sparse_modules(ddp_model)])
-    reducer = DDPReducer(ddp_model, state, accumulator=accumulator, terms=terms)
+    reducer = DDPReducer(ddp_model, state, accumulator=settings.kind, terms=terms)
     return Sync(Engine(reducer, comm, settings))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +19,18 @@ from pyengine.norm import FinalPass
 from pyengine.wire import Comm, Wire, Work
 
 _USED, _GAVE_UP = 1, 2
+
+
+@dataclass(frozen=True)
+class Exact:
+    """accumulator="exact", where the size of a window is not the sum of `accumulate` over the ranks.
+
+    Args:
+        micro_batches: of a full window, over all ranks: as many terms as a sum may take, 1 to 4096. The grid depends on
+            it, so runs have the same bits only if it is the same; see `pe.Dealer`.
+    """
+
+    micro_batches: int
 
 
 class ExactBucket(GroupedBucket):

@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "pyengine"
 FLOORS = [
     {"_core", "_cuda", "_exact", "_exact_reference", "_native", "_pointers", "_ops", "_reference", "trace"},
-    {"host", "layout", "window", "record", "watch", "seed", "sampler"},
+    {"host", "layout", "window", "record", "watch", "seed", "dealer", "sampler"},
     {"accumulator", "norm", "wire"},
     {"comm"},
     {

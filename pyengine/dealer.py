@@ -1,0 +1,68 @@
+"""Windows whose micro-batches go to whoever is free: a slow worker takes fewer of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from pyengine.sampler import WindowSampler
+
+# One micro-batch of a window over all ranks: (its index in the window, the samples it is made of).
+Dealt = tuple[int, list[int]]
+
+
+class Dealer:
+    """Deal a sampler's windows out by a counter that all ranks share, instead of in fixed shares.
+
+    A rank draws its next micro-batch while it still has one to compute, so it knows which is its last and its reduction
+    overlaps as usual. With accumulator="exact" the result has the same bits as with any other assignment; with other
+    accumulators it is right, and changes in the last bits from run to run.
+
+    Args:
+        sampler: says which samples make a micro-batch and a window. Its rank and world size do not matter.
+        store: holds the counters; None takes the default process group's. Dealers that share a store need other names.
+        name: what the counters are called. A run that goes on after a failure has a store of its own.
+
+    Cost: one addition in the store a micro-batch, about 0.1 ms on one machine.
+
+    Example:
+        >>> dealer = pe.Dealer(sampler)  # doctest: +SKIP
+        >>> exact = pe.Exact(micro_batches=sampler.micro_batches)  # doctest: +SKIP
+        >>> sync = pe.GradSync(model, accumulate=sampler.micro_batches, accumulator=exact)  # doctest: +SKIP
+        >>> for step, window in enumerate(sync.windows(dealer)):  # doctest: +SKIP
+        ...     for index, rows in window:
+        ...         with pe.micro_batch_rng(seed, step=step, index=index):
+        ...             sync.backward(loss_sum(model(data[rows])), count=len(rows))
+        ...     sync.step(optimizer)
+    """
+
+    def __init__(self, sampler: WindowSampler, *, store: Any = None, name: str = "pyengine/deal") -> None:
+        self._sampler = sampler.shard(rank=0, world_size=1)
+        self._name = name
+        if store is None and dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+        self._store = dist.HashStore() if store is None else store
+        self._rounds = 0
+
+    def set_epoch(self, epoch: int, *, window: int = 0) -> None:
+        """Choose the epoch of the next round, and the window at which it begins."""
+        self._sampler.set_epoch(epoch, window=window)
+
+    def __len__(self) -> int:
+        """Windows left in the epoch: the same on every rank."""
+        return self._sampler.num_windows - self._sampler.window
+
+    def windows(self) -> Iterator[Iterator[Dealt]]:
+        """Yield each window's micro-batches, as far as this rank gets them; every rank goes through all windows."""
+        self._rounds += 1
+        rows = list(self._sampler)
+        size = self._sampler.micro_batches
+        for number in range(len(self)):
+            window = rows[number * size : (number + 1) * size]
+            yield self._draw(f"{self._name}/{self._rounds}/{number}", window)
+
+    def _draw(self, key: str, window: list[list[int]]) -> Iterator[Dealt]:
+        while (index := self._store.add(key, 1) - 1) < len(window):
+            yield index, window[index]

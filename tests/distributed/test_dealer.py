@@ -1,0 +1,67 @@
+"""Windows dealt out to whoever is free: every micro-batch once, the same bits, and less for a slow rank."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from cases import me
+from test_exact import Gpt, _digest
+from torch import nn
+
+import pyengine as pe
+
+SAMPLES, MICRO_BATCHES = 45, 12  # the last window is short
+
+
+def _train(slow: int, seconds: float) -> tuple[list[str], list[list[int]]]:
+    rank, _ = me()
+    torch.manual_seed(0)
+    model = Gpt(torch.float32)
+    data = torch.randint(0, 50, (SAMPLES, 9))
+    sampler = pe.WindowSampler(SAMPLES, seed=7, micro_batch=1, global_batch=MICRO_BATCHES)
+    exact = pe.Exact(micro_batches=MICRO_BATCHES)
+    sync = pe.GradSync(model, accumulate=MICRO_BATCHES, accumulator=exact, bucket_cap_mb=0.02)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    digests, taken = [], []
+    for step, window in enumerate(sync.windows(pe.Dealer(sampler))):
+        taken.append([])
+        for index, rows in window:
+            taken[-1].append(index)
+            if rank == slow:
+                time.sleep(seconds)
+            with pe.micro_batch_rng(7, step=step, index=index):
+                sync.backward(model(data[rows]), count=8 * len(rows))
+        sync.clip_grad_norm_(1.0)
+        sync.step(optimizer)
+        digests.append(_digest(*model.parameters()))
+    return digests, taken
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_micro_batch_is_computed_once_and_the_bits_are_those_of_one_rank(ranks, world):
+    alone = ranks(1).run(_train, -1, 0.0)[0][0]
+    results = ranks(world).run(_train, world - 1, 0.05)
+    for number, size in enumerate([12, 12, 12, 9]):
+        assert sorted(index for _, taken in results for index in taken[number]) == list(range(size))
+    for digests, _ in results:
+        assert digests == alone
+
+
+def test_a_slow_rank_takes_fewer(ranks):
+    (_, fast), (_, slow) = ranks(2).run(_train, 1, 0.2)
+    assert sum(map(len, slow)) < sum(map(len, fast))
+
+
+def _too_long() -> str:
+    try:
+        pe.GradSync(nn.Linear(2, 1), accumulate=8, accumulator=pe.Exact(micro_batches=4))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_window_shorter_than_one_ranks_share_is_refused(ranks):
+    for message in ranks(2).run(_too_long):
+        assert "accumulator=Exact(micro_batches=4) with accumulate=8" in message
