@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "pyengine"
 FLOORS = [
-    {"_core", "_cuda", "_native", "_pointers", "_ops", "_reference", "trace"},
+    {"_core", "_cuda", "_native", "_pointers", "_ops", "_reference", "_exact", "_exact_reference", "trace"},
     {"host", "layout", "window", "record", "watch"},
     {"accumulator", "norm", "wire"},
     {"comm"},
