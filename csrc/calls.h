@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "dtype.h"
+#include "exact.h"
 
 namespace pyengine {
 
@@ -43,6 +44,23 @@ struct UnscaleNormCall {
   double* sumsq;       // [num_slots]
   uint8_t* nonfinite;  // [num_slots]
   uint32_t* tickets = nullptr;  // [num_slots] scratch of CUDA: zero before and after
+};
+
+struct DepositCall {
+  ExactSum sum;
+  Tensors terms;
+  bool first;
+  uint8_t* nonfinite;  // [num_slots]
+};
+
+struct AlignCall {
+  ExactSum sum;
+  const uint8_t* bins;  // [sum.num_blocks]
+};
+
+struct RoundCall {
+  ExactSum sum;
+  Flat out;
 };
 
 }  // namespace pyengine

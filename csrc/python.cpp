@@ -101,6 +101,14 @@ UnscaleNormCall unscale_norm_call(const Table& tensors, const Table* out, Addres
           at<double>(sumsq), at<uint8_t>(nonfinite)};
 }
 
+ExactSum exact_sum(Address hi, Address lo, Address bins, int64_t num_blocks, int width) {
+  return {at<int32_t>(hi), at<int32_t>(lo), at<uint8_t>(bins), num_blocks, width};
+}
+
+DepositCall deposit_call(const ExactSum& sum, const Table& terms, bool first, Address nonfinite) {
+  return {sum, terms.view(), first, at<uint8_t>(nonfinite)};
+}
+
 // ---- CPU ----
 
 void unscale_norm(const BucketPlan& plan, const Table& tensors, const Table* out, Address scale, Address sumsq,
@@ -130,7 +138,17 @@ void bind_plan(py::module_& m) {
         ops().accumulate_cast(plan.layout(), accumulate_cast_call(wire, dtype, acc, grads, grad_scale, wire_scale,
                                                                   first, nonfinite));
       }, NoGil())
-      .def("unscale_norm", &unscale_norm, NoGil());
+      .def("unscale_norm", &unscale_norm, NoGil())
+      .def("exact_deposit_", [](const BucketPlan& plan, const ExactSum& sum, const Table& terms, bool first,
+                                Address nonfinite) {
+        ops().exact_deposit(plan.layout(), deposit_call(sum, terms, first, nonfinite));
+      }, NoGil())
+      .def("exact_align_", [](const BucketPlan&, const ExactSum& sum, Address bins) {
+        ops().exact_align({sum, at<uint8_t>(bins)});
+      }, NoGil())
+      .def("exact_round_", [](const BucketPlan&, const ExactSum& sum, Address out, int dtype) {
+        ops().exact_round({sum, flat_at(out, dtype)});
+      }, NoGil());
 }
 
 void bind_roofs(py::module_& m) {
@@ -190,7 +208,17 @@ void bind_cuda(py::module_& m) {
         accumulate_cast_cuda(plan.layout, at<void>(stream),
                              accumulate_cast_call(wire, dtype, acc, grads, grad_scale, wire_scale, first, nonfinite));
       }, NoGil())
-      .def("unscale_norm", &unscale_norm_on, NoGil());
+      .def("unscale_norm", &unscale_norm_on, NoGil())
+      .def("exact_deposit_", [](const CudaPlan& plan, Address stream, const ExactSum& sum, const Table& terms,
+                                bool first, Address nonfinite) {
+        exact_deposit_cuda(plan.layout, at<void>(stream), deposit_call(sum, terms, first, nonfinite));
+      }, NoGil())
+      .def("exact_align_", [](const CudaPlan&, Address stream, const ExactSum& sum, Address bins) {
+        exact_align_cuda(at<void>(stream), {sum, at<uint8_t>(bins)});
+      }, NoGil())
+      .def("exact_round_", [](const CudaPlan&, Address stream, const ExactSum& sum, Address out, int dtype) {
+        exact_round_cuda(at<void>(stream), {sum, flat_at(out, dtype)});
+      }, NoGil());
 }
 
 #endif
@@ -211,6 +239,9 @@ PYBIND11_MODULE(PYENGINE_MODULE, m) {
       .def(py::init(&make_table))
       .def_property_readonly("dtype", [](const Table& table) { return static_cast<int>(table.dtype); })
       .def_readonly("device", &Table::device);
+
+  m.attr("EXACT_BLOCK") = kExactBlock;
+  py::class_<ExactSum>(m, "ExactSum", py::module_local()).def(py::init(&exact_sum));
 
   bind_plan(m);
   bind_roofs(m);

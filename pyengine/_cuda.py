@@ -49,6 +49,15 @@ class CudaPlan:
     def unscale_norm(self, *arguments) -> None:
         self._launch(self._unscale_norm, *arguments)
 
+    def exact_deposit_(self, *arguments) -> None:
+        self._launch(self._plan.exact_deposit_, *arguments)
+
+    def exact_align_(self, *arguments) -> None:
+        self._launch(self._plan.exact_align_, *arguments)
+
+    def exact_round_(self, *arguments) -> None:
+        self._launch(self._plan.exact_round_, *arguments)
+
     def _unscale_norm(self, stream: int, *arguments) -> None:
         scratch = self._get_scratch(stream)
         self._plan.unscale_norm(stream, scratch.data_ptr(), *arguments)

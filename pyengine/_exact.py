@@ -63,7 +63,8 @@ class ExactSum:
         device: where the sum lies. CPU and CUDA run in the native core, everything else in `_exact_reference.py`.
 
     Attributes:
-        hi, lo: int32 [numel], owned by this object. Zero where there is no slot and beyond a slot's last element.
+        limbs: int32 [2, numel], owned by this object: hi and lo.
+        hi, lo: int32 [numel], its rows. Zero where there is no slot and beyond a slot's last element.
         bins: uint8 [numel // 64], owned too. 0 is an empty block (or zeros, or denormals), 255 a poisoned one: some
             term had an inf, a NaN or a magnitude of 2^126 or more there. Limbs are zero in both.
         width: bits of a limb that one term fills.
@@ -91,7 +92,7 @@ class ExactSum:
         self.hi, self.lo = self.limbs
         self.bins = torch.zeros(numel // BLOCK, dtype=torch.uint8, device=device)
         self._plan = plan
-        self._runner = None
+        self._runner = plan._runner(self.hi.device)
         if self._runner is not None:
             addresses = (limb.data_ptr() for limb in self._limbs)
             self._native = _native.core().ExactSum(*addresses, self.bins.numel(), self.width)
@@ -103,7 +104,7 @@ class ExactSum:
         """Return the same sum, in the same memory, for deposits into the slots of another plan."""
         _check(plan, self.hi.numel(), 1)
         other = copy(self)
-        other._plan, other._runner = plan, None
+        other._plan, other._runner = plan, plan._runner(self.hi.device)
         return other
 
     def deposit_(self, tensors: TensorList | Pointers, *, first: bool, nonfinite: Tensor) -> None:

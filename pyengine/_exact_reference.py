@@ -50,14 +50,13 @@ def align_(limbs: tuple[Tensor, Tensor, Tensor], bins: Tensor) -> None:
 
 @torch.no_grad()
 def round_(limbs: tuple[Tensor, Tensor, Tensor], out: Tensor, width: int) -> None:
-    """out = the rounded value of hi · 2^width + lo in units of lo; NaN where poisoned."""
+    """out = the rounded value of hi · 2^width + lo in units of lo; 0 where empty, NaN where poisoned."""
     hi, lo = (limb.view(-1, BLOCK).to(torch.int64) for limb in limbs[:2])
     bins = limbs[2].to(torch.int32).unsqueeze(1)
     rounded = _to_float(hi * 2**width + lo, is_last=out.dtype == torch.float32)
-    # Empty blocks have no unit, but their sum is zero whatever it is.
-    value = rounded * _power_of_two(((bins.clamp(2, 16) - 2) * width - 125).clamp(max=126))
-    value = torch.where(bins == POISONED, float("nan"), value)
-    out[: value.numel()].copy_(value.view(-1))
+    unit = _power_of_two(torch.where(_has_grid(bins), (bins - 2) * width - 125, 0))
+    unit = torch.where(bins == 0, 0.0, torch.where(bins == POISONED, float("nan"), unit))
+    out[: hi.numel()].copy_((rounded * unit).view(-1))
 
 
 def _bins(term: Tensor, width: int) -> Tensor:
@@ -65,6 +64,10 @@ def _bins(term: Tensor, width: int) -> Tensor:
     bins = ((exponent + width - 1) // width).clamp(min=2)
     bins = torch.where(exponent == 0, 0, bins)
     return torch.where(exponent >= _POISON_EXPONENT, POISONED, bins)
+
+
+def _has_grid(bins: Tensor) -> Tensor:
+    return (bins != 0) & (bins != POISONED)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
@@ -83,11 +86,10 @@ def _raise_bins(limbs: Iterable[Tensor], found: Tensor) -> None:
 def _add(limbs: Iterable[Tensor], term: Tensor, found: Tensor, width: int) -> None:
     hi, lo, bins = limbs
     _raise_bins(limbs, found)
-    bins = bins.to(torch.int32)
-    # Poisoned or empty, a block takes nothing in.
-    has_grid = ((found != 0) & (bins != POISONED)).unsqueeze(1)
-    grid = bins.clamp(2, 16).unsqueeze(1)
-    y = torch.where(has_grid, term, 0.0) * _power_of_two((125 - (grid - 1) * width).clamp(min=-126))
+    bins = bins.to(torch.int32).unsqueeze(1)
+    has_grid = _has_grid(bins)  # without one a block takes nothing in
+    to_hi = _power_of_two(torch.where(has_grid, 125 - (bins - 1) * width, 0))
+    y = torch.where(has_grid, term, 0.0) * to_hi
     high = y.round()  # to even, as everywhere
     hi.add_(high.to(torch.int32))
     lo.add_(((y - high) * 2.0**width).round().to(torch.int32))

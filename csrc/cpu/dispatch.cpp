@@ -6,9 +6,10 @@
 namespace pyengine {
 namespace {
 
-#define PYENGINE_TABLE(isa)                                                              \
-  {#isa, isa::pack_cpu, isa::unpack_cpu, isa::accumulate_cpu, isa::accumulate_cast_cpu, \
-   isa::unscale_norm_cpu, isa::roof_read, isa::roof_update, isa::roof_stream_copy}
+#define PYENGINE_TABLE(isa)                                                                   \
+  {#isa, isa::pack_cpu, isa::unpack_cpu, isa::accumulate_cpu, isa::accumulate_cast_cpu,       \
+   isa::unscale_norm_cpu, isa::exact_deposit_cpu, isa::exact_align_cpu, isa::exact_round_cpu, \
+   isa::roof_read, isa::roof_update, isa::roof_stream_copy}
 
 // Best first.
 constexpr Ops kTables[] = {

@@ -12,6 +12,9 @@ namespace pyengine {
   void accumulate_cpu(const Layout&, const AccumulateCall&);                                    \
   void accumulate_cast_cpu(const Layout&, const AccumulateCastCall&);                           \
   void unscale_norm_cpu(const Layout&, const UnscaleNormCall&);                                 \
+  void exact_deposit_cpu(const Layout&, const DepositCall&);                                    \
+  void exact_align_cpu(const AlignCall&);                                                       \
+  void exact_round_cpu(const RoundCall&);                                                       \
   float roof_read(const float* src, int64_t numel);                                             \
   void roof_update(float* dst, int64_t numel);                                                  \
   void roof_stream_copy(float* dst, const float* src, int64_t numel);                           \
@@ -28,6 +31,9 @@ struct Ops {
   decltype(&generic::accumulate_cpu) accumulate;
   decltype(&generic::accumulate_cast_cpu) accumulate_cast;
   decltype(&generic::unscale_norm_cpu) unscale_norm;
+  decltype(&generic::exact_deposit_cpu) exact_deposit;
+  decltype(&generic::exact_align_cpu) exact_align;
+  decltype(&generic::exact_round_cpu) exact_round;
   decltype(&generic::roof_read) roof_read;
   decltype(&generic::roof_update) roof_update;
   decltype(&generic::roof_stream_copy) roof_stream_copy;

@@ -14,6 +14,9 @@ void unpack_cuda(const Layout& layout, void* stream, const Tensors& tensors, con
 void accumulate_cuda(const Layout& layout, void* stream, const AccumulateCall& call);
 void accumulate_cast_cuda(const Layout& layout, void* stream, const AccumulateCastCall& call);
 void unscale_norm_cuda(const Layout& layout, void* stream, const UnscaleNormCall& call);
+void exact_deposit_cuda(const Layout& layout, void* stream, const DepositCall& call);
+void exact_align_cuda(void* stream, const AlignCall& call);
+void exact_round_cuda(void* stream, const RoundCall& call);
 
 // Writes n host addresses to device memory, by kernels that carry them in their parameters: in stream order, with
 // no host buffer that would have to outlive the call, so a CUDA graph can hold it too.

@@ -1,0 +1,378 @@
+"""ExactSum: the same integers whatever the order, grouping and number of ranks, and one rounding of them."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from exact_oracle import (
+    ALL_DISTRIBUTIONS,
+    BLOCK,
+    NUMEL,
+    NUMELS,
+    TERMS,
+    deposit_all,
+    limbs,
+    make_reference,
+    make_sum,
+    make_terms,
+    merge,
+    parts,
+    rounded,
+    slices,
+    sum_of,
+    sum_of_block,
+    unit_of_lo,
+    width_of,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from op_cases import DTYPES, INF, NAN, SHIFTS, assert_same_bits, flags, random_values
+
+from pyengine import _exact_reference, _native
+from pyengine._exact import ExactSum
+from pyengine._ops import BucketPlan
+
+CPU = torch.device("cpu")
+
+
+def assert_same_sum(got: ExactSum, want: ExactSum) -> None:
+    for name in ("bins", "hi", "lo"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+
+
+def make_aligned_plan(numels: list[int]) -> tuple[BucketPlan, int]:
+    """Lay slots out at multiples of 64 with a block between them; return the flat buffer's numel too."""
+    offsets, end = [], BLOCK
+    for numel in numels:
+        offsets.append(end)
+        end += -(-numel // BLOCK) * BLOCK + BLOCK
+    return BucketPlan(offsets, numels), end
+
+
+# ---- the integers ----
+
+
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("name", ALL_DISTRIBUTIONS)
+def test_the_limbs_are_the_sums_of_slices(isa, name, terms):
+    flats = make_terms(name, terms, min(terms, 12))
+    total = make_sum(terms)
+    deposit_all(total, [parts(flat) for flat in flats])
+    assert limbs(total) == sum_of(flats, width_of(terms))
+
+
+@pytest.mark.parametrize("terms", [2, 3, 12, 4096])
+@pytest.mark.parametrize("name", ALL_DISTRIBUTIONS)
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_and_any_ranks_give_the_same_bits(isa, name, terms, seed):
+    flats = [parts(flat) for flat in make_terms(name, terms, min(terms, 12), seed)]
+    want = make_sum(terms)
+    deposit_all(want, flats)
+    random = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(flats), generator=random).tolist()
+    ranks = torch.randint(1 + seed, (len(flats),), generator=random).tolist()
+    sums = [make_sum(terms) for _ in range(1 + seed)]
+    for rank, total in enumerate(sums):
+        deposit_all(total, [flats[i] for i in order if ranks[i] == rank])
+    assert_same_sum(merge(sums), want)
+
+
+FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    terms=st.lists(st.lists(FLOATS, min_size=3, max_size=3), min_size=1, max_size=8),
+    limit=st.sampled_from(TERMS[3:]),
+    data=st.data(),
+)
+def test_any_terms_in_any_groups_give_the_sums_of_slices(terms, limit, data):
+    plan = BucketPlan([0], [3])
+    ranks = [data.draw(st.integers(0, 2)) for _ in terms]
+    sums = [make_sum(limit, plan=plan, numel=BLOCK) for _ in range(3)]
+    for rank, total in enumerate(sums):
+        mine = [[torch.tensor(term)] for term, at in zip(terms, ranks, strict=True) if at == rank]
+        deposit_all(total, mine)
+    total = merge(sums)
+    want = sum_of_block(terms, width_of(limit))
+    assert (total.hi[:3].tolist(), total.lo[:3].tolist(), total.bins.tolist()) == want
+    assert not total.hi[3:].any() and not total.lo[3:].any()
+
+
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_as_many_terms_as_promised_at_the_bound_stay_within_2_to_the_30(terms, sign):
+    width = width_of(terms)
+    below = torch.nextafter(torch.tensor(2.0 ** (3 * width - 126)), torch.tensor(0.0)).item()
+    # The fullest hi, and the fullest lo: half a unit of hi.
+    value = torch.full((BLOCK,), sign * below)
+    value[1::2] = sign * 2.0 ** (2 * width - 126)
+    plan = BucketPlan([0], [BLOCK])
+    total = make_sum(terms, plan=plan, numel=BLOCK)
+    deposit_all(total, [plan.pointers([value])] * terms)
+    for i in (0, 1):
+        assert (total.hi[i].item(), total.lo[i].item()) == tuple(
+            terms * limb for limb in slices(value[i].item(), 3, width)
+        )
+    assert max(total.hi.abs().max(), total.lo.abs().max()) <= 2**30
+
+
+@pytest.mark.parametrize("name", ["denormals", "extremes", "many_binades"])
+def test_flushing_denormals_changes_nothing(isa, name):
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush denormals")
+    try:
+        flats = [parts(flat) for flat in make_terms(name, 8, 8)]
+        total, out = make_sum(8), torch.empty(NUMEL)
+        deposit_all(total, flats)
+        total.round_(out)
+    finally:
+        torch.set_flush_denormal(False)
+    want, want_out = make_sum(8), torch.empty(NUMEL)
+    deposit_all(want, flats)
+    want.round_(want_out)
+    assert_same_sum(total, want)
+    assert_same_bits(out, want_out)
+
+
+# ---- memory ----
+
+
+SIZES = [0, 1, 63, 64, 65, 255, 257, 8191, 8192, 8193, 16383, 16384, 16385, 40001]
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_size_and_alignment_equals_the_reference(isa, threads, dtype, shift):
+    plan, numel = make_aligned_plan(SIZES)
+    total, want = (make(12, plan=plan, numel=numel) for make in (make_sum, make_reference))
+    terms = [[random_values(n + shift, dtype, seed=n + k)[shift:] for n in SIZES] for k in range(3)]
+    terms[0][3] = terms[1][4] = terms[2][9] = None
+    terms[1][-1][777] = NAN
+    flagged = deposit_all(total, terms)
+    assert flagged == deposit_all(want, terms) == [0] * 13 + [1]
+    assert_same_sum(total, want)
+    total.align_(raised := (total.bins.int() + (total.bins % 254 > 0)).clamp(max=255).to(torch.uint8))
+    want.align_(raised)
+    assert_same_sum(total, want)
+    for out_dtype in DTYPES:
+        got, expected = (torch.empty(numel + shift, dtype=out_dtype)[shift:] for _ in range(2))
+        total.round_(got)
+        want.round_(expected)
+        assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("numels", [[3 * 2**20 + 7], [100_000, 3, 65_536, 0, 70_001]])
+def test_large_sums_equal_the_reference_on_any_number_of_threads(threads, numels):
+    plan, numel = make_aligned_plan(numels)
+    total, want = (make(64, plan=plan, numel=numel) for make in (make_sum, make_reference))
+    terms = [[random_values(n, torch.bfloat16, seed=k) for n in numels] for k in range(2)]
+    for each in (total, want):
+        each.hi.fill_(7)
+        deposit_all(each, terms)
+    out, expected = torch.empty(numel), torch.empty(numel)
+    total.round_(out)
+    want.round_(expected)
+    assert_same_sum(total, want)
+    assert_same_bits(out, expected)
+
+
+def test_a_first_deposit_forgets_what_was_there_and_leaves_gaps_alone(isa):
+    total = make_sum(8)
+    for limb in (total.hi, total.lo, total.bins):
+        limb.fill_(77)
+    total.deposit_([torch.ones(NUMELS[0]), None], first=True, nonfinite=flags(total._plan))
+    written = torch.zeros(NUMEL, dtype=torch.bool)
+    written[:192] = written[256:] = True  # whole blocks of the slots
+    assert (total.hi[~written] == 77).all() and (total.lo[~written] == 77).all()
+    assert total.bins.tolist() == [5, 5, 5, 77, 0]  # 1.0 has the biased exponent 127, and w = 28
+    assert (total.hi[: NUMELS[0]] == 2 ** (125 - 4 * 28)).all() and not total.lo[written].any()
+    assert not total.hi[NUMELS[0] : 192].any() and not total.hi[256:].any()
+
+
+@pytest.mark.parametrize(("value", "bin"), [(0.0, 0), (1e-40, 0), (NAN, 255)])
+def test_a_first_deposit_without_a_grid_clears_the_limbs(isa, value, bin):
+    total = make_sum(8)
+    for limb in (total.hi, total.lo, total.bins):
+        limb.fill_(77)
+    total.deposit_([torch.full((n,), value) for n in NUMELS], first=True, nonfinite=flags(total._plan))
+    assert total.bins.tolist() == [bin, bin, bin, 77, bin]
+    limbs = torch.stack([total.hi, total.lo])
+    assert not limbs[:, :192].any() and not limbs[:, 256:].any()
+
+
+def test_a_missing_tensor_contributes_nothing(isa):
+    total, want = make_sum(8), make_sum(8)
+    both = parts(make_terms("gradients", 8, 1)[0])
+    deposit_all(want, [both])
+    deposit_all(total, [[None, None], both, [None, None]])
+    assert_same_sum(total, want)
+
+
+def test_zeros_and_denormals_leave_a_block_empty(isa):
+    total, out = make_sum(8), torch.empty(NUMEL)
+    zeros = torch.full((NUMEL,), -0.0)
+    zeros[::3] = 1e-40
+    deposit_all(total, [parts(zeros)] * 2)
+    total.round_(out)
+    assert not total.bins.any()
+    assert_same_bits(out, torch.zeros(NUMEL))
+
+
+# ---- poison ----
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN, 2.0**126, -(2.0**127)])
+@pytest.mark.parametrize("when", [0, 1, 2])
+@pytest.mark.parametrize("position", [0, 63, 64, 129])
+def test_a_block_with_a_non_finite_or_huge_element_is_poisoned_and_no_other(isa, bad, when, position):
+    flats = make_terms("gradients", 3, 3)
+    want = make_sum(3)
+    deposit_all(want, [parts(flat) for flat in flats])
+    flats[when][position] = bad
+    total, out, clean = make_sum(3), torch.empty(NUMEL), torch.empty(NUMEL)
+    assert deposit_all(total, [parts(flat) for flat in flats]) == [1, 0]
+    total.round_(out)
+    want.round_(clean)
+    block = slice(position // BLOCK * BLOCK, position // BLOCK * BLOCK + BLOCK)
+    assert total.bins[position // BLOCK] == 255
+    assert not total.hi[block].any() and not total.lo[block].any()
+    assert out[block].isnan().all()
+    clean[block] = NAN
+    assert_same_bits(out, clean)
+
+
+def test_flags_tell_of_this_term_alone_and_are_never_cleared(isa):
+    total, seen = make_sum(8), torch.tensor([2, 0], dtype=torch.uint8)
+    good, bad = [torch.ones(n) for n in NUMELS], [torch.full((NUMELS[0],), NAN), None]
+    total.deposit_(bad, first=True, nonfinite=seen)
+    assert seen.tolist() == [3, 0]
+    seen.zero_()
+    total.deposit_(good, first=False, nonfinite=seen)
+    assert seen.tolist() == [0, 0] and total.bins[:3].tolist() == [255] * 3
+    total.deposit_(good, first=True, nonfinite=seen)
+    assert 255 not in total.bins.tolist()
+
+
+# ---- align ----
+
+
+@pytest.mark.parametrize("name", ALL_DISTRIBUTIONS)
+@pytest.mark.parametrize("distance", [0, 1, 2, 3])
+def test_shifting_afterwards_is_depositing_in_the_larger_bin(isa, name, distance):
+    flats = [parts(flat) for flat in make_terms(name, 8, 5)]
+    low = make_sum(8)
+    deposit_all(low, flats)
+    most = math.ceil(252 / low.width)
+    bins = torch.where(low.bins > 0, (low.bins + distance).clamp(max=most), 0).to(torch.uint8)
+    high = make_sum(8)
+    high.align_(bins)
+    seen = flags(high._plan)
+    for flat in flats:
+        high.deposit_(flat, first=False, nonfinite=seen)
+    low.align_(bins)
+    assert torch.equal(low.bins, bins)
+    assert_same_sum(low, high)
+
+
+def test_aligning_to_poison_clears_the_limbs(isa):
+    total, out = make_sum(8), torch.empty(NUMEL)
+    deposit_all(total, [[torch.ones(n) for n in NUMELS]])
+    total.align_(torch.full((NUMEL // BLOCK,), 255, dtype=torch.uint8))
+    total.round_(out)
+    assert not total.hi.any() and not total.lo.any() and out.isnan().all()
+
+
+# ---- round ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("terms", [1, 2, 64, 4096])
+def test_the_result_is_the_exact_integer_rounded_once(isa, terms, dtype):
+    total, random = make_sum(terms), torch.Generator().manual_seed(terms)
+    width = total.width
+    # Sums of every length, among them ties of each dtype and their neighbours, which two roundings would take wrong.
+    length = torch.randint(1, 31 + width, (NUMEL,), generator=random)
+    value = torch.randint(2**62, (NUMEL,), generator=random) >> (62 - length)
+    kept = torch.tensor([24, 11, 8])[torch.randint(3, (NUMEL,), generator=random)]
+    tie = ((value >> (length - kept).clamp(min=0)) * 2 + 1) << (length - kept - 1).clamp(min=0)
+    tie += torch.randint(-1, 2, (NUMEL,), generator=random)
+    value = torch.where(torch.rand(NUMEL, generator=random) < 0.7, tie, value).clamp(max=2 ** (30 + width))
+    value *= 1 - 2 * torch.randint(2, (NUMEL,), generator=random)
+    total.hi.copy_(value >> width)
+    total.lo.copy_(value - (total.hi.long() << width))
+    bins = [2, 3, math.ceil(Fraction(110, width)), math.ceil(Fraction(252, width)), 4]
+    total.bins.copy_(torch.tensor(bins))
+    out = torch.empty(NUMEL, dtype=dtype)
+    total.round_(out)
+    want = [rounded(v * unit_of_lo(bins[i // BLOCK], width), dtype) for i, v in enumerate(value.tolist())]
+    assert_same_bits(out, torch.tensor(want, dtype=torch.float64).to(dtype))
+
+
+def test_the_result_may_lie_in_the_memory_of_hi(isa, threads):
+    plan, numel = make_aligned_plan([70_000, 5])
+    total = make_sum(8, plan=plan, numel=numel)
+    deposit_all(total, [[random_values(n, torch.float32, seed=n) for n in plan.numels]] * 2)
+    want, in_place = torch.empty(numel), total.hi.view(torch.float32)
+    total.round_(want)
+    total.round_(in_place)
+    assert_same_bits(in_place, want)
+
+
+# ---- the edge ----
+
+
+def test_blocks_are_as_large_in_python_as_in_the_core():
+    core = _native.core()
+    assert core is None or core.EXACT_BLOCK == _exact_reference.BLOCK == BLOCK
+
+
+@pytest.mark.parametrize(
+    ("terms", "width"), [(1, 31), (2, 30), (3, 29), (4, 29), (5, 28), (64, 25), (4096, 19)]
+)
+def test_more_terms_leave_fewer_bits_each(terms, width):
+    assert make_sum(terms).width == width == width_of(terms)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "numel", "terms", "words"),
+    [
+        ([0], 64, 0, "terms=0; needed 1 to 4096"),
+        ([0], 64, 4097, "terms=4097; needed 1 to 4096.*deposit their sum"),
+        ([0], 100, 8, "numel=100; needed a multiple of 64.*nearest is 128"),
+        ([64], 64, 8, "numel=64; needed .* at least flat_numel=67; nearest is 128"),
+        ([32], 64, 8, "slot 0 has offset 32; needed a multiple of 64"),
+    ],
+)
+def test_a_sum_that_cannot_be_is_refused(offsets, numel, terms, words):
+    with pytest.raises(ValueError, match=words):
+        ExactSum(BucketPlan(offsets, [3]), numel=numel, terms=terms, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "error", "words"),
+    [
+        ("deposit_", {"tensors": [None]}, ValueError, "tensors has 1 tensors; needed 2"),
+        ("deposit_", {"tensors": [None, torch.ones(3)]}, ValueError, r"\[1\] has 3 elements; needed 62"),
+        ("deposit_", {"nonfinite": torch.zeros(2)}, TypeError, "nonfinite is torch.float32"),
+        ("deposit_", {"nonfinite": torch.zeros(3, dtype=torch.uint8)}, ValueError, "needed 2, one a slot"),
+        ("align_", {"bins": torch.zeros(5)}, TypeError, "bins is torch.float32.*needed dtype torch.uint8"),
+        ("align_", {"bins": torch.zeros(4, dtype=torch.uint8)}, ValueError, "bins is .*at least 5 elements"),
+        ("align_", {"bins": torch.zeros(6, dtype=torch.uint8)}, ValueError, "bins has 6 elements; needed 5"),
+        ("round_", {"out": torch.zeros(NUMEL).double()}, TypeError, "out is torch.float64"),
+        ("round_", {"out": torch.zeros(NUMEL - 1)}, ValueError, "out is .*at least 320 elements"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(method, arguments, error, words):
+    total = make_sum(8)
+    defaults = {"deposit_": {"tensors": [None, None], "first": True, "nonfinite": flags(total._plan)}}
+    with pytest.raises(error, match=words):
+        getattr(total, method)(**(defaults.get(method, {}) | arguments))
+
+
+def test_a_result_across_the_limbs_is_refused():
+    total = make_sum(8)
+    for out in (total.hi.view(torch.bfloat16), total.lo.view(torch.float16)):
+        with pytest.raises(ValueError, match="needed memory of its own"):
+            total.round_(out)

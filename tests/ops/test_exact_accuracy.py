@@ -1,0 +1,87 @@
+"""ExactSum against rational arithmetic and against sums in float32: how far off it is."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from exact_oracle import (
+    ALL_DISTRIBUTIONS,
+    BLOCK,
+    NUMEL,
+    NUMELS,
+    OFFSETS,
+    TERMS,
+    deposit_all,
+    make_sum,
+    make_terms,
+    parts,
+    rounded,
+)
+from op_cases import DTYPES, assert_same_bits
+
+from pyengine._ops import BucketPlan
+
+
+def assert_no_worse_than_float32(out: torch.Tensor, flats: list[torch.Tensor]) -> None:
+    exact = torch.stack(flats).double().sum(0)  # its own error is 2^-29 of a float's
+    in_order = torch.zeros(NUMEL)
+    for flat in flats:
+        in_order += flat
+    assert (out.double() - exact).norm() <= (in_order.double() - exact).norm()
+
+
+@pytest.mark.parametrize("terms", [1, 2, 3, 12, 64, 256])
+@pytest.mark.parametrize("name", ALL_DISTRIBUTIONS)
+def test_the_error_keeps_its_bound(name, terms):
+    flats = make_terms(name, terms, min(terms, 40))
+    total, out = make_sum(terms), torch.empty(NUMEL)
+    deposit_all(total, [parts(flat) for flat in flats])
+    total.round_(out)
+    largest = torch.stack(flats).abs().amax(0).view(-1, BLOCK).amax(1)
+    for i, got in enumerate(out.tolist()):
+        exact = sum(Fraction(flat[i].item()) for flat in flats)
+        # Half a unit of lo each, which is at most 2^-w of the block's largest, or 2^-126 in the lowest bin.
+        each = max(Fraction(largest[i // BLOCK].item()) / 2**total.width, Fraction(2) ** -126)
+        if math.isfinite(got):
+            assert abs(Fraction(got) - exact) <= len(flats) * each + abs(exact) * Fraction(2) ** -23
+        else:
+            assert abs(exact) > Fraction(2) ** 127
+
+
+@pytest.mark.parametrize("terms", TERMS[:7])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_terms_that_span_fewer_binades_than_limbs_have_bits_are_rounded_correctly(terms, dtype):
+    random = torch.Generator().manual_seed(terms)
+    # Eleven bits, down to 2^-9 of the block's largest: within a bin even in its most unlucky place.
+    num = min(terms, 64)
+    flats = [torch.randint(-(2**11), 2**11, (NUMEL,), generator=random) * 2.0**-20 for _ in range(num)]
+    total, out = make_sum(terms), torch.empty(NUMEL, dtype=dtype)
+    deposit_all(total, [parts(flat) for flat in flats])
+    total.round_(out)
+    exact = torch.stack(flats).double().sum(0)  # exact: 11 bits and 64 terms
+    for part, numel in zip(OFFSETS, NUMELS, strict=True):
+        want = torch.tensor([rounded(Fraction(v), dtype) for v in exact[part : part + numel].tolist()])
+        assert_same_bits(out[part : part + numel].float() + 0.0, want)
+
+
+# Below eight terms, rounding after each is as good as rounding once.
+@pytest.mark.parametrize("terms", [8, 12, 64, 256])
+@pytest.mark.parametrize("name", ["gradients", "spikes", "cancellation", "many_binades"])
+def test_the_sum_is_no_worse_than_adding_in_float32(name, terms):
+    flats = make_terms(name, terms, terms)
+    total, out = make_sum(terms), torch.empty(NUMEL)
+    deposit_all(total, [parts(flat) for flat in flats])
+    total.round_(out)
+    assert_no_worse_than_float32(out, flats)
+
+
+@pytest.mark.parametrize("place", range(0, 27, 2))
+@pytest.mark.parametrize("terms", [12, 64, 256])
+def test_the_sum_is_no_worse_wherever_a_block_lies_in_its_bin(terms, place):
+    random = torch.Generator().manual_seed(place)
+    flats = [torch.randn(NUMEL, generator=random) * 2.0**-place for _ in range(terms)]
+    total, out = make_sum(terms, plan=BucketPlan([0], [NUMEL])), torch.empty(NUMEL)
+    deposit_all(total, [[flat] for flat in flats])
+    total.round_(out)
+    assert_no_worse_than_float32(out, flats)
