@@ -13,7 +13,7 @@ cd "$(dirname "$0")/.." || exit 2
 PYTHON=${PYTHON:-python3}
 BUDGET_S=${BUDGET_S:-570}
 SECONDS_A_CASE=${SECONDS_A_CASE:-0.5}
-SANITIZE=${SANITIZE:-pack or accumulate or unscale}
+SANITIZE=${SANITIZE:-pack or accumulate or unscale or deposit}
 LOGS=build/gpu
 SUMMARY=$LOGS/summary.txt
 export PYENGINE_CUDA=1 PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -72,7 +72,7 @@ stage native 30 "$PYTHON" -c 'from pyengine import _native
 assert _native.core().has_cuda, "the extension has no CUDA kernels"'
 stage tests-ops 90 "$PYTHON" -m pytest -q -m gpu --maxfail=20 tests/ops
 stage tests-engine 110 "$PYTHON" -m pytest -q -m gpu --maxfail=20 tests --ignore=tests/ops
-for stem in pack accumulate unscale_norm chain; do
+for stem in pack accumulate unscale_norm exact chain; do
   stage "bench-$stem" 75 "$PYTHON" "benchmarks/bench_$stem.py" --device cuda --seconds "$SECONDS_A_CASE" --save
 done
 
@@ -80,7 +80,7 @@ done
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 for tool in memcheck racecheck; do
   stage "sanitizer-$tool" 90 compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 9 \
-    "$PYTHON" -m pytest -q -m gpu -x -k "$SANITIZE" tests/ops/test_cuda.py
+    "$PYTHON" -m pytest -q -m gpu -x -k "$SANITIZE" tests/ops/test_cuda.py tests/ops/test_exact_cuda.py
 done
 
 echo

@@ -73,7 +73,7 @@ struct Site {
 };
 
 int wait_for_block(int predicate, Site site);
-uint64_t wait_for_warp(unsigned mask, uint64_t value, unsigned delta, Site site);
+uint64_t wait_for_warp(unsigned mask, uint64_t value, unsigned delta, bool is_xor, Site site);
 
 }  // namespace emulator
 
@@ -90,7 +90,18 @@ T __shfl_down_sync(unsigned mask, T value, unsigned delta, const char* file = __
   static_assert(sizeof(T) <= sizeof(uint64_t));
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof(T));
-  bits = emulator::wait_for_warp(mask, bits, delta, {file, line});
+  bits = emulator::wait_for_warp(mask, bits, delta, false, {file, line});
+  std::memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, unsigned delta, const char* file = __builtin_FILE(),
+                   int line = __builtin_LINE()) {
+  static_assert(sizeof(T) <= sizeof(uint64_t));
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  bits = emulator::wait_for_warp(mask, bits, delta, true, {file, line});
   std::memcpy(&value, &bits, sizeof(T));
   return value;
 }

@@ -33,6 +33,7 @@ struct Fiber {
   State state = State::done;
   Site site{};
   unsigned mask = 0, delta = 0;
+  bool is_xor = false;
   uint64_t value = 0;  // handed in, then what comes back
   bool started = false;
   jmp_buf resume;
@@ -116,7 +117,8 @@ bool release_warp(unsigned begin) {
   for (unsigned i = 0; i < kWarp; ++i) handed_in[i] = fibers[begin + i]->value;
   for (unsigned i = 0; i < kWarp; ++i) {
     Fiber& fiber = *fibers[begin + i];
-    if (i + fiber.delta < kWarp) fiber.value = handed_in[i + fiber.delta];
+    const unsigned from = fiber.is_xor ? i ^ fiber.delta : i + fiber.delta;
+    if (from < kWarp) fiber.value = handed_in[from];
     fiber.state = State::ready;
   }
   return true;
@@ -270,12 +272,13 @@ int wait_for_block(int predicate, Site site) {
   return static_cast<int>(current->value);
 }
 
-uint64_t wait_for_warp(unsigned mask, uint64_t value, unsigned delta, Site site) {
+uint64_t wait_for_warp(unsigned mask, uint64_t value, unsigned delta, bool is_xor, Site site) {
   if (mask != 0xffffffffu) fail_in_fiber(text(site) + ": the emulator knows shuffles of whole warps only");
   current->state = State::at_warp;
   current->site = site;
   current->value = value;
   current->delta = delta;
+  current->is_xor = is_xor;
   leave();
   return current->value;
 }

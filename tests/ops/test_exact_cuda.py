@@ -1,0 +1,133 @@
+"""The exact sum's CUDA kernels: equal bit for bit to the CPU's, on the emulator and, where there is one, on a GPU."""
+
+import itertools
+
+import pytest
+import torch
+from emulated_cuda import FORWARD, ORDERS, EmulatedPlan
+
+from pyengine._exact import ExactSum
+from pyengine._ops import BucketPlan
+from pyengine._pointers import DTYPE_CODES
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CPU = torch.device("cpu")
+# Empty slots, around a block of 64, a chunk of 16384, and more slots than travel in a kernel's parameters.
+SIZES = [[0, 1, 63, 64, 65, 8191, 16384, 16385, 129, 4097], [3] * 300]
+
+
+class EmulatedSum(ExactSum):
+    """An `ExactSum` in host memory that runs the CUDA kernels; arguments are not checked."""
+
+    def __init__(self, kernels, plan, **options):
+        super().__init__(plan, device=CPU, **options)
+        self._emulated = EmulatedPlan(kernels, plan.offsets, plan.numels)
+        addresses = (limb.data_ptr() for limb in (self.hi, self.lo, self.bins))
+        self._sum = kernels.ExactSum(*addresses, self.bins.numel(), self.width)
+
+    def deposit_(self, tensors, *, first, nonfinite):
+        with self._emulated._table(tensors) as table:
+            self._emulated._plan.exact_deposit_(0, self._sum, table, first, nonfinite.data_ptr())
+
+    def align_(self, bins):
+        self._emulated._plan.exact_align_(0, self._sum, bins.data_ptr())
+
+    def round_(self, out):
+        self._emulated._plan.exact_round_(0, self._sum, out.data_ptr(), DTYPE_CODES[out.dtype])
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def make(request):
+    """Return (device, a function that makes the sum to be tested)."""
+    if request.param == "cuda":
+        request.getfixturevalue("gpu")
+        device = torch.device("cuda", torch.cuda.current_device())
+        return device, lambda plan, **options: ExactSum(plan, device=device, **options)
+    kernels = request.getfixturevalue("kernels")
+    return CPU, lambda plan, **options: EmulatedSum(kernels, plan, **options)
+
+
+def _plan(numels):
+    sizes = [-(-numel // 64) * 64 + 64 for numel in numels]  # a block between slots that nobody touches
+    offsets = list(itertools.accumulate(sizes, initial=64))
+    return BucketPlan(offsets[:-1], numels), offsets[-1]
+
+
+def _term(numels, dtype, shift, seed):
+    """Values over many binades, block by block, with a slot missing, a nan and a -0; at a shifted address."""
+    generator = torch.Generator().manual_seed(seed)
+    term = []
+    for numel in numels:
+        exponent = torch.randint(
+            -20 if dtype == torch.float16 else -100, 12, (-(-numel // 64),), generator=generator
+        )
+        x = torch.ldexp(torch.randn(numel, generator=generator), exponent.repeat_interleave(64)[:numel])
+        term.append(torch.cat([torch.zeros(shift), x]).to(dtype)[shift:])
+    term[4 + seed % 2] = None
+    if seed == 2 and numels[7] > 77:
+        term[7][77], term[8][0] = float("nan"), -0.0
+    return term
+
+
+def _same(got, want):
+    got, want = got.cpu(), want.cpu()
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got[~want.isnan()], want[~want.isnan()])
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("terms", [1, 3, 4096])
+@pytest.mark.parametrize("numels", SIZES, ids=["sizes", "many"])
+def test_deposit_align_and_round_equal_the_cpu(make, numels, terms, dtype, shift):
+    device, made = make
+    plan, numel = _plan(numels)
+    mine = made(plan, numel=numel, terms=terms)
+    theirs = ExactSum(plan, numel=numel, terms=terms, device=CPU)
+    flags = [torch.zeros(len(numels), dtype=torch.uint8, device=where) for where in (device, CPU)]
+    for seed in range(4):
+        term = _term(numels, dtype, shift, seed)
+        placed = [None if t is None else _place(t, shift, device) for t in term]
+        mine.deposit_(placed, first=seed == 0, nonfinite=flags[0])
+        theirs.deposit_(term, first=seed == 0, nonfinite=flags[1])
+        assert torch.equal(mine.limbs.cpu(), theirs.limbs) and torch.equal(mine.bins.cpu(), theirs.bins)
+        assert torch.equal(flags[0].cpu(), flags[1])
+    grown = torch.where((theirs.bins > 0) & (theirs.bins < 9), theirs.bins + 1, theirs.bins)
+    grown[3] = 255
+    mine.align_(grown.to(device))
+    theirs.align_(grown)
+    assert torch.equal(mine.limbs.cpu(), theirs.limbs) and torch.equal(mine.bins.cpu(), theirs.bins)
+    for out in DTYPES:
+        got, want = (
+            torch.full((numel + 3,), 7.0, dtype=out, device=device),
+            torch.full((numel + 3,), 7.0, dtype=out),
+        )
+        mine.round_(got)
+        theirs.round_(want)
+        _same(got, want)
+    mine.round_(mine.hi.view(torch.float32))
+    theirs.round_(theirs.hi.view(torch.float32))
+    _same(mine.hi.view(torch.float32), theirs.hi.view(torch.float32))
+
+
+def _place(tensor, shift, device):
+    return torch.cat([tensor.new_zeros(shift), tensor]).to(device)[shift:]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_order_of_blocks_and_threads_does_not_matter(kernels, order):
+    plan, numel = _plan(SIZES[0])
+    mine, theirs = (
+        EmulatedSum(kernels, plan, numel=numel, terms=8),
+        ExactSum(plan, numel=numel, terms=8, device=CPU),
+    )
+    flags = torch.zeros(len(SIZES[0]), dtype=torch.uint8)
+    kernels.set_order(order)
+    try:
+        for seed in range(3):
+            term = _term(SIZES[0], torch.float32, 0, seed)
+            mine.deposit_(term, first=seed == 0, nonfinite=flags.clone())
+            theirs.deposit_(term, first=seed == 0, nonfinite=flags.clone())
+    finally:
+        kernels.set_order(FORWARD)
+    assert torch.equal(mine.limbs, theirs.limbs) and torch.equal(mine.bins, theirs.bins)
