@@ -44,6 +44,7 @@ class FinalPass:
         self.found_inf = torch.zeros((), device=device)
         self.void = torch.zeros((), device=device)
         self.is_pending = False
+        self._before_clipping: Tensor | None = None
 
     def settle(self) -> None:
         """Close the read: derive the norm and the skip decision from what the kernels left."""
@@ -64,9 +65,14 @@ class FinalPass:
         """Return the 2-norm of the gradients with all that is pending applied; float64 0-dim."""
         return self._root * self.factor.abs()
 
+    def norm_before_clipping(self) -> Tensor:
+        """Return the 2-norm as the first `clip` found it, or as it is now; float64 0-dim."""
+        return self.grad_norm() if self._before_clipping is None else self._before_clipping
+
     def clip(self, max_norm: float) -> Tensor:
         """Fold in min(1, max_norm / (norm + 1e-6)) and return the norm before clipping."""
         norm = self.grad_norm()
+        self._before_clipping = norm if self._before_clipping is None else self._before_clipping
         self.multiply((max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0))
         return norm
 

@@ -169,7 +169,7 @@ class Sync:
         first = not engine.is_used
         if engine.scaler is not None and first:
             engine.scaler.unscale_(optimizer)
-        norm = engine.final.grad_norm()
+        norm = engine.final.norm_before_clipping()
         apply_optimizer(optimizer, engine.final, engine.write)
         if engine.scaler is not None and first:
             engine.scaler.update()

@@ -73,22 +73,22 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", choices=MODELS, help="train only this one (default: gpt, then cnn)")
     add("--mode", choices=MODES, default="engine", help="who moves the gradients (default: engine)")
-    add("--workers", type=_whole(1), default=2, metavar="N", help="processes, one rank each (default: 2)")
+    add("--workers", type=whole(1), default=2, metavar="N", help="processes, one rank each (default: 2)")
     add(
         "--accumulate",
-        type=_whole(1),
+        type=whole(1),
         default=8,
         metavar="N",
         help="micro-batches a window, per rank (default: 8)",
     )
-    add("--micro-batch", type=_whole(1), metavar="N", help=f"items a backward ({_each(_MICRO_BATCH)})")
-    add("--steps", type=_whole(1), metavar="N", help=f"optimizer steps ({_each(_STEPS)})")
+    add("--micro-batch", type=whole(1), metavar="N", help=f"items a backward ({_each(_MICRO_BATCH)})")
+    add("--steps", type=whole(1), metavar="N", help=f"optimizer steps ({_each(_STEPS)})")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="type of the parameters (default: fp32)")
     add("--wire", choices=("fp32", "bf16", "fp16"), help="type that gradients travel in (default: fp32)")
     add("--accumulator", choices=("fp32", "native"), help="where a window's sum is kept (default: fp32)")
     add("--lr", type=_above_zero, metavar="X", help=f"peak learning rate ({_each(_LR)})")
     add("--clip", type=_above_zero, default=1.0, metavar="X", help="gradient norm limit, or inf (default: 1)")
-    add("--seed", type=_whole(0), default=0, metavar="N", help="of parameters and data order (default: 0)")
+    add("--seed", type=whole(0), default=0, metavar="N", help="of parameters and data order (default: 0)")
     add("--json", action="store_true", help="one JSON object a line on stdout instead of tables")
 
 
@@ -130,7 +130,9 @@ def _each(defaults: dict[str, Any]) -> str:
     return "default: " + ", ".join(f"{model} {value}" for model, value in defaults.items())
 
 
-def _whole(least: int) -> Callable[[str], int]:
+def whole(least: int) -> Callable[[str], int]:
+    """Return a type for `add_argument`: whole numbers of at least `least`."""
+
     def parse(text: str) -> int:
         try:
             value = int(text)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pyengine.cli import arguments
+from pyengine.cli import arguments, verify_arguments
 
 # What `pip install pyengine[train]` brings: import name to package.
 _EXTRA = {"rich": "rich", "sklearn": "scikit-learn", "numpy": "numpy"}
@@ -25,27 +25,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return _train(arguments.settings(options))
+        return options.run(options)
     except arguments.Conflict as error:
         options.error(str(error))
-    except KeyboardInterrupt:
-        print("interrupted: every worker has ended, nothing was saved", file=sys.stderr)
-        return _INTERRUPTED
-
-
-def _train(settings: arguments.Settings) -> int:
-    try:
-        from pyengine.cli import train
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _EXTRA:
             raise
         print(
-            f"train needs {_EXTRA[missing]}, which is not installed: pip install 'pyengine[train]'",
+            f"{options.command} needs {_EXTRA[missing]}, which is not installed: pip install 'pyengine[train]'",
             file=sys.stderr,
         )
         return 1
+    except KeyboardInterrupt:
+        print("interrupted: every worker has ended, nothing was saved", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _train(options: argparse.Namespace) -> int:
+    settings = arguments.settings(options)
+    from pyengine.cli import train
+
     return train.run(settings)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    settings = verify_arguments.settings(options)
+    from pyengine.cli import verify
+
+    return verify.run(settings)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -62,5 +70,14 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     arguments.add_to(train)
-    train.set_defaults(error=train.error)
+    train.set_defaults(run=_train, error=train.error)
+    verify = commands.add_parser(
+        "verify",
+        help="train on several world sizes and say whether the runs are bitwise identical",
+        description=verify_arguments.DESCRIPTION,
+        epilog=verify_arguments.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verify_arguments.add_to(verify)
+    verify.set_defaults(run=_verify, error=verify.error)
     return parser

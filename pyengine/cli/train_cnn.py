@@ -50,10 +50,15 @@ class DigitsTask:
         train, test = order[:-_TEST_IMAGES], order[-_TEST_IMAGES:]
         self._images, self._labels = images[train], labels[train]
         self._test = images[test], labels[test]
+        self.num_samples = len(train)
 
     def build(self) -> nn.Module:
         """Return a fresh network."""
         return ConvNet()
+
+    def batch(self, rows: Tensor) -> Batch:
+        """Return images with their labels."""
+        return self._images[rows], self._labels[rows]
 
     def batches(self, *, rank: int, world_size: int, micro_batch: int, seed: int) -> Iterator[Batch]:
         """Yield epoch after epoch, shuffled, every image on one rank; an epoch's rest of a micro-batch is left out."""
@@ -63,7 +68,7 @@ class DigitsTask:
             mine = order[rank::world_size][: len(order) // world_size]
             for piece in mine.split(min(micro_batch, len(mine))):
                 if len(piece) == min(micro_batch, len(mine)):
-                    yield self._images[piece], self._labels[piece]
+                    yield self.batch(piece)
 
     def short(self, batch: Batch, rank: int) -> Batch:
         """Keep the first few images."""

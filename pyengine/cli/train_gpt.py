@@ -67,10 +67,15 @@ class TextTask:
     def __init__(self) -> None:
         text = _standard_library()
         self._text, self._held_out = text[:-_HELD_OUT_BYTES], text[-_HELD_OUT_BYTES:]
+        self.num_samples = (len(self._text) - 1) // CONTEXT
 
     def build(self) -> nn.Module:
         """Return a fresh GPT."""
         return GPT()
+
+    def batch(self, rows: Tensor) -> Batch:
+        """Return pieces that do not overlap."""
+        return _pieces(self._text, rows * CONTEXT)
 
     def batches(self, *, rank: int, world_size: int, micro_batch: int, seed: int) -> Iterator[Batch]:
         """Yield random pieces; every rank draws all ranks' places and takes its own."""

@@ -16,13 +16,18 @@ class Task(Protocol):
     Attributes:
         name: as on the command line.
         unit: what is counted: "tokens" or "images".
+        num_samples: what `batch` can choose from.
     """
 
     name: str
     unit: str
+    num_samples: int
 
     def build(self) -> nn.Module:
         """Return a freshly initialised model, fp32."""
+
+    def batch(self, rows: Tensor) -> Batch:
+        """Return a micro-batch of chosen samples, int64 `[micro_batch]`."""
 
     def batches(self, *, rank: int, world_size: int, micro_batch: int, seed: int) -> Iterator[Batch]:
         """Yield this rank's micro-batches without end; the same for the same arguments, on every machine and rank."""

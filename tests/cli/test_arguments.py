@@ -9,7 +9,7 @@ import pytest
 import pyengine.cli
 from pyengine.cli.main import main
 
-BAD = [
+BAD_TRAIN = [
     (("--workers", "0"), "argument --workers: got 0, need a whole number of at least 1"),
     (("--accumulate", "two"), "argument --accumulate: got two, need a whole number of at least 1"),
     (("--lr", "-1"), "argument --lr: got -1, need a number above 0"),
@@ -21,16 +21,25 @@ BAD = [
     ),
     (("--mode", "ddp", "--accumulator", "native"), "argument --accumulator: got native with --mode ddp"),
 ]
+BAD_VERIFY = [
+    (("--workers", "0,1"), "argument --workers: got 0,1, need different whole numbers of at least 1"),
+    (("--workers", "2,2"), "argument --workers: got 2,2, need different whole numbers of at least 1"),
+    (("--train", "mine"), "argument --train: got mine, need MODULE:FUNCTION"),
+    (("--train", "mine:train", "--model", "gpt"), "argument --model: got gpt with --train mine:train"),
+    (("--train", "no_such:train"), "there is no module no_such here"),
+    (("--train", "json:train"), "json has no function train"),
+]
+BAD = [("train", *case) for case in BAD_TRAIN] + [("verify", *case) for case in BAD_VERIFY]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), BAD, ids=lambda value: value if isinstance(value, str) else None
+    ("name", "arguments", "message"), BAD, ids=lambda value: value if isinstance(value, str) else None
 )
 def test_bad_argument_says_what_was_got_and_needed(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+    capsys: pytest.CaptureFixture[str], name: str, arguments: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(["train", *arguments])
+        main([name, *arguments])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
 

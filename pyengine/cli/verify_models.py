@@ -1,0 +1,65 @@
+"""The built-in training functions of `verify`: the models of `train`, with dropout, in windows dealt by index."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import nn
+from torch.nn.functional import dropout
+
+from pyengine.cli.train_cnn import DigitsTask
+from pyengine.cli.train_gpt import TextTask
+from pyengine.cli.train_task import Task
+from pyengine.cli.verify_probe import Probe
+from pyengine.sampler import WindowSampler
+from pyengine.seed import micro_batch_rng
+from pyengine.sync import GradSync
+
+_SEED = 42
+_MICRO_BATCH = 2
+
+
+def gpt(verify: Probe) -> None:
+    """Train the GPT."""
+    _train(TextTask(), verify)
+
+
+def cnn(verify: Probe) -> None:
+    """Train the convolutional network."""
+    _train(DigitsTask(), verify)
+
+
+def _train(task: Task, verify: Probe) -> None:
+    model = _build(task)
+    size = _MICRO_BATCH * verify.micro_batches
+    sampler = WindowSampler(task.num_samples, seed=_SEED, micro_batch=_MICRO_BATCH, global_batch=size)
+    sync = GradSync(
+        model,
+        accumulate=sampler.accumulate,
+        accumulator=verify.accumulator,
+        bucket_cap_mb=verify.bucket_cap_mb,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    verify.watch(model, optimizer=optimizer, sync=sync)
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        for step, window in enumerate(sync.windows(sampler), start=epoch * sampler.num_windows):
+            for index, rows in enumerate(window, start=sampler.first):
+                with micro_batch_rng(_SEED, step=step, index=index):
+                    loss, count = task.loss(model, task.batch(torch.tensor(rows)))
+                    sync.backward(loss, count=count)
+            sync.clip_grad_norm_(1.0)
+            sync.step(optimizer)
+
+
+def _build(task: Task) -> nn.Module:
+    torch.manual_seed(_SEED)
+    model = task.build()
+    model.head.register_forward_pre_hook(lambda _, inputs: dropout(inputs[0], 0.1))
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            # A rank averages over its own micro-batches: other ones in every world size.
+            module.track_running_stats = False
+            module.running_mean = module.running_var = module.num_batches_tracked = None
+    return model

@@ -1,0 +1,150 @@
+"""Training functions for `verify`: one that is right, and others with one fault each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+from pyengine.cli.verify_probe import Probe
+
+MICRO_BATCHES = 12
+Rng = Callable[[int, int], AbstractContextManager[None]]
+
+
+def network(norm: nn.Module | None = None) -> nn.Sequential:
+    """Build a network with dropout and, if asked for, a norm."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), norm or nn.Identity(), nn.Dropout(0.2), nn.Linear(16, 3))
+
+
+def keyed(step: int, index: int) -> AbstractContextManager[None]:
+    """Let each micro-batch draw its own numbers."""
+    return pe.micro_batch_rng(0, step=step, index=index)
+
+
+def train(
+    verify: Probe,
+    model: nn.Module,
+    *,
+    accumulator: str = "exact",
+    rng: Rng = keyed,
+    lr: float = 1e-2,
+    weight: float = 1.0,
+) -> None:
+    """Train as the documentation says; whoever wants a fault passes it in."""
+    data = torch.randn(400, 8, generator=torch.Generator().manual_seed(1))
+    sampler = pe.WindowSampler(len(data), seed=0, micro_batch=4, global_batch=4 * MICRO_BATCHES)
+    sync = pe.GradSync(model, accumulate=sampler.accumulate, accumulator=accumulator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    verify.watch(model, optimizer=optimizer, sync=sync)
+    for step, window in enumerate(sync.windows(sampler)):
+        for index, rows in enumerate(window, start=sampler.first):
+            with rng(step, index):
+                loss = (model(data[rows]) - data[rows][:, :3]).square().sum()
+                sync.backward(weight * loss, count=len(rows))
+        sync.clip_grad_norm_(0.5)
+        sync.step(optimizer)
+
+
+def right(verify: Probe) -> None:
+    train(verify, network())
+
+
+def plain_sums(verify: Probe) -> None:
+    train(verify, network(), accumulator="fp32")
+
+
+def dropout_by_rank(verify: Probe) -> None:
+    def rng(step: int, index: int) -> AbstractContextManager[None]:
+        return pe.micro_batch_rng(dist.get_rank(), step=step, index=index)
+
+    train(verify, network(), rng=rng)
+
+
+def batch_norm(verify: Probe) -> None:
+    train(verify, network(nn.BatchNorm1d(16)))
+
+
+def batch_norm_and_plain_sums(verify: Probe) -> None:
+    train(verify, network(nn.BatchNorm1d(16)), accumulator="fp32")
+
+
+def optimizer_by_rank(verify: Probe) -> None:
+    train(verify, network(), lr=1e-2 * (1 + dist.get_rank()))
+
+
+def optimizer_by_world(verify: Probe) -> None:
+    train(verify, network(), lr=1e-2 * dist.get_world_size())
+
+
+def divided_by_world(verify: Probe) -> None:
+    train(verify, network(), weight=1 / dist.get_world_size())
+
+
+def own_data(verify: Probe) -> None:
+    model = network()
+    sync = pe.GradSync(model, accumulate=4, accumulator="exact")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    verify.watch(model, optimizer=optimizer, sync=sync)
+    for window in sync.windows(_forever(torch.ones(4, 8))):
+        for x in window:
+            sync.backward(model(x).square().sum(), count=4)
+        sync.step(optimizer)
+
+
+def unseeded(verify: Probe) -> None:
+    model = network()
+    with torch.no_grad():
+        model[0].weight.fill_(_surprise())
+    train(verify, model)
+
+
+def nondeterministic(verify: Probe) -> None:
+    train(verify, network(), rng=lambda *_: nullcontext(), weight=_surprise())
+
+
+def other_threads(verify: Probe) -> None:
+    torch.set_num_threads(dist.get_world_size())
+    train(verify, network(), accumulator="fp32")
+
+
+def plain_ddp(verify: Probe) -> None:
+    model = DistributedDataParallel(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    verify.watch(model, optimizer=optimizer)
+    share = 48 // dist.get_world_size()
+    data = torch.randn(48, 8, generator=torch.Generator().manual_seed(1)).split(share)[dist.get_rank()]
+    model.eval()
+    for x in _forever(data):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def watches_nothing(verify: Probe) -> None:
+    pass
+
+
+def steps_never(verify: Probe) -> None:
+    model = network()
+    verify.watch(model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+def raises(verify: Probe) -> None:
+    raise ValueError("boom")
+
+
+def _forever(data: torch.Tensor) -> Iterator[torch.Tensor]:
+    while True:
+        yield data
+
+
+def _surprise() -> float:
+    return 1 + int.from_bytes(os.urandom(4), "little") / 2**32

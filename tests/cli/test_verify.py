@@ -1,0 +1,187 @@
+"""`verify`: identical runs are called identical, and a fault is found where it is, with its cause."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyengine.cli.main import build_parser, main
+from pyengine.cli.verify import Execute, on_workers, trace, verify
+from pyengine.cli.verify_arguments import EXAMPLES, settings
+from pyengine.cli.verify_probe import Run, Trace
+from pyengine.cli.verify_report import Finding, sentences
+
+
+@dataclass
+class Heard:
+    """A report that remembers."""
+
+    runs: list[tuple[str, bool]] = field(default_factory=list)
+    findings: dict[str, Finding | None] = field(default_factory=dict)
+    reference: Trace = field(default_factory=Trace)
+
+    def begin(self, run: Run, *, still: int) -> None:
+        pass
+
+    def ran(self, subject: str, run: Run, trace: Trace, seconds: float, first: object) -> None:
+        self.runs.append((run.label, first is None))
+
+    def conclude(self, subject: str, finding: Finding | None, reference: Trace) -> None:
+        self.findings[subject], self.reference = finding, reference
+
+    @property
+    def finding(self) -> Finding:
+        """Of the only subject."""
+        (finding,) = self.findings.values()
+        assert finding is not None
+        return finding
+
+
+Verify = Callable[..., Heard]
+
+
+@pytest.fixture
+def execute(ranks: Callable[[int], Any]) -> Execute:
+    """Make runs on the session's ranks, without starting processes."""
+    return lambda targets, run: ranks(run.workers).run(trace, targets, run)
+
+
+@pytest.fixture
+def checked(execute: Execute) -> Verify:
+    """Give `checked("--train", "subjects:right")`: verify, and return what was reported."""
+    return lambda *arguments: _verify(execute, arguments)
+
+
+def _verify(execute: Execute, arguments: Sequence[str]) -> Heard:
+    heard = Heard()
+    identical = verify(settings(build_parser().parse_args(["verify", *arguments])), execute, heard)
+    assert identical == all(finding is None for finding in heard.findings.values())
+    return heard
+
+
+def test_built_in_models_are_identical_with_exact_sums(checked: Verify) -> None:
+    heard = checked("--steps", "2", "--micro-batches", "6")
+    assert heard.findings == {"gpt": None, "cnn": None}
+    labels = ["1 worker", "1 worker, again", "2 workers", "3 workers", "2 workers, small buckets"]
+    assert heard.runs == [(label, True) for label in labels for _ in ("gpt", "cnn")]
+
+
+def test_built_in_model_with_plain_sums_is_not(checked: Verify) -> None:
+    heard = checked("--model", "cnn", "--accumulator", "fp32", "--workers", "1,2", "--steps", "1")
+    assert dict(heard.runs) == {
+        "1 worker": True,
+        "1 worker, again": True,
+        "2 workers": False,
+        "2 workers, small buckets": False,
+    }
+    assert heard.finding.causes[0][0] == "sums"
+
+
+def test_function_that_does_what_the_help_says_is_identical(checked: Verify) -> None:
+    heard = checked("--train", "subjects:right")
+    assert heard.findings == {"subjects:right": None}
+    assert [label for label, _ in heard.runs] == ["1 worker", "1 worker, again", "2 workers", "3 workers"]
+    assert heard.reference.steps == 4
+    kinds = {kind for _, kind, _ in heard.reference.entries}
+    assert kinds == {"window", "gradient", "norm", "parameter", "state"}
+
+
+def test_example_of_the_help_runs(checked: Verify, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = [line[2:] for line in EXAMPLES.splitlines() if line.startswith(("  import", "  def", "      "))]
+    assert len(example) <= 25
+    (tmp_path / "mine.py").write_text("\n".join(example))
+    monkeypatch.syspath_prepend(tmp_path)
+    heard = checked("--train", "mine:train", "--workers", "1,2")
+    assert heard.findings == {"mine:train": None}
+    assert heard.reference.steps == 4
+
+
+# function, first step, kind and name, rank, causes
+FAULTS = [
+    ("plain_sums", 0, "gradient", None, 0, ["sums"]),
+    ("dropout_by_rank", 0, "gradient", "0.weight", 0, ["randomness"]),
+    ("batch_norm", 0, "buffer", "1.running_mean", 0, ["BatchNorm"]),
+    ("batch_norm_and_plain_sums", 0, "buffer", "1.running_mean", 0, ["BatchNorm", "sums"]),
+    ("optimizer_by_rank", 0, "parameter", "0.weight", 1, ["optimizer by rank"]),
+    ("optimizer_by_world", 0, "parameter", "0.weight", 0, ["optimizer"]),
+    ("divided_by_world", 0, "gradient", "0.weight", 0, ["divisor"]),
+    ("own_data", 0, "window", "window", 0, ["windows"]),
+    ("unseeded", -1, "parameter", "0.weight", 0, ["seed"]),
+    ("nondeterministic", 0, "gradient", "0.weight", 0, ["nondeterminism"]),
+    ("other_threads", 0, "gradient", None, 0, ["threads"]),
+    ("plain_ddp", 0, "gradient", None, 0, ["sums"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "step", "kind", "name", "rank", "causes"), FAULTS, ids=[fault[0] for fault in FAULTS]
+)
+def test_fault_is_found_with_its_cause(
+    checked: Verify, function: str, step: int, kind: str, name: str | None, rank: int, causes: list[str]
+) -> None:
+    found = checked("--train", f"subjects:{function}", "--workers", "1,2", "--steps", "2").finding
+    assert (found.first.step, found.first.kind, found.first.rank) == (step, kind, rank), sentences(
+        "it", found, Trace()
+    )
+    assert name is None or found.first.name == name
+    assert [cause for cause, _ in found.causes] == causes
+
+
+def test_only_world_size_is_compared_with_its_own_rank_0(checked: Verify) -> None:
+    found = checked("--train", "subjects:optimizer_by_rank", "--workers", "2", "--steps", "1").finding
+    assert (found.reference, found.run, found.first.rank) == ("2 workers", "2 workers", 1)
+    assert found.causes[0][0] == "optimizer by rank"
+
+
+def test_message_names_element_values_and_extent(checked: Verify) -> None:
+    found = checked("--train", "subjects:optimizer_by_rank", "--workers", "1,2", "--steps", "1").finding
+    assert found.elements is not None
+    assert (found.elements.index, found.elements.differ, found.elements.total) == (0, 128, 128)
+    # AdamW's first step is lr * sign of the gradient, and weight decay lr * 0.01 * value, |value| < 8**-0.5: twice lr
+    # is 1e-2 away, up to 0.4 %.
+    assert found.elements.largest == pytest.approx(1e-2, rel=5e-3)
+    text = "\n".join(sentences("it", found, Trace()))
+    assert "it first differs from 1 worker at step 0, parameter 0.weight, on rank 1 of 2 workers." in text
+    assert "128 of 128 elements differ, by at most 0.01" in text
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("watches_nothing", "never called verify.watch"), ("steps_never", "took no optimizer step")],
+)
+def test_function_that_shows_nothing_is_an_error(checked: Verify, function: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        checked("--train", f"subjects:{function}", "--workers", "1")
+
+
+def test_command_prints_runs_and_verdict_and_says_it_by_its_exit_code(
+    execute: Execute, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyengine.cli.verify.on_workers", execute)
+    arguments = "--train", "subjects:nondeterministic", "--workers", "1", "--steps", "1"
+    assert main(["verify", *arguments]) == 1
+    assert "Likely cause (nondeterminism)" in capsys.readouterr().out
+    assert main(["verify", *arguments, "--json"]) == 1
+    *runs, verdict = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(run["event"], run["run"], run["identical"]) for run in runs] == [
+        ("run", "1 worker", True),
+        ("run", "1 worker, again", False),
+    ]
+    assert (verdict["event"], verdict["identical"]) == ("verdict", False)
+    assert verdict["causes"][0]["name"] == "nondeterminism"
+    assert main(["verify", *arguments[:1], "subjects:right", *arguments[2:]]) == 0
+
+
+def test_new_processes_record_what_the_session_s_ranks_do(execute: Execute) -> None:
+    run = Run("", 1, steps=2, micro_batches=12, accumulator="exact", bucket_cap_mb=25.0, last=1)
+    assert on_workers(["subjects:right"], run) == execute(["subjects:right"], run)
+
+
+def test_run_that_fails_is_neither_identical_nor_different(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--train", "subjects:raises", "--workers", "1"]) == 2
+    assert "ValueError: boom" in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""Comparing tensors bit by bit, and naming causes of differences that are hard to bring about."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyengine.cli.verify_cause import Facts, causes
+from pyengine.cli.verify_compare import Difference, change, compare, first_difference
+from pyengine.cli.verify_probe import Trace, digest
+
+SAME = [torch.tensor([math.nan, 1.0]), torch.tensor(3), torch.tensor([]), torch.tensor([True])]
+DIFFERENT = [
+    (torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])),
+    (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64)),
+    (torch.zeros(2, 3), torch.zeros(3, 2)),
+    (torch.zeros(4).bfloat16(), torch.tensor([0, 0, 0, 1e-30]).bfloat16()),
+]
+
+
+@pytest.mark.parametrize("tensor", SAME, ids=str)
+def test_same_bits_are_the_same(tensor: Tensor) -> None:
+    assert compare(tensor, tensor.clone()) is None
+    assert digest(tensor) == digest(tensor.clone())
+
+
+@pytest.mark.parametrize(("ours", "theirs"), DIFFERENT, ids=str)
+def test_other_sign_type_shape_or_last_bit_is_different(ours: Tensor, theirs: Tensor) -> None:
+    assert compare(ours, theirs) is not None
+    assert digest(ours) != digest(theirs)
+
+
+def test_elements_are_counted_from_the_first_that_differs() -> None:
+    theirs = torch.zeros(3, 4)
+    theirs[1, 2], theirs[2, 3] = 0.5, -2.0
+    found = compare(torch.zeros(3, 4), theirs)
+    assert found is not None
+    assert (found.index, found.values, found.differ, found.total, found.largest) == (
+        6,
+        (0.0, 0.5),
+        2,
+        12,
+        2.0,
+    )
+
+
+def test_missing_gradient_is_named() -> None:
+    found = compare(torch.zeros(2, 3), None)
+    assert found is not None
+    assert (found.values, found.about) == (None, ("float32 [2, 3]", "missing"))
+
+
+def test_sparse_gradient_has_the_digest_of_its_values() -> None:
+    dense = torch.tensor([[0.0, 0.0], [1.0, 2.0]])
+    assert digest(dense.to_sparse()) == digest(dense)
+
+
+def test_earlier_step_comes_before_earlier_kind_and_lower_rank() -> None:
+    keys = [(step, kind, "w") for step in (0, 1) for kind in ("gradient", "parameter")]
+    reference = Trace(dict.fromkeys(keys, "a"))
+    late, early = Trace({**reference.entries}), Trace({**reference.entries})
+    late.entries[1, "gradient", "w"] = "b"
+    early.entries[0, "parameter", "w"] = "b"
+    found = first_difference(reference, [late, early])
+    assert found is not None
+    assert (found.step, found.kind, found.rank, found.agrees) == (0, "parameter", 1, False)
+    assert found.counts == {"gradient": (0, 1), "parameter": (1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "cause"),
+    [("norm", "norm", "norm"), ("state", "w.exp_avg", "optimizer"), ("buffer", "cache", "buffers")],
+)
+def test_what_differs_alone_has_a_cause_of_its_own(kind: str, name: str, cause: str) -> None:
+    first = Difference(
+        2, kind, name, 0, agrees=True, counts={"gradient": (0, 3), kind: (1, 1)}, texts=("a", "b")
+    )
+    facts = Facts(first, repeats=False, came_back=True, threads=(1, 1), micro_batches=12, gradient=None)
+    assert [found for found, _ in causes(facts)] == [cause]
+
+
+def test_gradient_of_zero_has_no_relative_change() -> None:
+    tensors = {("gradient", "w"): torch.zeros(3)}
+    assert change(tensors, tensors) is None
