@@ -55,7 +55,7 @@ class Settings:
         return found
 
 
-def agree(comm: Any, specs: Sequence[ParamSpec], settings: Settings, problems: Sequence[str]) -> int:
+def agree(comm: Any, specs: Sequence[ParamSpec], settings: Settings, problems: Sequence[str]) -> list[int]:
     """Raise on every rank what any rank has to complain of, or in what ranks differ.
 
     Args:
@@ -65,7 +65,7 @@ def agree(comm: Any, specs: Sequence[ParamSpec], settings: Settings, problems: S
         problems: this rank's own complaints of the parameters.
 
     Returns:
-        The micro-batches of a full window, over all ranks.
+        The micro-batches of a full window, by rank.
 
     Raises:
         ValueError: names the rank and the argument, or the first parameter that differs and who has what.
@@ -85,13 +85,14 @@ def agree(comm: Any, specs: Sequence[ParamSpec], settings: Settings, problems: S
     if len(set(shared)) > 1:
         values = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(shared))
         raise ValueError(f"ranks have different settings: {values}. Pass the same ones on every rank")
-    micro_batches = sum(settings.accumulate for _, settings, _ in everybody)
+    shares = [settings.accumulate for _, settings, _ in everybody]
+    micro_batches = sum(shares)
     if settings.accumulator == "exact" and micro_batches > MAX_TERMS:
         raise ValueError(
             f"accumulate={settings.accumulate} makes {micro_batches} micro-batches a window over all ranks: "
             f"accumulator='exact' takes {MAX_TERMS} at most; make micro-batches larger or windows shorter"
         )
-    return micro_batches
+    return shares
 
 
 def problems_of(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:

@@ -12,8 +12,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "pyengine"
 FLOORS = [
     {"_core", "_cuda", "_exact", "_exact_reference", "_native", "_pointers", "_ops", "_reference", "trace"},
-    {"host", "layout", "window", "record", "watch", "seed", "sampler"},
-    {"accumulator", "norm", "wire"},
+    {"buffers", "host", "layout", "window", "record", "watch", "seed", "sampler"},
+    {"accumulator", "batch_norm", "norm", "wire"},
     {"comm"},
     {
         "header",
