@@ -60,7 +60,7 @@ class Settings:
         return found
 
 
-def agree(comm: Any, specs: Sequence[ParamSpec], settings: Settings, problems: Sequence[str]) -> int:
+def agree(comm: Any, specs: Sequence[ParamSpec], settings: Settings, problems: Sequence[str]) -> Shares:
     """Raise on every rank what any rank has to complain of, or in what ranks differ.
 
     Args:
@@ -70,7 +70,7 @@ def agree(comm: Any, specs: Sequence[ParamSpec], settings: Settings, problems: S
         problems: this rank's own complaints of the parameters.
 
     Returns:
-        The micro-batches of a full window, over all ranks.
+        How a full window is dealt out.
 
     Raises:
         ValueError: names the rank and the argument, or the first parameter that differs and who has what.
@@ -90,29 +90,39 @@ def agree(comm: Any, specs: Sequence[ParamSpec], settings: Settings, problems: S
     if len(set(shared)) > 1:
         values = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(shared))
         raise ValueError(f"ranks have different settings: {values}. Pass the same ones on every rank")
-    return _terms([settings for _, settings, _ in everybody])
+    return _shares([settings for _, settings, _ in everybody])
 
 
-def _terms(everybody: Sequence[Settings]) -> int:
-    """Return the micro-batches of a full window over all ranks."""
-    first = everybody[0]
+@dataclass(frozen=True)
+class Shares:
+    """How a full window is dealt out.
+
+    Attributes:
+        by_rank: each rank's `accumulate`.
+        terms: micro-batches over all ranks.
+    """
+
+    by_rank: list[int]
+    terms: int
+
+
+def _shares(everybody: Sequence[Settings]) -> Shares:
+    first, by_rank = everybody[0], [settings.accumulate for settings in everybody]
     if isinstance(first.accumulator, Exact):
         terms, origin = first.accumulator.micro_batches, f"accumulator={first.accumulator}"
-        longest = max(settings.accumulate for settings in everybody)
-        if longest > terms:
+        if max(by_rank) > terms:
             raise ValueError(
-                f"{origin} with accumulate={longest}: need at least as many micro-batches in the window over all ranks "
+                f"{origin} with accumulate={max(by_rank)}: need at least as many micro-batches in the window over all ranks "
                 "as on one of them"
             )
     else:
-        terms = sum(settings.accumulate for settings in everybody)
-        origin = f"accumulate={[settings.accumulate for settings in everybody]} by rank"
+        terms, origin = sum(by_rank), f"accumulate={by_rank} by rank"
     if first.kind == "exact" and not 1 <= terms <= MAX_TERMS:
         raise ValueError(
             f"{origin} makes {terms} micro-batches a window over all ranks: accumulator='exact' takes 1 to {MAX_TERMS}; "
             "make micro-batches larger or windows shorter"
         )
-    return terms
+    return Shares(by_rank, terms)
 
 
 def problems_of(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:

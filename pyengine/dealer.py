@@ -18,7 +18,8 @@ class Dealer:
 
     A rank draws its next micro-batch while it still has one to compute, so it knows which is its last and its reduction
     overlaps as usual. With accumulator="exact" the result has the same bits as with any other assignment; with other
-    accumulators it is right, and changes in the last bits from run to run.
+    accumulators it is right, and changes in the last bits from run to run. BatchNorm's running statistics are replayed
+    rank by rank, so here they do depend on who took what.
 
     Args:
         sampler: says which samples make a micro-batch and a window. Its rank and world size do not matter.

@@ -8,6 +8,7 @@ from contextlib import suppress
 from torch import Tensor
 
 from pyengine.agreement import Settings
+from pyengine.batch_norm import BatchNormReplay
 from pyengine.carry import Carry
 from pyengine.comm import Local, TorchDist
 from pyengine.header import Count, Header, LocalWindow
@@ -30,8 +31,10 @@ class Engine:
         steps_taken: optimizer steps that changed parameters.
     """
 
-    def __init__(self, reducer: Reducer, comm: Local | TorchDist, settings: Settings) -> None:
-        self.reducer, self.comm = reducer, comm
+    def __init__(
+        self, reducer: Reducer, comm: Local | TorchDist, settings: Settings, norms: BatchNormReplay
+    ) -> None:
+        self.reducer, self.comm, self._norms = reducer, comm, norms
         self.window = Window(settings.accumulate)
         self._raises = settings.nonfinite == "raise"
         self._counts_are_whole = settings.kind == "exact"
@@ -53,11 +56,13 @@ class Engine:
         self._reset()
         self.window.open()
         self.reducer.open()
+        self._norms.open()
 
     def hand_out(self, *, last: bool, more: bool) -> None:
         """Count a micro-batch given to the loop; `more` says that another window follows the current one."""
         self.window.hand_out(last=last)
         self._more = more
+        self._norms.hand_out()
         self.reducer.before_forward(syncs=last)
 
     def backward(self, loss: Tensor, count: Count) -> None:
@@ -68,7 +73,8 @@ class Engine:
         self._local.losses.append(loss.detach())
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         self._begin()
-        with self.clock.phase("backward"):
+        due = self.window.done < self.window.handed
+        with self.clock.phase("backward"), self._norms.backward(due=due):
             if syncs:
                 self._send(scaled.backward, scaled)
             else:
@@ -108,6 +114,7 @@ class Engine:
             assert self._header is not None
             with self.clock.phase("exposed_sync"):
                 self.reducer.finish(self._header, self.final)
+                self._norms.land()
             self.verdict = self._conclude(self._header)
         if not self.is_late:
             self.verdict.reach()
@@ -135,10 +142,13 @@ class Engine:
         self.finish()
         if self.final.is_pending:
             self.write()
+        self._norms.apply(self.final.found_inf == 0)
         self._is_handed_over = True
 
     def used(self) -> None:
         """Note that an optimizer has used the window: the next one starts from zero."""
+        if not self.is_used:
+            self._norms.apply(self.final.found_inf == 0)
         self.is_used = True
         self._is_handed_over = False
 
@@ -177,6 +187,7 @@ class Engine:
 
     def drop(self) -> None:
         """Drop the current window without waiting for anybody."""
+        self._norms.close()
         self.window.close(completed=self.window.state is State.SYNCED)
         self._is_handed_over = False
         self._carry = None
@@ -213,6 +224,7 @@ class Engine:
         self._header = Header(
             self.comm, self.device, local=self._local, position=self._position, more=self._more
         )
+        self._norms.launch(self.comm)
         self.window.state = State.SYNCED
         try:
             self.reducer.reduce(self._header, backward, loss)

@@ -44,7 +44,8 @@ class WindowSampler(Sampler[list[int]]):
     Example:
         >>> sampler = WindowSampler(len(data), seed=42, micro_batch=8, global_batch=96)  # doctest: +SKIP
         >>> loader = DataLoader(data, batch_sampler=sampler, num_workers=2)  # doctest: +SKIP
-        >>> sync = pe.GradSync(model, accumulate=sampler.accumulate)  # doctest: +SKIP
+        >>> exact = pe.Exact(micro_batches=sampler.micro_batches)  # doctest: +SKIP
+        >>> sync = pe.GradSync(model, accumulate=sampler.accumulate, accumulator=exact)  # doctest: +SKIP
         >>> for epoch in range(epochs):  # doctest: +SKIP
         ...     sampler.set_epoch(epoch)
         ...     for step, window in enumerate(sync.windows(loader), start=epoch * sampler.num_windows):

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.accumulator import Exact
 from pyengine.agreement import Settings, agree, problems_of, sparse_modules
+from pyengine.batch_norm import BatchNormReplay, batch_norm_problems
 from pyengine.comm import comm_for
 from pyengine.ddp import DDPReducer
 from pyengine.dealer import Dealer
@@ -240,14 +241,16 @@ class GradSync(Sync):
         wire: how a bucket travels: `pe.wire.FP32()`, `BF16()`, `FP16()`.
         accumulator: "fp32" sums in fp32 whatever the parameters' type; "native" sums in their own type; "exact" gives the
             same bits for every world size (docs/reproducible.md), over the fp32 wire only, with whole-numbered counts;
-            `pe.Exact(micro_batches=...)` is the same for windows that a `Dealer` deals out.
+            given a module, not its parameters, it keeps BatchNorm's running statistics alike too. `pe.Exact(
+            micro_batches=...)` is the same where the window is not the sum of `accumulate` over ranks.
         group: the process group; None is the default group, or this process alone if there is none.
         bucket_cap_mb: size of a bucket in MiB of gradients.
         nonfinite: "skip" leaves the parameters alone in a step with inf or nan; "raise" raises FloatingPointError on
             every rank, and has every micro-batch checked so that the message names it.
 
     Raises:
-        ValueError: an argument is off, or the ranks' parameters differ; raised on every rank.
+        ValueError: an argument is off, or the ranks' parameters differ, or "exact" meets a SyncBatchNorm; raised on
+            every rank.
 
     Cost: fp32 parameters need one buffer of their size, which `.grad` views. Narrow parameters with
     `accumulator="fp32"` need 4 bytes an element for the sum and their own size for the wire.
@@ -269,13 +272,15 @@ class GradSync(Sync):
         comm = comm_for(params[0].device, group)
         specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
         settings = Settings(accumulate, wire, accumulator, nonfinite, bucket_cap_mb)
-        terms = agree(comm, specs, settings, problems_of(named))
+        module = _replayed(params_or_module, settings)
+        shares = agree(comm, specs, settings, [*problems_of(named), *batch_norm_problems(module)])
         comm.broadcast_([*params, *buffers])
-        storage = Storage(wire, settings.kind, watch=nonfinite == "raise", terms=terms)
+        storage = Storage(wire, settings.kind, watch=nonfinite == "raise", terms=shares.terms)
         reducer = BucketReducer(
             specs, params, cap_bytes=int(bucket_cap_mb * 2**20), comm=comm, storage=storage
         )
-        super().__init__(Engine(reducer, comm, settings))
+        norms = BatchNormReplay(module, shares=shares.by_rank, rank=comm.rank)
+        super().__init__(Engine(reducer, comm, settings, norms))
         self._reducer = reducer
 
     @property
@@ -304,7 +309,7 @@ def attach(
 
     Raises:
         TypeError: not a DistributedDataParallel.
-        ValueError: a sparse embedding, which DDP puts into a bucket of its own.
+        ValueError: a sparse embedding, which DDP puts into a bucket of its own; a SyncBatchNorm with "exact".
     """
     if not isinstance(ddp_model, DistributedDataParallel):
         raise TypeError(
@@ -315,9 +320,18 @@ def attach(
     specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
     settings = Settings(accumulate, wire, accumulator, nonfinite)
     comm = state.comm(named[0][1].device)
-    terms = agree(comm, specs, settings, [*problems_of(named), *sparse_modules(ddp_model)])
-    reducer = DDPReducer(ddp_model, state, accumulator=settings.kind, terms=terms)
-    return Sync(Engine(reducer, comm, settings))
+    module = _replayed(ddp_model.module, settings)
+    problems = [*problems_of(named), *sparse_modules(ddp_model), *batch_norm_problems(module)]
+    shares = agree(comm, specs, settings, problems)
+    reducer = DDPReducer(ddp_model, state, accumulator=settings.kind, terms=shares.terms)
+    norms = BatchNormReplay(module, shares=shares.by_rank, rank=comm.rank)
+    return Sync(Engine(reducer, comm, settings, norms))
+
+
+def _replayed(source: Any, settings: Settings) -> nn.Module:
+    """Return the module whose running statistics the engine replays; an empty one if it does not."""
+    is_exact = settings.kind == "exact"
+    return source if is_exact and isinstance(source, nn.Module) else nn.Module()
 
 
 def _named(source: Any) -> tuple[list[tuple[str, nn.Parameter]], list[Tensor]]:

@@ -60,7 +60,8 @@ def _train(kind: str, micro_batches: int, dtype: torch.dtype, accumulator: str) 
         0, 50, (2 * micro_batches * STEPS - 5, 9)
     )  # the last window and its last micro-batch are short
     sampler = pe.WindowSampler(len(data), seed=7, micro_batch=2, global_batch=2 * micro_batches)
-    sync, forward = _wrap(kind, model, 0.01 * world, accumulate=sampler.accumulate, accumulator=accumulator)
+    kind_of_sum = pe.Exact(micro_batches=micro_batches) if accumulator == "Exact" else accumulator
+    sync, forward = _wrap(kind, model, 0.01 * world, accumulate=sampler.accumulate, accumulator=kind_of_sum)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     digests = []
     for step, window in enumerate(sync.windows(sampler)):
@@ -93,6 +94,11 @@ def test_every_world_size_gives_the_same_bits(ranks, kind, world, micro_batches,
     alone = _single(ranks, micro_batches, dtype, "exact")
     for digests in ranks(world).run(_train, kind, micro_batches, dtype, "exact"):
         assert digests == alone
+
+
+def test_more_ranks_than_micro_batches_change_nothing_if_the_window_is_named(ranks):
+    alone = _single(ranks, 4, torch.float32, "Exact")
+    assert ranks(6).run(_train, "own", 4, torch.float32, "Exact") == [alone] * 6
 
 
 def test_plain_fp32_sums_do_not(ranks):

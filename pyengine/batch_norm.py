@@ -1,0 +1,271 @@
+"""BatchNorm's running statistics, the same whoever ran which micro-batch.
+
+While a window is open, every BatchNorm in training mode writes into a row of its own for each micro-batch, which begins
+as zeros, with its own arithmetic. So a row holds what the micro-batch adds to the running average, whatever that is, and
+how often the module was called. The rows of all ranks are summed as integers, a rank's being zero in the others'
+places, and every rank replays them rank by rank: with contiguous shares (`WindowSampler`) in the order of the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pyengine.buffers import BufferWatch
+from pyengine.host import send
+from pyengine.wire import Comm, Work
+
+# Mean, variance and number of batches.
+_Row = tuple[Tensor, ...]
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_ALIGNMENT = 64  # elements: a module finds its row as aligned as a tensor of its own would be
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def batch_norms(module: nn.Module) -> list[_BatchNorm]:
+    """Return the modules that keep running statistics of their batches."""
+    return [m for m in module.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+
+
+def batch_norm_problems(module: nn.Module) -> list[str]:
+    """Say which BatchNorms cannot be made independent of the world size."""
+    found = [
+        f"{name or 'the module'} is a SyncBatchNorm: with accumulator='exact' a micro-batch's statistics must not depend on "
+        "what other ranks compute at the same time. Use BatchNorm, whose running statistics the engine replays, or GroupNorm"
+        for name, m in module.named_modules()
+        if isinstance(m, nn.SyncBatchNorm)
+    ]
+    kinds = sorted({str(m.running_mean.dtype).removeprefix("torch.") for m in batch_norms(module)})
+    if len(kinds) > 1:
+        found.append(
+            f"running statistics are {' and '.join(kinds)}: accumulator='exact' needs one type for all BatchNorms"
+        )
+    return found
+
+
+class BatchNormReplay:
+    """Keeps running statistics out of the forwards of a window, and replays them when it is used.
+
+    A forward counts for the micro-batch handed out last, or, where several were handed out first, for the one whose
+    backward comes next. Several calls in a micro-batch count one after the other. Forwards inside a backward
+    (recomputation by activation checkpointing) and those between a micro-batch's backward and the next one do not count;
+    those outside windows do what they always do. Outside its own forward a module always holds its real statistics.
+
+    Args:
+        module: whose BatchNorms, where the engine was given them; one without any costs nothing.
+        shares: micro-batches of a full window, by rank.
+        rank: this process's.
+
+    Cost: a window allocates (accumulate + micro-batches of all ranks) rows of 4 bytes a running value and BatchNorm, and
+    sends the latter part in one collective, which overlaps with the last backward.
+    """
+
+    def __init__(self, module: nn.Module, *, shares: Sequence[int], rank: int) -> None:
+        self._modules = batch_norms(module)
+        self._first, self._own, self._total = sum(shares[:rank]), shares[rank], sum(shares)
+        self._target = _Target()
+        self._rows: Tensor | None = None
+        self._work: Work | None = None
+        self._others = BufferWatch(module, self._buffers(*_STATISTICS))
+        if not self._modules:
+            return
+        kind = self._modules[0].running_mean
+        self._sizes = [m.num_features for m in self._modules for _ in range(2)]
+        self._places = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in self._sizes]
+        columns = torch.tensor(self._places, device=kind.device).view(-1, 2).sum(1)
+        self._owner = torch.arange(len(self._modules), device=kind.device).repeat_interleave(columns)
+        num_rows = self._own + 1  # the last one takes what does not count
+        self._stats = kind.new_zeros(num_rows, sum(self._places))
+        self._calls = self._owner.new_zeros(num_rows, len(self._modules))
+        self._target.rows = [
+            list(zip(values[::2], values[1::2], calls.unbind(), strict=True))
+            for values, calls in zip(map(self._pieces, self._stats), self._calls, strict=True)
+        ]
+        for index, norm in enumerate(self._modules):
+            _tap(norm).target, _tap(norm).index = self._target, index
+
+    def open(self) -> None:
+        """Begin a window."""
+        self._others.open()
+        if self._modules:
+            self._stats.zero_()
+            self._calls.zero_()
+            self._target.open()
+
+    def hand_out(self) -> None:
+        """Begin a micro-batch."""
+        self._target.hand_out()
+
+    @contextmanager
+    def backward(self, *, due: bool) -> Iterator[None]:
+        """Let nothing count in the body, nor after it unless further backwards are `due`."""
+        if self._target.row is None:
+            yield
+            return
+        self._target.aside()
+        try:
+            yield
+        finally:
+            if due:
+                self._target.turn()
+
+    def launch(self, comm: Comm) -> None:
+        """Start to exchange the window's rows; nothing counts from here on."""
+        if not self._modules:
+            return
+        self._target.aside()
+        wide = torch.promote_types(self._stats.dtype, torch.float32)
+        whole, width = _INTEGERS[wide], self._stats.shape[1]
+        # The bits as integers: adding zeros keeps them all, those of -0 and nan too.
+        self._rows = self._stats.new_zeros(self._total, width + len(self._modules), dtype=whole)
+        own = self._rows[self._first : self._first + self._own]
+        own[:, :width] = self._stats[:-1].to(wide).view(whole)
+        own[:, width:] = self._calls[:-1]
+        self._work = comm.all_reduce(self._rows)
+
+    def land(self) -> None:
+        """Wait for the other ranks' rows."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def apply(self, is_good: Tensor) -> None:
+        """Bring the window into the running statistics, once.
+
+        Args:
+            is_good: bool, 0-dim; where it is not, the statistics stay as they were.
+        """
+        if self._rows is not None:
+            self._replay(self._rows, is_good)
+        self._others.close()
+        self.close()
+
+    def close(self) -> None:
+        """End the window; what has not been applied is dropped."""
+        self._target.row = None
+        self._rows = self._work = None
+
+    @torch.no_grad()
+    def _replay(self, rows: Tensor, is_good: Tensor) -> None:
+        width = self._stats.shape[1]
+        values = rows[:, :width].contiguous().view(torch.promote_types(self._stats.dtype, torch.float32))
+        calls = rows[:, width:].double()
+        statistics, counters = self._buffers(*_STATISTICS[:2]), self._buffers(_STATISTICS[2])
+        before, tracked = torch.zeros_like(values[0], dtype=torch.float64), torch.stack(counters)
+        torch._foreach_copy_(self._pieces(before), statistics)
+        now = before.clone()
+        for row, keep, take in zip(values, *self._factors(calls, tracked), strict=True):
+            now.mul_(keep[self._owner]).add_(row.double().mul_(take[self._owner]))
+        now = torch.where(is_good, now, before)
+        tracked = tracked + calls.sum(0).long() * is_good
+        torch._foreach_copy_(statistics, self._pieces(now.to(self._stats.dtype)))
+        torch._foreach_copy_(counters, list(tracked.unbind()))
+
+    def _factors(self, calls: Tensor, tracked: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what multiplies the average so far and the row, float64 `[micro-batches, modules]`."""
+        momenta = [m.momentum for m in self._modules]
+        momentum = send([0.0 if m is None else m for m in momenta], torch.float64, calls.device)
+        is_mean = send([m is None for m in momenta], torch.bool, calls.device)
+        after = tracked + calls.cumsum(0)
+        share = calls / after.clamp(min=1)  # of a plain mean over all batches so far
+        keep = torch.where(is_mean, 1 - share, (1 - momentum) ** calls)
+        return keep, torch.where(is_mean, share, 1.0)
+
+    def _pieces(self, row: Tensor) -> list[Tensor]:
+        """Return every module's mean and variance in a row, as views."""
+        return [place[:size] for place, size in zip(row.split(self._places), self._sizes, strict=True)]
+
+    def _buffers(self, *names: str) -> list[Any]:
+        return [getattr(m, name) for m in self._modules for name in names]
+
+
+class _Target:
+    """Where calls in training mode write: a micro-batch's row, or the last one, which does not count.
+
+    Attributes:
+        rows: `[accumulate + 1][modules]` of (mean, variance, calls).
+        row: the one in use; None: modules write into their own statistics. Modules only read this and set `was_called`,
+            so that torch.compile can trace them once for all micro-batches.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[list[_Row]] = [[]]
+        self.row: list[_Row] | None = None
+        self.was_called = False
+
+    def open(self) -> None:
+        """Begin a window, whose first micro-batch is still to come."""
+        self._next = self._handed = 0
+        self.row, self.was_called = self.rows[-1], False
+
+    def hand_out(self) -> None:
+        """Begin a micro-batch."""
+        if self.row is not None:
+            self._handed += 1
+            self.turn()
+
+    def turn(self) -> None:
+        """Give the calls to come a row that has none yet."""
+        self.aside()
+        self.row = self.rows[min(self._next, self._handed - 1)]
+
+    def aside(self) -> None:
+        """Let the calls to come not count."""
+        self._next += self.was_called and self.row is not self.rows[-1]
+        self.row, self.was_called = self.rows[-1], False
+
+
+class _Tap:
+    """One module's way into the rows of the engine made last. A copy or pickle of the module gets one that does nothing.
+
+    Attributes:
+        target: where calls write.
+        index: of the module in a row.
+    """
+
+    def __init__(self) -> None:
+        self.target, self.index = _Target(), 0
+        self._own: _Row | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Tap, ()
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        """Lend the module a row in place of its running statistics."""
+        del args
+        if self.target.row is None or not module.training:
+            return
+        self.target.was_called = True
+        self._own = _swap(module, self.target.row[self.index])
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Give the module its running statistics back, also after an exception."""
+        del args, output
+        if self._own is not None:
+            _swap(module, self._own)
+            self._own = None
+
+
+def _tap(module: nn.Module) -> _Tap:
+    """Return the module's tap; make it if need be."""
+    for hook in module._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, _Tap):
+            return owner
+    tap = _Tap()
+    module.register_forward_pre_hook(tap.before)
+    module.register_forward_hook(tap.after, always_call=True)
+    return tap
+
+
+def _swap(module: nn.Module, row: _Row) -> _Row:
+    buffers = module._buffers
+    before = tuple(buffers[name] for name in _STATISTICS)
+    for name, buffer in zip(_STATISTICS, row, strict=True):
+        buffers[name] = buffer
+    return before
