@@ -54,9 +54,9 @@ def main() -> None:
         results[case] = rows
         _print(case, rows, options.memory)
     if options.save:
-        kind = (
-            "memory" if options.memory else f"{options.name}{'-' + str(options.rate) if options.rate else ''}"
-        )
+        kind = "memory" if options.memory and options.name == "step" else options.name
+        if options.rate:
+            kind += f"-{options.rate}"
         path = RESULTS / f"{date.today()}-{kind}.json"
         path.write_text(
             json.dumps({"machine": card, "options": vars(options), "cases": results}, indent=2) + "\n"

@@ -45,9 +45,6 @@ steps. mine.py:
 `sync` may be left out (DDP without pyengine): norm and number of items are then not compared. A function that takes
 verify.steps, verify.micro_batches, verify.accumulator or verify.bucket_cap_mb follows the command line; only one that
 takes verify.bucket_cap_mb runs with small buckets too.
-
-The built-in cnn has batch norm without running statistics: a rank sees only its own micro-batches', which are other
-ones in every world size.
 """
 
 BUILT_IN = "pyengine.cli.verify_models:{}"

@@ -94,8 +94,8 @@ def _buffers(facts: Facts) -> tuple[str, str] | None:
     if facts.first.name.endswith(("running_mean", "running_var", "num_batches_tracked")):
         return "BatchNorm", (
             "Running statistics are averages over the micro-batches that a rank has seen, which are other ones in every "
-            "world size: replay each micro-batch's statistics in the window's order on every rank, or use a norm "
-            "without them (GroupNorm, LayerNorm, track_running_stats=False)."
+            'world size: make the engine over the module itself (not its parameters) with accumulator="exact", which '
+            "replays them in the window's order, or use a norm without them (GroupNorm, LayerNorm)."
         )
     return "buffers", (
         "A buffer is written by forward, from the micro-batches that this rank has seen: gather what it is made of over "

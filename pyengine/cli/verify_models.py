@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import dropout
 
+from pyengine.accumulator import Exact
 from pyengine.cli.train_cnn import DigitsTask
 from pyengine.cli.train_gpt import TextTask
 from pyengine.cli.train_task import Task
@@ -37,7 +38,7 @@ def _train(task: Task, verify: Probe) -> None:
     sync = GradSync(
         model,
         accumulate=sampler.accumulate,
-        accumulator=verify.accumulator,
+        accumulator=Exact(verify.micro_batches) if verify.accumulator == "exact" else verify.accumulator,
         bucket_cap_mb=verify.bucket_cap_mb,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -57,9 +58,4 @@ def _build(task: Task) -> nn.Module:
     torch.manual_seed(_SEED)
     model = task.build()
     model.head.register_forward_pre_hook(lambda _, inputs: dropout(inputs[0], 0.1))
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            # A rank averages over its own micro-batches: other ones in every world size.
-            module.track_running_stats = False
-            module.running_mean = module.running_var = module.num_batches_tracked = None
     return model

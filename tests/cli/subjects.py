@@ -37,11 +37,13 @@ def train(
     rng: Rng = keyed,
     lr: float = 1e-2,
     weight: float = 1.0,
+    replays: bool = True,
 ) -> None:
     """Train as the documentation says; whoever wants a fault passes it in."""
     data = torch.randn(400, 8, generator=torch.Generator().manual_seed(1))
     sampler = pe.WindowSampler(len(data), seed=0, micro_batch=4, global_batch=4 * MICRO_BATCHES)
-    sync = pe.GradSync(model, accumulate=sampler.accumulate, accumulator=accumulator)
+    source = model if replays else list(model.named_parameters())
+    sync = pe.GradSync(source, accumulate=sampler.accumulate, accumulator=accumulator)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     verify.watch(model, optimizer=optimizer, sync=sync)
     for step, window in enumerate(sync.windows(sampler)):
@@ -68,8 +70,12 @@ def dropout_by_rank(verify: Probe) -> None:
     train(verify, network(), rng=rng)
 
 
-def batch_norm(verify: Probe) -> None:
+def batch_norm_replayed(verify: Probe) -> None:
     train(verify, network(nn.BatchNorm1d(16)))
+
+
+def batch_norm(verify: Probe) -> None:
+    train(verify, network(nn.BatchNorm1d(16)), replays=False)
 
 
 def batch_norm_and_plain_sums(verify: Probe) -> None:

@@ -79,7 +79,7 @@ def test_built_in_model_with_plain_sums_is_not(checked: Verify) -> None:
         "2 workers": False,
         "2 workers, small buckets": False,
     }
-    assert heard.finding.causes[0][0] == "sums"
+    assert [name for name, _ in heard.finding.causes] == ["BatchNorm", "sums"]
 
 
 def test_function_that_does_what_the_help_says_is_identical(checked: Verify) -> None:
@@ -89,6 +89,11 @@ def test_function_that_does_what_the_help_says_is_identical(checked: Verify) -> 
     assert heard.reference.steps == 4
     kinds = {kind for _, kind, _ in heard.reference.entries}
     assert kinds == {"window", "gradient", "norm", "parameter", "state"}
+
+
+def test_batch_norm_that_the_engine_replays_is_identical(checked: Verify) -> None:
+    heard = checked("--train", "subjects:batch_norm_replayed", "--workers", "1,3", "--steps", "2")
+    assert heard.findings == {"subjects:batch_norm_replayed": None}
 
 
 def test_example_of_the_help_runs(checked: Verify, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
