@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from cases import me
-from test_exact import Gpt, _digest
+from test_same_bits import Gpt, _digest
 from torch import nn
 
 import pyengine as pe

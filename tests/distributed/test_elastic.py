@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_exact import Gpt, _digest
+from test_same_bits import Gpt, _digest
 
 import pyengine as pe
 from pyengine.launch import launch
