@@ -27,9 +27,9 @@ class CMakeExtension(build_ext):
         build = ROOT / "build" / f"core-{sysconfig.get_config_var('SOABI')}"
         archs = os.environ.get("PYENGINE_CUDA_ARCHS")
         configure = [
-            "cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja",
+            tool("cmake"), "-S", str(ROOT), "-B", str(build), "-G", "Ninja",
             # Under build isolation every build has another Ninja, pybind11 and cmake.
-            f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja')}",
+            f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DPYTHON_EXECUTABLE={sys.executable}",
             f"-DPython3_EXECUTABLE={sys.executable}",
@@ -38,13 +38,20 @@ class CMakeExtension(build_ext):
             f"-DPYENGINE_CUDA_ARCHS={archs}" if archs else "-UPYENGINE_CUDA_ARCHS",
         ]  # fmt: skip
         subprocess.run(configure, check=True)
-        subprocess.run(["cmake", "--build", str(build), "--target", "_core"], check=True)
+        subprocess.run([tool("cmake"), "--build", str(build), "--target", "_core"], check=True)
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         (library,) = build.glob("_core*.so")
         # Replace, never overwrite: a process that has the old file mapped would crash.
         shutil.copy2(library, target.with_suffix(".new"))
         target.with_suffix(".new").replace(target)
+
+
+def tool(name):
+    """Find a build tool: this environment's own before another that PATH may hold."""
+    folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    found = shutil.which(name, path=os.pathsep.join(folders))
+    return found or sys.exit(f"{name} is missing: pip install {name}")
 
 
 def with_cuda():

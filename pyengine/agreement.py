@@ -43,6 +43,8 @@ class Settings:
     def problems(self) -> list[str]:
         """Say what is wrong with the values."""
         found = check_accumulate(self.accumulate)
+        if isinstance(self.accumulator, Exact) and not isinstance(self.accumulator.micro_batches, int):
+            found.append(f"accumulator={self.accumulator}: need a whole number of micro-batches")
         if self.kind not in KINDS:
             found.append(f"accumulator={self.accumulator!r}: need one of {', '.join(map(repr, KINDS))}")
         if self.nonfinite not in NONFINITE_POLICIES:
@@ -53,9 +55,9 @@ class Settings:
             found.append(
                 f"wire={self.wire}: need wire.FP32() with accumulator='exact', whose sums travel as integers of their own"
             )
-        if not self.bucket_cap_mb > 0:
+        if not isinstance(self.bucket_cap_mb, int | float) or not self.bucket_cap_mb > 0:
             found.append(
-                f"bucket_cap_mb={self.bucket_cap_mb}: need a size above 0, in MiB; 25 is a good start"
+                f"bucket_cap_mb={self.bucket_cap_mb!r}: need a size above 0, in MiB; 25 is a good start"
             )
         return found
 

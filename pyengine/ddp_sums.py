@@ -192,7 +192,8 @@ class ExactBeside(_Base):
             self._bins.fill_(POISONED)
         comm.all_reduce_max(self._bins).wait()
         self._exact.align_(self._bins)
-        work, scale = comm.all_reduce(self._exact.limbs), after(self._one)
+        scale = after(self._one)  # before the collective, behind which `land` is ordered
+        work = comm.all_reduce(self._exact.limbs)
 
         def land(_: Any) -> Tensor:
             total = self._exact.hi.view(torch.float32)

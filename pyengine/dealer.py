@@ -21,6 +21,9 @@ class Dealer:
     accumulators it is right, and changes in the last bits from run to run. BatchNorm's running statistics are replayed
     rank by rank, so here they do depend on who took what.
 
+    After an exception every rank must leave the loop and begin a new one from a checkpoint: what a rank has drawn is
+    lost to the others.
+
     Args:
         sampler: says which samples make a micro-batch and a window. Its rank and world size do not matter.
         store: holds the counters; None takes the default process group's. Dealers that share a store need other names.
@@ -46,6 +49,11 @@ class Dealer:
             store = dist.distributed_c10d._get_default_store()
         self._store = dist.HashStore() if store is None else store
         self._rounds = 0
+
+    @property
+    def micro_batches(self) -> int:
+        """In a full window, over all ranks."""
+        return self._sampler.micro_batches
 
     def set_epoch(self, epoch: int, *, window: int = 0) -> None:
         """Choose the epoch of the next round, and the window at which it begins."""

@@ -32,18 +32,26 @@ class Engine:
     """
 
     def __init__(
-        self, reducer: Reducer, comm: Local | TorchDist, settings: Settings, norms: BatchNormReplay
+        self,
+        reducer: Reducer,
+        comm: Local | TorchDist,
+        settings: Settings,
+        norms: BatchNormReplay,
+        *,
+        terms: int,
     ) -> None:
         self.reducer, self.comm, self._norms = reducer, comm, norms
         self.window = Window(settings.accumulate)
         self._raises = settings.nonfinite == "raise"
-        self._counts_are_whole = settings.kind == "exact"
+        self._terms = terms if settings.kind == "exact" else None
         self.device = reducer.params[0].device
         self.final = FinalPass(len(reducer.params), self.device)
         self.clock = Clock(self.device)
         self.is_late = not self._raises and runs_ahead(self.device)
         self.verdict: Verdict | None = None
         self._unread: Verdict | None = None
+        self._landed: Verdict | None = None
+        self._opened_at = -1
         self.scaler: GradScaler | None = None
         self.steps_taken = 0
         self._carry: Carry | None = None
@@ -54,6 +62,7 @@ class Engine:
         """Begin a window; the previous one must have been used."""
         self.retire()
         self._reset()
+        self._opened_at = self.window.index
         self.window.open()
         self.reducer.open()
         self._norms.open()
@@ -115,7 +124,7 @@ class Engine:
             with self.clock.phase("exposed_sync"):
                 self.reducer.finish(self._header, self.final)
                 self._norms.land()
-            self.verdict = self._conclude(self._header)
+            self.verdict = self._landed = self._conclude(self._header)
         if not self.is_late:
             self.verdict.reach()
         return self.verdict
@@ -128,9 +137,10 @@ class Engine:
             verdict.reach()
 
     def others_go_on(self) -> bool:
-        """Whether some rank has another window after the one that has just been used."""
-        self.settle()
-        return self.verdict is not None and self.verdict.reach().more > 0
+        """Whether another rank still needs this one: for a window that was dropped before it was sent, or further ones."""
+        if self.window.index == self._opened_at:
+            return True
+        return self._landed is not None and self._landed.read().more > 0
 
     def write(self) -> None:
         """Multiply the pending scalar into the gradients: one fused pass."""
@@ -183,6 +193,8 @@ class Engine:
             # The others hear of what was wrong; here the window goes anyway.
             with suppress(ValueError, FloatingPointError):
                 self.finish()
+        if self.scaler is not None and self.verdict is not None and not self.is_used:
+            self.scaler.follow()  # the others update theirs when they step
         self.drop()
 
     def drop(self) -> None:
@@ -197,7 +209,7 @@ class Engine:
         if self.verdict is not None and self.verdict.totals is None:
             self._unread = self.verdict
         self.verdict = None
-        self._local = LocalWindow(self._counts_are_whole)
+        self._local = LocalWindow(self._terms)
         self._header: Header | None = None
         self.is_used = False
         self._more = False
@@ -218,8 +230,10 @@ class Engine:
         self._has_begun = True
 
     def _send(self, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
-        self.settle()  # the previous window's, if the host has let it run ahead: this one's header tells of its step
         self.reducer.before_header()
+        # The previous window's, if the host has let it run ahead: this header tells of its step. Here, behind every
+        # collective that a forward may launch, all ranks are at the same point.
+        self.settle()
         self._position = (self.window.index, self.steps_taken)
         self._header = Header(
             self.comm, self.device, local=self._local, position=self._position, more=self._more

@@ -27,12 +27,13 @@ class LocalWindow:
     """What one rank says of its window: one entry a micro-batch.
 
     Attributes:
-        counts_are_whole: whether counts have to be whole numbers, whose sum does not depend on its order.
+        terms: the most micro-batches over all ranks that an exact sum may take, where counts have to be whole numbers,
+            so that their sum does not depend on its order either; None for other sums.
         counts: items each loss was summed over; numbers, or 0-dim tensors that stay on their device.
         losses: the losses, detached 0-dim tensors.
     """
 
-    counts_are_whole: bool = False
+    terms: int | None = None
     counts: list[Count] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
 
@@ -46,14 +47,12 @@ class LocalWindow:
 
     def is_valid(self, count: float) -> bool:
         """Whether a count may be summed."""
-        return (
-            math.isfinite(count) and count >= 0 and (not self.counts_are_whole or count == math.floor(count))
-        )
+        return math.isfinite(count) and count >= 0 and (self.terms is None or count == math.floor(count))
 
     def are_valid(self, counts: Tensor) -> Tensor:
         """Tell the same of counts on a device."""
         valid = torch.isfinite(counts) & (counts >= 0)
-        return valid & (counts == counts.floor()) if self.counts_are_whole else valid
+        return valid if self.terms is None else valid & (counts == counts.floor())
 
     def nonfinite_losses(self) -> list[int]:
         """Return the micro-batches whose loss is inf or nan. Reads device losses: for error reports only."""
@@ -97,7 +96,7 @@ class Header:
     def __init__(
         self, comm: Comm, device: torch.device, *, local: LocalWindow, position: tuple[int, int], more: bool
     ) -> None:
-        self._comm = comm
+        self._comm, self._terms = comm, local.terms
         self._vector = _pack(device, local, position, more)
         self._work: Work | None = comm.all_reduce(self._vector)
         self._inv_count: Tensor | None = None
@@ -119,7 +118,8 @@ class Header:
         vector = self.vector()
         totals, squares = vector[5::2], vector[6::2]
         differ = (self._comm.world_size * squares != totals * totals).any()
-        return (vector[0] == 0) | (vector[4] > 0) | differ
+        too_many = vector[2] > (math.inf if self._terms is None else self._terms)
+        return (vector[0] == 0) | (vector[4] > 0) | differ | too_many
 
     def vector(self) -> Tensor:
         """Wait, and return the reduced numbers, float64 `[9]`; see `Totals.of`."""

@@ -31,6 +31,11 @@ def _cut(engine: Engine, loader: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
 
 
 def _dealt(engine: Engine, dealer: Dealer) -> Iterator[Iterator[Dealt]]:
+    if engine.window.accumulate < dealer.micro_batches:
+        raise ValueError(
+            f"accumulate={engine.window.accumulate} with a Dealer of {dealer.micro_batches} micro-batches a window: a rank "
+            f"may get all of them; make the engine with accumulate={dealer.micro_batches}"
+        )
     for window in dealer.windows():
         engine.open()
         yield _micro_batches(engine, _Lookahead(window))

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyengine.host import runs_ahead
+
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
@@ -26,7 +28,8 @@ class FinalPass:
         sumsq: float64 `[num_params]`, sum of squares of each parameter's reduced gradient, before `factor`.
         nonfinite: uint8 `[num_params]`, 1 where a reduced gradient holds inf or nan.
         factor: float64 0-dim, what still multiplies the gradients.
-        found_inf: float32 0-dim, 1 if the step must be skipped.
+        overflow: float32 0-dim, 1 if a gradient holds inf or nan: what a loss scale follows.
+        found_inf: float32 0-dim, 1 if the step must be skipped, for that or another reason.
         void: float32 0-dim, nan if a rank gave the window up, else 0.
     """
 
@@ -41,16 +44,18 @@ class FinalPass:
         self.sumsq.zero_()
         self.nonfinite.zero_()
         self.factor = torch.ones((), dtype=torch.float64, device=device)
-        self.found_inf = torch.zeros((), device=device)
+        self.overflow = self.found_inf = torch.zeros((), device=device)
         self.void = torch.zeros((), device=device)
         self.is_pending = False
         self._before_clipping: Tensor | None = None
 
     def settle(self) -> None:
         """Close the read: derive the norm and the skip decision from what the kernels left."""
-        total = self.sumsq.cumsum(0)[-1]  # in registration order: not a matter of buckets or threads
+        # In registration order: not a matter of buckets or threads. A device's sum has one order for one length, its
+        # cumsum need not.
+        total = self.sumsq.sum() if runs_ahead(self.sumsq.device) else self.sumsq.cumsum(0)[-1]
         self._root = total.sqrt()
-        self.found_inf = (~torch.isfinite(total + self.void)).float()
+        self.overflow = self.found_inf = (~torch.isfinite(total + self.void)).float()
 
     def forbid(self, flag: Tensor) -> None:
         """Let the step be skipped if `flag` (0-dim bool) is set."""
@@ -98,20 +103,36 @@ class GradScaler(torch.amp.GradScaler):
     _final: FinalPass | None = None
 
     def bind(self, final: FinalPass) -> None:
-        """Take the finite check from `final` from now on."""
+        """Take the finite check from `final` from now on; an engine has a scaler of its own."""
+        if self._final is not None and self._final is not final:
+            raise ValueError(
+                "scaler belongs to another engine, whose overflows it follows: make one GradScaler an engine"
+            )
         self._final = final
+
+    def follow(self) -> None:
+        """Update the scale after a window that other ranks step and this one drops, as `update` does there."""
+        if self._final is not None and self._scale is not None:
+            torch._amp_update_scale_(
+                self._scale,
+                self._growth_tracker,
+                self._final.overflow,
+                self._growth_factor,
+                self._backoff_factor,
+                self._growth_interval,
+            )
 
     def inv_scale(self) -> Tensor:
         """Return 1 / scale as a 0-dim tensor, without a host read."""
-        scale = self._get_scale_async()
-        if scale is None:
-            raise RuntimeError("the GradScaler has not scaled a loss yet: run sync.backward first")
-        return scale.double().reciprocal()
+        assert self._final is not None
+        if self._scale is None:  # this rank has not had a micro-batch yet
+            self._lazy_init_scale_growth_tracker(self._final.sumsq.device)
+        return self._scale.double().reciprocal()
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         if self._final is None:
             return super()._unscale_grads_(*args, **kwargs)
-        return {self._final.found_inf.device: self._final.found_inf.clone()}
+        return {self._final.overflow.device: self._final.overflow.clone()}
 
 
 def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:

@@ -292,10 +292,10 @@ class BucketReducer:
         with self._comm.beside(transfer.bucket.lent()):
             inv_count = header.inv_count() if self._wire.folds_count else None
             transfer.start(transfer.bucket.rounds(inv_count, self._wire, self._comm, poison=poison))
-        if self._next > 0:
-            # The same order of collectives on every rank; a first round has a bucket's time to land.
-            self._go_on(self._transfers[self._next - 1])
         self._next += 1
+        if self._next > 1:
+            # The same order of collectives on every rank; a first round has a bucket's time to land.
+            self._go_on(self._transfers[self._next - 2])
 
     def _go_on(self, transfer: _Transfer) -> None:
         while transfer.rounds_left:

@@ -152,7 +152,7 @@ class Sync:
         engine are stepped one after the other.
 
         On an accelerator a fused optimizer decides on the device and the host does not wait: the scheduler's step, the
-        StepRecord and errors follow when the next window is sent, when the loop over `windows` ends, or at
+        StepRecord and errors follow when the next window is sent, when the loop over `windows` runs out, or at
         `synchronize()`, whichever comes first.
 
         Args:
@@ -171,9 +171,11 @@ class Sync:
         if engine.scaler is not None and first:
             engine.scaler.unscale_(optimizer)
         norm = engine.final.norm_before_clipping()
-        apply_optimizer(optimizer, engine.final, engine.write)
-        if engine.scaler is not None and first:
-            engine.scaler.update()
+        try:
+            apply_optimizer(optimizer, engine.final, engine.write)
+        finally:
+            if engine.scaler is not None and first:
+                engine.scaler.update()
         if scheduler is not None:
             verdict.then(lambda _, skips: None if skips else scheduler.step())
         if first:
@@ -184,8 +186,8 @@ class Sync:
     def synchronize(self) -> None:
         """Wait for the outcome of the last step: its scheduler steps, its StepRecord is emitted, its errors are raised.
 
-        Needed only on accelerators, after the last window of a loop that does not use `windows`, or before the
-        scheduler's state is read. Every rank calls it at the same point.
+        Needed only on accelerators, after the last window of a loop that does not use `windows` or was left by `break`,
+        or before the scheduler's state is read. Every rank calls it at the same point.
         """
         self._engine.settle()
 
@@ -212,6 +214,8 @@ class Sync:
 
         def emit(totals: Totals, skips: bool) -> None:
             engine.steps_taken += not skips
+            if not self._recorder.callbacks:
+                return  # the seconds would wait for the device
             self._recorder.emit(
                 step=index,
                 micro_batches=totals.micro_batches,
@@ -280,7 +284,7 @@ class GradSync(Sync):
             specs, params, cap_bytes=int(bucket_cap_mb * 2**20), comm=comm, storage=storage
         )
         norms = BatchNormReplay(module, shares=shares.by_rank, rank=comm.rank)
-        super().__init__(Engine(reducer, comm, settings, norms))
+        super().__init__(Engine(reducer, comm, settings, norms, terms=shares.terms))
         self._reducer = reducer
 
     @property
@@ -325,7 +329,7 @@ def attach(
     shares = agree(comm, specs, settings, problems)
     reducer = DDPReducer(ddp_model, state, accumulator=settings.kind, terms=shares.terms)
     norms = BatchNormReplay(module, shares=shares.by_rank, rank=comm.rank)
-    return Sync(Engine(reducer, comm, settings, norms))
+    return Sync(Engine(reducer, comm, settings, norms, terms=shares.terms))
 
 
 def _replayed(source: Any, settings: Settings) -> nn.Module:

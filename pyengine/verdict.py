@@ -85,25 +85,36 @@ class Verdict:
             FloatingPointError: inf or nan under the policy "raise".
         """
         if self.totals is None:
-            *numbers, found_inf = self._numbers.get()
-            self._skips = found_inf != 0
-            self.totals = Totals.of(numbers, self._comm.world_size)
+            self.totals = self.read()
             try:
                 self._judge(self.totals)
             except (ValueError, RuntimeError, FloatingPointError) as error:
-                self.error = error
+                self.error = error.with_traceback(None)  # which would keep every frame alive, this one too
             else:
                 for action in self._waiting:
                     action(self.totals, self._skips)
             self._waiting = []
         if self.error is not None:
-            raise self.error
+            raise type(self.error)(*self.error.args)
         return self.totals
+
+    def read(self) -> Totals:
+        """Wait for the totals only: no rank talks, nothing is concluded."""
+        *numbers, found_inf = self._numbers.get()
+        self._skips = found_inf != 0
+        return Totals.of(numbers, self._comm.world_size)
 
     def _judge(self, totals: Totals) -> None:
         if not self._skips:
             return
         check_agreement(totals, self._comm, position=self._evidence.position, local=self._evidence.local)
+        terms = self._evidence.local.terms
+        if terms is not None and totals.micro_batches > terms:
+            raise ValueError(
+                f"window of {totals.micro_batches} micro-batches over all ranks, and accumulator='exact' was made for "
+                f"{terms}: its integers may overflow. Nothing was stepped; name the window's size: "
+                f"pe.Exact(micro_batches={totals.micro_batches})"
+            )
         if totals.count == 0:
             self.reason = "count is 0 on every rank: nothing to average over"
             return
@@ -146,7 +157,7 @@ def check_agreement(totals: Totals, comm: Any, *, position: tuple[int, int], loc
         problems = comm.all_gather_object(local.problems())
         places = "; ".join(f"rank {r}: {text}" for r, texts in enumerate(problems) for text in texts)
         raise ValueError(
-            f"{places}: count must be finite{', whole' if local.counts_are_whole else ''} and not negative (0 leaves a "
+            f"{places}: count must be finite{'' if local.terms is None else ', whole'} and not negative (0 leaves a "
             "micro-batch out of the divisor). "
             "Nothing was stepped; call sync.abandon() and go on"
         )

@@ -147,3 +147,57 @@ def _interrupted() -> None:
 
 def test_a_keyboard_interrupt_leaves_the_engine_usable(ranks):
     ranks(2).run(_interrupted)
+
+
+def _abandons_its_last(scaled: bool) -> tuple[int, list[float]]:
+    """Rank 0 abandons its only window before it is sent; the others have more."""
+    rank, _ = me()
+    model = nn.Linear(2, 1)
+    sync = pe.GradSync(model, accumulate=1)
+    if scaled:
+        sync.scaler = pe.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    windows = 0
+    for window in sync.windows([torch.ones(1, 2)] * (1 if rank == 0 else 3)):
+        windows += 1
+        for x in window:
+            if rank == 0:
+                sync.abandon()
+                break
+            sync.backward(model(x).sum())
+        else:
+            sync.step(optimizer)
+    return windows, model.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_rank_that_abandons_its_last_window_still_meets_the_others(ranks, scaled):
+    (first, one), (_, other) = ranks(2).run(_abandons_its_last, scaled)
+    assert first >= 3 and one == other
+
+
+def _scale_after_a_failure() -> float:
+    rank, _ = me()
+    model = nn.Linear(2, 1)
+    sync = pe.GradSync(model, accumulate=1)
+    sync.scaler = pe.GradScaler("cpu", init_scale=16.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(2):
+        try:
+            with sync.accumulate():
+                loss = model(torch.ones(1, 2)).sum()
+                if number == 0 and rank == 1:
+                    loss.register_hook(_raise_key_error)
+                sync.backward(loss)
+            sync.step(optimizer)
+        except KeyError:
+            pass
+    return sync.scaler.get_scale()
+
+
+def _raise_key_error(_: torch.Tensor) -> None:
+    raise KeyError("in the backward")
+
+
+def test_a_rank_whose_backward_failed_keeps_the_loss_scale_of_the_others(ranks):
+    assert ranks(2).run(_scale_after_a_failure) == [8.0, 8.0]

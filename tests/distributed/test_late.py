@@ -249,3 +249,24 @@ def _beside(kind: str, dtype: torch.dtype, wire: pe.wire.Wire) -> tuple[int, int
 def test_where_streams_wait_every_bucket_starts_inside_the_last_backward(ranks, kind, dtype, wire):
     for runs, runs_in_backward in ranks(2).run(_beside, kind, dtype, wire):
         assert runs == runs_in_backward >= (2 if kind == "own" else 1)  # DDP starts with one bucket
+
+
+def _runs_out_after_a_bad_window(kind: str) -> list[str]:
+    """Rank 0 has one window, a bad one, and hears of it while the others go on."""
+    rank, _ = me()
+    model = _model()
+    sync, forward = _late(kind, model, accumulate=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    reasons: list[str] = []
+    sync.on_step(lambda record: reasons.append(record.reason))
+    for number, window in enumerate(sync.windows([torch.ones(1, 4)] * (1 if rank == 0 else 3))):
+        for x in window:
+            sync.backward(forward(x).sum() * (math.nan if (number, rank) == (0, 0) else 1.0))
+        sync.step(optimizer)
+    return reasons
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_has_run_out_hears_of_a_bad_window_with_the_others(ranks, kind):
+    for reasons in ranks(2).run(_runs_out_after_a_bad_window, kind):
+        assert [bool(reason) for reason in reasons] == [True, False, False]

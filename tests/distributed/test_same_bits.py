@@ -260,3 +260,28 @@ def _partly_used() -> list[bool]:
 
 def test_a_parameter_used_on_one_rank_is_summed_and_one_used_nowhere_keeps_none(ranks):
     assert ranks(2).run(_partly_used) == [[True, True]] * 2
+
+
+def _too_many() -> tuple[str, bool]:
+    """Three ranks bring four micro-batches each to a window that was named to have four."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    before = model.weight.detach().clone()
+    sync = pe.GradSync(model, accumulate=4, accumulator=pe.Exact(micro_batches=4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run() -> None:
+        for window in sync.windows([torch.ones(1, 2)] * 4):
+            for x in window:
+                sync.backward(model(x).sum())
+            sync.step(optimizer)
+
+    return _error(run), torch.equal(model.weight, before)
+
+
+def test_more_micro_batches_than_the_sum_can_take_is_an_error_on_every_rank(ranks):
+    for message, untouched in ranks(3).run(_too_many):
+        assert (
+            "window of 12 micro-batches over all ranks" in message and "pe.Exact(micro_batches=12)" in message
+        )
+        assert untouched
