@@ -84,26 +84,29 @@ inline int __syncthreads_or(int predicate, const char* file = __builtin_FILE(), 
   return emulator::wait_for_block(predicate, {file, line});
 }
 
+namespace emulator {
+
 template <class T>
-T __shfl_down_sync(unsigned mask, T value, unsigned delta, const char* file = __builtin_FILE(),
-                   int line = __builtin_LINE()) {
+T shuffle(unsigned mask, T value, unsigned delta, bool is_xor, Site site) {
   static_assert(sizeof(T) <= sizeof(uint64_t));
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof(T));
-  bits = emulator::wait_for_warp(mask, bits, delta, false, {file, line});
+  bits = wait_for_warp(mask, bits, delta, is_xor, site);
   std::memcpy(&value, &bits, sizeof(T));
   return value;
 }
 
+}  // namespace emulator
+
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, unsigned delta, const char* file = __builtin_FILE(),
+                   int line = __builtin_LINE()) {
+  return emulator::shuffle(mask, value, delta, false, {file, line});
+}
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, unsigned delta, const char* file = __builtin_FILE(),
-                   int line = __builtin_LINE()) {
-  static_assert(sizeof(T) <= sizeof(uint64_t));
-  uint64_t bits = 0;
-  std::memcpy(&bits, &value, sizeof(T));
-  bits = emulator::wait_for_warp(mask, bits, delta, true, {file, line});
-  std::memcpy(&value, &bits, sizeof(T));
-  return value;
+                  int line = __builtin_LINE()) {
+  return emulator::shuffle(mask, value, delta, true, {file, line});
 }
 
 inline void __threadfence() {}
