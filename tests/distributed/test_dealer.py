@@ -65,3 +65,18 @@ def _too_long() -> str:
 def test_a_window_shorter_than_one_ranks_share_is_refused(ranks):
     for message in ranks(2).run(_too_long):
         assert "accumulator=Exact(micro_batches=4) with accumulate=8" in message
+
+
+def _too_few() -> str:
+    sampler = pe.WindowSampler(8, seed=0, micro_batch=1, global_batch=4)
+    sync = pe.GradSync(nn.Linear(2, 1), accumulate=2)
+    try:
+        next(sync.windows(pe.Dealer(sampler)))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_an_engine_that_could_not_take_all_of_a_dealt_window_is_refused(ranks):
+    for message in ranks(2).run(_too_few):
+        assert "accumulate=2 with a Dealer of 4 micro-batches" in message

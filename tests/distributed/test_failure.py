@@ -201,3 +201,31 @@ def _raise_key_error(_: torch.Tensor) -> None:
 
 def test_a_rank_whose_backward_failed_keeps_the_loss_scale_of_the_others(ranks):
     assert ranks(2).run(_scale_after_a_failure) == [8.0, 8.0]
+
+
+def _scaler_without_a_micro_batch() -> tuple[float, list[float]]:
+    """Rank 1 has no data at all, and a loss scale all the same."""
+    rank, _ = me()
+    model = nn.Linear(2, 1)
+    sync = pe.GradSync(model, accumulate=1)
+    sync.scaler = pe.GradScaler("cpu", init_scale=16.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for window in sync.windows([torch.ones(1, 2)] * (2 if rank == 0 else 0)):
+        for x in window:
+            sync.backward(model(x).sum())
+        sync.step(optimizer)
+    return sync.scaler.get_scale(), model.weight.flatten().tolist()
+
+
+def test_a_rank_without_a_micro_batch_follows_the_loss_scale(ranks):
+    one, other = ranks(2).run(_scaler_without_a_micro_batch)
+    assert one == other and one[0] == 16.0
+
+
+def test_a_scaler_belongs_to_one_engine():
+    scaler = pe.GradScaler("cpu")
+    engines = [pe.GradSync(nn.Linear(2, 1), accumulate=1) for _ in range(2)]
+    engines[0].scaler = scaler
+    engines[0].scaler = scaler  # again is fine
+    with pytest.raises(ValueError, match="make one GradScaler an engine"):
+        engines[1].scaler = scaler
