@@ -20,6 +20,8 @@ FLOORS = [
         "report",
         "agreement",
         "carry",
+        "restore",
+        "snapshot",
         "verdict",
         "reducer",
         "hook",
