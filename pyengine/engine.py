@@ -171,6 +171,12 @@ class Engine:
         self.is_used = True
         self._is_handed_over = False
 
+    @property
+    def is_between_windows(self) -> bool:
+        """Whether no window is open, and the last one's gradients have been used or are the caller's."""
+        sent = self.window.state is State.SYNCED
+        return self.is_used or self._is_handed_over if sent else self.window.state is State.IDLE
+
     def retire(self) -> None:
         """Close the window; complain about gradients that nobody used."""
         window = self.window
@@ -179,7 +185,7 @@ class Engine:
                 f"window {window.index} was left after {window.done} backwards and never sent: call sync.flush() and "
                 "sync.step to use it, or sync.abandon() to drop it"
             )
-        if window.state is State.SYNCED and not (self.is_used or self._is_handed_over):
+        if not self.is_between_windows:
             raise RuntimeError(
                 f"the gradients of window {window.index} were reduced and never used (1/count and clipping are still "
                 "pending): call sync.step(optimizer), or sync.unscale_() to use .grad yourself, or sync.abandon()"

@@ -19,7 +19,7 @@ def take(engine: Engine) -> Snapshot:
     """
     engine.settle()
     window = engine.window
-    if window.state is State.SYNCED and not engine.is_used:
+    if window.state is State.SYNCED and not engine.is_between_windows:
         raise RuntimeError(
             f"state_dict: the gradients of window {window.index} have been sent and not been used: call it before the "
             "window's last backward, or after sync.step"
@@ -104,7 +104,7 @@ def _identity(engine: Engine) -> Identity:
 def _read(engine: Engine, states: object) -> tuple[list[str], list[Snapshot]]:
     if not isinstance(states, Sequence):
         return [f"states is a {type(states).__name__}: need a state_dict, or a list of them"], []
-    if engine.window.state is State.OPEN or (engine.window.state is State.SYNCED and not engine.is_used):
+    if not engine.is_between_windows:
         return [f"load_state_dict in the middle of window {engine.window.index}: call it between windows"], []
     try:
         return [], [Snapshot.from_dict(state) for state in states]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -259,6 +260,43 @@ def test_the_loss_scale_and_gradients_carried_over_go_on(ranks):
     whole = ranks(2).run(_scaled_and_carried, False)
     states = ranks(2).run(_scaled_and_carried, True)
     assert ranks(2).run(_scaled_and_carried, False, states) == whole
+
+
+def _used_engine(kind: str, accumulator: str) -> bool:
+    """Load a state in which one layer is still unused into an engine that has trained, and use that layer."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(3, 70), "b": nn.Linear(3, 70)})
+    model.forward = lambda name, x: model[name](x).sum()
+    gradients = []
+    for has_trained in (False, True):
+        sync, forward = _wrap(kind, copy.deepcopy(model), 25, accumulate=2, accumulator=accumulator)
+        if kind == "attach":
+            forward.module.forward = lambda name, x, own=forward.module: own[name](x).sum()
+        else:
+            forward.forward = lambda name, x, own=forward: own[name](x).sum()
+        with sync.accumulate():
+            sync.backward(forward("a", torch.ones(1, 3)))
+        state = sync.state_dict()
+        sync.abandon()
+        if has_trained:
+            for name in "ab":
+                with sync.accumulate():
+                    sync.backward(forward(name, torch.full((1, 3), 5.0)))
+            sync.unscale_()
+            for param in forward.parameters():
+                param.grad = None
+        sync.load_state_dict(state)
+        with sync.accumulate():
+            sync.backward(forward("b", torch.ones(1, 3)))
+        sync.unscale_()
+        gradients.append([p.grad.clone() for p in forward.parameters()])
+    return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("accumulator", ["fp32", "native", "exact"])
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_what_an_engine_has_summed_before_is_gone_after_loading(ranks, kind, accumulator):
+    assert all(ranks(2).run(_used_engine, kind, accumulator))
 
 
 def _between_windows() -> list[str]:
