@@ -6,6 +6,7 @@ Three ways in: `GradSync` for a loop of your own, `attach` (or only `comm_hook`)
 
 from pyengine import wire
 from pyengine.accumulator import Exact
+from pyengine.batch import BatchPlan, plan_batch, scale_lr, warm_up
 from pyengine.dealer import Dealer
 from pyengine.hook import HookState, comm_hook
 from pyengine.norm import GradScaler
@@ -17,6 +18,7 @@ from pyengine.sync import GradSync, Sync, attach
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchPlan",
     "Dealer",
     "Exact",
     "GradScaler",
@@ -28,8 +30,11 @@ __all__ = [
     "attach",
     "comm_hook",
     "micro_batch_rng",
+    "plan_batch",
     "sample_rng",
+    "scale_lr",
     "seed_everything",
+    "warm_up",
     "wire",
     "worker_init",
 ]
