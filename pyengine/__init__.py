@@ -9,6 +9,7 @@ from pyengine.accumulator import Exact
 from pyengine.batch import BatchPlan, plan_batch, scale_lr, warm_up
 from pyengine.dealer import Dealer
 from pyengine.hook import HookState, comm_hook
+from pyengine.launching import launch
 from pyengine.norm import GradScaler
 from pyengine.record import StepRecord
 from pyengine.sampler import WindowSampler
@@ -29,6 +30,7 @@ __all__ = [
     "WindowSampler",
     "attach",
     "comm_hook",
+    "launch",
     "micro_batch_rng",
     "plan_batch",
     "sample_rng",

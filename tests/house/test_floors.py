@@ -30,7 +30,7 @@ FLOORS = [
         "optimizer",
         "sync",
     },
-    {"launch", "cli", "__main__", "__init__"},
+    {"launching", "cli", "__main__", "__init__"},
 ]
 LATE = {"comm/__init__.py", "cli/main.py", "_native.py"}  # _native: the extension may be absent
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
