@@ -13,7 +13,7 @@ from pyengine.launching import launch
 from pyengine.norm import GradScaler
 from pyengine.record import StepRecord
 from pyengine.sampler import WindowSampler
-from pyengine.seed import micro_batch_rng, sample_rng, seed_everything, worker_init
+from pyengine.seed import micro_batch_rng, sample_rng, seed_everything, seed_rank, worker_init
 from pyengine.sync import GradSync, Sync, attach
 
 __version__ = "0.1.0"
@@ -36,6 +36,7 @@ __all__ = [
     "sample_rng",
     "scale_lr",
     "seed_everything",
+    "seed_rank",
     "warm_up",
     "wire",
     "worker_init",
