@@ -13,11 +13,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pyengine import scalars
 from pyengine.host import send
 from pyengine.wire import Comm, Work
 
 # Sums in float64 are exact up to 2^53: squares of 20-bit numbers over up to 8192 ranks stay below it.
 _STEP_MODULUS = 2**20
+
+# The vector: four numbers, each position with its square, and the losses as lanes of `scalars`.
+_COUNT, _MICRO_BATCHES, _, _INVALID, _POSITIONS = range(5)
+_LOSSES = _POSITIONS + 4
 
 Count = int | float | Tensor
 
@@ -74,12 +79,13 @@ class Totals:
     @classmethod
     def of(cls, numbers: Sequence[float], world_size: int) -> Totals:
         """Read a reduced header."""
-        count, loss, micro_batches, more, invalid, *positions = numbers
+        count, micro_batches, more, invalid = numbers[:_POSITIONS]
+        positions, losses = numbers[_POSITIONS:_LOSSES], numbers[_LOSSES:]
         differ = [
             world_size * squares != total * total
             for total, squares in zip(positions[::2], positions[1::2], strict=True)
         ]
-        return cls(count, loss, int(micro_batches), int(more), int(invalid), *differ)
+        return cls(count, scalars.total(losses), int(micro_batches), int(more), int(invalid), *differ)
 
 
 class Header:
@@ -109,20 +115,20 @@ class Header:
         """Wait, and return 1 / total count as a 0-dim float32 tensor on the device; 0 when nothing was counted."""
         vector = self.vector()
         if self._inv_count is None:
-            count = vector[0]
+            count = vector[_COUNT]
             self._inv_count = torch.where(count > 0, 1.0 / count, torch.zeros_like(count)).float()
         return self._inv_count
 
     def forbids(self) -> Tensor:
         """Return, as a 0-dim bool on the device, whether the window must not be used: `Totals` says why."""
         vector = self.vector()
-        totals, squares = vector[5::2], vector[6::2]
+        totals, squares = vector[_POSITIONS:_LOSSES:2], vector[_POSITIONS + 1 : _LOSSES : 2]
         differ = (self._comm.world_size * squares != totals * totals).any()
-        too_many = vector[2] > (math.inf if self._terms is None else self._terms)
-        return (vector[0] == 0) | (vector[4] > 0) | differ | too_many
+        too_many = vector[_MICRO_BATCHES] > (math.inf if self._terms is None else self._terms)
+        return (vector[_COUNT] == 0) | (vector[_INVALID] > 0) | differ | too_many
 
     def vector(self) -> Tensor:
-        """Wait, and return the reduced numbers, float64 `[9]`; see `Totals.of`."""
+        """Wait, and return the reduced numbers, float64 `[15]`; see `Totals.of`."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -133,23 +139,23 @@ def _pack(device: torch.device, local: LocalWindow, position: tuple[int, int], m
     """Write this rank's numbers; those that live on the device are added there, unread."""
     known = [float(count) for count in local.counts if not isinstance(count, Tensor)]
     valid = [count for count in known if local.is_valid(count)]
-    numbers = [math.fsum(valid), 0.0, len(local.counts), more, len(known) - len(valid)]
+    numbers = [math.fsum(valid), len(local.counts), more, len(known) - len(valid)]
     for value in position:
         short = value % _STEP_MODULUS
         numbers += [short, short * short]
-    vector = send([float(number) for number in numbers], torch.float64, device)
+    vector = send([*map(float, numbers), *[0.0] * scalars.NUM_LANES], torch.float64, device)
     if local.losses:
-        vector[1] += _stack(local.losses, device).sum()
+        vector[_LOSSES:] = scalars.lanes(_stack(local.losses, device))
     unread = [count for count in local.counts if isinstance(count, Tensor)]
     if unread:
         counts = _stack(unread, device)
         valid_ones = local.are_valid(counts)
-        vector[0] += torch.where(valid_ones, counts, 0.0).sum()
-        vector[4] += (~valid_ones).sum()
+        vector[_COUNT] += torch.where(valid_ones, counts, 0.0).sum()
+        vector[_INVALID] += (~valid_ones).sum()
     return vector
 
 
-def _stack(scalars: Sequence[Tensor], device: torch.device) -> Tensor:
+def _stack(values: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack(
-        [scalar.detach().to(device, torch.float64, non_blocking=True).reshape(()) for scalar in scalars]
+        [value.detach().to(device, torch.float64, non_blocking=True).reshape(()) for value in values]
     )
