@@ -145,8 +145,8 @@ def scale_lr(lr: float, *, from_batch: int, to_batch: int, rule: Rule) -> float:
     factor = to_batch / from_batch
     if factor > _LARGEST_SHOWN:
         warnings.warn(
-            f"to_batch={to_batch} is {factor:g} × from_batch={from_batch}; the {rule} rule has been shown to hold up to "
-            f"× {_LARGEST_SHOWN}. Very large batches converge worse: compare with a smaller one before relying on it "
+            f"to_batch={to_batch} is {factor:g} × from_batch={from_batch}; the papers behind the rules go up to × "
+            f"{_LARGEST_SHOWN}. Very large batches converge worse: compare with a smaller one before relying on it "
             "(docs/batch.md)",
             stacklevel=2,
         )

@@ -12,7 +12,19 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "pyengine"
 FLOORS = [
     {"_core", "_cuda", "_exact", "_exact_reference", "_native", "_pointers", "_ops", "_reference", "trace"},
-    {"batch", "buffers", "dealer", "host", "layout", "window", "record", "watch", "sampler", "scalars", "seed"},
+    {
+        "batch",
+        "buffers",
+        "dealer",
+        "host",
+        "layout",
+        "window",
+        "record",
+        "watch",
+        "sampler",
+        "scalars",
+        "seed",
+    },
     {"accumulator", "batch_norm", "norm", "wire"},
     {"comm"},
     {

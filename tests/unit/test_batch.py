@@ -140,7 +140,9 @@ def test_there_and_back_is_where_it_began(rule):
 
 
 def test_a_step_beyond_what_was_shown_is_warned_of_where_it_is_asked_for():
-    with pytest.warns(UserWarning, match=r"^to_batch=8448 is 33 × from_batch=256; the sqrt rule") as caught:
+    with pytest.warns(
+        UserWarning, match=r"^to_batch=8448 is 33 × from_batch=256; the papers behind the rules"
+    ) as caught:
         pe.scale_lr(0.1, from_batch=256, to_batch=8448, rule="sqrt")
     assert [warning.filename for warning in caught] == [__file__]
 
