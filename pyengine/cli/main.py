@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pyengine.cli import arguments, plan_arguments, verify_arguments
+from pyengine.cli import arguments, doctor_arguments, plan_arguments, verify_arguments
 
 # What `pip install pyengine[train]` brings: import name to package.
 _EXTRA = {"rich": "rich", "sklearn": "scikit-learn", "numpy": "numpy"}
@@ -63,6 +63,12 @@ def _plan(options: argparse.Namespace) -> int:
     return plan.run(settings)
 
 
+def _doctor(options: argparse.Namespace) -> int:
+    from pyengine.cli import doctor
+
+    return doctor.run(as_json=options.json)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of every command; `error` of the parsed options ends with that command's usage."""
     parser = argparse.ArgumentParser(
@@ -96,4 +102,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     plan_arguments.add_to(plan)
     plan.set_defaults(run=_plan, error=plan.error)
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what of this machine and installation works, what does not, and how to mend it",
+        description=doctor_arguments.DESCRIPTION,
+        epilog=doctor_arguments.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    doctor_arguments.add_to(doctor)
+    doctor.set_defaults(run=_doctor, error=doctor.error)
     return parser
