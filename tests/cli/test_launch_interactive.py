@@ -17,7 +17,7 @@ from pyengine import launching
 SESSION = """
 import torch, torch.distributed as dist, pyengine as pe
 
-torch.set_num_threads(2)
+torch.set_num_threads(4)
 x = torch.randn(500, 500, requires_grad=True)
 (x @ x).exp().sum().backward()
 

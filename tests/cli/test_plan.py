@@ -68,6 +68,11 @@ def test_a_row_that_cannot_be_run_says_why_and_fails(
     assert (row["accumulate"], row["steps_per_epoch"]) == ([], None)
 
 
+def test_one_row_that_cannot_be_run_is_enough_to_fail_and_the_others_are_planned(capsys: Capture) -> None:
+    code, rows = plan(capsys, "--workers", "3,4")
+    assert (code, [bool(row["problem"]) for row in rows]) == (1, [True, False])
+
+
 def test_a_very_large_batch_is_cautioned_against_once(capsys: Capture) -> None:
     _, (*rows, caution) = plan(capsys, "--global-batch", "256,16384")
     assert [row["event"] for row in rows] == ["plan"] * 8
