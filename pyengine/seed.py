@@ -152,6 +152,22 @@ def worker_init(seed: int) -> Callable[[int], None]:
     return partial(_seed_worker, seed, place()[0])
 
 
+def rng_states() -> dict[str, Any]:
+    """Return the states of the generators that `micro_batch_rng` covers, by name, as tensors and plain values."""
+    states = {source.name: source.get() for source in [*_host(), *_accelerator(), *_xla()]}
+    if "numpy" in states:
+        kind, keys, *rest = states["numpy"]
+        states["numpy"] = [kind, keys.tolist(), *rest]  # so that torch.load needs no permission
+    return states
+
+
+def set_rng_states(states: dict[str, Any]) -> None:
+    """Put back what `rng_states` returned; generators that are not there now are left out."""
+    for source in [*_host(), *_accelerator(), *_xla()]:
+        if source.name in states:
+            source.put(states[source.name])
+
+
 def derive(purpose: str, generator: str, *key: int) -> int:
     """Return the 128 bits from which a generator's stream starts.
 

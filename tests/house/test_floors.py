@@ -32,6 +32,8 @@ FLOORS = [
         "report",
         "agreement",
         "carry",
+        "restore",
+        "snapshot",
         "verdict",
         "reducer",
         "hook",
