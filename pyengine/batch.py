@@ -1,6 +1,6 @@
 """One global batch on any number of workers: how it is split, and what its learning rate is.
 
-A plan is what `WindowSampler` deals: the sampler does the arithmetic, nothing here does it again.
+A plan is what `WindowSampler` deals: its arithmetic is asked for, and not done again here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 from pyengine.sampler import WindowSampler
 from pyengine.seed import whole
+from pyengine.window import share
 
 Rule = Literal["linear", "sqrt"]
 
@@ -101,14 +102,13 @@ def plan_batch(*, global_batch: int, micro_batch: int, world_size: int, uneven: 
     _positive(global_batch=global_batch, micro_batch=micro_batch, world_size=world_size)
     if not uneven and global_batch % (micro_batch * world_size):
         raise ValueError(_not_even(global_batch, micro_batch, world_size))
-    window = _sampler(global_batch, micro_batch, dataset_size=global_batch)
-    shares = tuple(len(window.shard(rank=rank, world_size=world_size)) for rank in range(world_size))
-    if min(shares) == 0:
+    num = _sampler(global_batch, micro_batch, dataset_size=global_batch).micro_batches
+    if num < world_size:
         raise ValueError(
-            f"world_size={world_size} with global_batch={global_batch} in micro-batches of {micro_batch}: only "
-            f"{window.micro_batches} of the ranks would have any; need world_size of at most {window.micro_batches}, "
-            "or a smaller micro_batch"
+            f"world_size={world_size} with global_batch={global_batch} in micro-batches of {micro_batch}: only {num} of "
+            f"the ranks would have any; need world_size of at most {num}, or a smaller micro_batch"
         )
+    shares = tuple(len(share(num, rank=rank, world_size=world_size)) for rank in range(world_size))
     return BatchPlan(int(global_batch), int(micro_batch), int(world_size), shares)
 
 

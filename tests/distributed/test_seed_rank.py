@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import pyengine as pe
 
@@ -12,6 +13,7 @@ def draw() -> tuple[float, float]:
     pe.seed_everything(42)
     alike = torch.rand(()).item()
     pe.seed_rank(42)
+    dist.barrier()  # no rank leaves while another is still connecting
     return alike, torch.rand(()).item()
 
 
