@@ -18,7 +18,7 @@ import torch.distributed as dist
 from test_same_bits import Gpt, _digest
 
 import pyengine as pe
-from pyengine.launch import launch
+from pyengine.launching import launch
 
 STEPS, MICRO_BATCHES = 8, 12
 

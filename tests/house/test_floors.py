@@ -12,7 +12,19 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "pyengine"
 FLOORS = [
     {"_core", "_cuda", "_exact", "_exact_reference", "_native", "_pointers", "_ops", "_reference", "trace"},
-    {"buffers", "dealer", "host", "layout", "window", "record", "watch", "sampler", "scalars", "seed"},
+    {
+        "batch",
+        "buffers",
+        "dealer",
+        "host",
+        "layout",
+        "window",
+        "record",
+        "watch",
+        "sampler",
+        "scalars",
+        "seed",
+    },
     {"accumulator", "batch_norm", "norm", "wire"},
     {"comm"},
     {
@@ -32,7 +44,7 @@ FLOORS = [
         "optimizer",
         "sync",
     },
-    {"launch", "cli", "__main__", "__init__"},
+    {"launching", "cli", "__main__", "__init__"},
 ]
 LATE = {"comm/__init__.py", "cli/main.py", "_native.py"}  # _native: the extension may be absent
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
