@@ -6,10 +6,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pyengine.cli import arguments, verify_arguments
+from pyengine.cli import arguments, study_arguments, verify_arguments
 
-# What `pip install pyengine[train]` brings: import name to package.
-_EXTRA = {"rich": "rich", "sklearn": "scikit-learn", "numpy": "numpy"}
+# What `pip install pyengine[train]` and `pyengine[study]` bring: import name to package.
+_EXTRA = {
+    "rich": "rich",
+    "sklearn": "scikit-learn",
+    "numpy": "numpy",
+    "matplotlib": "matplotlib",
+    "jinja2": "jinja2",
+    "psutil": "psutil",
+}
 _INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 
@@ -32,8 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing not in _EXTRA:
             raise
+        extra = "study" if options.command == "study" else "train"
         print(
-            f"{options.command} needs {_EXTRA[missing]}, which is not installed: pip install 'pyengine[train]'",
+            f"{options.command} needs {_EXTRA[missing]}, which is not installed: pip install 'pyengine[{extra}]'",
             file=sys.stderr,
         )
         return 1
@@ -54,6 +62,13 @@ def _verify(options: argparse.Namespace) -> int:
     from pyengine.cli import verify
 
     return verify.run(settings)
+
+
+def _study(options: argparse.Namespace) -> int:
+    settings = study_arguments.settings(options)
+    from pyengine.cli import study
+
+    return study.run(settings)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -80,4 +95,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     verify_arguments.add_to(verify)
     verify.set_defaults(run=_verify, error=verify.error)
+    study = commands.add_parser(
+        "study",
+        help="train on several numbers of workers and batch sizes, and say what they buy: tables, plots, a report",
+        description=study_arguments.DESCRIPTION,
+        epilog=study_arguments.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    study_arguments.add_to(study)
+    study.set_defaults(run=_study, error=study.error)
     return parser
