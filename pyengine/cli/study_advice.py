@@ -34,7 +34,7 @@ def advise(analysis: Analysis, records: Sequence[Record], impossible: dict[Cell,
     """
     if not analysis.cells:
         return [Advice("Nothing was measured", "No run ended well: the report has the reasons.")]
-    found = [_fastest(analysis), _most_accurate(analysis), _too_small(analysis), *_predictions(analysis)]
+    found = [_fastest(analysis), _most_accurate(analysis), _too_small(analysis), _prediction(analysis)]
     found += [_oversubscribed(analysis), _stalled(analysis), _missing(analysis, impossible), _busy(records)]
     return [advice for advice in found if advice is not None]
 
@@ -111,19 +111,19 @@ def _why_too_small(figures: Figures, before: Figures | None) -> list[str]:
     return reasons
 
 
-def _predictions(analysis: Analysis) -> list[Advice]:
+def _prediction(analysis: Analysis) -> Advice | None:
     if not analysis.laws:
-        return []
+        return None
     batch, law = max(analysis.laws.items(), key=lambda item: item[1].speed_up(analysis.workers[-1]))
     further = [factor * analysis.workers[-1] for factor in _FURTHER]
     ahead = " and ".join(f"{law.speed_up(workers):.1f}x on {workers}" for workers in further)
     limit = f", and never more than {law.limit:.1f}x" if law.limit < 1000 else ""
     text = (
-        f"Batch {batch} scales best: {law.name}'s law with {percent(law.serial)} of the work not divided predicts {ahead} "
-        f"workers{limit}, if each has a core of its own. It was fitted to {_number(law.points, 'worker count')} above 1"
+        f"Batch {batch} scales best: {law.name}'s law, if {percent(law.serial)} does not {law.verb}, predicts {ahead} "
+        f"workers{limit}, as long as each has a core of its own. It was fitted to {_number(law.points, 'worker count')} above 1"
         f"{', which says nothing about how well it fits' if law.points == 1 else ''}."
     )
-    return [Advice("More workers", text)]
+    return Advice("More workers", text)
 
 
 def _oversubscribed(analysis: Analysis) -> Advice | None:
@@ -137,7 +137,7 @@ def _oversubscribed(analysis: Analysis) -> Advice | None:
         f"{workers} workers share {_number(analysis.cores, 'core')}: their speed-ups say how they get on together, not how "
         "hardware scales, and no law is fitted to them."
     )
-    return Advice("More workers than cores", text)
+    return Advice("Shared cores", text)
 
 
 def _stalled(analysis: Analysis) -> Advice | None:

@@ -25,7 +25,7 @@ class Range:
     high: float
 
     def over(self, divisor: float) -> Range:
-        """Return it in another unit."""
+        """Return it divided."""
         return Range(self.mid / divisor, self.low / divisor, self.high / divisor)
 
 

@@ -115,7 +115,7 @@ def legend(axes: Axes, analysis: Analysis) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if any(figures.is_oversubscribed for figures in analysis.cells.values()):
         handles.append(Patch(color=_SHADE))
-        labels.append(f"more workers than the {analysis.cores} cores")
+        labels.append(f"workers share the {analysis.cores} cores")
     axes.legend(handles, labels, title=batch_axis(analysis), loc="best", alignment="left")
 
 

@@ -23,11 +23,13 @@ class Amdahl:
     Attributes:
         serial: s, 0 to 1.
         points: how many worker counts above 1 it was fitted to.
+        verb: what that share does not do.
     """
 
     serial: float
     points: int
     name = "Amdahl"
+    verb = "divide"
 
     def speed_up(self, workers: float) -> float:
         """Return the speed-up the law gives."""
@@ -46,6 +48,7 @@ class Gustafson:
     serial: float
     points: int
     name = "Gustafson"
+    verb = "scale"
 
     def speed_up(self, workers: float) -> float:
         """Return the scaled speed-up the law gives."""

@@ -189,7 +189,7 @@ def _law(analysis: Analysis) -> Figure | None:
         if batch not in analysis.laws:
             continue
         law, last = analysis.laws[batch], own[-1].cell.workers
-        label = f"{batch_axis(analysis)} {batch}: {law.serial:.1%} does not divide"
+        label = f"{batch_axis(analysis)} {batch}: {law.serial:.1%} does not {law.verb}"
         for counts, style in ((_counts(1, last), "solid"), (_counts(last, most), _DOTTED)):
             axes.plot(
                 counts, [law.speed_up(count) for count in counts], color=colour, linestyle=style, label=label

@@ -13,7 +13,14 @@ from typing import Any, Protocol
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from pyengine.cli.study_advice import Advice, duration, percent
@@ -93,6 +100,7 @@ class Tables:
             BarColumn(bar_width=16),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TimeRemainingColumn(),
             TextColumn("{task.fields[text]}"),
         )
         # Twice a second: the workers being measured may need every core.
@@ -171,9 +179,7 @@ def _text(figure: Range | None, form: Any) -> str:
 def _table(analysis: Analysis) -> Table:
     shared = any(figures.is_oversubscribed for figures in analysis.cells.values())
     goal = f"goal: {percent(analysis.goal)}" if analysis.goal is not None else ""
-    notes = "; ".join(
-        note for note in (goal, f"* more workers than the {analysis.cores} cores" * shared) if note
-    )
+    notes = "; ".join(note for note in (goal, "* workers that share cores" * shared) if note)
     table = Table(
         box=SIMPLE_HEAD, show_edge=False, pad_edge=False, caption=notes or None, caption_justify="left"
     )

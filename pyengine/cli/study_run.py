@@ -138,10 +138,8 @@ def _supervise(child: mp.process.BaseProcess, beats: Beats, limits: Limits, watc
             moved = now
             watch(beats.done, beats.accuracy)
         if now - moved > limits.stall_s:
-            return (
-                "stalled",
-                f"no sign of life for {limits.stall_s:g} s after step {beats.done} (--stall-timeout)",
-            )
+            reason = f"no sign of life for {limits.stall_s:g} s after step {beats.done} (--stall-timeout)"
+            return "stalled", reason
         if now - begin > limits.run_s:
             return "timed out", f"not done after {limits.run_s:g} s, at step {beats.done} (--run-timeout)"
     return "done", ""

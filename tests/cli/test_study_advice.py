@@ -87,12 +87,12 @@ def test_sub_batch_is_too_small_for_a_reason(step_s: float, share: float, reason
 def test_sub_batch_is_not_judged_where_cores_are_shared() -> None:
     found = said([made(1, 64, step_s=0.25), made(2, 64, step_s=0.5)], cores=1)
     assert "Sub-batch too small" not in found
-    assert found["More workers than cores"].startswith("2 workers share 1 core:")
+    assert found["Shared cores"].startswith("2 workers share 1 core:")
 
 
 def test_prediction_says_what_it_rests_on() -> None:
     text = said([made(1, 64, step_s=0.5), made(2, 64, step_s=0.375)])["More workers"]
-    assert "Amdahl's law with 50.0 % of the work not divided predicts 1.6x on 4 and 1.8x on 8 workers" in text
+    assert "Amdahl's law, if 50.0 % does not divide, predicts 1.6x on 4 and 1.8x on 8 workers" in text
     assert "never more than 2.0x" in text
     assert text.endswith("fitted to 1 worker count above 1, which says nothing about how well it fits.")
 
