@@ -241,6 +241,8 @@ class _Position:
 class _Optimizer(AcceleratedOptimizer):
     """Steps through the engine where a window ends and does nothing elsewhere."""
 
+    _is_accelerate_prepared = True  # not to be wrapped when it is prepared again
+
     def __init__(self, optimizer: torch.optim.Optimizer, sync: Sync) -> None:
         super().__init__(optimizer, device_placement=False)
         self._windows = sync.wrap(optimizer)

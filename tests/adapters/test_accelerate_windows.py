@@ -81,6 +81,11 @@ def test_every_window_steps_with_the_mean_over_its_own_items(ranks, world, micro
         torch.testing.assert_close(grads, _expected(answers), **CLOSE)
 
 
+def test_one_process_without_a_group_steps_alike():
+    answer = _with_windows(2 * 5)
+    torch.testing.assert_close(answer[1], _expected([answer]), **CLOSE)
+
+
 def test_accelerate_alone_shrinks_the_short_last_window(ranks):
     answers = ranks(2).run(_alone, 2 * 2 * 5)
     (full, short), expected = answers[0][1], _expected(answers)

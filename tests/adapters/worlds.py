@@ -32,7 +32,8 @@ class Remembering(torch.optim.SGD):
 
     def step(self, closure=None):
         """Remember the gradient, and step."""
-        self.stepped_with += [self.param_groups[0]["params"][0].grad.detach().clone().flatten()]
+        grads = [param.grad for param in self.param_groups[0]["params"] if param.grad is not None]
+        self.stepped_with += [torch.cat([grad.flatten() for grad in grads])]
         return super().step(closure)
 
 
@@ -53,7 +54,10 @@ def mean_of_windows(by_rank: Sequence[Sequence[Tensor]], accumulate: int) -> lis
 
 @contextmanager
 def launched() -> Iterator[None]:
-    """Set what a launcher sets for this rank of the default group."""
+    """Set what a launcher sets for this rank of the default group; nothing where there is no group."""
+    if not dist.is_initialized():
+        yield
+        return
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     names = {
         "RANK": rank,
