@@ -34,6 +34,7 @@ FLOORS = [
         "carry",
         "restore",
         "snapshot",
+        "transfers",
         "verdict",
         "reducer",
         "hook",
