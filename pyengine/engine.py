@@ -10,14 +10,17 @@ from torch import Tensor
 from pyengine.agreement import Settings
 from pyengine.batch_norm import BatchNormReplay
 from pyengine.carry import Carry
-from pyengine.comm import Local, TorchDist
-from pyengine.header import Count, Header, LocalWindow
-from pyengine.host import runs_ahead
+from pyengine.comm import Transport
+from pyengine.header import Count, Header, Totals
+from pyengine.host import is_lazy, runs_ahead
 from pyengine.norm import FinalPass, GradScaler
 from pyengine.record import Clock
 from pyengine.reducer import Reducer
 from pyengine.verdict import Evidence, Verdict
 from pyengine.window import State, Window
+
+# On a lazy device, where the host asks for outcomes only if somebody waits for them: how many windows it lets pass.
+MAX_UNREAD = 64
 
 
 class Engine:
@@ -28,13 +31,13 @@ class Engine:
         final: what is still to be multiplied into the gradients, their norm and finite flags.
         verdict: the outcome of the current window, once it has landed; the host may not know it yet.
         is_late: whether the host lets the device run ahead, and learns of a window's outcome in the next one.
-        steps_taken: optimizer steps that changed parameters.
+        steps_taken: optimizer steps that changed parameters, as far as all ranks have settled them.
     """
 
     def __init__(
         self,
         reducer: Reducer,
-        comm: Local | TorchDist,
+        comm: Transport,
         settings: Settings,
         norms: BatchNormReplay,
         *,
@@ -49,14 +52,15 @@ class Engine:
         self.clock = Clock(self.device)
         self.is_late = not self._raises and runs_ahead(self.device)
         self.verdict: Verdict | None = None
-        self._unread: Verdict | None = None
+        self._unread: list[Verdict] = []
         self._landed: Verdict | None = None
         self._opened_at = -1
         self.scaler: GradScaler | None = None
-        self.steps_taken = 0
+        self.steps_taken = self._steps_unsettled = 0
         self._carry: Carry | None = None
         self._is_handed_over = False
         self._reset()
+        comm.launch()
 
     def open(self) -> None:
         """Begin a window; the previous one must have been used."""
@@ -78,16 +82,17 @@ class Engine:
         """Run one micro-batch's backward; the window's last one also sends the gradients."""
         syncs = self.window.next_backward_syncs
         index = self.window.count_backward()
-        self._local.counts.append(count)
-        self._local.losses.append(loss.detach())
+        self._local.take(loss, count)
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         self._begin()
         due = self.window.done < self.window.handed
         with self.clock.phase("backward"), self._norms.backward(due=due):
-            if syncs:
+            if syncs and self.reducer.overlaps:
                 self._send(scaled.backward, scaled)
-            else:
-                self.reducer.add(index, scaled.backward)
+                return
+            self.reducer.add(index, scaled.backward)
+            if syncs:
+                self._send(None, None)
 
     def exhaust(self) -> None:
         """Note the end of the window's loop; backwards that are still due may follow."""
@@ -126,15 +131,17 @@ class Engine:
                 self._norms.land()
             self.verdict = self._landed = self._conclude(self._header)
         if not self.is_late:
-            self.verdict.reach()
+            self.settle()
         return self.verdict
 
     def settle(self) -> None:
-        """Learn the outcome of the last window that landed; every rank calls this at the same point."""
-        verdict = self._unread if self.verdict is None else self.verdict
-        self._unread = None
-        if verdict is not None:
-            verdict.reach()
+        """Learn the outcome of every window that landed; every rank calls this at the same point."""
+        self.comm.launch()
+        while self._unread:
+            self._unread.pop(0).reach()
+        if self.verdict is not None:
+            self.verdict.reach()
+        self.steps_taken, self._steps_unsettled = self.steps_taken + self._steps_unsettled, 0
 
     def others_go_on(self) -> bool:
         """Whether another rank still needs this one: for a window that was dropped before it was sent, or further ones."""
@@ -154,13 +161,17 @@ class Engine:
             self.write()
         self._norms.apply(self.final.found_inf == 0)
         self._is_handed_over = True
+        self.comm.launch()
 
     def used(self) -> None:
         """Note that an optimizer has used the window: the next one starts from zero."""
         if not self.is_used:
             self._norms.apply(self.final.found_inf == 0)
+            assert self.verdict is not None
+            self.verdict.then(self._count_step, awaits=False)
         self.is_used = True
         self._is_handed_over = False
+        self.comm.launch()
 
     def retire(self) -> None:
         """Close the window; complain about gradients that nobody used."""
@@ -195,6 +206,7 @@ class Engine:
                 self.finish()
         if self.scaler is not None and self.verdict is not None and not self.is_used:
             self.scaler.follow()  # the others update theirs when they step
+        self.comm.launch()
         self.drop()
 
     def drop(self) -> None:
@@ -206,10 +218,10 @@ class Engine:
         self._reset()
 
     def _reset(self) -> None:
-        if self.verdict is not None and self.verdict.totals is None:
-            self._unread = self.verdict
+        if self.verdict is not None and not self.verdict.is_reached:
+            self._unread.append(self.verdict)
         self.verdict = None
-        self._local = LocalWindow(self._terms)
+        self._local = self.reducer.local_window(self._terms)
         self._header: Header | None = None
         self.is_used = False
         self._more = False
@@ -229,11 +241,24 @@ class Engine:
         self.reducer.begin()
         self._has_begun = True
 
+    def _count_step(self, _: Totals, skips: bool) -> None:
+        self._steps_unsettled += not skips
+
+    def _catch_up(self) -> None:
+        """Hear of earlier windows: of all of them, or on a lazy device, until that is due, what somebody here waits for."""
+        if not is_lazy(self.device) or self.window.index % MAX_UNREAD == 0:
+            self.settle()
+        elif any(verdict.is_awaited for verdict in self._unread):
+            for verdict in self._unread:
+                verdict.read()
+            while self._unread and self._unread[0].is_good:
+                self._unread.pop(0).reach()
+
     def _send(self, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
         self.reducer.before_header()
         # The previous window's, if the host has let it run ahead: this header tells of its step. Here, behind every
         # collective that a forward may launch, all ranks are at the same point.
-        self.settle()
+        self._catch_up()
         self._position = (self.window.index, self.steps_taken)
         self._header = Header(
             self.comm, self.device, local=self._local, position=self._position, more=self._more

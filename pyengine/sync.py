@@ -20,16 +20,17 @@ from pyengine.dealer import Dealer
 from pyengine.engine import Engine
 from pyengine.header import Count, Totals
 from pyengine.hook import HookState
-from pyengine.host import Readback
+from pyengine.host import Readback, is_lazy
 from pyengine.layout import Layout, ParamSpec
 from pyengine.loop import Batch, micro_batch, windows
-from pyengine.norm import GradScaler, apply_optimizer, decides_on_device
+from pyengine.norm import GradScaler
 from pyengine.optimizer import Ownership, WindowOptimizer
 from pyengine.record import Recorder, StepRecord
 from pyengine.reducer import BucketReducer, Storage
 from pyengine.verdict import Verdict
 from pyengine.window import State
 from pyengine.wire import FP32, Wire
+from pyengine.xla import XlaReducer, problems_of_device
 
 
 class Sync:
@@ -69,6 +70,7 @@ class Sync:
             )
         if scaler is not None:
             scaler.bind(self._engine.final)
+            self._engine.comm.launch()
         self._engine.scaler = scaler
 
     def windows(self, loader: Iterable[Batch] | Dealer) -> Iterator[Iterator[Any]]:
@@ -165,23 +167,25 @@ class Sync:
         engine = self._engine
         verdict = engine.finish()
         self._ownership.check(optimizer)
-        if not decides_on_device(optimizer):
+        stepper = engine.reducer.stepper
+        if stepper.needs_host(optimizer):
             engine.settle()
         first = not engine.is_used
         if engine.scaler is not None and first:
             engine.scaler.unscale_(optimizer)
         norm = engine.final.norm_before_clipping()
         try:
-            apply_optimizer(optimizer, engine.final, engine.write)
+            stepper.step(optimizer, engine.final, engine.write)
         finally:
             if engine.scaler is not None and first:
                 engine.scaler.update()
+        stepped = engine.final.found_inf == 0
         if scheduler is not None:
-            verdict.then(lambda _, skips: None if skips else scheduler.step())
+            verdict.once_known(lambda skips: None if skips else scheduler.step())
         if first:
             self._report(verdict, norm)
         engine.used()
-        return engine.final.found_inf == 0
+        return stepped
 
     def synchronize(self) -> None:
         """Wait for the outcome of the last step: its scheduler steps, its StepRecord is emitted, its errors are raised.
@@ -207,15 +211,14 @@ class Sync:
     def _report(self, verdict: Verdict, norm: Tensor) -> None:
         """Count and record the step once its outcome is known."""
         engine, clock = self._engine, self._engine.clock
+        clock.stop()
+        if not self._recorder.callbacks:
+            return  # seconds and numbers would wait for the device
         traffic, (collectives, sent) = engine.comm.traffic, engine.traffic_before
         collectives, sent = traffic.collectives - collectives, traffic.bytes_sent - sent
         index, grad_norm = engine.window.index, Readback(norm.reshape(1))
-        clock.stop()
 
         def emit(totals: Totals, skips: bool) -> None:
-            engine.steps_taken += not skips
-            if not self._recorder.callbacks:
-                return  # the seconds would wait for the device
             self._recorder.emit(
                 step=index,
                 micro_batches=totals.micro_batches,
@@ -277,12 +280,13 @@ class GradSync(Sync):
         specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
         settings = Settings(accumulate, wire, accumulator, nonfinite, bucket_cap_mb)
         module = _replayed(params_or_module, settings)
-        shares = agree(comm, specs, settings, [*problems_of(named), *batch_norm_problems(module)])
+        problems = [*problems_of(named), *batch_norm_problems(module)]
+        problems += problems_of_device(params[0].device, comm, settings)
+        shares = agree(comm, specs, settings, problems)
         comm.broadcast_([*params, *buffers])
         storage = Storage(wire, settings.kind, watch=nonfinite == "raise", terms=shares.terms)
-        reducer = BucketReducer(
-            specs, params, cap_bytes=int(bucket_cap_mb * 2**20), comm=comm, storage=storage
-        )
+        kind = XlaReducer if is_lazy(params[0].device) else BucketReducer
+        reducer = kind(specs, params, cap_bytes=int(bucket_cap_mb * 2**20), comm=comm, storage=storage)
         norms = BatchNormReplay(module, shares=shares.by_rank, rank=comm.rank)
         super().__init__(Engine(reducer, comm, settings, norms, terms=shares.terms))
         self._reducer = reducer

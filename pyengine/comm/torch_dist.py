@@ -51,6 +51,9 @@ class TorchDist:
             with self._beside.run(lent):
                 yield
 
+    def launch(self) -> None:
+        """Do nothing: the device has begun already."""
+
     def all_reduce(self, flat: Tensor) -> dist.Work:
         """Start summing `flat` over all ranks, in place."""
         return self._all_reduce(flat, dist.ReduceOp.SUM)

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "pyengine"
 FLOORS = [
     {"_core", "_cuda", "_exact", "_exact_reference", "_native", "_pointers", "_ops", "_reference", "trace"},
     {"buffers", "dealer", "host", "layout", "window", "record", "watch", "sampler", "scalars", "seed"},
-    {"accumulator", "batch_norm", "norm", "wire"},
+    {"accumulator", "batch_norm", "norm", "rollback", "wire"},
     {"comm"},
     {
         "header",
@@ -29,6 +29,7 @@ FLOORS = [
         "loop",
         "optimizer",
         "sync",
+        "xla",
     },
     {"launch", "cli", "__main__", "__init__"},
 ]
