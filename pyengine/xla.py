@@ -138,15 +138,15 @@ class XlaReducer:
         """Queue every reduction of the window, and start over with sums of zero."""
         assert backward is None
         del loss
+        self._used_anywhere = self._usage_here().clone()
+        self._works = [self._comm.all_reduce(self._used_anywhere)]  # travels with the header, if that goes first
         inv_count = header.inv_count() if self._wire.folds_count else None
         self._flat = {}
         for index, total in self._sums.items():
             wide = total.clone() if inv_count is None else total.float() * inv_count
             self._flat[index] = wide.to(self._wire.dtype)
             total.zero_()
-        self._used_anywhere = self._usage_here().clone()
-        self._works = [self._wire.all_reduce_(flat, self._comm) for flat in self._flat.values()]
-        self._works.append(self._comm.all_reduce(self._used_anywhere))
+        self._works += [self._wire.all_reduce_(flat, self._comm) for flat in self._flat.values()]
         self._is_clean = True
 
     def give_up(self, header: Header) -> None:
