@@ -33,9 +33,9 @@ def waves(*shape: int, phase: float) -> Tensor:
     return torch.sin(torch.arange(numel, dtype=torch.float64) * 0.7 + phase).reshape(shape)
 
 
-def mlp(dtype: torch.dtype = torch.float32) -> nn.Module:
+def mlp(dtype: torch.dtype = torch.float32, *, width: int = 16) -> nn.Module:
     """Return a small model, always the same."""
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
+    model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3)).to(dtype)
     fill(model)
     return model
 
