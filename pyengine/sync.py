@@ -211,14 +211,15 @@ class Sync:
     def _report(self, verdict: Verdict, norm: Tensor) -> None:
         """Count and record the step once its outcome is known."""
         engine, clock = self._engine, self._engine.clock
-        clock.stop()
-        if not self._recorder.callbacks:
-            return  # seconds and numbers would wait for the device
         traffic, (collectives, sent) = engine.comm.traffic, engine.traffic_before
         collectives, sent = traffic.collectives - collectives, traffic.bytes_sent - sent
+        # Also where nobody listens: ranks whose programs differ cannot meet.
         index, grad_norm = engine.window.index, Readback(norm.reshape(1))
+        clock.stop()
 
         def emit(totals: Totals, skips: bool) -> None:
+            if not self._recorder.callbacks:
+                return  # the seconds would wait for the device
             self._recorder.emit(
                 step=index,
                 micro_batches=totals.micro_batches,
@@ -234,7 +235,7 @@ class Sync:
                 step_s=clock.elapsed(),
             )
 
-        verdict.then(emit)
+        verdict.then(emit, awaits=bool(self._recorder.callbacks))
 
 
 class GradSync(Sync):

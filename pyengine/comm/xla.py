@@ -61,8 +61,8 @@ class Xla:
         self.traffic = Traffic()
         self._queue: list[Tensor] = []
         # Which replica this is must be data: as a constant it would give each replica a program of its own.
-        self._is_mine = _send(torch.arange(self.world_size) == self.rank, device)
-        self._is_root = _send(torch.tensor([self.rank == 0]), device)
+        self._is_mine = (torch.arange(self.world_size) == self.rank).to(device)
+        self._is_root = torch.tensor([self.rank == 0]).to(device)
         self.launch()
 
     def refuses(self, dtype: torch.dtype) -> str:
@@ -81,7 +81,7 @@ class Xla:
         return nullcontext()
 
     def all_reduce(self, flat: Tensor) -> _Queued:
-        """Queue the sum of `flat` over all replicas, in place. float64 sums are exact but for one rounding."""
+        """Queue the sum of `flat` over all replicas, in place; of float64, within float32's range."""
         self._queue.append(flat)
         return _Queued(self)
 
@@ -98,7 +98,7 @@ class Xla:
         fresh = [self._scatter(flat) if flat.dtype == torch.float64 else flat.clone() for flat in queue]
         self._sum_(fresh)
         for flat, total in zip(queue, fresh, strict=True):
-            flat.copy_(total.double().sum((0, 1)) if flat.dtype == torch.float64 else total)
+            flat.copy_(_joined(total.unbind(1), flat.dtype).sum(0) if flat.dtype == torch.float64 else total)
 
     def all_gather_object(self, value: object) -> list[Any]:
         """Return every replica's value, by rank. For set-up and error reports only: it waits and pickles."""
@@ -113,12 +113,11 @@ class Xla:
 
     @torch.no_grad()
     def broadcast_(self, tensors: list[Tensor]) -> None:
-        """Overwrite `tensors` with replica 0's: every bit of theirs travels as float32, the type that all backends sum."""
+        """Overwrite `tensors` with replica 0's, which travel as float32, the type that all backends sum; -0 becomes +0."""
         if self.world_size == 1:
             return
         pieces = [_pieces(tensor.detach()) for tensor in tensors]
-        # -0 changes nothing that it is added to, +0 would change -0.
-        fresh = [torch.where(self._is_root, p, -torch.zeros_like(p)) for group in pieces for p in group]
+        fresh = [torch.where(self._is_root[0], p, torch.zeros_like(p)) for group in pieces for p in group]
         self._sum_(fresh)
         landed = iter(fresh)
         for tensor, group in zip(tensors, pieces, strict=True):
@@ -139,7 +138,7 @@ class Xla:
     def _scatter(self, vector: Tensor) -> Tensor:
         """Return a float64 vector's float32 pieces in this replica's row, `[replicas, pieces, n]`; other rows are 0.
 
-        No 64-bit type may travel: XLA has no such reduction on TPUs. It also makes the sum exact, whatever its order.
+        No 64-bit type may travel: XLA has no such reduction on TPUs. And the sum is then made in the order of ranks.
         """
         pieces = torch.stack(_pieces(vector))
         return torch.where(self._is_mine[:, None, None], pieces, torch.zeros_like(pieces))
@@ -151,10 +150,6 @@ class Xla:
         gathered = xm.all_gather(tensor.to(self._device), pin_layout=False)
         self.launch()
         return gathered.cpu()
-
-
-def _send(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device)
 
 
 def _pieces(tensor: Tensor) -> list[Tensor]:

@@ -77,12 +77,14 @@ class Replicas:
         self._process = context.Process(target=_serve, args=(theirs, self.world), daemon=True)
         before = dict(os.environ)
         os.environ.update(
-            PJRT_DEVICE="CPU",
-            CPU_NUM_DEVICES=str(self.world),
-            XLA_THREAD_POOL_SIZE=str(max(2 * self.world, 4)),
-            XLA_ENABLE_PARAM_ALIASING=str(int(self.world == 1)),
-            XLA_FLAGS=f"--xla_dump_to={self._dumps.name} --xla_dump_hlo_as_text",
-            **self._environment,
+            {
+                "PJRT_DEVICE": "CPU",
+                "CPU_NUM_DEVICES": str(self.world),
+                "XLA_THREAD_POOL_SIZE": str(max(2 * self.world, 4)),
+                "XLA_ENABLE_PARAM_ALIASING": str(int(self.world == 1)),
+                "XLA_FLAGS": f"--xla_dump_to={self._dumps.name} --xla_dump_hlo_as_text",
+            }
+            | self._environment
         )
         try:
             self._process.start()
@@ -117,7 +119,9 @@ class _Lockstep:
 
         return noted
 
-    def _step_marker(self, device: str = "", devices: Any = (), wait: bool = True, reset_scope: bool = True) -> None:
+    def _step_marker(
+        self, device: str = "", devices: Any = (), wait: bool = True, reset_scope: bool = True
+    ) -> None:
         del wait
         if not self.here.has_collective:
             self._launch(device, list(devices), wait=False, reset_scope=reset_scope)
@@ -150,7 +154,9 @@ def _serve(pipe: Any, world: int) -> None:
             return
 
 
-def _on_every_replica(pjrt: Any, lockstep: _Lockstep, world: int, fn: Callable[[int], Any]) -> tuple[bool, Any]:
+def _on_every_replica(
+    pjrt: Any, lockstep: _Lockstep, world: int, fn: Callable[[int], Any]
+) -> tuple[bool, Any]:
     import torch_xla.runtime as xr
 
     answers: dict[int, Any] = {}

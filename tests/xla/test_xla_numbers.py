@@ -12,7 +12,9 @@ TOLERANCE = 1e-6
 
 def _check(outcomes, expected):
     for param, right in zip(outcomes[0].params, expected, strict=True):
-        assert torch.allclose(param.double(), right, rtol=0, atol=TOLERANCE), (param.double() - right).abs().max()
+        assert torch.allclose(param.double(), right, rtol=0, atol=TOLERANCE), (
+            (param.double() - right).abs().max()
+        )
     for other in outcomes[1:]:
         assert all(map(torch.equal, outcomes[0].params, other.params))
         assert all(map(torch.equal, outcomes[0].state, other.state))

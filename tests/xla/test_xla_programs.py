@@ -29,7 +29,9 @@ def _counts() -> Counts:
 
     xm.wait_device_ops()  # an execution is counted when it begins
     executed, read = (met.metric_data(name) for name in ("ExecuteTime", "TransferFromDeviceTime"))
-    return Counts(met.counter_value("UncachedCompile") or 0, executed[0] if executed else 0, read[0] if read else 0)
+    return Counts(
+        met.counter_value("UncachedCompile") or 0, executed[0] if executed else 0, read[0] if read else 0
+    )
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ def _train(rank: int, lengths: Sequence[int], kind: Kind) -> list[Counts]:
     optimizer = OPTIMIZERS[kind.optimizer](model.parameters(), capturable=True)
     costs = []
     for length in lengths:
-        batches = [[t.to(here, kind.dtype) for t in micro_batch(rank, 2 * i)] for i in range(length)]  # of one shape
+        batches = [
+            [t.to(here, kind.dtype) for t in micro_batch(rank, 2 * i)] for i in range(length)
+        ]  # of one shape
         before = _counts()
         for index, batch in enumerate(batches, start=1):
             with sync.accumulate(last=index == length):
@@ -59,7 +63,9 @@ def _train(rank: int, lengths: Sequence[int], kind: Kind) -> list[Counts]:
                     sync.clip_grad_norm_(0.5)
                     sync.step(optimizer)
         after = _counts()
-        costs.append(Counts(*(getattr(after, name) - getattr(before, name) for name in Counts.__annotations__)))
+        costs.append(
+            Counts(*(getattr(after, name) - getattr(before, name) for name in Counts.__annotations__))
+        )
     sync.synchronize()
     return costs
 
@@ -68,7 +74,9 @@ def _train(rank: int, lengths: Sequence[int], kind: Kind) -> list[Counts]:
 def test_lengths_of_windows_that_were_seen_or_not_compile_nothing_new(replicas, optimizer):
     (costs,) = replicas(1).run(_train, [3, 3, 2, 1, 5, 4], Kind(optimizer))
     assert [cost.compiled for cost in costs[2:]] == [0, 0, 0, 0]
-    assert costs[0].compiled + costs[1].compiled <= 4  # micro-batch; reduction; first step, which makes state; update
+    assert (
+        costs[0].compiled + costs[1].compiled <= 4
+    )  # micro-batch; reduction; first step, which makes state; update
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -85,7 +93,9 @@ def test_the_steady_step_path_reads_nothing_from_the_device(replicas, world):
 
 def _collectives(programs: Iterable[Path]) -> list[int]:
     """Return how many collectives each program has, in the order in which they were compiled."""
-    collective = re.compile(r"= .*\b(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(-start)?\(")
+    collective = re.compile(
+        r"= .*\b(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(-start)?\("
+    )
     return [len(collective.findall(path.read_text())) for path in sorted(programs)]
 
 

@@ -14,7 +14,9 @@ PLAN = [9, 9, 9, 9]
 @pytest.mark.parametrize("window", [0, 1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("world", [1, 2])
-def test_inf_on_one_replica_skips_the_step_on_all_and_takes_the_state_back(replicas, world, optimizer, window):
+def test_inf_on_one_replica_skips_the_step_on_all_and_takes_the_state_back(
+    replicas, world, optimizer, window
+):
     job = Job(PLAN, optimizer, spoil=(world - 1, window * ACCUMULATE + 1))
     outcomes = replicas(world).run(train, job)
     expected = reference(job, world, without=[window])
@@ -58,7 +60,12 @@ def test_a_parameter_that_no_replica_uses_is_not_stepped(replicas, optimizer):
     both = replicas(2).run(_train_partly, [{0, 1}, {0, 2}], optimizer)
     assert all(map(torch.equal, both[0][0], both[1][0]))
     before = [waves(5, phase=i).float() for i in range(4)]
-    assert [torch.equal(old, new) for old, new in zip(before, both[0][0], strict=True)] == [False, False, False, True]
+    assert [torch.equal(old, new) for old, new in zip(before, both[0][0], strict=True)] == [
+        False,
+        False,
+        False,
+        True,
+    ]
     assert both[0][1][3] == 0
 
 
@@ -115,7 +122,9 @@ def _step_twice(rank: int) -> str:
     with sync.accumulate():
         sync.backward(param.sum())
         sync_step(steps)
-        with pytest.raises(RuntimeError, match="a step uses gradients up. Let each parameter have one optimizer"):
+        with pytest.raises(
+            RuntimeError, match="a step uses gradients up. Let each parameter have one optimizer"
+        ):
             sync_step(steps)
     return ""
 

@@ -77,11 +77,16 @@ class Outcome:
     scale: float = 1.0
 
 
-def outcome(model: nn.Module, optimizer: torch.optim.Optimizer, norms: Sequence[Tensor], stepped: Any) -> Outcome:
+def outcome(
+    model: nn.Module, optimizer: torch.optim.Optimizer, norms: Sequence[Tensor], stepped: Any
+) -> Outcome:
     """Bring everything to the host."""
     params = [param.detach().cpu() for param in model.parameters()]
     state = [
-        value.cpu() for param in model.parameters() for value in optimizer.state[param].values() if value is not None
+        value.cpu()
+        for param in model.parameters()
+        for value in optimizer.state[param].values()
+        if value is not None
     ]
     return Outcome(params, state, [float(norm) for norm in norms], [bool(flag) for flag in stepped])
 
