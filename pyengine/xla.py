@@ -139,7 +139,9 @@ class XlaReducer:
         assert backward is None
         del loss
         self._used_anywhere = self._usage_here().clone()
-        self._works = [self._comm.all_reduce(self._used_anywhere)]  # travels with the header, if that goes first
+        self._works = [
+            self._comm.all_reduce(self._used_anywhere)
+        ]  # travels with the header, if that goes first
         inv_count = header.inv_count() if self._wire.folds_count else None
         self._flat = {}
         for index, total in self._sums.items():

@@ -147,17 +147,16 @@ def _serve(pipe: Any, world: int) -> None:
     torch_xla.device()  # the runtime has to be up before the first backward of this process
     while True:
         try:
-            fn, args, kwargs = pipe.recv()
-            pipe.send(_on_every_replica(pjrt, lockstep, world, lambda rank: fn(rank, *args, **kwargs)))
+            pipe.send(_on_every_replica(pjrt, lockstep, world, pipe.recv()))
             sys.path[:] = pipe.recv()
         except EOFError:
             return
 
 
-def _on_every_replica(
-    pjrt: Any, lockstep: _Lockstep, world: int, fn: Callable[[int], Any]
-) -> tuple[bool, Any]:
+def _on_every_replica(pjrt: Any, lockstep: _Lockstep, world: int, job: Any) -> tuple[bool, Any]:
     import torch_xla.runtime as xr
+
+    fn, args, kwargs = job
 
     answers: dict[int, Any] = {}
     errors: list[str] = []
@@ -166,7 +165,7 @@ def _on_every_replica(
         rank = xr.global_ordinal()
         lockstep.here.rank, lockstep.here.has_collective = rank, False
         try:
-            answers[rank] = fn(rank)
+            answers[rank] = fn(rank, *args, **kwargs)
         except BaseException as error:  # noqa: BLE001 - whatever it was, the test wants to see it
             broken = isinstance(error, threading.BrokenBarrierError)
             errors.append("" if broken else f"--- replica {rank} ---\n{traceback.format_exc()}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from xla_cases import OPTIMIZERS, device, loss_sum, micro_batch, mlp
+from xla_cases import FP32, OPTIMIZERS, device, loss_sum, micro_batch, mlp
 
 import pyengine as pe
 
@@ -39,7 +39,7 @@ class Kind:
     """What is trained; a width of its own has programs of its own."""
 
     optimizer: str = "sgd"
-    wire: pe.wire.Wire = pe.wire.FP32()
+    wire: pe.wire.Wire = FP32
     dtype: torch.dtype = torch.float32
     width: int = 16
 

@@ -21,6 +21,7 @@ PLANS = {
     "one rank has nothing": [4, 0, 3, 4],
 }
 ACCUMULATE = 3
+FP32 = pe.wire.FP32()
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda params, **_: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01),
     "adamw": lambda params, capturable: torch.optim.AdamW(params, lr=0.01, capturable=capturable),
@@ -109,7 +110,7 @@ class Job:
     spoil: tuple[int, int] | None = None
     tensor_counts: bool = False
     scaler: bool = False
-    wire: pe.wire.Wire = pe.wire.FP32()
+    wire: pe.wire.Wire = FP32
     nonfinite: str = "skip"
     dtype: torch.dtype = torch.float32
 
