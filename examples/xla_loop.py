@@ -24,10 +24,14 @@ def main(index: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(DIGITS, 256), nn.GELU(), nn.Linear(256, DIGITS)).to(device)
     sync = pe.GradSync(model, accumulate=ACCUMULATE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)  # its step count lives on the device
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, capturable=True
+    )  # its step count lives on the device
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, WINDOWS)
     if xr.global_ordinal() == 0:
-        sync.on_step(lambda record: print(f"step {record.step}: loss {record.loss:.4f}, norm {record.grad_norm:.4f}"))
+        sync.on_step(
+            lambda record: print(f"step {record.step}: loss {record.loss:.4f}, norm {record.grad_norm:.4f}")
+        )
 
     for window in sync.windows(micro_batches(xr.global_ordinal())):
         for x, y in window:

@@ -251,8 +251,9 @@ class GradSync(Sync):
             same bits for every world size (docs/reproducible.md), over the fp32 wire only, with whole-numbered counts;
             given a module, not its parameters, it keeps BatchNorm's running statistics alike too. `pe.Exact(
             micro_batches=...)` is the same where the window is not the sum of `accumulate` over ranks.
-        group: the process group; None is the default group, or this process alone if there is none.
-        bucket_cap_mb: size of a bucket in MiB of gradients.
+        group: the process group; None is the default group, or this process alone if there is none. On an XLA device
+            all replicas (docs/xla.md).
+        bucket_cap_mb: size of a bucket in MiB of gradients; on an XLA device all gradients of a type are one bucket.
         nonfinite: "skip" leaves the parameters alone in a step with inf or nan; "raise" raises FloatingPointError on
             every rank, and has every micro-batch checked so that the message names it.
 
