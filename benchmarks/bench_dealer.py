@@ -16,7 +16,7 @@ from _harness import RESULTS, machine_card
 from step_models import GPT, GPT_CONTEXT, GPT_VOCABULARY
 
 import pyengine as pe
-from pyengine.launch import launch
+from pyengine.launching import launch
 
 MICRO_BATCHES = 12
 

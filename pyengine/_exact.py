@@ -107,6 +107,11 @@ class ExactSum:
         other._plan, other._runner = plan, plan._runner(self.hi.device)
         return other
 
+    def parts(self, offset: int, numel: int) -> dict[str, Tensor]:
+        """Return the memory of a slot's sum: its limbs, int32 `[2, blocks, 64]`, and its bins, uint8 `[blocks]`."""
+        blocks = slice(offset // BLOCK, -(-(offset + numel) // BLOCK))
+        return {"limbs": self.limbs.view(2, -1, BLOCK)[:, blocks], "bins": self.bins[blocks]}
+
     def deposit_(self, tensors: TensorList | Pointers, *, first: bool, nonfinite: Tensor) -> None:
         """Add one term: every slot's tensor.
 
@@ -155,6 +160,34 @@ class ExactSum:
         if self._runner is None:
             return _exact_reference.align_(self._limbs, bins)
         self._runner.exact_align_(self._native, bins.data_ptr())
+
+    def merge_(self, other: ExactSum) -> None:
+        """Add another sum, as if its terms had been deposited here; it is aligned with this one by it.
+
+        Args:
+            other: over the same elements, made for as many terms; both together have taken no more.
+
+        Cost: reads 16 and writes 8 bytes an element, and aligns both.
+
+        Example:
+            >>> plan, flags = BucketPlan([0], [3]), torch.zeros(1, dtype=torch.uint8)
+            >>> one, two = (ExactSum(plan, numel=64, terms=2, device=torch.device("cpu")) for _ in range(2))
+            >>> one.deposit_([torch.full((3,), 1e8)], first=True, nonfinite=flags)
+            >>> two.deposit_([torch.ones(3)], first=True, nonfinite=flags)
+            >>> one.merge_(two)
+            >>> out = torch.empty(64)
+            >>> one.round_(out)
+            >>> float(out[0].double())
+            100000000.0
+        """
+        if (self.width, self.limbs.shape) != (other.width, other.limbs.shape):
+            raise ValueError(
+                f"other is {other} of {other.limbs.shape[1]} elements; needed the like of {self}"
+            )
+        bins = torch.maximum(self.bins, other.bins)
+        self.align_(bins)
+        other.align_(bins)
+        self.limbs += other.limbs
 
     def round_(self, out: Tensor) -> None:
         """Write the sum, rounded once from the exact integer; empty blocks are +0, poisoned ones NaN.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from pyengine._exact import MAX_TERMS
 from pyengine._pointers import DTYPE_CODES
 from pyengine.accumulator import KINDS, Exact
 from pyengine.layout import ParamSpec, first_difference
-from pyengine.window import check_accumulate
+from pyengine.window import check_accumulate, share
 from pyengine.wire import FP32, Wire
 
 NONFINITE_POLICIES = ("skip", "raise")
@@ -100,12 +101,24 @@ class Shares:
     """How a full window is dealt out.
 
     Attributes:
-        by_rank: each rank's `accumulate`.
+        places: by rank, the indices of its micro-batches in the window.
         terms: micro-batches over all ranks.
+        by_rank: each rank's `accumulate`.
     """
 
-    by_rank: list[int]
+    places: list[range]
     terms: int
+    by_rank: list[int]
+
+    @property
+    def total(self) -> int:
+        """Places that any rank may name."""
+        return max(self.terms, sum(self.by_rank))
+
+    @property
+    def most(self) -> int:
+        """Micro-batches that a rank may get, also in a window of which a part is done and the rest dealt out anew."""
+        return max(*self.by_rank, -(-self.terms // len(self.by_rank)))
 
 
 def _shares(everybody: Sequence[Settings]) -> Shares:
@@ -124,7 +137,17 @@ def _shares(everybody: Sequence[Settings]) -> Shares:
             f"{origin} makes {terms} micro-batches a window over all ranks: accumulator='exact' takes 1 to {MAX_TERMS}; "
             "make micro-batches larger or windows shorter"
         )
-    return Shares(by_rank, terms)
+    return Shares(_places(by_rank, terms), terms, by_rank)
+
+
+def _places(by_rank: Sequence[int], terms: int) -> list[range]:
+    """Deal places out as `WindowSampler` does, if that is what the ranks' numbers come from; else one after the other."""
+    world_size = len(by_rank)
+    even = [share(terms, rank=rank, world_size=world_size) for rank in range(world_size)]
+    if [max(1, len(places)) for places in even] == list(by_rank):
+        return even
+    ends = list(itertools.accumulate(by_rank, initial=0))
+    return [range(start, end) for start, end in itertools.pairwise(ends)]
 
 
 def problems_of(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:

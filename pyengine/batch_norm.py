@@ -3,7 +3,7 @@
 While a window is open, every BatchNorm in training mode writes into a row of its own for each micro-batch, which begins
 as zeros, with its own arithmetic. So a row holds what the micro-batch adds to the running average, whatever that is, and
 how often the module was called. The rows of all ranks are summed as integers, a rank's being zero in the others'
-places, and every rank replays them rank by rank: with contiguous shares (`WindowSampler`) in the order of the window.
+places, and every rank replays them in the order of the window.
 """
 
 from __future__ import annotations
@@ -58,17 +58,20 @@ class BatchNormReplay:
 
     Args:
         module: whose BatchNorms, where the engine was given them; one without any costs nothing.
-        shares: micro-batches of a full window, by rank.
-        rank: this process's.
+        most: micro-batches that this rank may run in a window.
+        total: places in a window, over all ranks.
 
-    Cost: a window allocates (accumulate + micro-batches of all ranks) rows of 4 bytes a running value and BatchNorm, and
-    sends the latter part in one collective, which overlaps with the last backward.
+    Cost: a window allocates (`most` + `total`) rows of 4 bytes a running value and BatchNorm, and sends the latter part
+    in one collective, which overlaps with the last backward.
     """
 
-    def __init__(self, module: nn.Module, *, shares: Sequence[int], rank: int) -> None:
+    def __init__(self, module: nn.Module, *, most: int, total: int) -> None:
         self._modules = batch_norms(module)
-        self._first, self._own, self._total = sum(shares[:rank]), shares[rank], sum(shares)
+        self._total = total
         self._target = _Target()
+        self._places: list[int] = []
+        self._tables: list[Tensor] = []
+        self._saved: list[Tensor] = []
         self._rows: Tensor | None = None
         self._work: Work | None = None
         self._others = BufferWatch(module, self._buffers(*_STATISTICS))
@@ -76,12 +79,13 @@ class BatchNormReplay:
             return
         kind = self._modules[0].running_mean
         self._sizes = [m.num_features for m in self._modules for _ in range(2)]
-        self._places = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in self._sizes]
-        columns = torch.tensor(self._places, device=kind.device).view(-1, 2).sum(1)
+        self._widths = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in self._sizes]
+        columns = torch.tensor(self._widths, device=kind.device).view(-1, 2).sum(1)
         self._owner = torch.arange(len(self._modules), device=kind.device).repeat_interleave(columns)
-        num_rows = self._own + 1  # the last one takes what does not count
-        self._stats = kind.new_zeros(num_rows, sum(self._places))
+        num_rows = most + 1  # the last one takes what does not count
+        self._stats = kind.new_zeros(num_rows, sum(self._widths))
         self._calls = self._owner.new_zeros(num_rows, len(self._modules))
+        self._tables = [self._stats, self._calls]
         self._target.rows = [
             list(zip(values[::2], values[1::2], calls.unbind(), strict=True))
             for values, calls in zip(map(self._pieces, self._stats), self._calls, strict=True)
@@ -89,17 +93,37 @@ class BatchNormReplay:
         for index, norm in enumerate(self._modules):
             _tap(norm).target, _tap(norm).index = self._target, index
 
+    @property
+    def num_modules(self) -> int:
+        """BatchNorms whose running statistics are replayed."""
+        return len(self._modules)
+
     def open(self) -> None:
         """Begin a window."""
         self._others.open()
+        self._places, self._saved = [], [table[:0] for table in self._tables]
         if self._modules:
             self._stats.zero_()
             self._calls.zero_()
             self._target.open()
 
-    def hand_out(self) -> None:
-        """Begin a micro-batch."""
+    def hand_out(self, place: int) -> None:
+        """Begin a micro-batch; `place` is its index in the window, over all ranks."""
+        self._places.append(place)
         self._target.hand_out()
+
+    def save(self) -> list[Tensor]:
+        """Return copies of this window's rows and calls, one row a micro-batch in the order they were handed out."""
+        if not self._modules:
+            return []
+        taken = len(self._places) - len(self._saved[0])
+        return [torch.cat([old, new[:taken]]) for old, new in zip(self._saved, self._tables, strict=True)]
+
+    def load(self, places: Sequence[int], rows: Sequence[Tensor]) -> None:
+        """Take over, in a window that has just been opened, what `save` returned for these places."""
+        self._places = list(places)
+        if rows:
+            self._saved = [part.to(own) for part, own in zip(rows, self._tables, strict=True)]
 
     @contextmanager
     def backward(self, *, due: bool) -> Iterator[None]:
@@ -123,9 +147,9 @@ class BatchNormReplay:
         whole, width = _INTEGERS[wide], self._stats.shape[1]
         # The bits as integers: adding zeros keeps them all, those of -0 and nan too.
         self._rows = self._stats.new_zeros(self._total, width + len(self._modules), dtype=whole)
-        own = self._rows[self._first : self._first + self._own]
-        own[:, :width] = self._stats[:-1].to(wide).view(whole)
-        own[:, width:] = self._calls[:-1]
+        values, calls = self.save()
+        places = send(self._places, torch.int64, values.device)
+        self._rows[places] = torch.cat([values.to(wide).view(whole), calls.to(whole)], 1)
         self._work = comm.all_reduce(self._rows)
 
     def land(self) -> None:
@@ -178,7 +202,7 @@ class BatchNormReplay:
 
     def _pieces(self, row: Tensor) -> list[Tensor]:
         """Return every module's mean and variance in a row, as views."""
-        return [place[:size] for place, size in zip(row.split(self._places), self._sizes, strict=True)]
+        return [place[:size] for place, size in zip(row.split(self._widths), self._sizes, strict=True)]
 
     def _buffers(self, *names: str) -> list[Any]:
         return [getattr(m, name) for m in self._modules for name in names]

@@ -10,20 +10,25 @@ from torch.nn import Parameter
 
 
 class Carry:
-    """Copies of final gradients, to be added to the next window's: averaged already, so never averaged again.
+    """Final gradients, to be added to the next window's: averaged already, so never averaged again.
 
     Args:
         params: parameters whose `.grad` the caller left in place.
+        kept: copies of what was there.
     """
 
-    def __init__(self, params: Sequence[Parameter]) -> None:
-        self._params = list(params)
-        self._kept: list[Tensor | None] = [None if p.grad is None else p.grad.clone() for p in params]
+    def __init__(self, params: Sequence[Parameter], kept: Sequence[Tensor | None]) -> None:
+        self._params, self.kept = list(params), list(kept)
 
     def add(self) -> Tensor:
         """Add what was kept to the final gradients of a window; return the 2-norm of the sums, float64, 0-dim."""
-        for param, kept in zip(self._params, self._kept, strict=True):
+        for param, kept in zip(self._params, self.kept, strict=True):
             if kept is not None:
                 param.grad = kept if param.grad is None else param.grad.add_(kept)
         norms = [p.grad.double().norm() for p in self._params if p.grad is not None]
         return torch.stack(norms).norm()
+
+
+def gradients(params: Sequence[Parameter]) -> list[Tensor | None]:
+    """Return copies of `.grad`."""
+    return [None if p.grad is None else p.grad.clone() for p in params]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from pyengine.accumulator.base import flagged_in, slot_gradient
+from pyengine.accumulator.base import Saved, flagged_in, slot_gradient
 from pyengine.ddp_sums import ExactBeside, Fp32Beside, Sums, packed
 from pyengine.header import Header, LocalWindow
 from pyengine.hook import HookState, Launched, Local, Mode, comm_hook
@@ -43,6 +43,7 @@ class DDPReducer:
         named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
         self.params: list[Parameter] = [p for _, p in named]
+        self._name_of = {p: name for name, p in named}
         self._ddp, self._state = ddp, state
         self._one = torch.ones((), device=self.params[0].device)
         self._groups = _by_dtype(self.params)
@@ -154,6 +155,33 @@ class DDPReducer:
             return None
 
         return blame
+
+    def save(self) -> Saved:
+        """Return copies of what earlier micro-batches of this window have left; nothing for unused parameters."""
+        left = {self._name_of[p]: {"sum": slot_gradient(p)} for p in self.params if p.grad is not None}
+        saved = {name: {"sum": parts["sum"].clone().reshape(-1)} for name, parts in left.items()}
+        return saved | ({} if self._sums is None else self._sums.save(self._name_of))
+
+    def load(self, saved: Saved, *, done: int) -> None:
+        """Go on, in a window that has just begun, from what `save` returned after `done` micro-batches."""
+        summed: set[str] = set()
+        if self._sums is not None:
+            self._sums.load(saved, self._name_of, done=done)
+            summed = {self._name_of[p] for params, _ in self._sums.flagged() for p in params}
+        for param in self.params:
+            name = self._name_of[param]
+            if name in saved and name not in summed:
+                param.grad = torch.empty_like(param)
+                slot = param.grad.as_strided((param.numel(),), (1,), param.grad.storage_offset())
+                slot.copy_(saved[name]["sum"])
+
+    def order(self) -> dict[str, Any]:
+        """Return nothing: DDP has its own order of buckets."""
+        return {}
+
+    def follow(self, order: dict[str, Any]) -> None:
+        """Do nothing: DDP has its own order of buckets."""
+        del order
 
     def _expect(self, loss: Tensor | None) -> None:
         reducer = self._ddp.reducer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyengine._exact import ExactSum
 from pyengine._exact_reference import BLOCK, POISONED
 from pyengine._ops import BucketPlan
-from pyengine.accumulator.base import slot_gradient
+from pyengine.accumulator.base import Saved, slot_gradient
 from pyengine.hook import Launched
 
 
@@ -36,8 +36,8 @@ class Beside(Protocol):
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """Add a micro-batch."""
 
-    def parts(self, index: int) -> list[Tensor]:
-        """Return the memory of one parameter's sum, so that it can move."""
+    def parts(self, index: int) -> dict[str, Tensor]:
+        """Return the memory of one parameter's sum, so that it can move or be saved."""
 
 
 class Sums:
@@ -85,6 +85,34 @@ class Sums:
         """Return (parameters, flags a micro-batch) of every sum, for this window."""
         return [(total.params, total.flagged) for total in self._sums.values()]
 
+    def save(self, names: Mapping[Any, str]) -> Saved:
+        """Return copies of what earlier micro-batches of this window have left; nothing if there were none."""
+        return {
+            names[param]: {
+                **{name: part.clone() for name, part in total.parts(index).items()},
+                "nonfinite": flags,
+            }
+            for total in self._sums.values()
+            if total.is_filled
+            for index, (param, flags) in enumerate(
+                zip(total.params, torch.stack(total.flagged, 1), strict=True)
+            )
+        }
+
+    def load(self, saved: Saved, names: Mapping[Any, str], *, done: int) -> None:
+        """Go on, in a window that has just begun, from what `save` returned after `done` micro-batches."""
+        self.follow()
+        for total in self._sums.values():
+            total.is_filled = True
+            rows = torch.zeros(done, len(total.params), dtype=torch.uint8, device=total.params[0].device)
+            for index, param in enumerate(total.params):
+                kept = saved.get(names[param], {})
+                for name, part in total.parts(index).items():
+                    part.copy_(kept[name]) if kept else part.zero_()
+                if kept:
+                    rows[:, index] = kept["nonfinite"]
+            total.flagged = [*rows]
+
     def lay_out(self) -> None:
         """Follow DDP's buckets, which it rebuilds once; what has been summed moves along."""
         old = {
@@ -102,8 +130,8 @@ class Sums:
         for total in self._sums.values():
             total.is_filled = was_filled
             for index, param in enumerate(total.params):
-                for part, before in zip(total.parts(index), old.get(id(param), []), strict=False):
-                    part.copy_(before)
+                for name, before in old.get(id(param), {}).items():
+                    total.parts(index)[name].copy_(before)
 
 
 class _Base:
@@ -148,9 +176,9 @@ class Fp32Beside(_Base):
             )
         return self.is_filled
 
-    def parts(self, index: int) -> list[Tensor]:
+    def parts(self, index: int) -> dict[str, Tensor]:
         """Return the memory of one parameter's sum."""
-        return [self._views[index]]
+        return {"sum": self._views[index]}
 
 
 class ExactBeside(_Base):
@@ -164,10 +192,10 @@ class ExactBeside(_Base):
         super().__init__(params)
         sizes = [-(-numel // BLOCK) * BLOCK for numel in self._numels]
         offsets = list(itertools.accumulate(sizes, initial=0))
-        self._plan = BucketPlan(offsets[:-1], self._numels)
+        self._offsets = offsets[:-1]
+        self._plan = BucketPlan(self._offsets, self._numels)
         self._exact = ExactSum(self._plan, numel=max(BLOCK, offsets[-1]), terms=terms, device=self._device)
         self._bins = torch.zeros_like(self._exact.bins)
-        self._blocks = [slice(a // BLOCK, b // BLOCK) for a, b in itertools.pairwise(offsets)]
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """Add a micro-batch."""
@@ -203,11 +231,9 @@ class ExactBeside(_Base):
 
         return work, land
 
-    def parts(self, index: int) -> list[Tensor]:
+    def parts(self, index: int) -> dict[str, Tensor]:
         """Return the memory of one parameter's sum."""
-        blocks = self._blocks[index]
-        limbs = self._exact.limbs.view(2, -1, BLOCK)[:, blocks]
-        return [limbs, self._exact.bins[blocks]]
+        return self._exact.parts(self._offsets[index], self._numels[index])
 
 
 def packed(numels: Sequence[int]) -> BucketPlan:

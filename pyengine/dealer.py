@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -17,9 +17,8 @@ class Dealer:
     """Deal a sampler's windows out by a counter that all ranks share, instead of in fixed shares.
 
     A rank draws its next micro-batch while it still has one to compute, so it knows which is its last and its reduction
-    overlaps as usual. With accumulator="exact" the result has the same bits as with any other assignment; with other
-    accumulators it is right, and changes in the last bits from run to run. BatchNorm's running statistics are replayed
-    rank by rank, so here they do depend on who took what.
+    overlaps as usual. With accumulator="exact" the result, BatchNorm's running statistics included, has the same bits as
+    with any other assignment; with other accumulators it is right, and changes in the last bits from run to run.
 
     After an exception every rank must leave the loop and begin a new one from a checkpoint: what a rank has drawn is
     lost to the others.
@@ -55,9 +54,9 @@ class Dealer:
         """In a full window, over all ranks."""
         return self._sampler.micro_batches
 
-    def set_epoch(self, epoch: int, *, window: int = 0) -> None:
-        """Choose the epoch of the next round, and the window at which it begins."""
-        self._sampler.set_epoch(epoch, window=window)
+    def set_epoch(self, epoch: int, *, window: int = 0, done: Collection[int] = ()) -> None:
+        """Choose the epoch of the next round, and where it begins; see `WindowSampler.set_epoch`."""
+        self._sampler.set_epoch(epoch, window=window, done=done)
 
     def __len__(self) -> int:
         """Windows left in the epoch: the same on every rank."""
@@ -67,11 +66,13 @@ class Dealer:
         """Yield each window's micro-batches, as far as this rank gets them; every rank goes through all windows."""
         self._rounds += 1
         rows = list(self._sampler)
-        size = self._sampler.micro_batches
+        size, done = self._sampler.micro_batches, self._sampler.done
+        left = [place for place in range(size) if place not in done]
         for number in range(len(self)):
-            window = rows[number * size : (number + 1) * size]
-            yield self._draw(f"{self._name}/{self._rounds}/{number}", window)
+            places, left = left, list(range(size))
+            window, rows = rows[: len(places)], rows[len(places) :]
+            yield self._draw(f"{self._name}/{self._rounds}/{number}", list(zip(places, window, strict=False)))
 
-    def _draw(self, key: str, window: list[list[int]]) -> Iterator[Dealt]:
-        while (index := self._store.add(key, 1) - 1) < len(window):
-            yield index, window[index]
+    def _draw(self, key: str, window: list[Dealt]) -> Iterator[Dealt]:
+        while (turn := self._store.add(key, 1) - 1) < len(window):
+            yield window[turn]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+import torch
 from torch import Tensor
 
-from pyengine.agreement import Settings
+from pyengine.agreement import Settings, Shares
 from pyengine.batch_norm import BatchNormReplay
-from pyengine.carry import Carry
+from pyengine.carry import Carry, gradients
 from pyengine.comm import Transport
 from pyengine.header import Count, Header, Totals
 from pyengine.host import is_lazy, runs_ahead
 from pyengine.norm import FinalPass, GradScaler
 from pyengine.record import Clock
 from pyengine.reducer import Reducer
+from pyengine.snapshot import Snapshot
 from pyengine.verdict import Evidence, Verdict
 from pyengine.window import State, Window
 
@@ -32,6 +34,9 @@ class Engine:
         verdict: the outcome of the current window, once it has landed; the host may not know it yet.
         is_late: whether the host lets the device run ahead, and learns of a window's outcome in the next one.
         steps_taken: optimizer steps that changed parameters, as far as all ranks have settled them.
+        kind, terms: of the accumulator; see `Identity`.
+        local: this rank's counts and losses of the window.
+        norms: the replay of running statistics.
     """
 
     def __init__(
@@ -41,12 +46,13 @@ class Engine:
         settings: Settings,
         norms: BatchNormReplay,
         *,
-        terms: int,
+        shares: Shares,
     ) -> None:
-        self.reducer, self.comm, self._norms = reducer, comm, norms
-        self.window = Window(settings.accumulate)
+        self.reducer, self.comm, self.norms = reducer, comm, norms
+        self.window = Window(settings.accumulate, share=shares.places[comm.rank])
+        self.kind = settings.kind
         self._raises = settings.nonfinite == "raise"
-        self._terms = terms if settings.kind == "exact" else None
+        self.terms = shares.terms if settings.kind == "exact" else None
         self.device = reducer.params[0].device
         self.final = FinalPass(len(reducer.params), self.device)
         self.clock = Clock(self.device)
@@ -63,30 +69,33 @@ class Engine:
         comm.launch()
 
     def open(self) -> None:
-        """Begin a window; the previous one must have been used."""
+        """Begin a window, or take up the one that was resumed; the previous one must have been used."""
+        if self.window.is_resumed:
+            self.window.is_resumed = False
+            return
         self.retire()
         self._reset()
         self._opened_at = self.window.index
         self.window.open()
         self.reducer.open()
-        self._norms.open()
+        self.norms.open()
 
-    def hand_out(self, *, last: bool, more: bool) -> None:
+    def hand_out(self, place: int, *, last: bool, more: bool) -> None:
         """Count a micro-batch given to the loop; `more` says that another window follows the current one."""
-        self.window.hand_out(last=last)
+        self.window.hand_out(place, last=last)
         self._more = more
-        self._norms.hand_out()
+        self.norms.hand_out(place)
         self.reducer.before_forward(syncs=last)
 
     def backward(self, loss: Tensor, count: Count) -> None:
         """Run one micro-batch's backward; the window's last one also sends the gradients."""
         syncs = self.window.next_backward_syncs
         index = self.window.count_backward()
-        self._local.take(loss, count)
+        self.local.take(loss, count)
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         self._begin()
         due = self.window.done < self.window.handed
-        with self.clock.phase("backward"), self._norms.backward(due=due):
+        with self.clock.phase("backward"), self.norms.backward(due=due):
             if syncs and self.reducer.overlaps:
                 self._send(scaled.backward, scaled)
                 return
@@ -128,7 +137,7 @@ class Engine:
             assert self._header is not None
             with self.clock.phase("exposed_sync"):
                 self.reducer.finish(self._header, self.final)
-                self._norms.land()
+                self.norms.land()
             self.verdict = self._landed = self._conclude(self._header)
         if not self.is_late:
             self.settle()
@@ -159,19 +168,25 @@ class Engine:
         self.finish()
         if self.final.is_pending:
             self.write()
-        self._norms.apply(self.final.found_inf == 0)
+        self.norms.apply(self.final.found_inf == 0)
         self._is_handed_over = True
         self.comm.launch()
 
     def used(self) -> None:
         """Note that an optimizer has used the window: the next one starts from zero."""
         if not self.is_used:
-            self._norms.apply(self.final.found_inf == 0)
+            self.norms.apply(self.final.found_inf == 0)
             assert self.verdict is not None
             self.verdict.then(self._count_step, awaits=False)
         self.is_used = True
         self._is_handed_over = False
         self.comm.launch()
+
+    @property
+    def is_between_windows(self) -> bool:
+        """Whether no window is open, and the last one's gradients have been used or are the caller's."""
+        sent = self.window.state is State.SYNCED
+        return self.is_used or self._is_handed_over if sent else self.window.state is State.IDLE
 
     def retire(self) -> None:
         """Close the window; complain about gradients that nobody used."""
@@ -181,7 +196,7 @@ class Engine:
                 f"window {window.index} was left after {window.done} backwards and never sent: call sync.flush() and "
                 "sync.step to use it, or sync.abandon() to drop it"
             )
-        if window.state is State.SYNCED and not (self.is_used or self._is_handed_over):
+        if not self.is_between_windows:
             raise RuntimeError(
                 f"the gradients of window {window.index} were reduced and never used (1/count and clipping are still "
                 "pending): call sync.step(optimizer), or sync.unscale_() to use .grad yourself, or sync.abandon()"
@@ -191,7 +206,8 @@ class Engine:
     def start_over(self) -> None:
         """Begin a new loop: a window that an exception left half-way, or that was refused, is dropped."""
         refused = self.verdict is not None and self.verdict.error is not None
-        if self.window.state is State.OPEN or self._gave_up or refused:
+        left = self.window.state is State.OPEN and not self.window.is_resumed
+        if left or self._gave_up or refused:
             self.abandon()
 
     def abandon(self) -> None:
@@ -211,17 +227,58 @@ class Engine:
 
     def drop(self) -> None:
         """Drop the current window without waiting for anybody."""
-        self._norms.close()
+        self.norms.close()
         self.window.close(completed=self.window.state is State.SYNCED)
         self._is_handed_over = False
         self._carry = None
         self._reset()
 
+    def carried(self) -> dict[str, Tensor]:
+        """Return copies of gradients that count into the window still to be sent, by parameter name."""
+        kept = [] if self._carry is None else self._carry.kept
+        if self._is_handed_over:
+            kept = gradients(self.reducer.params)
+        return {
+            name: grad.clone()
+            for name, grad in zip(self.reducer.names, kept, strict=False)
+            if grad is not None
+        }
+
+    def resume(self, part: Snapshot, *, due: Sequence[int] | None, carried: dict[str, Tensor]) -> None:
+        """Go on from a snapshot.
+
+        Args:
+            part: micro-batches and sums that are this rank's now.
+            due: places that this rank has still to compute in the window that has begun; None if it has not.
+            carried: what `carried` returned.
+        """
+        self.window.close(completed=False)
+        self._reset()
+        self.window.index, self.steps_taken = part.window, part.steps
+        self._opened_at = part.window
+        if due is not None:
+            self.window.resume(part.places, due)
+            self.reducer.open()
+            self.norms.open()
+            self.norms.load(part.places, part.batch_norm)
+        if part.places:
+            for loss, count in zip(part.losses, part.counts, strict=True):
+                self.local.take(torch.tensor(loss, dtype=torch.float64), count)
+            self._begin()
+            self.reducer.load(part.sums, done=len(part.places))
+        self._keep([carried.get(name) for name in self.reducer.names])
+        self.comm.launch()
+
+    def _keep(self, kept: Sequence[Tensor | None]) -> None:
+        """Add gradients to the window that is beginning, once it has been reduced."""
+        if any(grad is not None for grad in kept):
+            self._carry = Carry(self.reducer.params, kept)
+
     def _reset(self) -> None:
         if self.verdict is not None and not self.verdict.is_reached:
             self._unread.append(self.verdict)
         self.verdict = None
-        self._local = self.reducer.local_window(self._terms)
+        self.local = self.reducer.local_window(self.terms)
         self._header: Header | None = None
         self.is_used = False
         self._more = False
@@ -235,8 +292,7 @@ class Engine:
         self.clock = Clock(self.device)
         self.traffic_before = (self.comm.traffic.collectives, self.comm.traffic.bytes_sent)
         if self._is_handed_over:
-            if any(param.grad is not None for param in self.reducer.params):
-                self._carry = Carry(self.reducer.params)
+            self._keep(gradients(self.reducer.params))
             self._is_handed_over = False
         self.reducer.begin()
         self._has_begun = True
@@ -261,9 +317,9 @@ class Engine:
         self._catch_up()
         self._position = (self.window.index, self.steps_taken)
         self._header = Header(
-            self.comm, self.device, local=self._local, position=self._position, more=self._more
+            self.comm, self.device, local=self.local, position=self._position, more=self._more
         )
-        self._norms.launch(self.comm)
+        self.norms.launch(self.comm)
         self.window.state = State.SYNCED
         try:
             self.reducer.reduce(self._header, backward, loss)
@@ -284,7 +340,7 @@ class Engine:
         evidence = Evidence(
             self.window.index,
             self._position,
-            self._local,
+            self.local,
             self._gave_up,
             self.reducer.names,
             self.reducer.blame(),

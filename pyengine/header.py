@@ -95,7 +95,7 @@ class RunningWindow(LocalWindow):
     def take(self, loss: Tensor, count: Count) -> None:
         """Note a micro-batch, whose backward is about to run."""
         super().take(loss, count)
-        self._loss = self._loss + loss.detach().double()
+        self._loss = self._loss + _stack([loss], self._loss.device)[0]
         if isinstance(count, Tensor):
             (value,) = _stack([count], self._loss.device)
             valid = self.are_valid(value)

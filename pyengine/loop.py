@@ -22,6 +22,11 @@ def windows(engine: Engine, loader: Iterable[Batch] | Dealer) -> Iterator[Iterat
 
 def _cut(engine: Engine, loader: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
     source = _Lookahead(loader)
+    if source.has_next and not engine.window.share:
+        raise ValueError(
+            "loader has micro-batches on a rank that gets none, since there are more ranks than micro-batches in a window: "
+            "pass the loader of this rank's WindowSampler, which is empty"
+        )
     others = engine.comm.world_size > 1  # a rank without any data still has to meet the others
     while source.has_next or others:
         engine.open()
@@ -38,17 +43,23 @@ def _dealt(engine: Engine, dealer: Dealer) -> Iterator[Iterator[Dealt]]:
         )
     for window in dealer.windows():
         engine.open()
-        yield _micro_batches(engine, _Lookahead(window))
+        yield _dealt_micro_batches(engine, _Lookahead(window))
         engine.retire()
 
 
 @contextmanager
 def micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
     """Make the body one micro-batch, the window's last one if it is full or `last` is set."""
-    if engine.window.state is not State.OPEN:
+    if engine.window.state is not State.OPEN or engine.window.is_resumed:
         engine.open()
-    ends = last or engine.window.handed + 1 == engine.window.accumulate
-    engine.hand_out(last=ends, more=not last)
+    if not engine.window.due:
+        raise RuntimeError(
+            "accumulate: this rank has no micro-batch left in the resumed window, which others finish: call sync.flush() "
+            "and sync.step() first"
+        )
+    place, *rest = engine.window.due
+    ends = last or not rest
+    engine.hand_out(place, last=ends, more=not last)
     try:
         yield
         if ends:
@@ -62,13 +73,21 @@ def micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
 
 
 def _micro_batches(engine: Engine, source: _Lookahead[Batch]) -> Iterator[Batch]:
-    for position in range(engine.window.accumulate):
+    due = engine.window.due
+    for place in due:
         if not source.has_next:
             break
         batch = source.take()
-        last = position + 1 == engine.window.accumulate or not source.has_next
-        engine.hand_out(last=last, more=source.has_next)
+        engine.hand_out(place, last=place == due[-1] or not source.has_next, more=source.has_next)
         yield batch
+    engine.exhaust()
+
+
+def _dealt_micro_batches(engine: Engine, source: _Lookahead[Dealt]) -> Iterator[Dealt]:
+    while source.has_next:
+        place, rows = source.take()
+        engine.hand_out(place, last=not source.has_next, more=source.has_next)
+        yield place, rows
     engine.exhaust()
 
 

@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from pyengine.accumulator import BucketAccumulator, ExactBucket, Fp32Bucket, NativeBucket
+from pyengine.accumulator.base import Saved
 from pyengine.header import Header, LocalWindow
 from pyengine.layout import Bucket, ParamSpec, backward_order, build
 from pyengine.norm import FinalPass, PlainStepper, Stepper
@@ -69,6 +70,18 @@ class Reducer(Protocol):
 
         It outlives the window.
         """
+
+    def save(self) -> Saved:
+        """Return copies of what earlier micro-batches of this window have left; nothing for unused parameters."""
+
+    def load(self, saved: Saved, *, done: int) -> None:
+        """Go on, in a window that has just begun, from what `save` returned after `done` micro-batches."""
+
+    def order(self) -> dict[str, Any]:
+        """Return what is known of the order of the buckets, for `follow`; empty if it is not ours."""
+
+    def follow(self, order: dict[str, Any]) -> None:
+        """Take over what `order` returned, between windows; every rank alike."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +198,7 @@ class BucketReducer:
     def begin(self) -> None:
         """Start the window's first backward with gradients of zero."""
         if self._observed is not None and not self._order_is_settled:
-            self._follow(self._observed)
+            self._follow_observed(self._observed)
         for bucket in self._buckets:
             bucket.begin()
 
@@ -244,6 +257,27 @@ class BucketReducer:
 
         return blame
 
+    def save(self) -> Saved:
+        """Return copies of what earlier micro-batches of this window have left; nothing for unused parameters."""
+        return {name: parts for bucket in self._buckets for name, parts in bucket.save().items()}
+
+    def load(self, saved: Saved, *, done: int) -> None:
+        """Go on, in a window that has just begun, from what `save` returned after `done` micro-batches."""
+        for bucket in self._buckets:
+            bucket.load(saved, done=done)
+
+    def order(self) -> dict[str, Any]:
+        """Return the order of the buckets' parameters, as registration indices: agreed, or only observed here."""
+        agreed = [slot.param for bucket in self.layout.buckets for slot in bucket.slots]
+        return {"agreed": agreed if self._order_is_settled else None, "observed": self._observed}
+
+    def follow(self, order: dict[str, Any]) -> None:
+        """Lay the buckets out in an agreed order at once, and in an observed one before the second window."""
+        if order["agreed"] is not None and self._comm.world_size > 1:
+            self._order_is_settled = True
+            self._adopt(order["agreed"])
+        self._observed = order["observed"]
+
     def _overlap(self, header: Header, backward: Callable[[], None]) -> None:
         """Run the last backward and start each bucket from inside it."""
         hooks = self._observe() if self._observed is None and not self._order_is_settled else []
@@ -273,14 +307,16 @@ class BucketReducer:
             for index in backward_order(self._specs)
         ]
 
-    def _follow(self, observed: list[int]) -> None:
+    def _follow_observed(self, observed: list[int]) -> None:
         """Lay the buckets out in the order that rank 0 has observed; parameters it did not see come last."""
         self._order_is_settled = True
         order = self._comm.all_gather_object(observed)[0]
         expected = backward_order(self._specs)
         seen = set(order)
-        order = [*order, *(index for index in expected if index not in seen)]
-        if order != expected:
+        self._adopt([*order, *(index for index in expected if index not in seen)])
+
+    def _adopt(self, order: list[int]) -> None:
+        if order != [slot.param for bucket in self.layout.buckets for slot in bucket.slots]:
             # Both view the old buffers, which must go before new ones come.
             for param in self.params:
                 param.grad = param.main_grad = None

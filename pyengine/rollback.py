@@ -18,7 +18,7 @@ class RollbackStepper:
     """Steps any optimizer, then lets every parameter and its state keep the old values where they should.
 
     That is in a window that must not be used, and for a parameter that no rank used, whose gradient is zeros here and
-    not None. What a step creates cannot be taken back: the first step over a parameter waits for the host.
+    not None. What a step creates cannot be taken back: the first step over a parameter without state waits for the host.
 
     Args:
         place: index in `FinalPass.used` by `id(parameter)`; other parameters of an optimizer must have no gradient.
@@ -32,7 +32,9 @@ class RollbackStepper:
     def needs_host(self, optimizer: Optimizer) -> bool:
         """Whether `step` waits for the outcome of the window; the same on every rank."""
         met = self._met.get(optimizer, set())
-        return self._always_waits or any(id(param) not in met for param in self._mine(optimizer))
+        return self._always_waits or any(
+            id(param) not in met and not optimizer.state.get(param) for param in self._mine(optimizer)
+        )
 
     def step(self, optimizer: Optimizer, final: FinalPass, write: Callable[[], None]) -> None:
         """Step with the pending scalar; the optimizer's gradients are gone afterwards, and their memory with them."""
@@ -64,19 +66,7 @@ class RollbackStepper:
         for param in mine:
             if not used[self._place[id(param)]]:
                 param.grad = None
-        if not self._always_waits:
-            _check_state(optimizer, mine)
-        numbers = _numbers(optimizer)
-        optimizer.step()
-        if not self._always_waits:
-            _check_state(optimizer, mine)
-            if _numbers(optimizer) != numbers:
-                raise ValueError(
-                    f"{type(optimizer).__name__} counts in its param_groups, on the host, so that a skipped step cannot be "
-                    "taken back on this device: use GradSync(nonfinite='raise'), where the host reads every window"
-                )
-        met = self._met.setdefault(optimizer, set())
-        met.update(id(param) for param in mine if param.grad is not None)
+        self._step(optimizer, [param for param in mine if param.grad is not None])
 
     @torch.no_grad()
     def _step_and_take_back(self, optimizer: Optimizer, mine: list[Parameter], final: FinalPass) -> None:
@@ -84,7 +74,7 @@ class RollbackStepper:
         is_good = (final.found_inf == 0) & final.used
         before = {param: _tensors(optimizer, param) for param in mine}
         old = {param: [tensor.clone() for tensor in tensors] for param, tensors in before.items()}
-        optimizer.step()
+        self._step(optimizer, mine)
         for param, tensors in before.items():
             if len(_tensors(optimizer, param)) != len(tensors):
                 raise RuntimeError(
@@ -93,6 +83,24 @@ class RollbackStepper:
                 )
             for tensor, kept in zip(tensors, old[param], strict=True):
                 tensor.copy_(torch.where(is_good[self._place[id(param)]], tensor, kept))
+
+    def _step(self, optimizer: Optimizer, params: list[Parameter]) -> None:
+        """Step, and look once at each parameter whether that changes anything on the host."""
+        met = self._met.setdefault(optimizer, set())
+        new = [param for param in params if id(param) not in met]
+        if not new or self._always_waits:
+            optimizer.step()
+            return
+        _check_state(optimizer, new)
+        numbers = _numbers(optimizer)
+        optimizer.step()
+        _check_state(optimizer, new)
+        if _numbers(optimizer) != numbers:
+            raise ValueError(
+                f"{type(optimizer).__name__} counts in its param_groups, on the host, so that a skipped step cannot be "
+                "taken back on this device: use GradSync(nonfinite='raise'), where the host reads every window"
+            )
+        met.update(map(id, new))
 
 
 def _tensors(optimizer: Optimizer, param: Parameter) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from pyengine.seed import derive, place, whole
+from pyengine.window import share, share_of_rest
 
 
 class WindowSampler(Sampler[list[int]]):
@@ -49,8 +50,8 @@ class WindowSampler(Sampler[list[int]]):
         >>> for epoch in range(epochs):  # doctest: +SKIP
         ...     sampler.set_epoch(epoch)
         ...     for step, window in enumerate(sync.windows(loader), start=epoch * sampler.num_windows):
-        ...         for index, (x, y) in enumerate(window, start=sampler.first):
-        ...             with pe.micro_batch_rng(42, step=step, index=index):
+        ...         for x, y in window:
+        ...             with pe.micro_batch_rng(42, step=step, index=sync.place):
         ...                 sync.backward(loss_sum(model(x), y), count=len(y))
         ...         sync.step(optimizer)
     """
@@ -88,28 +89,38 @@ class WindowSampler(Sampler[list[int]]):
         other.rank, other.world_size = rank, world_size
         return other
 
-    def set_epoch(self, epoch: int, *, window: int = 0) -> None:
-        """Choose the epoch of the next iteration, and the window at which it begins (to resume, in any world size)."""
+    def set_epoch(self, epoch: int, *, window: int = 0, done: Collection[int] = ()) -> None:
+        """Choose the epoch of the next iteration, and where it begins: to resume, in any world size.
+
+        Args:
+            epoch: the order of the samples depends on it.
+            window: the first one, counted in the epoch.
+            done: micro-batches of that window that need not be computed again, by their index in it over all ranks:
+                `sync.done` after `sync.load_state_dict`. What is left is dealt out evenly.
+        """
         whole(epoch=epoch, window=window)
+        if not all(index in range(self.micro_batches) for index in done):
+            raise ValueError(f"done={sorted(done)}: need indices from 0 to {self.micro_batches - 1}")
         if window >= self.num_windows:
             raise ValueError(
                 f"window={window}: an epoch has {self.num_windows}; go on with set_epoch({epoch + 1})"
             )
-        self.epoch, self.window = epoch, window
+        self.epoch, self.window, self.done = epoch, window, frozenset(done)
 
     @property
     def first(self) -> int:
         """Index in its window, over all ranks, of this rank's first micro-batch."""
-        return self.rank * self.micro_batches // self.world_size
+        return self._own.start
 
     @property
     def accumulate(self) -> int:
         """This rank's micro-batches in a full window, for `GradSync`; 1 on a rank that gets none (its loader is empty)."""
-        return max(1, self._end - self.first)
+        return max(1, len(self._own))
 
     def __len__(self) -> int:
-        full = self.num_windows - 1 - self.window
-        return full * (self._end - self.first) + len(self._share(self.num_windows - 1))
+        windows = range(self.window, self.num_windows)
+        ends = {windows[0], windows[-1]}  # only these can be short
+        return sum(len(self._share(window)) for window in ends) + len(self._own) * (len(windows) - len(ends))
 
     def __iter__(self) -> Iterator[list[int]]:
         order, size = self._order(), self.micro_batch
@@ -118,13 +129,17 @@ class WindowSampler(Sampler[list[int]]):
                 yield order[index * size : (index + 1) * size].tolist()
 
     @property
-    def _end(self) -> int:
-        return (self.rank + 1) * self.micro_batches // self.world_size
+    def _own(self) -> range:
+        """This rank's micro-batches of a full window, counted in the window."""
+        return share(self.micro_batches, rank=self.rank, world_size=self.world_size)
 
-    def _share(self, window: int) -> range:
+    def _share(self, window: int) -> list[int]:
         """This rank's micro-batches of a window, counted from the beginning of the epoch."""
         begin, there_are = window * self.micro_batches, -(-self._kept // self.micro_batch)
-        return range(min(begin + self.first, there_are), min(begin + self._end, there_are))
+        own: Sequence[int] = self._own
+        if window == self.window and self.done:
+            own = share_of_rest(self.micro_batches, self.done, rank=self.rank, world_size=self.world_size)
+        return [begin + index for index in own if begin + index < there_are]
 
     def _order(self) -> Tensor:
         """The epoch's samples, int64 [kept]."""

@@ -44,11 +44,30 @@ def seed_everything(seed: int) -> int:
         42
     """
     (seed,) = whole(seed=seed)
-    random.seed(seed)
-    torch.manual_seed(seed)
-    for source in (*_numpy(), *_xla()):
-        source.seed(seed)
+    _seed_all(lambda generator: seed)
     return seed
+
+
+def seed_rank(seed: int) -> None:
+    """Seed the generators of `seed_everything`, each with a stream of this rank's own.
+
+    For what draws outside `micro_batch_rng`: after `seed_everything` all ranks draw alike, so that the micro-batches
+    they compute at the same time get the same dropout masks. Call it when the process group is there; a model built
+    after it differs between ranks (`GradSync` copies rank 0's). Results then depend on the world size, which with
+    `micro_batch_rng` they do not.
+
+    Args:
+        seed: of the run. The rank is this process's in the default group, 0 without one.
+
+    Raises:
+        TypeError, ValueError: as `seed_everything`.
+
+    Example:
+        >>> seed_rank(42)
+    """
+    (seed,) = whole(seed=seed)
+    rank = place()[0]
+    _seed_all(lambda generator: derive("rank", generator, seed, rank))
 
 
 @contextmanager
@@ -133,6 +152,22 @@ def worker_init(seed: int) -> Callable[[int], None]:
     return partial(_seed_worker, seed, place()[0])
 
 
+def rng_states() -> dict[str, Any]:
+    """Return the states of the generators that `micro_batch_rng` covers, by name, as tensors and plain values."""
+    states = {source.name: source.get() for source in [*_host(), *_accelerator(), *_xla()]}
+    if "numpy" in states:
+        kind, keys, *rest = states["numpy"]
+        states["numpy"] = [kind, keys.tolist(), *rest]  # so that torch.load needs no permission
+    return states
+
+
+def set_rng_states(states: dict[str, Any]) -> None:
+    """Put back what `rng_states` returned; generators that are not there now are left out."""
+    for source in [*_host(), *_accelerator(), *_xla()]:
+        if source.name in states:
+            source.put(states[source.name])
+
+
 def derive(purpose: str, generator: str, *key: int) -> int:
     """Return the 128 bits from which a generator's stream starts.
 
@@ -140,7 +175,7 @@ def derive(purpose: str, generator: str, *key: int) -> int:
     salt. The numbers are part of the format: a checkpoint of an older version must go on as it began.
 
     Args:
-        purpose: what draws, at most 16 bytes: "micro_batch", "sample", "worker", "epoch".
+        purpose: what draws, at most 16 bytes: "micro_batch", "sample", "worker", "epoch", "rank".
         generator: whose stream, at most 16 bytes: "random", "numpy", "torch", "accelerator", "xla".
         key: whole numbers from 0 to 2**64 - 1.
     """
@@ -165,6 +200,14 @@ def place() -> tuple[int, int]:
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
+
+
+def _seed_all(seed_of: Callable[[str], int]) -> None:
+    """Seed every generator, on all devices; `seed_of` tells by its name from where."""
+    random.seed(seed_of("random"))
+    torch.manual_seed(seed_of("torch") % 2**64)  # of every device
+    for source in (*_numpy(), *_xla()):
+        source.seed(seed_of(source.name))
 
 
 class _Source(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,6 +27,7 @@ from pyengine.norm import GradScaler
 from pyengine.optimizer import Ownership, WindowOptimizer
 from pyengine.record import Recorder, StepRecord
 from pyengine.reducer import BucketReducer, Storage
+from pyengine.restore import put, take
 from pyengine.verdict import Verdict
 from pyengine.window import State
 from pyengine.wire import FP32, Wire
@@ -49,6 +50,8 @@ class Sync:
         self._engine = engine
         self._recorder = Recorder()
         self._ownership = Ownership(engine.reducer.params)
+        self._scaler: GradScaler | None = None
+        self._done: list[int] = []
 
     @property
     def is_sync_step(self) -> bool:
@@ -57,9 +60,22 @@ class Sync:
         return window.state is not State.IDLE and window.is_complete
 
     @property
+    def place(self) -> int:
+        """Index, in its window over all ranks, of the micro-batch handed out last; see `pe.micro_batch_rng`."""
+        places = self._engine.window.places
+        if not places:
+            raise RuntimeError("place: no micro-batch has been handed out in this window")
+        return places[-1]
+
+    @property
+    def done(self) -> list[int]:
+        """Places of the open window that were done when `load_state_dict` was called, for `WindowSampler.set_epoch`."""
+        return self._done
+
+    @property
     def scaler(self) -> GradScaler | None:
         """The loss scaler, or None. Assign a `pe.GradScaler` to train in fp16: `backward` scales, `step` updates."""
-        return self._engine.scaler
+        return self._scaler
 
     @scaler.setter
     def scaler(self, scaler: GradScaler | None) -> None:
@@ -68,10 +84,11 @@ class Sync:
                 f"scaler is a {type(scaler).__name__}: need a pyengine.GradScaler (same arguments and state as "
                 "torch.amp.GradScaler), which takes its finite check from the engine"
             )
-        if scaler is not None:
+        is_on = scaler is not None and scaler.is_enabled()
+        if is_on:
             scaler.bind(self._engine.final)
             self._engine.comm.launch()
-        self._engine.scaler = scaler
+        self._scaler, self._engine.scaler = scaler, scaler if is_on else None
 
     def windows(self, loader: Iterable[Batch] | Dealer) -> Iterator[Iterator[Any]]:
         """Cut a loader into windows of `accumulate` micro-batches; the last one may be shorter.
@@ -203,6 +220,47 @@ class Sync:
         """Drop the current window on this rank, after an exception, say; the next one starts clean."""
         self._engine.abandon()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank's engine holds, also in the middle of a window, as tensors and plain values.
+
+        That is: windows and steps completed, the sums, counts, losses and running statistics of the open window's
+        micro-batches that are done here, with their places; the loss scale, gradients carried over, and the states of
+        the random generators. Parameters, optimizer and scheduler are the caller's to save, as ever. On an accelerator
+        every rank calls this at the same point, as `synchronize`.
+
+        With accumulator="exact" every rank may save when it likes: the last states of any ranks in a window fit together.
+
+        Raises:
+            RuntimeError: between a micro-batch's hand-out and its backward, or between the window's last backward and
+                the step.
+
+        Cost: copies the sums: 4 bytes an element, 8 for "exact".
+        """
+        return take(self._engine).to_dict()
+
+    def load_state_dict(self, states: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Go on where `state_dict` was called, bit for bit; every rank calls this before its loop.
+
+        Args:
+            states: this rank's own state, on as many ranks as there were; or, with accumulator="exact", a list of the
+                states of all ranks, the same on every rank, whose sums and remaining micro-batches are then shared out
+                among the ranks there are now. All of one window, that of the parameters (`state["window"]`). A state
+                may be missing, or older than others that hold its micro-batches: what is missing is computed again.
+
+        The open window's remaining micro-batches come from the loader: `sampler.set_epoch(epoch, window=state["window"]
+        - ..., done=sync.done)` deals them out. Random generators go on only with this rank's own state of the same
+        world size; what has to be alike on every world size starts from `pe.micro_batch_rng`.
+
+        Raises:
+            ValueError: a state does not fit, or ranks got different ones; on every rank, and nothing has changed.
+
+        Example:
+            >>> states = [torch.load(path) for path in sorted(folder.glob("sync-*.pt"))]  # doctest: +SKIP
+            >>> sync.load_state_dict([s for s in states if s["window"] == window])  # doctest: +SKIP
+            >>> sampler.set_epoch(0, window=window, done=sync.done)  # doctest: +SKIP
+        """
+        self._done = put(self._engine, states)
+
     def on_step(self, callback: Callable[[StepRecord], None]) -> Callable[[StepRecord], None]:
         """Call `callback(record)` after every optimizer step; usable as a decorator."""
         self._recorder.callbacks.append(callback)
@@ -289,8 +347,8 @@ class GradSync(Sync):
         storage = Storage(wire, settings.kind, watch=nonfinite == "raise", terms=shares.terms)
         kind = XlaReducer if is_lazy(params[0].device) else BucketReducer
         reducer = kind(specs, params, cap_bytes=int(bucket_cap_mb * 2**20), comm=comm, storage=storage)
-        norms = BatchNormReplay(module, shares=shares.by_rank, rank=comm.rank)
-        super().__init__(Engine(reducer, comm, settings, norms, terms=shares.terms))
+        norms = BatchNormReplay(module, most=shares.most, total=shares.total)
+        super().__init__(Engine(reducer, comm, settings, norms, shares=shares))
         self._reducer = reducer
 
     @property
@@ -334,8 +392,8 @@ def attach(
     problems = [*problems_of(named), *sparse_modules(ddp_model), *batch_norm_problems(module)]
     shares = agree(comm, specs, settings, problems)
     reducer = DDPReducer(ddp_model, state, accumulator=settings.kind, terms=shares.terms)
-    norms = BatchNormReplay(module, shares=shares.by_rank, rank=comm.rank)
-    return Sync(Engine(reducer, comm, settings, norms, terms=shares.terms))
+    norms = BatchNormReplay(module, most=shares.most, total=shares.total)
+    return Sync(Engine(reducer, comm, settings, norms, shares=shares))
 
 
 def _replayed(source: Any, settings: Settings) -> nn.Module:

@@ -7,7 +7,19 @@ before their backwards, and a micro-batch without a backward only costs the over
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from enum import Enum
+
+
+def share(num: int, *, rank: int, world_size: int) -> range:
+    """Return which of `num` things fall to a rank: neighbours, and as many as to any other rank, or one more."""
+    return range(rank * num // world_size, (rank + 1) * num // world_size)
+
+
+def share_of_rest(num: int, done: Collection[int], *, rank: int, world_size: int) -> list[int]:
+    """Return which places of a window fall to a rank when those in `done` need nobody any more."""
+    rest = [place for place in range(num) if place not in done]
+    return [rest[index] for index in share(len(rest), rank=rank, world_size=world_size)]
 
 
 class State(Enum):
@@ -19,33 +31,51 @@ class State(Enum):
 class Window:
     """Position in the current window of one engine.
 
-    Attributes:
+    A micro-batch's *place* is its index in the window over all ranks, so that others can tell which ones are done.
+
+    Args:
         accumulate: micro-batches a full window, per rank.
+        share: this rank's places in it; None: the first `accumulate`. Empty where there are more ranks than places.
+
+    Attributes:
+        accumulate, share: as given.
         index: windows completed so far; ranks count alike.
-        handed: micro-batches handed out in this window.
+        due: places that this rank is still to hand out, if its data lasts.
+        places: of the micro-batches handed out in this window, in order.
         done: backwards run in this window.
         is_complete: the last micro-batch of this window has been handed out.
         is_exhausted: the loop has come to the end of this window (backwards may still follow).
+        is_resumed: it was begun by `resume`, and no loop has taken it up yet.
     """
 
-    def __init__(self, accumulate: int) -> None:
+    def __init__(self, accumulate: int, *, share: Sequence[int] | None = None) -> None:
         self.accumulate = accumulate
+        self.share = range(accumulate) if share is None else share
         self.index = 0
         self.state = State.IDLE
-        self.handed = 0
-        self.done = 0
-        self.is_complete = self.is_exhausted = False
+        self._clear()
 
     def open(self) -> None:
         """Begin a window."""
+        self._clear()
         self.state = State.OPEN
-        self.handed = self.done = 0
-        self.is_complete = self.is_exhausted = False
 
-    def hand_out(self, *, last: bool) -> None:
+    def resume(self, places: Sequence[int], due: Sequence[int]) -> None:
+        """Begin in the middle of a window: with micro-batches that are done, and those still due."""
+        self.open()
+        self.places, self.due, self.done = list(places), list(due), len(places)
+        self.is_resumed = True
+
+    def hand_out(self, place: int, *, last: bool) -> None:
         """Count a micro-batch that the loop receives; `last` says that the window gets no further one."""
-        self.handed += 1
+        self.places.append(place)
+        self.due = [other for other in self.due if other != place]
         self.is_complete = last
+
+    @property
+    def handed(self) -> int:
+        """Micro-batches handed out in this window."""
+        return len(self.places)
 
     @property
     def next_backward_syncs(self) -> bool:
@@ -72,6 +102,12 @@ class Window:
         """End the window; only a completed (synchronised) one counts."""
         self.state = State.IDLE
         self.index += completed
+
+    def _clear(self) -> None:
+        self.places: list[int] = []
+        self.due = list(self.share)
+        self.done = 0
+        self.is_complete = self.is_exhausted = self.is_resumed = False
 
 
 def check_accumulate(accumulate: object) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyengine.accumulator.base import flagged_in
+from pyengine.accumulator.base import Saved, flagged_in
 from pyengine.agreement import Settings
 from pyengine.header import Header, RunningWindow
 from pyengine.host import is_lazy, send
@@ -188,6 +188,45 @@ class XlaReducer:
         """Return what tells the micro-batches that brought a non-finite gradient; None: not watched."""
         is_watching, watched = self._is_watching, self._watched
         return lambda param: flagged_in(watched, param) if is_watching else None
+
+    @torch.no_grad()
+    def save(self) -> Saved:
+        """Return copies of what earlier micro-batches of this window have left; nothing for unused parameters."""
+        saved = {
+            self.names[index]: {"sum": total.reshape(-1).clone()}
+            for index, total in self._sums.items()
+            if self._used[index]
+        }
+        if self._watched:
+            flags = torch.stack(self._watched)
+            for index in filter(self._used.__getitem__, self._order):
+                saved[self.names[index]]["nonfinite"] = flags[:, index].clone()
+        self._comm.launch()
+        return saved
+
+    @torch.no_grad()
+    def load(self, saved: Saved, *, done: int) -> None:
+        """Go on, in a window that has just begun, from what `save` returned after `done` micro-batches."""
+        rows = torch.zeros(done, len(self.params), dtype=torch.uint8)
+        for index, total in self._sums.items():
+            kept = saved.get(self.names[index])
+            self._used[index] = kept is not None
+            if kept is None:
+                total.zero_()
+                continue
+            total.copy_(kept["sum"].view_as(total))
+            if "nonfinite" in kept:
+                rows[:, index] = kept["nonfinite"]
+        self._watched = list(rows.to(self._zeros[0].device)) if self._is_watching else []
+        self._is_clean = False
+        self._comm.launch()
+
+    def order(self) -> dict[str, Any]:
+        """Return nothing: the order is the compiler's."""
+        return {}
+
+    def follow(self, order: dict[str, Any]) -> None:
+        """Do nothing: the order is the compiler's."""
 
     def _clear(self) -> None:
         for index in self._order:

@@ -16,6 +16,9 @@ from pyengine.norm import FinalPass
 from pyengine.watch import Watch
 from pyengine.wire import Comm, Wire, Work
 
+# By parameter name: the parts of its sum, 1-D or by blocks in storage order, and "nonfinite", uint8 [micro-batches].
+Saved = dict[str, dict[str, Tensor]]
+
 
 class BucketAccumulator(Protocol):
     """The window's sum for the parameters of one bucket, and its way to the wire and back.
@@ -66,6 +69,12 @@ class BucketAccumulator(Protocol):
         It outlives the window and holds none of its buffers.
         """
 
+    def save(self) -> Saved:
+        """Return copies of what earlier micro-batches of this window have left; nothing for unused parameters."""
+
+    def load(self, saved: Saved, *, done: int) -> None:
+        """Go on, in a window that has just begun, from what `save` returned after `done` micro-batches."""
+
 
 class BucketBase:
     """Shared part of the accumulators: the parameters of one bucket in slot order and their used flags.
@@ -113,6 +122,44 @@ class BucketBase:
         for index in fused:
             self.params[index].grad_added_to_main_grad = False
         return fused
+
+    def save(self) -> Saved:
+        """Return copies of what earlier micro-batches of this window have left; nothing for unused parameters."""
+        rows = self._rows()
+        return {
+            slot.name: {
+                name: part.clone() for name, part in {**self.parts(index), **_column(rows, index)}.items()
+            }
+            for index, slot in enumerate(self.bucket.slots)
+            if self._is_used(index)
+        }
+
+    def load(self, saved: Saved, *, done: int) -> None:
+        """Go on, in a window that has just begun, from what `save` returned after `done` micro-batches."""
+        rows = self._nonfinite.new_zeros(done, len(self.params))
+        for index, slot in enumerate(self.bucket.slots):
+            kept = saved.get(slot.name, {})
+            for name, part in self.parts(index).items():
+                part.copy_(kept[name]) if kept else part.zero_()
+            if "nonfinite" in kept:
+                rows[:, index] = kept["nonfinite"]
+        self._go_on(rows, [slot.name in saved for slot in self.bucket.slots])
+
+    def parts(self, index: int) -> dict[str, Tensor]:
+        """Return the memory of one slot's sum."""
+        return {"sum": self.slots(self._sum)[index]}
+
+    def _is_used(self, index: int) -> bool:
+        """Whether this rank has computed a gradient of the slot in this window."""
+        raise NotImplementedError
+
+    def _rows(self) -> list[Tensor]:
+        """Return the flags of the micro-batches done, a row each; none if they are not watched."""
+        raise NotImplementedError
+
+    def _go_on(self, rows: Tensor, used: list[bool]) -> None:
+        """Take up a sum that has been loaded: flags of its micro-batches, and which slots have one."""
+        raise NotImplementedError
 
     def slots(self, flat: Tensor) -> list[Tensor]:
         """Return the slots of a flat buffer, 1-D, in storage order."""
@@ -175,6 +222,10 @@ def slot_gradient(param: Parameter) -> Tensor | None:
     if grad.stride() != like.stride():
         grad = like.copy_(grad)
     return grad.as_strided((grad.numel(),), (1,), grad.storage_offset())
+
+
+def _column(rows: Sequence[Tensor], index: int) -> dict[str, Tensor]:
+    return {"nonfinite": torch.stack(list(rows))[:, index]} if rows else {}
 
 
 def flagged_in(flagged: Sequence[Tensor], slot: int) -> list[int]:

@@ -89,6 +89,10 @@ class ExactBucket(GroupedBucket):
         """Multiply the published gradients in place."""
         self.plan.unpack_(self._result_slots, self._result, scale)
 
+    def parts(self, index: int) -> dict[str, Tensor]:
+        slot = self.bucket.slots[index]
+        return self._exact.parts(slot.offset, slot.numel)
+
     @property
     def _used_flags(self) -> Tensor:
         return self._marks[self._exact.bins.numel() :]

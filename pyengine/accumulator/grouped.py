@@ -60,6 +60,17 @@ class GroupedBucket(BucketBase):
         """Return what tells the micro-batches whose gradient was not finite, from the flags of the fused kernels."""
         return partial(flagged_in, self._flagged)
 
+    def _is_used(self, index: int) -> bool:
+        return self._used[index]
+
+    def _rows(self) -> list[Tensor]:
+        return self._flagged[:-1]
+
+    def _go_on(self, rows: Tensor, used: list[bool]) -> None:
+        self._used = used
+        self._flagged = [*rows, torch.zeros_like(self._nonfinite)]
+        self._set_first(False)
+
     def _accumulate(self, group: Group, grads: Pointers, flags: Tensor) -> None:
         """Add a group's gradients to the sum; overwrite it if `group.is_first`."""
         raise NotImplementedError

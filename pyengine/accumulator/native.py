@@ -118,6 +118,21 @@ class NativeBucket(BucketBase):
         watched = self._watched
         return lambda slot: None if watched is None else flagged_in(watched, slot)[:1]
 
+    def _is_used(self, index: int) -> bool:
+        self._settle()
+        return self._used[index] or self._begun[index] != self._grads[index]._version
+
+    def _rows(self) -> list[Tensor]:
+        return self._watched or []
+
+    def _go_on(self, rows: Tensor, used: list[bool]) -> None:
+        self._used = used
+        self._watched = None if self._watched is None else [*rows]
+        self._is_first = False
+        for param, grad in zip(self.params, self._grads, strict=True):
+            param.grad = grad
+        self._begun = self._versions()
+
     def _versions(self) -> list[int]:
         return [grad._version for grad in self._grads]
 

@@ -86,8 +86,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="type of the parameters (default: fp32)")
     add("--wire", choices=("fp32", "bf16", "fp16"), help="type that gradients travel in (default: fp32)")
     add("--accumulator", choices=("fp32", "native"), help="where a window's sum is kept (default: fp32)")
-    add("--lr", type=_above_zero, metavar="X", help=f"peak learning rate ({_each(_LR)})")
-    add("--clip", type=_above_zero, default=1.0, metavar="X", help="gradient norm limit, or inf (default: 1)")
+    add("--lr", type=above_zero, metavar="X", help=f"peak learning rate ({_each(_LR)})")
+    add("--clip", type=above_zero, default=1.0, metavar="X", help="gradient norm limit, or inf (default: 1)")
     add("--seed", type=whole(0), default=0, metavar="N", help="of parameters and data order (default: 0)")
     add("--json", action="store_true", help="one JSON object a line on stdout instead of tables")
 
@@ -145,7 +145,8 @@ def whole(least: int) -> Callable[[str], int]:
     return parse
 
 
-def _above_zero(text: str) -> float:
+def above_zero(text: str) -> float:
+    """Be a type for `add_argument`: numbers above 0, inf among them."""
     try:
         value = float(text)
     except ValueError:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pyengine.cli import arguments, verify_arguments
+from pyengine.cli import arguments, doctor_arguments, plan_arguments, verify_arguments
 
 # What `pip install pyengine[train]` brings: import name to package.
 _EXTRA = {"rich": "rich", "sklearn": "scikit-learn", "numpy": "numpy"}
@@ -56,6 +56,19 @@ def _verify(options: argparse.Namespace) -> int:
     return verify.run(settings)
 
 
+def _plan(options: argparse.Namespace) -> int:
+    settings = plan_arguments.settings(options)
+    from pyengine.cli import plan
+
+    return plan.run(settings)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from pyengine.cli import doctor
+
+    return doctor.run(as_json=options.json)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of every command; `error` of the parsed options ends with that command's usage."""
     parser = argparse.ArgumentParser(
@@ -80,4 +93,22 @@ def build_parser() -> argparse.ArgumentParser:
     )
     verify_arguments.add_to(verify)
     verify.set_defaults(run=_verify, error=verify.error)
+    plan = commands.add_parser(
+        "plan",
+        help="show how a global batch is split on any number of workers, and its learning rate",
+        description=plan_arguments.DESCRIPTION,
+        epilog=plan_arguments.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    plan_arguments.add_to(plan)
+    plan.set_defaults(run=_plan, error=plan.error)
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what of this machine and installation works, what does not, and how to mend it",
+        description=doctor_arguments.DESCRIPTION,
+        epilog=doctor_arguments.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    doctor_arguments.add_to(doctor)
+    doctor.set_defaults(run=_doctor, error=doctor.error)
     return parser

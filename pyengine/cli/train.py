@@ -14,7 +14,7 @@ from pyengine.cli.train_compare import compare
 from pyengine.cli.train_gpt import TextTask
 from pyengine.cli.train_report import JsonLines, Report, Silent, Tables
 from pyengine.cli.train_task import Task
-from pyengine.launch import launch
+from pyengine.launching import launch
 
 _TASKS = {"gpt": TextTask, "cnn": DigitsTask}
 

@@ -20,7 +20,7 @@ from pyengine.cli.verify_cause import Facts, causes
 from pyengine.cli.verify_compare import Difference, change, compare, first_difference
 from pyengine.cli.verify_probe import Enough, Probe, Run, Trace
 from pyengine.cli.verify_report import Finding, JsonLines, Report, Tables
-from pyengine.launch import launch
+from pyengine.launching import launch
 
 _BUCKET_CAP_MB, _SMALL_BUCKET_CAP_MB = 25.0, 0.05
 _COULD_NOT_TELL = 2

@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import time
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from command import TRAIN
 
-from pyengine.launch import launch
+from pyengine import launch
 
 
 def rank_and(value: int) -> tuple[int, int]:
@@ -34,6 +35,20 @@ def test_error_names_the_worker_and_carries_its_traceback() -> None:
         RuntimeError, match=r"worker 1 of 2 failed(?s:.)*fail_on_rank_1(?s:.)*ValueError: boom"
     ):
         launch(fail_on_rank_1, workers=2)
+
+
+def fail_on_rank_1_which_ends_last() -> None:
+    dist.barrier()
+    if dist.get_rank() == 1:
+        Finalize(None, time.sleep, args=(5,), exitpriority=0)
+        raise ValueError("cause")
+    time.sleep(0.5)
+    raise ValueError("consequence")
+
+
+def test_first_error_is_told_whoever_ends_first() -> None:
+    with pytest.raises(RuntimeError, match=r"worker 1 of 2 failed(?s:.)*ValueError: cause"):
+        launch(fail_on_rank_1_which_ends_last, workers=2)
 
 
 def test_handlers_and_mask_are_put_back() -> None:

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from cases import me
+from test_batch_norm import _build
 from test_same_bits import Gpt, _digest
 from torch import nn
 
@@ -47,6 +48,28 @@ def test_every_micro_batch_is_computed_once_and_the_bits_are_those_of_one_rank(r
         assert sorted(index for _, taken in results for index in taken[number]) == list(range(size))
     for digests, _ in results:
         assert digests == alone
+
+
+def _statistics(dealt: bool) -> str:
+    rank, _ = me()
+    model, data = _build("plain")
+    sampler = pe.WindowSampler(4 * SAMPLES, seed=7, micro_batch=4, global_batch=4 * MICRO_BATCHES)
+    accumulate = MICRO_BATCHES if dealt else sampler.accumulate
+    sync = pe.GradSync(model, accumulate=accumulate, accumulator=pe.Exact(micro_batches=MICRO_BATCHES))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for window in sync.windows(pe.Dealer(sampler) if dealt else sampler):
+        for item in window:
+            rows = item[1] if dealt else item
+            time.sleep(0.01 * rank * dealt)
+            sync.backward(model(data[rows]), count=len(rows))
+        sync.step(optimizer)
+    return _digest(*model.parameters(), *model.buffers())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_running_statistics_do_not_depend_on_who_was_dealt_what(ranks, world):
+    (alone,) = ranks(1).run(_statistics, False)
+    assert ranks(world).run(_statistics, True) == [alone] * world
 
 
 def test_a_slow_rank_takes_fewer(ranks):

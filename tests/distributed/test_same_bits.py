@@ -63,16 +63,19 @@ def _train(kind: str, micro_batches: int, dtype: torch.dtype, accumulator: str) 
     kind_of_sum = pe.Exact(micro_batches=micro_batches) if accumulator == "Exact" else accumulator
     sync, forward = _wrap(kind, model, 0.01 * world, accumulate=sampler.accumulate, accumulator=kind_of_sum)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    digests = []
+    digests, losses = [], []
+    sync.on_step(lambda record: losses.append(record.loss))
     for step, window in enumerate(sync.windows(sampler)):
-        for index, rows in enumerate(window, start=sampler.first):
-            with pe.micro_batch_rng(7, step=step, index=index):
+        for rows in window:
+            with pe.micro_batch_rng(7, step=step, index=sync.place):
                 loss = forward(data[rows])
                 sync.backward(loss, count=8 * len(rows))
         norm = sync.clip_grad_norm_(1.0)
         assert sync.step(optimizer)
         state = [value for p in model.parameters() for value in optimizer.state[p].values()]
-        digests.append(_digest(*model.parameters(), *state, norm))
+        digests.append(
+            _digest(*model.parameters(), *state, norm, torch.tensor(losses[-1], dtype=torch.float64))
+        )
     assert len(digests) == STEPS
     return digests
 

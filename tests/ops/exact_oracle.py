@@ -118,6 +118,13 @@ def merge(sums: Sequence[ExactSum]) -> ExactSum:
     return sums[0]
 
 
+def merge_in_turn(sums: Sequence[ExactSum]) -> ExactSum:
+    """Do what a rank does that goes on from others' states."""
+    for other in sums[1:]:
+        sums[0].merge_(other)
+    return sums[0]
+
+
 def limbs(total: ExactSum) -> Limbs:
     return total.hi.tolist(), total.lo.tolist(), total.bins.tolist()
 

@@ -17,6 +17,7 @@ from exact_oracle import (
     make_sum,
     make_terms,
     merge,
+    merge_in_turn,
     parts,
     rounded,
     slices,
@@ -65,7 +66,8 @@ def test_the_limbs_are_the_sums_of_slices(isa, name, terms):
 @pytest.mark.parametrize("terms", [2, 3, 12, 4096])
 @pytest.mark.parametrize("name", ALL_DISTRIBUTIONS)
 @pytest.mark.parametrize("seed", range(3))
-def test_any_order_and_any_ranks_give_the_same_bits(isa, name, terms, seed):
+@pytest.mark.parametrize("together", [merge, merge_in_turn])
+def test_any_order_and_any_ranks_give_the_same_bits(isa, name, terms, seed, together):
     flats = [parts(flat) for flat in make_terms(name, terms, min(terms, 12), seed)]
     want = make_sum(terms)
     deposit_all(want, flats)
@@ -75,7 +77,7 @@ def test_any_order_and_any_ranks_give_the_same_bits(isa, name, terms, seed):
     sums = [make_sum(terms) for _ in range(1 + seed)]
     for rank, total in enumerate(sums):
         deposit_all(total, [flats[i] for i in order if ranks[i] == rank])
-    assert_same_sum(merge(sums), want)
+    assert_same_sum(together(sums), want)
 
 
 FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
@@ -360,6 +362,7 @@ def test_a_sum_that_cannot_be_is_refused(offsets, numel, terms, words):
         ("align_", {"bins": torch.zeros(5)}, TypeError, "bins is torch.float32.*needed dtype torch.uint8"),
         ("align_", {"bins": torch.zeros(4, dtype=torch.uint8)}, ValueError, "bins is .*at least 5 elements"),
         ("align_", {"bins": torch.zeros(6, dtype=torch.uint8)}, ValueError, "bins has 6 elements; needed 5"),
+        ("merge_", {"other": make_sum(4096)}, ValueError, "other is ExactSum.*needed the like of ExactSum"),
         ("round_", {"out": torch.zeros(NUMEL).double()}, TypeError, "out is torch.float64"),
         ("round_", {"out": torch.zeros(NUMEL - 1)}, ValueError, "out is .*at least 320 elements"),
     ],

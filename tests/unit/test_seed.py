@@ -76,8 +76,8 @@ def test_derived_numbers_differ_over_a_grid_of_keys():
 
 
 def test_every_generator_and_purpose_has_numbers_of_its_own():
-    purposes = ("micro_batch", "sample", "worker", "epoch")
-    assert len({derive(purpose, name, 1, 2, 3) for purpose in purposes for name in GENERATORS}) == 20
+    purposes = ("micro_batch", "sample", "worker", "epoch", "rank")
+    assert len({derive(purpose, name, 1, 2, 3) for purpose in purposes for name in GENERATORS}) == 25
 
 
 # --- seed_everything ---
@@ -104,6 +104,26 @@ def test_seed_everything_sets_xla_if_it_is_there(xla):
     assert xla.state == 5
 
 
+@pytest.mark.parametrize("seed_all", [pe.seed_everything, pe.seed_rank])
+def test_every_cuda_device_is_seeded(monkeypatch, seed_all):
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    seed_all(5)
+    assert seeds == [torch.initial_seed()]
+
+
+def test_torch_xla_is_never_imported(tmp_path):
+    (tmp_path / "torch_xla").mkdir()
+    (tmp_path / "torch_xla" / "__init__.py").write_text("raise SystemExit('imported')")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import pyengine as pe; pe.seed_everything(1);"
+        "pe.seed_rank(1); context = pe.micro_batch_rng(1, step=0, index=0); context.__enter__();"
+        "context.__exit__(None, None, None); print('torch_xla' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def test_seeding_initialises_no_device():
     code = (
         "import torch, pyengine as pe; pe.seed_everything(1); context = pe.micro_batch_rng(1, step=0, index=0);"
@@ -113,10 +133,11 @@ def test_seeding_initialises_no_device():
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.parametrize("seed_all", [pe.seed_everything, pe.seed_rank])
 @pytest.mark.parametrize("seed", [1.0, True, None, "1", [1]])
-def test_a_seed_that_is_no_whole_number_is_named(seed):
+def test_a_seed_that_is_no_whole_number_is_named(seed, seed_all):
     with pytest.raises(TypeError, match=r"^seed=.* is a \w+: need a whole number"):
-        pe.seed_everything(seed)
+        seed_all(seed)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64])
@@ -133,6 +154,31 @@ def test_a_bad_key_is_named_before_anything_is_touched(name):
     got = draws()
     pe.seed_everything(3)
     assert got == draws()
+
+
+# --- seed_rank ---
+
+
+def of_rank(monkeypatch, rank: int, seed: int = 42) -> tuple[float, ...]:
+    monkeypatch.setattr("pyengine.seed.place", lambda: (rank, 4))
+    pe.seed_rank(seed)
+    return draws()
+
+
+def test_every_rank_and_seed_draws_differently_from_every_generator_and_repeats_itself(monkeypatch):
+    found = [of_rank(monkeypatch, rank, seed) for seed in (42, 43, 2**64 - 1) for rank in range(4)]
+    assert len({value for one in found for value in one}) == 12 * len(found[0])
+    assert of_rank(monkeypatch, 2) == found[2]
+
+
+def test_alone_a_process_is_rank_0(monkeypatch):
+    pe.seed_rank(42)
+    assert draws() == of_rank(monkeypatch, 0)
+
+
+def test_seed_rank_sets_xla_if_it_is_there(xla, monkeypatch):
+    of_rank(monkeypatch, 3)
+    assert xla.state == derive("rank", "xla", 42, 3) % 2**64
 
 
 # --- micro_batch_rng ---

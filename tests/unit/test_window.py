@@ -19,7 +19,7 @@ def test_only_the_last_backward_of_a_window_syncs(size):
     window.open()
     flags = []
     for k in range(size):
-        window.hand_out(last=k + 1 == size)
+        window.hand_out(k, last=k + 1 == size)
         flags.append(_syncs(window))
     assert flags == [False] * (size - 1) + [True]
 
@@ -28,22 +28,22 @@ def test_forwards_first_leaves_the_sync_to_the_last_backward():
     window = Window(3)
     window.open()
     for k in range(3):
-        window.hand_out(last=k == 2)
+        window.hand_out(k, last=k == 2)
     assert [_syncs(window) for _ in range(3)] == [False, False, True]
 
 
 def test_a_skipped_backward_leaves_the_window_unsynced():
     window = Window(2)
     window.open()
-    window.hand_out(last=False)
-    window.hand_out(last=True)
+    window.hand_out(0, last=False)
+    window.hand_out(0, last=True)
     assert not _syncs(window)
 
 
 def test_more_backwards_than_micro_batches_never_sync_too_early():
     window = Window(3)
     window.open()
-    window.hand_out(last=False)
+    window.hand_out(0, last=False)
     assert not _syncs(window) and not _syncs(window)
 
 

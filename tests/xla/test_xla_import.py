@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -50,3 +51,11 @@ def test_importing_the_package_asks_for_no_torch_xla():
 @pytest.mark.parametrize("refused", [{"pyengine._core"}, set()], ids=["without core", "as installed"])
 def test_training_needs_no_native_core_and_warns_of_none(refused):
     assert _run(_TRAIN, refused).startswith("[-1.25, -1.25, -1.25]")
+
+
+def test_the_example_runs_as_it_is():
+    example = Path(__file__).parents[2] / "examples" / "xla_loop.py"
+    lines = _run(f"import runpy; runpy.run_path({str(example)!r}, run_name='__main__')", set()).splitlines()
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in lines if line.startswith("step ")]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0]

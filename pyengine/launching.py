@@ -1,0 +1,210 @@
+"""Run a function on several local workers, with torch.distributed.elastic underneath."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import current_process, get_all_start_methods, resource_tracker
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # those that elastic handles
+_LAUNCHERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+
+
+def launch(fn: Callable[..., Any], *, workers: int, args: tuple[Any, ...] = ()) -> list[Any]:
+    """Run `fn(*args)` on every worker of a fresh gloo group on this machine, and wait for all of them.
+
+    Workers are new processes, which import what `fn` and `args` are made of; a script calls this under
+    `if __name__ == "__main__":`. What was defined in a notebook, an interactive session or `python -c` cannot be
+    imported: workers are then forked from this process and run torch on one thread each, because the threads that it
+    has started do not live on in a fork.
+
+    Args:
+        fn: a function of an importable module or script; in a notebook any function.
+        workers: processes to start; new ones get equal shares of torch's threads.
+        args: picklable; in a notebook anything.
+
+    Returns:
+        What `fn` returned, by rank; picklable.
+
+    Raises:
+        ValueError: `workers` or `fn` cannot be used.
+        RuntimeError: a worker failed; the others were ended, the message holds its traceback. Or workers have to be
+            forked, and this process holds what no fork can use: an initialised device, a process group.
+        KeyboardInterrupt: after Ctrl-C, when the workers have ended.
+
+    Example:
+        >>> pe.launch(train, workers=2, args=(config,))  # doctest: +SKIP
+    """
+    if not isinstance(workers, int) or workers < 1:
+        raise ValueError(f"workers={workers!r}: need a whole number of at least 1; 2 is a good start")
+    if getattr(current_process(), "_inheriting", False):  # as multiprocessing asks itself
+        raise RuntimeError(
+            "launch was called while a worker imports the script that calls it, which would start workers without end: "
+            'call it under `if __name__ == "__main__":`'
+        )
+    method = _start_method(fn, args)
+    if method == "fork":
+        _check_fork()
+    with tempfile.TemporaryDirectory(prefix="pyengine-") as logs, _quiet(), _signals():
+        try:
+            results = elastic_launch(_config(workers, logs, method), _worker)(fn, args, method)
+        except SignalException as stop:
+            if stop.sigval is signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + stop.sigval) from None
+        except ChildFailedError as error:
+            raise RuntimeError(_describe(error, workers, Path(logs))) from None
+    return [results[rank] for rank in range(workers)]
+
+
+_StartMethod = Literal["spawn", "fork"]
+
+
+def _start_method(fn: Callable[..., Any], args: tuple[Any, ...]) -> _StartMethod:
+    """Return "fork" if workers need what stands in a `__main__` that they could not import."""
+    main = sys.modules["__main__"]
+    # What multiprocessing looks at too; a script that came through a pipe is called "<stdin>".
+    importable = main.__spec__ is not None or Path(getattr(main, "__file__", "")).is_file()
+    try:
+        needs_main = b"__main__" in pickle.dumps((fn, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        if not importable:
+            return "fork"
+        raise ValueError(
+            f"fn={getattr(fn, '__qualname__', fn)!r} with its args cannot be sent to another process ({error}): need "
+            "a function at the top of an importable module, and picklable args"
+        ) from None
+    return "fork" if needs_main and not importable else "spawn"
+
+
+def _check_fork() -> None:
+    """Raise if a forked worker could not work."""
+    instead = "put fn into a file of its own and import it: workers are new processes then"
+    if "fork" not in get_all_start_methods():
+        raise RuntimeError(
+            f"fn was defined interactively, and {sys.platform} cannot fork this process: {instead}"
+        )
+    device = torch.accelerator.current_accelerator()
+    if device is not None and getattr(torch.get_device_module(device), "is_initialized", lambda: False)():
+        raise RuntimeError(
+            f"{device.type} has been initialised in this process, and a fork of it cannot use the device: restart the "
+            f"session and touch no device before launch (only inside fn), or {instead}"
+        )
+    if dist.is_initialized():
+        raise RuntimeError(
+            "this process has a process group, which a fork of it would share: call "
+            f"torch.distributed.destroy_process_group() before launch, or {instead}"
+        )
+
+
+def _config(workers: int, logs: str, method: _StartMethod) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=workers,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",  # port 0: any free one
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        start_method=method,
+        # Workers write to our stdout and stderr; only their errors come through files.
+        logs_specs=DefaultLogsSpecs(log_dir=logs),
+    )
+
+
+def _worker(fn: Callable[..., Any], args: tuple[Any, ...], method: _StartMethod) -> Any:
+    # Ctrl-C reaches every process of the terminal: end at once, also inside a collective; the launcher speaks. A fork
+    # has the launcher's handlers, which would keep it from ending.
+    for name in _SIGNALS:
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    dist.init_process_group("gloo")
+    dist.barrier()  # a rank that is soon done must not leave while another is still connecting
+    # OpenMP hangs in a fork of a process that has used its threads.
+    threads = 1 if method == "fork" else max(1, torch.get_num_threads() // dist.get_world_size())
+    torch.set_num_threads(threads)
+    result = fn(*args)
+    # Not after an exception: the others would see a closed connection, and elastic their error as the first one.
+    dist.destroy_process_group()
+    return result
+
+
+def _describe(error: ChildFailedError, workers: int, logs: Path) -> str:
+    rank, failure = error.get_first_failure()
+    text = failure.message  # of a signal, which leaves no file
+    if Path(failure.error_file).exists():
+        # The file that came first: other workers fail because of it, and elastic compares whole seconds.
+        first = min(logs.rglob("error.json"), key=lambda path: path.stat().st_mtime_ns)
+        rank, text = (
+            int(first.parent.name),
+            json.loads(first.read_text())["message"]["extraInfo"]["py_callstack"],
+        )
+    elif failure.exitcode > 0:
+        text = "it ended by itself, before or in fn; what it printed says why"
+    return f"worker {rank} of {workers} failed (exit code {failure.exitcode})\n{text}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the launcher's own log lines: what they say is in the exception that `launch` raises."""
+    known = logging.root.manager.loggerDict.items()
+    spoken = [
+        logger
+        for name, logger in known
+        if isinstance(logger, logging.Logger) and name.startswith(_LAUNCHERS) and not logger.disabled
+    ]
+    for logger in spoken:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger in spoken:
+            logger.disabled = False
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Keep Ctrl-C away from workers that are still importing, and put our handlers back afterwards.
+
+    A new process inherits the signal mask of the thread that starts it, so SIGINT is blocked in this one, and another
+    thread takes its place: Python runs the handler here all the same.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # elastic sets no handlers either
+        return
+    done = threading.Event()
+
+    def receive() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        done.wait()
+
+    handlers = {number: signal.getsignal(number) for number in (getattr(signal, name) for name in _SIGNALS)}
+    resource_tracker.ensure_running()  # it would unblock SIGINT when it starts (CPython does so unasked)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    receiver = threading.Thread(target=receive, name="pyengine-interrupts", daemon=True)
+    receiver.start()
+    try:
+        yield
+    finally:
+        done.set()
+        receiver.join()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -1,0 +1,108 @@
+"""`python -m pyengine doctor`, as a user runs it: on a whole installation, and on a broken one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pyengine
+from pyengine.cli import doctor
+from pyengine.cli.doctor_finding import Finding, fail, ok, warn
+from pyengine.cli.main import main
+
+HERE = Path(pyengine.__file__).parents[1]
+Capture = pytest.CaptureFixture[str]
+
+
+def examine(folder: Path, *, before: str = "pass", **environment: str) -> tuple[int, dict[str, Any]]:
+    """Run the command on the package in a folder; return exit code and findings by name, the verdict among them."""
+    code = f"import sys; {before}; from pyengine.cli.main import main; sys.exit(main(['doctor', '--json']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), **environment},
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert lines, done.stderr
+    return done.returncode, {line.get("name", line["event"]): line for line in lines}
+
+
+def test_a_whole_installation_is_healthy() -> None:
+    code, found = examine(HERE)
+    assert (code, found["verdict"]["healthy"], found["verdict"]["broken"]) == (0, True, [])
+    assert set(doctor.CHECKS) - {"cuda"} <= set(found)  # CUDA devices are named one by one
+    assert found["workers"]["status"] == "ok"
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """A copy of the package whose native core is no library."""
+    copy = tmp_path / "pyengine"
+    shutil.copytree(HERE / "pyengine", copy, ignore=shutil.ignore_patterns("_core*.so", "__pycache__"))
+    (copy / f"_core{EXTENSION_SUFFIXES[0]}").write_text("not a library")
+    return tmp_path
+
+
+def test_a_broken_one_without_compiler_and_rich_says_so_and_still_runs_its_workers(
+    broken: Path, tmp_path: Path
+) -> None:
+    code, found = examine(broken, before="sys.modules['rich'] = None", PATH=str(tmp_path), CXX="")
+    assert (code, found["verdict"]["broken"]) == (1, ["core"])
+    assert "compiler" in found["verdict"]["warned"]
+    assert "does not load" in found["core"]["text"]
+    assert found["workers"]["status"] == "ok"
+
+
+def raises() -> Finding:
+    raise KeyError("sm_999")
+
+
+GOOD, SLOW, BAD = ok("good", "runs"), warn("slow", "limps", "a stick"), fail("bad", "lies down", "a bed")
+
+
+@pytest.mark.parametrize(
+    ("checks", "code", "last"),
+    [
+        ({"a": lambda: GOOD}, 0, "Healthy: pyengine works here."),
+        ({"a": lambda: [GOOD, SLOW]}, 0, "Healthy: pyengine works here. Could be better: slow."),
+        ({"a": lambda: [BAD, SLOW], "b": lambda: GOOD}, 1, "Broken: bad. Could be better: slow."),
+        ({"a": raises, "b": lambda: GOOD}, 1, "Broken: a."),
+    ],
+)
+def test_exit_code_and_verdict(monkeypatch: pytest.MonkeyPatch, capsys: Capture, checks, code, last) -> None:
+    monkeypatch.setattr(doctor, "CHECKS", checks)
+    assert main(["doctor"]) == code
+    assert capsys.readouterr().out.splitlines()[-1] == last
+
+
+def test_a_check_that_raises_is_a_finding_and_the_others_go_on() -> None:
+    first, second = doctor.examine({"a": raises, "b": lambda: GOOD})
+    assert first.status == "fail" and "KeyError: 'sm_999'" in first.text
+    assert second == GOOD
+
+
+def test_lines_are_wrapped_and_remedies_stand_under_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(
+        doctor, "CHECKS", {"a": lambda: warn("slow", "limps " * 20 + "\n\nand falls", "a stick")}
+    )
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("WARN  slow           limps limps")
+    assert "                   → a stick" in lines
+    assert "                     and falls" in lines
+    assert max(map(len, lines)) <= 60

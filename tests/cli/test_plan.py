@@ -1,0 +1,116 @@
+"""`python -m pyengine plan`: rows, remainders, learning rates, exit codes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pyengine.cli.main import main
+
+Capture = pytest.CaptureFixture[str]
+
+
+def plan(capsys: Capture, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    """Run the command; return exit code and JSON lines."""
+    code = main(["plan", "--json", *arguments])
+    return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_one_device_equals_two_four_and_eight(capsys: Capture) -> None:
+    code, rows = plan(capsys)
+    assert code == 0
+    assert [(row["micro_batch"], row["workers"]) for row in rows] == [(256, 1), (128, 2), (64, 4), (32, 8)]
+    assert all(row["accumulate"] == [1] * row["workers"] and row["lr_linear"] == 1 for row in rows)
+
+
+def test_a_micro_batch_that_fits_is_accumulated(capsys: Capture) -> None:
+    _, rows = plan(capsys, "--micro-batch", "8", "--dataset-size", "1000")
+    assert [row["accumulate"] for row in rows] == [[32], [16] * 2, [8] * 4, [4] * 8]
+    assert {row["steps_per_epoch"] for row in rows} == {4}
+
+
+def test_learning_rates_grow_by_both_rules_and_steps_shrink(capsys: Capture) -> None:
+    arguments = ("--global-batch", "64,256", "--workers", "1", "--lr", "0.5", "--dataset-size", "1024")
+    _, rows = plan(capsys, *arguments)
+    assert [(row["lr_linear"], row["lr_sqrt"], row["steps_per_epoch"]) for row in rows] == [
+        (0.5, 0.5, 16),
+        (2.0, 1.0, 4),
+    ]
+    _, rows = plan(capsys, *arguments, "--from-batch", "256")
+    assert [(row["lr_linear"], row["lr_sqrt"]) for row in rows] == [(0.125, 0.25), (0.5, 0.5)]
+
+
+def test_what_does_not_come_out_even_is_shared_and_its_waiting_named(capsys: Capture) -> None:
+    code, (row,) = plan(capsys, "--global-batch", "40", "--micro-batch", "8", "--workers", "4")
+    assert (code, row["accumulate"], row["idle"], row["problem"]) == (0, [1, 1, 1, 2], 3 / 8, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (
+            ("--workers", "3"),
+            "3 ranks have no equal parts of 256; nearest: 255 and 258; or give --micro-batch",
+        ),
+        (("--workers", "300"), "300 ranks have no equal parts of 256; nearest: 300; or give --micro-batch"),
+        (("--workers", "2", "--micro-batch", "24"), "global_batch=256 is not a multiple of micro_batch=24"),
+        (("--workers", "64", "--micro-batch", "8"), "only 32 of the ranks would have any"),
+    ],
+)
+def test_a_row_that_cannot_be_run_says_why_and_fails(
+    capsys: Capture, arguments: tuple[str, ...], problem: str
+) -> None:
+    code, (row,) = plan(capsys, *arguments, "--dataset-size", "1000")
+    assert code == 1
+    assert problem in row["problem"]
+    assert (row["accumulate"], row["steps_per_epoch"]) == ([], None)
+
+
+def test_one_row_that_cannot_be_run_is_enough_to_fail_and_the_others_are_planned(capsys: Capture) -> None:
+    code, rows = plan(capsys, "--workers", "3,4")
+    assert (code, [bool(row["problem"]) for row in rows]) == (1, [True, False])
+
+
+def test_a_very_large_batch_is_cautioned_against_once(capsys: Capture) -> None:
+    _, (*rows, caution) = plan(capsys, "--global-batch", "256,16384")
+    assert [row["event"] for row in rows] == ["plan"] * 8
+    assert caution["event"] == "caution" and "16384 is 64 × from_batch=256" in caution["text"]
+
+
+@pytest.mark.parametrize("dataset", [(), ("--dataset-size", "50000")])
+def test_the_table_fits_a_narrow_terminal_and_says_what_is_equal(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, dataset: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    arguments = ("--workers", "1,2,3", "--global-batch", "256,1024", "--micro-batch", "64", "--lr", "3e-4")
+    assert main(["plan", *arguments, *dataset]) == 0
+    text = capsys.readouterr().out
+    assert "…" not in text
+    assert "256 × 1 = 128 × 2: samples a rank × ranks, the same step." in text
+    assert "256 on 3: uneven, 33 % of the time is spent waiting." in text
+    assert ("steps" in text) == bool(dataset)
+
+
+BAD = [
+    (("--workers", "0"), "argument --workers: got 0, need a whole number of at least 1"),
+    (("--global-batch", "8,x"), "argument --global-batch: got x, need a whole number of at least 1"),
+    (("--lr", "inf"), "argument --lr: lr=inf: need a finite number above 0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_a_bad_argument_of_plan_is_named(capsys: Capture, arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", *arguments])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_of_plan_shows_the_same_in_python(capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = capsys.readouterr().out
+    assert "256 on one device = 128 × 2 = 64 × 4 = 32 × 8" in text
+    assert "pe.plan_batch(global_batch=256, micro_batch=8, world_size=4)" in text

@@ -1,0 +1,23 @@
+"""`seed_rank` on real ranks: the rank is the process group's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pyengine as pe
+
+
+def draw() -> tuple[float, float]:
+    pe.seed_everything(42)
+    alike = torch.rand(()).item()
+    pe.seed_rank(42)
+    dist.barrier()  # no rank leaves while another is still connecting
+    return alike, torch.rand(()).item()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_draw_alike_after_seed_everything_and_apart_after_seed_rank(ranks, world):
+    alike, apart = zip(*ranks(world).run(draw), strict=True)
+    assert len(set(alike)) == 1 and len(set(apart)) == world

@@ -1,0 +1,433 @@
+"""Runs that stop between two micro-batches and go on from their states: alone, or on another world size."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from cases import Integers, integers, me
+from test_batch_norm import Cnn
+from test_same_bits import Gpt, _digest, _wrap
+from torch import nn
+
+import pyengine as pe
+
+MICRO_BATCHES, WINDOWS, LAST = 8, 4, 6  # the last window is short
+
+
+def _images(rows: list[int]) -> torch.Tensor:
+    return torch.randn(100, 3, 5, 5, generator=torch.Generator().manual_seed(1))[rows]
+
+
+def _tokens(rows: list[int]) -> torch.Tensor:
+    return torch.randint(0, 50, (100, 9), generator=torch.Generator().manual_seed(1))[rows]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[list[int]], torch.Tensor]]] = {
+    "gpt": (lambda: Gpt(torch.float32), _tokens),
+    "gpt in bf16": (lambda: Gpt(torch.bfloat16), _tokens),
+    "cnn": (lambda: Cnn().train(), _images),
+}
+
+
+def _pack(state: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def _unpack(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+class _Run:
+    """A model in training; `checkpoint` and `sync` states travel as bytes, as through files."""
+
+    def __init__(self, kind: str, name: str, *, from_: bytes = b"", dealt: bool = False) -> None:
+        make, self._data = MODELS[name]
+        torch.manual_seed(0)
+        self.model = make()
+        self.sampler = pe.WindowSampler(
+            2 * MICRO_BATCHES * WINDOWS - 4, seed=7, micro_batch=2, global_batch=2 * MICRO_BATCHES
+        )
+        if from_:
+            self.model.load_state_dict(_unpack(from_)["model"])
+        accumulate = MICRO_BATCHES if dealt else self.sampler.accumulate
+        exact = pe.Exact(micro_batches=MICRO_BATCHES)
+        self.sync, self.forward = _wrap(kind, self.model, 0.01, accumulate=accumulate, accumulator=exact)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        if from_:
+            self.optimizer.load_state_dict(_unpack(from_)["optimizer"])
+        self.losses: list[float | None] = []
+        self.sync.on_step(lambda record: self.losses.append(record.loss))
+
+    def backward(self, rows: list[int], step: int) -> None:
+        """Compute a micro-batch."""
+        with pe.micro_batch_rng(7, step=step, index=self.sync.place):
+            self.sync.backward(self.forward(self._data(rows)), count=len(rows))
+
+    def step(self) -> None:
+        """End a window."""
+        self.sync.clip_grad_norm_(1.0)
+        self.sync.step(self.optimizer)
+
+    def checkpoint(self) -> bytes:
+        """Save everything but the engine."""
+        return _pack({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
+
+    def digest(self) -> tuple[str, list[float | None]]:
+        """Describe the end of the run."""
+        state = [v for p in self.model.parameters() for v in self.optimizer.state[p].values()]
+        return _digest(*self.model.parameters(), *self.model.buffers(), *state), self.losses
+
+
+def _undisturbed(name: str) -> tuple[str, list[float | None]]:
+    run = _Run("own", name)
+    for step, window in enumerate(run.sync.windows(run.sampler)):
+        for rows in window:
+            run.backward(rows, step)
+        run.step()
+    return run.digest()
+
+
+def _stop(
+    kind: str, name: str, at: int, states: Sequence[bytes] = (), checkpoint: bytes = b""
+) -> tuple[bytes, bytes]:
+    """Begin, or go on, and stop in window `at`, each rank after another number of micro-batches."""
+    rank, _ = me()
+    stop = max(
+        (rank + 1) % 3, kind == "attach"
+    )  # DDP has a collective before the first forward of its second window
+    run = _Run(kind, name, from_=checkpoint)
+    _resume(run, states)
+    saved, state = run.checkpoint(), run.sync.state_dict()
+    for step, window in enumerate(run.sync.windows(run.sampler), start=run.sampler.window):
+        if step == at and not run.sampler._share(at):
+            return _together(saved, _pack(state))  # this rank has nothing in the short last window
+        for position, rows in enumerate(window):
+            if step == at and (position == stop or run.sync.is_sync_step):
+                return _together(saved, _pack(state))
+            run.backward(rows, step)
+            if step == at:
+                state = run.sync.state_dict()
+        run.step()
+        saved, state = run.checkpoint(), run.sync.state_dict()
+    raise AssertionError("it was to stop")
+
+
+def _together(*values: bytes) -> Any:
+    torch.distributed.barrier()  # a group whose collective is not over for somebody must not be left
+    return values
+
+
+def _resume(run: _Run, states: Sequence[bytes]) -> None:
+    if states:
+        loaded = [_unpack(state) for state in states]
+        run.sync.load_state_dict(loaded)
+        run.sampler.set_epoch(0, window=loaded[0]["window"], done=run.sync.done)
+
+
+def _go_on(
+    kind: str, name: str, states: list[bytes], checkpoint: bytes, dealt: bool = False
+) -> tuple[tuple[str, list[float | None]], list[int]]:
+    run = _Run(kind, name, from_=checkpoint, dealt=dealt)
+    _resume(run, states)
+    places: list[int] = []
+    loader = pe.Dealer(run.sampler) if dealt else run.sampler
+    for number, window in enumerate(run.sync.windows(loader)):
+        for item in window:
+            rows = item[1] if dealt else item
+            if number == 0:
+                places.append(run.sync.place)
+            run.backward(rows, run.sampler.window + number)
+        run.step()
+    return run.digest(), places
+
+
+def _chain(ranks, kind: str, name: str, stops: list[tuple[int, int]], last: int, dealt: bool = False) -> None:
+    """Stop on so many ranks in such a window, again and again; go on to the end on `last` ranks."""
+    (digest, losses), *_ = ranks(1).run(_undisturbed, name)
+    states, checkpoint, before = [], b"", -1
+    for world, at in stops:
+        stopped = ranks(world).run(_stop, kind, name, at, states, checkpoint)
+        if at != before:
+            checkpoint, states = stopped[0][0], []
+        states, before = [*states, *(state for _, state in stopped)], at
+    done = {place for state in states for place in _unpack(state)["places"]}
+    ended = ranks(last).run(_go_on, kind, name, states, checkpoint, dealt)
+    for (end, rest), _ in ended:
+        assert (end, rest) == (digest, losses[-len(rest) :])
+    computed = [place for _, places in ended for place in places]
+    assert done and sorted([*computed, *done]) == list(range(LAST))
+
+
+END = WINDOWS - 1
+
+
+@pytest.mark.parametrize(("world", "last"), [(1, 1), (2, 2), (4, 1), (1, 3), (3, 4), (2, 6)])
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_exact_sums_go_on_in_mid_window_on_any_world_size(ranks, kind, world, last):
+    _chain(ranks, kind, "gpt", [(world, END)], last)
+
+
+@pytest.mark.parametrize(("kind", "first"), [("own", END - 1), ("own", END), ("attach", END)])
+def test_a_run_that_went_on_in_mid_window_can_stop_again_in_the_same_one_or_a_later(ranks, kind, first):
+    _chain(ranks, kind, "gpt", [(4, first), (3, END)], 1)
+
+
+@pytest.mark.parametrize(("world", "last"), [(3, 2), (1, 3)])
+@pytest.mark.parametrize("name", ["cnn", "gpt in bf16"])
+def test_running_statistics_and_narrow_parameters_go_on_too(ranks, name, world, last):
+    _chain(ranks, "own", name, [(world, END)], last)
+
+
+@pytest.mark.parametrize("name", ["cnn", "gpt"])
+def test_what_is_left_of_a_window_can_be_dealt(ranks, name):
+    _chain(ranks, "own", name, [(2, END)], 3, dealt=True)
+
+
+# The same ranks, each with its own state: any accumulator.
+
+
+def _own(
+    kind: str, accumulator: str, dtype: torch.dtype, stop: int | None, steps: Sequence[bytes] = ()
+) -> Any:
+    """Train with dropout from the global generator; stop in window 1 after `stop` micro-batches, or go on from there."""
+    rank, _ = me()
+    torch.manual_seed(rank)
+    model = Gpt(dtype)
+    sync, forward = _wrap(kind, model, 0.01, accumulate=3, accumulator=accumulator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    begin = 0
+    if steps:
+        state = _unpack(steps[rank])
+        model.load_state_dict(state["model"])
+        sync.load_state_dict(state["sync"])
+        begin = 3 + len(state["sync"]["places"])
+    batches = [_tokens([index]) for index in range(begin, 9)]
+    at = begin
+    for window in sync.windows(batches):
+        for x in window:
+            sync.backward(forward(x), count=rank + 1)
+            at += 1
+            if stop is not None and at == 3 + stop:
+                return _pack({"model": model.state_dict(), "sync": sync.state_dict()})
+        sync.clip_grad_norm_(1.0)
+        sync.step(optimizer)
+    return _digest(*model.parameters())
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("accumulator", ["fp32", "native", "exact"])
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_ranks_go_on_with_their_own_states_and_generators_bit_for_bit(ranks, kind, accumulator, dtype, stop):
+    world = 2 if kind == "attach" else 3  # DDP lays its buckets out anew, and a ring's order depends on that
+    whole = ranks(world).run(_own, kind, accumulator, dtype, None)
+    states = ranks(world).run(_own, kind, accumulator, dtype, stop)
+    assert ranks(world).run(_own, kind, accumulator, dtype, None, states) == whole
+
+
+def _scaled_and_carried(stop: bool, states: Sequence[bytes] = ()) -> Any:
+    rank, _ = me()
+    model = Integers(torch.float32)
+    sync = pe.GradSync(model, accumulate=2)
+    sync.scaler = pe.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    batches = [integers(10 * rank + index) for index in range(6)]
+    if states:
+        state = _unpack(states[rank])
+        model.load_state_dict(state["model"])
+        sync.load_state_dict(state["sync"])
+        batches = batches[5:]
+    for number, window in enumerate(sync.windows(batches)):
+        for position, (x, t) in enumerate(window):
+            sync.backward(model(x, t), count=1)
+            if stop and (number, position) == (2, 0):
+                return _pack({"model": model.state_dict(), "sync": sync.state_dict()})
+        if number == 1 and not states:
+            sync.unscale_()  # kept, and added to the next window
+        else:
+            sync.step(optimizer)
+    return _digest(*model.parameters(), *[p.grad for p in model.parameters()]), sync.scaler.get_scale()
+
+
+def test_the_loss_scale_and_gradients_carried_over_go_on(ranks):
+    whole = ranks(2).run(_scaled_and_carried, False)
+    states = ranks(2).run(_scaled_and_carried, True)
+    assert ranks(2).run(_scaled_and_carried, False, states) == whole
+
+
+def _used_engine(kind: str, accumulator: str) -> bool:
+    """Load a state in which one layer is still unused into an engine that has trained, and use that layer."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(3, 70), "b": nn.Linear(3, 70)})
+    model.forward = lambda name, x: model[name](x).sum()
+    gradients = []
+    for has_trained in (False, True):
+        sync, forward = _wrap(kind, copy.deepcopy(model), 25, accumulate=2, accumulator=accumulator)
+        if kind == "attach":
+            forward.module.forward = lambda name, x, own=forward.module: own[name](x).sum()
+        else:
+            forward.forward = lambda name, x, own=forward: own[name](x).sum()
+        with sync.accumulate():
+            sync.backward(forward("a", torch.ones(1, 3)))
+        state = sync.state_dict()
+        sync.abandon()
+        if has_trained:
+            for name in "ab":
+                with sync.accumulate():
+                    sync.backward(forward(name, torch.full((1, 3), 5.0)))
+            sync.unscale_()
+            for param in forward.parameters():
+                param.grad = None
+        sync.load_state_dict(state)
+        with sync.accumulate():
+            sync.backward(forward("b", torch.ones(1, 3)))
+        sync.unscale_()
+        gradients.append([p.grad.clone() for p in forward.parameters()])
+    return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("accumulator", ["fp32", "native", "exact"])
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_what_an_engine_has_summed_before_is_gone_after_loading(ranks, kind, accumulator):
+    assert all(ranks(2).run(_used_engine, kind, accumulator))
+
+
+def _between_windows() -> list[str]:
+    digests = []
+    for stops in (False, True):
+        torch.manual_seed(0)
+        model = Gpt(torch.float32)
+        sync = pe.GradSync(model, accumulate=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        records: list[int] = []
+        for epoch in range(2):
+            sync.on_step(lambda record, records=records: records.append(record.step))
+            for window in sync.windows([_tokens([index]) for index in range(4)]):
+                for x in window:
+                    sync.backward(model(x))
+                sync.step(optimizer)
+            if stops and epoch == 0:
+                state = _unpack(_pack(sync.state_dict()))
+                sync = pe.GradSync(model, accumulate=2)
+                sync.load_state_dict(state)
+        digests.append((_digest(*model.parameters()), records[-1]))
+    return digests
+
+
+def test_a_state_between_windows_goes_on_counting(ranks):
+    for whole, resumed in ranks(3).run(_between_windows):
+        assert whole == resumed and whole[1] == 3
+
+
+def _unnested() -> str:
+    x, t = integers(0)
+    model = Integers(torch.float32)
+    sync = pe.GradSync(model, accumulate=3)
+    with sync.accumulate():
+        sync.backward(model(x, t))
+    state = sync.state_dict()
+    sync = pe.GradSync(model, accumulate=3)
+    sync.load_state_dict(state)
+    for number in range(2):
+        with sync.accumulate():
+            sync.backward(model(x, t))
+            assert sync.is_sync_step == (number == 1)
+    sync.unscale_()
+    resumed = _digest(*[p.grad for p in model.parameters()])
+    alone = Integers(torch.float32)
+    alone(x, t).backward()
+    return resumed == _digest(*[p.grad for p in alone.parameters()])
+
+
+def test_a_loop_that_is_not_nested_goes_on(ranks):
+    assert all(ranks(2).run(_unnested))
+
+
+# What cannot be saved or loaded.
+
+
+def _engine(**options: Any) -> tuple[pe.GradSync, nn.Module]:
+    model = Integers(options.pop("dtype", torch.float32))
+    return pe.GradSync(model, accumulate=2, **options), model
+
+
+def _mid_window(**options: Any) -> dict[str, Any]:
+    sync, model = _engine(**options)
+    with sync.accumulate():
+        sync.backward(model(*integers(0)))
+    return sync.state_dict()
+
+
+def _wrong(case: str) -> str:
+    rank, world = me()
+    sync, _ = _engine(accumulator="exact")
+    state = _mid_window(accumulator="exact")
+    everybody: list[Any] = [None] * world
+    torch.distributed.all_gather_object(everybody, state)
+    given: Any = {
+        "not a state": {"model": 1},
+        "nothing": [],
+        "a number": 3,
+        "another accumulator": _mid_window(accumulator="fp32"),
+        "other parameters": _mid_window(accumulator="exact", dtype=torch.bfloat16),
+        "another rank's": everybody[1 - rank],
+        "different windows": [everybody[0], {**everybody[1], "window": 5}],
+        "different lists": [everybody[rank]],
+        "wrong on one rank": state if rank == 0 else {"model": 1},
+    }[case]
+    try:
+        sync.load_state_dict(given)
+    except ValueError as error:
+        with sync.accumulate(last=True):
+            pass  # nothing has changed: the engine works
+        sync.flush()
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("not a state", "need what sync.state_dict() returned"),
+        ("nothing", "got none"),
+        ("a number", "states is a int"),
+        ("another accumulator", "accumulator='fp32'"),
+        ("other parameters", "parameters differ: ('matrix', [5, 3], [3, 1], 'bfloat16') in the state"),
+        ("another rank's", "states of rank 1 of 2 on rank 0 of 2: pass the states of all ranks in a list"),
+        ("different windows", "0 windows and 0 steps, 5 windows and 0 steps"),
+        ("different lists", "states differ between ranks"),
+        ("wrong on one rank", "rank 1: state is version None"),
+    ],
+)
+def test_states_that_do_not_fit_are_refused_on_every_rank(ranks, case, message):
+    for text in ranks(2).run(_wrong, case):
+        assert message in text
+
+
+def _too_early() -> list[str]:
+    sync, model = _engine()
+    found = []
+    for _ in next(sync.windows([integers(0), integers(1)])):
+        try:
+            sync.state_dict()
+        except RuntimeError as error:
+            found.append(str(error))
+        sync.backward(model(*integers(0)))
+    try:
+        sync.state_dict()
+    except RuntimeError as error:
+        found.append(str(error))
+    return found
+
+
+def test_a_state_in_the_middle_of_a_micro_batch_or_before_the_step_is_refused(ranks):
+    for first, second, last in ranks(2).run(_too_early):
+        assert "1 micro-batches of window 0 were handed out and 0 came to sync.backward" in first
+        assert "2 micro-batches" in second and "have been sent and not been used" in last
