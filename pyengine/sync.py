@@ -383,8 +383,13 @@ def attach(
         raise TypeError(
             f"ddp_model is a {type(ddp_model).__name__}: need a DistributedDataParallel; for a bare model use pe.GradSync"
         )
-    state = HookState(wire=wire, group=ddp_model.process_group)
     named = list(ddp_model.module.named_parameters())
+    if is_lazy(named[0][1].device):
+        raise ValueError(
+            f"ddp_model lies on {named[0][1].device}: DDP reduces from inside the backward, which a recorded program does not "
+            "have; use pe.GradSync on the bare model"
+        )
+    state = HookState(wire=wire, group=ddp_model.process_group)
     specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
     settings = Settings(accumulate, wire, accumulator, nonfinite)
     comm = state.comm(named[0][1].device)

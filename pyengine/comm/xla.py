@@ -161,8 +161,10 @@ def _pieces(tensor: Tensor) -> list[Tensor]:
         second = rest.float()
         return [first, second, (rest - second.double()).float()]
     if tensor.dtype in (torch.int32, torch.int64):
-        shifts = range(0, 8 * tensor.dtype.itemsize, _LIMB_BITS)
-        return [((tensor >> shift) & (2**_LIMB_BITS - 1)).float() for shift in shifts]
+        # Masked first: torch_xla shifts right by dividing, which rounds negative numbers towards 0. The last limb is signed.
+        *shifts, last = range(0, 8 * tensor.dtype.itemsize, _LIMB_BITS)
+        limbs = [(tensor & (2**_LIMB_BITS - 1 << shift)) >> shift for shift in shifts]
+        return [limb.float() for limb in (*limbs, (tensor & -(2**last)) >> last)]
     return [tensor.float()]
 
 

@@ -26,6 +26,18 @@ def _differ(rank: int) -> pe.GradSync:
     return pe.GradSync(nn.Linear(3, 2 + rank).to(device()), accumulate=2)
 
 
+def _attach(rank: int) -> pe.Sync:
+    import torch.distributed as dist
+    import torch_xla.distributed.xla_backend  # noqa: F401 - registers the backend
+
+    dist.init_process_group("xla", init_method="xla://")
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2).to(device()))
+        return pe.attach(model, accumulate=2)
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     ("world", "make", "said"),
     [
@@ -40,9 +52,10 @@ def _differ(rank: int) -> pe.GradSync:
             partial(_make, group="mine"),
             "group=mine: parameters on xla:0 are reduced by torch_xla over all",
         ),
+        (1, _attach, "ddp_model lies on xla:0: DDP reduces from inside the backward"),
         (2, _differ, "parameter 0: rank 0 has 'weight' [2, 3] float32; rank 1 has 'weight' [3, 3] float32"),
     ],
-    ids=["exact", "bf16", "group", "other model"],
+    ids=["exact", "bf16", "group", "ddp", "other model"],
 )
 def test_what_cannot_work_is_refused_on_every_replica(replicas, world, make, said):
     for text in replicas(world).run(_refused, make, ValueError):
