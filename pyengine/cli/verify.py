@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 
 import torch
 
-from pyengine.cli.arguments import Conflict
+from pyengine.cli.target import check, load
 from pyengine.cli.verify_arguments import Settings
 from pyengine.cli.verify_cause import Facts, causes
 from pyengine.cli.verify_compare import Difference, change, compare, first_difference
@@ -40,7 +39,7 @@ class Done:
 def run(settings: Settings) -> int:
     """Verify every subject; return the exit code."""
     for target in settings.subjects.values():
-        _check(target)
+        check(target)
     report = JsonLines() if settings.json else Tables()
     try:
         with report.live():
@@ -95,27 +94,10 @@ def _work(targets: Sequence[str], run: Run) -> list[Trace]:
 
 
 def _trace(target: str, run: Run) -> Trace:
-    module, _, function = target.partition(":")
     probe = Probe(run)
     with suppress(Enough):
-        getattr(import_module(module), function)(probe)
+        load(target)(probe)
     return probe.trace
-
-
-def _check(target: str) -> None:
-    """Raise Conflict if the user's function is not there."""
-    module, _, function = target.partition(":")
-    try:
-        found = getattr(import_module(module), function, None)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise Conflict(
-            f"argument --train: got {target}, and there is no module {error.name} here: need one that "
-            f"`python -c 'import {module}'` finds in this folder"
-        ) from None
-    if not callable(found):
-        raise Conflict(f"argument --train: got {target}, and {module} has no function {function}")
 
 
 def _check_steps(name: str, run: Run, ranks: Sequence[Trace]) -> None:
