@@ -15,19 +15,29 @@ from torch.nn import Parameter
 
 from pyengine.accumulator import ExactBucket, Fp32Bucket, NativeBucket
 from pyengine.accumulator.base import Saved
-from pyengine.header import Header
+from pyengine.header import Header, LocalWindow
 from pyengine.layout import Bucket, ParamSpec, backward_order, build
-from pyengine.norm import FinalPass
+from pyengine.norm import FinalPass, PlainStepper, Stepper
 from pyengine.transfers import Transfers
 from pyengine.watch import Watch
 from pyengine.wire import Wire
 
 
 class Reducer(Protocol):
-    """What the engine asks of whoever owns the gradients: flat buckets of ours, or DDP's."""
+    """What the engine asks of whoever owns the gradients: flat buckets of ours, DDP's, or sums on a lazy device.
+
+    Attributes:
+        overlaps: whether reductions run inside the window's last backward; if not, that one is like the others.
+        stepper: how an optimizer is stepped over these gradients.
+    """
 
     params: Sequence[Parameter]
     names: Sequence[str]
+    overlaps: bool
+    stepper: Stepper
+
+    def local_window(self, terms: int | None) -> LocalWindow:
+        """Return what a window's counts and losses are noted in."""
 
     def open(self) -> None:
         """A window opens; nothing has been computed yet."""
@@ -112,6 +122,9 @@ class BucketReducer:
         storage: how buckets sum and travel.
     """
 
+    overlaps = True
+    stepper = PlainStepper()
+
     def __init__(
         self,
         specs: Sequence[ParamSpec],
@@ -145,6 +158,10 @@ class BucketReducer:
         }
         # 1/count can wait for the optimizer only if no bucket has to be rewritten anyway.
         self._defers_count = all(bucket.in_place for bucket in self._buckets)
+
+    def local_window(self, terms: int | None) -> LocalWindow:
+        """Return what a window's counts and losses are noted in."""
+        return LocalWindow(terms)
 
     def open(self) -> None:
         """Do nothing: old sums are overwritten by the first backward, so that a zero_grad before it does no harm."""

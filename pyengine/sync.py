@@ -20,10 +20,10 @@ from pyengine.dealer import Dealer
 from pyengine.engine import Engine
 from pyengine.header import Count, Totals
 from pyengine.hook import HookState
-from pyengine.host import Readback
+from pyengine.host import Readback, is_lazy
 from pyengine.layout import Layout, ParamSpec
 from pyengine.loop import Batch, micro_batch, windows
-from pyengine.norm import GradScaler, apply_optimizer, decides_on_device
+from pyengine.norm import GradScaler
 from pyengine.optimizer import Ownership, WindowOptimizer
 from pyengine.record import Recorder, StepRecord
 from pyengine.reducer import BucketReducer, Storage
@@ -31,6 +31,7 @@ from pyengine.restore import put, take
 from pyengine.verdict import Verdict
 from pyengine.window import State
 from pyengine.wire import FP32, Wire
+from pyengine.xla import XlaReducer, problems_of_device
 
 
 class Sync:
@@ -86,6 +87,7 @@ class Sync:
         is_on = scaler is not None and scaler.is_enabled()
         if is_on:
             scaler.bind(self._engine.final)
+            self._engine.comm.launch()
         self._scaler, self._engine.scaler = scaler, scaler if is_on else None
 
     def windows(self, loader: Iterable[Batch] | Dealer) -> Iterator[Iterator[Any]]:
@@ -182,23 +184,25 @@ class Sync:
         engine = self._engine
         verdict = engine.finish()
         self._ownership.check(optimizer)
-        if not decides_on_device(optimizer):
+        stepper = engine.reducer.stepper
+        if stepper.needs_host(optimizer):
             engine.settle()
         first = not engine.is_used
         if engine.scaler is not None and first:
             engine.scaler.unscale_(optimizer)
         norm = engine.final.norm_before_clipping()
         try:
-            apply_optimizer(optimizer, engine.final, engine.write)
+            stepper.step(optimizer, engine.final, engine.write)
         finally:
             if engine.scaler is not None and first:
                 engine.scaler.update()
+        stepped = engine.final.found_inf == 0
         if scheduler is not None:
-            verdict.then(lambda _, skips: None if skips else scheduler.step())
+            verdict.once_known(lambda skips: None if skips else scheduler.step())
         if first:
             self._report(verdict, norm)
         engine.used()
-        return engine.final.found_inf == 0
+        return stepped
 
     def synchronize(self) -> None:
         """Wait for the outcome of the last step: its scheduler steps, its StepRecord is emitted, its errors are raised.
@@ -267,11 +271,11 @@ class Sync:
         engine, clock = self._engine, self._engine.clock
         traffic, (collectives, sent) = engine.comm.traffic, engine.traffic_before
         collectives, sent = traffic.collectives - collectives, traffic.bytes_sent - sent
+        # Also where nobody listens: ranks whose programs differ cannot meet.
         index, grad_norm = engine.window.index, Readback(norm.reshape(1))
         clock.stop()
 
         def emit(totals: Totals, skips: bool) -> None:
-            engine.steps_taken += not skips
             if not self._recorder.callbacks:
                 return  # the seconds would wait for the device
             self._recorder.emit(
@@ -289,7 +293,7 @@ class Sync:
                 step_s=clock.elapsed(),
             )
 
-        verdict.then(emit)
+        verdict.then(emit, awaits=bool(self._recorder.callbacks))
 
 
 class GradSync(Sync):
@@ -305,8 +309,9 @@ class GradSync(Sync):
             same bits for every world size (docs/reproducible.md), over the fp32 wire only, with whole-numbered counts;
             given a module, not its parameters, it keeps BatchNorm's running statistics alike too. `pe.Exact(
             micro_batches=...)` is the same where the window is not the sum of `accumulate` over ranks.
-        group: the process group; None is the default group, or this process alone if there is none.
-        bucket_cap_mb: size of a bucket in MiB of gradients.
+        group: the process group; None is the default group, or this process alone if there is none. On an XLA device
+            all replicas (docs/xla.md).
+        bucket_cap_mb: size of a bucket in MiB of gradients; on an XLA device all gradients of a type are one bucket.
         nonfinite: "skip" leaves the parameters alone in a step with inf or nan; "raise" raises FloatingPointError on
             every rank, and has every micro-batch checked so that the message names it.
 
@@ -335,12 +340,13 @@ class GradSync(Sync):
         specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
         settings = Settings(accumulate, wire, accumulator, nonfinite, bucket_cap_mb)
         module = _replayed(params_or_module, settings)
-        shares = agree(comm, specs, settings, [*problems_of(named), *batch_norm_problems(module)])
+        problems = [*problems_of(named), *batch_norm_problems(module)]
+        problems += problems_of_device(params[0].device, comm, settings)
+        shares = agree(comm, specs, settings, problems)
         comm.broadcast_([*params, *buffers])
         storage = Storage(wire, settings.kind, watch=nonfinite == "raise", terms=shares.terms)
-        reducer = BucketReducer(
-            specs, params, cap_bytes=int(bucket_cap_mb * 2**20), comm=comm, storage=storage
-        )
+        kind = XlaReducer if is_lazy(params[0].device) else BucketReducer
+        reducer = kind(specs, params, cap_bytes=int(bucket_cap_mb * 2**20), comm=comm, storage=storage)
         norms = BatchNormReplay(module, most=shares.most, total=shares.total)
         super().__init__(Engine(reducer, comm, settings, norms, shares=shares))
         self._reducer = reducer
@@ -377,8 +383,13 @@ def attach(
         raise TypeError(
             f"ddp_model is a {type(ddp_model).__name__}: need a DistributedDataParallel; for a bare model use pe.GradSync"
         )
-    state = HookState(wire=wire, group=ddp_model.process_group)
     named = list(ddp_model.module.named_parameters())
+    if is_lazy(named[0][1].device):
+        raise ValueError(
+            f"ddp_model lies on {named[0][1].device}: DDP reduces from inside the backward, which a recorded program does not "
+            "have; use pe.GradSync on the bare model"
+        )
+    state = HookState(wire=wire, group=ddp_model.process_group)
     specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
     settings = Settings(accumulate, wire, accumulator, nonfinite)
     comm = state.comm(named[0][1].device)

@@ -25,7 +25,7 @@ FLOORS = [
         "scalars",
         "seed",
     },
-    {"accumulator", "batch_norm", "norm", "wire"},
+    {"accumulator", "batch_norm", "norm", "rollback", "wire"},
     {"comm"},
     {
         "header",
@@ -44,6 +44,7 @@ FLOORS = [
         "loop",
         "optimizer",
         "sync",
+        "xla",
     },
     {"launching", "cli", "__main__", "__init__"},
 ]
