@@ -1,4 +1,4 @@
-"""The public engine: windows of micro-batches whose gradients travel once."""
+"""The public loop: windows of micro-batches whose gradients travel once."""
 
 from __future__ import annotations
 
@@ -7,31 +7,19 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-from pyengine.accumulator import Exact
-from pyengine.agreement import Settings, agree, problems_of, sparse_modules
-from pyengine.batch_norm import BatchNormReplay, batch_norm_problems
-from pyengine.comm import comm_for
-from pyengine.ddp import DDPReducer
 from pyengine.dealer import Dealer
 from pyengine.engine import Engine
 from pyengine.header import Count, Totals
-from pyengine.hook import HookState
-from pyengine.host import Readback, is_lazy
-from pyengine.layout import Layout, ParamSpec
+from pyengine.host import Readback
 from pyengine.loop import Batch, micro_batch, windows
 from pyengine.norm import GradScaler
 from pyengine.optimizer import Ownership, WindowOptimizer
 from pyengine.record import Recorder, StepRecord
-from pyengine.reducer import BucketReducer, Storage
 from pyengine.restore import put, take
 from pyengine.verdict import Verdict
 from pyengine.window import State
-from pyengine.wire import FP32, Wire
-from pyengine.xla import XlaReducer, problems_of_device
 
 
 class Sync:
@@ -294,128 +282,3 @@ class Sync:
             )
 
         verdict.then(emit, awaits=bool(self._recorder.callbacks))
-
-
-class GradSync(Sync):
-    """Own the gradients of a model in flat buckets, and reduce each bucket once a window.
-
-    Every rank makes it over the same parameters; rank 0's values (and a module's buffers) are copied to the others.
-
-    Args:
-        params_or_module: a module, or its parameters, or `(name, parameter)` pairs. All that require a gradient.
-        accumulate: micro-batches a window, per rank.
-        wire: how a bucket travels: `pe.wire.FP32()`, `BF16()`, `FP16()`.
-        accumulator: "fp32" sums in fp32 whatever the parameters' type; "native" sums in their own type; "exact" gives the
-            same bits for every world size (docs/reproducible.md), over the fp32 wire only, with whole-numbered counts;
-            given a module, not its parameters, it keeps BatchNorm's running statistics alike too. `pe.Exact(
-            micro_batches=...)` is the same where the window is not the sum of `accumulate` over ranks.
-        group: the process group; None is the default group, or this process alone if there is none. On an XLA device
-            all replicas (docs/xla.md).
-        bucket_cap_mb: size of a bucket in MiB of gradients; on an XLA device all gradients of a type are one bucket.
-        nonfinite: "skip" leaves the parameters alone in a step with inf or nan; "raise" raises FloatingPointError on
-            every rank, and has every micro-batch checked so that the message names it.
-
-    Raises:
-        ValueError: an argument is off, or the ranks' parameters differ, or "exact" meets a SyncBatchNorm; raised on
-            every rank.
-
-    Cost: fp32 parameters need one buffer of their size, which `.grad` views. Narrow parameters with
-    `accumulator="fp32"` need 4 bytes an element for the sum and their own size for the wire.
-    """
-
-    def __init__(
-        self,
-        params_or_module: nn.Module | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
-        *,
-        accumulate: int,
-        wire: Wire = FP32(),  # noqa: B008 - frozen
-        accumulator: str | Exact = "fp32",
-        group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float = 25,
-        nonfinite: str = "skip",
-    ) -> None:
-        named, buffers = _named(params_or_module)
-        params = [param for _, param in named]
-        comm = comm_for(params[0].device, group)
-        specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
-        settings = Settings(accumulate, wire, accumulator, nonfinite, bucket_cap_mb)
-        module = _replayed(params_or_module, settings)
-        problems = [*problems_of(named), *batch_norm_problems(module)]
-        problems += problems_of_device(params[0].device, comm, settings)
-        shares = agree(comm, specs, settings, problems)
-        comm.broadcast_([*params, *buffers])
-        storage = Storage(wire, settings.kind, watch=nonfinite == "raise", terms=shares.terms)
-        kind = XlaReducer if is_lazy(params[0].device) else BucketReducer
-        reducer = kind(specs, params, cap_bytes=int(bucket_cap_mb * 2**20), comm=comm, storage=storage)
-        norms = BatchNormReplay(module, most=shares.most, total=shares.total)
-        super().__init__(Engine(reducer, comm, settings, norms, shares=shares))
-        self._reducer = reducer
-
-    @property
-    def layout(self) -> Layout:
-        """Where every gradient lies: buckets and slots."""
-        return self._reducer.layout
-
-
-def attach(
-    ddp_model: DistributedDataParallel,
-    *,
-    accumulate: int,
-    wire: Wire = FP32(),  # noqa: B008 - frozen
-    accumulator: str | Exact = "fp32",
-    nonfinite: str = "skip",
-) -> Sync:
-    """Let DDP's buckets travel once a window: registers the hook and drives DDP's no_sync.
-
-    Args:
-        ddp_model: the wrapped model, without another communication hook.
-        accumulate, wire, accumulator, nonfinite: as for `GradSync`. Narrow parameters with "fp32" get fp32 sums beside
-            DDP's buckets: 4 bytes an element more.
-
-    Returns:
-        The same loop as `GradSync` gives. Set `.grad` is DDP's own.
-
-    Raises:
-        TypeError: not a DistributedDataParallel.
-        ValueError: a sparse embedding, which DDP puts into a bucket of its own; a SyncBatchNorm with "exact".
-    """
-    if not isinstance(ddp_model, DistributedDataParallel):
-        raise TypeError(
-            f"ddp_model is a {type(ddp_model).__name__}: need a DistributedDataParallel; for a bare model use pe.GradSync"
-        )
-    named = list(ddp_model.module.named_parameters())
-    if is_lazy(named[0][1].device):
-        raise ValueError(
-            f"ddp_model lies on {named[0][1].device}: DDP reduces from inside the backward, which a recorded program does not "
-            "have; use pe.GradSync on the bare model"
-        )
-    state = HookState(wire=wire, group=ddp_model.process_group)
-    specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
-    settings = Settings(accumulate, wire, accumulator, nonfinite)
-    comm = state.comm(named[0][1].device)
-    module = _replayed(ddp_model.module, settings)
-    problems = [*problems_of(named), *sparse_modules(ddp_model), *batch_norm_problems(module)]
-    shares = agree(comm, specs, settings, problems)
-    reducer = DDPReducer(ddp_model, state, accumulator=settings.kind, terms=shares.terms)
-    norms = BatchNormReplay(module, most=shares.most, total=shares.total)
-    return Sync(Engine(reducer, comm, settings, norms, shares=shares))
-
-
-def _replayed(source: Any, settings: Settings) -> nn.Module:
-    """Return the module whose running statistics the engine replays; an empty one if it does not."""
-    is_exact = settings.kind == "exact"
-    return source if is_exact and isinstance(source, nn.Module) else nn.Module()
-
-
-def _named(source: Any) -> tuple[list[tuple[str, nn.Parameter]], list[Tensor]]:
-    if isinstance(source, nn.Module):
-        named, buffers = list(source.named_parameters()), list(source.buffers())
-    else:
-        items = list(source)
-        named = [item if isinstance(item, tuple) else (f"param{i}", item) for i, item in enumerate(items)]
-        buffers = []
-    if not named:
-        raise ValueError(
-            "params_or_module: got no parameter; pass a module or its parameters (a generator only once)"
-        )
-    return named, buffers
