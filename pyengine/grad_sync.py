@@ -62,7 +62,7 @@ class GradSync(Sync):
     ) -> None:
         named, buffers = _named(params_or_module)
         params = [param for _, param in named]
-        device = params[0].device if params else torch.device("cpu")
+        device = params[0].device if params else torch.get_default_device()
         comm = comm_for(device, group)
         specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
         settings = Settings(accumulate, wire, accumulator, nonfinite, bucket_cap_mb)
