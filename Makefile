@@ -1,6 +1,7 @@
 # make run     set up, then train two small models on two local workers and compare with plain DDP
 # make test    set up, then run every test
 # make check   set up, then ruff
+# make test-xla  set up torch_xla in an environment of its own (2 GB), then run the tests on XLA replicas
 # make gpu     on a machine with a CUDA device, with PYTHON as it is: build in place, test, benchmark (benchmarks/gpu.sh)
 # make clean   remove everything that was built or installed here
 #
@@ -10,6 +11,8 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+XLA_VENV := .venv-xla
+XLA_INSTALLED := $(XLA_VENV)/.installed
 
 # Empty files: when each was last done. What stands behind them decides whether it is done again.
 INSTALLED := $(VENV)/.installed
@@ -17,7 +20,7 @@ BUILT := $(VENV)/.built
 # Folders too: their time changes when a file is removed.
 NATIVE := $(shell find csrc) setup.py CMakeLists.txt
 
-.PHONY: run test check gpu clean
+.PHONY: run test check test-xla xla-env gpu clean
 .DEFAULT_GOAL := run
 
 run: $(BUILT)
@@ -30,6 +33,11 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 
+test-xla: $(XLA_INSTALLED)
+	$(XLA_VENV)/bin/python -m pytest tests/xla $(ARGS)
+
+xla-env: $(XLA_INSTALLED)
+
 gpu:
 	PYTHON=$(PYTHON) benchmarks/gpu.sh
 
@@ -40,11 +48,15 @@ $(INSTALLED): requirements-dev.txt
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	touch $@
 
+$(XLA_INSTALLED): tests/xla/make_env.sh tests/xla/cuda_stubs.py tests/xla/requirements.txt
+	tests/xla/make_env.sh $(XLA_VENV) $(PYTHON)
+	touch $@
+
 $(BUILT): $(INSTALLED) pyproject.toml $(NATIVE)
 	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps -e .
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find pyengine -name '*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -32,6 +32,11 @@ def batch_norms(module: nn.Module) -> list[_BatchNorm]:
     return [m for m in module.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
 
 
+def replayed(source: Any, *, is_exact: bool) -> nn.Module:
+    """Return the module whose running statistics the engine replays; an empty one if it does not."""
+    return source if is_exact and isinstance(source, nn.Module) else nn.Module()
+
+
 def batch_norm_problems(module: nn.Module) -> list[str]:
     """Say which BatchNorms cannot be made independent of the world size."""
     found = [

@@ -15,8 +15,8 @@ from pyengine.cli.study_probe import Probe
 from pyengine.cli.train_cnn import DigitsTask
 from pyengine.cli.train_gpt import TextTask
 from pyengine.cli.train_task import Task
+from pyengine.grad_sync import GradSync
 from pyengine.sampler import WindowSampler
-from pyengine.sync import GradSync
 
 _BATCH = 64  # that the learning rates below are for
 _WARM_UP = 0.1  # share of a run's steps in which the learning rate rises
