@@ -8,7 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pyengine.sync import GradSync, Sync, attach
+from pyengine.drop_in import attach
+from pyengine.grad_sync import GradSync
+from pyengine.sync import Sync
 from pyengine.wire import FP32, Wire
 
 

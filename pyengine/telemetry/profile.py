@@ -6,17 +6,18 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 
 @contextmanager
 def chrome_trace(path: str | os.PathLike[str], *, rank: int = 0) -> Iterator[None]:
     """Profile the body on one rank and write a trace that chrome://tracing and Perfetto show.
 
-    Beside PyTorch's own events it holds `pyengine: backward`, `pyengine: exposed_sync`, `pyengine: step`, and for every
-    bucket `pyengine: launch bucket <n>` and `pyengine: land bucket <n>`.
+    Beside PyTorch's own events it holds `pyengine: backward`, `pyengine: exposed_sync`, `pyengine: optimizer`, and for
+    every bucket `pyengine: launch bucket <n>` and (not under DDP, which waits itself) `pyengine: land bucket <n>`. The
+    process group adds what is on the network in between, as `gloo:all_reduce` or `nccl:all_reduce`: in the order of
+    launches, after the header's.
 
     Args:
         path: the JSON file to write; ending in `.gz` it is compressed.
@@ -31,7 +32,6 @@ def chrome_trace(path: str | os.PathLike[str], *, rank: int = 0) -> Iterator[Non
     if rank != (dist.get_rank() if dist.is_initialized() else 0):
         yield
         return
-    device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    with profile(activities=[ProfilerActivity.CPU, *device]) as profiler:
+    with profile() as profiler:
         yield
     profiler.export_chrome_trace(os.fspath(path))
