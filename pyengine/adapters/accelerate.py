@@ -7,7 +7,7 @@ loader given to `prepare`, the divisor from what was counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,6 +24,7 @@ try:
     from accelerate.data_loader import DataLoaderStateMixin
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.state import GradientState
     from accelerate.utils import DistributedType
 except ImportError as error:
     raise ImportError(
@@ -142,7 +143,7 @@ class WindowAccelerator:
                 "accumulate: no loader was prepared, so nothing tells where a short last window ends: give the loader to "
                 "prepare, or say it yourself: `with accelerator.sync.accumulate(last=...)`"
             )
-        return self.sync.accumulate(last=self._is_at_end())
+        return self.sync.accumulate(last=_is_at_end(self._accelerator.gradient_state, self._loaders))
 
     def backward(self, loss: Tensor, *, count: Count = 1) -> None:
         """Run the backward of one micro-batch: of a mean loss, or of a sum over `count` items; see `pe.Sync.backward`."""
@@ -217,13 +218,6 @@ class WindowAccelerator:
         ours.gradient_state = _Position(self.sync)
         return ours
 
-    def _is_at_end(self) -> bool:
-        state = self._accelerator.gradient_state
-        running = [loader for loader in state.dataloader_references if loader is not None]
-        return state.sync_with_dataloader and any(
-            loader.end_of_dataloader for loader in self._loaders if any(loader is other for other in running)
-        )
-
 
 class _Position:
     """What an AcceleratedScheduler asks of Accelerate's process-wide GradientState, answered by one engine."""
@@ -260,6 +254,14 @@ class _Optimizer(AcceleratedOptimizer):
     @property
     def step_was_skipped(self) -> bool:
         return self._windows.step_was_skipped
+
+
+def _is_at_end(state: GradientState, loaders: Sequence[DataLoaderStateMixin]) -> bool:
+    """Whether one of the loaders that are being iterated has handed out its last batch."""
+    running = {id(loader) for loader in state.dataloader_references}
+    return state.sync_with_dataloader and any(
+        loader.end_of_dataloader for loader in loaders if id(loader) in running
+    )
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -10,7 +10,7 @@ from worlds import CLOSE, Remembering, Weights, mean_of_windows
 pytest.importorskip("accelerate", reason="needs pyengine[adapters]")
 
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
 
 from pyengine.adapters.accelerate import prepare
 
@@ -21,6 +21,24 @@ def _prepared(num: int = 16, **options):
     scheduler = torch.optim.lr_scheduler.LambdaLR(memory, lambda step: 0.5**step)
     accelerator = Accelerator(cpu=True, **options)
     return memory, *prepare(accelerator, model, memory, loader(num), scheduler, accumulate=2)
+
+
+def _autocast() -> tuple:
+    with accelerated():
+        memory, accelerator, model, optimizer, data, _ = _prepared(mixed_precision="bf16")
+        seen = []
+        for (x,) in data:
+            with accelerator.accumulate(model):
+                seen.append(x)
+                accelerator.backward(model(x).mean())
+                optimizer.step()
+        return seen, memory.stepped_with
+
+
+def test_autocast_to_bf16_stays_near_the_right_gradient(ranks):
+    answers = ranks(2).run(_autocast)
+    expected = mean_of_windows([seen for seen, _ in answers], 2)
+    torch.testing.assert_close(answers[0][1], expected, rtol=2**-7, atol=0)  # two roundings to 8 bits
 
 
 def _clipped(how: str) -> tuple:
@@ -127,7 +145,7 @@ def _refusal(case: str) -> str:
         optimizer = Remembering(model)
         try:
             _REFUSED[case](model, optimizer)
-        except (ValueError, RuntimeError, AttributeError) as error:
+        except (ValueError, TypeError, RuntimeError, AttributeError) as error:
             return str(error)
         return "nothing was refused"
 
@@ -186,6 +204,18 @@ def _outside(model, optimizer):
     accelerator.backward(model(torch.ones(1, 3)).mean())
 
 
+def _sharded(model, optimizer):
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    prepare(accelerator, model, accumulate=2)
+
+
+def _bare(model, optimizer):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare_model = lambda model, **_: model
+    prepare(accelerator, model, accumulate=2)
+
+
 def _join(model, optimizer):
     accelerator, _ = prepare(Accelerator(cpu=True), model, accumulate=2)
     accelerator.join_uneven_inputs([model])
@@ -203,6 +233,8 @@ _REFUSED = {
     "a scheduler without its optimizer": _strange_scheduler,
     "got a closure": _closure,
     "backward outside a window": _outside,
+    "distributed_type is FSDP": _sharded,
+    "need a DistributedDataParallel": _bare,
     "join_uneven_inputs: windows need neither": _join,
 }
 

@@ -38,9 +38,25 @@ def _dataset(kind: str, num: int) -> list[dict[str, torch.Tensor]]:
         ids = torch.randint(1, VOCABULARY, (LENGTH,), generator=generator)
         labels = ids.clone()
         labels[: index % LENGTH + (index == 1)] = -100
-        labels = labels if index != 2 else torch.full_like(labels, -100)
-        rows.append({"input_ids": ids, "labels": labels if kind == "tokens" else torch.tensor(float(index))})
+        if index == 2 and kind == "tokens":
+            labels = torch.full_like(labels, -100)
+        rows.append(
+            {"input_ids": ids, "labels": torch.tensor(float(index)) if kind == "regression" else labels}
+        )
     return rows
+
+
+class Plain(torch.nn.Module):
+    """A model that knows nothing of the library: its loss is the mean over its own labelled tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(VOCABULARY, VOCABULARY)
+        torch.nn.init.ones_(self.table.weight)
+
+    def forward(self, input_ids, labels):
+        """Return the loss first."""
+        return (torch.nn.functional.cross_entropy(self.table(input_ids).transpose(1, 2), labels),)
 
 
 class Watching:
@@ -76,7 +92,7 @@ def _train(make: type, kind: str, num: int, folder: str, **options) -> tuple:
     options = {"learning_rate": 0.0, "max_grad_norm": 0.0, **options}
     with launched():
         try:
-            model = _model(kind)
+            model = Plain() if kind == "plain" else _model(kind)
             memory = Remembering(model, lr=options["learning_rate"])
             args = TrainingArguments(
                 output_dir=folder, use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True,
@@ -134,6 +150,17 @@ def test_every_window_steps_with_the_mean_over_its_own_items(ranks, tmp_path, ki
 def test_a_loss_of_ones_own_is_weighted_by_its_items(ranks, tmp_path):
     answers = ranks(2).run(_train, OwnLoss, "tokens", 12, str(tmp_path))
     assert max(_errors("tokens", answers)) < CLOSE
+
+
+def test_micro_batches_of_a_model_that_takes_no_counts_weigh_the_same(ranks, tmp_path):
+    answers = ranks(2).run(_train, WithWindows, "plain", 12, str(tmp_path))
+    for window, got in enumerate(answers[0][1]):
+        part = slice(window * ACCUMULATE, (window + 1) * ACCUMULATE)
+        micro_batches = [batch for seen, *_ in answers for batch in seen[part]]
+        model = Plain().double()
+        sum(model(**batch)[0] for batch in micro_batches).backward()
+        right = model.table.weight.grad.flatten() / len(micro_batches)
+        assert ((got - right).norm() / right.norm()).item() < CLOSE
 
 
 def test_the_trainer_alone_multiplies_a_regression_loss_by_micro_batches_and_ranks(ranks, tmp_path):
