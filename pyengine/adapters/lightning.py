@@ -24,7 +24,6 @@ from pyengine.wire import FP32, Wire
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import GradientAccumulationScheduler
-    from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.utilities.model_helpers import is_overridden
 except ImportError as error:
@@ -77,8 +76,7 @@ class WindowStrategy(DDPStrategy):
                 f"backward: got {[*args, *kwargs]}, need the loss only; a window takes no options"
             )
         output, self._output = self._output, {}
-        # Precision's own: the scaling of a subclass is the engine's.
-        Precision.pre_backward(self.precision_plugin, output["loss"], self.lightning_module)
+        self.precision_plugin.pre_backward(output["loss"], self.lightning_module)  # for its hooks
         self.sync.backward(output["loss"], count=output.get("count", 1))
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
