@@ -4,7 +4,7 @@ Three ways in: `GradSync` for a loop of your own, `attach` (or only `comm_hook`)
 `python -m pyengine` from the command line.
 """
 
-from pyengine import wire
+from pyengine import telemetry, wire
 from pyengine.accumulator import Exact
 from pyengine.batch import BatchPlan, plan_batch, scale_lr, warm_up
 from pyengine.dealer import Dealer
@@ -39,6 +39,7 @@ __all__ = [
     "scale_lr",
     "seed_everything",
     "seed_rank",
+    "telemetry",
     "warm_up",
     "wire",
     "worker_init",

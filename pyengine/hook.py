@@ -15,6 +15,7 @@ from torch.futures import Future
 from pyengine._ops import BucketPlan
 from pyengine.comm import TorchDist
 from pyengine.host import runs_ahead
+from pyengine.trace import span
 from pyengine.wire import Wire, Work
 
 # A bucket under way, and what is to be done when it has landed: returns the bucket's buffer.
@@ -147,7 +148,7 @@ def _exchange(state: HookState, bucket: Any) -> Future[torch.Tensor]:
         )
     comm = state.comm(flat.device)
     # Scales may come from other ranks: waiting for them must not hold up the backward.
-    with comm.beside([flat]):
+    with span("launch bucket", bucket.index()), comm.beside([flat]):
         work, land = state.mode.launch(bucket, comm) or _launch(state, bucket, comm)
     if runs_ahead(flat.device) and not comm.is_stream_ordered:
         # gloo's future is complete before the stream that copies the result back to the device is.

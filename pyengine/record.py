@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pyengine.host import has_events
+from pyengine.trace import span
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,11 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the body to a phase."""
+        """Add the time of the body to a phase, and show it to profilers."""
         start = self._now()
         try:
-            yield
+            with span(name):
+                yield
         finally:
             self._phases.append((name, start, self._now()))
 

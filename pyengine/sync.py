@@ -18,6 +18,7 @@ from pyengine.norm import GradScaler
 from pyengine.optimizer import Ownership, WindowOptimizer
 from pyengine.record import Recorder, StepRecord
 from pyengine.restore import put, take
+from pyengine.trace import span
 from pyengine.verdict import Verdict
 from pyengine.window import State
 
@@ -186,7 +187,8 @@ class Sync:
             engine.scaler.unscale_(optimizer)
         norm = engine.final.norm_before_clipping()
         try:
-            stepper.step(optimizer, engine.final, engine.write)
+            with span("optimizer"):
+                stepper.step(optimizer, engine.final, engine.write)
         finally:
             if engine.scaler is not None and first:
                 engine.scaler.update()

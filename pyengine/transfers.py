@@ -7,6 +7,7 @@ from typing import Any
 
 from pyengine.accumulator import BucketAccumulator
 from pyengine.header import Header
+from pyengine.trace import span
 from pyengine.wire import Wire, Work
 
 
@@ -76,14 +77,15 @@ class Transfers:
 
     def landed(self) -> Iterator[BucketAccumulator]:
         """Wait for each bucket in turn, while later ones still travel."""
-        for transfer in self.all:
-            transfer.wait()
-            yield transfer.bucket
+        for index, transfer in enumerate(self.all):
+            with span("land bucket", index):
+                transfer.wait()
+                yield transfer.bucket
 
     def _start(self, *, poison: bool) -> None:
         transfer = self.all[self._next]
         # A narrow wire needs the count of all ranks: waiting for it must not hold up the backward.
-        with self._comm.beside(transfer.bucket.lent()):
+        with span("launch bucket", self._next), self._comm.beside(transfer.bucket.lent()):
             inv_count = self._header.inv_count() if self._wire.folds_count else None
             transfer.start(transfer.bucket.rounds(inv_count, self._wire, self._comm, poison=poison))
         self._next += 1

@@ -18,6 +18,7 @@ ALLOWED = {
     "_exact_reference.py": "the same",
     "host.py": "the one place that tells what a kind of device can do",
     "seed.py": "seeds every generator that there is, XLA's too",
+    "trace.py": "NVTX is CUDA's own",
     "comm/xla.py": "torch_xla's transport: what its CPU backend cannot reduce",
 }
 MODULES = sorted(

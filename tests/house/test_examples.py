@@ -10,12 +10,13 @@ import torch
 
 import pyengine as pe
 from pyengine import batch, seed
+from pyengine.telemetry import base
 
 DOCS = Path(__file__).parents[2] / "docs"
 RULES = {"optionflags": doctest.ELLIPSIS}
 
 
-@pytest.mark.parametrize("module", [batch, seed], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [batch, seed, base], ids=lambda module: module.__name__)
 def test_examples_in_docstrings_run(module):
     result = doctest.testmod(module, extraglobs={"pe": pe, "torch": torch}, **RULES)
     assert result.attempted > 0 and result.failed == 0

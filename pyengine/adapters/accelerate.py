@@ -1,0 +1,296 @@
+"""Accelerate's loop with pyengine's windows: `backward`, `accumulate`, `clip_grad_norm_`, `step` keep their names.
+
+Accelerate keeps boundary, number of micro-batches and "sync now" in one object a process, divides every loss by a fixed
+number, and averages over ranks whatever they counted. Here they belong to one model's engine: the boundary comes from the
+loader given to `prepare`, the divisor from what was counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyengine.adapters.settings import Settings
+from pyengine.header import Count
+from pyengine.sync import Sync
+from pyengine.wire import FP32, Wire
+
+try:
+    from accelerate import Accelerator
+    from accelerate.data_loader import DataLoaderStateMixin
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.state import GradientState
+    from accelerate.utils import DistributedType
+except ImportError as error:
+    raise ImportError(
+        "pyengine.adapters.accelerate needs accelerate, which is not installed: pip install 'pyengine[adapters]'"
+    ) from error
+
+_SHARDED = (
+    DistributedType.DEEPSPEED,
+    DistributedType.FSDP,
+    DistributedType.MEGATRON_LM,
+    DistributedType.XLA,
+)
+
+
+def prepare(
+    accelerator: Accelerator,
+    *objects: Any,
+    accumulate: int,
+    wire: Wire = FP32(),  # noqa: B008 - frozen
+    accumulator: str = "fp32",
+    nonfinite: str = "skip",
+) -> tuple[Any, ...]:
+    """Prepare a model with its optimizers, loaders and schedulers, as `accelerator.prepare` does, for windows of its own.
+
+    Args:
+        accelerator: of one process or of DDP, in fp32 or bf16. Its `gradient_accumulation_steps` is 1 or `accumulate`.
+        objects: one model, its optimizers and schedulers, and the loaders whose end ends the last window, in any order;
+            prepared before or not. Another model gets a `prepare`, and so an accelerator, of its own.
+        accumulate, wire, accumulator, nonfinite: as for `pe.GradSync`.
+
+    Returns:
+        A `WindowAccelerator` to use in place of `accelerator` for this model, then the prepared objects in their order.
+
+    Raises:
+        ValueError: an option that this loop cannot honour, or objects that do not belong together.
+        TypeError: the prepared model is sharded or compiled around DDP.
+
+    Cost: as `pe.attach` on several processes, as `pe.GradSync` on one.
+
+    Example:
+        >>> accelerator, model, optimizer, loader = prepare(  # doctest: +SKIP
+        ...     Accelerator(), model, optimizer, loader, accumulate=4
+        ... )
+        >>> for x, y in loader:  # doctest: +SKIP
+        ...     with accelerator.accumulate(model):
+        ...         loss = cross_entropy(model(x), y, reduction="sum")
+        ...         accelerator.backward(loss, count=y.numel())  # or accelerator.backward(mean_loss)
+        ...         if accelerator.sync_gradients:
+        ...             accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+    """
+    windows = WindowAccelerator(accelerator, Settings(accumulate, wire, accumulator, nonfinite))
+    prepared = windows.prepare(*objects)
+    return (windows, *prepared) if isinstance(prepared, tuple) else (windows, prepared)
+
+
+class WindowAccelerator:
+    """An accelerator for one model; everything not named here is the wrapped accelerator's own.
+
+    Args:
+        accelerator: the accelerator to ask for everything else.
+        settings: of the engine.
+
+    Attributes:
+        sync: the model's engine, once `prepare` was given the model: `on_step`, `state_dict`, `flush`.
+    """
+
+    def __init__(self, accelerator: Accelerator, settings: Settings) -> None:
+        _check(accelerator, settings)
+        self._accelerator, self._settings = accelerator, settings
+        self._model: nn.Module | None = None
+        self._loaders: list[DataLoaderStateMixin] = []
+        self._optimizers: list[_Optimizer] = []
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches a full window."""
+        return self._settings.accumulate
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch is the last of its window."""
+        return self.sync.is_sync_step
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step that was due left the parameters alone."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare objects as Accelerate does; optimizers and schedulers then follow this model's windows."""
+        prepared = self._accelerator.prepare(*objects, device_placement=device_placement)
+        prepared = prepared if isinstance(prepared, tuple) else (prepared,)
+        for item in prepared:
+            if isinstance(item, nn.Module):
+                self._own(item)
+        self._loaders += [item for item in prepared if isinstance(item, DataLoaderStateMixin)]
+        prepared = tuple(
+            self._optimizer(item) if isinstance(item, AcceleratedOptimizer) else item for item in prepared
+        )
+        prepared = tuple(
+            self._scheduler(item) if isinstance(item, AcceleratedScheduler) else item for item in prepared
+        )
+        return prepared if len(prepared) > 1 else prepared[0]
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """Wrap one micro-batch: the window's last one if it is full or the loader has come to its end."""
+        if any(model is not self._model for model in models):
+            raise ValueError(
+                "accumulate: got a model that this accelerator was not prepared with; every model has its own: "
+                "`with accelerator_a.accumulate(a), accelerator_b.accumulate(b):`"
+            )
+        if not self._loaders:
+            raise RuntimeError(
+                "accumulate: no loader was prepared, so nothing tells where a short last window ends: give the loader to "
+                "prepare, or say it yourself: `with accelerator.sync.accumulate(last=...)`"
+            )
+        return self.sync.accumulate(last=_is_at_end(self._accelerator.gradient_state, self._loaders))
+
+    def backward(self, loss: Tensor, *, count: Count = 1) -> None:
+        """Run the backward of one micro-batch: of a mean loss, or of a sum over `count` items; see `pe.Sync.backward`."""
+        self.sync.backward(loss, count=count)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[nn.Parameter] | Tensor, max_norm: float, norm_type: float = 2
+    ) -> Tensor:
+        """Clip at the window's end; the 2-norm over the whole model needs no pass of its own."""
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        assert self._model is not None
+        if norm_type == 2 and {*map(id, parameters)} >= {*map(id, _trained(self._model))}:
+            return self.sync.clip_grad_norm_(max_norm)
+        self.sync.unscale_()
+        return self._accelerator.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | Tensor, clip_value: float) -> None:
+        """Clip every element of the mean gradient, written into `.grad` for it."""
+        self.sync.unscale_()
+        self._accelerator.clip_grad_value_(parameters, clip_value)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Write the mean gradient into `.grad`, to be read or changed before the step."""
+        del optimizer  # one engine has one divisor
+        self.sync.unscale_()
+
+    def end_training(self) -> None:
+        """End trackers and the like; on an accelerator the last step's record comes now."""
+        self.sync.synchronize()
+        self._accelerator.end_training()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "sync":
+            raise RuntimeError("no model has been prepared: give prepare the model, too")
+        if name in ("join_uneven_inputs", "trigger_sync_in_backward"):
+            raise AttributeError(
+                f"{name}: windows need neither. Ranks with different numbers of windows: `for window in "
+                "accelerator.sync.windows(loader)`; several forwards before a backward need nothing"
+            )
+        return getattr(self._accelerator, name)
+
+    def _own(self, model: nn.Module) -> None:
+        if self._model is not None and self._model is not model:
+            raise ValueError(
+                f"prepare: got a second model ({type(model).__name__}), and windows belong to one: call prepare once a "
+                "model; each gives an accelerator of its own"
+            )
+        if self._model is None:
+            self.sync: Sync = self._settings.engine(model)
+            self._model = model
+
+    def _optimizer(self, prepared: AcceleratedOptimizer) -> _Optimizer:
+        ours = prepared if isinstance(prepared, _Optimizer) else _Optimizer(prepared.optimizer, self.sync)
+        if ours not in self._optimizers:
+            self._optimizers.append(ours)
+        return ours
+
+    def _scheduler(self, prepared: AcceleratedScheduler) -> AcceleratedScheduler:
+        """Return a scheduler that steps where this model's windows end."""
+        steps = prepared.scheduler.optimizer
+        mine = [opt for opt in self._optimizers if opt is steps or opt.optimizer is steps]
+        if not mine:
+            raise ValueError(
+                "prepare: got a scheduler without its optimizer: give both to the same accelerator's prepare"
+            )
+        ours = AcceleratedScheduler(
+            prepared.scheduler,
+            mine,
+            step_with_optimizer=prepared.step_with_optimizer,
+            split_batches=prepared.split_batches,
+        )
+        ours.gradient_state = _Position(self.sync)
+        return ours
+
+
+class _Position:
+    """What an AcceleratedScheduler asks of Accelerate's process-wide GradientState, answered by one engine."""
+
+    adjust_scheduler = False
+
+    def __init__(self, sync: Sync) -> None:
+        self._sync = sync
+
+    @property
+    def sync_gradients(self) -> bool:
+        return self._sync.is_sync_step
+
+
+class _Optimizer(AcceleratedOptimizer):
+    """Steps through the engine where a window ends and does nothing elsewhere."""
+
+    _is_accelerate_prepared = True  # not to be wrapped when it is prepared again
+
+    def __init__(self, optimizer: torch.optim.Optimizer, sync: Sync) -> None:
+        super().__init__(optimizer, device_placement=False)
+        self._windows = sync.wrap(optimizer)
+
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            raise ValueError(
+                "step: got a closure, and the gradients are there already: call backward before step()"
+            )
+        self._windows.step()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Do nothing: the engine starts every window from zero."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return self._windows.step_was_skipped
+
+
+def _is_at_end(state: GradientState, loaders: Sequence[DataLoaderStateMixin]) -> bool:
+    """Whether one of the loaders that are being iterated has handed out its last batch."""
+    running = {id(loader) for loader in state.dataloader_references}
+    return state.sync_with_dataloader and any(
+        loader.end_of_dataloader for loader in loaders if id(loader) in running
+    )
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def _check(accelerator: Accelerator, settings: Settings) -> None:
+    """Refuse what this loop cannot honour."""
+    kind, steps = accelerator.distributed_type, accelerator.gradient_accumulation_steps
+    if kind in _SHARDED:
+        raise ValueError(
+            f"accelerator: distributed_type is {kind.value}, which reduces its own gradients; need DDP or one process"
+        )
+    if accelerator.scaler is not None:
+        raise ValueError(
+            f"accelerator: mixed_precision={accelerator.mixed_precision!r} scales losses with one scaler a process; use "
+            "'bf16', or pe.attach with a pe.GradScaler"
+        )
+    if steps not in (1, settings.accumulate):
+        raise ValueError(
+            f"accelerator has gradient_accumulation_steps={steps}, and accumulate={settings.accumulate}: they are one "
+            "number for a process and one for a model; leave the accelerator's out"
+        )
+    if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
+        raise ValueError(
+            "accelerator: sync_each_batch=True, but gradients travel once a window; leave it out"
+        )
+    if accelerator.num_processes > 1 and not accelerator.even_batches:
+        raise ValueError(
+            "accelerator: even_batches=False may give ranks different numbers of windows, which this loop cannot wait "
+            "for; leave it True, or use pe.attach and `for window in sync.windows(loader)`"
+        )

@@ -1,0 +1,40 @@
+"""What every adapter is told, and the engine it makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pyengine.drop_in import attach
+from pyengine.grad_sync import GradSync
+from pyengine.sync import Sync
+from pyengine.wire import FP32, Wire
+
+
+@dataclass(frozen=True)
+class Settings:
+    """An engine to be made once the library has wrapped the model.
+
+    Attributes:
+        accumulate, wire, accumulator, nonfinite: as for `GradSync`.
+    """
+
+    accumulate: int
+    wire: Wire = field(default_factory=FP32)
+    accumulator: str = "fp32"
+    nonfinite: str = "skip"
+
+    def engine(self, model: nn.Module) -> Sync:
+        """Attach to a DistributedDataParallel; own the gradients of a bare model, which only a single process has."""
+        options = {"wire": self.wire, "accumulator": self.accumulator, "nonfinite": self.nonfinite}
+        if isinstance(model, DistributedDataParallel):
+            return attach(model, accumulate=self.accumulate, **options)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise TypeError(
+                f"the prepared model is a {type(model).__name__}: need a DistributedDataParallel (or one process). Compile "
+                "the module before it is prepared; sharded models (FSDP, DeepSpeed) reduce their own gradients"
+            )
+        return GradSync(model, accumulate=self.accumulate, **options)

@@ -1,0 +1,150 @@
+"""The Transformers Trainer with windows of pyengine: every window's gradient is the mean over its own items.
+
+The Trainer counts a window's items ahead, gathers the number from all ranks, hands it to the model to divide by, and
+multiplies by the number of ranks again; a loss that does not divide (a regression head, a loss of one's own) then comes
+out too large. Here every loss is the mean over its own micro-batch, which weighs as many items as it has, and the engine
+divides by what all ranks have counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyengine.record import StepRecord
+from pyengine.sync import Sync
+from pyengine.wire import FP32, Wire
+
+try:
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.training_args import OptimizerNames
+except ImportError as error:
+    raise ImportError(
+        "pyengine.adapters.transformers needs transformers, which is not installed: pip install 'pyengine[adapters]'"
+    ) from error
+
+from pyengine.adapters.accelerate import WindowAccelerator
+from pyengine.adapters.settings import Settings
+
+
+class Windows:
+    """Mixin for a Trainer: `class MyTrainer(Windows, Seq2SeqTrainer)`; set the attributes below in the class body.
+
+    `gradient_accumulation_steps`, `max_grad_norm`, `bf16` and the rest of TrainingArguments keep their meaning, but
+    `average_tokens_across_devices`: gradient and logged loss are means over the items of all ranks. Items are the labels
+    that are not -100, shifted where the model's loss shifts them; without labels every micro-batch weighs the same.
+
+    Attributes:
+        wire, accumulator, nonfinite: as for `pe.GradSync`.
+        sync: the engine, from `on_train_begin` on: `on_step`.
+    """
+
+    wire: Wire = FP32()
+    accumulator = "fp32"
+    nonfinite = "skip"
+    _listens_to: Sync | None = None
+
+    @property
+    def sync(self) -> Sync:
+        """The engine; made when training begins."""
+        return self.accelerator.sync
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, and let windows follow the model that it will prepare."""
+        super().create_accelerator_and_postprocess()
+        _check(self.args)
+        settings = Settings(
+            self.args.gradient_accumulation_steps, self.wire, self.accumulator, self.nonfinite
+        )
+        self.accelerator = _TrainerAccelerator(self.accelerator, settings)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """Fetch a window's micro-batches; nothing is gathered from the other ranks."""
+        with self._counting_alone():
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Run one micro-batch; its loss is logged when the window's step is."""
+        del num_items_in_batch  # of the window on this rank
+        self.current_gradient_accumulation_steps = 1  # which the Trainer divides some losses by
+        last = self.accelerator.gradient_state.sync_gradients  # set by the Trainer's loop just now
+        with self._counting_alone(), self.sync.accumulate(last=last):
+            self.accelerator.items = items = self._get_num_items_in_batch([inputs], self.args.device)
+            loss = super().training_step(model, inputs, None if items is None else items.clamp(min=1))
+        return torch.zeros_like(loss)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        # The Trainer knows by the name of the loss, which models like GPT2LMHeadModel do not have.
+        name = type(self.accelerator.unwrap_model(self.model)).__name__
+        self._loss_shifts_labels |= name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        if self._listens_to is not self.sync:
+            self._listens_to = self.sync
+            self.sync.on_step(self._add_loss)
+        return prepared
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_log:
+            self.sync.synchronize()  # on an accelerator the last step's record would come later
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _add_loss(self, record: StepRecord) -> None:
+        """Add a window's loss to what is logged next."""
+        is_finite = record.loss is not None and math.isfinite(record.loss)
+        if is_finite or not self.args.logging_nan_inf_filter:
+            self._tr_loss += math.nan if record.loss is None else record.loss
+
+    @contextmanager
+    def _counting_alone(self) -> Iterator[None]:
+        """Keep the Trainer from gathering counts, and from multiplying losses by the number of ranks."""
+        kept, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
+        try:
+            yield
+        finally:
+            self.args.average_tokens_across_devices = kept
+
+
+class Trainer(Windows, transformers.Trainer):
+    """`transformers.Trainer` with windows.
+
+    Example:
+        >>> from pyengine.adapters.transformers import Trainer  # doctest: +SKIP
+        >>> Trainer(model=model, args=args, train_dataset=dataset).train()  # doctest: +SKIP
+    """
+
+
+class _TrainerAccelerator(WindowAccelerator):
+    """Knows what the Trainer's call of `backward` does not say: over how many items the loss is a mean.
+
+    Attributes:
+        items: of the running micro-batch, on this rank; None where nobody knows.
+    """
+
+    items: Tensor | None = None
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward of a mean over `items`, handed on as the sum that it stands for."""
+        if self.items is None:
+            super().backward(loss)
+        else:
+            super().backward(loss * self.items, count=self.items)
+
+
+def _check(args: transformers.TrainingArguments) -> None:
+    """Refuse what divides or reduces by itself."""
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"args: n_gpu={args.n_gpu} in one process is DataParallel; need one process a device: launch with torchrun"
+        )
+    if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
+        raise ValueError(
+            f"args: optim={args.optim.value!r} steps inside the backward, where no window has ended; choose another"
+        )

@@ -1,0 +1,44 @@
+"""Records of steps in TensorBoard."""
+
+from __future__ import annotations
+
+import os
+
+from pyengine.record import StepRecord
+from pyengine.telemetry.base import Listener, numbers
+
+try:
+    from torch.utils.tensorboard import SummaryWriter
+except ImportError as error:
+    raise ImportError(
+        "pyengine.telemetry.tensorboard needs tensorboard, which is not installed: pip install 'pyengine[telemetry]'"
+    ) from error
+
+
+class TensorBoard(Listener):
+    """Write every number of a `StepRecord` as the scalar `pyengine/<name>`, and why a step was skipped as a text.
+
+    Args:
+        log_dir: folder of the event files; a run that goes on adds a file of its own.
+        rank: the rank that writes.
+
+    Example:
+        >>> from pyengine.telemetry.tensorboard import TensorBoard  # doctest: +SKIP
+        >>> sync.on_step(TensorBoard("runs/gpt"))  # doctest: +SKIP
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str], *, rank: int = 0) -> None:
+        super().__init__(rank=rank)
+        if self.writes:
+            self._writer = SummaryWriter(os.fspath(log_dir))
+
+    def _write(self, record: StepRecord) -> None:
+        for name, value in numbers(record).items():
+            self._writer.add_scalar(f"pyengine/{name}", value, record.step)
+        if record.skipped:
+            self._writer.add_text("pyengine/reason", record.reason, record.step)
+
+    def close(self) -> None:
+        """Write out what is left, which happens by itself every two minutes only."""
+        if self.writes:
+            self._writer.close()

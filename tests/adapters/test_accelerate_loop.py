@@ -1,0 +1,244 @@
+"""The rest of Accelerate's words in a loop with windows: clipping, schedulers, skipped steps, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_accelerate_windows import accelerated, loader
+from worlds import CLOSE, Remembering, Weights, mean_of_windows
+
+pytest.importorskip("accelerate", reason="needs pyengine[adapters]")
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
+
+from pyengine.adapters.accelerate import prepare
+
+
+def _prepared(num: int = 16, **options):
+    model = Weights()
+    memory = Remembering(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(memory, lambda step: 0.5**step)
+    accelerator = Accelerator(cpu=True, **options)
+    return memory, *prepare(accelerator, model, memory, loader(num), scheduler, accumulate=2)
+
+
+def _autocast() -> tuple:
+    with accelerated():
+        memory, accelerator, model, optimizer, data, _ = _prepared(mixed_precision="bf16")
+        seen = []
+        for (x,) in data:
+            with accelerator.accumulate(model):
+                seen.append(x)
+                accelerator.backward(model(x).mean())
+                optimizer.step()
+        return seen, memory.stepped_with
+
+
+def test_autocast_to_bf16_stays_near_the_right_gradient(ranks):
+    answers = ranks(2).run(_autocast)
+    expected = mean_of_windows([seen for seen, _ in answers], 2)
+    torch.testing.assert_close(answers[0][1], expected, rtol=2**-7, atol=0)  # two roundings to 8 bits
+
+
+def _clipped(how: str) -> tuple:
+    with accelerated():
+        memory, accelerator, model, optimizer, data, _ = _prepared()
+        seen, norms = [], []
+        for (x,) in data:
+            with accelerator.accumulate(model):
+                seen.append(x)
+                accelerator.backward(model(x).mean())
+                if accelerator.sync_gradients and how == "value":
+                    accelerator.clip_grad_value_(model.parameters(), 1.0)
+                elif accelerator.sync_gradients:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=float(how)))
+                optimizer.step()
+        return seen, memory.stepped_with, norms
+
+
+@pytest.mark.parametrize("norm_type", ["2", "1", "inf"])
+def test_gradients_are_clipped_to_the_norm_of_the_window(ranks, norm_type):
+    answers = ranks(2).run(_clipped, norm_type)
+    expected = mean_of_windows([seen for seen, *_ in answers], 2)
+    for grad, norm, mean in zip(answers[0][1], answers[0][2], expected, strict=True):
+        whole = mean.double().norm(float(norm_type))
+        torch.testing.assert_close(norm.double(), whole, rtol=1e-6, atol=0)
+        # PyTorch's clipping divides by norm + 1e-6.
+        torch.testing.assert_close(grad.double(), mean.double() / (whole + 1e-6), rtol=1e-6, atol=0)
+
+
+def test_gradients_are_clipped_by_value_after_they_were_averaged(ranks):
+    answers = ranks(2).run(_clipped, "value")
+    expected = mean_of_windows([seen for seen, *_ in answers], 2)
+    torch.testing.assert_close(answers[0][1], [mean.clamp(-1, 1) for mean in expected], **CLOSE)
+
+
+def _scheduled(*, broken: int) -> list:
+    """Return the learning rate and whether parameters stood still, after every micro-batch."""
+    with accelerated():
+        _, accelerator, model, optimizer, data, scheduler = _prepared()
+        after = []
+        for index, (x,) in enumerate(data):
+            before = accelerator.unwrap_model(model).weight.detach().clone()
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).mean() * (float("nan") if index == broken else 1.0))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            still = torch.equal(before, accelerator.unwrap_model(model).weight)
+            after.append((scheduler.get_last_lr()[0], still, accelerator.optimizer_step_was_skipped))
+        return after
+
+
+def test_the_scheduler_steps_where_a_window_ends_once_a_process_as_accelerate_does(ranks):
+    after = ranks(2).run(_scheduled, broken=-1)[0]
+    assert [lr for lr, *_ in after] == [0.25, 0.25 / 4, 0.25 / 4, 0.25 / 16]
+    assert [still for _, still, _ in after] == [True, False, True, False]
+
+
+def test_a_window_that_is_not_finite_moves_neither_parameters_nor_scheduler(ranks):
+    after = ranks(2).run(_scheduled, broken=1)[0]
+    assert [lr for lr, *_ in after] == [0.25, 0.25, 0.25, 0.25 / 4]
+    assert [still for _, still, _ in after] == [True, True, True, False]
+    assert [skipped for *_, skipped in after] == [False, True, True, False]
+
+
+def _traffic() -> list:
+    with accelerated():
+        _, accelerator, model, optimizer, data, _ = _prepared()
+        records = []
+        accelerator.sync.on_step(records.append)
+        for (x,) in data:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).mean())
+                optimizer.step()
+        return [record.collectives for record in records]
+
+
+def test_gradients_travel_once_a_window(ranks):
+    assert ranks(2).run(_traffic)[0] == [2, 2]  # a header, and one bucket
+
+
+def _saved(folder: str) -> bool:
+    with accelerated():
+        _, accelerator, model, optimizer, data, _ = _prepared()
+        for (x,) in data:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).mean())
+                optimizer.step()
+        accelerator.save_state(folder)
+        weight = accelerator.unwrap_model(model).weight
+        kept = weight.detach().clone()
+        weight.data.zero_()
+        accelerator.load_state(folder)
+        return torch.equal(accelerator.unwrap_model(model).weight, kept)
+
+
+def test_the_accelerator_saves_and_loads_what_it_prepared(ranks, tmp_path):
+    assert ranks(1).run(_saved, str(tmp_path / "state")) == [True]
+
+
+def _refusal(case: str) -> str:
+    with accelerated():
+        model = Weights()
+        optimizer = Remembering(model)
+        try:
+            _REFUSED[case](model, optimizer)
+        except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+            return str(error)
+        return "nothing was refused"
+
+
+def _two(model, optimizer):
+    prepare(Accelerator(cpu=True), model, Weights(), accumulate=2)
+
+
+def _without_a_loader(model, optimizer):
+    accelerator, model, _ = prepare(Accelerator(cpu=True), model, optimizer, accumulate=2)
+    accelerator.accumulate(model)
+
+
+def _other_steps(model, optimizer):
+    prepare(Accelerator(cpu=True, gradient_accumulation_steps=8), model, accumulate=2)
+
+
+def _every_batch(model, optimizer):
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
+    prepare(Accelerator(cpu=True, gradient_accumulation_plugin=plugin), model, accumulate=2)
+
+
+def _uneven(model, optimizer):
+    accelerator = Accelerator(cpu=True)
+    accelerator.even_batches = False
+    prepare(accelerator, model, accumulate=2)
+
+
+def _scaled(model, optimizer):
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu")
+    prepare(accelerator, model, accumulate=2)
+
+
+def _no_model(model, optimizer):
+    prepare(Accelerator(cpu=True), optimizer, accumulate=2)
+
+
+def _stranger(model, optimizer):
+    accelerator, model, _ = prepare(Accelerator(cpu=True), model, loader(4), accumulate=2)
+    accelerator.accumulate(Weights())
+
+
+def _strange_scheduler(model, optimizer):
+    scheduler = torch.optim.lr_scheduler.LambdaLR(Remembering(Weights()), lambda step: 1.0)
+    prepare(Accelerator(cpu=True), model, optimizer, scheduler, accumulate=2)
+
+
+def _closure(model, optimizer):
+    _, _, optimizer = prepare(Accelerator(cpu=True), model, optimizer, accumulate=2)
+    optimizer.step(lambda: None)
+
+
+def _outside(model, optimizer):
+    accelerator, model, _ = prepare(Accelerator(cpu=True), model, optimizer, accumulate=2)
+    accelerator.backward(model(torch.ones(1, 3)).mean())
+
+
+def _sharded(model, optimizer):
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    prepare(accelerator, model, accumulate=2)
+
+
+def _bare(model, optimizer):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare_model = lambda model, **_: model
+    prepare(accelerator, model, accumulate=2)
+
+
+def _join(model, optimizer):
+    accelerator, _ = prepare(Accelerator(cpu=True), model, accumulate=2)
+    accelerator.join_uneven_inputs([model])
+
+
+_REFUSED = {
+    "got a second model (": _two,
+    "no loader was prepared": _without_a_loader,
+    "gradient_accumulation_steps=8": _other_steps,
+    "sync_each_batch=True": _every_batch,
+    "even_batches=False": _uneven,
+    "mixed_precision=": _scaled,
+    "no model has been prepared": _no_model,
+    "was not prepared with": _stranger,
+    "a scheduler without its optimizer": _strange_scheduler,
+    "got a closure": _closure,
+    "backward outside a window": _outside,
+    "distributed_type is FSDP": _sharded,
+    "need a DistributedDataParallel": _bare,
+    "join_uneven_inputs: windows need neither": _join,
+}
+
+
+@pytest.mark.parametrize("case", _REFUSED)
+def test_what_cannot_be_honoured_is_refused_by_name(ranks, case):
+    assert case in ranks(2).run(_refusal, case)[0]

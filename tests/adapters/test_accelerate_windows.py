@@ -1,0 +1,195 @@
+"""Accelerate's own loop, changed in the line that prepares: right gradients where Accelerate alone is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from worlds import CLOSE, Remembering, Weights, items, launched, mean_of_windows
+
+pytest.importorskip("accelerate", reason="needs pyengine[adapters]")
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+
+from pyengine.adapters.accelerate import prepare
+
+ACCUMULATE = 4
+
+
+@contextmanager
+def accelerated() -> Iterator[None]:
+    """Accelerate in a rank of the pool; its process-wide state goes with the body."""
+    with launched():
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+
+def loader(num: int) -> DataLoader:
+    return DataLoader(TensorDataset(items(num)), batch_size=2)
+
+
+def loop(accelerator, model, optimizer, loader, *, epochs=1):
+    """Train as Accelerate's guide to gradient accumulation does; return the micro-batches that this rank saw."""
+    seen = []
+    for _ in range(epochs):
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                seen.append(x)
+                loss = model(x).mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    return seen
+
+
+def _alone(num: int) -> tuple:
+    with accelerated():
+        model = Weights()
+        memory = Remembering(model)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
+        model, optimizer, data = accelerator.prepare(model, memory, loader(num))
+        return loop(accelerator, model, optimizer, data), memory.stepped_with
+
+
+def _with_windows(num: int, epochs: int = 1) -> tuple:
+    with accelerated():
+        model = Weights()
+        memory = Remembering(model)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
+        accelerator, model, optimizer, data = prepare(
+            accelerator, model, memory, loader(num), accumulate=ACCUMULATE
+        )
+        return loop(accelerator, model, optimizer, data, epochs=epochs), memory.stepped_with
+
+
+def _expected(answers: list[tuple]) -> list[torch.Tensor]:
+    return mean_of_windows([seen for seen, _ in answers], ACCUMULATE)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("micro_batches", [4, 5, 7])
+def test_every_window_steps_with_the_mean_over_its_own_items(ranks, world, micro_batches):
+    answers = ranks(world).run(_with_windows, 2 * world * micro_batches)
+    for _, grads in answers:
+        torch.testing.assert_close(grads, _expected(answers), **CLOSE)
+
+
+def test_one_process_without_a_group_steps_alike():
+    answer = _with_windows(2 * 5)
+    torch.testing.assert_close(answer[1], _expected([answer]), **CLOSE)
+
+
+def test_accelerate_alone_shrinks_the_short_last_window(ranks):
+    answers = ranks(2).run(_alone, 2 * 2 * 5)
+    (full, short), expected = answers[0][1], _expected(answers)
+    torch.testing.assert_close(full, expected[0], **CLOSE)
+    torch.testing.assert_close(short, expected[1] / ACCUMULATE, **CLOSE)
+
+
+def test_windows_do_not_run_on_into_the_next_epoch(ranks):
+    answers = ranks(2).run(_with_windows, 2 * 2 * 5, epochs=2)
+    epoch = mean_of_windows([seen[:5] for seen, _ in answers], ACCUMULATE)
+    torch.testing.assert_close(answers[0][1], epoch * 2, **CLOSE)
+
+
+def _summed_losses(how: str) -> tuple:
+    """Drop as many items of each micro-batch as rank and place say, so that counts differ."""
+    with accelerated():
+        model = Weights()
+        memory, seen = Remembering(model), []
+        accelerator = Accelerator(cpu=True)
+        rank = accelerator.process_index
+        if how == "alone":
+            accelerator.gradient_accumulation_steps = ACCUMULATE
+            model, optimizer, data = accelerator.prepare(model, memory, loader(20))
+        else:
+            accelerator, model, optimizer, data = prepare(
+                accelerator, model, memory, loader(20), accumulate=ACCUMULATE
+            )
+        for place, (x,) in enumerate(data):
+            kept = x[: 1 + (place + rank) % 2]
+            with accelerator.accumulate(model):
+                seen.append(kept)
+                if how == "alone":
+                    accelerator.backward(model(kept).mean())
+                else:
+                    accelerator.backward(model(kept).sum(), count=len(kept))
+                optimizer.step()
+                optimizer.zero_grad()
+        return seen, memory.stepped_with
+
+
+def test_summed_losses_with_counts_give_the_mean_over_items(ranks):
+    answers = ranks(2).run(_summed_losses, "counted")
+    torch.testing.assert_close(answers[0][1], _expected(answers), **CLOSE)
+
+
+def test_accelerate_alone_weighs_small_and_large_micro_batches_alike(ranks):
+    answers = ranks(2).run(_summed_losses, "alone")
+    assert not torch.allclose(answers[0][1][0], _expected(answers)[0], rtol=0.01)
+
+
+def _two_models(how: str) -> tuple:
+    """One loop, a window of two micro-batches for one model and of three for the other."""
+    with accelerated():
+        models, memories = [Weights(), Weights()], []
+        memories = [Remembering(model) for model in models]
+        data, seen = loader(2 * 2 * 7), []
+        if how == "alone":
+            accelerators = [Accelerator(cpu=True, gradient_accumulation_steps=n) for n in (2, 3)]
+            prepared = [a.prepare(m, o, data) for a, m, o in zip(accelerators, models, memories, strict=True)]
+        else:
+            shared = Accelerator(cpu=True)
+            data = shared.prepare(data)
+            sets = [
+                prepare(shared, m, o, data, accumulate=n)
+                for m, o, n in zip(models, memories, (2, 3), strict=True)
+            ]
+            accelerators, prepared = [s[0] for s in sets], [s[1:] for s in sets]
+        for (x,) in prepared[0][2]:
+            seen.append(x)
+            for accelerator, (model, optimizer, _) in zip(accelerators, prepared, strict=True):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(x).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return seen, [memory.stepped_with for memory in memories]
+
+
+def test_two_models_keep_windows_of_their_own(ranks):
+    answers = ranks(2).run(_two_models, "windows")
+    seen = [seen for seen, _ in answers]
+    for index, accumulate in enumerate((2, 3)):
+        torch.testing.assert_close(answers[0][1][index], mean_of_windows(seen, accumulate), **CLOSE)
+
+
+def test_accelerate_alone_gives_both_models_the_windows_of_the_last_accelerator(ranks):
+    ((_, (first, second)), _) = ranks(2).run(_two_models, "alone")
+    assert len(first) == len(second) == 3  # windows of two would have been four
+
+
+def _validate_and_break() -> int:
+    with accelerated():
+        model = Weights()
+        memory = Remembering(model)
+        accelerator, model, optimizer, data, validation = prepare(
+            Accelerator(cpu=True), model, memory, loader(2 * 2 * 5), loader(40), accumulate=ACCUMULATE
+        )
+        for (x,) in data:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).mean())
+                optimizer.step()
+            for _ in validation:
+                break
+        return len(memory.stepped_with)
+
+
+def test_a_validation_loop_that_was_left_does_not_hide_the_end_of_the_data(ranks):
+    assert ranks(2).run(_validate_and_break) == [2, 2]

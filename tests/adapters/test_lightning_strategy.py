@@ -1,0 +1,214 @@
+"""Lightning's Trainer with the window strategy: right gradients where Lightning alone is wrong, hooks that see them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+from worlds import CLOSE, Remembering, Weights, items, launched, mean_of_windows
+
+pytest.importorskip("lightning", reason="needs pyengine[adapters]")
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+
+import pyengine as pe
+from pyengine.adapters.lightning import LogSteps, WindowStrategy
+
+ACCUMULATE = 4
+
+
+class Module(LightningModule):
+    """Remembers what it saw, what it was stepped with, and what hooks could see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Weights()
+        self.seen: list[torch.Tensor] = []
+        self.hooked: list[torch.Tensor] = []
+        self.memory = Remembering(self.model)
+
+    def training_step(self, batch, batch_idx):
+        """Return a mean loss."""
+        self.seen.append(batch[0])
+        return self.model(batch[0]).mean()
+
+    def on_before_optimizer_step(self, optimizer):
+        """Keep the gradient that a user would log."""
+        self.hooked.append(self.model.weight.grad.detach().clone().flatten())
+
+    def configure_optimizers(self):
+        """Return the optimizer that remembers."""
+        return self.memory
+
+
+class Counted(Module):
+    """Keeps one item or two of each micro-batch, and says how many."""
+
+    def training_step(self, batch, batch_idx):
+        """Return a summed loss and its count."""
+        kept = batch[0][: 1 + (batch_idx + dist.get_rank()) % 2]
+        self.seen.append(kept)
+        return {"loss": self.model(kept).sum(), "count": len(kept)}
+
+
+class Mean(Counted):
+    """The same items, as Lightning alone would be told of them."""
+
+    def training_step(self, batch, batch_idx):
+        """Return a mean loss."""
+        super().training_step(batch, batch_idx)
+        return self.model(self.seen[-1]).mean()
+
+
+class Manual(Module):
+    """Optimizes by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnBackward(Module):
+    """Has a backward of its own."""
+
+    def backward(self, loss):
+        """Run it."""
+        loss.backward()
+
+
+def _fit(module: LightningModule, strategy: DDPStrategy, num: int, **options) -> LightningTrainer:
+    with launched():
+        options = {"accumulate_grad_batches": ACCUMULATE, "max_epochs": 1, "logger": False, **options}
+        trainer = LightningTrainer(
+            accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, enable_progress_bar=False,
+            plugins=[TorchElasticEnvironment(), *options.pop("plugins", [])], enable_checkpointing=False,
+            enable_model_summary=False, **options,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(TensorDataset(items(num)), batch_size=2))
+        return trainer
+
+
+def _trained(make: type, strategy: type, micro_batches: int, **options) -> tuple:
+    module = make()
+    _fit(module, strategy(), 2 * dist.get_world_size() * micro_batches, **options)
+    return module.seen, module.memory.stepped_with, module.hooked
+
+
+def _expected(answers: list[tuple], accumulate: int = ACCUMULATE) -> list[torch.Tensor]:
+    return mean_of_windows([seen for seen, *_ in answers], accumulate)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("micro_batches", [4, 5, 7])
+def test_every_window_steps_with_the_mean_over_its_own_items(ranks, world, micro_batches):
+    answers = ranks(world).run(_trained, Module, WindowStrategy, micro_batches)
+    for _, grads, _ in answers:
+        torch.testing.assert_close(grads, _expected(answers), **CLOSE)
+
+
+def test_lightning_alone_shrinks_the_short_last_window(ranks):
+    answers = ranks(2).run(_trained, Module, DDPStrategy, 5)
+    (full, short), expected = answers[0][1], _expected(answers)
+    torch.testing.assert_close(full, expected[0], **CLOSE)
+    torch.testing.assert_close(short, expected[1] / ACCUMULATE, **CLOSE)
+
+
+def test_summed_losses_with_counts_give_the_mean_over_items(ranks):
+    answers = ranks(2).run(_trained, Counted, WindowStrategy, 5)
+    torch.testing.assert_close(answers[0][1], _expected(answers), **CLOSE)
+
+
+def test_lightning_alone_weighs_small_and_large_micro_batches_alike(ranks):
+    answers = ranks(2).run(_trained, Mean, DDPStrategy, 4)
+    assert not torch.allclose(answers[0][1][0], _expected(answers)[0], rtol=0.01)
+
+
+def test_hooks_before_the_step_see_the_final_gradient(ranks):
+    answers = ranks(2).run(_trained, Counted, WindowStrategy, 5)
+    torch.testing.assert_close(answers[0][2], _expected(answers), **CLOSE)
+
+
+def test_lightning_clips_the_mean_gradient(ranks):
+    answers = ranks(2).run(_trained, Module, WindowStrategy, 5, gradient_clip_val=1.0)
+    # PyTorch's clipping divides by norm + 1e-6.
+    expected = [mean / (mean.norm() + 1e-6) for mean in _expected(answers)]
+    torch.testing.assert_close(answers[0][1], expected, rtol=1e-6, atol=0)
+
+
+def _scheduled() -> tuple:
+    module, schedule = Module(), GradientAccumulationScheduler({0: 1, 1: 3})
+    _fit(module, WindowStrategy(), 2 * 2 * 4, accumulate_grad_batches=1, callbacks=[schedule], max_epochs=2)
+    return module.seen, module.memory.stepped_with
+
+
+def test_windows_follow_a_schedule_by_epoch(ranks):
+    answers = ranks(2).run(_scheduled)
+    first, second = (
+        mean_of_windows([seen[part] for seen, _ in answers], accumulate)
+        for part, accumulate in ((slice(0, 4), 1), (slice(4, 8), 3))
+    )
+    torch.testing.assert_close(answers[0][1], first + second, **CLOSE)
+
+
+def _scaled() -> tuple:
+    scaler = pe.GradScaler("cpu", init_scale=2.0**10)
+    module = Module()
+    # In float32: only the scale is looked at here.
+    module.model.forward = torch.autocast("cpu", enabled=False)(module.model.forward)
+    _fit(module, WindowStrategy(), 2 * 2 * 5, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    return module.seen, module.memory.stepped_with
+
+
+def test_a_grad_scaler_of_ours_scales_and_unscales(ranks):
+    answers = ranks(2).run(_scaled)
+    torch.testing.assert_close(answers[0][1], _expected(answers), **CLOSE)
+
+
+def _logged(folder: str) -> str:
+    logger = CSVLogger(folder, flush_logs_every_n_steps=1)
+    _fit(Module(), WindowStrategy(), 2 * 2 * 5, logger=logger, callbacks=[LogSteps()])
+    return logger.log_dir
+
+
+def test_records_of_steps_reach_the_loggers(ranks, tmp_path):
+    folder = ranks(2).run(_logged, str(tmp_path))[0]
+    lines = (Path(folder) / "metrics.csv").read_text().splitlines()
+    names = lines[0].split(",")
+    rows = [dict(zip(names, line.split(","), strict=True)) for line in lines[1:]]
+    assert [(row["step"], float(row["pyengine/micro_batches"])) for row in rows] == [("0", 8.0), ("1", 2.0)]
+
+
+def _refusal(case: str) -> str:
+    hooked = DDPStrategy if case.startswith("LogSteps") else WindowStrategy
+    options = {"ddp_comm_hook": pe.comm_hook} if case.startswith("ddp_comm_hook") else {}
+    module = {"automatic_optimization=False": Manual, "overrides backward": OwnBackward}.get(case, Module)()
+    plugins = [MixedPrecision("16-mixed", "cpu")] if "GradScaler" in case else []
+    more = {"accumulate_grad_batches": 1} if isinstance(module, Manual) else {}
+    try:
+        _fit(module, hooked(**options), 4, callbacks=[LogSteps()], plugins=plugins, **more)
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "automatic_optimization=False",
+        "overrides backward",
+        "ddp_comm_hook: got one",
+        "LogSteps: strategy is a DDPStrategy",
+        "need a pyengine.GradScaler",
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(ranks, case):
+    assert case in ranks(2).run(_refusal, case)[0]

@@ -1,0 +1,235 @@
+"""Transformers' Trainer with windows: token-exact gradients, and losses that the Trainer alone scales wrongly."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from worlds import Remembering, launched
+
+pytest.importorskip("transformers", reason="needs pyengine[adapters]")
+
+import transformers
+from accelerate.state import AcceleratorState, GradientState
+from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, TrainingArguments
+
+from pyengine.adapters.transformers import Trainer, Windows
+
+ACCUMULATE, LENGTH, VOCABULARY = 4, 6, 11
+# A float32 forward and backward through a few small layers, against float64: errors are some 2^-24 each.
+CLOSE = 1e-5
+
+
+def _model(kind: str) -> transformers.PreTrainedModel:
+    torch.manual_seed(7)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=1, n_positions=LENGTH, n_embd=8, n_layer=1, n_head=2, pad_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, summary_first_dropout=0.0, num_labels=1,
+    )  # fmt: skip
+    return (GPT2LMHeadModel if kind == "tokens" else GPT2ForSequenceClassification)(config)
+
+
+def _dataset(kind: str, num: int) -> list[dict[str, torch.Tensor]]:
+    """Sequences of which 1 to 5 tokens are labelled, and one of which none is; or sequences with a number each."""
+    generator = torch.Generator().manual_seed(3)
+    rows = []
+    for index in range(num):
+        ids = torch.randint(1, VOCABULARY, (LENGTH,), generator=generator)
+        labels = ids.clone()
+        labels[: index % LENGTH + (index == 1)] = -100
+        if index == 2 and kind == "tokens":
+            labels = torch.full_like(labels, -100)
+        rows.append(
+            {"input_ids": ids, "labels": torch.tensor(float(index)) if kind == "regression" else labels}
+        )
+    return rows
+
+
+class Plain(torch.nn.Module):
+    """A model that knows nothing of the library: its loss is the mean over its own labelled tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(VOCABULARY, VOCABULARY)
+        torch.nn.init.ones_(self.table.weight)
+
+    def forward(self, input_ids, labels):
+        """Return the loss first."""
+        return (torch.nn.functional.cross_entropy(self.table(input_ids).transpose(1, 2), labels),)
+
+
+class Watching:
+    """Keeps the micro-batches of a Trainer."""
+
+    def training_step(self, model, inputs, *args):
+        """Keep the inputs, and go on."""
+        self.seen = [*getattr(self, "seen", []), {name: value.clone() for name, value in inputs.items()}]
+        return super().training_step(model, inputs, *args)
+
+
+class Alone(Watching, transformers.Trainer):
+    """The library's own Trainer."""
+
+
+class WithWindows(Watching, Trainer):
+    """Ours."""
+
+
+class OwnLoss(Watching, Windows, transformers.Trainer):
+    """Ours over a Trainer whose loss is a mean of its own."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Return the mean over the labelled tokens, whatever the Trainer has counted."""
+        logits = model(input_ids=inputs["input_ids"]).logits[:, :-1]
+        labels = inputs["labels"][:, 1:]
+        total = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="sum")
+        return total / labels.ne(-100).sum().clamp(min=1)
+
+
+def _train(make: type, kind: str, num: int, folder: str, **options) -> tuple:
+    """Train one epoch; return the micro-batches seen, the gradients stepped with, and what was logged."""
+    options = {"learning_rate": 0.0, "max_grad_norm": 0.0, **options}
+    with launched():
+        try:
+            model = Plain() if kind == "plain" else _model(kind)
+            memory = Remembering(model, lr=options["learning_rate"])
+            args = TrainingArguments(
+                output_dir=folder, use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True,
+                per_device_train_batch_size=1, gradient_accumulation_steps=ACCUMULATE, num_train_epochs=1,
+                logging_steps=1, lr_scheduler_type="constant", **options,
+            )  # fmt: skip
+            schedule = torch.optim.lr_scheduler.LambdaLR(memory, lambda _: 1.0)
+            data = _dataset(kind, num)
+            trainer = make(model=model, args=args, train_dataset=data, optimizers=(memory, schedule))
+            trainer.train()
+            return (
+                trainer.seen,
+                memory.stepped_with,
+                [log for log in trainer.state.log_history if "loss" in log],
+            )
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+
+def _oracle(kind: str, answers: list[tuple]) -> list[tuple[torch.Tensor, float]]:
+    """Return gradient and mean loss of each window, from one float64 backward over all its items of all ranks."""
+    windows = []
+    for start in range(0, len(answers[0][0]), ACCUMULATE):
+        micro_batches = [b for seen, *_ in answers for b in seen[start : start + ACCUMULATE]]
+        rows = {name: torch.cat([b[name] for b in micro_batches]) for name in ("input_ids", "labels")}
+        model = _model(kind).double()
+        logits = model(input_ids=rows["input_ids"]).logits
+        if kind == "tokens":
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), rows["labels"][:, 1:])
+        else:
+            loss = torch.nn.functional.mse_loss(logits.squeeze(-1), rows["labels"].double())
+        loss.backward()
+        grads = [param.grad.flatten() for param in model.parameters() if param.grad is not None]
+        windows.append((torch.cat(grads), loss.item()))
+    return windows
+
+
+def _errors(kind: str, answers: list[tuple]) -> list[float]:
+    """Return the distance of each window's gradient from the right one, relative to it."""
+    grads, expected = answers[0][1], [grad for grad, _ in _oracle(kind, answers)]
+    return [
+        ((mine - right).norm() / right.norm()).item() for mine, right in zip(grads, expected, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("kind", ["tokens", "regression"])
+def test_every_window_steps_with_the_mean_over_its_own_items(ranks, tmp_path, kind, world):
+    answers = ranks(world).run(_train, WithWindows, kind, 6 * world, str(tmp_path))
+    assert len(answers[0][1]) == 2  # of which the second is short
+    assert max(_errors(kind, answers)) < CLOSE
+
+
+def test_a_loss_of_ones_own_is_weighted_by_its_items(ranks, tmp_path):
+    answers = ranks(2).run(_train, OwnLoss, "tokens", 12, str(tmp_path))
+    assert max(_errors("tokens", answers)) < CLOSE
+
+
+def test_micro_batches_of_a_model_that_takes_no_counts_weigh_the_same(ranks, tmp_path):
+    answers = ranks(2).run(_train, WithWindows, "plain", 12, str(tmp_path))
+    for window, got in enumerate(answers[0][1]):
+        part = slice(window * ACCUMULATE, (window + 1) * ACCUMULATE)
+        micro_batches = [batch for seen, *_ in answers for batch in seen[part]]
+        model = Plain().double()
+        sum(model(**batch)[0] for batch in micro_batches).backward()
+        right = model.table.weight.grad.flatten() / len(micro_batches)
+        assert ((got - right).norm() / right.norm()).item() < CLOSE
+
+
+def test_the_trainer_alone_multiplies_a_regression_loss_by_micro_batches_and_ranks(ranks, tmp_path):
+    answers = ranks(2).run(_train, Alone, "regression", 12, str(tmp_path))
+    assert _errors("regression", answers) == pytest.approx([2 * 4 - 1, 2 * 2 - 1], rel=1e-4)
+
+
+def test_the_trainer_alone_counts_the_first_token_of_a_model_whose_loss_has_no_name(ranks, tmp_path):
+    answers = ranks(2).run(_train, Alone, "tokens", 12, str(tmp_path))
+    labels = [batch["labels"] for seen, *_ in answers for batch in seen[:ACCUMULATE]]
+    predicted, counted = (
+        sum(x.ne(-100).sum().item() for x in kept) for kept in ([x[:, 1:] for x in labels], labels)
+    )
+    assert counted > predicted
+    assert _errors("tokens", answers)[0] == pytest.approx(1 - predicted / counted, rel=1e-4)
+
+
+def test_one_process_without_a_group_trains_alike(tmp_path):
+    answer = _train(WithWindows, "tokens", 6, str(tmp_path))
+    assert max(_errors("tokens", [answer])) < CLOSE
+
+
+def test_the_logged_loss_is_the_mean_over_the_items_of_all_ranks(ranks, tmp_path):
+    answers = ranks(2).run(_train, WithWindows, "tokens", 12, str(tmp_path))
+    logged = [log["loss"] for log in answers[0][2]]
+    assert logged == pytest.approx([loss for _, loss in _oracle("tokens", answers)], rel=1e-5)
+
+
+def test_gradients_are_clipped_to_max_grad_norm_and_the_norm_is_logged(ranks, tmp_path):
+    answers = ranks(2).run(_train, WithWindows, "tokens", 12, str(tmp_path), max_grad_norm=0.01)
+    norms = [grad.norm().item() for grad, _ in _oracle("tokens", answers)]
+    assert [log["grad_norm"] for log in answers[0][2]] == pytest.approx(norms, rel=1e-5)
+    # PyTorch's clipping divides by norm + 1e-6.
+    clipped = [0.01 * norm / (norm + 1e-6) for norm in norms]
+    assert [grad.norm().item() for grad in answers[0][1]] == pytest.approx(clipped, rel=1e-5)
+
+
+def test_autocast_to_bf16_stays_near_the_right_gradient(ranks, tmp_path):
+    answers = ranks(2).run(_train, WithWindows, "tokens", 12, str(tmp_path), bf16=True)
+    assert max(_errors("tokens", answers)) < 2**-5  # products of 8-bit mantissas through a few layers
+
+
+def _twice(folder: str) -> list[int]:
+    with launched():
+        try:
+            args = TrainingArguments(
+                output_dir=folder, use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True,
+                per_device_train_batch_size=1, gradient_accumulation_steps=2, num_train_epochs=1,
+            )  # fmt: skip
+            trainer = Trainer(model=_model("tokens"), args=args, train_dataset=_dataset("tokens", 8))
+            trainer.train()
+            steps = []
+            trainer.sync.on_step(lambda record: steps.append(record.collectives))
+            trainer.train()
+            return [*steps, math.isfinite(trainer.state.log_history[-1]["train_loss"])]
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+
+def test_training_goes_on_when_train_is_called_again_and_gradients_travel_once_a_window(ranks, tmp_path):
+    assert ranks(2).run(_twice, str(tmp_path))[0] == [2, 2, True]  # a header and one bucket, two windows
+
+
+def test_one_process_without_a_group_trains_again_alike(tmp_path):
+    assert _twice(str(tmp_path)) == [0, 0, 0, 0, True]
+
+
+def test_an_optimizer_that_steps_inside_the_backward_is_refused(tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, optim="lomo")
+    with pytest.raises(ValueError, match="steps inside the backward"):
+        Trainer(model=_model("tokens"), args=args)

@@ -1,0 +1,133 @@
+"""A Chrome trace shows backward, each bucket's reduction and the exposed part; nobody pays where nobody looks."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+from pyengine import trace
+from pyengine.telemetry import chrome_trace
+
+BUCKETS, WINDOWS = 3, 2
+
+
+def _train(path: str, kind: str) -> None:
+    torch.manual_seed(0)
+    # 64 KiB of gradients a layer, and a bucket a layer.
+    model = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(BUCKETS)])
+    cap = {"bucket_cap_mb": 1 / 16}
+    if kind == "own":
+        forward, sync = model, pe.GradSync(model, accumulate=2, **cap)
+    else:
+        forward = DistributedDataParallel(model, **cap)
+        sync = pe.attach(forward, accumulate=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(windows: int) -> None:
+        for window in sync.windows([torch.ones(8, 128)] * 2 * windows):
+            for x in window:
+                sync.backward(forward(x).mean())
+            sync.step(optimizer)
+
+    train(2)  # buckets are laid out
+    with chrome_trace(path):
+        train(WINDOWS)
+
+
+def _ranges(path: str) -> dict[str, list[tuple[float, float]]]:
+    """Return (start, end) of every range by name, in order."""
+    with open(path) as file:
+        events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
+    found: dict[str, list[tuple[float, float]]] = {}
+    for event in sorted(events, key=lambda e: e["ts"]):
+        name = event["name"].removeprefix("pyengine: ")
+        found.setdefault(name, []).append((event["ts"], event["ts"] + event["dur"]))
+    return found
+
+
+def _within(inner: tuple[float, float], outer: tuple[float, float]) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory, _pool):
+    from ranks import Ranks
+
+    folder = tmp_path_factory.mktemp("traces")
+    for kind in ("own", "attach"):
+        Ranks(_pool, 2).run(_train, str(folder / f"{kind}.json"), kind)
+    return {kind: _ranges(str(folder / f"{kind}.json")) for kind in ("own", "attach")}
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_every_backward_and_every_optimizer_step_is_a_range(profiled, kind):
+    assert len(profiled[kind]["backward"]) == 2 * WINDOWS
+    assert len(profiled[kind]["optimizer"]) == WINDOWS
+
+
+@pytest.mark.parametrize("bucket", range(BUCKETS))
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_every_bucket_is_launched_inside_a_windows_last_backward(profiled, kind, bucket):
+    launches = profiled[kind][f"launch bucket {bucket}"]
+    assert len(launches) == WINDOWS
+    for launch, backward in zip(launches, profiled[kind]["backward"][1::2], strict=True):
+        assert _within(launch, backward)
+
+
+@pytest.mark.parametrize("bucket", range(BUCKETS))
+def test_every_bucket_lands_inside_the_exposed_part(profiled, bucket):
+    landings = profiled["own"][f"land bucket {bucket}"]
+    for landing, exposed in zip(landings, profiled["own"]["exposed_sync"], strict=True):
+        assert _within(landing, exposed)
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_every_reduction_is_seen_on_its_way(profiled, kind):
+    reductions = profiled[kind]["gloo:all_reduce"]
+    assert len(reductions) == WINDOWS * (1 + BUCKETS)  # the header is the first
+    launched = [profiled[kind][f"launch bucket {bucket}"][0] for bucket in range(BUCKETS)]
+    for (start, _), (asked, _) in zip(reductions[1 : 1 + BUCKETS], launched, strict=True):
+        assert start >= asked
+
+
+def _profile(path: str) -> bool:
+    with chrome_trace(path, rank=1):
+        torch.ones(2).sum()
+    dist.barrier()
+    with open(path) as file:
+        return bool(json.load(file)["traceEvents"])
+
+
+def test_one_rank_is_profiled(ranks, tmp_path):
+    assert ranks(2).run(_profile, str(tmp_path / "trace.json")) == [True, True]
+
+
+def test_nothing_is_recorded_where_no_profiler_looks(monkeypatch):
+    def refuse(name):
+        raise AssertionError(name)
+
+    monkeypatch.setattr(trace, "record_function", refuse)
+    with trace.span("backward"):
+        pass
+
+
+def test_cuda_tools_get_nvtx_ranges(monkeypatch):
+    ranges = []
+
+    @contextmanager
+    def remember(name):
+        ranges.append(name)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range", remember)
+    with trace.span("launch bucket", 3), trace.span("backward"):
+        pass
+    assert ranges == ["pyengine: launch bucket 3", "pyengine: backward"]
