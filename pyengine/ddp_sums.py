@@ -116,7 +116,7 @@ class Sums:
     def lay_out(self) -> None:
         """Follow DDP's buckets, which it rebuilds once; what has been summed moves along."""
         old = {
-            id(param): total.parts(index)
+            id(param): (total.parts(index), [flags[index] for flags in total.flagged])
             for total in self._sums.values()
             for index, param in enumerate(total.params)
         }
@@ -130,8 +130,13 @@ class Sums:
         for total in self._sums.values():
             total.is_filled = was_filled
             for index, param in enumerate(total.params):
-                for name, before in old.get(id(param), {}).items():
-                    total.parts(index)[name].copy_(before)
+                before, flags = old.get(id(param), ({}, []))
+                for name, part in before.items():
+                    total.parts(index)[name].copy_(part)
+                while len(total.flagged) < len(flags):
+                    total._new_flags()
+                for row, flag in zip(total.flagged, flags, strict=False):
+                    row[index] = flag
 
 
 class _Base:
