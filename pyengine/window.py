@@ -53,6 +53,7 @@ class Window:
         self.share = range(accumulate) if share is None else share
         self.index = 0
         self.state = State.IDLE
+        self.places: list[int] = []
         self._clear()
 
     def open(self) -> None:
@@ -104,7 +105,7 @@ class Window:
         self.index += completed
 
     def _clear(self) -> None:
-        self.places: list[int] = []
+        self.places = []
         self.due = list(self.share)
         self.done = 0
         self.is_complete = self.is_exhausted = self.is_resumed = False

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -193,7 +194,7 @@ class _Look:
         )
         return Finding(reference.run.label, other.run.label, first, elements, causes(facts))
 
-    def _tensors(self, done: Done, rank: int, first: Difference, folder: Path) -> tuple[dict, bool]:
+    def _tensors(self, done: Done, rank: int, first: Difference, folder: Path) -> tuple[dict[str, Any], bool]:
         """Return a rank's tensors of the step, and whether its entry in question came back."""
         folder.mkdir()
         again = self.execute([self.target], replace(done.run, last=first.step, keep=str(folder)))[rank][0]
