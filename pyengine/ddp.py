@@ -54,6 +54,7 @@ class DDPReducer:
         elif accumulator == "fp32" and any(map(_is_narrow, {p.dtype for p in self.params})):
             self._sums = Sums(ddp, Fp32Beside, _is_narrow)
         self._needs_bootstrap = ddp.static_graph
+        self._searched: Tensor | None = None
         self._reduction: _Reduction | None = None
         ddp.register_comm_hook(state, comm_hook)
         ddp.require_backward_grad_sync = False
@@ -179,8 +180,9 @@ class DDPReducer:
     def _expect(self, loss: Tensor | None) -> None:
         reducer = self._ddp.reducer
         reducer.prepare_for_forward()
-        search = self._ddp.find_unused_parameters and not self._ddp.static_graph and loss is not None
-        reducer.prepare_for_backward([loss] if search else [])
+        search = self._ddp.find_unused_parameters and not self._ddp.static_graph
+        self._searched = loss if search else None
+        reducer.prepare_for_backward([] if self._searched is None else [self._searched])
 
     def _complete(self) -> None:
         """Mark the parameters that the backward did not touch, so that DDP's buckets complete."""
@@ -189,6 +191,10 @@ class DDPReducer:
             return
         places = zip(self.params, self._before, strict=True)
         missing = [param for param, before in places if _place(param) == before]
+        if self._searched is not None:
+            # DDP itself has marked the others. (Only after a failed backward is anything missing here.)
+            reached = _leaves(self._searched)
+            missing = [param for param in missing if param in reached]
         if missing:
             _Zeros.apply(*missing).backward()
 
@@ -242,6 +248,17 @@ def _place(param: Parameter) -> tuple[int, int] | None:
     """Describe the state of a gradient, without keeping it alive: a backward changes its version or its place."""
     grad = param.grad
     return None if grad is None else (grad.data_ptr(), grad._version)
+
+
+def _leaves(loss: Tensor) -> set[Tensor]:
+    """Return the tensors that a backward from `loss` would give gradients to."""
+    seen, left = set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [following for following, _ in node.next_functions]
+    return {node.variable for node in seen if hasattr(node, "variable")}
 
 
 class _Zeros(torch.autograd.Function):

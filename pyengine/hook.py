@@ -57,6 +57,7 @@ class Mode:
     def launch(self, bucket: dist.GradBucket, comm: TorchDist) -> Launched | None:
         """Start to sum the bucket over all ranks by other means than the wire; None: use the wire."""
         del bucket, comm
+        return None
 
     def fill(self, bucket: dist.GradBucket, flat: Tensor, scale: Tensor) -> bool:
         """Bring the bucket into `flat`, times `scale`; return False to let the hook do it."""
@@ -129,7 +130,7 @@ def comm_hook(state: HookState, bucket: dist.GradBucket) -> Future[torch.Tensor]
         A future of the bucket's buffer, holding the mean over ranks.
     """
     if isinstance(bucket, tuple):
-        bucket = _SingleGradient(*bucket)  # type: ignore[assignment]
+        bucket = _SingleGradient(*bucket)
         future = _exchange(state, bucket)
         future.wait()
         return future

@@ -302,7 +302,7 @@ class BucketReducer:
         if order != [slot.param for bucket in self.layout.buckets for slot in bucket.slots]:
             # Both view the old buffers, which must go before new ones come.
             for param in self.params:
-                param.grad = param.main_grad = None
+                param.grad = param.main_grad = None  # type: ignore[attr-defined]
             self._lay_out(order)
 
     def _complete(self, transfer: _Transfer, header: Header) -> None:

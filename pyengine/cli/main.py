@@ -5,12 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from pyengine.cli import arguments, doctor_arguments, plan_arguments, verify_arguments
+from pyengine.cli import arguments, doctor_arguments, plan_arguments, study_arguments, verify_arguments
 
-# What `pip install pyengine[train]` brings: import name to package.
-_EXTRA = {"rich": "rich", "sklearn": "scikit-learn", "numpy": "numpy"}
+# What `pip install pyengine[train]` and `pyengine[study]` bring: import name to package.
+_EXTRA = {
+    "rich": "rich",
+    "sklearn": "scikit-learn",
+    "numpy": "numpy",
+    "matplotlib": "matplotlib",
+    "jinja2": "jinja2",
+    "psutil": "psutil",
+}
 _INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 
@@ -35,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing not in _EXTRA:
             raise
+        extra = "study" if options.command == "study" else "train"
         print(
-            f"{options.command} needs {_EXTRA[missing]}, which is not installed: pip install 'pyengine[train]'",
+            f"{options.command} needs {_EXTRA[missing]}, which is not installed: pip install 'pyengine[{extra}]'",
             file=sys.stderr,
         )
         return 1
@@ -72,46 +80,42 @@ def _doctor(options: argparse.Namespace) -> int:
     return doctor.run(as_json=options.json)
 
 
+def _study(options: argparse.Namespace) -> int:
+    settings = study_arguments.settings(options)
+    from pyengine.cli import study
+
+    return study.run(settings)
+
+
+# Name, what it does, its arguments (with the help's text), and what runs it.
+_COMMANDS: list[tuple[str, str, Any, Callable[[argparse.Namespace], int]]] = [
+    ("train", "train small real models on this machine, and compare with plain DDP", arguments, _train),
+    (
+        "verify",
+        "train on several world sizes and say whether the runs are identical",
+        verify_arguments,
+        _verify,
+    ),
+    ("plan", "show how a global batch is split on any number of workers", plan_arguments, _plan),
+    ("study", "train on a grid of workers and batch sizes, and say what they buy", study_arguments, _study),
+    ("doctor", "say what works here, what does not, and how to mend it", doctor_arguments, _doctor),
+]
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of every command; `error` of the parsed options ends with that command's usage."""
     parser = argparse.ArgumentParser(
         prog="python -m pyengine", description="Gradient synchronization and accumulation for PyTorch."
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    train = commands.add_parser(
-        "train",
-        help="train small real models data-parallel on this machine, and compare with plain DDP",
-        description=arguments.DESCRIPTION,
-        epilog=arguments.EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    arguments.add_to(train)
-    train.set_defaults(run=_train, error=train.error)
-    verify = commands.add_parser(
-        "verify",
-        help="train on several world sizes and say whether the runs are bitwise identical",
-        description=verify_arguments.DESCRIPTION,
-        epilog=verify_arguments.EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    verify_arguments.add_to(verify)
-    verify.set_defaults(run=_verify, error=verify.error)
-    plan = commands.add_parser(
-        "plan",
-        help="show how a global batch is split on any number of workers, and its learning rate",
-        description=plan_arguments.DESCRIPTION,
-        epilog=plan_arguments.EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    plan_arguments.add_to(plan)
-    plan.set_defaults(run=_plan, error=plan.error)
-    doctor = commands.add_parser(
-        "doctor",
-        help="say what of this machine and installation works, what does not, and how to mend it",
-        description=doctor_arguments.DESCRIPTION,
-        epilog=doctor_arguments.EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    doctor_arguments.add_to(doctor)
-    doctor.set_defaults(run=_doctor, error=doctor.error)
+    for name, summary, about, run in _COMMANDS:
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=about.DESCRIPTION,
+            epilog=about.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        about.add_to(command)
+        command.set_defaults(run=run, error=command.error)
     return parser

@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 
-from pyengine.cli.arguments import Conflict
+from pyengine.cli.target import check, load
 from pyengine.cli.verify_arguments import Settings
 from pyengine.cli.verify_cause import Facts, causes
 from pyengine.cli.verify_compare import Difference, change, compare, first_difference
@@ -41,7 +40,7 @@ class Done:
 def run(settings: Settings) -> int:
     """Verify every subject; return the exit code."""
     for target in settings.subjects.values():
-        _check(target)
+        check(target)
     report = JsonLines() if settings.json else Tables()
     try:
         with report.live():
@@ -96,27 +95,10 @@ def _work(targets: Sequence[str], run: Run) -> list[Trace]:
 
 
 def _trace(target: str, run: Run) -> Trace:
-    module, _, function = target.partition(":")
     probe = Probe(run)
     with suppress(Enough):
-        getattr(import_module(module), function)(probe)
+        load(target)(probe)
     return probe.trace
-
-
-def _check(target: str) -> None:
-    """Raise Conflict if the user's function is not there."""
-    module, _, function = target.partition(":")
-    try:
-        found = getattr(import_module(module), function, None)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise Conflict(
-            f"argument --train: got {target}, and there is no module {error.name} here: need one that "
-            f"`python -c 'import {module}'` finds in this folder"
-        ) from None
-    if not callable(found):
-        raise Conflict(f"argument --train: got {target}, and {module} has no function {function}")
 
 
 def _check_steps(name: str, run: Run, ranks: Sequence[Trace]) -> None:
@@ -194,13 +176,15 @@ class _Look:
         )
         return Finding(reference.run.label, other.run.label, first, elements, causes(facts))
 
-    def _tensors(self, done: Done, rank: int, first: Difference, folder: Path) -> tuple[dict[str, Any], bool]:
+    def _tensors(
+        self, done: Done, rank: int, first: Difference, folder: Path
+    ) -> tuple[dict[tuple[str, str], Tensor], bool]:
         """Return a rank's tensors of the step, and whether its entry in question came back."""
         folder.mkdir()
         again = self.execute([self.target], replace(done.run, last=first.step, keep=str(folder)))[rank][0]
         key = first.step, first.kind, first.name
         path = folder / f"{rank}.pt"
-        tensors = torch.load(path) if path.exists() else {}
+        tensors: dict[tuple[str, str], Tensor] = torch.load(path) if path.exists() else {}
         return tensors, again.entries.get(key) == done.ranks[rank].entries.get(key)
 
 

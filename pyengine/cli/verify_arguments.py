@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass
 
 from pyengine.cli.arguments import MODELS, Conflict, whole
+from pyengine.cli.target import check_spelling
 
 DESCRIPTION = """\
 Train for a few steps on several world sizes, and say whether the runs are bitwise identical: parameters, gradients,
@@ -114,9 +115,7 @@ def _subjects(train: str | None, model: str | None) -> dict[str, str]:
         return {name: BUILT_IN.format(name) for name in models}
     if model is not None:
         raise Conflict(f"argument --model: got {model} with --train {train}: leave one of them out")
-    module, _, function = train.partition(":")
-    if not module or not function:
-        raise Conflict(f"argument --train: got {train}, need MODULE:FUNCTION, mine:train say (of mine.py)")
+    check_spelling(train)
     return {train: train}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from cases import Integers, assert_same, engine, grads, integers, me, mean_of_integers
@@ -104,6 +106,31 @@ def test_a_failed_last_backward_voids_the_window_on_every_rank(ranks, kind, accu
     assert reasons == reasons_2 and len(reasons) == 1
     assert reasons[0] == "rank 1 gave the window up: MemoryError('no room for a gradient')"
     assert all(torch.equal(a, b) for a, b in zip(params, params_1, strict=True))
+
+
+class TwoAndOneUnused(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(3, 3)
+
+
+def _breaks_beside_an_unused_layer() -> tuple[list[bool], list[bool]]:
+    rank, _ = me()
+    model = TwoAndOneUnused()
+    sync, forward = engine("attach-unused", model, accumulate=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepped = []
+    for step in range(3):
+        Breaks.now = (rank, step) == (0, 1)
+        with contextlib.suppress(MemoryError), sync.accumulate():
+            sync.backward(forward(torch.ones(1, 3)))
+        stepped.append(not Breaks.now and bool(sync.step(optimizer)))
+    return stepped, [p.grad is None for p in model.unused.parameters()]
+
+
+def test_a_failed_last_backward_beside_an_unused_parameter_voids_the_window(ranks):
+    for stepped, untouched in ranks(2).run(_breaks_beside_an_unused_layer):
+        assert stepped == [True, False, True] and untouched == [True, True]
 
 
 def _steps_alone() -> str:

@@ -1,0 +1,147 @@
+"""Training functions for `study`: one that is right, and others that end in ways of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pyengine as pe
+from pyengine.cli.study_probe import Probe
+
+
+def right(study: Probe) -> None:
+    """Learn to tell signs, on as many samples as asked for."""
+    torch.manual_seed(study.seed)
+    model = nn.Linear(4, 2)
+    data = torch.randn(study.dataset_size, 4, generator=torch.Generator().manual_seed(1))
+    label = (data.sum(1) > 0).long()
+    sync = pe.GradSync(model, accumulate=study.accumulate)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    sampler = pe.WindowSampler(
+        len(data),
+        seed=study.seed,
+        micro_batch=study.micro_batch,
+        global_batch=study.global_batch,
+        drop_last=True,
+    )
+    study.watch(sync, quality=lambda: (model(data).argmax(1) == label).float().mean())
+    for epoch in range(10**6):
+        sampler.set_epoch(epoch)
+        for window in sync.windows(sampler):
+            for rows in window:
+                loss = nn.functional.cross_entropy(model(data[rows]), label[rows], reduction="sum")
+                sync.backward(loss, count=len(rows))
+            sync.step(optimizer)
+
+
+def sometimes(study: Probe) -> None:
+    """Learn; but fail alone with the larger batch, and hang together with it."""
+    if study.global_batch > 8 and study.workers == 1:
+        raise ValueError("boom")
+    if study.global_batch > 8:
+        print(f"pid {os.getpid()}", flush=True)
+        time.sleep(600 * dist.get_rank())
+    right(study)
+
+
+def slow_evaluation(study: Probe) -> None:
+    """Step at once, together, and evaluate slowly, on rank 0 alone."""
+    study.watch(None, quality=_slow if dist.get_rank() == 0 else lambda: None)
+    for step in range(study.steps):
+        dist.all_reduce(torch.zeros(1))
+        study.on_step(record(step))
+
+
+def _slow() -> float:
+    time.sleep(0.5)
+    assert not torch.is_grad_enabled()
+    return 0.5
+
+
+def without_accuracy(study: Probe) -> None:
+    study.watch(None)
+    for step in range(study.steps):
+        study.on_step(record(step))
+
+
+def diverged(study: Probe) -> None:
+    study.watch(None, quality=lambda: float("nan"))
+    for step in range(study.steps):
+        study.on_step(record(step, loss=float("inf")))
+
+
+def watches_nothing(study: Probe) -> None:
+    pass
+
+
+def ends_early(study: Probe) -> None:
+    study.watch(None)
+    study.on_step(record(0))
+
+
+def watches_twice(study: Probe) -> None:
+    study.watch(None)
+    study.watch(None)
+
+
+def never_starts_the_clock(study: Probe) -> None:
+    study.on_step(record(0))
+
+
+def says_nothing_on_rank_0(study: Probe) -> None:
+    study.watch(None, quality=lambda: None)
+
+
+def beats_for_ever(study: Probe) -> None:
+    """Evaluate, and never step; with a process beside it, as a loader has."""
+    print(f"pid {subprocess.Popen(['sleep', '600']).pid}", flush=True)
+    while True:
+        study._beat(done=0)
+        time.sleep(0.1)
+
+
+def killed(study: Probe) -> None:
+    """End as the kernel ends who takes too much memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def record(step: int, loss: float = 1.0) -> pe.StepRecord:
+    """Return a step that waited for 1/4 s."""
+    return pe.StepRecord(
+        step=step,
+        micro_batches=1,
+        count=8.0,
+        loss=loss,
+        grad_norm=1.0,
+        skipped=False,
+        reason="",
+        bytes_on_wire=64,
+        collectives=2,
+        backward_s=0.5,
+        exposed_sync_s=0.25,
+        step_s=1.0,
+    )
+
+
+def lives(pid: int) -> bool:
+    """Whether a process is there, and not only a name that nobody has asked after yet."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def goes(pid: int) -> bool:
+    """Whether a process ends within a minute."""
+    for _ in range(600):
+        if not lives(pid):
+            return True
+        time.sleep(0.1)
+    return False

@@ -1,0 +1,310 @@
+"""`study`: the whole grid, resumed and reported; once with real workers of which some fail and hang."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from study_records import STEPS
+from study_subjects import goes
+
+from pyengine.cli import study_machine, study_plots
+from pyengine.cli.main import build_parser, main
+from pyengine.cli.study import study
+from pyengine.cli.study_arguments import BUILT_IN, settings
+from pyengine.cli.study_grid import WARM_UP_STEPS
+from pyengine.cli.study_probe import Run, Trace, work
+from pyengine.cli.study_progress import JsonLines, Tables
+from pyengine.cli.study_run import Limits, Outcome, Watch
+
+PICTURES = {
+    "speed_up",
+    "throughput",
+    "accuracy_over_time",
+    "accuracy_over_steps",
+    "heat_map",
+    "law",
+    "resources",
+}
+_STEPS = WARM_UP_STEPS + STEPS
+
+
+class Runner:
+    """Makes runs up: k workers are k/2 times as fast as one and more; `bad` ends runs in ways of their own."""
+
+    def __init__(self, **bad: str) -> None:
+        self.runs: list[tuple[int, int, int]] = []
+        self.bad = bad
+
+    def __call__(self, run: Run, limits: Limits, log: Path, watch: Watch) -> Outcome:
+        self.runs.append((run.workers, run.global_batch, run.seed))
+        watch(1, None)
+        watch(_STEPS, 0.5)
+        status = self.bad.get(f"w{run.workers}_b{run.global_batch}_r{run.seed}", "done")
+        if status == "interrupted":
+            raise KeyboardInterrupt
+        traces = [_trace(run) for _ in range(run.workers)] if status == "done" else []
+        return Outcome(status, "" if traces else "boom", _STEPS, traces, wall_s=2.0, busy=0.0)
+
+
+def _trace(run: Run) -> Trace:
+    step_s = 0.5 / run.workers + 0.25
+    return Trace(
+        seconds=[step_s] * _STEPS,
+        sync_s=[step_s / 4] * _STEPS,
+        losses=[float("nan")] * _STEPS,
+        accuracy=[(0, 0.1), (_STEPS, 0.5)],
+        bytes_on_wire=64,
+        cpu_s=step_s * _STEPS,
+        peak_rss_bytes=2**28,
+    )
+
+
+Study = Callable[..., int]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
+    """Give `make(runner, "--repeats", "2")`: study workers 1,2 and batches 8,16 with made-up runs on two cores.
+
+    Pictures take a second or more, so they are drawn only if asked for.
+    """
+    monkeypatch.setattr(study_machine, "cores", lambda: 2)
+    draw = study_plots.draw
+
+    def run(runner: Runner, *arguments: str, display: Any = None, pictures: bool = False) -> int:
+        monkeypatch.setattr(study_plots, "draw", draw if pictures else lambda *_: [])
+        grid = ("--workers", "1,2", "--batch", "8,16", "--repeats", "2", "--out", str(tmp_path / "out"))
+        options = build_parser().parse_args(["study", *grid, *arguments])
+        return study(settings(options), runner, display or JsonLines())
+
+    return run
+
+
+def lines(capsys: pytest.CaptureFixture[str], event: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return [line for line in found if line["event"] == event]
+
+
+GRID = [(1, 8), (1, 16), (2, 8), (2, 16)]
+ONCE = [(workers, batch, seed) for seed in (0, 1) for workers, batch in GRID]
+
+
+def test_whole_grid_is_run_once_and_then_again_with_another_seed(make: Study) -> None:
+    runner = Runner()
+    assert make(runner) == 0
+    assert runner.runs == ONCE
+
+
+def test_second_command_measures_nothing_and_reports_the_same(
+    make: Study, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(Runner())
+    before = lines(capsys, "cell")
+    runner = Runner()
+    assert make(runner) == 0
+    assert runner.runs == []
+    assert lines(capsys, "cell") == before != []
+
+
+def test_interrupted_study_goes_on_where_it_stopped(make: Study) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        make(Runner(w2_b8_r0="interrupted"))
+    runner = Runner()
+    assert make(runner) == 0
+    assert runner.runs == ONCE[2:]
+
+
+def test_more_repeats_add_to_what_is_there(make: Study) -> None:
+    make(Runner())
+    runner = Runner()
+    make(runner, "--repeats", "3")
+    assert runner.runs == [(workers, batch, 2) for workers, batch in GRID]
+
+
+def test_smaller_grid_reports_only_what_was_asked_for(
+    make: Study, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(Runner())
+    capsys.readouterr()
+    make(Runner(), "--batch", "8", "--repeats", "1")
+    cells = lines(capsys, "cell")
+    assert [(cell["workers"], cell["batch"], cell["runs"]) for cell in cells] == [(1, 8, 1), (2, 8, 1)]
+
+
+def test_failed_run_does_not_end_the_study_and_is_tried_again_when_asked(make: Study) -> None:
+    assert make(Runner(w1_b8_r0="failed")) == 1
+    again, retried = Runner(), Runner()
+    assert make(again) == 1
+    assert again.runs == []
+    assert make(retried, "--retry") == 0
+    assert retried.runs == [(1, 8, 0)]
+
+
+def test_study_of_which_nothing_was_measured_has_an_exit_code_of_its_own(make: Study, tmp_path: Path) -> None:
+    bad = {f"w{workers}_b{batch}_r{seed}": "failed" for workers, batch, seed in ONCE}
+    assert make(Runner(**bad)) == 2
+    assert "Nothing was measured" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_cell_that_cannot_be_run_is_named_and_left_out(
+    make: Study, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner = Runner()
+    assert make(runner, "--workers", "1,3", "--batch", "9,16") == 0
+    assert (3, 16, 0) not in runner.runs
+    (found,) = lines(capsys, "impossible")
+    assert (found["workers"], found["batch"]) == (3, 16)
+    assert "nearest: 15 and 18" in found["reason"]
+
+
+def test_figures_are_printed_with_the_law(make: Study, capsys: pytest.CaptureFixture[str]) -> None:
+    make(Runner())
+    out = capsys.readouterr().out
+    found = [json.loads(line) for line in out.splitlines()]
+    cell = next(
+        line for line in found if (line.get("workers"), line.get("batch")) == (2, 16) and "runs" in line
+    )
+    assert cell["samples_s"] == {"mid": 32.0, "low": 32.0, "high": 32.0}
+    assert cell["speed_up"]["mid"] == 1.5
+    assert cell["sync_share"]["mid"] == 0.25
+    law = next(line for line in found if line["event"] == "law")
+    assert (law["name"], law["serial"]) == ("Amdahl", pytest.approx(1 / 3))
+
+
+def test_json_lines_have_no_nan(make: Study, tmp_path: Path) -> None:
+    make(Runner())
+    assert "NaN" not in (tmp_path / "out" / "runs.jsonl").read_text()
+
+
+def test_tables_name_runs_and_report(make: Study, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    make(Runner(w2_b8_r0="stalled"), display=Tables())
+    out = capsys.readouterr().out
+    assert "2 workers × batch 8, repeat 1: stalled: boom" in out
+    assert "Smallest time." in out
+    assert f"report: {tmp_path / 'out' / 'report.html'}" in out
+    table = [line for line in out.splitlines() if "speed-up" in line]
+    assert len(table[0]) <= 80
+    assert table[0].split() == [
+        "workers",
+        "batch",
+        "samples/s",
+        "speed-up",
+        "efficiency",
+        "waits",
+        "to",
+        "goal",
+        "best",
+    ]
+
+
+def test_report_needs_nothing_else(make: Study, tmp_path: Path) -> None:
+    make(Runner(), pictures=True)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert re.findall(r"https?:|file:|<link|<script|@import|url\(", page) == []
+    assert re.findall(r'src="(?!data:image/png;base64,)', page) == []
+    assert page.count('src="data:image/png;base64,') == len(PICTURES)
+    assert "Nothing was measured" not in page
+
+
+def test_report_names_what_is_not_in_the_figures(make: Study, tmp_path: Path) -> None:
+    make(Runner(w2_b8_r1="stalled"), "--batch", "8,9")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "2 workers × batch 8, repeat 2" in page
+    assert "logs/2-workers-batch-8-repeat-2.txt" in page
+    assert "a global batch of 9 is not a multiple of 2 workers; nearest: 8 and 10" in page
+
+
+def test_pictures_are_written_and_old_ones_go(make: Study, tmp_path: Path) -> None:
+    make(Runner(), pictures=True)
+    plots = tmp_path / "out" / "plots"
+    assert {path.stem for path in plots.glob("*.png")} == PICTURES
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots.iterdir())
+    make(Runner(), "--workers", "1", pictures=True)
+    assert {path.stem for path in plots.glob("*.png")} == PICTURES - {"law"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--fixed", "per-worker"), ("--target", "0.9"), ("--workers", "1"), ("--threads", "2")],
+    ids=lambda arguments: arguments[0],
+)
+def test_every_kind_of_study_has_a_report(make: Study, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    assert make(Runner(), *arguments, pictures=True) == 0
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+@pytest.mark.parametrize("arguments", [("--seed", "1"), ("--micro-batch", "4"), ("--epochs", "2")])
+def test_folder_of_another_study_is_refused(
+    make: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    make(Runner())
+    with pytest.raises(SystemExit) as stop:
+        main(["study", "--workers", "1", "--batch", "8", "--out", str(tmp_path / "out"), *arguments])
+    assert stop.value.code == 2
+    assert "use another folder" in capsys.readouterr().err
+
+
+def test_real_study_goes_on_over_runs_that_fail_and_hang(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out")
+    arguments = [
+        "study",
+        "--train",
+        "study_subjects:sometimes",
+        "--dataset-size",
+        "64",
+        "--out",
+        out,
+        "--json",
+    ]
+    grid = ["--workers", "1,2", "--batch", "8,16", "--repeats", "1", "--stall-timeout", "20"]
+    assert main([*arguments, *grid]) == 1
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    runs = {(line["workers"], line["batch"]): line for line in found if line["event"] == "run"}
+    assert {cell: line["status"] for cell, line in runs.items()} == {
+        (1, 8): "done",
+        (1, 16): "failed",
+        (2, 8): "done",
+        (2, 16): "stalled",
+    }
+    assert runs[1, 16]["reason"] == "worker 0 of 1 failed (exit code 1): ValueError: boom"
+    assert runs[2, 16]["reason"] == "no sign of life for 20 s after step 0 (--stall-timeout)"
+    cells = {(line["workers"], line["batch"]): line for line in found if line["event"] == "cell"}
+    assert list(cells) == [(1, 8), (2, 8)]
+    assert cells[2, 8]["speed_up"]["mid"] > 0
+    assert cells[2, 8]["accuracy"]["mid"] > 0.8
+    assert "ValueError: boom" in (tmp_path / "out" / "logs" / "1-workers-batch-16-repeat-1.txt").read_text()
+    pids = re.findall(
+        r"pid (\d+)", (tmp_path / "out" / "logs" / "2-workers-batch-16-repeat-1.txt").read_text()
+    )
+    assert len(pids) == 2
+    assert all(goes(int(pid)) for pid in pids)
+    assert main([*arguments, *grid]) == 1  # nothing is run again
+    plan = next(json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (plan["runs"], plan["kept"]) == (0, 4)
+
+
+@pytest.mark.parametrize("model", ["cnn", "gpt"])
+def test_built_in_models_learn(model: str, ranks: Callable[[int], Any], tmp_path: Path) -> None:
+    run = Run(
+        target=BUILT_IN.format(model),
+        workers=2,
+        global_batch=16,
+        micro_batch=4,
+        accumulate=2,
+        steps=12,
+        dataset_size=256,
+        seed=0,
+        threads=1,
+        evaluate_every=12,
+        beats=str(tmp_path / "beats"),
+    )
+    first, last = ranks(2).run(work, run)[0].accuracy
+    assert (first[0], last[0]) == (0, 12)
+    assert last[1] > first[1]

@@ -1,0 +1,166 @@
+"""Figures of a study: exact on made-up runs, stalls left out visibly, shared cores marked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from study_records import STEPS, analysed, ended, made, with_stall
+
+from pyengine.cli.study_analysis import Range, curve, stalls, sync_share, throughput, time_to
+from pyengine.cli.study_grid import WARM_UP_STEPS, Cell
+from pyengine.cli.study_laws import Amdahl, Gustafson
+
+
+def same(value: float) -> Range:
+    return Range(value, value, value)
+
+
+def test_throughput_leaves_the_warm_up_out() -> None:
+    assert throughput(made(1, 64, step_s=0.25)) == 256.0
+
+
+def test_speed_up_and_efficiency_are_against_one_worker_with_the_same_batch() -> None:
+    cells = analysed([made(1, 64, step_s=0.5), made(2, 64, step_s=0.25), made(4, 64, step_s=0.25)]).cells
+    assert [cells[Cell(workers, 64)].speed_up for workers in (1, 2, 4)] == [same(1.0), same(2.0), same(2.0)]
+    assert [cells[Cell(workers, 64)].efficiency for workers in (1, 2, 4)] == [same(1.0), same(1.0), same(0.5)]
+
+
+def test_without_one_worker_there_is_no_speed_up() -> None:
+    figures = analysed([ended(1, 64), made(2, 64)]).cells[Cell(2, 64)]
+    assert (figures.speed_up, figures.efficiency) == (None, None)
+    assert figures.samples_s == same(256.0)
+
+
+def test_repeats_give_a_median_and_a_range() -> None:
+    records = [made(1, 64, repeat=repeat, step_s=step_s) for repeat, step_s in enumerate((0.25, 0.5, 1.0))]
+    figures = analysed(records).cells[Cell(1, 64)]
+    assert (figures.samples_s, figures.batches_s, figures.runs) == (Range(128, 64, 256), Range(2, 1, 4), 3)
+
+
+def test_repeat_that_failed_is_named_and_the_others_count() -> None:
+    analysis = analysed([made(1, 64), replace(ended(1, 64), repeat=1)])
+    assert analysis.cells[Cell(1, 64)].runs == 1
+    assert [record.key for record in analysis.ended] == [(1, 64, 1)]
+
+
+def test_cell_without_a_good_run_has_no_figures() -> None:
+    analysis = analysed([made(1, 64), ended(2, 64, "stalled")])
+    assert list(analysis.cells) == [Cell(1, 64)]
+    assert [record.status for record in analysis.ended] == ["stalled"]
+
+
+def test_share_that_waits_is_of_the_measured_steps() -> None:
+    record = made(2, 64, step_s=0.25, sync_s=[0.5] * WARM_UP_STEPS + [0.0625] * STEPS)
+    assert sync_share(record) == 0.25
+
+
+def test_memory_is_of_the_largest_worker_and_processors_are_of_the_mean() -> None:
+    record = made(2, 64, peak_rss_bytes=[2**20, 2**21], cpu_share=[0.5, 1.0])
+    figures = analysed([record]).cells[Cell(2, 64)]
+    assert (figures.memory_bytes, figures.cpu_share) == (same(2.0**21), same(0.75))
+
+
+def test_stall_is_found_and_left_out_and_both_figures_are_there() -> None:
+    record = with_stall(made(1, 64, step_s=0.25), 7, 4.25)
+    (stall,) = stalls(record)
+    assert (stall.step, stall.seconds, stall.usual_s) == (7, 4.25, 0.25)
+    analysis = analysed([record])
+    figures = analysis.cells[Cell(1, 64)]
+    assert figures.samples_s == same(256.0)
+    assert figures.samples_s_with_stalls == same(128.0)  # 16 steps of 64 in 15 × 0.25 + 4.25 = 8 s
+    assert [stall.step for stall in analysis.stalls] == [7]
+
+
+@pytest.mark.parametrize(
+    ("step", "seconds"),
+    [(0, 100.0), (WARM_UP_STEPS - 1, 100.0), (7, 0.75)],
+    ids=["first step", "last of the warm-up", "three medians"],
+)
+def test_step_is_no_stall(step: int, seconds: float) -> None:
+    assert stalls(with_stall(made(1, 64, step_s=0.25), step, seconds)) == []
+
+
+def test_wide_spread_makes_a_long_step_usual() -> None:
+    # median 1.25, median deviation 0.75: the limit is 1.25 + 10 × 1.4826 × 0.75 = 12.37
+    restless = made(1, 64, seconds=[1.0] * WARM_UP_STEPS + [0.5, 2.0] * (STEPS // 2))
+    assert stalls(with_stall(restless, 4, 12.0)) == []
+    assert len(stalls(with_stall(restless, 4, 13.0))) == 1
+
+
+def test_curve_counts_a_stall_as_a_usual_step() -> None:
+    record = with_stall(made(1, 64, step_s=0.25), 5, 100.0)
+    assert curve(record).seconds == [0.0, 3 + 5 * 0.25, 3 + 16 * 0.25]
+
+
+def test_time_to_an_accuracy_is_that_of_the_first_evaluation_there() -> None:
+    one = curve(made(1, 64, step_s=0.25))
+    assert [time_to(one, goal) for goal in (0.125, 0.25, 0.5, 0.75)] == [0.0, 4.25, 4.25, 7.0]
+    assert time_to(one, 0.8) is None
+
+
+def test_goal_is_what_every_run_reaches_and_names_the_cell_that_sets_it() -> None:
+    low = made(2, 64, accuracy=[(0, 0.125), (8, 0.5), (19, 0.375)])
+    analysis = analysed([made(1, 64), low])
+    assert (analysis.goal, analysis.goal_from) == (0.5, Cell(2, 64))
+    assert analysis.cells[Cell(1, 64)].goal_s == same(4.25)
+
+
+def test_goal_of_the_user_may_be_out_of_reach() -> None:
+    analysis = analysed([made(1, 64), made(2, 64, accuracy=[(19, 0.875)])], goal=0.8)
+    assert (analysis.goal, analysis.goal_from) == (0.8, None)
+    assert [figures.goal_s for figures in analysis.cells.values()] == [None, same(7.0)]
+
+
+def test_cell_of_which_one_repeat_misses_the_goal_has_no_time() -> None:
+    records = [made(1, 64, accuracy=[(19, 0.875)]), made(1, 64, repeat=1)]
+    assert analysed(records, goal=0.8).cells[Cell(1, 64)].goal_s is None
+
+
+def test_repeat_without_an_accuracy_misses_the_goal() -> None:
+    records = [made(1, 64), made(1, 64, repeat=1, accuracy=[(19, None)])]
+    assert analysed(records, goal=0.5).cells[Cell(1, 64)].goal_s is None
+
+
+def test_without_accuracies_there_is_throughput_alone() -> None:
+    analysis = analysed([made(1, 64, accuracy=[])])
+    figures = analysis.cells[Cell(1, 64)]
+    assert (analysis.goal, analysis.curves, figures.accuracy, figures.goal_s) == (None, {}, None, None)
+
+
+def test_accuracy_that_was_no_number_is_passed_over() -> None:
+    record = made(1, 64, accuracy=[(0, 0.125), (8, None), (19, 0.5)])
+    assert curve(record).accuracy == [0.125, 0.5]
+
+
+@pytest.mark.parametrize(("threads", "cores", "shared"), [(1, 4, [8]), (2, 4, [4, 8]), (1, 1, [2, 4, 8])])
+def test_more_threads_than_cores_are_marked(threads: int, cores: int, shared: list[int]) -> None:
+    analysis = analysed([made(workers, 64) for workers in (1, 2, 4, 8)], threads=threads, cores=cores)
+    marked = [cell.workers for cell, figures in analysis.cells.items() if figures.is_oversubscribed]
+    assert marked == shared
+
+
+def test_law_is_fitted_without_the_cells_that_share_cores() -> None:
+    steps = {
+        1: 1.0,
+        2: 0.625,
+        4: 0.4375,
+        8: 64.0,
+    }  # a quarter is serial; eight workers only get in each other's way
+    analysis = analysed([made(workers, 64, step_s=step_s) for workers, step_s in steps.items()])
+    assert analysis.laws == {64: Amdahl(pytest.approx(0.25, abs=1e-12), 2)}
+
+
+def test_batch_a_worker_is_fitted_with_gustafson() -> None:
+    records = [made(1, 64, step_s=0.5), made(2, 64, global_batch=128, step_s=0.5)]
+    assert analysed(records, fixed="per-worker").laws == {64: Gustafson(0.0, 1)}
+
+
+def test_batch_on_which_more_workers_are_slower_has_no_law() -> None:
+    analysis = analysed([made(1, 64, step_s=0.25), made(2, 64, step_s=0.5), made(1, 128)])
+    assert (analysis.laws, analysis.lawless) == ({}, [64])
+
+
+def test_nothing_measured_is_no_error() -> None:
+    analysis = analysed([ended(1, 64)])
+    assert (analysis.cells, analysis.goal, analysis.workers) == ({}, None, [])

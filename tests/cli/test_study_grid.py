@@ -1,0 +1,86 @@
+"""How a cell's batch is shared out, and cells that cannot be run as asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pyengine.cli.main import build_parser
+from pyengine.cli.study_arguments import Settings, settings
+from pyengine.cli.study_grid import Cell, Impossible, Plan, cells, plan
+
+
+def given(*arguments: str) -> Settings:
+    return settings(build_parser().parse_args(["study", *arguments]))
+
+
+CASES: list[tuple[tuple[str, ...], Cell, tuple[int, int, int]]] = [
+    ((), Cell(1, 64), (64, 64, 1)),
+    ((), Cell(4, 64), (64, 16, 1)),
+    (("--micro-batch", "8"), Cell(1, 64), (64, 8, 8)),
+    (("--micro-batch", "8"), Cell(4, 64), (64, 8, 2)),
+    (("--micro-batch", "32"), Cell(4, 64), (64, 16, 1)),
+    (("--fixed", "per-worker"), Cell(4, 64), (256, 64, 1)),
+    (("--fixed", "per-worker", "--micro-batch", "16"), Cell(4, 64), (256, 16, 4)),
+]
+
+
+@pytest.mark.parametrize(("arguments", "cell", "shares"), CASES)
+def test_batch_is_shared_out(arguments: tuple[str, ...], cell: Cell, shares: tuple[int, int, int]) -> None:
+    found = plan(cell, given(*arguments))
+    assert (found.global_batch, found.micro_batch, found.accumulate) == shares
+    assert cell.workers * found.accumulate * found.micro_batch == found.global_batch
+
+
+@pytest.mark.parametrize(
+    ("cell", "steps"), [(Cell(1, 64), 64), (Cell(4, 64), 64), (Cell(1, 100), 41), (Cell(1, 1024), 12)]
+)
+def test_every_cell_sees_the_same_samples_and_takes_twelve_steps_at_least(cell: Cell, steps: int) -> None:
+    assert plan(cell, given("--dataset-size", "1024", "--epochs", "4")).steps == steps
+
+
+IMPOSSIBLE: list[tuple[tuple[str, ...], Cell, str]] = [
+    ((), Cell(3, 64), "a global batch of 64 is not a multiple of 3 workers; nearest: 63 and 66"),
+    ((), Cell(8, 4), "a global batch of 4 is not a multiple of 8 workers; nearest: 8"),
+    (
+        ("--micro-batch", "24"),
+        Cell(2, 64),
+        "a worker's 32 samples are not a multiple of --micro-batch 24; nearest: 24 and 48",
+    ),
+    (
+        ("--fixed", "per-worker", "--dataset-size", "200"),
+        Cell(4, 64),
+        "a global batch of 256 is more than the 200 samples there are",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "cell", "reason"), IMPOSSIBLE)
+def test_cell_that_does_not_come_out_even_says_why(
+    arguments: tuple[str, ...], cell: Cell, reason: str
+) -> None:
+    with pytest.raises(Impossible) as error:
+        plan(cell, given(*arguments))
+    assert str(error.value) == reason
+
+
+def test_grid_is_in_order() -> None:
+    assert cells(given("--workers", "2,1", "--batch", "8,4")) == [
+        Cell(1, 4),
+        Cell(1, 8),
+        Cell(2, 4),
+        Cell(2, 8),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cell", "text"), [(Cell(1, 8), "1 worker × batch 8"), (Cell(2, 8), "2 workers × batch 8")]
+)
+def test_cell_has_a_name(cell: Cell, text: str) -> None:
+    assert str(cell) == text
+
+
+def test_share_of_a_worker_is_its_micro_batches() -> None:
+    shares: dict[str, Any] = {"global_batch": 64, "micro_batch": 8, "accumulate": 2, "steps": 12}
+    assert Plan(**shares).worker_batch == 16

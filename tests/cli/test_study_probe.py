@@ -1,0 +1,86 @@
+"""`study.watch`: every step is timed, evaluations are not, and training ends by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import RankError
+
+from pyengine.cli.study_arguments import EXAMPLES
+from pyengine.cli.study_probe import Run, Trace, work
+
+Measure = Callable[..., Sequence[Trace]]
+
+
+@pytest.fixture
+def measure(ranks: Callable[[int], Any], tmp_path: Path) -> Measure:
+    """Give `measure("study_subjects:right", workers=2)`: run a training function on the session's ranks."""
+
+    def run(target: str, *, workers: int = 2, accumulate: int = 2) -> Sequence[Trace]:
+        settings = Run(
+            target=target,
+            workers=workers,
+            global_batch=8 * workers * accumulate,
+            micro_batch=8,
+            accumulate=accumulate,
+            steps=12,
+            dataset_size=256,
+            seed=0,
+            threads=1,
+            evaluate_every=4,
+            beats=str(tmp_path / "beats"),
+        )
+        return ranks(workers).run(work, settings)
+
+    return run
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_every_rank_times_every_step_and_rank_0_takes_the_accuracy(measure: Measure, workers: int) -> None:
+    traces = measure("study_subjects:right", workers=workers)
+    assert [len(trace.seconds) for trace in traces] == [12] * workers
+    assert [len(trace.sync_s) for trace in traces] == [12] * workers
+    assert all(seconds > 0 for trace in traces for seconds in trace.seconds)
+    assert all(trace.peak_rss_bytes > 2**20 and trace.cpu_s > 0 for trace in traces)
+    assert [step for step, _ in traces[0].accuracy] == [0, 4, 8, 12]
+    assert [trace.accuracy for trace in traces[1:]] == [[]] * (workers - 1)
+    assert traces[0].accuracy[-1][1] > traces[0].accuracy[0][1]
+
+
+def test_evaluations_are_no_part_of_any_step_on_any_rank(measure: Measure) -> None:
+    traces = measure("study_subjects:slow_evaluation")
+    # Four evaluations of 0.5 s each; the steps themselves do nothing.
+    assert all(sum(trace.seconds) < 0.5 for trace in traces)
+    assert traces[0].sync_s == [0.25] * 12
+
+
+def test_accuracy_may_be_left_out(measure: Measure) -> None:
+    assert measure("study_subjects:without_accuracy")[0].accuracy == []
+
+
+def test_example_of_the_help_runs(measure: Measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = [line[2:] for line in EXAMPLES.splitlines() if line.startswith(("  import", "  def", "      "))]
+    assert len(example) <= 25
+    (tmp_path / "mine_study.py").write_text("\n".join(example))
+    monkeypatch.syspath_prepend(tmp_path)
+    traces = measure("mine_study:train")
+    assert len(traces[0].seconds) == 12
+    assert traces[0].accuracy[-1][1] > 0.6
+
+
+WRONG = [
+    ("watches_nothing", "ended after 0 of 12 steps: it has to call study.watch"),
+    ("ends_early", "ended after 1 of 12 steps"),
+    ("watches_twice", "study.watch was called twice"),
+    ("never_starts_the_clock", "study.on_step was called before study.watch"),
+    ("says_nothing_on_rank_0", "quality returned None on rank 0"),
+]
+
+
+@pytest.mark.parametrize(("function", "message"), WRONG)
+def test_wrong_use_says_what_is_needed(measure: Measure, function: str, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        measure(f"study_subjects:{function}", workers=1)

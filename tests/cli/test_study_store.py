@@ -1,0 +1,109 @@
+"""Results on disk: nothing measured is lost, a torn line is made again, and studies do not mix."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from study_records import ended, made
+
+from pyengine.cli.arguments import Conflict
+from pyengine.cli.study_store import Record, Store
+
+SHARED = {"subject": "cnn", "dataset_size": 100, "machine": {"cpu": "some", "cores": 4}}
+
+
+def kept(folder: Path) -> dict[tuple[int, int, int], Record]:
+    store = Store(folder, SHARED)
+    store.close()
+    return store.records
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A study with two runs."""
+    store = Store(tmp_path / "study", SHARED)
+    store.add(made(1, 64))
+    store.add(ended(2, 64))
+    store.close()
+    return tmp_path / "study"
+
+
+def test_runs_come_back_as_they_were(folder: Path) -> None:
+    assert kept(folder) == {(1, 64, 0): made(1, 64), (2, 64, 0): ended(2, 64)}
+
+
+def test_every_line_is_an_object(folder: Path) -> None:
+    lines = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["study", "run", "run"]
+    assert {name: lines[0][name] for name in SHARED} == SHARED
+
+
+@pytest.mark.parametrize("lost", [1, 2, 40])
+def test_torn_last_line_is_dropped_and_the_next_one_is_whole(folder: Path, lost: int) -> None:
+    path = folder / "runs.jsonl"
+    path.write_bytes(path.read_bytes()[:-lost])
+    store = Store(folder, SHARED)
+    assert list(store.records) == [(1, 64, 0)]
+    store.add(made(4, 64))
+    store.close()
+    assert list(kept(folder)) == [(1, 64, 0), (4, 64, 0)]
+
+
+def test_torn_first_line_begins_anew(tmp_path: Path) -> None:
+    (tmp_path / "runs.jsonl").write_text('{"event": "stu')
+    assert kept(tmp_path) == {}
+    assert json.loads((tmp_path / "runs.jsonl").read_text())["event"] == "study"
+
+
+def test_line_in_the_middle_that_cannot_be_read_is_named(folder: Path) -> None:
+    path = folder / "runs.jsonl"
+    first, _, last = path.read_text().splitlines()
+    path.write_text(f"{first}\n{{\n{last}\n")
+    with pytest.raises(Conflict, match=r"line 2 of its runs\.jsonl cannot be read .*remove the line"):
+        Store(folder, SHARED)
+
+
+def test_run_that_was_tried_again_counts_as_the_last_time(folder: Path) -> None:
+    store = Store(folder, SHARED)
+    store.add(made(2, 64))
+    store.close()
+    assert kept(folder)[2, 64, 0].is_done
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"dataset_size": 200},
+            "holds a study with dataset size 100, and this one has 200: use another folder",
+        ),
+        (
+            {"machine": {"cpu": "some", "cores": 8}},
+            "with machine cpu some, cores 4, and this one has cpu some, cores 8",
+        ),
+    ],
+    ids=["settings", "machine"],
+)
+def test_another_study_is_refused(folder: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(Conflict, match=message):
+        Store(folder, SHARED | changes)
+    assert len(kept(folder)) == 2
+
+
+def test_folder_that_another_study_writes_to_is_refused(folder: Path) -> None:
+    store = Store(folder, SHARED)
+    with pytest.raises(Conflict, match="another study is writing there"):
+        Store(folder, SHARED)
+    store.close()
+    assert len(kept(folder)) == 2
+
+
+def test_accuracy_that_was_no_number_stays_none(folder: Path) -> None:
+    store = Store(folder, SHARED)
+    record = replace(made(8, 64), accuracy=[(0, None), (8, 0.5)])
+    store.add(record)
+    store.close()
+    assert kept(folder)[8, 64, 0] == record
