@@ -1,6 +1,6 @@
 # make run     set up, then train two small models on two local workers and compare with plain DDP
 # make test    set up, then run every test
-# make check   set up, then ruff
+# make check   set up, then ruff and mypy
 # make gpu     on a machine with a CUDA device, with PYTHON as it is: build in place, test, benchmark (benchmarks/gpu.sh)
 # make clean   remove everything that was built or installed here
 #
@@ -29,6 +29,7 @@ test: $(BUILT)
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
+	$(BIN)/mypy
 
 gpu:
 	PYTHON=$(PYTHON) benchmarks/gpu.sh
@@ -45,6 +46,6 @@ $(BUILT): $(INSTALLED) pyproject.toml $(NATIVE)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find pyengine -name '*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

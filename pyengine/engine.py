@@ -61,7 +61,7 @@ class Engine:
         self.scaler: GradScaler | None = None
         self.steps_taken = 0
         self._carry: Carry | None = None
-        self._is_handed_over = False
+        self._is_handed_over = self.is_used = False
         self._reset()
 
     def open(self) -> None:

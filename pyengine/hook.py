@@ -53,6 +53,7 @@ class Mode:
     def after(self, one: Tensor) -> Tensor | None:
         """Return what to multiply in after the sum over any other wire: 0-dim float32, None for nothing."""
         del one
+        return None
 
     def launch(self, bucket: dist.GradBucket, comm: TorchDist) -> Launched | None:
         """Start to sum the bucket over all ranks by other means than the wire; None: use the wire."""
@@ -158,7 +159,8 @@ def _exchange(state: HookState, bucket: Any) -> Future[torch.Tensor]:
 
 
 def _launch(state: HookState, bucket: Any, comm: TorchDist) -> Launched:
-    flat, lane, wire, mode = bucket.buffer(), state.lane(bucket), state.wire, state.mode
+    flat: Tensor = bucket.buffer()
+    lane, wire, mode = state.lane(bucket), state.wire, state.mode
     before = mode.before(lane.one) if wire.folds_count else lane.one
     after = None if wire.folds_count else mode.after(lane.one)
     is_moved = wire.folds_count or wire.dtype != flat.dtype

@@ -113,6 +113,7 @@ class GradScaler(torch.amp.GradScaler):
     def follow(self) -> None:
         """Update the scale after a window that other ranks step and this one drops, as `update` does there."""
         if self._final is not None and self._scale is not None:
+            assert self._growth_tracker is not None  # torch makes it with the scale
             torch._amp_update_scale_(
                 self._scale,
                 self._growth_tracker,
@@ -127,6 +128,7 @@ class GradScaler(torch.amp.GradScaler):
         assert self._final is not None
         if self._scale is None:  # this rank has not had a micro-batch yet
             self._lazy_init_scale_growth_tracker(self._final.sumsq.device)
+        assert self._scale is not None
         return self._scale.double().reciprocal()
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:

@@ -149,8 +149,8 @@ class BucketReducer:
         comm: Any,
         storage: Storage,
     ) -> None:
-        self.params = list(params)
-        self.names = [spec.name for spec in specs]
+        self.params: Sequence[Parameter] = list(params)
+        self.names: Sequence[str] = [spec.name for spec in specs]
         self._specs, self._cap_bytes = list(specs), cap_bytes
         self._storage, self._wire, self._comm = storage, storage.wire, comm
         self._observed: list[int] | None = None

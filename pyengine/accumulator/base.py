@@ -92,7 +92,7 @@ class BucketBase:
 
     def __init__(self, bucket: Bucket, params: Sequence[Parameter], device: torch.device) -> None:
         self.bucket = bucket
-        self.params = list(params)
+        self.params: Sequence[Parameter] = list(params)
         self.plan = BucketPlan([s.offset for s in bucket.slots], [s.numel for s in bucket.slots])
         self.one = torch.ones((), device=device)
         self._registration = torch.tensor([s.param for s in bucket.slots], device=device)
