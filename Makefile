@@ -1,6 +1,7 @@
 # make run     set up, then train two small models on two local workers and compare with plain DDP
 # make test    set up, then run every test
 # make check   set up, then ruff and mypy
+# make wheel   set up, then build sdist and wheel into dist/ and test the wheel where there is no checkout
 # make gpu     on a machine with a CUDA device, with PYTHON as it is: build in place, test, benchmark (benchmarks/gpu.sh)
 # make clean   remove everything that was built or installed here
 #
@@ -8,6 +9,8 @@
 
 PYTHON ?= python3
 ARGS ?=
+# What `make wheel` runs against the installed wheel: a minute's choice of tests; WHEEL_TESTS=tests is all.
+WHEEL_TESTS ?= tests/unit tests/ops/test_pack.py tests/ops/test_unscale_norm.py tests/distributed/test_step.py
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -17,7 +20,7 @@ BUILT := $(VENV)/.built
 # Folders too: their time changes when a file is removed.
 NATIVE := $(shell find csrc) setup.py CMakeLists.txt
 
-.PHONY: run test check gpu clean
+.PHONY: run test check wheel gpu clean
 .DEFAULT_GOAL := run
 
 run: $(BUILT)
@@ -30,6 +33,19 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
+
+# The wheel's environment sees the packages of $(VENV), not its .pth files, one of which leads to this checkout.
+wheel: CLEAN := build/wheel/bin/python
+wheel: $(BUILT)
+	rm -rf dist build/lib* build/bdist* build/wheel
+	$(BIN)/python -m build --no-isolation --sdist --wheel > build/wheel.log || { cat build/wheel.log; exit 1; }
+	$(BIN)/python -m venv --without-pip build/wheel
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$($(CLEAN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
+	$(BIN)/python -m pip --python $(CLEAN) install --quiet --no-index dist/*.whl
+	cd build/wheel && bin/python -c 'import pyengine, sys; assert pyengine.__file__.startswith(sys.prefix)'
+	cd build/wheel && bin/python -m pytest $(addprefix $(CURDIR)/,$(WHEEL_TESTS)) $(ARGS)
+	ls dist
 
 gpu:
 	PYTHON=$(PYTHON) benchmarks/gpu.sh
