@@ -2,6 +2,7 @@
 # make test    set up, then run every test
 # make check   set up, then ruff and mypy
 # make wheel   set up, then build sdist and wheel into dist/ and test the wheel where there is no checkout
+# make test-xla  set up torch_xla in an environment of its own (2 GB), then run the tests on XLA replicas
 # make gpu     on a machine with a CUDA device, with PYTHON as it is: build in place, test, benchmark (benchmarks/gpu.sh)
 # make clean   remove everything that was built or installed here
 #
@@ -13,6 +14,8 @@ ARGS ?=
 WHEEL_TESTS ?= tests/unit tests/ops/test_pack.py tests/ops/test_unscale_norm.py tests/distributed/test_step.py
 VENV := .venv
 BIN := $(VENV)/bin
+XLA_VENV := .venv-xla
+XLA_INSTALLED := $(XLA_VENV)/.installed
 
 # Empty files: when each was last done. What stands behind them decides whether it is done again.
 INSTALLED := $(VENV)/.installed
@@ -20,7 +23,7 @@ BUILT := $(VENV)/.built
 # Folders too: their time changes when a file is removed.
 NATIVE := $(shell find csrc) setup.py CMakeLists.txt
 
-.PHONY: run test check wheel gpu clean
+.PHONY: run test check wheel test-xla xla-env gpu clean
 .DEFAULT_GOAL := run
 
 run: $(BUILT)
@@ -47,6 +50,11 @@ wheel: $(BUILT)
 	cd build/wheel && bin/python -m pytest $(addprefix $(CURDIR)/,$(WHEEL_TESTS)) $(ARGS)
 	ls dist
 
+test-xla: $(XLA_INSTALLED)
+	$(XLA_VENV)/bin/python -m pytest tests/xla $(ARGS)
+
+xla-env: $(XLA_INSTALLED)
+
 gpu:
 	PYTHON=$(PYTHON) benchmarks/gpu.sh
 
@@ -57,11 +65,15 @@ $(INSTALLED): requirements-dev.txt
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	touch $@
 
+$(XLA_INSTALLED): tests/xla/make_env.sh tests/xla/cuda_stubs.py tests/xla/requirements.txt
+	tests/xla/make_env.sh $(XLA_VENV) $(PYTHON)
+	touch $@
+
 $(BUILT): $(INSTALLED) pyproject.toml $(NATIVE)
 	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps -e .
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find pyengine -name '*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -152,6 +152,8 @@ def _places(by_rank: Sequence[int], terms: int) -> list[range]:
 
 def problems_of(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
     """Say which parameters no engine can take."""
+    if not named:
+        return ["params_or_module: got no parameter; pass a module or its parameters (a generator only once)"]
     devices = sorted({str(p.device) for _, p in named})
     found = []
     if not any(p.requires_grad for _, p in named):

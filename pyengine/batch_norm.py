@@ -37,6 +37,11 @@ def _mean(module: _BatchNorm) -> Tensor:
     return module.running_mean
 
 
+def replayed(source: Any, *, is_exact: bool) -> nn.Module:
+    """Return the module whose running statistics the engine replays; an empty one if it does not."""
+    return source if is_exact and isinstance(source, nn.Module) else nn.Module()
+
+
 def batch_norm_problems(module: nn.Module) -> list[str]:
     """Say which BatchNorms cannot be made independent of the world size."""
     found = [

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.accumulator.base import Saved, flagged_in, slot_gradient
 from pyengine.ddp_sums import ExactBeside, Fp32Beside, Sums, packed
-from pyengine.header import Header
+from pyengine.header import Header, LocalWindow
 from pyengine.hook import HookState, Launched, Local, Mode, comm_hook
-from pyengine.norm import FinalPass
+from pyengine.norm import FinalPass, PlainStepper, Stepper
 
 
 class DDPReducer:
@@ -33,6 +33,9 @@ class DDPReducer:
             "native" leaves sums to autograd.
         terms: micro-batches of a full window, over all ranks.
     """
+
+    overlaps = True
+    stepper: Stepper = PlainStepper()
 
     def __init__(
         self, ddp: DistributedDataParallel, state: HookState, *, accumulator: str, terms: int
@@ -58,6 +61,10 @@ class DDPReducer:
         self._reduction: _Reduction | None = None
         ddp.register_comm_hook(state, comm_hook)
         ddp.require_backward_grad_sync = False
+
+    def local_window(self, terms: int | None) -> LocalWindow:
+        """Return what a window's counts and losses are noted in."""
+        return LocalWindow(terms)
 
     def open(self) -> None:
         """A window opens: its buffer broadcast is still to come."""

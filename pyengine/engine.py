@@ -11,15 +11,18 @@ from torch import Tensor
 from pyengine.agreement import Settings, Shares
 from pyengine.batch_norm import BatchNormReplay
 from pyengine.carry import Carry, gradients
-from pyengine.comm import Local, TorchDist
-from pyengine.header import Count, Header, LocalWindow
-from pyengine.host import runs_ahead
+from pyengine.comm import Transport
+from pyengine.header import Count, Header, Totals
+from pyengine.host import is_lazy, runs_ahead
 from pyengine.norm import FinalPass, GradScaler
 from pyengine.record import Clock
 from pyengine.reducer import Reducer
 from pyengine.snapshot import Snapshot
 from pyengine.verdict import Evidence, Verdict
 from pyengine.window import State, Window
+
+# On a lazy device, where the host asks for outcomes only if somebody waits for them: how many windows it lets pass.
+MAX_UNREAD = 64
 
 
 class Engine:
@@ -30,7 +33,7 @@ class Engine:
         final: what is still to be multiplied into the gradients, their norm and finite flags.
         verdict: the outcome of the current window, once it has landed; the host may not know it yet.
         is_late: whether the host lets the device run ahead, and learns of a window's outcome in the next one.
-        steps_taken: optimizer steps that changed parameters.
+        steps_taken: optimizer steps that changed parameters, as far as all ranks have settled them.
         kind, terms: of the accumulator; see `Identity`.
         local: this rank's counts and losses of the window.
         norms: the replay of running statistics.
@@ -39,7 +42,7 @@ class Engine:
     def __init__(
         self,
         reducer: Reducer,
-        comm: Local | TorchDist,
+        comm: Transport,
         settings: Settings,
         norms: BatchNormReplay,
         *,
@@ -55,14 +58,15 @@ class Engine:
         self.clock = Clock(self.device)
         self.is_late = not self._raises and runs_ahead(self.device)
         self.verdict: Verdict | None = None
-        self._unread: Verdict | None = None
+        self._unread: list[Verdict] = []
         self._landed: Verdict | None = None
         self._opened_at = -1
         self.scaler: GradScaler | None = None
-        self.steps_taken = 0
+        self.steps_taken = self._steps_unsettled = 0
         self._carry: Carry | None = None
         self._is_handed_over = self.is_used = False
         self._reset()
+        comm.launch()
 
     def open(self) -> None:
         """Begin a window, or take up the one that was resumed; the previous one must have been used."""
@@ -87,16 +91,17 @@ class Engine:
         """Run one micro-batch's backward; the window's last one also sends the gradients."""
         syncs = self.window.next_backward_syncs
         index = self.window.count_backward()
-        self.local.counts.append(count)
-        self.local.losses.append(loss.detach())
+        self.local.take(loss, count)
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         self._begin()
         due = self.window.done < self.window.handed
         with self.clock.phase("backward"), self.norms.backward(due=due):
-            if syncs:
+            if syncs and self.reducer.overlaps:
                 self._send(scaled.backward, scaled)
-            else:
-                self.reducer.add(index, scaled.backward)
+                return
+            self.reducer.add(index, scaled.backward)
+            if syncs:
+                self._send(None, None)
 
     def exhaust(self) -> None:
         """Note the end of the window's loop; backwards that are still due may follow."""
@@ -135,15 +140,17 @@ class Engine:
                 self.norms.land()
             self.verdict = self._landed = self._conclude(self._header)
         if not self.is_late:
-            self.verdict.reach()
+            self.settle()
         return self.verdict
 
     def settle(self) -> None:
-        """Learn the outcome of the last window that landed; every rank calls this at the same point."""
-        verdict = self._unread if self.verdict is None else self.verdict
-        self._unread = None
-        if verdict is not None:
-            verdict.reach()
+        """Learn the outcome of every window that landed; every rank calls this at the same point."""
+        self.comm.launch()
+        while self._unread:
+            self._unread.pop(0).reach()
+        if self.verdict is not None:
+            self.verdict.reach()
+        self.steps_taken, self._steps_unsettled = self.steps_taken + self._steps_unsettled, 0
 
     def others_go_on(self) -> bool:
         """Whether another rank still needs this one: for a window that was dropped before it was sent, or further ones."""
@@ -163,13 +170,17 @@ class Engine:
             self.write()
         self.norms.apply(self.final.found_inf == 0)
         self._is_handed_over = True
+        self.comm.launch()
 
     def used(self) -> None:
         """Note that an optimizer has used the window: the next one starts from zero."""
         if not self.is_used:
             self.norms.apply(self.final.found_inf == 0)
+            assert self.verdict is not None
+            self.verdict.then(self._count_step, awaits=False)
         self.is_used = True
         self._is_handed_over = False
+        self.comm.launch()
 
     @property
     def is_between_windows(self) -> bool:
@@ -211,6 +222,7 @@ class Engine:
                 self.finish()
         if self.scaler is not None and self.verdict is not None and not self.is_used:
             self.scaler.follow()  # the others update theirs when they step
+        self.comm.launch()
         self.drop()
 
     def drop(self) -> None:
@@ -250,11 +262,12 @@ class Engine:
             self.norms.open()
             self.norms.load(part.places, part.batch_norm)
         if part.places:
-            self.local.counts = list(part.counts)
-            self.local.losses = [torch.tensor(loss, dtype=torch.float64) for loss in part.losses]
+            for loss, count in zip(part.losses, part.counts, strict=True):
+                self.local.take(torch.tensor(loss, dtype=torch.float64), count)
             self._begin()
             self.reducer.load(part.sums, done=len(part.places))
         self._keep([carried.get(name) for name in self.reducer.names])
+        self.comm.launch()
 
     def _keep(self, kept: Sequence[Tensor | None]) -> None:
         """Add gradients to the window that is beginning, once it has been reduced."""
@@ -262,10 +275,10 @@ class Engine:
             self._carry = Carry(self.reducer.params, kept)
 
     def _reset(self) -> None:
-        if self.verdict is not None and self.verdict.totals is None:
-            self._unread = self.verdict
+        if self.verdict is not None and not self.verdict.is_reached:
+            self._unread.append(self.verdict)
         self.verdict = None
-        self.local = LocalWindow(self.terms)
+        self.local = self.reducer.local_window(self.terms)
         self._header: Header | None = None
         self.is_used = False
         self._more = False
@@ -284,11 +297,24 @@ class Engine:
         self.reducer.begin()
         self._has_begun = True
 
+    def _count_step(self, _: Totals, skips: bool) -> None:
+        self._steps_unsettled += not skips
+
+    def _catch_up(self) -> None:
+        """Hear of earlier windows: of all of them, or on a lazy device, until that is due, what somebody here waits for."""
+        if not is_lazy(self.device) or self.window.index % MAX_UNREAD == 0:
+            self.settle()
+        elif any(verdict.is_awaited for verdict in self._unread):
+            for verdict in self._unread:
+                verdict.read()
+            while self._unread and self._unread[0].is_good:
+                self._unread.pop(0).reach()
+
     def _send(self, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
         self.reducer.before_header()
         # The previous window's, if the host has let it run ahead: this header tells of its step. Here, behind every
         # collective that a forward may launch, all ranks are at the same point.
-        self.settle()
+        self._catch_up()
         self._position = (self.window.index, self.steps_taken)
         self._header = Header(
             self.comm, self.device, local=self.local, position=self._position, more=self._more

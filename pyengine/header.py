@@ -42,6 +42,22 @@ class LocalWindow:
     counts: list[Count] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
 
+    def take(self, loss: Tensor, count: Count) -> None:
+        """Note a micro-batch, whose backward is about to run."""
+        self.counts.append(count)
+        self.losses.append(loss.detach())
+
+    def add_to(self, vector: Tensor) -> None:
+        """Add to a header's vector what lives on its device, unread: the losses, and counts that are tensors."""
+        if self.losses:
+            vector[_LOSSES:] = scalars.lanes(_stack(self.losses, vector.device))
+        unread = [count for count in self.counts if isinstance(count, Tensor)]
+        if unread:
+            counts = _stack(unread, vector.device)
+            valid = self.are_valid(counts)
+            vector[_COUNT] += torch.where(valid, counts, 0.0).sum()
+            vector[_INVALID] += (~valid).sum()
+
     def problems(self) -> list[str]:
         """Describe the invalid counts. Reads device counts: for error reports only."""
         return [
@@ -62,6 +78,35 @@ class LocalWindow:
     def nonfinite_losses(self) -> list[int]:
         """Return the micro-batches whose loss is inf or nan. Reads device losses: for error reports only."""
         return [index for index, loss in enumerate(self.losses) if not math.isfinite(loss)]
+
+
+class RunningWindow(LocalWindow):
+    """Adds losses and counts up as they come, so that what a micro-batch adds never depends on how many there are.
+
+    Args:
+        terms: as for `LocalWindow`.
+        zeros: three 0-dim float64 tensors, each a buffer of its own on the device; not written to.
+    """
+
+    def __init__(self, terms: int | None, zeros: Sequence[Tensor]) -> None:
+        super().__init__(terms)
+        self._loss, self._count, self._invalid = zeros
+
+    def take(self, loss: Tensor, count: Count) -> None:
+        """Note a micro-batch, whose backward is about to run."""
+        super().take(loss, count)
+        self._loss = self._loss + _stack([loss], self._loss.device)[0]
+        if isinstance(count, Tensor):
+            (value,) = _stack([count], self._loss.device)
+            valid = self.are_valid(value)
+            self._count = self._count + torch.where(valid, value, 0.0)
+            self._invalid = self._invalid + (~valid).double()
+
+    def add_to(self, vector: Tensor) -> None:
+        """Add the sums to a header's vector."""
+        vector[_LOSSES:] = scalars.rounded(self._loss)
+        vector[_COUNT] += self._count
+        vector[_INVALID] += self._invalid
 
 
 @dataclass(frozen=True)
@@ -144,14 +189,7 @@ def _pack(device: torch.device, local: LocalWindow, position: tuple[int, int], m
         short = value % _STEP_MODULUS
         numbers += [short, short * short]
     vector = send([*map(float, numbers), *[0.0] * scalars.NUM_LANES], torch.float64, device)
-    if local.losses:
-        vector[_LOSSES:] = scalars.lanes(_stack(local.losses, device))
-    unread = [count for count in local.counts if isinstance(count, Tensor)]
-    if unread:
-        counts = _stack(unread, device)
-        valid_ones = local.are_valid(counts)
-        vector[_COUNT] += torch.where(valid_ones, counts, 0.0).sum()
-        vector[_INVALID] += (~valid_ones).sum()
+    local.add_to(vector)
     return vector
 
 

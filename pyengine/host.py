@@ -13,6 +13,16 @@ def runs_ahead(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def is_lazy(device: torch.device) -> bool:
+    """Whether this device's tensors are recorded programs, which run when somebody launches them or reads a value."""
+    return device.type == "xla"
+
+
+def has_events(device: torch.device) -> bool:
+    """Whether this device has streams and events, so that a copy to the host can be under way while the host goes on."""
+    return runs_ahead(device) and not is_lazy(device)
+
+
 def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return host values as a 1-D tensor on `device`; the copy is ordered with the device's other work."""
     if not runs_ahead(device):
@@ -29,7 +39,7 @@ class Readback:
 
     def __init__(self, tensor: Tensor) -> None:
         device = tensor.device
-        if not runs_ahead(device):
+        if not has_events(device):  # on a lazy device the copy stays there until somebody asks
             self._host, self._event = tensor.clone(), None
             return
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=_can_pin(device))

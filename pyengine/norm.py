@@ -7,12 +7,13 @@ fused write. The norm and the finite check come from one read, taken bucket by b
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from pyengine.host import runs_ahead
+from pyengine.host import runs_ahead, send
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
@@ -31,21 +32,21 @@ class FinalPass:
         overflow: float32 0-dim, 1 if a gradient holds inf or nan: what a loss scale follows.
         found_inf: float32 0-dim, 1 if the step must be skipped, for that or another reason.
         void: float32 0-dim, nan if a rank gave the window up, else 0.
+        used: bool `[num_params]`, which parameters any rank used; None where `.grad is None` says it.
     """
 
     def __init__(self, num_params: int, device: torch.device) -> None:
         self.sumsq = torch.zeros(num_params, dtype=torch.float64, device=device)
         self.nonfinite = torch.zeros(num_params, dtype=torch.uint8, device=device)
+        self._one = torch.ones((), dtype=torch.float64, device=device)
+        self._zero = torch.zeros((), device=device)
         self.reset()
 
     def reset(self) -> None:
-        """Forget the window."""
-        device = self.sumsq.device
-        self.sumsq.zero_()
-        self.nonfinite.zero_()
-        self.factor = torch.ones((), dtype=torch.float64, device=device)
-        self.overflow = self.found_inf = torch.zeros((), device=device)
-        self.void = torch.zeros((), device=device)
+        """Forget the window: no work for the device. Sums of squares and flags are overwritten when it lands."""
+        self.factor = self._one
+        self.overflow = self.found_inf = self.void = self._zero
+        self.used: Tensor | None = None
         self.is_pending = False
         self._before_clipping: Tensor | None = None
 
@@ -109,6 +110,8 @@ class GradScaler(torch.amp.GradScaler):
                 "scaler belongs to another engine, whose overflows it follows: make one GradScaler an engine"
             )
         self._final = final
+        if self._enabled and self._scale is None:
+            self._lazy_init_scale_growth_tracker(final.sumsq.device)
 
     def follow(self) -> None:
         """Update the scale after a window that other ranks step and this one drops, as `update` does there."""
@@ -125,11 +128,13 @@ class GradScaler(torch.amp.GradScaler):
 
     def inv_scale(self) -> Tensor:
         """Return 1 / scale as a 0-dim tensor, without a host read."""
-        assert self._final is not None
-        if self._scale is None:  # this rank has not had a micro-batch yet
-            self._lazy_init_scale_growth_tracker(self._final.sumsq.device)
         assert self._scale is not None
         return self._scale.double().reciprocal()
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        # Sent, not filled in there: a lazy device would take them for constants of its first program.
+        self._scale = send([self._init_scale], torch.float32, dev).reshape(())
+        self._growth_tracker = send([self._init_growth_tracker], torch.int32, dev).reshape(())
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         if self._final is None:
@@ -142,20 +147,31 @@ def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def apply_optimizer(optimizer: torch.optim.Optimizer, final: FinalPass, write: Any) -> None:
-    """Step `optimizer` with the pending scalar, unless something was not finite.
+class Stepper(Protocol):
+    """How an optimizer is stepped, unless the window must not be used."""
 
-    Args:
-        write: called without arguments to multiply the pending scalar into the gradients (one fused pass).
+    def needs_host(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether `step` waits for the outcome of the window."""
 
-    A fused optimizer decides on the device; any other needs a host read here.
-    """
-    if decides_on_device(optimizer):
-        _fused_step(optimizer, final)
-    elif not bool(final.found_inf):
-        if final.is_pending:
-            write()
-        optimizer.step()
+    def step(self, optimizer: torch.optim.Optimizer, final: FinalPass, write: Callable[[], None]) -> None:
+        """Step with the pending scalar; `write` multiplies it into the gradients (one fused pass)."""
+
+
+class PlainStepper:
+    """Lets a fused optimizer decide on the device; any other needs the host to know."""
+
+    def needs_host(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether `step` waits for the outcome of the window."""
+        return not decides_on_device(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, final: FinalPass, write: Callable[[], None]) -> None:
+        """Step with the pending scalar; `write` multiplies it into the gradients (one fused pass)."""
+        if decides_on_device(optimizer):
+            _fused_step(optimizer, final)
+        elif not bool(final.found_inf):
+            if final.is_pending:
+                write()
+            optimizer.step()
 
 
 def _fused_step(optimizer: Any, final: FinalPass) -> None:
@@ -167,4 +183,4 @@ def _fused_step(optimizer: Any, final: FinalPass) -> None:
         del optimizer.grad_scale, optimizer.found_inf
 
 
-__all__ = ["FinalPass", "GradScaler", "apply_optimizer", "decides_on_device"]
+__all__ = ["FinalPass", "GradScaler", "PlainStepper", "Stepper"]

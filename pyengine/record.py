@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from pyengine.host import runs_ahead
+from pyengine.host import has_events
 
 
 @dataclass(frozen=True)
 class StepRecord:
     """One optimizer step, as every rank saw it.
 
-    Seconds are of the device's own clock where the parameters lie on an accelerator.
+    Seconds are of the device's own clock where the parameters lie on an accelerator, and the host's on an XLA device,
+    where they tell how long it took to record the work.
 
     Attributes:
         step: optimizer steps attempted before this one.
@@ -49,7 +50,7 @@ class StepRecord:
 
 
 class Clock:
-    """Seconds of one window by phase, measured where its work runs: on the host, or on the device by events.
+    """Seconds of one window by phase, measured where its work runs: on the device by events if it has them, else on the host.
 
     Args:
         device: where the window's gradients are computed.
@@ -82,14 +83,14 @@ class Clock:
         return self._between(self._start, self._stop)
 
     def _now(self) -> Any:
-        if not runs_ahead(self._device):
+        if not has_events(self._device):
             return time.perf_counter()
         event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event
 
     def _between(self, start: Any, stop: Any) -> float:
-        if not runs_ahead(self._device):
+        if not has_events(self._device):
             return float(stop - start)
         stop.synchronize()
         return float(start.elapsed_time(stop)) / 1000

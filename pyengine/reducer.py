@@ -13,20 +13,31 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
-from pyengine.accumulator import BucketAccumulator, ExactBucket, Fp32Bucket, NativeBucket
+from pyengine.accumulator import ExactBucket, Fp32Bucket, NativeBucket
 from pyengine.accumulator.base import Saved
-from pyengine.header import Header
+from pyengine.header import Header, LocalWindow
 from pyengine.layout import Bucket, ParamSpec, backward_order, build
-from pyengine.norm import FinalPass
+from pyengine.norm import FinalPass, PlainStepper, Stepper
+from pyengine.transfers import Transfers
 from pyengine.watch import Watch
-from pyengine.wire import Wire, Work
+from pyengine.wire import Wire
 
 
 class Reducer(Protocol):
-    """What the engine asks of whoever owns the gradients: flat buckets of ours, or DDP's."""
+    """What the engine asks of whoever owns the gradients: flat buckets of ours, DDP's, or sums on a lazy device.
+
+    Attributes:
+        overlaps: whether reductions run inside the window's last backward; if not, that one is like the others.
+        stepper: how an optimizer is stepped over these gradients.
+    """
 
     params: Sequence[Parameter]
     names: Sequence[str]
+    overlaps: bool
+    stepper: Stepper
+
+    def local_window(self, terms: int | None) -> LocalWindow:
+        """Return what a window's counts and losses are noted in."""
 
     def open(self) -> None:
         """A window opens; nothing has been computed yet."""
@@ -96,35 +107,6 @@ class Storage:
         return NativeBucket(bucket, mine, wire=self.wire, device=device, watch=self.watch)
 
 
-class _Transfer:
-    """One bucket under way: whether the running backward has completed it, and its rounds of collectives."""
-
-    def __init__(self, bucket: BucketAccumulator) -> None:
-        self.bucket = bucket
-        self.is_complete = False
-        self.rounds_left = bucket.num_rounds
-        self._work: Work | None = None
-
-    def start(self, rounds: Iterator[Work]) -> None:
-        """Launch the first round."""
-        self._rounds = rounds
-        self._launch()
-
-    def go_on(self) -> None:
-        """Launch the next round once the last has landed."""
-        self.wait()
-        self._launch()
-
-    def wait(self) -> None:
-        """Wait for what has been launched."""
-        assert self._work is not None
-        self._work.wait()
-
-    def _launch(self) -> None:
-        self._work = next(self._rounds)
-        self.rounds_left -= 1
-
-
 class BucketReducer:
     """Gradients in flat buckets that we own.
 
@@ -139,6 +121,9 @@ class BucketReducer:
         comm: transport.
         storage: how buckets sum and travel.
     """
+
+    overlaps = True
+    stepper: Stepper = PlainStepper()
 
     def __init__(
         self,
@@ -163,8 +148,7 @@ class BucketReducer:
     def _lay_out(self, order: Sequence[int]) -> None:
         # Old buffers go before new ones come.
         self._buckets: list[NativeBucket | Fp32Bucket | ExactBucket] = []
-        self._transfers: list[_Transfer] = []
-        self._next = 0
+        self._transfers: Transfers | None = None
         self.layout = build(self._specs, order, cap_bytes=self._cap_bytes, world_size=self._comm.world_size)
         self._buckets = [self._storage.bucket(self.params, bucket) for bucket in self.layout.buckets]
         self._place = {
@@ -174,6 +158,10 @@ class BucketReducer:
         }
         # 1/count can wait for the optimizer only if no bucket has to be rewritten anyway.
         self._defers_count = all(bucket.in_place for bucket in self._buckets)
+
+    def local_window(self, terms: int | None) -> LocalWindow:
+        """Return what a window's counts and losses are noted in."""
+        return LocalWindow(terms)
 
     def open(self) -> None:
         """Do nothing: old sums are overwritten by the first backward, so that a zero_grad before it does no harm."""
@@ -201,26 +189,27 @@ class BucketReducer:
     def reduce(self, header: Header, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
         """Start every bucket's reduction, each as soon as the running backward has completed it."""
         del loss
-        self._transfers = [_Transfer(bucket) for bucket in self._buckets]
-        self._next = 0
+        self._transfers = Transfers(self._buckets, header, wire=self._wire, comm=self._comm)
         if backward is not None:
-            self._overlap(header, backward)
-        self._launch_rest(header, poison=False)
+            self._overlap(self._transfers, backward)
+        self._transfers.start_rest(poison=False)
         if self._observed is None:
             self._observed = backward_order(self._specs)  # a window without a backward tells nothing
 
     def give_up(self, header: Header) -> None:
         """Send the buckets that a failed backward left behind, voided; all ranks then skip the window."""
-        self._launch_rest(header, poison=True)
+        del header
+        if self._transfers is not None:
+            self._transfers.start_rest(poison=True)
 
     def finish(self, header: Header, final: FinalPass) -> None:
         """Wait for each bucket in turn and publish it while later ones still travel."""
         inv_count = header.inv_count()
         late = None if self._wire.folds_count or self._defers_count else inv_count
-        for transfer in self._transfers:
-            transfer.wait()
-            transfer.bucket.from_wire(late, final)
-        self._transfers = []
+        assert self._transfers is not None
+        for bucket in self._transfers.landed():
+            bucket.from_wire(late, final)
+        self._transfers = None
         if self._defers_count and not self._wire.folds_count:
             final.multiply(inv_count)
         final.settle()
@@ -261,16 +250,14 @@ class BucketReducer:
             self._adopt(order["agreed"])
         self._observed = order["observed"]
 
-    def _overlap(self, header: Header, backward: Callable[[], None]) -> None:
+    def _overlap(self, transfers: Transfers, backward: Callable[[], None]) -> None:
         """Run the last backward and start each bucket from inside it."""
         hooks = self._observe() if self._observed is None and not self._order_is_settled else []
         for bucket in self._buckets:
             bucket.arm()
         watches = [
-            Watch(
-                transfer.bucket.params, transfer.bucket.has_arrived, partial(self._complete, transfer, header)
-            )
-            for transfer in self._transfers
+            Watch(transfer.bucket.params, transfer.bucket.has_arrived, partial(transfers.complete, transfer))
+            for transfer in transfers.all
         ]
         try:
             with _watching(watches):
@@ -304,39 +291,6 @@ class BucketReducer:
             for param in self.params:
                 param.grad = param.main_grad = None  # type: ignore[attr-defined]
             self._lay_out(order)
-
-    def _complete(self, transfer: _Transfer, header: Header) -> None:
-        transfer.is_complete = True
-        self._launch_ready(header)
-
-    def _launch_ready(self, header: Header) -> None:
-        while self._next < len(self._transfers) and self._transfers[self._next].is_complete:
-            # A narrow wire needs the count first. Never stall the backward for it: the bucket goes with the next one.
-            if self._wire.folds_count and not header.is_ready():
-                return
-            self._launch(header, poison=False)
-
-    def _launch_rest(self, header: Header, *, poison: bool) -> None:
-        while self._next < len(self._transfers):
-            self._launch(header, poison=poison)
-        if self._transfers:
-            self._go_on(self._transfers[-1])
-
-    def _launch(self, header: Header, *, poison: bool) -> None:
-        transfer = self._transfers[self._next]
-        # A narrow wire needs the count of all ranks: waiting for it must not hold up the backward.
-        with self._comm.beside(transfer.bucket.lent()):
-            inv_count = header.inv_count() if self._wire.folds_count else None
-            transfer.start(transfer.bucket.rounds(inv_count, self._wire, self._comm, poison=poison))
-        self._next += 1
-        if self._next > 1:
-            # The same order of collectives on every rank; a first round has a bucket's time to land.
-            self._go_on(self._transfers[self._next - 2])
-
-    def _go_on(self, transfer: _Transfer) -> None:
-        while transfer.rounds_left:
-            with self._comm.beside([]):
-                transfer.go_on()
 
 
 @contextmanager

@@ -18,6 +18,7 @@ _BITS = 40
 # From the largest float32 down to its smallest denormal. Beyond the top the first lane only grows.
 _UNITS = [2.0**exponent for exponent in range(88, -153, -_BITS)]
 NUM_LANES = len(_UNITS)
+_ANY = 2  # a lane whose unit is nothing special
 
 
 def lanes(values: Tensor) -> Tensor:
@@ -38,6 +39,17 @@ def lanes(values: Tensor) -> Tensor:
     pieces = (values.double()[:, None] / units).trunc()
     pieces[:, 1:] -= pieces[:, :-1] * 2.0**_BITS
     return pieces.sum(0)
+
+
+def rounded(value: Tensor) -> Tensor:
+    """Return a sum as lanes that are not exact: where it has been rounded already, or float64 has float32's range.
+
+    Args:
+        value: float64 0-dim.
+    """
+    found = value.new_zeros(NUM_LANES)
+    found[_ANY] = value / _UNITS[_ANY]
+    return found
 
 
 def total(summed: Sequence[float]) -> float:

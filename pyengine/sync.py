@@ -1,4 +1,4 @@
-"""The public engine: windows of micro-batches whose gradients travel once."""
+"""The public loop: windows of micro-batches whose gradients travel once."""
 
 from __future__ import annotations
 
@@ -7,30 +7,19 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-from pyengine.accumulator import Exact
-from pyengine.agreement import Settings, agree, problems_of, sparse_modules
-from pyengine.batch_norm import BatchNormReplay, batch_norm_problems
-from pyengine.comm import comm_for
-from pyengine.ddp import DDPReducer
 from pyengine.dealer import Dealer
 from pyengine.engine import Engine
 from pyengine.header import Count, Totals
-from pyengine.hook import HookState
 from pyengine.host import Readback
-from pyengine.layout import Layout, ParamSpec
 from pyengine.loop import Batch, micro_batch, windows
-from pyengine.norm import GradScaler, apply_optimizer, decides_on_device
+from pyengine.norm import GradScaler
 from pyengine.optimizer import Ownership, WindowOptimizer
 from pyengine.record import Recorder, StepRecord
-from pyengine.reducer import BucketReducer, Storage
 from pyengine.restore import put, take
 from pyengine.verdict import Verdict
 from pyengine.window import State
-from pyengine.wire import FP32, Wire
 
 
 class Sync:
@@ -86,6 +75,7 @@ class Sync:
         enabled = scaler if scaler is not None and scaler.is_enabled() else None
         if enabled is not None:
             enabled.bind(self._engine.final)
+            self._engine.comm.launch()
         self._scaler, self._engine.scaler = scaler, enabled
 
     def windows(self, loader: Iterable[Batch] | Dealer) -> Iterator[Iterator[Any]]:
@@ -182,23 +172,25 @@ class Sync:
         engine = self._engine
         verdict = engine.finish()
         self._ownership.check(optimizer)
-        if not decides_on_device(optimizer):
+        stepper = engine.reducer.stepper
+        if stepper.needs_host(optimizer):
             engine.settle()
         first = not engine.is_used
         if engine.scaler is not None and first:
             engine.scaler.unscale_(optimizer)
         norm = engine.final.norm_before_clipping()
         try:
-            apply_optimizer(optimizer, engine.final, engine.write)
+            stepper.step(optimizer, engine.final, engine.write)
         finally:
             if engine.scaler is not None and first:
                 engine.scaler.update()
+        stepped = engine.final.found_inf == 0
         if scheduler is not None:
-            verdict.then(lambda _, skips: None if skips else scheduler.step())
+            verdict.once_known(lambda skips: None if skips else scheduler.step())
         if first:
             self._report(verdict, norm)
         engine.used()
-        return engine.final.found_inf == 0
+        return stepped
 
     def synchronize(self) -> None:
         """Wait for the outcome of the last step: its scheduler steps, its StepRecord is emitted, its errors are raised.
@@ -267,11 +259,11 @@ class Sync:
         engine, clock = self._engine, self._engine.clock
         traffic, (collectives, sent) = engine.comm.traffic, engine.traffic_before
         collectives, sent = traffic.collectives - collectives, traffic.bytes_sent - sent
+        # Also where nobody listens: ranks whose programs differ cannot meet.
         index, grad_norm = engine.window.index, Readback(norm.reshape(1))
         clock.stop()
 
         def emit(totals: Totals, skips: bool) -> None:
-            engine.steps_taken += not skips
             if not self._recorder.callbacks:
                 return  # the seconds would wait for the device
             self._recorder.emit(
@@ -289,122 +281,4 @@ class Sync:
                 step_s=clock.elapsed(),
             )
 
-        verdict.then(emit)
-
-
-class GradSync(Sync):
-    """Own the gradients of a model in flat buckets, and reduce each bucket once a window.
-
-    Every rank makes it over the same parameters; rank 0's values (and a module's buffers) are copied to the others.
-
-    Args:
-        params_or_module: a module, or its parameters, or `(name, parameter)` pairs. All that require a gradient.
-        accumulate: micro-batches a window, per rank.
-        wire: how a bucket travels: `pe.wire.FP32()`, `BF16()`, `FP16()`.
-        accumulator: "fp32" sums in fp32 whatever the parameters' type; "native" sums in their own type; "exact" gives the
-            same bits for every world size (docs/reproducible.md), over the fp32 wire only, with whole-numbered counts;
-            given a module, not its parameters, it keeps BatchNorm's running statistics alike too. `pe.Exact(
-            micro_batches=...)` is the same where the window is not the sum of `accumulate` over ranks.
-        group: the process group; None is the default group, or this process alone if there is none.
-        bucket_cap_mb: size of a bucket in MiB of gradients.
-        nonfinite: "skip" leaves the parameters alone in a step with inf or nan; "raise" raises FloatingPointError on
-            every rank, and has every micro-batch checked so that the message names it.
-
-    Raises:
-        ValueError: an argument is off, or the ranks' parameters differ, or "exact" meets a SyncBatchNorm; raised on
-            every rank.
-
-    Cost: fp32 parameters need one buffer of their size, which `.grad` views. Narrow parameters with
-    `accumulator="fp32"` need 4 bytes an element for the sum and their own size for the wire.
-    """
-
-    def __init__(
-        self,
-        params_or_module: nn.Module | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
-        *,
-        accumulate: int,
-        wire: Wire = FP32(),  # noqa: B008 - frozen
-        accumulator: str | Exact = "fp32",
-        group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float = 25,
-        nonfinite: str = "skip",
-    ) -> None:
-        named, buffers = _named(params_or_module)
-        params = [param for _, param in named]
-        comm = comm_for(params[0].device, group)
-        specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
-        settings = Settings(accumulate, wire, accumulator, nonfinite, bucket_cap_mb)
-        module = _replayed(params_or_module, settings)
-        shares = agree(comm, specs, settings, [*problems_of(named), *batch_norm_problems(module)])
-        comm.broadcast_([*params, *buffers])
-        storage = Storage(wire, settings.kind, watch=nonfinite == "raise", terms=shares.terms)
-        reducer = BucketReducer(
-            specs, params, cap_bytes=int(bucket_cap_mb * 2**20), comm=comm, storage=storage
-        )
-        norms = BatchNormReplay(module, most=shares.most, total=shares.total)
-        super().__init__(Engine(reducer, comm, settings, norms, shares=shares))
-        self._reducer = reducer
-
-    @property
-    def layout(self) -> Layout:
-        """Where every gradient lies: buckets and slots."""
-        return self._reducer.layout
-
-
-def attach(
-    ddp_model: DistributedDataParallel,
-    *,
-    accumulate: int,
-    wire: Wire = FP32(),  # noqa: B008 - frozen
-    accumulator: str | Exact = "fp32",
-    nonfinite: str = "skip",
-) -> Sync:
-    """Let DDP's buckets travel once a window: registers the hook and drives DDP's no_sync.
-
-    Args:
-        ddp_model: the wrapped model, without another communication hook.
-        accumulate, wire, accumulator, nonfinite: as for `GradSync`. Narrow parameters with "fp32" get fp32 sums beside
-            DDP's buckets: 4 bytes an element more.
-
-    Returns:
-        The same loop as `GradSync` gives. Set `.grad` is DDP's own.
-
-    Raises:
-        TypeError: not a DistributedDataParallel.
-        ValueError: a sparse embedding, which DDP puts into a bucket of its own; a SyncBatchNorm with "exact".
-    """
-    if not isinstance(ddp_model, DistributedDataParallel):
-        raise TypeError(
-            f"ddp_model is a {type(ddp_model).__name__}: need a DistributedDataParallel; for a bare model use pe.GradSync"
-        )
-    state = HookState(wire=wire, group=ddp_model.process_group)
-    named = list(ddp_model.module.named_parameters())
-    specs = [ParamSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named]
-    settings = Settings(accumulate, wire, accumulator, nonfinite)
-    comm = state.comm(named[0][1].device)
-    module = _replayed(ddp_model.module, settings)
-    problems = [*problems_of(named), *sparse_modules(ddp_model), *batch_norm_problems(module)]
-    shares = agree(comm, specs, settings, problems)
-    reducer = DDPReducer(ddp_model, state, accumulator=settings.kind, terms=shares.terms)
-    norms = BatchNormReplay(module, most=shares.most, total=shares.total)
-    return Sync(Engine(reducer, comm, settings, norms, shares=shares))
-
-
-def _replayed(source: Any, settings: Settings) -> nn.Module:
-    """Return the module whose running statistics the engine replays; an empty one if it does not."""
-    is_exact = settings.kind == "exact"
-    return source if is_exact and isinstance(source, nn.Module) else nn.Module()
-
-
-def _named(source: Any) -> tuple[list[tuple[str, nn.Parameter]], list[Tensor]]:
-    if isinstance(source, nn.Module):
-        named, buffers = list(source.named_parameters()), list(source.buffers())
-    else:
-        items = list(source)
-        named = [item if isinstance(item, tuple) else (f"param{i}", item) for i, item in enumerate(items)]
-        buffers = []
-    if not named:
-        raise ValueError(
-            "params_or_module: got no parameter; pass a module or its parameters (a generator only once)"
-        )
-    return named, buffers
+        verdict.then(emit, awaits=bool(self._recorder.callbacks))

@@ -52,7 +52,9 @@ class Verdict:
         raises: whether inf and nan are an error (the policy "raise") and not merely a reason to skip.
 
     Attributes:
-        totals: sums over all ranks; None until reached.
+        totals: sums over all ranks; None until read.
+        is_reached: whether the ranks have concluded it.
+        is_awaited: whether somebody on this rank waits for the numbers.
         reason: why the step is skipped; empty if it is not.
         error: what `reach` raises; None if nothing, or not reached.
     """
@@ -66,15 +68,35 @@ class Verdict:
         self._numbers = Readback(torch.cat([header.vector(), final.found_inf.double().reshape(1)]))
         self._nonfinite = final.nonfinite.clone()
         self._waiting: list[Callable[[Totals, bool], None]] = []
-        self._skips = False
+        self._waiting_to_know: list[Callable[[bool], None]] = []
+        self._skips = self.is_reached = self.is_awaited = False
         self.error: Exception | None = None
 
-    def then(self, action: Callable[[Totals, bool], None]) -> None:
-        """Call `action(totals, skipped)` once the verdict is reached; now if it has been."""
-        if self.totals is None:
-            self._waiting.append(action)
-        else:
+    def then(self, action: Callable[[Totals, bool], None], *, awaits: bool = True) -> None:
+        """Call `action(totals, skipped)` once the verdict is reached; now if it has been.
+
+        Args:
+            awaits: whether the action is worth reading the numbers for, where that is not free.
+        """
+        self.is_awaited = self.is_awaited or awaits
+        if self.is_reached:
+            assert self.totals is not None
             action(self.totals, self._skips)
+        else:
+            self._waiting.append(action)
+
+    def once_known(self, action: Callable[[bool], None]) -> None:
+        """Call `action(skipped)` once this rank knows, whatever the others say; now if it does."""
+        self.is_awaited = True
+        if self.totals is None:
+            self._waiting_to_know.append(action)
+        else:
+            action(self._skips)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the verdict was read and leaves the ranks nothing to talk about."""
+        return self.totals is not None and not self._skips
 
     def reach(self) -> Totals:
         """Wait for the outcome, and call what waited for it; later calls return or raise the same at once.
@@ -84,25 +106,31 @@ class Verdict:
             ValueError: a count is negative or not finite.
             FloatingPointError: inf or nan under the policy "raise".
         """
-        if self.totals is None:
-            self.totals = self.read()
+        totals = self.read()
+        if not self.is_reached:
+            self.is_reached = True
             try:
-                self._judge(self.totals)
+                self._judge(totals)
             except (ValueError, RuntimeError, FloatingPointError) as error:
                 self.error = error.with_traceback(None)  # which would keep every frame alive, this one too
             else:
                 for action in self._waiting:
-                    action(self.totals, self._skips)
+                    action(totals, self._skips)
             self._waiting = []
         if self.error is not None:
             raise type(self.error)(*self.error.args)
-        return self.totals
+        return totals
 
     def read(self) -> Totals:
-        """Wait for the totals only: no rank talks, nothing is concluded."""
-        *numbers, found_inf = self._numbers.get()
-        self._skips = found_inf != 0
-        return Totals.of(numbers, self._comm.world_size)
+        """Wait for the numbers only: no rank talks, nothing is concluded."""
+        if self.totals is None:
+            *numbers, found_inf = self._numbers.get()
+            self._skips = found_inf != 0
+            self.totals = Totals.of(numbers, self._comm.world_size)
+            for action in self._waiting_to_know:
+                action(self._skips)
+            self._waiting_to_know = []
+        return self.totals
 
     def _judge(self, totals: Totals) -> None:
         if not self._skips:

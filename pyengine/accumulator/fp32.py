@@ -70,7 +70,7 @@ class Fp32Bucket(GroupedBucket):
         """Publish the reduced sum in the parameters' type: a read, and a write unless the wire has that type."""
         out = None if self._result is self._wire and inv_count is None else self._result_slots
         self.norm(self._wire_slots, out, self.one if inv_count is None else inv_count, final)
-        final.void += self.void(self._wire)
+        final.void = final.void + self.void(self._wire)
         used = self.used_anywhere(self._wire, self._used)
         for param, grad, keep in zip(self.params, self._grads, used, strict=True):
             param.grad = grad if keep else None

@@ -102,7 +102,7 @@ class NativeBucket(BucketBase):
         scale = self.one if inv_count is None else inv_count
         out = None if self.in_place and inv_count is None else self._slots
         self.norm(self._wire_slots, out, scale, final)
-        final.void += self.void(self._wire)
+        final.void = final.void + self.void(self._wire)
         used = self.used_anywhere(self._wire, self._used)
         if not all(used):
             for param, keep in zip(self.params, used, strict=True):

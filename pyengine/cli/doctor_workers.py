@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from pyengine.cli.doctor_finding import Finding, fail, ok
+from pyengine.grad_sync import GradSync
 from pyengine.launching import launch
-from pyengine.sync import GradSync
 
 _WORKERS, _ACCUMULATE, _ITEMS = 2, 3, 4
 _PATIENCE_S = 120

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from pyengine.batch import plan_batch
 from pyengine.cli.study_arguments import Settings
 
 WARM_UP_STEPS = 3  # allocations, lazy initialisation, and the second window's re-ordering of buckets
@@ -60,28 +61,24 @@ def plan(cell: Cell, settings: Settings) -> Plan:
     """
     worker_batch = cell.batch if settings.fixed == "per-worker" else _share(cell.batch, cell.workers)
     micro_batch = min(worker_batch, settings.micro_batch or worker_batch)
-    if worker_batch % micro_batch:
-        raise Impossible(
-            f"a worker's {worker_batch} samples are not a multiple of --micro-batch {micro_batch}; nearest: "
-            f"{_nearest(worker_batch, micro_batch)}"
-        )
     global_batch = worker_batch * cell.workers
+    try:
+        split = plan_batch(global_batch=global_batch, micro_batch=micro_batch, world_size=cell.workers)
+    except ValueError as error:
+        raise Impossible(str(error)) from None
     if global_batch > settings.dataset_size:
         raise Impossible(
             f"a global batch of {global_batch} is more than the {settings.dataset_size} samples there are"
         )
     steps = max(_LEAST_STEPS, math.ceil(settings.epochs * settings.dataset_size / global_batch))
-    return Plan(global_batch, micro_batch, worker_batch // micro_batch, steps)
+    return Plan(global_batch, micro_batch, split.accumulate, steps)
 
 
 def _share(batch: int, workers: int) -> int:
-    if batch % workers:
+    share, rest = divmod(batch, workers)
+    if rest:
+        nearest = f"{share * workers} and {(share + 1) * workers}" if share else f"{workers}"
         raise Impossible(
-            f"a global batch of {batch} is not a multiple of {workers} workers; nearest: {_nearest(batch, workers)}"
+            f"a global batch of {batch} is not a multiple of {workers} workers; nearest: {nearest}"
         )
-    return batch // workers
-
-
-def _nearest(number: int, divisor: int) -> str:
-    lower = number // divisor * divisor
-    return f"{lower} and {lower + divisor}" if lower else f"{divisor}"
+    return share

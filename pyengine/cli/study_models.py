@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from functools import partial
 
 import torch
@@ -11,12 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from pyengine.batch import scale_lr
 from pyengine.cli.study_probe import Probe
 from pyengine.cli.train_cnn import DigitsTask
 from pyengine.cli.train_gpt import TextTask
 from pyengine.cli.train_task import Task
+from pyengine.grad_sync import GradSync
 from pyengine.sampler import WindowSampler
-from pyengine.sync import GradSync
 
 _BATCH = 64  # that the learning rates below are for
 _WARM_UP = 0.1  # share of a run's steps in which the learning rate rises
@@ -36,9 +36,7 @@ def _train(task: Task, study: Probe, *, lr: float) -> None:
     torch.manual_seed(study.seed)
     model = task.build()
     sync = GradSync(model, accumulate=study.accumulate)
-    # Adam's learning rate grows with the root of the batch (Malladi et al. 2022, "On the SDEs and Scaling Rules for
-    # Adaptive Gradient Algorithms").
-    lr *= math.sqrt(study.global_batch / _BATCH)
+    lr = scale_lr(lr, from_batch=_BATCH, to_batch=study.global_batch, rule="sqrt")
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
     schedule = LambdaLR(optimizer, partial(_shape, steps=study.steps))
     sampler = WindowSampler(

@@ -13,8 +13,10 @@ from pyengine.cli import train_gradient, train_optimizer
 from pyengine.cli.arguments import Settings
 from pyengine.cli.train_ddp import PlainDDP, num_buckets
 from pyengine.cli.train_task import Batch, Task
+from pyengine.drop_in import attach
+from pyengine.grad_sync import GradSync
 from pyengine.record import StepRecord
-from pyengine.sync import GradSync, Sync, attach
+from pyengine.sync import Sync
 from pyengine.wire import BF16, FP16, FP32
 
 _WIRES = {"fp32": FP32(), "bf16": BF16(), "fp16": FP16()}

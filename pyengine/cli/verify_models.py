@@ -13,9 +13,9 @@ from pyengine.cli.train_cnn import DigitsTask
 from pyengine.cli.train_gpt import TextTask
 from pyengine.cli.train_task import Task
 from pyengine.cli.verify_probe import Probe
+from pyengine.grad_sync import GradSync
 from pyengine.sampler import WindowSampler
 from pyengine.seed import micro_batch_rng
-from pyengine.sync import GradSync
 
 _SEED = 42
 _MICRO_BATCH = 2

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyengine.comm.beside import Beside
 from pyengine.comm.traffic import Traffic
+from pyengine.host import runs_ahead
 
 # Backends that the host waits for, whatever device the tensors lie on; of all others the stream waits.
 _HOST_ORDERED = {"gloo", "mpi"}
@@ -35,7 +36,7 @@ class TorchDist:
         if self.rank < 0:
             raise ValueError("group: this process is not a member; pass a group that contains it")
         self.traffic = Traffic()
-        self.is_stream_ordered = device.type != "cpu" and _backend(group, device) not in _HOST_ORDERED
+        self.is_stream_ordered = runs_ahead(device) and _backend(group, device) not in _HOST_ORDERED
         self._beside = Beside(device) if self.is_stream_ordered else None
 
     @contextmanager
@@ -50,6 +51,9 @@ class TorchDist:
         else:
             with self._beside.run(lent):
                 yield
+
+    def launch(self) -> None:
+        """Do nothing: the device has begun already."""
 
     def all_reduce(self, flat: Tensor) -> dist.Work:
         """Start summing `flat` over all ranks, in place."""

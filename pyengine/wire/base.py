@@ -33,6 +33,9 @@ class Comm(Protocol):
     @property
     def is_stream_ordered(self) -> bool: ...
 
+    def launch(self) -> None:
+        """Let the device begin with what it was given, where it waits for that."""
+
     def all_reduce(self, flat: Tensor) -> Work:
         """Start summing `flat` over all ranks, in place."""
 

@@ -46,7 +46,7 @@ IMPOSSIBLE: list[tuple[tuple[str, ...], Cell, str]] = [
     (
         ("--micro-batch", "24"),
         Cell(2, 64),
-        "a worker's 32 samples are not a multiple of --micro-batch 24; nearest: 24 and 48",
+        "global_batch=64 is not a multiple of micro_batch × world_size = 48; nearest are 48 and 96",
     ),
     (
         ("--fixed", "per-worker", "--dataset-size", "200"),

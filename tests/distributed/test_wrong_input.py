@@ -279,3 +279,14 @@ def _one_rank_differs(argument: str) -> str:
 def test_an_argument_that_is_wrong_on_one_rank_raises_on_all(ranks, argument, needle):
     for message in ranks(3).run(_one_rank_differs, argument):
         assert message.startswith("ValueError") and needle in message
+
+
+def _no_parameters_on_one_rank() -> str:
+    rank, _ = me()
+    model = nn.Linear(2, 1)
+    return _error(lambda: pe.GradSync([] if rank == 1 else model, accumulate=1))
+
+
+def test_a_rank_without_any_parameter_is_named_on_all(ranks):
+    for message in ranks(2).run(_no_parameters_on_one_rank):
+        assert message.startswith("ValueError: rank 1: params_or_module: got no parameter")

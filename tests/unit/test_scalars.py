@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyengine.scalars import lanes, total
+from pyengine.scalars import lanes, rounded, total
 
 FLOATS = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40)
 
@@ -46,3 +46,8 @@ def test_an_infinite_value_stays_visible(value):
 
 def test_nan_stays_visible():
     assert math.isnan(_sum([1.0, math.nan])) and math.isnan(_sum([math.inf, -math.inf]))
+
+
+@pytest.mark.parametrize("value", [0.0, -3.25, 1e30, float("inf"), float("-inf")])
+def test_a_rounded_sum_comes_back_as_it_was(value):
+    assert total(rounded(torch.tensor(value, dtype=torch.float64)).tolist()) == value

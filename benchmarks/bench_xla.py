@@ -1,0 +1,318 @@
+"""What a window costs on XLA replicas, against Accelerate and xm.optimizer_step.
+
+    make xla-env && .venv-xla/bin/python benchmarks/bench_xla.py [--replicas 2] [--accumulate 4] [--save]
+
+Replicas are threads on XLA's CPU backend, which tests/xla/replicas.py lets launch programs with collectives in turn: the
+times can be compared with one another and say nothing about a TPU. Counts are exact. `error` is the largest difference of a
+parameter from float64 training on the global batch, and `equal` whether all replicas end with the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from _harness import machine_card, save
+from torch import Tensor, nn
+
+import pyengine as pe
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "xla"))
+from replicas import Replicas
+from xla_cases import fill, waves
+
+WARM_UP = 4
+MAX_NORM = 0.5
+COLUMNS = (
+    "collectives",
+    "kilobytes",
+    "executed",
+    "programs",
+    "sent",
+    "read",
+    "p50_ms",
+    "min_ms",
+    "error",
+    "equal",
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every contestant trains."""
+
+    replicas: int
+    accumulate: int
+    width: int
+    windows: int
+    clip: bool
+
+
+@dataclass
+class Row:
+    """One replica's result: counts and times a window, after the warm-up.
+
+    `programs` are all that the process compiled after set-up; those without a collective once for each replica.
+    """
+
+    collectives: float
+    kilobytes: float
+    executed: float
+    programs: int
+    sent: float
+    read: float
+    times: list[float]
+    params: list[Tensor]
+
+
+class _Tally:
+    """Counts the collectives that torch_xla is asked for on this replica, as long as the process lives."""
+
+    def __init__(self) -> None:
+        import torch_xla.core.xla_model as xm
+
+        self.calls = self.num_bytes = 0
+        mine, before = threading.get_ident(), xm.all_reduce
+
+        def counted(kind: str, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == mine:
+                self.calls += 1
+                self.num_bytes += sum(t.nbytes for t in ([inputs] if isinstance(inputs, Tensor) else inputs))
+            return before(kind, inputs, *args, **kwargs)
+
+        xm.all_reduce = counted
+
+
+def model_of(setting: Setting, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return the model, always the same."""
+    width = setting.width
+    layers = [nn.Linear(16, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4)]
+    model = nn.Sequential(*layers).to(dtype)
+    fill(model)
+    return model
+
+
+def batch_of(rank: int, index: int) -> tuple[Tensor, Tensor]:
+    """Return one micro-batch of eight items, float64."""
+    return waves(8, 16, phase=rank + 10 * index), waves(8, 4, phase=5 + rank + 10 * index)
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Return the mean loss."""
+    return (model(x) - y).square().mean()
+
+
+def optimizer_of(model: nn.Module, *, capturable: bool) -> torch.optim.Optimizer:
+    """Return the optimizer of every contestant."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=capturable)
+
+
+def ours(model: nn.Module, setting: Setting) -> Callable[[list[Any]], None]:
+    """Train windows with `GradSync`."""
+    sync = pe.GradSync(model, accumulate=setting.accumulate)
+    optimizer = optimizer_of(model, capturable=True)
+
+    def window(batches: list[Any]) -> None:
+        for x, y in batches:
+            with sync.accumulate():
+                sync.backward(loss_of(model, x, y))
+                if sync.is_sync_step:
+                    if setting.clip:
+                        sync.clip_grad_norm_(MAX_NORM)
+                    sync.step(optimizer)
+
+    return window
+
+
+def accelerate(model: nn.Module, setting: Setting) -> Callable[[list[Any]], None]:
+    """Train windows with Accelerate's `accumulate()`."""
+    import torch_xla
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=setting.accumulate)
+    optimizer = accelerator.prepare(optimizer_of(model, capturable=True))
+
+    def window(batches: list[Any]) -> None:
+        for x, y in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, x, y))
+                if setting.clip and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+            torch_xla.sync()  # as its data loader does
+
+    return window
+
+
+def every_micro_batch(model: nn.Module, setting: Setting) -> Callable[[list[Any]], None]:
+    """Reduce in every micro-batch, step after the last: `xm.reduce_gradients` as in torch_xla's examples."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    optimizer = optimizer_of(model, capturable=True)
+
+    def window(batches: list[Any]) -> None:
+        for index, (x, y) in enumerate(batches, start=1):
+            (loss_of(model, x, y) / setting.accumulate).backward()
+            xm.reduce_gradients(optimizer)
+            if index == setting.accumulate:
+                if setting.clip:
+                    nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+            torch_xla.sync()
+
+    return window
+
+
+def optimizer_step(model: nn.Module, setting: Setting) -> Callable[[list[Any]], None]:
+    """Step in every micro-batch with `xm.optimizer_step`: other training, the price of one update each."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    optimizer = optimizer_of(model, capturable=True)
+
+    def window(batches: list[Any]) -> None:
+        for x, y in batches:
+            loss_of(model, x, y).backward()
+            xm.optimizer_step(optimizer)
+            optimizer.zero_grad()
+            torch_xla.sync()
+
+    return window
+
+
+CONTESTANTS = {
+    "GradSync": ours,
+    "Accelerate accumulate()": accelerate,
+    "xm.reduce_gradients": every_micro_batch,
+    "xm.optimizer_step": optimizer_step,
+}
+
+
+def work(rank: int, name: str, setting: Setting) -> Row:
+    """Measure one contestant on one replica."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    device = torch_xla.device()
+    model = model_of(setting).to(device)
+    window = CONTESTANTS[name](model, setting)
+    xm.wait_device_ops()
+    compiled = _metrics()["programs"]
+    times: list[float] = []
+    for index in range(setting.windows):
+        first = index * setting.accumulate
+        batches = [
+            tuple(t.float().to(device) for t in batch_of(rank, first + i)) for i in range(setting.accumulate)
+        ]
+        if index == WARM_UP:
+            xm.wait_device_ops()
+            tally, before = _Tally(), _metrics()
+        start = time.perf_counter()
+        window(batches)
+        xm.wait_device_ops()
+        times.append(time.perf_counter() - start)
+    after, measured = _metrics(), setting.windows - WARM_UP
+    share = measured * setting.replicas
+    return Row(
+        collectives=tally.calls / measured,
+        kilobytes=tally.num_bytes / measured / 1e3,
+        executed=(after["executed"] - before["executed"]) / share,
+        programs=after["programs"] - compiled,
+        sent=(after["sent"] - before["sent"]) / share,
+        read=(after["read"] - before["read"]) / share,
+        times=times[WARM_UP:],
+        params=[param.detach().cpu() for param in model.parameters()],
+    )
+
+
+def _metrics() -> dict[str, int]:
+    """Return what torch_xla has counted in this process, over all its replicas."""
+    import torch_xla.debug.metrics as met
+
+    names = {"executed": "ExecuteTime", "sent": "TransferToDeviceTime", "read": "TransferFromDeviceTime"}
+    found = {key: met.metric_data(name) for key, name in names.items()}
+    return {key: data[0] if data else 0 for key, data in found.items()} | {
+        "programs": met.counter_value("UncachedCompile") or 0
+    }
+
+
+def reference(setting: Setting) -> list[Tensor]:
+    """Train in float64 on the global batch."""
+    model = model_of(setting, torch.float64)
+    optimizer = optimizer_of(model, capturable=False)
+    for index in range(setting.windows):
+        optimizer.zero_grad()
+        for rank in range(setting.replicas):
+            for micro_batch in range(index * setting.accumulate, (index + 1) * setting.accumulate):
+                loss = loss_of(model, *batch_of(rank, micro_batch))
+                (loss / setting.accumulate / setting.replicas).backward()
+        if setting.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+    return [param.detach() for param in model.parameters()]
+
+
+def summary(rows: list[Row], right: list[Tensor] | None) -> dict[str, float | bool | None]:
+    """Return one contestant's line."""
+    first = rows[0]
+    slowest = [max(times) for times in zip(*(row.times for row in rows), strict=True)]
+    errors = [(a.double() - b).abs().max().item() for a, b in zip(first.params, right or [], strict=False)]
+    found = {key: value for key, value in asdict(first).items() if key in COLUMNS}
+    return found | {
+        "p50_ms": statistics.median(slowest) * 1e3,
+        "min_ms": min(slowest) * 1e3,
+        "error": max(errors, default=None),
+        "equal": all(all(map(torch.equal, first.params, row.params)) for row in rows),
+    }
+
+
+def main() -> None:
+    """Run, print, save."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--accumulate", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--windows", type=int, default=24, help=f"of which {WARM_UP} warm up")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-xla.json")
+    options = parser.parse_args()
+    missing = [n for n in ("torch_xla", "accelerate") if importlib.util.find_spec(n) is None]
+    if missing:
+        parser.error(
+            f"{' and '.join(missing)} missing here: make xla-env, and run it with .venv-xla/bin/python"
+        )
+    rows: dict[str, dict[str, float | bool | None]] = {}
+    print(f"{'':40}" + "".join(f"{column:>12}" for column in COLUMNS))
+    for clip in (True, False):
+        setting = Setting(options.replicas, options.accumulate, options.width, options.windows, clip)
+        right = reference(setting)
+        for name in CONTESTANTS:
+            same_training = name != "xm.optimizer_step"
+            replicas = Replicas(setting.replicas, {})
+            found = summary(replicas.run(work, name, setting), right if same_training else None)
+            replicas.stop()
+            rows[f"{name}, {'clipped' if clip else 'not clipped'}"] = found
+            cells = [
+                f"{found[c]:>12.4g}" if isinstance(found[c], int | float) else f"{'-':>12}" for c in COLUMNS
+            ]
+            print(f"{list(rows)[-1]:40}" + "".join(cells), flush=True)
+    if options.save:
+        del options.save
+        print("wrote", save("xla", {"machine": machine_card(1), "options": vars(options), "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""torch_xla as a transport: collectives are recorded, and run with the program they were recorded in.
+
+Written for torch_xla 2.9. `torch.distributed` is not asked for ranks here: where replicas are threads of one process it
+gives all of them the same one.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from torch import Tensor
+
+from pyengine.comm.traffic import Traffic
+
+_LIMB_BITS = 16
+
+
+class _Queued:
+    def __init__(self, comm: Xla) -> None:
+        self._comm = comm
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        self._comm.record()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        raise RuntimeError(
+            "a collective of a recorded program has no future: only its results, once it was launched"
+        )
+
+
+class Xla:
+    """Collectives of all replicas.
+
+    A reduction is queued; whoever waits for one first records all that are queued, as one operation a type. So a header
+    that is known before the window's last backward does not put a collective into that backward's program.
+
+    Under SPMD there is one replica, whose partitioned programs do their own reductions.
+
+    Args:
+        device: where the tensors lie.
+
+    Attributes:
+        is_stream_ordered: waiting for a collective costs the host nothing.
+    """
+
+    is_stream_ordered = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.world_size: int = 1 if xr.is_spmd() else xr.world_size()
+        self.rank: int = 0 if xr.is_spmd() else xr.global_ordinal()
+        self.traffic = Traffic()
+        self._queue: list[Tensor] = []
+        # Which replica this is must be data: as a constant it would give each replica a program of its own.
+        self._is_mine = (torch.arange(self.world_size) == self.rank).to(device)
+        self._is_root = torch.tensor([self.rank == 0]).to(device)
+        self.launch()
+
+    def refuses(self, dtype: torch.dtype) -> str:
+        """Say why tensors of a type cannot be reduced here; empty if they can."""
+        if dtype == torch.bfloat16 and self.world_size > 1 and xr.device_type() == "CPU":
+            return "XLA's CPU backend has no all-reduce of bfloat16"
+        return ""
+
+    def launch(self) -> None:
+        """Let the device begin with what has been recorded; nobody waits."""
+        torch_xla.sync()
+
+    def beside(self, lent: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Do nothing: the order of a recorded program is the compiler's."""
+        del lent
+        return nullcontext()
+
+    def all_reduce(self, flat: Tensor) -> _Queued:
+        """Queue the sum of `flat` over all replicas, in place; of float64, within float32's range."""
+        self._queue.append(flat)
+        return _Queued(self)
+
+    def all_reduce_max(self, flat: Tensor) -> _Queued:
+        """Refuse: only exact sums need it."""
+        raise RuntimeError("all_reduce_max on an XLA device: accumulator='exact' does not work there")
+
+    @torch.no_grad()
+    def record(self) -> None:
+        """Record one reduction a type over everything queued."""
+        queue, self._queue = self._queue, []
+        # Always fresh tensors: torch_xla 2.9 loses an in-place reduction of a tensor that had been changed in place
+        # before (a gradient that was accumulated, say) as soon as it is changed through an alias (clipping, say).
+        fresh = [self._scatter(flat) if flat.dtype == torch.float64 else flat.clone() for flat in queue]
+        self._sum_(fresh)
+        for flat, total in zip(queue, fresh, strict=True):
+            flat.copy_(_joined(total.unbind(1), flat.dtype).sum(0) if flat.dtype == torch.float64 else total)
+
+    def all_gather_object(self, value: object) -> list[Any]:
+        """Return every replica's value, by rank. For set-up and error reports only: it waits and pickles."""
+        if self.world_size == 1:
+            return [value]
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._gather(torch.tensor([len(mine)], dtype=torch.int32)).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        rows = self._gather(padded).view(self.world_size, -1)
+        return [pickle.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+
+    @torch.no_grad()
+    def broadcast_(self, tensors: list[Tensor]) -> None:
+        """Overwrite `tensors` with replica 0's, which travel as float32, the type that all backends sum; -0 becomes +0."""
+        if self.world_size == 1:
+            return
+        pieces = [_pieces(tensor.detach()) for tensor in tensors]
+        fresh = [torch.where(self._is_root[0], p, torch.zeros_like(p)) for group in pieces for p in group]
+        self._sum_(fresh)
+        landed = iter(fresh)
+        for tensor, group in zip(tensors, pieces, strict=True):
+            tensor.detach().copy_(_joined([next(landed) for _ in group], tensor.dtype))
+        self.launch()
+
+    def _sum_(self, tensors: list[Tensor]) -> None:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for group in by_dtype.values():
+            self.traffic.collectives += 1
+            num_bytes = sum(tensor.nbytes for tensor in group)
+            self.traffic.bytes_sent += 2 * (self.world_size - 1) * num_bytes // self.world_size
+            # Layouts are not pinned: they would have to agree with those of all-gathers in one program.
+            xm.all_reduce(xm.REDUCE_SUM, group, pin_layout=False)
+
+    def _scatter(self, vector: Tensor) -> Tensor:
+        """Return a float64 vector's float32 pieces in this replica's row, `[replicas, pieces, n]`; other rows are 0.
+
+        No 64-bit type may travel: XLA has no such reduction on TPUs. And the sum is then made in the order of ranks.
+        """
+        pieces = torch.stack(_pieces(vector))
+        return torch.where(self._is_mine[:, None, None], pieces, torch.zeros_like(pieces))
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        """Return all replicas' tensors one after the other, on the host."""
+        self.traffic.collectives += 1
+        self.traffic.bytes_sent += (self.world_size - 1) * tensor.nbytes
+        gathered: Tensor = xm.all_gather(tensor.to(self._device), pin_layout=False)
+        self.launch()
+        return gathered.cpu()
+
+
+def _pieces(tensor: Tensor) -> list[Tensor]:
+    """Return float32 tensors that together hold every bit of a tensor's numbers (float64: within float32's range)."""
+    if tensor.dtype == torch.float64:
+        first = tensor.float()
+        is_finite = torch.isfinite(first)
+        rest = torch.where(is_finite, tensor - first.double(), 0.0)
+        second = rest.float()
+        return [first, second, (rest - second.double()).float()]
+    if tensor.dtype in (torch.int32, torch.int64):
+        # Masked first: torch_xla shifts right by dividing, which rounds negative numbers towards 0. The last limb is signed.
+        *shifts, last = range(0, 8 * tensor.dtype.itemsize, _LIMB_BITS)
+        limbs = [(tensor & (2**_LIMB_BITS - 1 << shift)) >> shift for shift in shifts]
+        return [limb.float() for limb in (*limbs, (tensor & -(2**last)) >> last)]
+    return [tensor.float()]
+
+
+def _joined(pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the tensor whose `_pieces` these are."""
+    if dtype == torch.float64:
+        first, second, third = (piece.double() for piece in pieces)
+        return first + (second + third)
+    if dtype in (torch.int32, torch.int64):
+        limbs = [piece.to(torch.int64) << (_LIMB_BITS * index) for index, piece in enumerate(pieces)]
+        return torch.stack(limbs).sum(0).to(dtype)
+    return pieces[0].to(dtype)

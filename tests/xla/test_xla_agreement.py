@@ -1,0 +1,151 @@
+"""What is refused, and how replicas agree when an engine is made."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from xla_cases import device
+
+import pyengine as pe
+
+
+def _refused(rank: int, make, error: type[Exception]) -> str:
+    with pytest.raises(error) as caught:
+        make(rank)
+    return str(caught.value)
+
+
+def _make(rank: int, **kwargs) -> pe.GradSync:
+    return pe.GradSync(nn.Linear(3, 2).to(device()), accumulate=2, **kwargs)
+
+
+def _differ(rank: int) -> pe.GradSync:
+    return pe.GradSync(nn.Linear(3, 2 + rank).to(device()), accumulate=2)
+
+
+def _attach(rank: int) -> pe.Sync:
+    import torch.distributed as dist
+    import torch_xla.distributed.xla_backend  # noqa: F401 - registers the backend
+
+    dist.init_process_group("xla", init_method="xla://")
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2).to(device()))
+        return pe.attach(model, accumulate=2)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("world", "make", "said"),
+    [
+        (1, partial(_make, accumulator="exact"), "accumulator='exact' needs sums of integers"),
+        (
+            2,
+            partial(_make, wire=pe.wire.BF16()),
+            "XLA's CPU backend has no all-reduce of bfloat16; use wire.FP32",
+        ),
+        (
+            1,
+            partial(_make, group="mine"),
+            "group=mine: parameters on xla:0 are reduced by torch_xla over all",
+        ),
+        (1, _attach, "ddp_model lies on xla:0: DDP reduces from inside the backward"),
+        (2, _differ, "parameter 0: rank 0 has 'weight' [2, 3] float32; rank 1 has 'weight' [3, 3] float32"),
+    ],
+    ids=["exact", "bf16", "group", "ddp", "other model"],
+)
+def test_what_cannot_work_is_refused_on_every_replica(replicas, world, make, said):
+    for text in replicas(world).run(_refused, make, ValueError):
+        assert said in text
+
+
+def _step(rank: int, optimizer) -> None:
+    param = nn.Parameter(torch.ones(3).to(device()))
+    sync = pe.GradSync([param], accumulate=1)
+    steps = optimizer([param])
+    with sync.accumulate():
+        sync.backward(param.sum())
+        sync.step(steps)
+
+
+class _CountsInGroup(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (torch.optim.AdamW, r"make it with AdamW(..., capturable=True)"),
+        (torch.optim.Adagrad, "Adagrad keeps 'step' on the host"),
+        (_CountsInGroup, "_CountsInGroup counts in its param_groups"),
+    ],
+)
+def test_an_optimizer_whose_steps_cannot_be_taken_back_is_refused(replicas, optimizer, said):
+    (text,) = replicas(1).run(_refused, partial(_step, optimizer=optimizer), ValueError)
+    assert said in text
+
+
+class _Everything(nn.Module):
+    """Parameters and buffers of every type, other ones on every replica."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        numbers = torch.tensor([-0.0, 1 / 3, -2.5, 3e38]) * (1 if rank == 0 else float("nan"))
+        self.p32 = nn.Parameter(numbers)
+        self.brain, self.p16 = nn.Parameter(numbers.bfloat16()), nn.Parameter(numbers.half())
+        self.register_buffer("f64", numbers.double() / 3)
+        sign = 1 - 2 * rank
+        self.register_buffer("i64", sign * torch.tensor([2**62 + 12345678901, -3, 0]))
+        self.register_buffer("i32", sign * torch.tensor([2**31 - 1, -7], dtype=torch.int32))
+        self.register_buffer("u8", torch.tensor([255 - rank, 7], dtype=torch.uint8))
+        self.register_buffer("flag", torch.tensor([rank == 0, rank == 1]))
+
+
+def _values(rank: int) -> list[torch.Tensor]:
+    model = _Everything(rank).to(device())
+    pe.GradSync(model, accumulate=1)
+    return [t.detach().cpu() for t in [*model.parameters(), *model.buffers()]]
+
+
+def test_every_replica_gets_the_values_of_the_first_exactly(replicas):
+    model = _Everything(0)
+    expected = [t.detach() for t in [*model.parameters(), *model.buffers()]]
+    for values in replicas(2).run(_values):
+        for value, right in zip(values, expected, strict=True):
+            assert value.dtype == right.dtype
+            assert torch.equal(value, right)
+
+
+def _gather(rank: int) -> list[object]:
+    from pyengine.comm.xla import Xla
+
+    return Xla(device()).all_gather_object({"rank": rank, "text": "x" * (10 * rank)})
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_objects_of_any_size_reach_every_replica(replicas, world):
+    everything = [{"rank": rank, "text": "x" * (10 * rank)} for rank in range(world)]
+    assert replicas(world).run(_gather) == [everything] * world
+
+
+def _sum(rank: int) -> list[float]:
+    from pyengine.comm.xla import Xla
+
+    comm = Xla(device())
+    flat = torch.tensor(
+        [2.0**53 - 1 if rank == 0 else 1.0, 0.1 * (rank + 1), float("inf") if rank == 1 else 0.0],
+        dtype=torch.float64,
+    ).to(device())
+    comm.all_reduce(flat).wait()
+    comm.launch()
+    return flat.cpu().tolist()
+
+
+def test_float64_is_summed_as_float64(replicas):
+    assert replicas(2).run(_sum) == [[2.0**53, 0.1 + 0.2, float("inf")]] * 2

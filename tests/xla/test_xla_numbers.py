@@ -1,0 +1,99 @@
+"""Real replicas train as float64 does on the global batch, and end with the same bits as one another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from xla_cases import ACCUMULATE, OPTIMIZERS, PLANS, Job, device, reference, train
+
+import pyengine as pe
+
+# Unit roundoff of float32 is 6e-8; a parameter of size 0.3 takes a few dozen roundings in at most three steps.
+TOLERANCE = 1e-6
+
+
+def _check(outcomes, expected):
+    for param, right in zip(outcomes[0].params, expected, strict=True):
+        assert torch.allclose(param.double(), right, rtol=0, atol=TOLERANCE), (
+            (param.double() - right).abs().max()
+        )
+    for other in outcomes[1:]:
+        assert all(map(torch.equal, outcomes[0].params, other.params))
+        assert all(map(torch.equal, outcomes[0].state, other.state))
+        assert other.norms == outcomes[0].norms
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("world", "plan"),
+    [(1, "short last window"), *((2, plan) for plan in PLANS), (4, "unequal"), (4, "one rank has nothing")],
+)
+def test_replicas_equal_float64_on_the_global_batch(replicas, world, plan, optimizer):
+    job = Job(PLANS[plan], optimizer)
+    _check(replicas(world).run(train, job), reference(job, world))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_counts_that_are_tensors_give_the_same(replicas, world):
+    numbers, tensors = (Job(PLANS["unequal"], tensor_counts=given) for given in (False, True))
+    for one, other in zip(
+        replicas(world).run(train, numbers), replicas(world).run(train, tensors), strict=True
+    ):
+        assert all(map(torch.equal, one.params, other.params))
+
+
+# bfloat16 and float16 keep 8 and 11 bits: gradients of about 1, and parameters of 0.3 after three steps of 0.05.
+@pytest.mark.parametrize(
+    ("job", "tolerance"),
+    [
+        (Job(PLANS["equal"], wire=pe.wire.FP16()), 2e-4),
+        (Job(PLANS["equal"], dtype=torch.bfloat16), 2e-2),
+        (Job(PLANS["equal"], dtype=torch.float16), 2e-3),
+    ],
+    ids=["fp16 wire", "bf16 parameters", "fp16 parameters"],
+)
+def test_narrow_types_stay_near_float64_and_equal_on_both_replicas(replicas, job, tolerance):
+    outcomes = replicas(2).run(train, job)
+    for param, right in zip(outcomes[0].params, reference(job, 2), strict=True):
+        assert torch.allclose(param.double(), right, rtol=0, atol=tolerance)
+    assert all(map(torch.equal, outcomes[0].params, outcomes[1].params))
+
+
+def _integers(here: torch.device) -> tuple[torch.Tensor, list[float]]:
+    """Train on small integers, whose sums have one answer, and a divisor that is a power of two."""
+    param = torch.nn.Parameter(torch.arange(7.0).to(here))
+    sync = pe.GradSync([param], accumulate=ACCUMULATE)
+    optimizer = torch.optim.SGD([param], lr=0.5, momentum=0.5)
+    norms = []
+    for window in sync.windows(range(5)):
+        for index in window:
+            factors = torch.tensor([index - 2.0, 1, -3, 0, 2, 4, 1])
+            sync.backward((param * factors.to(here)).sum(), count=[1, 2, 1, 3, 5][index])
+        norms.append(sync.clip_grad_norm_(100.0))
+        sync.step(optimizer)
+    return param.detach().cpu(), [float(norm) for norm in norms]
+
+
+def _integers_here(rank: int) -> tuple[torch.Tensor, list[float]]:
+    return _integers(device())
+
+
+def test_a_single_replica_equals_the_cpu_engine_bit_for_bit_on_integers(replicas):
+    ((param, norms),) = replicas(1).run(_integers_here)
+    expected, expected_norms = _integers(torch.device("cpu"))
+    assert torch.equal(param, expected)
+    assert norms == expected_norms
+
+
+def _bf16_sums_keep_growing(rank: int) -> float:
+    param = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16).to(device()))
+    sync = pe.GradSync([param], accumulate=300)
+    for window in sync.windows(range(300)):
+        for _ in window:
+            sync.backward(param.sum().float())
+        sync.unscale_()
+    return param.grad.item()
+
+
+def test_bf16_gradients_do_not_stop_growing(replicas):
+    assert replicas(1).run(_bf16_sums_keep_growing) == [1.0]  # 300 / 300; a sum in bf16 stops at 256

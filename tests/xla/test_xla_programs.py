@@ -1,0 +1,118 @@
+"""What is compiled and executed: two programs, one reduction a window, nothing read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from xla_cases import FP32, OPTIMIZERS, device, loss_sum, micro_batch, mlp
+
+import pyengine as pe
+
+
+@dataclass
+class Counts:
+    """What torch_xla has done so far, in all replicas of this process."""
+
+    compiled: int
+    executed: int
+    read: int
+
+
+def _counts() -> Counts:
+    import torch_xla.core.xla_model as xm
+    import torch_xla.debug.metrics as met
+
+    xm.wait_device_ops()  # an execution is counted when it begins
+    executed, read = (met.metric_data(name) for name in ("ExecuteTime", "TransferFromDeviceTime"))
+    return Counts(
+        met.counter_value("UncachedCompile") or 0, executed[0] if executed else 0, read[0] if read else 0
+    )
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is trained; a width of its own has programs of its own."""
+
+    optimizer: str = "sgd"
+    wire: pe.wire.Wire = FP32
+    dtype: torch.dtype = torch.float32
+    width: int = 16
+
+
+def _train(rank: int, lengths: Sequence[int], kind: Kind) -> list[Counts]:
+    """Train windows of these lengths; return what each of them cost."""
+    here = device()
+    model = mlp(kind.dtype, width=kind.width).to(here)
+    sync = pe.GradSync(model, accumulate=5, wire=kind.wire)
+    optimizer = OPTIMIZERS[kind.optimizer](model.parameters(), capturable=True)
+    costs = []
+    for length in lengths:
+        batches = [
+            [t.to(here, kind.dtype) for t in micro_batch(rank, 2 * i)] for i in range(length)
+        ]  # of one shape
+        before = _counts()
+        for index, batch in enumerate(batches, start=1):
+            with sync.accumulate(last=index == length):
+                sync.backward(loss_sum(model, *batch).float(), count=len(batch[0]) + rank)
+                if index == length:
+                    sync.clip_grad_norm_(0.5)
+                    sync.step(optimizer)
+        after = _counts()
+        costs.append(
+            Counts(*(getattr(after, name) - getattr(before, name) for name in Counts.__annotations__))
+        )
+    sync.synchronize()
+    return costs
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_lengths_of_windows_that_were_seen_or_not_compile_nothing_new(replicas, optimizer):
+    (costs,) = replicas(1).run(_train, [3, 3, 2, 1, 5, 4], Kind(optimizer))
+    assert [cost.compiled for cost in costs[2:]] == [0, 0, 0, 0]
+    assert (
+        costs[0].compiled + costs[1].compiled <= 4
+    )  # micro-batch; reduction; first step, which makes state; update
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_window_is_one_execution_a_micro_batch_and_one_for_the_update(replicas, optimizer):
+    (costs,) = replicas(1).run(_train, [3, 3, 2, 1, 5], Kind(optimizer))
+    assert [cost.executed for cost in costs[2:]] == [3, 2, 6]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_steady_step_path_reads_nothing_from_the_device(replicas, world):
+    costs = replicas(world).run(_train, [2, 2, 2, 2], Kind("adamw"))
+    assert [cost.read for cost in costs[0][2:]] == [0, 0]
+
+
+def _collectives(programs: Iterable[Path]) -> list[int]:
+    """Return how many collectives each program has, in the order in which they were compiled."""
+    collective = re.compile(
+        r"= .*\b(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(-start)?\("
+    )
+    return [len(collective.findall(path.read_text())) for path in sorted(programs)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_an_update"),
+    [
+        (Kind(width=17), 1),
+        (Kind(width=18, dtype=torch.bfloat16), 1),
+        (Kind(width=19, wire=pe.wire.FP16()), 2),
+    ],
+    ids=["fp32", "bf16 parameters", "fp16 wire"],
+)
+def test_a_micro_batch_has_no_collective_and_an_update_one_for_each_type(replicas, kind, of_an_update):
+    pair = replicas(2)
+    pair.run(_train, [], kind)
+    before = pair.programs()
+    pair.run(_train, [2, 2, 2], kind)
+    # The micro-batch, the first reduction, the first step, the update. Those without a collective are compiled by both
+    # replicas, at the same time.
+    assert _collectives(pair.programs() - before) == [0, 0, of_an_update, 0, 0, of_an_update]

@@ -1,0 +1,57 @@
+"""Saved in the middle of a window and loaded into a new engine, a run goes on with the same bits."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from xla_cases import ACCUMULATE, OPTIMIZERS, device, loss_sum, micro_batch, mlp
+
+import pyengine as pe
+
+LENGTH = 9
+
+
+def _train(rank: int, cut: int | None, nonfinite: str) -> list[torch.Tensor]:
+    """Train three windows; with `cut`, save after so many micro-batches and go on in a new engine."""
+    here = device()
+    model = mlp().to(here)
+
+    def make():
+        return pe.GradSync(model, accumulate=ACCUMULATE, nonfinite=nonfinite), OPTIMIZERS["adamw"](
+            model.parameters(), capturable=True
+        )
+
+    sync, optimizer = make()
+    for index in range(LENGTH):
+        if index == cut:
+            states = copy.deepcopy((_on_host(sync.state_dict()), optimizer.state_dict()))
+            sync, optimizer = make()
+            optimizer.load_state_dict(states[1])
+            sync.load_state_dict(states[0])
+        x, y = (tensor.float().to(here) for tensor in micro_batch(rank, index))
+        with sync.accumulate():
+            sync.backward(loss_sum(model, x, y), count=torch.tensor(len(x)).to(here))
+            if sync.is_sync_step:
+                sync.clip_grad_norm_(0.5)
+                sync.step(optimizer)
+    sync.synchronize()
+    return [param.detach().cpu() for param in model.parameters()]
+
+
+def _on_host(value):
+    if isinstance(value, dict):
+        return {key: _on_host(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_on_host(item) for item in value]
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+@pytest.mark.parametrize(("world", "cut"), [(1, 4), (1, 6), (2, 5)])
+def test_a_run_goes_on_in_the_middle_of_a_window(replicas, world, cut, nonfinite):
+    straight = replicas(world).run(_train, None, nonfinite)
+    resumed = replicas(world).run(_train, cut, nonfinite)
+    for one, other in zip(straight, resumed, strict=True):
+        assert all(map(torch.equal, one, other))

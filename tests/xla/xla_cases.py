@@ -1,0 +1,168 @@
+"""Models, data and the float64 reference that the tests on XLA replicas share. Nothing here draws random numbers: threads
+of one process would share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import pyengine as pe
+
+# Micro-batches of each rank, by rank; accumulate is 3, so windows are short, missing, or absent on some ranks.
+PLANS = {
+    "equal": [6, 6, 6, 6],
+    "short last window": [5, 5, 5, 5],
+    "unequal": [7, 3, 5, 1],
+    "one rank has nothing": [4, 0, 3, 4],
+}
+ACCUMULATE = 3
+FP32 = pe.wire.FP32()
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda params, **_: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda params, capturable: torch.optim.AdamW(params, lr=0.01, capturable=capturable),
+}
+
+
+def waves(*shape: int, phase: float) -> Tensor:
+    """Return numbers in [-1, 1] without a generator."""
+    numel = torch.Size(shape).numel()
+    return torch.sin(torch.arange(numel, dtype=torch.float64) * 0.7 + phase).reshape(shape)
+
+
+def mlp(dtype: torch.dtype = torch.float32, *, width: int = 16) -> nn.Module:
+    """Return a small model, always the same."""
+    model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3)).to(dtype)
+    fill(model)
+    return model
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> None:
+    """Give every parameter its values."""
+    for index, param in enumerate(model.parameters()):
+        param.copy_(waves(*param.shape, phase=index) * 0.3)
+
+
+def micro_batch(rank: int, index: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of 1 to 4 items, float64."""
+    items = 1 + (rank + 2 * index) % 4
+    return waves(items, 6, phase=rank + 10 * index), waves(items, 3, phase=50 + rank + 10 * index)
+
+
+def loss_sum(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Return the loss summed over items."""
+    return (model(x) - y).square().sum()
+
+
+def device() -> torch.device:
+    """Return this replica's device."""
+    import torch_xla
+
+    return torch_xla.device()
+
+
+@dataclass
+class Outcome:
+    """What a replica has to show for itself, on the host."""
+
+    params: list[Tensor]
+    state: list[Tensor]
+    norms: list[float]
+    stepped: list[bool]
+    records: list[pe.StepRecord] = field(default_factory=list)
+    scale: float = 1.0
+
+
+def outcome(
+    model: nn.Module, optimizer: torch.optim.Optimizer, norms: Sequence[Tensor], stepped: Any
+) -> Outcome:
+    """Bring everything to the host."""
+    params = [param.detach().cpu() for param in model.parameters()]
+    state = [
+        value.cpu()
+        for param in model.parameters()
+        for value in optimizer.state[param].values()
+        if value is not None
+    ]
+    return Outcome(params, state, [float(norm) for norm in norms], [bool(flag) for flag in stepped])
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run.
+
+    Attributes:
+        plan: micro-batches of each rank.
+        optimizer: name in `OPTIMIZERS`.
+        spoil: (rank, index) of a micro-batch whose loss becomes inf on that rank only.
+        tensor_counts: give counts as tensors on the device.
+        scaler: use a GradScaler.
+    """
+
+    plan: Sequence[int]
+    optimizer: str = "sgd"
+    clip: float = 0.5
+    spoil: tuple[int, int] | None = None
+    tensor_counts: bool = False
+    scaler: bool = False
+    wire: pe.wire.Wire = FP32
+    nonfinite: str = "skip"
+    dtype: torch.dtype = torch.float32
+
+
+def train(rank: int, job: Job) -> Outcome:
+    """Train on this replica's share of a plan."""
+    here = device()
+    model = mlp(job.dtype).to(here)
+    sync = pe.GradSync(model, accumulate=ACCUMULATE, wire=job.wire, nonfinite=job.nonfinite)
+    optimizer = OPTIMIZERS[job.optimizer](model.parameters(), capturable=True)
+    if job.scaler:
+        sync.scaler = pe.GradScaler("xla", init_scale=2.0**10)
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    norms, stepped = [], []
+    for window in sync.windows(range(job.plan[rank])):
+        for index in window:
+            x, y = (tensor.to(here, job.dtype) for tensor in micro_batch(rank, index))
+            loss = loss_sum(model, x, y).float()
+            if job.spoil == (rank, index):
+                loss = loss * torch.tensor([float("inf")]).to(here)[0]
+            count = torch.tensor(len(x)).to(here) if job.tensor_counts else len(x)
+            sync.backward(loss, count=count)
+        norms.append(sync.clip_grad_norm_(job.clip))
+        stepped.append(sync.step(optimizer))
+    done = outcome(model, optimizer, norms, stepped)
+    done.records = records
+    done.scale = 1.0 if sync.scaler is None else sync.scaler.get_scale()
+    return done
+
+
+def reference(job: Job, world: int, *, without: Sequence[int] = ()) -> list[Tensor]:
+    """Train in float64 on the global batch; return the parameters.
+
+    Args:
+        without: windows to leave out.
+    """
+    model = mlp(torch.float64)
+    optimizer = OPTIMIZERS[job.optimizer](model.parameters(), capturable=False)
+    plan = job.plan[:world]
+    for window in range(-(-max(plan) // ACCUMULATE)):
+        if window in without:
+            continue
+        optimizer.zero_grad()
+        count = 0
+        for rank, total in enumerate(plan):
+            for index in range(window * ACCUMULATE, min(total, (window + 1) * ACCUMULATE)):
+                x, y = micro_batch(rank, index)
+                loss_sum(model, x, y).backward()
+                count += len(x)
+        for param in model.parameters():
+            param.grad /= count
+        nn.utils.clip_grad_norm_(model.parameters(), job.clip)
+        optimizer.step()
+    return [param.detach() for param in model.parameters()]
