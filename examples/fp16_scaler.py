@@ -9,14 +9,14 @@ import pyengine as pe
 STEPS, BAD_STEP = 4, 2
 
 
-def train() -> list[tuple[bool, str | None, float]]:
+def train() -> list[tuple[bool, str, float]]:
     """Return (skipped, why, loss scale afterwards) of every step."""
     torch.manual_seed(0)
     model = nn.Linear(4, 1, bias=False).half()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     sync = pe.GradSync(model, accumulate=2)  # sums in fp32, whatever the parameters' type
     sync.scaler = pe.GradScaler("cpu", init_scale=1024.0)  # arguments and state as torch's
-    told: list[tuple[bool, str | None, float]] = []
+    told: list[tuple[bool, str, float]] = []
     sync.on_step(lambda record: told.append((record.skipped, record.reason, sync.scaler.get_scale())))
 
     inputs = torch.ones(2 * STEPS, 8, 4, dtype=torch.float16)

@@ -62,7 +62,7 @@ class Sync:
 
     @property
     def scaler(self) -> GradScaler | None:
-        """The loss scaler, or None. Assign a `pe.GradScaler` to train in fp16: `backward` scales, `step` updates."""
+        """The loss scaler, or None. Assign a `pe.GradScaler` to train in fp16; `backward` scales, `step` updates."""
         return self._scaler
 
     @scaler.setter
