@@ -145,6 +145,7 @@ class BatchNormReplay:
         try:
             yield
         finally:
+            self._target.count_backward()
             if due:
                 self._target.turn()
 
@@ -234,7 +235,7 @@ class _Target:
 
     def open(self) -> None:
         """Begin a window, whose first micro-batch is still to come."""
-        self._next = self._handed = 0
+        self._next = self._handed = self._done = 0
         self.row, self.was_called = self.rows[-1], False
 
     def hand_out(self) -> None:
@@ -247,6 +248,11 @@ class _Target:
         """Give the calls to come a row that has none yet."""
         self.aside()
         self.row = self.rows[min(self._next, self._handed - 1)]
+
+    def count_backward(self) -> None:
+        """Note that a micro-batch is done: the next one has another row, also if this one called no module."""
+        self._done += 1
+        self._next = max(self._next, self._done)
 
     def aside(self) -> None:
         """Let the calls to come not count."""

@@ -176,13 +176,21 @@ class DDPReducer:
                 slot = param.grad.as_strided((param.numel(),), (1,), param.grad.storage_offset())
                 slot.copy_(saved[name]["sum"])
 
-    def order(self) -> dict[str, Any]:
-        """Return nothing: DDP has its own order of buckets."""
-        return {}
+    def refuses_load(self) -> list[str]:
+        """Refuse what DDP would forget: that a parameter was used before."""
+        if not self._ddp.find_unused_parameters or self._ddp.static_graph:
+            return []
+        why = (
+            "DDP with find_unused_parameters=True would not reduce what only earlier micro-batches have used"
+        )
+        return [f"states are of an open window, and {why}: make it without, which attach does not need"]
 
-    def follow(self, order: dict[str, Any]) -> None:
+    def order(self) -> list[int]:
+        """Return nothing: DDP has its own order of buckets."""
+        return []
+
+    def follow(self, order: list[int]) -> None:
         """Do nothing: DDP has its own order of buckets."""
-        del order
 
     def _expect(self, loss: Tensor | None) -> None:
         reducer = self._ddp.reducer

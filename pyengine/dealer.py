@@ -48,6 +48,7 @@ class Dealer:
             store = dist.distributed_c10d._get_default_store()
         self._store = dist.HashStore() if store is None else store
         self._rounds = 0
+        self._left = list(range(self.micro_batches))
 
     @property
     def micro_batches(self) -> int:
@@ -55,8 +56,17 @@ class Dealer:
         return self._sampler.micro_batches
 
     def set_epoch(self, epoch: int, *, window: int = 0, done: Collection[int] = ()) -> None:
-        """Choose the epoch of the next round, and where it begins; see `WindowSampler.set_epoch`."""
-        self._sampler.set_epoch(epoch, window=window, done=done)
+        """Choose the epoch of the next round, and where it begins: to resume, in any world size.
+
+        Args:
+            epoch: the order of the samples depends on it.
+            window: the first one, counted in the epoch.
+            done: micro-batches of that window that nobody needs to compute again: `sync.done` after
+                `sync.load_state_dict`.
+        """
+        left = [place for place in range(self.micro_batches) if place not in done]
+        self._sampler.set_epoch(epoch, window=window, due=left)
+        self._left = left
 
     def __len__(self) -> int:
         """Windows left in the epoch: the same on every rank."""
@@ -66,10 +76,9 @@ class Dealer:
         """Yield each window's micro-batches, as far as this rank gets them; every rank goes through all windows."""
         self._rounds += 1
         rows = list(self._sampler)
-        size, done = self._sampler.micro_batches, self._sampler.done
-        left = [place for place in range(size) if place not in done]
+        left = self._left
         for number in range(len(self)):
-            places, left = left, list(range(size))
+            places, left = left, list(range(self.micro_batches))
             window, rows = rows[: len(places)], rows[len(places) :]
             yield self._draw(f"{self._name}/{self._rounds}/{number}", list(zip(places, window, strict=False)))
 

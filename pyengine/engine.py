@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from pyengine.host import is_lazy, runs_ahead
 from pyengine.norm import FinalPass, GradScaler
 from pyengine.record import Clock
 from pyengine.reducer import Reducer
-from pyengine.snapshot import Snapshot
+from pyengine.seed import set_rng_states
+from pyengine.snapshot import Snapshot, identify
 from pyengine.verdict import Evidence, Verdict
 from pyengine.window import State, Window
 
@@ -34,7 +36,12 @@ class Engine:
         verdict: the outcome of the current window, once it has landed; the host may not know it yet.
         is_late: whether the host lets the device run ahead, and learns of a window's outcome in the next one.
         steps_taken: optimizer steps that changed parameters, as far as all ranks have settled them.
-        kind, terms: of the accumulator; see `Identity`.
+        identity: what a state has to fit.
+        terms: the most micro-batches that an exact sum may take; None for other sums.
+        shares: how a full window is dealt out.
+        resumed: what was loaded and is still to be taken in, by the first backward.
+        more: whether another window follows the current one, as far as this rank knows.
+        is_between_loops: whether a loop over `windows` has run out and no other one has begun.
         local: this rank's counts and losses of the window.
         norms: the replay of running statistics.
     """
@@ -49,11 +56,12 @@ class Engine:
         shares: Shares,
     ) -> None:
         self.reducer, self.comm, self.norms = reducer, comm, norms
+        self.shares = shares
         self.window = Window(settings.accumulate, share=shares.places[comm.rank])
-        self.kind = settings.kind
         self._raises = settings.nonfinite == "raise"
         self.terms = shares.terms if settings.kind == "exact" else None
         self.device = reducer.params[0].device
+        self.identity = identify(settings.kind, self.terms, norms.num_modules, reducer.names, reducer.params)
         self.final = FinalPass(len(reducer.params), self.device)
         self.clock = Clock(self.device)
         self.is_late = not self._raises and runs_ahead(self.device)
@@ -63,27 +71,35 @@ class Engine:
         self._opened_at = -1
         self.scaler: GradScaler | None = None
         self.steps_taken = self._steps_unsettled = 0
+        self.is_between_loops = False
+        self._rng: dict[str, Any] = {}
         self._carry: Carry | None = None
         self._is_handed_over = self.is_used = False
+        self.resumed: Snapshot | None = None
         self._reset()
         comm.launch()
 
     def open(self) -> None:
         """Begin a window, or take up the one that was resumed; the previous one must have been used."""
         if self.window.is_resumed:
-            self.window.is_resumed = False
-            return
-        self.retire()
-        self._reset()
-        self._opened_at = self.window.index
-        self.window.open()
+            self.window.take_up()
+        else:
+            self.retire()
+            self._reset()
+            self._opened_at = self.window.index
+            self.window.open()
         self.reducer.open()
         self.norms.open()
+        if self.resumed is not None:
+            self.norms.load(self.resumed.places, self.resumed.batch_norm)
+        if self._rng:
+            set_rng_states(self._rng)
+            self._rng = {}
 
     def hand_out(self, place: int, *, last: bool, more: bool) -> None:
         """Count a micro-batch given to the loop; `more` says that another window follows the current one."""
         self.window.hand_out(place, last=last)
-        self._more = more
+        self.more = more
         self.norms.hand_out(place)
         self.reducer.before_forward(syncs=last)
 
@@ -115,6 +131,8 @@ class Engine:
             raise RuntimeError(
                 "flush outside a window: there is nothing to send; open one with sync.windows(loader)"
             )
+        if self.window.is_resumed:
+            self.open()
         if self.window.state is State.OPEN:
             self._begin()
             with self.clock.phase("exposed_sync"):
@@ -244,29 +262,33 @@ class Engine:
             if grad is not None
         }
 
-    def resume(self, part: Snapshot, *, due: Sequence[int] | None, carried: dict[str, Tensor]) -> None:
-        """Go on from a snapshot.
+    def resume(self, part: Snapshot, *, due: Sequence[int] | None) -> None:
+        """Go on from a snapshot; what it holds is taken in at the first backward, as if that went on.
 
         Args:
-            part: micro-batches and sums that are this rank's now.
-            due: places that this rank has still to compute in the window that has begun; None if it has not.
-            carried: what `carried` returned.
+            part: what is this rank's now.
+            due: places that this rank has still to compute in the window that has begun; None if none has.
         """
         self.window.close(completed=False)
         self._reset()
+        self._carry, self._is_handed_over = None, False
         self.window.index, self.steps_taken = part.window, part.steps
         self._opened_at = part.window
+        carried = [part.carry.get(name) for name in self.reducer.names]
         if due is not None:
             self.window.resume(part.places, due)
-            self.reducer.open()
-            self.norms.open()
-            self.norms.load(part.places, part.batch_norm)
-        if part.places:
             for loss, count in zip(part.losses, part.counts, strict=True):
                 self.local.take(torch.tensor(loss, dtype=torch.float64), count)
-            self._begin()
-            self.reducer.load(part.sums, done=len(part.places))
-        self._keep([carried.get(name) for name in self.reducer.names])
+            self._keep(carried)
+            self.resumed = part
+        elif part.carry:  # the caller's again
+            for param, grad in zip(self.reducer.params, carried, strict=True):
+                param.grad = grad
+            self._is_handed_over = True
+        if part.is_between_loops:
+            set_rng_states(part.rng)  # before the loader draws
+        else:
+            self._rng = part.rng  # which goes on behind what the loader has drawn
         self.comm.launch()
 
     def _keep(self, kept: Sequence[Tensor | None]) -> None:
@@ -279,9 +301,10 @@ class Engine:
             self._unread.append(self.verdict)
         self.verdict = None
         self.local = self.reducer.local_window(self.terms)
+        self.resumed = None
         self._header: Header | None = None
         self.is_used = False
-        self._more = False
+        self.more = False
         self._has_begun = False
         self._gave_up = ""
         self.final.reset()
@@ -296,6 +319,9 @@ class Engine:
             self._is_handed_over = False
         self.reducer.begin()
         self._has_begun = True
+        if self.resumed is not None:
+            self.reducer.load(self.resumed.sums, done=len(self.resumed.places))
+            self.resumed = None
 
     def _count_step(self, _: Totals, skips: bool) -> None:
         self._steps_unsettled += not skips
@@ -317,7 +343,7 @@ class Engine:
         self._catch_up()
         self._position = (self.window.index, self.steps_taken)
         self._header = Header(
-            self.comm, self.device, local=self.local, position=self._position, more=self._more
+            self.comm, self.device, local=self.local, position=self._position, more=self.more
         )
         self.norms.launch(self.comm)
         self.window.state = State.SYNCED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -90,5 +91,15 @@ def _named(source: Any) -> tuple[list[tuple[str, nn.Parameter]], list[Tensor]]:
     else:
         items = list(source)
         named = [item if isinstance(item, tuple) else (f"param{i}", item) for i, item in enumerate(items)]
-        buffers = []
+        named, buffers = _unique(named), []
     return named, buffers
+
+
+def _unique(named: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+    """Number names that come again, as those of two modules do."""
+    seen: Counter[str] = Counter()
+    unique = []
+    for name, param in named:
+        seen[name] += 1
+        unique.append((name if seen[name] == 1 else f"{name}#{seen[name]}", param))
+    return unique

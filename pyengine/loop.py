@@ -16,20 +16,23 @@ Batch = TypeVar("Batch")
 def windows(engine: Engine, loader: Iterable[Batch] | Dealer) -> Iterator[Iterator[Any]]:
     """Cut a loader into windows, and go on with empty ones until every rank has run out; a dealer has cut them."""
     engine.start_over()
+    engine.is_between_loops = False
     yield from _dealt(engine, loader) if isinstance(loader, Dealer) else _cut(engine, loader)
     engine.settle()
+    engine.is_between_loops = True
 
 
 def _cut(engine: Engine, loader: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
     source = _Lookahead(loader)
-    if source.has_next and not engine.window.share:
-        raise ValueError(
-            "loader has micro-batches on a rank that gets none, since there are more ranks than micro-batches in a window: "
-            "pass the loader of this rank's WindowSampler, which is empty"
-        )
-    others = engine.comm.world_size > 1  # a rank without any data still has to meet the others
+    # A rank without any data still has to meet the others, or to send what it has resumed.
+    others = engine.comm.world_size > 1 or engine.window.is_resumed
     while source.has_next or others:
         engine.open()
+        if source.has_next and not (engine.window.share or engine.window.due):
+            raise ValueError(
+                "loader has micro-batches on a rank that gets none, since there are more ranks than micro-batches in a "
+                "window: pass the loader of this rank's WindowSampler, which is empty"
+            )
         yield _micro_batches(engine, source)
         engine.retire()
         others = not source.has_next and engine.comm.world_size > 1 and engine.others_go_on()
@@ -54,8 +57,8 @@ def micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
         engine.open()
     if not engine.window.due:
         raise RuntimeError(
-            "accumulate: this rank has no micro-batch left in the resumed window, which others finish: call sync.flush() "
-            "and sync.step() first"
+            f"accumulate: this rank has no micro-batch left in window {engine.window.index}, which others finish: call "
+            "sync.flush() and sync.step() first"
         )
     place, *rest = engine.window.due
     ends = last or not rest
@@ -74,6 +77,7 @@ def micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
 
 def _micro_batches(engine: Engine, source: _Lookahead[Batch]) -> Iterator[Batch]:
     due = engine.window.due
+    engine.more = source.has_next
     for place in due:
         if not source.has_next:
             break

@@ -78,10 +78,13 @@ class Reducer(Protocol):
     def load(self, saved: Saved, *, done: int) -> None:
         """Go on, in a window that has just begun, from what `save` returned after `done` micro-batches."""
 
-    def order(self) -> dict[str, Any]:
-        """Return what is known of the order of the buckets, for `follow`; empty if it is not ours."""
+    def refuses_load(self) -> list[str]:
+        """Say why `load` cannot work here; empty if it can."""
 
-    def follow(self, order: dict[str, Any]) -> None:
+    def order(self) -> list[int]:
+        """Return the order of the buckets' parameters, agreed or observed here; empty if it is not known, or not ours."""
+
+    def follow(self, order: list[int]) -> None:
         """Take over what `order` returned, between windows; every rank alike."""
 
 
@@ -169,7 +172,7 @@ class BucketReducer:
     def begin(self) -> None:
         """Start the window's first backward with gradients of zero."""
         if self._observed is not None and not self._order_is_settled:
-            self._follow_observed(self._observed)
+            self.follow(self._comm.all_gather_object(self._observed)[0])
         for bucket in self._buckets:
             bucket.begin()
 
@@ -238,17 +241,26 @@ class BucketReducer:
         for bucket in self._buckets:
             bucket.load(saved, done=done)
 
-    def order(self) -> dict[str, Any]:
-        """Return the order of the buckets' parameters, as registration indices: agreed, or only observed here."""
-        agreed = [slot.param for bucket in self.layout.buckets for slot in bucket.slots]
-        return {"agreed": agreed if self._order_is_settled else None, "observed": self._observed}
+    def refuses_load(self) -> list[str]:
+        """Return nothing: every load works here."""
+        return []
 
-    def follow(self, order: dict[str, Any]) -> None:
-        """Lay the buckets out in an agreed order at once, and in an observed one before the second window."""
-        if order["agreed"] is not None and self._comm.world_size > 1:
-            self._order_is_settled = True
-            self._adopt(order["agreed"])
-        self._observed = order["observed"]
+    def order(self) -> list[int]:
+        """Return the order of the buckets' parameters, as registration indices: agreed, or observed here."""
+        if self._comm.world_size > 1 and self._order_is_settled:
+            return [slot.param for bucket in self.layout.buckets for slot in bucket.slots]
+        return list(self._observed or [])
+
+    def follow(self, order: list[int]) -> None:
+        """Lay the buckets out in an order that all ranks know; parameters that it leaves out come last."""
+        self._order_is_settled = True
+        expected, seen = backward_order(self._specs), set(order)
+        order = [*order, *(index for index in expected if index not in seen)]
+        if order != [slot.param for bucket in self.layout.buckets for slot in bucket.slots]:
+            # Both view the old buffers, which must go before new ones come.
+            for param in self.params:
+                param.grad = param.main_grad = None  # type: ignore[attr-defined]
+            self._lay_out(order)
 
     def _overlap(self, transfers: Transfers, backward: Callable[[], None]) -> None:
         """Run the last backward and start each bucket from inside it."""
@@ -276,21 +288,6 @@ class BucketReducer:
             )
             for index in backward_order(self._specs)
         ]
-
-    def _follow_observed(self, observed: list[int]) -> None:
-        """Lay the buckets out in the order that rank 0 has observed; parameters it did not see come last."""
-        self._order_is_settled = True
-        order = self._comm.all_gather_object(observed)[0]
-        expected = backward_order(self._specs)
-        seen = set(order)
-        self._adopt([*order, *(index for index in expected if index not in seen)])
-
-    def _adopt(self, order: list[int]) -> None:
-        if order != [slot.param for bucket in self.layout.buckets for slot in bucket.slots]:
-            # Both view the old buffers, which must go before new ones come.
-            for param in self.params:
-                param.grad = param.main_grad = None  # type: ignore[attr-defined]
-            self._lay_out(order)
 
 
 @contextmanager

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from pyengine.accumulator.base import dense_strides
 from pyengine.engine import Engine
-from pyengine.seed import rng_states, set_rng_states
-from pyengine.snapshot import Identity, Snapshot, disjoint, merge, problems
+from pyengine.seed import rng_states
+from pyengine.snapshot import Snapshot, disjoint, in_order, merge, problems
 from pyengine.window import State, share_of_rest
 
 
@@ -35,7 +35,9 @@ def take(engine: Engine) -> Snapshot:
         engine.steps_taken,
         engine.comm.rank,
         engine.comm.world_size,
-        _identity(engine),
+        engine.identity,
+        window.accumulate,
+        engine.is_between_loops,
         engine.reducer.order(),
         carry=engine.carried(),
         scaler={} if engine.scaler is None else engine.scaler.state_dict(),
@@ -45,8 +47,9 @@ def take(engine: Engine) -> Snapshot:
         snapshot.places = list(window.places)
         snapshot.counts = [float(count) for count in engine.local.counts]
         snapshot.losses = [float(loss) for loss in engine.local.losses]
-        snapshot.sums = engine.reducer.save()
-        snapshot.batch_norm = engine.norms.save()
+        loaded = engine.resumed
+        snapshot.sums = engine.reducer.save() if loaded is None else loaded.sums
+        snapshot.batch_norm = engine.norms.save() if loaded is None else loaded.batch_norm
     return snapshot
 
 
@@ -58,47 +61,61 @@ def put(engine: Engine, states: object) -> list[int]:
         states: this rank's `state_dict()`, or a list of those of every rank, the same on every rank.
 
     Returns:
-        Places of the open window, over all ranks (of this rank alone with its own state), that are done.
+        Places of the open window that are done, over all ranks.
 
     Raises:
         ValueError: states do not fit the engine, each other, or those of other ranks; on every rank, nothing has changed.
-        RuntimeError: a window is open.
     """
+    engine.settle()
     alone = isinstance(states, dict)
     found, snapshots = _read(engine, [states] if alone else states)
     own = [s for s in snapshots if (s.rank, s.world_size) == (engine.comm.rank, engine.comm.world_size)]
-    if not found:
-        found = _misfits(engine, snapshots, own, alone=alone)
     is_own = alone or engine.terms is None
-    parts = own if is_own else disjoint(snapshots)
-    done = sorted(place for part in parts for place in part.places)
-    position = (snapshots[0].window, snapshots[0].steps) if snapshots else None
-    _agree(engine, found, (is_own, position, [] if is_own else done))
-    # The same split on every rank.
-    mine = own if is_own else parts[engine.comm.rank :: engine.comm.world_size]
-    _load(engine, mine, snapshots[0], _due(engine, done, is_own=is_own))
-    if own:
-        set_rng_states(own[0].rng)
+    found = found or _misfits(engine, snapshots, own, is_own=is_own)
+    parts = own if is_own else in_order(snapshots)
+    everybody = _agree(engine, found, _Said.of(parts, is_own=is_own))
+    done = sorted({place for said in everybody for part in said.parts for place in part[2]})
+    if order := _order(everybody):
+        engine.reducer.follow(order)
+    mine = own if is_own else _mine(engine, disjoint(parts))
+    about = own[0] if is_own else parts[0]
+    if engine.scaler is not None and about.scaler:
+        engine.scaler.load_state_dict(about.scaler)
+    rng = own[0].rng if own else {}
+    part = merge([s for s in mine if s.places], about, engine.device)
+    part.rng = rng
+    engine.resume(part, due=_due(engine, done, part, is_own=is_own))
     return done
 
 
-def _due(engine: Engine, done: list[int], *, is_own: bool) -> list[int] | None:
-    """Return what this rank still has to do of a window that has begun; None if it has not."""
-    if not done:
-        return None
-    if is_own:
-        return [place for place in engine.window.share if place not in done]
-    assert engine.terms is not None
-    return share_of_rest(engine.terms, done, rank=engine.comm.rank, world_size=engine.comm.world_size)
+# Rank, world size and places of a part.
+_Part = tuple[int, int, tuple[int, ...]]
 
 
-def _identity(engine: Engine) -> Identity:
-    params = [
-        (name, list(p.shape), list(dense_strides(p)), str(p.dtype).removeprefix("torch."))
-        for name, p in zip(engine.reducer.names, engine.reducer.params, strict=True)
-        if p.requires_grad
-    ]
-    return Identity(engine.kind, engine.terms, engine.norms.num_modules, params)
+@dataclass(frozen=True)
+class _Said:
+    """What ranks tell each other of their parts.
+
+    Attributes:
+        is_own: whether each loads its own.
+        position: windows and steps.
+        parts: of the window.
+        orders: rank, and the order of buckets, of those parts that know one.
+    """
+
+    is_own: bool
+    position: tuple[int, int] | None
+    parts: tuple[_Part, ...]
+    orders: tuple[tuple[int, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[Snapshot], *, is_own: bool) -> _Said:
+        return cls(
+            is_own,
+            (parts[0].window, parts[0].steps) if parts else None,
+            tuple((s.rank, s.world_size, tuple(s.places)) for s in parts),
+            tuple((s.rank, tuple(s.order)) for s in parts if s.order and s.world_size > 1),
+        )
 
 
 def _read(engine: Engine, states: object) -> tuple[list[str], list[Snapshot]]:
@@ -112,46 +129,76 @@ def _read(engine: Engine, states: object) -> tuple[list[str], list[Snapshot]]:
         return [str(error)], []
 
 
-def _misfits(engine: Engine, snapshots: list[Snapshot], own: list[Snapshot], *, alone: bool) -> list[str]:
-    found = problems(snapshots, _identity(engine))
-    if (alone or engine.terms is None) and len(own) != 1:
+def _misfits(engine: Engine, snapshots: list[Snapshot], own: list[Snapshot], *, is_own: bool) -> list[str]:
+    found = problems(snapshots, engine.identity)
+    here = f"rank {engine.comm.rank} of {engine.comm.world_size}"
+    if is_own and len(own) != 1:
         owners = ", ".join(f"rank {s.rank} of {s.world_size}" for s in snapshots)
         hint = (
-            "pass the states of all ranks in a list"
-            if alone and engine.terms
-            else "start as many ranks as there were"
+            "start as many ranks as there were; only accumulator='exact' goes on with other numbers of ranks"
+            if engine.terms is None
+            else "pass the states of all ranks in a list"
         )
+        found.append(f"states of {owners or 'nobody'} on {here}: {hint}")
+    elif is_own and own[0].places and own[0].accumulate != engine.window.accumulate:
         found.append(
-            f"states of {owners or 'nobody'} on rank {engine.comm.rank} of {engine.comm.world_size}: {hint}"
-            + ("" if engine.terms else "; only accumulator='exact' goes on with other numbers of ranks")
+            f"state of accumulate={own[0].accumulate}, and this engine has accumulate={engine.window.accumulate}: the open "
+            "window ends as it began; make the engine as it was, or load between windows"
         )
-    if any(snapshot.scaler for snapshot in snapshots) and engine.scaler is None:
-        found.append("states hold a loss scale: assign sync.scaler = pe.GradScaler() first")
+    scaled = [bool(s.scaler) for s in snapshots if s.places]
+    if any(is_scaled != (engine.scaler is not None) for is_scaled in scaled):
+        with_it = (
+            "a loss scale and this engine none"
+            if engine.scaler is None
+            else "no loss scale and this engine one"
+        )
+        found.append(f"states have {with_it}: set sync.scaler as it was before sync.load_state_dict")
+    if any(s.places for s in snapshots):
+        found += engine.reducer.refuses_load()
     return found
 
 
-def _agree(engine: Engine, found: list[str], said: object) -> None:
+def _agree(engine: Engine, found: list[str], said: _Said) -> list[_Said]:
     """Raise on every rank if any rank has a complaint, or if ranks were given different things."""
     everybody = engine.comm.all_gather_object((found, said))
     complaints = [f"rank {rank}: {text}" for rank, (texts, _) in enumerate(everybody) for text in texts]
     if complaints:
         raise ValueError("; ".join(complaints if engine.comm.world_size > 1 else found))
-    if any(other != everybody[0][1] for _, other in everybody):
-        listed = "; ".join(f"rank {rank} got {other}" for rank, (_, other) in enumerate(everybody))
-        raise ValueError(
-            f"states differ between ranks: (own, (windows, steps), micro-batches done): {listed}. Pass every rank its own state, "
-            "or all of them the same list"
+    told: list[_Said] = [other for _, other in everybody]
+    shared = [(s.is_own, s.position, () if s.is_own else s.parts) for s in told]
+    if len(set(shared)) > 1:
+        listed = "; ".join(
+            f"rank {rank} got {'its own' if is_own else 'a list'} at (windows, steps) = {position}"
+            + "".join(f", rank {r} of {w} with micro-batches {list(places)}" for r, w, places in parts)
+            for rank, (is_own, position, parts) in enumerate(shared)
         )
+        raise ValueError(
+            f"states differ between ranks: {listed}. Pass every rank its own state, or all of them the same list"
+        )
+    return told
 
 
-def _load(engine: Engine, mine: list[Snapshot], any_: Snapshot, due: list[int] | None) -> None:
-    if any_.order:
-        engine.reducer.follow(any_.order)
-    if engine.scaler is not None and any_.scaler:
-        engine.scaler.load_state_dict(any_.scaler)
-    empty = Snapshot(any_.window, any_.steps, any_.rank, any_.world_size, any_.identity)
-    part = merge(mine, any_.identity) if mine else empty
-    engine.resume(part, due=due, carried=any_.carry)
+def _order(everybody: Sequence[_Said]) -> list[int]:
+    """Return the order of buckets that the run had agreed on, or was about to: the longest-known, rank 0's first."""
+    orders = sorted((rank, order) for said in everybody for rank, order in said.orders)
+    return list(orders[0][1]) if orders else []
+
+
+def _mine(engine: Engine, parts: Sequence[Snapshot]) -> list[Snapshot]:
+    """Return this rank's share: its own part, if it has one, and some of those whose ranks are no more."""
+    rank, world_size = engine.comm.rank, engine.comm.world_size
+    orphans = [s for s in parts if s.world_size != world_size]
+    return [s for s in parts if (s.rank, s.world_size) == (rank, world_size)] + orphans[rank::world_size]
+
+
+def _due(engine: Engine, done: list[int], part: Snapshot, *, is_own: bool) -> list[int] | None:
+    """Return what this rank still has to do of a window that has begun; None if it has not."""
+    if is_own:
+        return [place for place in engine.window.share if place not in part.places] if part.places else None
+    if not done:
+        return None
+    everything = {place for places in engine.shares.places for place in places}
+    return share_of_rest(everything, done, rank=engine.comm.rank, world_size=engine.comm.world_size)
 
 
 __all__ = ["put", "take"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from copy import copy
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from pyengine.seed import derive, place, whole
-from pyengine.window import share, share_of_rest
+from pyengine.window import share
 
 
 class WindowSampler(Sampler[list[int]]):
@@ -86,26 +86,26 @@ class WindowSampler(Sampler[list[int]]):
         if rank >= world_size:
             raise ValueError(f"rank={rank}: need 0 to {world_size - 1}, since world_size={world_size}")
         other = copy(self)
-        other.rank, other.world_size = rank, world_size
+        other.rank, other.world_size, other._due = rank, world_size, None
         return other
 
-    def set_epoch(self, epoch: int, *, window: int = 0, done: Collection[int] = ()) -> None:
+    def set_epoch(self, epoch: int, *, window: int = 0, due: Collection[int] | None = None) -> None:
         """Choose the epoch of the next iteration, and where it begins: to resume, in any world size.
 
         Args:
             epoch: the order of the samples depends on it.
             window: the first one, counted in the epoch.
-            done: micro-batches of that window that need not be computed again, by their index in it over all ranks:
-                `sync.done` after `sync.load_state_dict`. What is left is dealt out evenly.
+            due: this rank's micro-batches of that window, by their index in it over all ranks: `sync.due` after
+                `sync.load_state_dict`. None: its ordinary share.
         """
         whole(epoch=epoch, window=window)
-        if not all(index in range(self.micro_batches) for index in done):
-            raise ValueError(f"done={sorted(done)}: need indices from 0 to {self.micro_batches - 1}")
         if window >= self.num_windows:
             raise ValueError(
                 f"window={window}: an epoch has {self.num_windows}; go on with set_epoch({epoch + 1})"
             )
-        self.epoch, self.window, self.done = epoch, window, frozenset(done)
+        if due is not None and not all(index in range(self.micro_batches) for index in due):
+            raise ValueError(f"due={sorted(due)}: need indices from 0 to {self.micro_batches - 1}")
+        self.epoch, self.window, self._due = epoch, window, None if due is None else sorted(due)
 
     @property
     def first(self) -> int:
@@ -136,9 +136,7 @@ class WindowSampler(Sampler[list[int]]):
     def _share(self, window: int) -> list[int]:
         """This rank's micro-batches of a window, counted from the beginning of the epoch."""
         begin, there_are = window * self.micro_batches, -(-self._kept // self.micro_batch)
-        own: Sequence[int] = self._own
-        if window == self.window and self.done:
-            own = share_of_rest(self.micro_batches, self.done, rank=self.rank, world_size=self.world_size)
+        own = self._own if window != self.window or self._due is None else self._due
         return [begin + index for index in own if begin + index < there_are]
 
     def _order(self) -> Tensor:

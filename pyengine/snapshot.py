@@ -7,16 +7,17 @@ Exact sums merge: snapshots of any ranks of one window may be loaded by any numb
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from pyengine._exact import ExactSum
 from pyengine._exact_reference import BLOCK
 from pyengine._ops import BucketPlan
-from pyengine.accumulator.base import Saved
+from pyengine.accumulator.base import Saved, dense_strides
 
 VERSION = 1
 
@@ -47,6 +48,8 @@ class Snapshot:
         steps: optimizer steps that changed parameters.
         rank, world_size: whose part it is.
         identity: what it fits.
+        accumulate: micro-batches a full window, on that rank.
+        is_between_loops: whether it was taken after a loop over `windows` had run out.
         order: of the buckets; see `Reducer.order`.
         places: indices, in the window over all ranks, of the micro-batches in `sums`.
         counts, losses: theirs.
@@ -62,7 +65,9 @@ class Snapshot:
     rank: int
     world_size: int
     identity: Identity
-    order: dict[str, Any] = field(default_factory=dict)
+    accumulate: int = 1
+    is_between_loops: bool = False
+    order: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -79,20 +84,48 @@ class Snapshot:
     @classmethod
     def from_dict(cls, state: Any) -> Snapshot:
         """Read what `to_dict` returned."""
-        names = {f.name for f in fields(cls)}
-        if not isinstance(state, dict) or state.get("version") != VERSION or not names <= state.keys():
-            found = f"version {state.get('version')}" if isinstance(state, dict) else type(state).__name__
-            raise ValueError(f"state is {found}: need what sync.state_dict() returned, version {VERSION}")
-        values = {name: state[name] for name in names}
-        params = [tuple(param) for param in state["identity"]["params"]]
-        return cls(**{**values, "identity": Identity(**{**state["identity"], "params": params})})
+        need = f"need what sync.state_dict() returned, version {VERSION}"
+        version = state.get("version") if isinstance(state, dict) else f"of a {type(state).__name__}"
+        if version != VERSION:
+            raise ValueError(f"state is version {version}: {need}")
+        try:
+            values = {f.name: state[f.name] for f in fields(cls)}
+            values["identity"] = Identity(**state["identity"])
+            values["identity"].params[:] = [tuple(param) for param in values["identity"].params]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"state is not whole ({error!r}): {need}") from None
+        return cls(**values)
+
+    def misshapen(self) -> str:
+        """Say what of its parts does not fit together; empty if all does."""
+        done = len(self.places)
+        flags = [len(parts["nonfinite"]) for parts in self.sums.values() if "nonfinite" in parts]
+        if {len(self.counts), len(self.losses), *flags, *map(len, self.batch_norm)} - {done}:
+            return f"state of rank {self.rank} of {self.world_size} has parts of other numbers of micro-batches than {done}"
+        return ""
+
+
+def identify(
+    accumulator: str,
+    terms: int | None,
+    batch_norms: int,
+    names: Sequence[str],
+    params: Sequence[Parameter],
+) -> Identity:
+    """Describe an engine, as it was made."""
+    described = [
+        (name, list(p.shape), list(dense_strides(p)), str(p.dtype).removeprefix("torch."))
+        for name, p in zip(names, params, strict=True)
+        if p.requires_grad
+    ]
+    return Identity(accumulator, terms, batch_norms, described)
 
 
 def problems(snapshots: Sequence[Snapshot], identity: Identity) -> list[str]:
     """Say why snapshots cannot be parts of one window of this engine."""
     if not snapshots:
         return ["states: got none; pass this rank's state, or those of all ranks"]
-    found = [_misfit(snapshot, identity) for snapshot in snapshots]
+    found = [_misfit(s, identity) or s.misshapen() for s in snapshots]
     positions = sorted({(s.window, s.steps) for s in snapshots})
     if len(positions) > 1:
         listed = ", ".join(f"{window} windows and {steps} steps" for window, steps in positions)
@@ -122,6 +155,11 @@ def _misfit(snapshot: Snapshot, identity: Identity) -> str:
     return f"parameters differ: {changed}" if changed else ""
 
 
+def in_order(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
+    """Return them in an order that every rank finds, the largest first."""
+    return sorted(snapshots, key=lambda s: (-len(s.places), s.places, s.world_size, s.rank))
+
+
 def disjoint(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
     """Return those with micro-batches, without the ones that share some with a larger one.
 
@@ -129,48 +167,47 @@ def disjoint(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
     again, so any choice is right; this one does not depend on the order of the list.
     """
     kept: list[Snapshot] = []
-    for snapshot in sorted(snapshots, key=lambda s: (-len(s.places), s.places)):
+    for snapshot in in_order(snapshots):
         if snapshot.places and not any(set(snapshot.places) & set(other.places) for other in kept):
             kept.append(snapshot)
     return kept
 
 
-def merge(snapshots: Sequence[Snapshot], identity: Identity) -> Snapshot:
+def merge(snapshots: Sequence[Snapshot], about: Snapshot, device: torch.device) -> Snapshot:
     """Return the parts of one window as one part.
 
     Args:
-        snapshots: one, or several of exact sums; `problems` has found nothing.
-        identity: of the engine.
+        snapshots: none, one, or several of exact sums; `problems` has found nothing.
+        about: whose position, carried gradients and so on to take.
+        device: where sums are to lie.
     """
-    first = snapshots[0]
-    whole = Snapshot(first.window, first.steps, first.rank, first.world_size, identity, first.order)
+    whole = replace(about, places=[], counts=[], losses=[], sums={}, batch_norm=[])
     for snapshot in snapshots:
         whole.places += snapshot.places
         whole.counts += snapshot.counts
         whole.losses += snapshot.losses
     rows = [s.batch_norm for s in snapshots if s.batch_norm]
-    whole.batch_norm = [torch.cat(parts) for parts in zip(*rows, strict=True)]
+    whole.batch_norm = [torch.cat([part.to(device) for part in parts]) for parts in zip(*rows, strict=True)]
     names = dict.fromkeys(name for snapshot in snapshots for name in snapshot.sums)
-    whole.sums = {name: _merge_sums(name, snapshots, identity.terms) for name in names}
+    whole.sums = {name: _merge_sums(name, snapshots, device) for name in names}
+    whole.carry = {name: grad.to(device) for name, grad in about.carry.items()}
     return whole
 
 
-def _merge_sums(name: str, snapshots: Sequence[Snapshot], terms: int | None) -> dict[str, Tensor]:
-    with_it = [s.sums[name] for s in snapshots if name in s.sums]
-    if len(with_it) == len(snapshots) == 1:
-        return with_it[0]
+def _merge_sums(name: str, snapshots: Sequence[Snapshot], device: torch.device) -> dict[str, Tensor]:
+    everybody = [{part: t.to(device) for part, t in s.sums.get(name, {}).items()} for s in snapshots]
+    if len(everybody) == 1:
+        return everybody[0]
+    terms = snapshots[0].identity.terms
     assert terms is not None
-    total, *others = (_exact(parts, terms) for parts in with_it)
+    total, *others = (_exact(parts, terms) for parts in everybody if parts)
     for other in others:
         total.merge_(other)
-    device = total.limbs.device
     flags = [
-        s.sums[name]["nonfinite"].to(device)
-        if name in s.sums
-        else torch.zeros(len(s.places), dtype=torch.uint8, device=device)
-        for s in snapshots
+        parts.get("nonfinite", torch.zeros(len(s.places), dtype=torch.uint8, device=device))
+        for s, parts in zip(snapshots, everybody, strict=True)
     ]
-    numel = with_it[0]["bins"].numel() * BLOCK
+    numel = next(parts["bins"].numel() * BLOCK for parts in everybody if parts)
     return {**total.parts(0, numel), "nonfinite": torch.cat(flags)}
 
 

@@ -56,9 +56,15 @@ class Sync:
         return places[-1]
 
     @property
+    def due(self) -> list[int]:
+        """Places of the window's micro-batches that this rank is still to compute, for `WindowSampler.set_epoch`."""
+        window = self._engine.window
+        return list(window.due if window.state is State.OPEN else window.share)
+
+    @property
     def done(self) -> list[int]:
-        """Places of the open window that were done when `load_state_dict` was called, for `WindowSampler.set_epoch`."""
-        return self._done
+        """Places that were done on any rank when `load_state_dict` was called, for `Dealer.set_epoch`."""
+        return list(self._done)
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -216,11 +222,11 @@ class Sync:
         the random generators. Parameters, optimizer and scheduler are the caller's to save, as ever. On an accelerator
         every rank calls this at the same point, as `synchronize`.
 
-        With accumulator="exact" every rank may save when it likes: the last states of any ranks in a window fit together.
+        With accumulator="exact" the last states of any ranks in a window fit together, whenever each was saved.
 
         Raises:
-            RuntimeError: between a micro-batch's hand-out and its backward, or between the window's last backward and
-                the step.
+            RuntimeError: between a micro-batch's hand-out and its backward (so also after one that had no backward, for
+                the rest of the window), or between the window's last backward and the step.
 
         Cost: copies the sums: 4 bytes an element, 8 for "exact".
         """
@@ -235,9 +241,11 @@ class Sync:
                 among the ranks there are now. All of one window, that of the parameters (`state["window"]`). A state
                 may be missing, or older than others that hold its micro-batches: what is missing is computed again.
 
-        The open window's remaining micro-batches come from the loader: `sampler.set_epoch(epoch, window=state["window"]
-        - ..., done=sync.done)` deals them out. Random generators go on only with this rank's own state of the same
-        world size; what has to be alike on every world size starts from `pe.micro_batch_rng`.
+        Nothing of a rank's own is needed but its loader, which goes on behind what is done: `sampler.set_epoch(...,
+        due=sync.due)`, or `dealer.set_epoch(..., done=sync.done)`. The generators go on from where they were when the
+        loop takes the first micro-batch, if this rank's own state of as many ranks is there. (The loader reads one
+        micro-batch ahead: what it draws in this process from them is not repeated; see `pe.sample_rng`.) What has to be
+        alike on every world size starts from `pe.micro_batch_rng`.
 
         Raises:
             ValueError: a state does not fit, or ranks got different ones; on every rank, and nothing has changed.
@@ -245,7 +253,7 @@ class Sync:
         Example:
             >>> states = [torch.load(path) for path in sorted(folder.glob("sync-*.pt"))]  # doctest: +SKIP
             >>> sync.load_state_dict([s for s in states if s["window"] == window])  # doctest: +SKIP
-            >>> sampler.set_epoch(0, window=window, done=sync.done)  # doctest: +SKIP
+            >>> sampler.set_epoch(0, window=window, due=sync.due)  # doctest: +SKIP
         """
         self._done = put(self._engine, states)
 

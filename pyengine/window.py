@@ -16,9 +16,9 @@ def share(num: int, *, rank: int, world_size: int) -> range:
     return range(rank * num // world_size, (rank + 1) * num // world_size)
 
 
-def share_of_rest(num: int, done: Collection[int], *, rank: int, world_size: int) -> list[int]:
+def share_of_rest(all_: Collection[int], done: Collection[int], *, rank: int, world_size: int) -> list[int]:
     """Return which places of a window fall to a rank when those in `done` need nobody any more."""
-    rest = [place for place in range(num) if place not in done]
+    rest = sorted(set(all_) - set(done))
     return [rest[index] for index in share(len(rest), rank=rank, world_size=world_size)]
 
 
@@ -45,12 +45,12 @@ class Window:
         done: backwards run in this window.
         is_complete: the last micro-batch of this window has been handed out.
         is_exhausted: the loop has come to the end of this window (backwards may still follow).
-        is_resumed: it was begun by `resume`, and no loop has taken it up yet.
     """
 
     def __init__(self, accumulate: int, *, share: Sequence[int] | None = None) -> None:
         self.accumulate = accumulate
         self.share = range(accumulate) if share is None else share
+        self._replacement: list[int] = []
         self.index = 0
         self.state = State.IDLE
         self.places: list[int] = []
@@ -63,9 +63,20 @@ class Window:
 
     def resume(self, places: Sequence[int], due: Sequence[int]) -> None:
         """Begin in the middle of a window: with micro-batches that are done, and those still due."""
+        # If this is dropped, what takes its place must not claim micro-batches that other ranks hold.
+        self._replacement = [*places, *due][: self.accumulate]
         self.open()
         self.places, self.due, self.done = list(places), list(due), len(places)
-        self.is_resumed = True
+        self._is_resumed = True
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the open window was begun by `resume`, and no loop has taken it up yet."""
+        return self._is_resumed and self.state is State.OPEN
+
+    def take_up(self) -> None:
+        """Note that a loop goes on with a resumed window."""
+        self._is_resumed = False
 
     def hand_out(self, place: int, *, last: bool) -> None:
         """Count a micro-batch that the loop receives; `last` says that the window gets no further one."""
@@ -103,12 +114,14 @@ class Window:
         """End the window; only a completed (synchronised) one counts."""
         self.state = State.IDLE
         self.index += completed
+        if completed:
+            self._replacement = []
 
     def _clear(self) -> None:
         self.places = []
-        self.due = list(self.share)
+        self.due = list(self._replacement or self.share)
         self.done = 0
-        self.is_complete = self.is_exhausted = self.is_resumed = False
+        self.is_complete = self.is_exhausted = self._is_resumed = False
 
 
 def check_accumulate(accumulate: object) -> list[str]:

@@ -222,11 +222,15 @@ class XlaReducer:
         self._is_clean = False
         self._comm.launch()
 
-    def order(self) -> dict[str, Any]:
-        """Return nothing: the order is the compiler's."""
-        return {}
+    def refuses_load(self) -> list[str]:
+        """Return nothing: every load works here."""
+        return []
 
-    def follow(self, order: dict[str, Any]) -> None:
+    def order(self) -> list[int]:
+        """Return nothing: the order is the compiler's."""
+        return []
+
+    def follow(self, order: list[int]) -> None:
         """Do nothing: the order is the compiler's."""
 
     def _clear(self) -> None:

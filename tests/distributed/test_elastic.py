@@ -63,7 +63,7 @@ def _train(folder: str, fate: dict | None) -> list[tuple[str, float]]:
     counts: list[float] = []
     sync.on_step(lambda record: counts.append(record.count))
     _die_in_a_collective(sync, fate)
-    sampler.set_epoch(0, window=start, done=sync.done)
+    sampler.set_epoch(0, window=start, due=sync.due)
     for step, window in enumerate(sync.windows(sampler), start=start):
         fate.now = step
         for position, rows in enumerate(window):

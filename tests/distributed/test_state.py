@@ -124,20 +124,23 @@ def _together(*values: bytes) -> Any:
     return values
 
 
-def _resume(run: _Run, states: Sequence[bytes]) -> None:
+def _resume(run: _Run, states: Sequence[bytes], *, dealt: bool = False) -> None:
     if states:
         loaded = [_unpack(state) for state in states]
         run.sync.load_state_dict(loaded)
-        run.sampler.set_epoch(0, window=loaded[0]["window"], done=run.sync.done)
+        run.sampler.set_epoch(0, window=loaded[0]["window"], due=None if dealt else run.sync.due)
 
 
 def _go_on(
     kind: str, name: str, states: list[bytes], checkpoint: bytes, dealt: bool = False
 ) -> tuple[tuple[str, list[float | None]], list[int]]:
     run = _Run(kind, name, from_=checkpoint, dealt=dealt)
-    _resume(run, states)
+    _resume(run, states, dealt=dealt)
     places: list[int] = []
-    loader = pe.Dealer(run.sampler) if dealt else run.sampler
+    loader: Any = run.sampler
+    if dealt:
+        loader = pe.Dealer(run.sampler)
+        loader.set_epoch(0, window=END, done=run.sync.done)
     for number, window in enumerate(run.sync.windows(loader)):
         for item in window:
             rows = item[1] if dealt else item

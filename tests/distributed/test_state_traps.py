@@ -1,0 +1,506 @@
+"""Loading a state where something is in the way: other loaders, zero_grad, exceptions, leftovers, wrong lists."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from cases import me
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import pyengine as pe
+
+
+def _batch(index: int) -> Tensor:
+    """A micro-batch whose gradient is index + 1 everywhere."""
+    return torch.full((1, 3), index + 1.0)
+
+
+def _make(*, accumulate: int, kind: str = "own", **options: Any) -> tuple[pe.Sync, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1, bias=False)
+    if kind == "own":
+        return pe.GradSync(model, accumulate=accumulate, **options), model
+    model = DistributedDataParallel(model)
+    return pe.attach(model, accumulate=accumulate, **options), model
+
+
+def _run(sync: pe.Sync, model: nn.Module, batches: Iterable[int], *, stop: int = -1) -> list[dict[str, Any]]:
+    """Run windows over micro-batches by their index; return states after each, or stop after some."""
+    states = []
+    for window in sync.windows(batches):
+        for index in window:
+            sync.backward(model(_batch(int(torch.as_tensor(index).sum()))).sum())
+            if not sync.is_sync_step:
+                states.append(sync.state_dict())
+            if len(states) == stop:
+                return states
+        sync.unscale_()
+        for param in model.parameters():
+            states.append({"grad": param.grad.clone()})
+            param.grad = None
+    return states
+
+
+def _gradient(states: list[dict[str, Any]]) -> float:
+    return float(states[-1]["grad"].flatten()[0])
+
+
+def _gathered(value: Any) -> list[Any]:
+    everybody: list[Any] = [None] * me()[1]
+    torch.distributed.all_gather_object(everybody, value)
+    return everybody
+
+
+def _mean(*indices: int) -> float:
+    return sum(index + 1.0 for index in indices) / len(indices)
+
+
+# Loaders.
+
+
+def _own_state_with_a_sampler(dealt: bool) -> tuple[list[int], float]:
+    sampler = pe.WindowSampler(8, seed=0, micro_batch=1, global_batch=8, shuffle=False)
+    accumulate = 8 if dealt else sampler.accumulate
+    sync, model = _make(accumulate=accumulate)
+    (state,) = _run(sync, model, [i for (i,) in sampler], stop=1)
+    sync, model = _make(accumulate=accumulate)
+    sync.load_state_dict(state)
+    if dealt:
+        dealer = pe.Dealer(sampler)
+        dealer.set_epoch(0, done=sync.done)
+    else:
+        sampler.set_epoch(0, due=sync.due)
+    computed = [4 * me()[0]]
+    for window in sync.windows(dealer if dealt else sampler):
+        for item in window:
+            (index,) = item[1] if dealt else item
+            computed.append(index)
+            sync.backward(model(_batch(index)).sum())
+        sync.unscale_()
+    return computed, float(model.weight.grad[0, 0])
+
+
+def test_own_states_leave_the_rest_of_the_window_to_their_own_rank(ranks):
+    results = ranks(2).run(_own_state_with_a_sampler, False)
+    assert [computed for computed, _ in results] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [gradient for _, gradient in results] == [_mean(*range(8))] * 2
+
+
+def _dealt_after_own_states() -> tuple[list[int], float]:
+    """Each rank stops after its first micro-batch; both go on together."""
+    sampler = pe.WindowSampler(8, seed=0, micro_batch=1, global_batch=8, shuffle=False)
+    results: tuple[list[int], float] = [], 0.0
+    state = None
+    for _ in range(2):
+        sync, model = _make(accumulate=8, accumulator=pe.Exact(micro_batches=8))
+        dealer = pe.Dealer(sampler, name=f"deal{state is None}")
+        if state is not None:
+            sync.load_state_dict(_gathered(state))
+            dealer.set_epoch(0, done=sync.done)
+        computed = []
+        for window in sync.windows(dealer):
+            for _, (index,) in window:
+                computed.append(index)
+                sync.backward(model(_batch(index)).sum())
+                if state is None:
+                    state = sync.state_dict()
+                    torch.distributed.barrier()
+                    break
+            if results == ([], 0.0) and len(computed) == 1:
+                break
+            sync.unscale_()
+            return [*computed, *state["places"]], float(model.weight.grad[0, 0])
+    raise AssertionError("the second loop was to return")
+
+
+def test_a_dealer_leaves_out_what_any_rank_has_done(ranks):
+    results = ranks(2).run(_dealt_after_own_states)
+    assert sorted(index for computed, _ in results for index in computed) == list(range(8))
+    assert [gradient for _, gradient in results] == [_mean(*range(8))] * 2
+
+
+def _no_share_at_all(window: int, places: int, num: int) -> tuple[list[int], list[float]]:
+    """Go on, with as many ranks as there are, from a state of one rank alone."""
+    sampler = pe.WindowSampler(num, seed=0, micro_batch=1, global_batch=4 if num == 9 else 3, shuffle=False)
+    exact = pe.Exact(micro_batches=sampler.micro_batches)
+    alone = sampler.shard(rank=0, world_size=1)
+    state = None
+    if me()[0] == 0:  # one that a single process has left
+        local = _alone(exact, alone, window * sampler.micro_batches, places)
+        state = local
+    state = _gathered(state)[0]
+    sync, model = _make(accumulate=sampler.accumulate, accumulator=exact)
+    sync.load_state_dict([state])
+    sampler.set_epoch(0, window=window, due=sync.due)
+    computed, gradients = [], []
+    for micro_batches in sync.windows(sampler):
+        for (index,) in micro_batches:
+            computed.append(index)
+            sync.backward(model(_batch(index)).sum())
+        sync.unscale_()
+        gradients.append(float(model.weight.grad[0, 0]))
+        model.weight.grad = None
+    return computed, gradients
+
+
+def _alone(exact: pe.Exact, sampler: pe.WindowSampler, begin: int, places: int) -> dict[str, Any]:
+    """Return the state of a single process after `places` micro-batches of the window that starts at `begin`."""
+    group = torch.distributed.distributed_c10d._world.default_pg
+    torch.distributed.distributed_c10d._world.default_pg = None  # as before any group
+    try:
+        sync, model = _make(accumulate=sampler.accumulate, accumulator=exact)
+        return _run(sync, model, range(begin, begin + 8), stop=places)[-1] | {
+            "window": begin // sampler.micro_batches
+        }
+    finally:
+        torch.distributed.distributed_c10d._world.default_pg = group
+
+
+def test_a_rank_with_nothing_due_but_a_window_to_come_meets_the_others(ranks):
+    results = ranks(2).run(_no_share_at_all, 1, 3, 9)
+    assert sorted(index for computed, _ in results for index in computed) == [7, 8]
+    assert [gradients for _, gradients in results] == [[_mean(4, 5, 6, 7), _mean(8)]] * 2
+
+
+def test_a_rank_without_an_ordinary_share_can_be_dealt_a_part_of_the_rest(ranks):
+    results = ranks(4).run(_no_share_at_all, 0, 1, 3)
+    assert sorted(index for computed, _ in results for index in computed) == [1, 2]
+    assert [gradients for _, gradients in results] == [[_mean(0, 1, 2)]] * 4
+
+
+def _nothing_left() -> float:
+    sync, model = _make(accumulate=3)
+    state = _run(sync, model, range(3), stop=2)[-1]
+    sync, model = _make(accumulate=3)
+    sync.load_state_dict(state)
+    return _gradient(_run(sync, model, []))
+
+
+def test_what_was_loaded_is_sent_by_a_loader_that_is_empty(ranks):
+    assert ranks(1).run(_nothing_left) == [_mean(0, 1)]
+    assert ranks(2).run(_nothing_left) == [_mean(0, 1)] * 2
+
+
+# What stands between loading and the first backward.
+
+
+def _zero_grad(kind: str, accumulator: str) -> float:
+    sync, model = _make(accumulate=3, kind=kind, accumulator=accumulator)
+    (state,) = _run(sync, model, range(3), stop=1)
+    sync, model = _make(accumulate=3, kind=kind, accumulator=accumulator)
+    sync.load_state_dict(state)
+    gradient = 0.0
+    for window in sync.windows([1, 2]):
+        model.zero_grad()
+        for index in window:
+            sync.backward(model(_batch(index)).sum())
+        sync.unscale_()
+        gradient = float(next(model.parameters()).grad[0, 0])
+    return gradient
+
+
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_zero_grad_before_the_first_backward_is_harmless(ranks, kind, accumulator):
+    assert ranks(2).run(_zero_grad, kind, accumulator) == [2.0, 2.0]
+
+
+def _with_a_data_loader(stop: int | None) -> Tensor:
+    sync, model = _make(accumulate=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = None
+    data = [_batch(index)[0] for index in range(6)]
+    for _ in range(1 if stop is None else 2):
+        if state is not None:
+            torch.manual_seed(99)
+            sync, model = _make(accumulate=2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model.load_state_dict(state["model"])
+            sync.load_state_dict(state["sync"])
+            data = data[stop:]
+        done = 0
+        for window in sync.windows(DataLoader(data, batch_size=1)):
+            for x in window:
+                sync.backward((model(x) * torch.rand(1)).sum())
+                done += 1
+                if stop == done and state is None:
+                    state = copy.deepcopy({"model": model.state_dict(), "sync": sync.state_dict()})
+                    break
+            if stop == done and len(data) == 6:
+                break
+            sync.step(optimizer)
+    return model.weight.detach().clone()
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_generators_go_on_behind_what_a_data_loader_draws(ranks, stop):
+    (whole,), (resumed,) = ranks(1).run(_with_a_data_loader, None), ranks(1).run(_with_a_data_loader, stop)
+    assert torch.equal(whole, resumed)
+
+
+# Leftovers.
+
+
+def _carries(case: str) -> float:
+    sync, model = _make(accumulate=2)
+    if case == "cleared":  # the caller's own gradients stay the caller's to clear
+        for window in sync.windows([0, 1]):
+            for index in window:
+                sync.backward(model(_batch(index)).sum())
+            sync.unscale_()
+        state = sync.state_dict()
+        sync, model = _make(accumulate=2)
+        sync.load_state_dict(state)
+        model.zero_grad()
+        return _gradient(_run(sync, model, [0, 1]))
+    (state,) = _run(sync, model, [0, 1], stop=1)
+    sync, model = _make(accumulate=2)
+    if case == "handed over":
+        for window in sync.windows([8, 9]):
+            for index in window:
+                sync.backward(model(_batch(index)).sum())
+            sync.unscale_()
+    else:
+        with_carry = {**state, "carry": {"weight": torch.full((1, 3), 7.0)}}
+        sync.load_state_dict(with_carry)
+        sync.abandon()
+    sync.load_state_dict(state)
+    return _gradient(_run(sync, model, [1]))
+
+
+@pytest.mark.parametrize("case", ["cleared", "handed over", "carried"])
+def test_gradients_of_before_do_not_leak_into_what_is_loaded(ranks, case):
+    assert ranks(1).run(_carries, case) == [_mean(0, 1)]
+
+
+def _late() -> int:
+    sync, model = _make(accumulate=1)
+    sync._engine.is_late = True
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    state = sync.state_dict()
+    records: list[int] = []
+    sync.on_step(lambda record: records.append(record.step))
+    for number in range(2):
+        with sync.accumulate():
+            sync.backward(model(_batch(number)).sum())
+        sync.step(optimizer)
+    sync.load_state_dict(state)
+    before = len(records)
+    with sync.accumulate():
+        sync.backward(model(_batch(0)).sum())
+    sync.step(optimizer)
+    sync.synchronize()
+    assert (before, len(records)) == (2, 3)
+    return sync._engine.steps_taken
+
+
+def test_a_late_outcome_of_before_is_settled_before_loading(ranks):
+    assert ranks(2).run(_late) == [1, 1]
+
+
+# Dropping what was resumed.
+
+
+def _dropped(how: str) -> float:
+    sync, model = _make(accumulate=2)
+    (state,) = _run(sync, model, [0, 1], stop=1)
+    sync, model = _make(accumulate=2)
+    sync.load_state_dict(state)
+    if how == "abandon":
+        sync.abandon()
+    else:
+        sync.flush()
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    return _gradient(_run(sync, model, [4, 5]))
+
+
+@pytest.mark.parametrize("how", ["abandon", "flush"])
+def test_a_loaded_window_can_be_dropped_or_sent_at_once(ranks, how):
+    assert ranks(2).run(_dropped, how) == [_mean(4, 5)] * 2
+
+
+def _fails_after_loading() -> Tensor:
+    rank, _ = me()
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    exact = pe.Exact(micro_batches=8)
+    x = torch.arange(12.0).view(4, 3)
+
+    def run(sync: pe.Sync, number: int, fails: bool = False) -> None:
+        for window in sync.windows([x + k for k in range(number)]):
+            for batch in window:
+                if fails:
+                    raise KeyError
+                sync.backward(model(batch).sum(), count=4)
+            sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+
+    state = None
+    if rank == 0:
+        group = torch.distributed.distributed_c10d._world.default_pg
+        torch.distributed.distributed_c10d._world.default_pg = None
+        alone = pe.GradSync(copy.deepcopy(model), accumulate=8, accumulator=exact)
+        bare = alone._engine
+        for place in range(5):
+            if place == 0:
+                bare.open()
+            bare.hand_out(place, last=False, more=False)
+            loss = nn.functional.linear(x.mean(0), bare.reducer.params[2]).sum()
+            bare.backward(loss, 4)
+        state = alone.state_dict()
+        torch.distributed.distributed_c10d._world.default_pg = group
+    state = _gathered(state)[0]
+    sync = pe.GradSync(model, accumulate=4, accumulator=exact)
+    sync.load_state_dict([state])
+    if rank == 1:
+        with pytest.raises(KeyError):
+            run(sync, 1, fails=True)
+    run(sync, 1)
+    return model[0].running_mean.clone()
+
+
+def test_a_window_that_replaces_a_dropped_one_claims_no_micro_batch_of_others(ranks):
+    first, second = ranks(2).run(_fails_after_loading)
+    assert torch.equal(first, second) and float(first.abs().max()) < 100
+
+
+# States that do not go together.
+
+
+def _differing_lists(case: str) -> tuple[str, float]:
+    rank, _ = me()
+    exact = pe.Exact(micro_batches=4)
+    sync, model = _make(accumulate=2, accumulator=exact)
+    states = _gathered(_run(sync, model, [2 * rank, 2 * rank + 1], stop=1)[0])
+    sync, model = _make(accumulate=2, accumulator=exact)
+    try:
+        if case == "another order":
+            sync.load_state_dict(states[::-1] if rank else states)
+        else:
+            sync.load_state_dict([{**states[0], "places": [0, 1][: 1 + rank], "counts": [1.0] * (1 + rank)}])
+    except ValueError as error:
+        return str(error), 0.0
+    return "", _gradient(_run(sync, model, [2 * rank + 1]))
+
+
+def test_the_order_of_a_list_does_not_matter(ranks):
+    assert ranks(2).run(_differing_lists, "another order") == [("", _mean(0, 1, 2, 3))] * 2
+
+
+def test_lists_that_differ_are_refused_on_every_rank(ranks):
+    for message, _ in ranks(2).run(_differing_lists, "other places"):
+        assert "parts of other numbers of micro-batches" in message or "states differ" in message
+
+
+def _refused(case: str) -> str:
+    rank, _ = me()
+    sync, model = _make(accumulate=3)
+    (state,) = _run(sync, model, range(3), stop=1)
+    sync, model = _make(accumulate=1 if case == "accumulate" else 3)
+    if case == "scaler":
+        sync.scaler = pe.GradScaler("cpu")
+    if case == "malformed on one rank" and rank == 1:
+        state = {**state, "identity": None}
+    if case == "find_unused":
+        ddp = DistributedDataParallel(nn.Linear(3, 1, bias=False), find_unused_parameters=True)
+        sync = pe.attach(ddp, accumulate=3)
+    try:
+        sync.load_state_dict(state)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("accumulate", "state of accumulate=3, and this engine has accumulate=1"),
+        ("scaler", "states have no loss scale and this engine one"),
+        ("malformed on one rank", "rank 1: state is not whole"),
+        ("find_unused", "find_unused_parameters=True would not reduce"),
+    ],
+)
+def test_states_that_cannot_go_on_here_are_refused_on_every_rank(ranks, case, message):
+    for text in ranks(2).run(_refused, case):
+        assert message in text
+
+
+def _saved_on_either_side_of_a_backward() -> list[float]:
+    rank, _ = me()
+    sync, model = _make(accumulate=2)
+    between = None
+    states: list[dict[str, Any]] = []
+    for number, window in enumerate(sync.windows(range(4))):
+        for index in window:
+            sync.backward(model(_batch(index)).sum())
+            if number == 1 and not states:
+                states.append(sync.state_dict())
+        sync.unscale_()
+        model.weight.grad = None
+        between = between or sync.state_dict()
+    sync, model = _make(accumulate=2)
+    sync.load_state_dict(states[0] if rank == 0 else between)
+    return _gradient(_run(sync, model, [3] if rank == 0 else [2, 3]))
+
+
+def test_own_states_of_one_window_need_not_be_of_the_same_moment(ranks):
+    assert ranks(2).run(_saved_on_either_side_of_a_backward) == [_mean(2, 3)] * 2
+
+
+def _same_names() -> list[float]:
+    a, b = nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)
+    named = [*a.named_parameters(), *b.named_parameters()]
+    sync = pe.GradSync(named, accumulate=2)
+    with sync.accumulate():
+        sync.backward(a(_batch(0)).sum() + 10 * b(_batch(0)).sum())
+    state = sync.state_dict()
+    sync = pe.GradSync(named, accumulate=2)
+    sync.load_state_dict(state)
+    with sync.accumulate():
+        sync.backward(a(_batch(0)).sum() + 10 * b(_batch(0)).sum())
+    sync.unscale_()
+    return [float(p.grad[0, 0]) for p in (a.weight, b.weight)]
+
+
+def test_parameters_of_one_name_are_told_apart(ranks):
+    assert ranks(1).run(_same_names) == [[1.0, 10.0]]
+
+
+def _flags_after_ddp_has_rebuilt() -> int:
+    state = None
+    for done in (0, 2):
+        sync, model = _make(accumulate=6, kind="attach", accumulator="exact")
+        if done:
+            for window in sync.windows([0]):
+                for index in window:
+                    sync.backward(model(_batch(index)).sum())
+                sync.unscale_()
+                next(model.parameters()).grad = None
+            sync.load_state_dict(state)
+        state = _run(sync, model, range(done, 6), stop=2)[-1]
+    sync, model = _make(accumulate=6, kind="attach", accumulator="exact")
+    sync.load_state_dict(state)
+    return len(state["places"])
+
+
+def test_flags_move_along_when_ddp_lays_its_buckets_out_anew(ranks):
+    assert ranks(2).run(_flags_after_ddp_has_rebuilt) == [4, 4]
+
+
+def _one_rank_of_exact_shares() -> list[int]:
+    sync, model = _make(accumulate=3, accumulator=pe.Exact(micro_batches=8))
+    (state,) = _run(sync, model, range(3), stop=1)
+    due = []
+    for states in (state, [state]):
+        sync, model = _make(accumulate=3, accumulator=pe.Exact(micro_batches=8))
+        sync.load_state_dict(states)
+        due.append(sync.due)
+    return due
+
+
+def test_what_is_left_is_what_the_ranks_were_made_for(ranks):
+    assert ranks(1).run(_one_rank_of_exact_shares) == [[[1, 2], [1, 2]]]
