@@ -1,6 +1,8 @@
 # make run     set up, then train two small models on two local workers and compare with plain DDP
 # make test    set up, then run every test
-# make check   set up, then ruff
+# make check   set up, then ruff and mypy
+# make docs    set up, then build the site into build/docs; a broken link fails
+# make wheel   set up, then build sdist and wheel into dist/ and test the wheel where there is no checkout
 # make test-xla  set up torch_xla in an environment of its own (2 GB), then run the tests on XLA replicas
 # make gpu     on a machine with a CUDA device, with PYTHON as it is: build in place, test, benchmark (benchmarks/gpu.sh)
 # make clean   remove everything that was built or installed here
@@ -9,6 +11,8 @@
 
 PYTHON ?= python3
 ARGS ?=
+# What `make wheel` runs against the installed wheel: half a minute's choice; WHEEL_TESTS=tests is all.
+WHEEL_TESTS ?= tests/ops/test_pack.py tests/ops/test_unscale_norm.py tests/distributed/test_step.py tests/cli/test_plan.py
 VENV := .venv
 BIN := $(VENV)/bin
 XLA_VENV := .venv-xla
@@ -17,10 +21,11 @@ XLA_INSTALLED := $(XLA_VENV)/.installed
 # Empty files: when each was last done. What stands behind them decides whether it is done again.
 INSTALLED := $(VENV)/.installed
 BUILT := $(VENV)/.built
+DOCS_INSTALLED := $(VENV)/.docs-installed
 # Folders too: their time changes when a file is removed.
 NATIVE := $(shell find csrc) setup.py CMakeLists.txt
 
-.PHONY: run test check test-xla xla-env gpu clean
+.PHONY: run test check docs wheel test-xla xla-env gpu clean
 .DEFAULT_GOAL := run
 
 run: $(BUILT)
@@ -32,6 +37,24 @@ test: $(BUILT)
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
+	$(BIN)/mypy
+
+# The source folder is this one, so that links are checked as they are written.
+docs: $(BUILT) $(DOCS_INSTALLED)
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/docs
+
+# The wheel's environment sees the packages of $(VENV), not its .pth files, one of which leads to this checkout.
+wheel: CLEAN := build/wheel/bin/python
+wheel: $(BUILT)
+	rm -rf dist build/lib* build/bdist* build/wheel
+	$(BIN)/python -m build --no-isolation --sdist --wheel > build/wheel.log || { cat build/wheel.log; exit 1; }
+	$(BIN)/python -m venv --without-pip build/wheel
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$($(CLEAN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
+	$(BIN)/python -m pip --python $(CLEAN) install --quiet --no-index dist/*.whl
+	cd build/wheel && bin/python -c 'import pyengine, sys; assert pyengine.__file__.startswith(sys.prefix), pyengine.__file__'
+	cd build/wheel && bin/python -m pytest $(addprefix $(CURDIR)/,$(WHEEL_TESTS)) $(ARGS)
+	ls dist
 
 test-xla: $(XLA_INSTALLED)
 	$(XLA_VENV)/bin/python -m pytest tests/xla $(ARGS)
@@ -52,11 +75,15 @@ $(XLA_INSTALLED): tests/xla/make_env.sh tests/xla/cuda_stubs.py tests/xla/requir
 	tests/xla/make_env.sh $(XLA_VENV) $(PYTHON)
 	touch $@
 
+$(DOCS_INSTALLED): $(INSTALLED) requirements-docs.txt
+	$(BIN)/python -m pip install --quiet -r requirements-docs.txt
+	touch $@
+
 $(BUILT): $(INSTALLED) pyproject.toml $(NATIVE)
 	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps -e .
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(XLA_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find pyengine -name '*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

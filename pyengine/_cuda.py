@@ -3,7 +3,11 @@
 Nothing here waits for the device but a plan's first op there, which copies the plan to it.
 """
 
+from __future__ import annotations
+
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +23,7 @@ class CudaPlan:
         RuntimeError: when made during a CUDA graph capture: the plan must be on the device before.
     """
 
-    def __init__(self, plan: object, device: torch.device) -> None:
+    def __init__(self, plan: _native._core.BucketPlan, device: torch.device) -> None:
         with torch.cuda.device(device):
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
@@ -30,39 +34,41 @@ class CudaPlan:
         plan.write_words(words.data_ptr())
         self._device = device
         self._words = words.to(device)  # waits until it is there: any stream may read it from now on
-        self._plan = _native.core().CudaPlan(plan, self._words.data_ptr())
+        core = _native.core()
+        assert core is not None  # it made the plan
+        self._plan: _native._core.CudaPlan = core.CudaPlan(plan, self._words.data_ptr())
         self._streams: set[int] = set()
         self._scratch: dict[int, Tensor] = {}
 
-    def pack_(self, *arguments) -> None:
+    def pack_(self, *arguments: Any) -> None:
         self._launch(self._plan.pack_, *arguments)
 
-    def unpack_(self, *arguments) -> None:
+    def unpack_(self, *arguments: Any) -> None:
         self._launch(self._plan.unpack_, *arguments)
 
-    def accumulate_(self, *arguments) -> None:
+    def accumulate_(self, *arguments: Any) -> None:
         self._launch(self._plan.accumulate_, *arguments)
 
-    def accumulate_cast_(self, *arguments) -> None:
+    def accumulate_cast_(self, *arguments: Any) -> None:
         self._launch(self._plan.accumulate_cast_, *arguments)
 
-    def unscale_norm(self, *arguments) -> None:
+    def unscale_norm(self, *arguments: Any) -> None:
         self._launch(self._unscale_norm, *arguments)
 
-    def exact_deposit_(self, *arguments) -> None:
+    def exact_deposit_(self, *arguments: Any) -> None:
         self._launch(self._plan.exact_deposit_, *arguments)
 
-    def exact_align_(self, *arguments) -> None:
+    def exact_align_(self, *arguments: Any) -> None:
         self._launch(self._plan.exact_align_, *arguments)
 
-    def exact_round_(self, *arguments) -> None:
+    def exact_round_(self, *arguments: Any) -> None:
         self._launch(self._plan.exact_round_, *arguments)
 
-    def _unscale_norm(self, stream: int, *arguments) -> None:
+    def _unscale_norm(self, stream: int, *arguments: Any) -> None:
         scratch = self._get_scratch(stream)
         self._plan.unscale_norm(stream, scratch.data_ptr(), *arguments)
 
-    def _launch(self, op, *arguments) -> None:
+    def _launch(self, op: Callable[..., None], *arguments: Any) -> None:
         if torch.cuda.current_device() == self._device.index:
             return op(self._current_stream(), *arguments)
         with torch.cuda.device(self._device):

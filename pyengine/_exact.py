@@ -95,7 +95,9 @@ class ExactSum:
         self._runner = plan._runner(self.hi.device)
         if self._runner is not None:
             addresses = (limb.data_ptr() for limb in self._limbs)
-            self._native = _native.core().ExactSum(*addresses, self.bins.numel(), self.width)
+            core = _native.core()
+            assert core is not None  # it made the runner
+            self._native: _native._core.ExactSum = core.ExactSum(*addresses, self.bins.numel(), self.width)
 
     def __repr__(self) -> str:
         return f"ExactSum({self._plan}, width {self.width}, on {self.hi.device})"

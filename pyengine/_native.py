@@ -6,12 +6,14 @@ from types import ModuleType
 
 import torch  # before _core: the core looks torch's thread pool up by name in the loaded library
 
+__all__ = ["_core", "can_gather", "core", "cuda_core"]
+
 try:
     from pyengine import _core
 
-    _missing = None
+    _missing: ImportError | None = None
 except ImportError as error:
-    _core, _missing = None, error
+    _core, _missing = None, error  # type: ignore[assignment]
 
 
 @functools.cache

@@ -13,9 +13,11 @@ the graph.
 `torch.ops.pyengine.*` are the same ops with functional schemas, for `torch.compile`.
 """
 
+from __future__ import annotations
+
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -85,8 +87,12 @@ class BucketPlan:
         self.flat_numel = _check_layout(self.offsets, self.numels)
         self._slots = tuple(zip(self.offsets, self.numels, strict=True))
         core = _native.core()
-        self._native = None if core is None else core.BucketPlan(self.offsets, self.numels)
-        self._runners = {torch.device("cpu"): self._native}
+        self._native: _native._core.BucketPlan | None = None
+        if core is not None:
+            self._native = core.BucketPlan(self.offsets, self.numels)
+        self._runners: dict[torch.device, _native._core.BucketPlan | _cuda.CudaPlan | None] = {
+            torch.device("cpu"): self._native
+        }
 
     def __repr__(self) -> str:
         return f"BucketPlan({len(self.numels)} slots, {sum(self.numels)} of {self.flat_numel} elements)"
@@ -266,7 +272,7 @@ class BucketPlan:
         check_per_slot("nonfinite", nonfinite, torch.uint8, len(self.numels), sumsq.device)
         runner = self._runner(sumsq.device)
         if runner is None:
-            stored = itertools.repeat(None, len(self.numels)) if targets is None else targets.tensors
+            stored = [None] * len(self.numels) if targets is None else targets.tensors
             return _reference.unscale_norm(sources.tensors, stored, scale, sumsq=sumsq, nonfinite=nonfinite)
         runner.unscale_norm(
             sources.table, None if targets is None else targets.table,
@@ -282,11 +288,12 @@ class BucketPlan:
             )
         return _cuda.place(pointers, beside.device)
 
-    def _runner(self, device: torch.device) -> object | None:
+    def _runner(self, device: torch.device) -> _native._core.BucketPlan | _cuda.CudaPlan | None:
         """Return what runs raw addresses on a device; None leaves the tensors to the reference."""
         if device not in self._runners:
             has_kernels = device.type == "cuda" and _native.cuda_core() is not None
-            self._runners[device] = _cuda.CudaPlan(self._native, device) if has_kernels else None
+            plan = self._native if has_kernels else None
+            self._runners[device] = None if plan is None else _cuda.CudaPlan(plan, device)
         return self._runners[device]
 
 
@@ -299,31 +306,60 @@ def _plan(offsets: tuple[int, ...], numels: tuple[int, ...]) -> BucketPlan:
     return BucketPlan(offsets, numels)
 
 
-def _pack_(flat, tensors, scale, offsets, numels):
+def _pack_(
+    flat: Tensor, tensors: TensorList, scale: Tensor, offsets: Sequence[int], numels: Sequence[int]
+) -> None:
     _plan(tuple(offsets), tuple(numels)).pack_(flat, tensors, scale)
 
 
-def _unpack_(tensors, flat, scale, offsets, numels):
+def _unpack_(
+    tensors: TensorList, flat: Tensor, scale: Tensor, offsets: Sequence[int], numels: Sequence[int]
+) -> None:
     _plan(tuple(offsets), tuple(numels)).unpack_(tensors, flat, scale)
 
 
-def _accumulate_(acc, grads, scale, nonfinite, offsets, numels, first):
+def _accumulate_(
+    acc: Tensor,
+    grads: TensorList,
+    scale: Tensor,
+    nonfinite: Tensor,
+    offsets: Sequence[int],
+    numels: Sequence[int],
+    first: bool,
+) -> None:
     plan = _plan(tuple(offsets), tuple(numels))
     plan.accumulate_(acc, grads, scale, first=first, nonfinite=nonfinite)
 
 
-def _accumulate_cast_(wire, acc, grads, grad_scale, wire_scale, nonfinite, offsets, numels, first):
+def _accumulate_cast_(
+    wire: Tensor,
+    acc: Tensor,
+    grads: TensorList,
+    grad_scale: Tensor,
+    wire_scale: Tensor,
+    nonfinite: Tensor,
+    offsets: Sequence[int],
+    numels: Sequence[int],
+    first: bool,
+) -> None:
     plan = _plan(tuple(offsets), tuple(numels))
     plan.accumulate_cast_(wire, acc, grads, grad_scale, wire_scale, first=first, nonfinite=nonfinite)
 
 
-def _unscale_norm(tensors, out, scale, sumsq, nonfinite, numels):
+def _unscale_norm(
+    tensors: TensorList,
+    out: TensorList,
+    scale: Tensor,
+    sumsq: Tensor,
+    nonfinite: Tensor,
+    numels: Sequence[int],
+) -> None:
     offsets = itertools.accumulate(numels[:-1], initial=0) if numels else ()
     plan = _plan(tuple(offsets), tuple(numels))
     plan.unscale_norm(tensors, out or None, scale, sumsq=sumsq, nonfinite=nonfinite)
 
 
-def _register(name: str, schema: str, run) -> None:
+def _register(name: str, schema: str, run: Callable[..., None]) -> None:
     torch.library.define(f"pyengine::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
     torch.library.impl(f"pyengine::{name}", "CompositeExplicitAutograd", run)
     torch.library.register_fake(f"pyengine::{name}", lambda *args, **kwargs: None)

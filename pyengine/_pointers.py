@@ -1,7 +1,10 @@
 """Check tensors once, at the edge, and hold their addresses for the native core."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -43,7 +46,7 @@ class Pointers:
     numels: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device | None  # None: no slot has a tensor
-    table: object | None  # _core.Table for CPU and CUDA tensors, None without the core or elsewhere
+    table: Any  # _core.Table for CPU and CUDA tensors, None without the core or elsewhere
     upload: Upload | None = None  # keeps the device memory that `table` points to
 
 
@@ -130,7 +133,10 @@ def _device(kind: int, index: int) -> torch.device | None:
 
 
 def gather(
-    name: str, tensors: TensorList | Pointers, numels: tuple[int, ...], native_plan: object
+    name: str,
+    tensors: TensorList | Pointers,
+    numels: tuple[int, ...],
+    native_plan: _native._core.BucketPlan | None,
 ) -> Pointers:
     """Check `tensors` against the slots and collect their addresses; a `Pointers` passes through."""
     if isinstance(tensors, Pointers):
@@ -142,6 +148,7 @@ def gather(
     if native_plan is None:
         return Pointers(tensors, numels, *_check_slots(name, tensors, numels), None)
     core = _native.core()
+    assert core is not None  # it made the plan
     if _native.can_gather():
         table = core.gather(native_plan, tensors, _PLAIN)
         if table is not None:

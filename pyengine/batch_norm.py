@@ -32,6 +32,11 @@ def batch_norms(module: nn.Module) -> list[_BatchNorm]:
     return [m for m in module.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
 
 
+def _mean(module: _BatchNorm) -> Tensor:
+    assert module.running_mean is not None
+    return module.running_mean
+
+
 def replayed(source: Any, *, is_exact: bool) -> nn.Module:
     """Return the module whose running statistics the engine replays; an empty one if it does not."""
     return source if is_exact and isinstance(source, nn.Module) else nn.Module()
@@ -45,7 +50,7 @@ def batch_norm_problems(module: nn.Module) -> list[str]:
         for name, m in module.named_modules()
         if isinstance(m, nn.SyncBatchNorm)
     ]
-    kinds = sorted({str(m.running_mean.dtype).removeprefix("torch.") for m in batch_norms(module)})
+    kinds = sorted({str(_mean(m).dtype).removeprefix("torch.") for m in batch_norms(module)})
     if len(kinds) > 1:
         found.append(
             f"running statistics are {' and '.join(kinds)}: accumulator='exact' needs one type for all BatchNorms"
@@ -82,7 +87,7 @@ class BatchNormReplay:
         self._others = BufferWatch(module, self._buffers(*_STATISTICS))
         if not self._modules:
             return
-        kind = self._modules[0].running_mean
+        kind = _mean(self._modules[0])
         self._sizes = [m.num_features for m in self._modules for _ in range(2)]
         self._widths = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in self._sizes]
         columns = torch.tensor(self._widths, device=kind.device).view(-1, 2).sum(1)
@@ -300,7 +305,8 @@ def _tap(module: nn.Module) -> _Tap:
 
 def _swap(module: nn.Module, row: _Row) -> _Row:
     buffers = module._buffers
-    before = tuple(buffers[name] for name in _STATISTICS)
+    mean, var, calls = (buffers[name] for name in _STATISTICS)
+    assert mean is not None and var is not None and calls is not None
     for name, buffer in zip(_STATISTICS, row, strict=True):
         buffers[name] = buffer
-    return before
+    return mean, var, calls

@@ -26,7 +26,8 @@ class Carry:
             if kept is not None:
                 param.grad = kept if param.grad is None else param.grad.add_(kept)
         norms = [p.grad.double().norm() for p in self._params if p.grad is not None]
-        return torch.stack(norms).norm()
+        total: Tensor = torch.stack(norms).norm()
+        return total
 
 
 def gradients(params: Sequence[Parameter]) -> list[Tensor | None]:

@@ -20,7 +20,7 @@ from pyengine.accumulator.base import Saved, flagged_in, slot_gradient
 from pyengine.ddp_sums import ExactBeside, Fp32Beside, Sums, packed
 from pyengine.header import Header, LocalWindow
 from pyengine.hook import HookState, Launched, Local, Mode, comm_hook
-from pyengine.norm import FinalPass, PlainStepper
+from pyengine.norm import FinalPass, PlainStepper, Stepper
 
 
 class DDPReducer:
@@ -35,14 +35,14 @@ class DDPReducer:
     """
 
     overlaps = True
-    stepper = PlainStepper()
+    stepper: Stepper = PlainStepper()
 
     def __init__(
         self, ddp: DistributedDataParallel, state: HookState, *, accumulator: str, terms: int
     ) -> None:
         named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
-        self.names = [name for name, _ in named]
-        self.params: list[Parameter] = [p for _, p in named]
+        self.names: Sequence[str] = [name for name, _ in named]
+        self.params: Sequence[Parameter] = [p for _, p in named]
         self._name_of = {p: name for name, p in named}
         self._ddp, self._state = ddp, state
         self._one = torch.ones((), device=self.params[0].device)
@@ -159,8 +159,8 @@ class DDPReducer:
 
     def save(self) -> Saved:
         """Return copies of what earlier micro-batches of this window have left; nothing for unused parameters."""
-        left = {self._name_of[p]: {"sum": slot_gradient(p)} for p in self.params if p.grad is not None}
-        saved = {name: {"sum": parts["sum"].clone().reshape(-1)} for name, parts in left.items()}
+        left = {self._name_of[p]: slot_gradient(p) for p in self.params}
+        saved = {name: {"sum": sum.clone().reshape(-1)} for name, sum in left.items() if sum is not None}
         return saved | ({} if self._sums is None else self._sums.save(self._name_of))
 
     def load(self, saved: Saved, *, done: int) -> None:
@@ -211,13 +211,13 @@ class DDPReducer:
             reached = _leaves(self._searched)
             missing = [param for param in missing if param in reached]
         if missing:
-            _Zeros.apply(*missing).backward()
+            _zeros(missing).backward()
 
     def _reduce_all(self) -> None:
         params = self.params
         if self._ddp.find_unused_parameters and not self._ddp.static_graph:
             params = [p for p in params if p.grad is not None] or params[:1]
-        zero = _Zeros.apply(*params)
+        zero = _zeros(params)
         self._expect(zero)
         zero.backward()
 
@@ -287,6 +287,11 @@ class _Zeros(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
         return tuple(p.new_zeros(()).expand_as(p) for p in ctx.params)
+
+
+def _zeros(params: Sequence[Parameter]) -> Tensor:
+    zero: Tensor = _Zeros.apply(*params)  # type: ignore[no-untyped-call]
+    return zero
 
 
 class _Group:

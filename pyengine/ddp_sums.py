@@ -36,6 +36,9 @@ class Beside(Protocol):
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """Add a micro-batch."""
 
+    def new_flags(self) -> Tensor:
+        """Begin a micro-batch: return its flags, all zero."""
+
     def parts(self, index: int) -> dict[str, Tensor]:
         """Return the memory of one parameter's sum, so that it can move or be saved."""
 
@@ -134,7 +137,7 @@ class Sums:
                 for name, part in before.items():
                     total.parts(index)[name].copy_(part)
                 while len(total.flagged) < len(flags):
-                    total._new_flags()
+                    total.new_flags()
                 for row, flag in zip(total.flagged, flags, strict=False):
                     row[index] = flag
 
@@ -152,7 +155,8 @@ class _Base:
         self.is_filled = False
         self.flagged: list[Tensor] = []
 
-    def _new_flags(self) -> Tensor:
+    def new_flags(self) -> Tensor:
+        """Begin a micro-batch: return its flags, all zero."""
         self.flagged.append(torch.zeros(len(self.params), dtype=torch.uint8, device=self._device))
         return self.flagged[-1]
 
@@ -168,14 +172,14 @@ class Fp32Beside(_Base):
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """Add a micro-batch."""
-        flags = self._new_flags()
+        flags = self.new_flags()
         self._plan.accumulate_(self._flat, grads, self._one, first=not self.is_filled, nonfinite=flags)
         self.is_filled = True
 
     def fill(self, last: Tensor, flat: Tensor, scale: Tensor) -> bool:
         """Write (sum + last gradients) * scale into the wire buffer; return False if there is no sum."""
         if self.is_filled:
-            flags, grads = self._new_flags(), last.split(self._numels)
+            flags, grads = self.new_flags(), last.split(self._numels)
             self._plan.accumulate_cast_(
                 flat, self._flat, grads, self._one, scale, first=False, nonfinite=flags
             )
@@ -204,7 +208,7 @@ class ExactBeside(_Base):
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """Add a micro-batch."""
-        self._exact.deposit_(grads, first=not self.is_filled, nonfinite=self._new_flags())
+        self._exact.deposit_(grads, first=not self.is_filled, nonfinite=self.new_flags())
         self.is_filled = True
 
     def launch(

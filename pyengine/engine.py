@@ -74,7 +74,8 @@ class Engine:
         self.is_between_loops = False
         self._rng: dict[str, Any] = {}
         self._carry: Carry | None = None
-        self._is_handed_over = False
+        self._is_handed_over = self.is_used = False
+        self.resumed: Snapshot | None = None
         self._reset()
         comm.launch()
 
@@ -300,7 +301,7 @@ class Engine:
             self._unread.append(self.verdict)
         self.verdict = None
         self.local = self.reducer.local_window(self.terms)
-        self.resumed: Snapshot | None = None
+        self.resumed = None
         self._header: Header | None = None
         self.is_used = False
         self.more = False

@@ -81,7 +81,7 @@ class GradSync(Sync):
 
     @property
     def layout(self) -> Layout:
-        """Where every gradient lies: buckets and slots."""
+        """Where every gradient lies, by bucket and slot."""
         return self._reducer.layout
 
 

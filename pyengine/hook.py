@@ -54,10 +54,12 @@ class Mode:
     def after(self, one: Tensor) -> Tensor | None:
         """Return what to multiply in after the sum over any other wire: 0-dim float32, None for nothing."""
         del one
+        return None
 
     def launch(self, bucket: dist.GradBucket, comm: TorchDist) -> Launched | None:
         """Start to sum the bucket over all ranks by other means than the wire; None: use the wire."""
         del bucket, comm
+        return None
 
     def fill(self, bucket: dist.GradBucket, flat: Tensor, scale: Tensor) -> bool:
         """Bring the bucket into `flat`, times `scale`; return False to let the hook do it."""
@@ -130,7 +132,7 @@ def comm_hook(state: HookState, bucket: dist.GradBucket) -> Future[torch.Tensor]
         A future of the bucket's buffer, holding the mean over ranks.
     """
     if isinstance(bucket, tuple):
-        bucket = _SingleGradient(*bucket)  # type: ignore[assignment]
+        bucket = _SingleGradient(*bucket)
         future = _exchange(state, bucket)
         future.wait()
         return future
@@ -158,7 +160,8 @@ def _exchange(state: HookState, bucket: Any) -> Future[torch.Tensor]:
 
 
 def _launch(state: HookState, bucket: Any, comm: TorchDist) -> Launched:
-    flat, lane, wire, mode = bucket.buffer(), state.lane(bucket), state.wire, state.mode
+    flat: Tensor = bucket.buffer()
+    lane, wire, mode = state.lane(bucket), state.wire, state.mode
     before = mode.before(lane.one) if wire.folds_count else lane.one
     after = None if wire.folds_count else mode.after(lane.one)
     is_moved = wire.folds_count or wire.dtype != flat.dtype

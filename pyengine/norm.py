@@ -116,6 +116,7 @@ class GradScaler(torch.amp.GradScaler):
     def follow(self) -> None:
         """Update the scale after a window that other ranks step and this one drops, as `update` does there."""
         if self._final is not None and self._scale is not None:
+            assert self._growth_tracker is not None  # torch makes it with the scale
             torch._amp_update_scale_(
                 self._scale,
                 self._growth_tracker,
@@ -127,6 +128,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def inv_scale(self) -> Tensor:
         """Return 1 / scale as a 0-dim tensor, without a host read."""
+        assert self._scale is not None
         return self._scale.double().reciprocal()
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:

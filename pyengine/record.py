@@ -93,9 +93,9 @@ class Clock:
 
     def _between(self, start: Any, stop: Any) -> float:
         if not has_events(self._device):
-            return stop - start
+            return float(stop - start)
         stop.synchronize()
-        return start.elapsed_time(stop) / 1000
+        return float(start.elapsed_time(stop)) / 1000
 
 
 class Recorder:

@@ -126,7 +126,7 @@ class BucketReducer:
     """
 
     overlaps = True
-    stepper = PlainStepper()
+    stepper: Stepper = PlainStepper()
 
     def __init__(
         self,
@@ -137,8 +137,8 @@ class BucketReducer:
         comm: Any,
         storage: Storage,
     ) -> None:
-        self.params = list(params)
-        self.names = [spec.name for spec in specs]
+        self.params: Sequence[Parameter] = list(params)
+        self.names: Sequence[str] = [spec.name for spec in specs]
         self._specs, self._cap_bytes = list(specs), cap_bytes
         self._storage, self._wire, self._comm = storage, storage.wire, comm
         self._observed: list[int] | None = None
@@ -259,7 +259,7 @@ class BucketReducer:
         if order != [slot.param for bucket in self.layout.buckets for slot in bucket.slots]:
             # Both view the old buffers, which must go before new ones come.
             for param in self.params:
-                param.grad = param.main_grad = None
+                param.grad = param.main_grad = None  # type: ignore[attr-defined]
             self._lay_out(order)
 
     def _overlap(self, transfers: Transfers, backward: Callable[[], None]) -> None:

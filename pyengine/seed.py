@@ -16,7 +16,7 @@ from hashlib import blake2b
 from importlib import import_module
 from importlib.util import find_spec
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -184,7 +184,7 @@ def derive(purpose: str, generator: str, *key: int) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def whole(**values: object) -> list[int]:
+def whole(**values: SupportsIndex) -> list[int]:
     """Return the values as ints; raise if one is not a whole number from 0 to 2**64 - 1."""
     need = "need a whole number from 0 to 2**64 - 1"
     for name, value in values.items():

@@ -69,7 +69,7 @@ class Sync:
 
     @property
     def scaler(self) -> GradScaler | None:
-        """The loss scaler, or None. Assign a `pe.GradScaler` to train in fp16: `backward` scales, `step` updates."""
+        """The loss scaler, or None. Assign a `pe.GradScaler` to train in fp16; `backward` scales, `step` updates."""
         return self._scaler
 
     @scaler.setter
@@ -79,11 +79,11 @@ class Sync:
                 f"scaler is a {type(scaler).__name__}: need a pyengine.GradScaler (same arguments and state as "
                 "torch.amp.GradScaler), which takes its finite check from the engine"
             )
-        is_on = scaler is not None and scaler.is_enabled()
-        if is_on:
-            scaler.bind(self._engine.final)
+        enabled = scaler if scaler is not None and scaler.is_enabled() else None
+        if enabled is not None:
+            enabled.bind(self._engine.final)
             self._engine.comm.launch()
-        self._scaler, self._engine.scaler = scaler, scaler if is_on else None
+        self._scaler, self._engine.scaler = scaler, enabled
 
     def windows(self, loader: Iterable[Batch] | Dealer) -> Iterator[Iterator[Any]]:
         """Cut a loader into windows of `accumulate` micro-batches; the last one may be shorter.

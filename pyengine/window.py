@@ -53,6 +53,7 @@ class Window:
         self._replacement: list[int] = []
         self.index = 0
         self.state = State.IDLE
+        self.places: list[int] = []
         self._clear()
 
     def open(self) -> None:
@@ -117,7 +118,7 @@ class Window:
             self._replacement = []
 
     def _clear(self) -> None:
-        self.places: list[int] = []
+        self.places = []
         self.due = list(self._replacement or self.share)
         self.done = 0
         self.is_complete = self.is_exhausted = self._is_resumed = False

@@ -20,7 +20,7 @@ from pyengine.agreement import Settings
 from pyengine.header import Header, RunningWindow
 from pyengine.host import is_lazy, send
 from pyengine.layout import ParamSpec, backward_order, build
-from pyengine.norm import FinalPass
+from pyengine.norm import FinalPass, Stepper
 from pyengine.reducer import Storage
 from pyengine.rollback import RollbackStepper
 from pyengine.wire import Work
@@ -67,12 +67,12 @@ class XlaReducer:
         storage: Storage,
     ) -> None:
         del cap_bytes
-        self.params = list(params)
-        self.names = [spec.name for spec in specs]
+        self.params: Sequence[Parameter] = list(params)
+        self.names: Sequence[str] = [spec.name for spec in specs]
         self._comm, self._wire = comm, storage.wire
         self._order = backward_order(specs)
         self.layout = build(specs, self._order, cap_bytes=sys.maxsize, world_size=comm.world_size)
-        self.stepper = RollbackStepper(
+        self.stepper: Stepper = RollbackStepper(
             {id(params[index]): index for index in self._order}, always_waits=storage.watch
         )
         device = params[0].device
@@ -84,7 +84,8 @@ class XlaReducer:
         }
         self._zeros = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(3)]
         self._usage: tuple[list[bool], Tensor] | None = None
-        self._is_watching, self._watched = storage.watch, []
+        self._is_watching = storage.watch
+        self._watched: list[Tensor] = []
         kinds = [(self._sums[index].dtype, params[index].dtype) for index in self._order]
         # 1/count can wait for the optimizer only if no sum is rounded to another type before.
         self._defers_count = all(a == b == self._wire.dtype for a, b in kinds) and not self._wire.folds_count

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine._ops import BucketPlan
+from pyengine._pointers import Pointers, TensorList
 from pyengine.host import send
 from pyengine.layout import Bucket
 from pyengine.norm import FinalPass
@@ -91,14 +92,15 @@ class BucketBase:
 
     def __init__(self, bucket: Bucket, params: Sequence[Parameter], device: torch.device) -> None:
         self.bucket = bucket
-        self.params = list(params)
+        self.params: Sequence[Parameter] = list(params)
         self.plan = BucketPlan([s.offset for s in bucket.slots], [s.numel for s in bucket.slots])
         self.one = torch.ones((), device=device)
         self._registration = torch.tensor([s.param for s in bucket.slots], device=device)
         self._sumsq = torch.zeros(len(params), dtype=torch.float64, device=device)
         self._nonfinite = torch.zeros(len(params), dtype=torch.uint8, device=device)
         for param in self.params:
-            param.grad_added_to_main_grad = False  # set by layers whose backward writes main_grad itself
+            # Set by layers whose backward writes main_grad itself.
+            param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     def allocate(self, dtype: torch.dtype) -> Tensor:
         """Return a zeroed flat buffer for the bucket."""
@@ -118,9 +120,10 @@ class BucketBase:
 
     def take_fused(self) -> list[int]:
         """Return, once, the slots whose layer has added to main_grad itself."""
-        fused = [index for index, param in enumerate(self.params) if param.grad_added_to_main_grad]
+        params = enumerate(self.params)
+        fused = [i for i, param in params if param.grad_added_to_main_grad]  # type: ignore[attr-defined]
         for index in fused:
-            self.params[index].grad_added_to_main_grad = False
+            self.params[index].grad_added_to_main_grad = False  # type: ignore[attr-defined]
         return fused
 
     def save(self) -> Saved:
@@ -193,7 +196,13 @@ class BucketBase:
         """Return nan if a flag is nan, which says that some rank gave the window up, else 0; float32, 0-dim."""
         return self._flags(flat).float().sum() * 0
 
-    def norm(self, sources: object, out: object, scale: Tensor, final: FinalPass) -> None:
+    def norm(
+        self,
+        sources: TensorList | Pointers,
+        out: TensorList | Pointers | None,
+        scale: Tensor,
+        final: FinalPass,
+    ) -> None:
         """Read the slots once: scale, write to `out` unless None, and leave norm and finite flags in `final`."""
         self._nonfinite.zero_()
         self.plan.unscale_norm(sources, out, scale, sumsq=self._sumsq, nonfinite=self._nonfinite)

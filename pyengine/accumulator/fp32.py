@@ -36,7 +36,7 @@ class Fp32Bucket(GroupedBucket):
         self._grads = self.views(self._result)
         self._has_fused = False
         for param, main_grad in zip(self.params, self.views(self._sum), strict=True):
-            param.main_grad = main_grad
+            param.main_grad = main_grad  # type: ignore[attr-defined]
 
     def begin(self) -> None:
         """Start a window: let autograd make fresh gradients, and let the first one overwrite the sum."""

@@ -42,7 +42,7 @@ class NativeBucket(BucketBase):
         self._has_fused = False
         self._groups = [Group(bucket, params, slots) for slots in cut(bucket, device)]
         for param, grad in zip(self.params, self._grads, strict=True):
-            param.main_grad = grad
+            param.main_grad = grad  # type: ignore[attr-defined]
 
     def begin(self) -> None:
         """Start a window: let autograd make fresh gradients, which are stored over the old sum."""

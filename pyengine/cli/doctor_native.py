@@ -54,7 +54,7 @@ def core() -> Finding:
     pool = _native._core.thread_pool()
     cuda = "with" if _native._core.has_cuda else "without"
     text = f"loads; {_native._core.isa()} instructions, {cuda} CUDA kernels, threads of {pool}"
-    if pool != "torch" and torch.__version__ >= (2, 10):
+    if pool != "torch" and torch.__version__ >= (2, 10):  # type: ignore[operator]  # takes tuples
         return warn("core", f"{text}: it did not find torch's thread pool", _REBUILD)
     return ok("core", text)
 

@@ -28,7 +28,7 @@ def torch_itself() -> Finding:
     """Look at torch's version and what it is built for."""
     built = torch.version.cuda and f"CUDA {torch.version.cuda}"
     text = f"{torch.__version__}, built for {built or torch.version.hip or 'CPU'}"
-    if torch.__version__ < _TORCH:
+    if torch.__version__ < _TORCH:  # type: ignore[operator]  # TorchVersion takes tuples
         return fail("torch", text, "pip install 'torch>=2.9'")
     return ok("torch", text)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from pyengine.cli import arguments, doctor_arguments, plan_arguments, study_arguments, verify_arguments
 
@@ -33,9 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return options.run(options)
+        code: int = options.run(options)
+        return code
     except arguments.Conflict as error:
-        options.error(str(error))
+        refuse: Callable[[str], NoReturn] = options.error
+        refuse(str(error))
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _EXTRA:

@@ -67,7 +67,7 @@ def _row(global_batch: int, workers: int, settings: Settings) -> Row:
         plan = _plan(global_batch, micro_batch, workers)
     except ValueError as error:
         problem = str(error)
-    steps = settings.dataset_size and plan and plan.steps_per_epoch(settings.dataset_size)
+    size = settings.dataset_size
     return Row(
         global_batch=global_batch,
         workers=workers,
@@ -76,7 +76,7 @@ def _row(global_batch: int, workers: int, settings: Settings) -> Row:
         idle=plan.idle / (plan.idle + plan.micro_batches) if plan else 0.0,
         lr_linear=_lr(global_batch, "linear", settings),
         lr_sqrt=_lr(global_batch, "sqrt", settings),
-        steps_per_epoch=steps,
+        steps_per_epoch=plan.steps_per_epoch(size) if plan and size else None,
         problem=problem,
     )
 

@@ -59,9 +59,16 @@ class Settings:
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add = parser.add_argument
-    several = {"type": _several, "metavar": "N,N"}
-    add("--global-batch", default=(256,), **several, help="samples an optimizer step (default: 256)")
-    add("--workers", default=(1, 2, 4, 8), **several, help="world sizes (default: 1,2,4,8)")
+    add(
+        "--global-batch",
+        default=(256,),
+        type=_several,
+        metavar="N,N",
+        help="samples an optimizer step (default: 256)",
+    )
+    add(
+        "--workers", default=(1, 2, 4, 8), type=_several, metavar="N,N", help="world sizes (default: 1,2,4,8)"
+    )
     add("--micro-batch", type=whole(1), metavar="N", help="samples a backward (default: a rank's whole part)")
     add("--lr", type=above_zero, default=1.0, metavar="X", help="learning rate for --from-batch (default: 1)")
     add(

@@ -40,9 +40,10 @@ def advise(analysis: Analysis, records: Sequence[Record], impossible: dict[Cell,
 
 
 def _fastest(analysis: Analysis) -> Advice:
-    reached = [figures for figures in analysis.cells.values() if figures.goal_s is not None]
+    cells = analysis.cells.values()
+    reached = [(figures, figures.goal_s) for figures in cells if figures.goal_s is not None]
     if analysis.goal is None or not reached:
-        best = max(analysis.cells.values(), key=lambda figures: figures.samples_s.mid)
+        best = max(cells, key=lambda figures: figures.samples_s.mid)
         why = (
             "no accuracy was taken"
             if analysis.goal is None
@@ -50,11 +51,11 @@ def _fastest(analysis: Analysis) -> Advice:
         )
         text = f"{best.cell}{_shared(best)}: {best.samples_s.mid:,.0f} samples/s. There is no time to an accuracy: {why}."
         return Advice("Highest throughput", text)
-    best = min(reached, key=lambda figures: figures.goal_s.mid)
-    slowest = max(reached, key=lambda figures: figures.goal_s.mid)
-    text = f"{best.cell}{_shared(best)} reaches {percent(analysis.goal)} in {seconds(best.goal_s)}"
+    best, least = min(reached, key=lambda pair: pair[1].mid)
+    slowest, most = max(reached, key=lambda pair: pair[1].mid)
+    text = f"{best.cell}{_shared(best)} reaches {percent(analysis.goal)} in {seconds(least)}"
     if slowest is not best:
-        text += f"; the slowest, {slowest.cell}, in {seconds(slowest.goal_s)}"
+        text += f"; the slowest, {slowest.cell}, in {seconds(most)}"
     late = len(analysis.cells) - len(reached)
     if late:
         text += f". {late} of {len(analysis.cells)} cells did not reach it in every run"
@@ -62,18 +63,22 @@ def _fastest(analysis: Analysis) -> Advice:
 
 
 def _most_accurate(analysis: Analysis) -> Advice | None:
-    judged = [figures for figures in analysis.cells.values() if figures.accuracy is not None]
+    judged = [
+        (figures, figures.accuracy, figures.accuracy_s)
+        for figures in analysis.cells.values()
+        if figures.accuracy is not None and figures.accuracy_s is not None
+    ]
     if not judged:
         return None
-    best = max(judged, key=lambda figures: figures.accuracy.mid)
-    text = f"{best.cell}{_shared(best)}: {percent(best.accuracy.mid)} after {seconds(best.accuracy_s)}"
+    best, most, best_s = max(judged, key=lambda entry: entry[1].mid)
+    text = f"{best.cell}{_shared(best)}: {percent(most.mid)} after {seconds(best_s)}"
     # Repeats have seeds of their own: what lies within their range may be luck.
-    as_good = [figures for figures in judged if figures.accuracy.mid >= best.accuracy.low]
-    quick = min(as_good, key=lambda figures: figures.accuracy_s.mid)
+    as_good = [entry for entry in judged if entry[1].mid >= most.low]
+    quick, accuracy, quick_s = min(as_good, key=lambda entry: entry[2].mid)
     if quick is not best:
         text += (
-            f". Within its repeats' range, and quicker: {quick.cell}{_shared(quick)}, {percent(quick.accuracy.mid)} after "
-            f"{seconds(quick.accuracy_s)}"
+            f". Within its repeats' range, and quicker: {quick.cell}{_shared(quick)}, {percent(accuracy.mid)} after "
+            f"{seconds(quick_s)}"
         )
     return Advice("Best accuracy", text + ".")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -233,7 +234,7 @@ def _subject(options: argparse.Namespace) -> tuple[str, str, int]:
     return options.train, options.train, size
 
 
-def _each(defaults: dict[str, float]) -> str:
+def _each(defaults: Mapping[str, float]) -> str:
     return "default: " + ", ".join(f"{model} {value:g}" for model, value in defaults.items())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -14,7 +15,7 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 from pyengine.cli.study_analysis import Analysis, Figures, Range
 
 INK = "#222222"
-STYLE = {
+STYLE: dict[Any, Any] = {  # rc_context wants a dict of two hundred literal names
     "font.size": 11,
     "axes.spines.top": False,
     "axes.spines.right": False,

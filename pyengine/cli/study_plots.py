@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
@@ -94,7 +96,7 @@ def _accuracy_over_steps(analysis: Analysis) -> Figure | None:
     return _accuracy(analysis, "optimizer steps", lambda curve: curve.steps)
 
 
-def _accuracy(analysis: Analysis, label: str, along: Callable[[Curve], list]) -> Figure | None:
+def _accuracy(analysis: Analysis, label: str, along: Callable[[Curve], Sequence[float]]) -> Figure | None:
     """Draw a panel a batch, a colour a number of workers, and a line a run."""
     if not analysis.curves:
         return None
@@ -136,7 +138,8 @@ def _map(
     all_cells = {*analysis.cells, *(record.cell for record in analysis.ended)}
     workers = sorted({cell.workers for cell in all_cells})
     batches = sorted({cell.batch for cell in all_cells})
-    values = {cell: pick(figures).mid for cell, figures in analysis.cells.items() if pick(figures)}
+    ranges = {cell: pick(figures) for cell, figures in analysis.cells.items()}
+    values = {cell: figure.mid for cell, figure in ranges.items() if figure}
     low, high = min(values.values()), max(values.values())
     for x, batch in enumerate(batches):
         for y, count in enumerate(workers):
@@ -147,7 +150,7 @@ def _map(
             if cell in values and analysis.cells[cell].is_oversubscribed:
                 text += "\n(shared cores)"
             axes.fill_between([x - 0.49, x + 0.49], y - 0.49, y + 0.49, color=colour, linewidth=0)
-            ink = "white" if cell in values and _is_dark(colour) else INK
+            ink = "white" if cell in values and _is_dark(to_rgb(colour)) else INK
             axes.text(x, y, text, ha="center", va="center", fontsize=10, color=ink)
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
@@ -165,8 +168,8 @@ def _why_absent(analysis: Analysis, cell: Cell) -> str:
     return ended[-1] if ended else "not run"
 
 
-def _is_dark(colour: tuple[float, ...]) -> bool:
-    red, green, blue = colour[:3]
+def _is_dark(colour: tuple[float, float, float]) -> bool:
+    red, green, blue = colour
     return 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
 
 
@@ -189,12 +192,10 @@ def _law(analysis: Analysis) -> Figure | None:
         if batch not in analysis.laws:
             continue
         law, last = analysis.laws[batch], own[-1].cell.workers
-        label = f"{batch_axis(analysis)} {batch}: {law.serial:.1%} does not {law.verb}"
-        for counts, style in ((_counts(1, last), "solid"), (_counts(last, most), _DOTTED)):
-            axes.plot(
-                counts, [law.speed_up(count) for count in counts], color=colour, linestyle=style, label=label
-            )
-            label = None
+        name = f"{batch_axis(analysis)} {batch}: {law.serial:.1%} does not {law.verb}"
+        measured, further = (_counts(1, last), "solid", name), (_counts(last, most), _DOTTED, None)
+        for counts, style, label in (measured, further):
+            axes.plot(counts, list(map(law.speed_up, counts)), color=colour, linestyle=style, label=label)
     lows = [figures.speed_up.low for figures in analysis.cells.values() if figures.speed_up]
     speed_up_axis(axes, min(lows), most)
     count_axis(axes, sorted({*analysis.workers, *(2**power for power in range(most.bit_length()))}))
@@ -203,9 +204,10 @@ def _law(analysis: Analysis) -> Figure | None:
     return figure
 
 
-def _points(axes: Axes, cells: list[Figures], **look: object) -> None:
-    at = [figures.cell.workers for figures in cells]
-    axes.plot(at, [figures.speed_up.mid for figures in cells], linestyle="none", markersize=7, **look)
+def _points(axes: Axes, cells: list[Figures], **look: Any) -> None:
+    points = [(figures.cell.workers, figures.speed_up.mid) for figures in cells if figures.speed_up]
+    at, speed_ups = [x for x, _ in points], [y for _, y in points]
+    axes.plot(at, speed_ups, linestyle="none", markersize=7, **look)
 
 
 def _counts(low: float, high: float) -> list[float]:

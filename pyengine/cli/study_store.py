@@ -40,7 +40,7 @@ class Record:
     seconds: list[float]
     sync_s: list[float]
     losses: list[float | None]
-    accuracy: list[tuple[int, float]]
+    accuracy: list[tuple[int, float | None]]
     cpu_share: list[float]
     peak_rss_bytes: list[int]
     bytes_on_wire: int
@@ -119,12 +119,13 @@ class Store:
 
     def _parse(self, number: int, line: str) -> dict[str, Any]:
         try:
-            return json.loads(line)
+            record: dict[str, Any] = json.loads(line)
         except json.JSONDecodeError as error:
             raise Conflict(
                 f"argument --out: got {self.path.parent}, and line {number} of its {self.path.name} cannot be read ({error}): "
                 "remove the line, and its run will be made again"
             ) from None
+        return record
 
     def _check(self, first: dict[str, Any], shared: dict[str, Any]) -> None:
         wanted = json.loads(json.dumps(shared))

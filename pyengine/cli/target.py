@@ -35,4 +35,5 @@ def check(target: str) -> None:
 def load(target: str) -> Callable[[Any], None]:
     """Return the function."""
     module, _, function = target.partition(":")
-    return getattr(import_module(module), function)
+    found: Callable[[Any], None] = getattr(import_module(module), function)
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -16,7 +17,7 @@ from pyengine.cli.train_report import JsonLines, Report, Silent, Tables
 from pyengine.cli.train_task import Task
 from pyengine.launching import launch
 
-_TASKS = {"gpt": TextTask, "cnn": DigitsTask}
+_TASKS: dict[str, Callable[[], Task]] = {"gpt": TextTask, "cnn": DigitsTask}
 
 
 def run(settings: Settings) -> int:
@@ -35,7 +36,7 @@ def run(settings: Settings) -> int:
 def work(settings: Settings) -> None:
     """Train and compare, model after model; runs on every rank."""
     for name in settings.models:
-        task: Task = _TASKS[name]()
+        task = _TASKS[name]()
         report = _report(settings)
         train(task, settings, report)
         report.compare(compare(task, settings))

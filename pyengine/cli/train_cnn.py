@@ -33,7 +33,8 @@ class ConvNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits of the ten digits."""
-        return self.head(self.body(x.to(self.head.weight.dtype)).flatten(1))
+        logits: Tensor = self.head(self.body(x.to(self.head.weight.dtype)).flatten(1))
+        return logits
 
 
 class DigitsTask:

@@ -49,7 +49,7 @@ class PlainDDP:
         source = iter(batches)
         while window := [batch for _, batch in zip(range(self._accumulate), source, strict=False)]:
             self._meter.restart()
-            totals = sum(self._backward(batch) for batch in window)
+            totals = torch.stack([self._backward(batch) for batch in window]).sum(0)
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
             self._optimizer.step()
             self._schedule.step()

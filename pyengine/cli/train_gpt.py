@@ -33,10 +33,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[batch, time, width]` to the same shape."""
-        qkv = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = scaled_dot_product_attention(*qkv, is_causal=True)
+        qkv = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        attended = scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm_mlp(x))
+        x = x + self.mlp(self.norm_mlp(x))
+        return x
 
 
 class GPT(nn.Module):
@@ -55,7 +57,8 @@ class GPT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits of the next byte at every place."""
         places = torch.arange(x.shape[1], device=x.device)
-        return self.head(self.norm(self.blocks(self.bytes(x) + self.places(places))))
+        logits: Tensor = self.head(self.norm(self.blocks(self.bytes(x) + self.places(places))))
+        return logits
 
 
 class TextTask:

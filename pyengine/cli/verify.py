@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from pyengine.cli.target import check, load
 from pyengine.cli.verify_arguments import Settings
@@ -175,13 +176,15 @@ class _Look:
         )
         return Finding(reference.run.label, other.run.label, first, elements, causes(facts))
 
-    def _tensors(self, done: Done, rank: int, first: Difference, folder: Path) -> tuple[dict, bool]:
+    def _tensors(
+        self, done: Done, rank: int, first: Difference, folder: Path
+    ) -> tuple[dict[tuple[str, str], Tensor], bool]:
         """Return a rank's tensors of the step, and whether its entry in question came back."""
         folder.mkdir()
         again = self.execute([self.target], replace(done.run, last=first.step, keep=str(folder)))[rank][0]
         key = first.step, first.kind, first.name
         path = folder / f"{rank}.pt"
-        tensors = torch.load(path) if path.exists() else {}
+        tensors: dict[tuple[str, str], Tensor] = torch.load(path) if path.exists() else {}
         return tensors, again.entries.get(key) == done.ranks[rank].entries.get(key)
 
 

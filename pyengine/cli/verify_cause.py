@@ -37,9 +37,9 @@ class Facts:
 def causes(facts: Facts) -> list[tuple[str, str]]:
     """Return (name, text) of what is likely to be wrong, the first cause first; never empty."""
     for rule in _ALONE:
-        found = rule(facts)
-        if found is not None:
-            return [found]
+        alone = rule(facts)
+        if alone is not None:
+            return [alone]
     # A gradient does not depend on running statistics: both may be wrong.
     found = [cause for rule in (_buffers, _after_buffers) if (cause := rule(facts)) is not None]
     return found or [("unknown", "No rule knows this difference.")]

@@ -57,5 +57,5 @@ def _train(task: Task, verify: Probe) -> None:
 def _build(task: Task) -> nn.Module:
     torch.manual_seed(_SEED)
     model = task.build()
-    model.head.register_forward_pre_hook(lambda _, inputs: dropout(inputs[0], 0.1))
+    model.get_submodule("head").register_forward_pre_hook(lambda _, inputs: dropout(inputs[0], 0.1))
     return model

@@ -154,7 +154,7 @@ def digest(tensor: Tensor) -> str:
     """Return a digest of a tensor's type, shape and bits."""
     dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
     hashed = blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=16)
-    hashed.update(dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    hashed.update(dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return hashed.hexdigest()
 
 

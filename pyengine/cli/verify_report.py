@@ -151,9 +151,9 @@ def sentences(subject: str, finding: Finding | None, reference: Trace) -> list[s
             f"Identical: all runs of {subject} agree in every bit of {number} recorded values, on every rank."
         ]
     first = finding.first
-    reference = "its own rank 0" if finding.run == finding.reference else finding.reference
+    other = "its own rank 0" if finding.run == finding.reference else finding.reference
     run = f"on rank {first.rank} of {finding.run}"
-    where = [f"Not identical: {subject} first differs from {reference} at {place(first)}, {run}."]
+    where = [f"Not identical: {subject} first differs from {other} at {place(first)}, {run}."]
     where += _values(finding)
     counts = [f"{kind} {differ} of {total}" for kind, (differ, total) in first.counts.items() if differ]
     where.append(f"In that step and rank, these differ: {', '.join(counts)}.")
@@ -170,8 +170,8 @@ def _values(finding: Finding) -> list[str]:
     if elements.values is None:
         ours, theirs = elements.about
         return [f"It is {theirs}, and {ours} in the reference."]
-    ours, theirs = elements.values
-    element = f"Element {elements.index} (flat) is {theirs:.9g}, and {ours:.9g} in the reference"
+    here, there = elements.values
+    element = f"Element {elements.index} (flat) is {there:.9g}, and {here:.9g} in the reference"
     extent = f"{elements.differ} of {elements.total} elements differ, by at most {elements.largest:.3g}"
     return [f"{element}; {extent}."]
 

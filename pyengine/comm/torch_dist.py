@@ -80,12 +80,14 @@ class TorchDist:
             for tensor, piece in zip(group, flat.split([t.numel() for t in group]), strict=True):
                 tensor.detach().copy_(piece.view_as(tensor))
 
-    def _all_reduce(self, flat: Tensor, op: dist.ReduceOp) -> dist.Work:
+    def _all_reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
         self.traffic.collectives += 1
         self.traffic.bytes_sent += 2 * (self.world_size - 1) * flat.nbytes // self.world_size
-        return dist.all_reduce(flat, op, group=self._group, async_op=True)
+        work: dist.Work = dist.all_reduce(flat, op, group=self._group, async_op=True)
+        return work
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
     group = dist.group.WORLD if group is None else group
+    assert group is not None  # there is a default group: it has told our rank
     return group._get_backend(device).name().lower()

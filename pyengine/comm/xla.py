@@ -57,7 +57,8 @@ class Xla:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.world_size, self.rank = (1, 0) if xr.is_spmd() else (xr.world_size(), xr.global_ordinal())
+        self.world_size: int = 1 if xr.is_spmd() else xr.world_size()
+        self.rank: int = 0 if xr.is_spmd() else xr.global_ordinal()
         self.traffic = Traffic()
         self._queue: list[Tensor] = []
         # Which replica this is must be data: as a constant it would give each replica a program of its own.
@@ -147,7 +148,7 @@ class Xla:
         """Return all replicas' tensors one after the other, on the host."""
         self.traffic.collectives += 1
         self.traffic.bytes_sent += (self.world_size - 1) * tensor.nbytes
-        gathered = xm.all_gather(tensor.to(self._device), pin_layout=False)
+        gathered: Tensor = xm.all_gather(tensor.to(self._device), pin_layout=False)
         self.launch()
         return gathered.cpu()
 

@@ -17,6 +17,9 @@ class Work(Protocol):
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that completes with the collective."""
 
+    def is_completed(self) -> bool:
+        """Whether waiting would not block."""
+
 
 class Comm(Protocol):
     """Moves bytes between the ranks of a group; see `pyengine.comm`."""

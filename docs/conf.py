@@ -1,0 +1,23 @@
+"""Sphinx settings. The source folder is the repository, so that links are written as they lie there (`make docs`)."""
+
+from pyengine import __version__
+
+project = "pyengine"
+release = __version__
+root_doc = "docs/index"
+include_patterns = ["docs/*.md", "README.md", "CHANGELOG.md"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+
+# Link targets of headings, spelled as repository hosts do.
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_custom_sections = ["Cost"]
+
+html_theme = "furo"
+html_title = f"pyengine {release}"
+html_extra_path = ["_site"]  # the site's first page lies in a folder, as in the repository

@@ -1,0 +1,50 @@
+"""The examples run as their first lines say, and fit on a screen."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+MAX_LINES = 60
+RUN = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
+
+
+def _command(script: str) -> list[str]:
+    """Return what the first line of an example says after its colon."""
+    doc = ast.get_docstring(ast.parse((EXAMPLES / script).read_text()))
+    assert doc is not None
+    program, *arguments = doc.splitlines()[0].rpartition(": ")[2].split()
+    return [*RUN[program], *arguments]
+
+
+def _run(script: str) -> str:
+    done = subprocess.run(
+        _command(script), cwd=EXAMPLES.parent, check=False, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_an_example_has_at_most_sixty_lines_and_says_how_it_is_run(script):
+    assert len(script.read_text().splitlines()) <= MAX_LINES
+    assert _command(script.name)[-1] == f"examples/{script.name}"
+
+
+def test_launch_starts_the_workers_of_an_example():
+    assert "6 optimizer steps for 22 micro-batches" in _run("wrap_unnested.py")
+
+
+def test_torchrun_starts_the_workers_of_an_example():
+    assert "in 20 steps" in _run("attach.py")
+
+
+def test_a_run_whose_worker_was_killed_ends_with_the_same_bits_on_fewer():
+    said = _run("exact_elastic.py").splitlines()
+    assert said == ["worker 1 of 3 failed (exit code -9)", "the same bits"]
