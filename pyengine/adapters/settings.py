@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -29,7 +30,11 @@ class Settings:
 
     def engine(self, model: nn.Module) -> Sync:
         """Attach to a DistributedDataParallel; own the gradients of a bare model, which only a single process has."""
-        options = {"wire": self.wire, "accumulator": self.accumulator, "nonfinite": self.nonfinite}
+        options: dict[str, Any] = {
+            "wire": self.wire,
+            "accumulator": self.accumulator,
+            "nonfinite": self.nonfinite,
+        }
         if isinstance(model, DistributedDataParallel):
             return attach(model, accumulate=self.accumulate, **options)
         if dist.is_initialized() and dist.get_world_size() > 1:
