@@ -14,10 +14,15 @@ DIRECTIVE = re.compile(r"^\.\. auto(?:class|function):: ([\w.]+)$", re.MULTILINE
 DESCRIBED = {name.removeprefix("pyengine.") for name in DIRECTIVE.findall(PAGE)}
 
 
-@pytest.mark.parametrize("name", sorted(set(pe.__all__) - {"wire"}))
+@pytest.mark.parametrize("name", sorted(set(pe.__all__) - {"wire", "telemetry"}))
 def test_a_public_name_is_described(name):
     assert name in DESCRIBED
     assert f"\n   {name}\n" in PAGE.partition("The engine")[0]
+
+
+@pytest.mark.parametrize("name", pe.telemetry.__all__)
+def test_a_public_name_of_telemetry_is_described(name):
+    assert f"telemetry.{name}" in DESCRIBED
 
 
 @pytest.mark.parametrize("name", pe.wire.__all__)
