@@ -269,10 +269,10 @@ class Engine:
             part: what is this rank's now.
             due: places that this rank has still to compute in the window that has begun; None if none has.
         """
-        self.window.close(completed=False)
+        self.window.go_to(part.window)
         self._reset()
         self._carry, self._is_handed_over = None, False
-        self.window.index, self.steps_taken = part.window, part.steps
+        self.steps_taken = part.steps
         self._opened_at = part.window
         carried = [part.carry.get(name) for name in self.reducer.names]
         if due is not None:

@@ -61,6 +61,12 @@ class Window:
         self._clear()
         self.state = State.OPEN
 
+    def go_to(self, index: int) -> None:
+        """Stand between windows, with so many completed; nothing of an open one is left."""
+        self._replacement = []
+        self.close(completed=False)
+        self.index = index
+
     def resume(self, places: Sequence[int], due: Sequence[int]) -> None:
         """Begin in the middle of a window: with micro-batches that are done, and those still due."""
         # If this is dropped, what takes its place must not claim micro-batches that other ranks hold.

@@ -71,3 +71,14 @@ def test_only_a_completed_window_counts(completed, index):
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "2", None])
 def test_a_bad_window_length_is_named(value):
     assert f"accumulate={value!r}" in check_accumulate(value)[0]
+
+
+def test_what_replaces_a_dropped_resumed_window_takes_its_places_until_one_is_completed_or_loaded():
+    window = Window(3, share=range(3, 6))
+    window.resume([0, 7], [4])
+    window.close(completed=False)
+    window.open()
+    assert window.due == [0, 7, 4]
+    window.go_to(5)
+    window.open()
+    assert (window.index, window.due) == (5, [3, 4, 5])
