@@ -73,7 +73,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", choices=MODELS, help="train only this one (default: gpt, then cnn)")
     add("--mode", choices=MODES, default="engine", help="who moves the gradients (default: engine)")
-    add("--workers", type=whole(1), default=2, metavar="N", help="processes, one rank each (default: 2)")
+    add(
+        "--workers",
+        type=whole(1),
+        default=2,
+        metavar="N",
+        help="processes, one rank each (default: 2; under torchrun its own)",
+    )
     add(
         "--accumulate",
         type=whole(1),

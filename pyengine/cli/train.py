@@ -49,7 +49,7 @@ def train(task: Task, settings: Settings, report: Report) -> None:
     about = {
         "parameters": sum(param.numel() for param in mode.model.parameters()),
         "mode": settings.mode,
-        "workers": settings.workers,
+        "workers": dist.get_world_size(),
         "accumulate": settings.accumulate,
         "micro_batch": size,
         "dtype": settings.dtype,
