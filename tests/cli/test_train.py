@@ -102,9 +102,11 @@ def test_a_trace_shows_backward_buckets_and_what_is_exposed(
     assert [Path(line["path"]).name for line in said] == names
     for line in said:
         assert line["windows"] == WINDOWS
+        profile = json.loads(Path(line["path"]).read_text())
+        assert profile["distributedInfo"]["rank"] == 0
         ranges = Counter(
             event["name"]
-            for event in json.loads(Path(line["path"]).read_text())["traceEvents"]
+            for event in profile["traceEvents"]
             if event.get("ph") == "X" and event["name"].startswith("pyengine: ")
         )
         assert ranges["pyengine: backward"] == WINDOWS * ACCUMULATE
