@@ -51,8 +51,8 @@ def launch(fn: Callable[..., Any], *, workers: int, args: tuple[Any, ...] = ()) 
         ValueError: `workers` or `fn` cannot be used. Or this is torchrun's worker, and an earlier call wanted another
             number: such a script has to start its workers itself.
         RuntimeError: a worker failed; the others were ended, the message holds its traceback. Or workers have to be
-            forked, and this process holds what no fork can use: an initialised device, a process group. Or this is
-            torchrun's worker, or an own one, and has a process group already.
+            forked, and this process holds what no fork can use: an initialised device, a process group. Or this is a
+            worker, torchrun's or one of `launch`, and has a process group already.
         KeyboardInterrupt: after Ctrl-C, when the workers have ended.
 
     Example:
