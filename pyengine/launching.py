@@ -1,4 +1,4 @@
-"""Run a function on several local workers, with torch.distributed.elastic underneath."""
+"""Run a function on every worker: torchrun's where it has started them, else on new ones of this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # those that elastic handles
@@ -27,25 +27,32 @@ _LAUNCHERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.
 
 
 def launch(fn: Callable[..., Any], *, workers: int, args: tuple[Any, ...] = ()) -> list[Any]:
-    """Run `fn(*args)` on every worker of a fresh gloo group on this machine, and wait for all of them.
+    """Run `fn(*args)` on every worker of a fresh process group, and wait for all of them.
 
-    Workers are new processes, which import what `fn` and `args` are made of; a script calls this under
-    `if __name__ == "__main__":`. What was defined in a notebook, an interactive session or `python -c` cannot be
-    imported: workers are then forked from this process and run torch on one thread each, because the threads that it
-    has started do not live on in a fork.
+    In a process that torchrun has started, on one host or on many, this is one of its workers: `fn` runs here, in a
+    group of all of them whose backends are torch's own choice (gloo for the CPU, NCCL for CUDA). An exception of `fn`
+    leaves this function as it is, and torchrun ends the other workers.
+
+    Everywhere else workers are started on this machine, in a gloo group. They are new processes, which import what `fn`
+    and `args` are made of; a script calls this under `if __name__ == "__main__":`. What was defined in a notebook, an
+    interactive session or `python -c` cannot be imported: workers are then forked from this process and run torch on
+    one thread each, because the threads that it has started do not live on in a fork.
 
     Args:
         fn: a function of an importable module or script; in a notebook any function.
-        workers: processes to start; new ones get equal shares of torch's threads.
+        workers: processes to start, which get equal shares of torch's threads. Under torchrun its own options say how
+            many there are.
         args: picklable; in a notebook anything.
 
     Returns:
-        What `fn` returned, by rank; picklable.
+        What `fn` returned, by rank; picklable. Under torchrun every worker gets it: print on one rank, in `fn`.
 
     Raises:
-        ValueError: `workers` or `fn` cannot be used.
+        ValueError: `workers` or `fn` cannot be used. Or this is torchrun's worker, and an earlier call wanted another
+            number: such a script has to start its workers itself.
         RuntimeError: a worker failed; the others were ended, the message holds its traceback. Or workers have to be
-            forked, and this process holds what no fork can use: an initialised device, a process group.
+            forked, and this process holds what no fork can use: an initialised device, a process group. Or this is a
+            worker, torchrun's or one of `launch`, and has a process group already.
         KeyboardInterrupt: after Ctrl-C, when the workers have ended.
 
     Example:
@@ -58,6 +65,36 @@ def launch(fn: Callable[..., Any], *, workers: int, args: tuple[Any, ...] = ()) 
             "launch was called while a worker imports the script that calls it, which would start workers without end: "
             'call it under `if __name__ == "__main__":`'
         )
+    if dist.is_torchelastic_launched():
+        return _join(fn, workers, args)
+    return _start(fn, workers, args)
+
+
+def _join(fn: Callable[..., Any], workers: int, args: tuple[Any, ...]) -> list[Any]:
+    """Run `fn` as one of the workers that torchrun has started."""
+    if dist.is_initialized():
+        raise RuntimeError(
+            "this worker has a process group already: call fn itself, or leave dist.init_process_group() to launch"
+        )
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    first = int(store.compare_set("pyengine/workers", "", str(workers)))
+    if workers != first:
+        raise ValueError(
+            f"workers={workers} after workers={first}: all calls run on the same {world_size} workers, as torchrun has "
+            "started them. A script that compares numbers of workers starts its own: run it by python, not by torchrun"
+        )
+    call = store.add(f"pyengine/calls of {rank}", 1)  # every group needs keys of its own
+    keys = dist.PrefixStore(f"pyengine/{call}", store)
+    dist.init_process_group(store=keys, rank=rank, world_size=world_size)
+    results: list[Any] = [None] * world_size
+    result = record(fn)(*args)  # what torchrun says of a failure has its traceback then
+    dist.all_gather_object(results, result)
+    dist.destroy_process_group()
+    return results
+
+
+def _start(fn: Callable[..., Any], workers: int, args: tuple[Any, ...]) -> list[Any]:
+    """Run `fn` on new workers of this machine."""
     method = _start_method(fn, args)
     if method == "fork":
         _check_fork()

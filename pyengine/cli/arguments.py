@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 DESCRIPTION = """\
@@ -21,6 +22,7 @@ examples:
   python -m pyengine train --workers 4 --accumulate 2        more ranks, shorter windows
   python -m pyengine train --dtype bf16 --accumulator fp32   bf16 parameters, gradients summed in fp32
   python -m pyengine train --mode ddp --json > ddp.jsonl     plain DDP, one JSON object a line
+  python -m pyengine train --model gpt --trace trace.json    see backward, buckets and the exposed part in Perfetto
 
 modes:
   engine    pe.GradSync owns flat gradient buckets; they travel once a window
@@ -40,6 +42,7 @@ class Settings:
         models: in order.
         steps, micro_batch, lr: by model.
         clip: largest gradient norm; inf leaves gradients alone.
+        traces: by model, the files to write traces to, absolute; empty for none.
         json: print JSON lines instead of tables.
     """
 
@@ -55,6 +58,7 @@ class Settings:
     accumulator: str
     clip: float
     seed: int
+    traces: dict[str, Path]
     json: bool
 
 
@@ -73,7 +77,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", choices=MODELS, help="train only this one (default: gpt, then cnn)")
     add("--mode", choices=MODES, default="engine", help="who moves the gradients (default: engine)")
-    add("--workers", type=whole(1), default=2, metavar="N", help="processes, one rank each (default: 2)")
+    add(
+        "--workers",
+        type=whole(1),
+        default=2,
+        metavar="N",
+        help="processes, one rank each (default: 2; under torchrun its own)",
+    )
     add(
         "--accumulate",
         type=whole(1),
@@ -89,6 +99,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("--lr", type=above_zero, metavar="X", help=f"peak learning rate ({_each(_LR)})")
     add("--clip", type=above_zero, default=1.0, metavar="X", help="gradient norm limit, or inf (default: 1)")
     add("--seed", type=whole(0), default=0, metavar="N", help="of parameters and data order (default: 0)")
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write a Chrome trace of rank 0 in a few more windows; of several models FILE names each",
+    )
     add("--json", action="store_true", help="one JSON object a line on stdout instead of tables")
 
 
@@ -122,8 +138,33 @@ def settings(options: argparse.Namespace) -> Settings:
         accumulator=options.accumulator or "fp32",
         clip=options.clip,
         seed=options.seed,
+        traces=_traces(options.trace, models) if options.trace else {},
         json=options.json,
     )
+
+
+def _traces(file: Path, models: tuple[str, ...]) -> dict[str, Path]:
+    """Return the file of each model: the one given where there is one model, else "trace-gpt.json" for "trace.json"."""
+    file = file.absolute()
+    stem, dot, ending = file.name.partition(".")
+    names = [file.name] if len(models) == 1 else [f"{stem}-{model}{dot}{ending}" for model in models]
+    files = [file.parent / name for name in names]
+    for each in files:
+        _check_writable(each)
+    return dict(zip(models, files, strict=True))
+
+
+def _check_writable(file: Path) -> None:
+    """Raise `Conflict` if a trace could not be written after training; leave no file behind."""
+    existed = file.exists()
+    try:
+        file.open("ab").close()
+    except OSError as error:
+        raise Conflict(
+            f"argument --trace: cannot write {file} ({error.strerror}): name a file, in a folder that is there and yours"
+        ) from None
+    if not existed:
+        file.unlink(missing_ok=True)  # torchrun's workers all look
 
 
 def _each(defaults: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from pyengine.cli import train_modes
+from pyengine.cli import train_modes, train_trace
 from pyengine.cli.arguments import Settings
 from pyengine.cli.train_cnn import DigitsTask
 from pyengine.cli.train_compare import compare
@@ -40,6 +40,9 @@ def work(settings: Settings) -> None:
         report = _report(settings)
         train(task, settings, report)
         report.compare(compare(task, settings))
+        if name in settings.traces:
+            train_trace.take(task, settings, settings.traces[name])
+            report.trace(settings.traces[name], windows=train_trace.WINDOWS)
 
 
 def train(task: Task, settings: Settings, report: Report) -> None:
@@ -49,7 +52,7 @@ def train(task: Task, settings: Settings, report: Report) -> None:
     about = {
         "parameters": sum(param.numel() for param in mode.model.parameters()),
         "mode": settings.mode,
-        "workers": settings.workers,
+        "workers": dist.get_world_size(),
         "accumulate": settings.accumulate,
         "micro_batch": size,
         "dtype": settings.dtype,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -32,6 +33,9 @@ class Report(Protocol):
     def compare(self, rows: list[Row]) -> None:
         """Hear how the mode compares with plain DDP, which is the last row."""
 
+    def trace(self, path: Path, *, windows: int) -> None:
+        """Hear where a trace has been written."""
+
 
 class Silent:
     """For every rank but the first."""
@@ -46,6 +50,9 @@ class Silent:
         """Do nothing."""
 
     def compare(self, rows: list[Row]) -> None:
+        """Do nothing."""
+
+    def trace(self, path: Path, *, windows: int) -> None:
         """Do nothing."""
 
 
@@ -71,6 +78,10 @@ class JsonLines:
         """Print each row."""
         for row in rows:
             self._print("comparison", **asdict(row))
+
+    def trace(self, path: Path, *, windows: int) -> None:
+        """Print the path."""
+        self._print("trace", path=str(path), windows=windows)
 
     def _print(self, event: str, **values: Any) -> None:
         print(json.dumps({"event": event, "model": self._model, **values}), flush=True)
@@ -138,6 +149,11 @@ class Tables:
         self._console.print(table)
         self._console.print(_LEGEND, style="dim", highlight=False)
         self._console.print(_sentence(rows[0], rows[-1]) + "\n", highlight=False)
+
+    def trace(self, path: Path, *, windows: int) -> None:
+        """Print the path."""
+        text = f"trace of {windows} windows: {path} (open it in Perfetto or chrome://tracing)\n"
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 _LEGEND = (

@@ -6,6 +6,7 @@ import json
 import subprocess
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +16,18 @@ _TINY = ("--steps", "3", "--accumulate", "3", "--micro-batch", "2")
 
 
 @cache
-def _run(arguments: tuple[str, ...]) -> list[dict[str, Any]]:
+def _run(folder: Path, arguments: tuple[str, ...]) -> list[dict[str, Any]]:
     command = [*TRAIN, *_TINY, "--json", *arguments]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300, cwd=folder)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="session")
-def train() -> Callable[..., list[dict[str, Any]]]:
-    """Give `train("--mode", "ddp")`: run the command with tiny settings, once a session, and return its JSON lines."""
-    return lambda *arguments: _run(arguments)
+def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
+    """Give `train("--mode", "ddp")`: run the command with tiny settings, once a session, and return its JSON lines.
+
+    It runs in a folder of its own: files it is to write are named without one.
+    """
+    folder = tmp_path_factory.mktemp("train")
+    return lambda *arguments: _run(folder, arguments)

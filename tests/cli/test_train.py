@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +16,15 @@ from pyengine.cli.arguments import settings
 from pyengine.cli.main import build_parser
 from pyengine.cli.train_cnn import DigitsTask
 from pyengine.cli.train_compare import Row, compare
+from pyengine.cli.train_trace import WINDOWS
 
 ACCUMULATE = 3
 STEPS = 3
-RUNS = [("--model", "gpt"), ("--mode", "ddp-hook"), ("--mode", "ddp", "--model", "cnn")]
+RUNS = [
+    ("--model", "gpt", "--trace", "gpt.json"),
+    ("--mode", "ddp-hook", "--trace", "hook.json"),
+    ("--mode", "ddp", "--model", "cnn"),
+]
 Train = Callable[..., list[dict[str, Any]]]
 
 # fp32 sums of 6 micro-batches in another order than the float64 backward: a few times 2^-24 each; 1e-5 is far above
@@ -81,6 +89,33 @@ def test_quality_on_unseen_data_is_reported(train: Train) -> None:
     gpt, cnn = events(train(*RUNS[1]), "trained")
     assert math.isfinite(gpt["held_out_loss"])
     assert 0 <= cnn["accuracy"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("run", "names"), [(RUNS[0], ["gpt.json"]), (RUNS[1], ["hook-gpt.json", "hook-cnn.json"])]
+)
+def test_a_trace_shows_backward_buckets_and_what_is_exposed(
+    train: Train, run: tuple[str, ...], names: list[str]
+) -> None:
+    lines = train(*run)
+    said = events(lines, "trace")
+    assert [Path(line["path"]).name for line in said] == names
+    for line in said:
+        assert line["windows"] == WINDOWS
+        profile = json.loads(Path(line["path"]).read_text())
+        assert profile["distributedInfo"]["rank"] == 0
+        ranges = Counter(
+            event["name"]
+            for event in profile["traceEvents"]
+            if event.get("ph") == "X" and event["name"].startswith("pyengine: ")
+        )
+        assert ranges["pyengine: backward"] == WINDOWS * ACCUMULATE
+        assert ranges["pyengine: exposed_sync"] >= WINDOWS
+        assert ranges["pyengine: optimizer"] == WINDOWS
+        buckets = [row["buckets"] for row in events(lines, "comparison") if row["model"] == line["model"]]
+        assert [ranges[f"pyengine: launch bucket {n}"] for n in range(buckets[0] + 1)] == [WINDOWS] * buckets[
+            0
+        ] + [0]
 
 
 def narrow_and_wide() -> list[list[Row]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import any_launcher
 import attach
 import ddp_hook
 import fp16_scaler
@@ -53,3 +54,8 @@ def test_the_schedule_does_not_depend_on_the_number_of_workers(ranks):
     results = ranks(2).run(global_batch.train)
     assert alone == 12
     assert results == [(6, rates)] * 2
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_number_of_workers_trains_the_same_parameters(ranks, world):
+    assert set(ranks(world).run(any_launcher.train)) == set(ranks(1).run(any_launcher.train))

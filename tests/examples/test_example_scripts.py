@@ -23,9 +23,10 @@ def _command(script: str) -> list[str]:
     return [*RUN[program], *arguments]
 
 
-def _run(script: str) -> str:
+def _run(script: str, *launcher: str) -> str:
+    command = [*launcher, f"examples/{script}"] if launcher else _command(script)
     done = subprocess.run(
-        _command(script), cwd=EXAMPLES.parent, check=False, capture_output=True, text=True, timeout=300
+        command, cwd=EXAMPLES.parent, check=False, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -43,6 +44,12 @@ def test_launch_starts_the_workers_of_an_example():
 
 def test_torchrun_starts_the_workers_of_an_example():
     assert "in 20 steps" in _run("attach.py")
+
+
+def test_one_script_prints_the_same_however_its_workers_are_started():
+    by_itself = _run("any_launcher.py")
+    assert by_itself.count("\n") == 1
+    assert _run("any_launcher.py", *RUN["torchrun"], "--nproc-per-node", "2") == by_itself
 
 
 def test_a_run_whose_worker_was_killed_ends_with_the_same_bits_on_fewer():

@@ -1,0 +1,23 @@
+"""What tests start by torchrun: calls `launch` as often and with as many workers as it is told, and prints what comes."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch.distributed as dist
+
+from pyengine import launch
+
+
+def place(call: int) -> tuple[int, int]:
+    """Return the call and the rank, after a word with the others; rank 1 fails where it is told to."""
+    dist.barrier()
+    if dist.get_rank() == 1 and os.environ.get("FAILS_AT") == os.environ["TORCHELASTIC_RESTART_COUNT"]:
+        raise ValueError("boom")
+    return call, dist.get_rank()
+
+
+if __name__ == "__main__":
+    for call, workers in enumerate(sys.argv[1:]):
+        print(launch(place, workers=int(workers), args=(call,)), flush=True)

@@ -1,0 +1,46 @@
+"""Whatever command is run with `--json`, stdout is one JSON object a line, each of which says what it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyengine.cli.main import _COMMANDS
+
+HERE = Path(__file__).parent  # where `subjects` and `study_subjects` are importable
+# Arguments of a short run, and the events that it tells of.
+SHORT = {
+    "train": (
+        "--model cnn --workers 1 --steps 1 --accumulate 1 --trace {folder}/trace.json",
+        {"start", "step", "trained", "comparison", "trace"},
+    ),
+    "verify": ("--train subjects:right --workers 1 --steps 1", {"run", "verdict"}),
+    "plan": ("--workers 1", {"plan"}),
+    "study": (
+        "--train study_subjects:right --workers 1 --batch 8 --dataset-size 64 --repeats 1 --out {folder}/study",
+        {"plan", "run", "cell", "report"},
+    ),
+    "doctor": ("", {"finding", "verdict"}),
+}
+
+
+@pytest.mark.parametrize("command", [name for name, *_ in _COMMANDS])
+def test_stdout_is_json_lines_that_name_their_events(command: str, tmp_path: Path) -> None:
+    assert command in SHORT, "a command needs a row of short arguments here"
+    arguments, expected = SHORT[command]
+    done = subprocess.run(
+        [sys.executable, "-m", "pyengine", command, "--json", *arguments.format(folder=tmp_path).split()],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=HERE,
+    )
+    assert done.returncode == 0, done.stderr
+    lines: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
+    assert expected <= {line["event"] for line in lines}
