@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pyengine.adapters.settings import Settings
 from pyengine.header import Count
+from pyengine.norm import GradScaler
 from pyengine.sync import Sync
 from pyengine.wire import FP32, Wire
 
@@ -50,7 +51,8 @@ def prepare(
     """Prepare a model with its optimizers, loaders and schedulers, as `accelerator.prepare` does, for windows of its own.
 
     Args:
-        accelerator: of one process or of DDP, in fp32 or bf16. Its `gradient_accumulation_steps` is 1 or `accumulate`.
+        accelerator: of one process or of DDP, in fp32, bf16 or fp16. Its `gradient_accumulation_steps` is 1 or
+            `accumulate`.
         objects: one model, its optimizers and schedulers, and the loaders whose end ends the last window, in any order;
             prepared before or not. Another model gets a `prepare`, and so an accelerator, of its own.
         accumulate, wire, accumulator, nonfinite: as for `pe.GradSync`.
@@ -115,6 +117,11 @@ class WindowAccelerator:
         """Whether the last step that was due left the parameters alone."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The loss scaler of this model's engine in fp16; the accelerator's own is for models outside windows."""
+        return self.sync.scaler
+
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare objects as Accelerate does; optimizers and schedulers then follow this model's windows."""
         prepared = self._accelerator.prepare(*objects, device_placement=device_placement)
@@ -153,17 +160,16 @@ class WindowAccelerator:
         self, parameters: Iterable[nn.Parameter] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Tensor:
         """Clip at the window's end; the 2-norm over the whole model needs no pass of its own."""
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        assert self._model is not None
-        if norm_type == 2 and {*map(id, parameters)} >= {*map(id, _trained(self._model))}:
+        clipped: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if norm_type == 2 and {*map(id, clipped)} >= {*map(id, self._trained())}:
             return self.sync.clip_grad_norm_(max_norm)
         self.sync.unscale_()
-        return self._accelerator.clip_grad_norm_(parameters, max_norm, norm_type)
+        return nn.utils.clip_grad_norm_(clipped, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | Tensor, clip_value: float) -> None:
         """Clip every element of the mean gradient, written into `.grad` for it."""
         self.sync.unscale_()
-        self._accelerator.clip_grad_value_(parameters, clip_value)
+        nn.utils.clip_grad_value_(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Write the mean gradient into `.grad`, to be read or changed before the step."""
@@ -185,6 +191,10 @@ class WindowAccelerator:
             )
         return getattr(self._accelerator, name)
 
+    def _trained(self) -> list[nn.Parameter]:
+        assert self._model is not None
+        return [param for param in self._model.parameters() if param.requires_grad]
+
     def _own(self, model: nn.Module) -> None:
         if self._model is not None and self._model is not model:
             raise ValueError(
@@ -192,8 +202,10 @@ class WindowAccelerator:
                 "model; each gives an accelerator of its own"
             )
         if self._model is None:
-            self.sync: Sync = self._settings.engine(model)
+            self.sync: Sync = self._settings.engine(model, scaler=self._accelerator.scaler)
             self._model = model
+            if self.sync.scaler is not None:
+                self._accelerator.register_for_checkpointing(self.sync.scaler)
 
     def _optimizer(self, prepared: AcceleratedOptimizer) -> _Optimizer:
         ours = prepared if isinstance(prepared, _Optimizer) else _Optimizer(prepared.optimizer, self.sync)
@@ -232,7 +244,7 @@ class _Position:
         return self._sync.is_sync_step
 
 
-class _Optimizer(AcceleratedOptimizer):
+class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate is untyped
     """Steps through the engine where a window ends and does nothing elsewhere."""
 
     _is_accelerate_prepared = True  # not to be wrapped when it is prepared again
@@ -264,10 +276,6 @@ def _is_at_end(state: GradientState, loaders: Sequence[DataLoaderStateMixin]) ->
     )
 
 
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    return [param for param in model.parameters() if param.requires_grad]
-
-
 def _check(accelerator: Accelerator, settings: Settings) -> None:
     """Refuse what this loop cannot honour."""
     kind, steps = accelerator.distributed_type, accelerator.gradient_accumulation_steps
@@ -275,10 +283,10 @@ def _check(accelerator: Accelerator, settings: Settings) -> None:
         raise ValueError(
             f"accelerator: distributed_type is {kind.value}, which reduces its own gradients; need DDP or one process"
         )
-    if accelerator.scaler is not None:
+    if accelerator.scaler is not None and accelerator.mixed_precision != "fp16":
         raise ValueError(
-            f"accelerator: mixed_precision={accelerator.mixed_precision!r} scales losses with one scaler a process; use "
-            "'bf16', or pe.attach with a pe.GradScaler"
+            f"accelerator: mixed_precision={accelerator.mixed_precision!r} scales losses by rules of its own; use 'fp16', "
+            "whose scaler the engine can take over, or 'bf16', which needs none"
         )
     if steps not in (1, settings.accumulate):
         raise ValueError(

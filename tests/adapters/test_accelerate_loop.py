@@ -227,7 +227,7 @@ _REFUSED = {
     "gradient_accumulation_steps=8": _other_steps,
     "sync_each_batch=True": _every_batch,
     "even_batches=False": _uneven,
-    "mixed_precision=": _scaled,
+    "scales losses by rules of its own": _scaled,
     "no model has been prepared": _no_model,
     "was not prepared with": _stranger,
     "a scheduler without its optimizer": _strange_scheduler,
