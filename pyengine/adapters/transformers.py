@@ -65,7 +65,7 @@ class Windows(_Mixed):
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and let windows follow the model that it will prepare."""
         super().create_accelerator_and_postprocess()
-        _check(self.args)
+        _check(self.args, self.accelerator)
         settings = Settings(
             self.args.gradient_accumulation_steps, self.wire, self.accumulator, self.nonfinite
         )
@@ -145,11 +145,16 @@ class _TrainerAccelerator(WindowAccelerator):
         super().backward(loss, count=count)
 
 
-def _check(args: transformers.TrainingArguments) -> None:
+def _check(args: transformers.TrainingArguments, accelerator: Any) -> None:
     """Refuse what divides or reduces by itself."""
     if args.n_gpu > 1:
         raise ValueError(
             f"args: n_gpu={args.n_gpu} in one process is DataParallel; need one process a device: launch with torchrun"
+        )
+    if accelerator.num_processes > 1 and not accelerator.even_batches:
+        raise ValueError(
+            "args: accelerator_config has even_batches=False, and the Trainer's loop ends with its own rank's data, where "
+            "others may still wait for it; leave it True"
         )
     if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
         raise ValueError(

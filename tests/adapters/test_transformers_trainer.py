@@ -254,6 +254,12 @@ def test_one_process_without_a_group_trains_again_alike(tmp_path):
     assert _twice(str(tmp_path)) == [0, 0, 0, 0, True]
 
 
+def test_unequal_numbers_of_batches_are_refused_where_the_trainers_loop_could_not_wait(ranks, tmp_path):
+    uneven = {"accelerator_config": {"even_batches": False}}
+    with pytest.raises(AssertionError, match="has even_batches=False, and the Trainer's loop ends"):
+        ranks(2).run(_train, WithWindows, "tokens", 6, str(tmp_path), **uneven)
+
+
 def test_an_optimizer_that_steps_inside_the_backward_is_refused(tmp_path):
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, optim="lomo")
     with pytest.raises(ValueError, match="steps inside the backward"):
