@@ -80,6 +80,7 @@ class Boundary:
                 yield
         finally:
             self.is_beyond = False
+            engine.is_between_loops = False  # as on the other ranks
 
     @contextmanager
     def _beyond(self) -> Iterator[None]:
