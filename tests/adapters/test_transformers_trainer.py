@@ -228,6 +228,29 @@ def test_autocast_to_fp16_stays_near_the_right_gradient_and_the_scale_is_saved(r
     assert torch.load(tmp_path / "checkpoint-2" / "scaler.pt")["scale"] == 2.0**9
 
 
+class Resumed(Half):
+    """Goes on from the last checkpoint, and tells with which scale."""
+
+    def train(self):
+        """Train from there."""
+        self.args.num_train_epochs = 2
+        return super().train(resume_from_checkpoint=True)
+
+    def training_step(self, *args):
+        """Note the scale of each micro-batch."""
+        self.scales = [*getattr(self, "scales", []), self.sync.scaler.get_scale()]
+        loss = super().training_step(*args)
+        self.seen = self.scales
+        return loss
+
+
+def test_training_resumed_in_fp16_goes_on_with_its_scale(tmp_path):
+    options = {"fp16": True, "save_strategy": "epoch"}
+    _train(Half, "tokens", 8, str(tmp_path), **options)  # two windows, after which the scale grows
+    scales, *_ = _train(Resumed, "tokens", 8, str(tmp_path), **options)
+    assert scales == [2.0**9] * 8
+
+
 def _twice(folder: str) -> list[int]:
     with launched():
         try:
