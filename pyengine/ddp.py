@@ -114,6 +114,7 @@ class DDPReducer:
             self._sums.follow()  # also where no earlier micro-batch has made them: every rank sums the same way
         mode = _Reduction(header, self._sums, defers_count=self._defers_count)
         self._state.mode = self._reduction = mode
+        self._recall(loss)
         if backward is None:
             self._reduce_all()
             return
@@ -178,7 +179,7 @@ class DDPReducer:
 
     def refuses_load(self) -> list[str]:
         """Refuse what DDP would forget: that a parameter was used before."""
-        if not self._ddp.find_unused_parameters or self._ddp.static_graph:
+        if not self._searches:
             return []
         why = (
             "DDP with find_unused_parameters=True would not reduce what only earlier micro-batches have used"
@@ -192,11 +193,24 @@ class DDPReducer:
     def follow(self, order: list[int]) -> None:
         """Do nothing: DDP has its own order of buckets."""
 
+    @property
+    def _searches(self) -> bool:
+        """Whether DDP looks for parameters that its backward will not reach."""
+        return self._ddp.find_unused_parameters and not self._ddp.static_graph
+
+    def _recall(self, loss: Tensor | None) -> None:
+        """Give zeros to parameters that only earlier micro-batches used and have left in sums beside.
+
+        DDP remembers that they were used, and wants a `.grad` to put the result into.
+        """
+        if self._sums is not None and self._searches:
+            for param in self._sums.used - (set() if loss is None else _leaves(loss)):
+                param.grad = torch.zeros_like(param)
+
     def _expect(self, loss: Tensor | None) -> None:
         reducer = self._ddp.reducer
         reducer.prepare_for_forward()
-        search = self._ddp.find_unused_parameters and not self._ddp.static_graph
-        self._searched = loss if search else None
+        self._searched = loss if self._searches else None
         reducer.prepare_for_backward([] if self._searched is None else [self._searched])
 
     def _complete(self) -> None:
@@ -215,7 +229,7 @@ class DDPReducer:
 
     def _reduce_all(self) -> None:
         params = self.params
-        if self._ddp.find_unused_parameters and not self._ddp.static_graph:
+        if self._searches:
             params = [p for p in params if p.grad is not None] or params[:1]
         zero = _zeros(params)
         self._expect(zero)

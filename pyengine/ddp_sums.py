@@ -50,6 +50,9 @@ class Sums:
         ddp: the wrapped model.
         make: makes the sum of a bucket from its parameters.
         wants: whether buckets of a dtype have a sum here.
+
+    Attributes:
+        used: parameters that have brought something in this window.
     """
 
     def __init__(
@@ -61,9 +64,11 @@ class Sums:
         self._ddp, self._make, self._wants = ddp, make, wants
         self._sums: dict[int, Beside] = {}
         self._is_rebuilt = False
+        self.used: set[Any] = set()
 
     def begin(self) -> None:
         """Start a window."""
+        self.used = set()
         for total in self._sums.values():
             total.begin()
 
@@ -72,6 +77,7 @@ class Sums:
         self.follow()
         for total in self._sums.values():
             total.add([slot_gradient(p) for p in total.params])
+            self.used.update(param for param in total.params if param.grad is not None)
             for param in total.params:
                 param.grad = None
 

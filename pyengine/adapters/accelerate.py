@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyengine.adapters.boundary import Boundary, Together
 from pyengine.adapters.settings import Settings
 from pyengine.header import Count
+from pyengine.norm import GradScaler
+from pyengine.optimizer import WindowOptimizer
 from pyengine.sync import Sync
 from pyengine.wire import FP32, Wire
 
@@ -50,7 +53,8 @@ def prepare(
     """Prepare a model with its optimizers, loaders and schedulers, as `accelerator.prepare` does, for windows of its own.
 
     Args:
-        accelerator: of one process or of DDP, in fp32 or bf16. Its `gradient_accumulation_steps` is 1 or `accumulate`.
+        accelerator: of one process or of DDP, in fp32, bf16 or fp16. Its `gradient_accumulation_steps` is 1 or
+            `accumulate`.
         objects: one model, its optimizers and schedulers, and the loaders whose end ends the last window, in any order;
             prepared before or not. Another model gets a `prepare`, and so an accelerator, of its own.
         accumulate, wire, accumulator, nonfinite: as for `pe.GradSync`.
@@ -108,12 +112,22 @@ class WindowAccelerator:
     @property
     def sync_gradients(self) -> bool:
         """Whether the current micro-batch is the last of its window."""
-        return self.sync.is_sync_step
+        return self.boundary.is_sync_step
+
+    @property
+    def is_beyond_data(self) -> bool:
+        """With `even_batches=False`: whether this batch is one that this rank has had, while others still have data."""
+        return self.boundary.is_beyond
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step that was due left the parameters alone."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The loss scaler of this model's engine in fp16; the accelerator's own is for models outside windows."""
+        return self.sync.scaler
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare objects as Accelerate does; optimizers and schedulers then follow this model's windows."""
@@ -122,7 +136,10 @@ class WindowAccelerator:
         for item in prepared:
             if isinstance(item, nn.Module):
                 self._own(item)
-        self._loaders += [item for item in prepared if isinstance(item, DataLoaderStateMixin)]
+        prepared = tuple(
+            self._loader(item) if isinstance(item, (DataLoaderStateMixin, Together)) else item
+            for item in prepared
+        )
         prepared = tuple(
             self._optimizer(item) if isinstance(item, AcceleratedOptimizer) else item for item in prepared
         )
@@ -130,6 +147,11 @@ class WindowAccelerator:
             self._scheduler(item) if isinstance(item, AcceleratedScheduler) else item for item in prepared
         )
         return prepared if len(prepared) > 1 else prepared[0]
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Return a loader of the rest, whose end ends the last window as well."""
+        whole = dataloader.loader if isinstance(dataloader, Together) else dataloader
+        return self._loader(self._accelerator.skip_first_batches(whole, num_batches))
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Wrap one micro-batch: the window's last one if it is full or the loader has come to its end."""
@@ -143,27 +165,26 @@ class WindowAccelerator:
                 "accumulate: no loader was prepared, so nothing tells where a short last window ends: give the loader to "
                 "prepare, or say it yourself: `with accelerator.sync.accumulate(last=...)`"
             )
-        return self.sync.accumulate(last=_is_at_end(self._accelerator.gradient_state, self._loaders))
+        return self.boundary.micro_batch(_ended(self._accelerator.gradient_state, self._loaders))
 
     def backward(self, loss: Tensor, *, count: Count = 1) -> None:
         """Run the backward of one micro-batch: of a mean loss, or of a sum over `count` items; see `pe.Sync.backward`."""
-        self.sync.backward(loss, count=count)
+        self.boundary.backward(loss, count=count)
 
     def clip_grad_norm_(
         self, parameters: Iterable[nn.Parameter] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Tensor:
         """Clip at the window's end; the 2-norm over the whole model needs no pass of its own."""
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        assert self._model is not None
-        if norm_type == 2 and {*map(id, parameters)} >= {*map(id, _trained(self._model))}:
+        clipped: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if norm_type == 2 and {*map(id, clipped)} >= {*map(id, self._trained())}:
             return self.sync.clip_grad_norm_(max_norm)
         self.sync.unscale_()
-        return self._accelerator.clip_grad_norm_(parameters, max_norm, norm_type)
+        return nn.utils.clip_grad_norm_(clipped, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | Tensor, clip_value: float) -> None:
         """Clip every element of the mean gradient, written into `.grad` for it."""
         self.sync.unscale_()
-        self._accelerator.clip_grad_value_(parameters, clip_value)
+        nn.utils.clip_grad_value_(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Write the mean gradient into `.grad`, to be read or changed before the step."""
@@ -176,14 +197,18 @@ class WindowAccelerator:
         self._accelerator.end_training()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "sync":
+        if name in ("sync", "boundary"):
             raise RuntimeError("no model has been prepared: give prepare the model, too")
         if name in ("join_uneven_inputs", "trigger_sync_in_backward"):
             raise AttributeError(
-                f"{name}: windows need neither. Ranks with different numbers of windows: `for window in "
-                "accelerator.sync.windows(loader)`; several forwards before a backward need nothing"
+                f"{name}: windows need neither. Ranks with different numbers of batches: even_batches=False; several "
+                "forwards before a backward need nothing"
             )
         return getattr(self._accelerator, name)
+
+    def _trained(self) -> list[nn.Parameter]:
+        assert self._model is not None
+        return [param for param in self._model.parameters() if param.requires_grad]
 
     def _own(self, model: nn.Module) -> None:
         if self._model is not None and self._model is not model:
@@ -192,11 +217,21 @@ class WindowAccelerator:
                 "model; each gives an accelerator of its own"
             )
         if self._model is None:
-            self.sync: Sync = self._settings.engine(model)
+            self.sync: Sync = self._settings.engine(model, scaler=self._accelerator.scaler)
+            self.boundary = Boundary(self.sync)
             self._model = model
+            if self.sync.scaler is not None:
+                self._accelerator.register_for_checkpointing(self.sync.scaler)
+
+    def _loader(self, prepared: Any) -> Any:
+        """Return a loader whose end ends the last window, on this rank, and, if need be, on every rank."""
+        plain = prepared.loader if isinstance(prepared, Together) else prepared
+        self._loaders.append(plain)
+        is_uneven = self._accelerator.num_processes > 1 and not self._accelerator.even_batches
+        return Together(plain, self.boundary) if is_uneven else plain
 
     def _optimizer(self, prepared: AcceleratedOptimizer) -> _Optimizer:
-        ours = prepared if isinstance(prepared, _Optimizer) else _Optimizer(prepared.optimizer, self.sync)
+        ours = prepared if isinstance(prepared, _Optimizer) else _Optimizer(prepared.optimizer, self.boundary)
         if ours not in self._optimizers:
             self._optimizers.append(ours)
         return ours
@@ -215,31 +250,18 @@ class WindowAccelerator:
             step_with_optimizer=prepared.step_with_optimizer,
             split_batches=prepared.split_batches,
         )
-        ours.gradient_state = _Position(self.sync)
+        ours.gradient_state = self.boundary
         return ours
 
 
-class _Position:
-    """What an AcceleratedScheduler asks of Accelerate's process-wide GradientState, answered by one engine."""
-
-    adjust_scheduler = False
-
-    def __init__(self, sync: Sync) -> None:
-        self._sync = sync
-
-    @property
-    def sync_gradients(self) -> bool:
-        return self._sync.is_sync_step
-
-
-class _Optimizer(AcceleratedOptimizer):
+class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate is untyped
     """Steps through the engine where a window ends and does nothing elsewhere."""
 
     _is_accelerate_prepared = True  # not to be wrapped when it is prepared again
 
-    def __init__(self, optimizer: torch.optim.Optimizer, sync: Sync) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, boundary: Boundary) -> None:
         super().__init__(optimizer, device_placement=False)
-        self._windows = sync.wrap(optimizer)
+        self._windows = WindowOptimizer(boundary, optimizer, None)
 
     def step(self, closure: Any = None) -> None:
         if closure is not None:
@@ -256,16 +278,12 @@ class _Optimizer(AcceleratedOptimizer):
         return self._windows.step_was_skipped
 
 
-def _is_at_end(state: GradientState, loaders: Sequence[DataLoaderStateMixin]) -> bool:
-    """Whether one of the loaders that are being iterated has handed out its last batch."""
+def _ended(state: GradientState, loaders: Sequence[DataLoaderStateMixin]) -> list[DataLoaderStateMixin]:
+    """Return which of the loaders that are being iterated have handed out their last batch."""
+    if not state.sync_with_dataloader:
+        return []
     running = {id(loader) for loader in state.dataloader_references}
-    return state.sync_with_dataloader and any(
-        loader.end_of_dataloader for loader in loaders if id(loader) in running
-    )
-
-
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    return [param for param in model.parameters() if param.requires_grad]
+    return [loader for loader in loaders if id(loader) in running and loader.end_of_dataloader]
 
 
 def _check(accelerator: Accelerator, settings: Settings) -> None:
@@ -275,10 +293,10 @@ def _check(accelerator: Accelerator, settings: Settings) -> None:
         raise ValueError(
             f"accelerator: distributed_type is {kind.value}, which reduces its own gradients; need DDP or one process"
         )
-    if accelerator.scaler is not None:
+    if accelerator.scaler is not None and accelerator.mixed_precision != "fp16":
         raise ValueError(
-            f"accelerator: mixed_precision={accelerator.mixed_precision!r} scales losses with one scaler a process; use "
-            "'bf16', or pe.attach with a pe.GradScaler"
+            f"accelerator: mixed_precision={accelerator.mixed_precision!r} scales losses by rules of its own; use 'fp16', "
+            "whose scaler the engine can take over, or 'bf16', which needs none"
         )
     if steps not in (1, settings.accumulate):
         raise ValueError(
@@ -289,8 +307,9 @@ def _check(accelerator: Accelerator, settings: Settings) -> None:
         raise ValueError(
             "accelerator: sync_each_batch=True, but gradients travel once a window; leave it out"
         )
-    if accelerator.num_processes > 1 and not accelerator.even_batches:
+    is_uneven = accelerator.num_processes > 1 and not accelerator.even_batches
+    if is_uneven and not accelerator.gradient_state.sync_with_dataloader:
         raise ValueError(
-            "accelerator: even_batches=False may give ranks different numbers of windows, which this loop cannot wait "
-            "for; leave it True, or use pe.attach and `for window in sync.windows(loader)`"
+            "accelerator: even_batches=False, and with sync_with_dataloader=False nothing tells on which ranks the data has "
+            "ended; leave one of them out"
         )

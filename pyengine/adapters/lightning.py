@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pyengine.adapters.settings import Settings
@@ -24,6 +24,7 @@ from pyengine.wire import FP32, Wire
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import GradientAccumulationScheduler
+    from lightning.pytorch.plugins.precision import MixedPrecision
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.utilities.model_helpers import is_overridden
 except ImportError as error:
@@ -37,7 +38,7 @@ class WindowStrategy(DDPStrategy):
 
     `training_step` returns a mean loss, or `{"loss": summed, "count": items}`. Gradients have their final values in
     `on_before_optimizer_step` and for Lightning's clipping. A window that is not finite on some rank is stepped on none.
-    For "16-mixed" give Lightning's MixedPrecision plugin a `pe.GradScaler`.
+    In "16-mixed" the loss scale is the engine's, and saved in Lightning's checkpoints as ever.
 
     Attributes:
         wire, accumulator, nonfinite: as for `pe.GradSync`; set them in a subclass or before the Trainer is made.
@@ -54,17 +55,21 @@ class WindowStrategy(DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Wrap the model, and attach an engine to it."""
-        module = self.lightning_module
-        _check(module)
+        _check(self._module)
         super().configure_ddp()
-        settings = Settings(_most(module.trainer), self.wire, self.accumulator, self.nonfinite)
-        self.sync = settings.engine(self.model)
-        self.sync.scaler = getattr(self.precision_plugin, "scaler", None)
+        assert self.model is not None
+        settings = Settings(_most(self._module.trainer), self.wire, self.accumulator, self.nonfinite)
+        precision = self.precision_plugin
+        if isinstance(precision, MixedPrecision):
+            self.sync = settings.engine(self.model, scaler=precision.scaler)
+            precision.scaler = self.sync.scaler  # which it puts into checkpoints
+        else:
+            self.sync = settings.engine(self.model, scaler=None)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training_step, and keep its loss from being divided."""
         output = super().training_step(*args, **kwargs)
-        self._output = output if isinstance(output, Mapping) else {"loss": output}
+        self._output: Mapping[str, Any] = output if isinstance(output, Mapping) else {"loss": output}
         return output
 
     def backward(
@@ -76,9 +81,9 @@ class WindowStrategy(DDPStrategy):
                 f"backward: got {[*args, *kwargs]}, need the loss only; a window takes no options"
             )
         output, self._output = self._output, {}
-        self.precision_plugin.pre_backward(output["loss"], self.lightning_module)  # for its hooks
+        self.precision_plugin.pre_backward(output["loss"], self._module)  # for its hooks
         self.sync.backward(output["loss"], count=output.get("count", 1))
-        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        return self.precision_plugin.post_backward(closure_loss, self._module)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -90,16 +95,21 @@ class WindowStrategy(DDPStrategy):
         self,
         optimizer: Optimizer,
         closure: Callable[[], Any],
-        model: LightningModule | None = None,
+        model: nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run the window's last micro-batch, the hooks that look at gradients, and the step."""
         with self.sync.accumulate(last=True):
             result = closure()
         self.sync.unscale_()
-        self.precision_plugin._after_closure(model or self.lightning_module, optimizer)
+        self.precision_plugin._after_closure(self._module, optimizer)
         self.sync.step(optimizer)
         return result
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None  # from `Trainer.fit` on
+        return self.lightning_module
 
     def _register_ddp_hooks(self) -> None:
         if self._ddp_comm_hook is not None or self._ddp_comm_state is not None:
@@ -125,6 +135,7 @@ class LogSteps(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """On an accelerator, hear of the last step."""
+        assert isinstance(trainer.strategy, WindowStrategy)
         trainer.strategy.sync.synchronize()
 
 
@@ -136,7 +147,8 @@ def _log(trainer: Trainer, record: StepRecord) -> None:
 
 def _most(trainer: Trainer) -> int:
     """Return the micro-batches of the largest window that the Trainer will ask for."""
-    schedules = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set elsewhere
+    schedules = [callback for callback in callbacks if isinstance(callback, GradientAccumulationScheduler)]
     planned = [num for schedule in schedules for num in schedule.scheduling.values()]
     return max([trainer.accumulate_grad_batches, *planned])
 

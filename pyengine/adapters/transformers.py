@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from pyengine.header import Count
 from pyengine.record import StepRecord
 from pyengine.sync import Sync
 from pyengine.wire import FP32, Wire
@@ -32,8 +33,13 @@ except ImportError as error:
 from pyengine.adapters.accelerate import WindowAccelerator
 from pyengine.adapters.settings import Settings
 
+if TYPE_CHECKING:
+    _Mixed = transformers.Trainer  # what a mixin's methods find beside them
+else:
+    _Mixed = object
 
-class Windows:
+
+class Windows(_Mixed):
     """Mixin for a Trainer: `class MyTrainer(Windows, Seq2SeqTrainer)`; set the attributes below in the class body.
 
     `gradient_accumulation_steps`, `max_grad_norm`, `bf16` and the rest of TrainingArguments keep their meaning, but
@@ -53,12 +59,13 @@ class Windows:
     @property
     def sync(self) -> Sync:
         """The engine; made when training begins."""
-        return self.accelerator.sync
+        sync: Sync = self.accelerator.sync
+        return sync
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and let windows follow the model that it will prepare."""
         super().create_accelerator_and_postprocess()
-        _check(self.args)
+        _check(self.args, self.accelerator)
         settings = Settings(
             self.args.gradient_accumulation_steps, self.wire, self.accumulator, self.nonfinite
         )
@@ -77,12 +84,13 @@ class Windows:
         self.current_gradient_accumulation_steps = 1  # which the Trainer divides some losses by
         last = self.accelerator.gradient_state.sync_gradients  # set by the Trainer's loop just now
         with self._counting_alone(), self.sync.accumulate(last=last):
-            self.accelerator.items = items = self._get_num_items_in_batch([inputs], self.args.device)
+            num = self._get_num_items_in_batch([inputs], self.args.device)
+            self.accelerator.items = items = None if num is None else torch.as_tensor(num)
             loss = super().training_step(model, inputs, None if items is None else items.clamp(min=1))
         return torch.zeros_like(loss)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        prepared = super()._prepare_for_training(*args, **kwargs)
+        prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]  # theirs
         # The Trainer knows by the name of the loss, which models like GPT2LMHeadModel do not have.
         name = type(self.accelerator.unwrap_model(self.model)).__name__
         self._loss_shifts_labels |= name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
@@ -130,21 +138,25 @@ class _TrainerAccelerator(WindowAccelerator):
 
     items: Tensor | None = None
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, count: Count = 1) -> None:
         """Run the backward of a mean over `items`, handed on as the sum that it stands for."""
-        if self.items is None:
-            super().backward(loss)
-        else:
-            super().backward(loss * self.items, count=self.items)
+        if self.items is not None:
+            loss, count = loss * self.items, self.items
+        super().backward(loss, count=count)
 
 
-def _check(args: transformers.TrainingArguments) -> None:
+def _check(args: transformers.TrainingArguments, accelerator: Any) -> None:
     """Refuse what divides or reduces by itself."""
     if args.n_gpu > 1:
         raise ValueError(
             f"args: n_gpu={args.n_gpu} in one process is DataParallel; need one process a device: launch with torchrun"
         )
+    if accelerator.num_processes > 1 and not accelerator.even_batches:
+        raise ValueError(
+            "args: accelerator_config has even_batches=False, and the Trainer's loop ends with its own rank's data, where "
+            "others may still wait for it; leave it True"
+        )
     if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
         raise ValueError(
-            f"args: optim={args.optim.value!r} steps inside the backward, where no window has ended; choose another"
+            f"args: optim={OptimizerNames(args.optim).value!r} steps inside the backward, where no window has ended; choose another"
         )

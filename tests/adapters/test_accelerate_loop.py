@@ -168,12 +168,6 @@ def _every_batch(model, optimizer):
     prepare(Accelerator(cpu=True, gradient_accumulation_plugin=plugin), model, accumulate=2)
 
 
-def _uneven(model, optimizer):
-    accelerator = Accelerator(cpu=True)
-    accelerator.even_batches = False
-    prepare(accelerator, model, accumulate=2)
-
-
 def _scaled(model, optimizer):
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = torch.amp.GradScaler("cpu")
@@ -226,8 +220,7 @@ _REFUSED = {
     "no loader was prepared": _without_a_loader,
     "gradient_accumulation_steps=8": _other_steps,
     "sync_each_batch=True": _every_batch,
-    "even_batches=False": _uneven,
-    "mixed_precision=": _scaled,
+    "scales losses by rules of its own": _scaled,
     "no model has been prepared": _no_model,
     "was not prepared with": _stranger,
     "a scheduler without its optimizer": _strange_scheduler,

@@ -193,3 +193,22 @@ def _validate_and_break() -> int:
 
 def test_a_validation_loop_that_was_left_does_not_hide_the_end_of_the_data(ranks):
     assert ranks(2).run(_validate_and_break) == [2, 2]
+
+
+def _resumed() -> tuple:
+    """Skip the first window of an epoch, as after a restart, and go through another epoch."""
+    with accelerated():
+        model = Weights()
+        memory = Remembering(model)
+        accelerator, model, optimizer, data = prepare(
+            Accelerator(cpu=True), model, memory, loader(2 * 2 * 5), accumulate=2
+        )
+        rest = accelerator.skip_first_batches(data, 2)
+        seen = [*loop(accelerator, model, optimizer, rest), *loop(accelerator, model, optimizer, data)]
+        return seen, memory.stepped_with
+
+
+def test_the_last_window_of_a_resumed_epoch_is_short_as_well(ranks):
+    answers = ranks(2).run(_resumed)
+    parts = [mean_of_windows([seen[p] for seen, _ in answers], 2) for p in (slice(0, 3), slice(3, 8))]
+    torch.testing.assert_close(answers[0][1], parts[0] + parts[1], **CLOSE)

@@ -77,6 +77,10 @@ class Manual(Module):
         self.automatic_optimization = False
 
 
+class OwnScaler(torch.amp.GradScaler):
+    """Has ways of its own."""
+
+
 class OwnBackward(Module):
     """Has a backward of its own."""
 
@@ -159,18 +163,24 @@ def test_windows_follow_a_schedule_by_epoch(ranks):
     torch.testing.assert_close(answers[0][1], first + second, **CLOSE)
 
 
-def _scaled() -> tuple:
-    scaler = pe.GradScaler("cpu", init_scale=2.0**10)
+def _half(num_fits: int) -> tuple:
+    """Train in fp16, in which the gradients of `Weights` are exact, with the scaler that Lightning would make."""
     module = Module()
-    # In float32: only the scale is looked at here.
-    module.model.forward = torch.autocast("cpu", enabled=False)(module.model.forward)
-    _fit(module, WindowStrategy(), 2 * 2 * 5, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
-    return module.seen, module.memory.stepped_with
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+    precision = MixedPrecision("16-mixed", "cpu", scaler)
+    for _ in range(num_fits):
+        strategy = WindowStrategy()
+        _fit(module, strategy, 2 * 2 * 5, plugins=[precision])
+    assert precision.scaler is strategy.sync.scaler  # whose state Lightning saves
+    return module.seen, module.memory.stepped_with, precision.state_dict()["scale"]
 
 
-def test_a_grad_scaler_of_ours_scales_and_unscales(ranks):
-    answers = ranks(2).run(_scaled)
-    torch.testing.assert_close(answers[0][1], _expected(answers), **CLOSE)
+def test_fp16_steps_with_the_unscaled_mean_and_goes_on_with_its_scale(ranks):
+    answers = ranks(2).run(_half, 2)
+    fits = [[seen[part] for seen, *_ in answers] for part in (slice(0, 5), slice(5, 10))]
+    expected = [grad for seen in fits for grad in mean_of_windows(seen, ACCUMULATE)]
+    torch.testing.assert_close(answers[0][1], expected, **CLOSE)
+    assert answers[0][2] == 2.0**14  # four windows
 
 
 def _logged(folder: str) -> str:
@@ -191,7 +201,7 @@ def _refusal(case: str) -> str:
     hooked = DDPStrategy if case.startswith("LogSteps") else WindowStrategy
     options = {"ddp_comm_hook": pe.comm_hook} if case.startswith("ddp_comm_hook") else {}
     module = {"automatic_optimization=False": Manual, "overrides backward": OwnBackward}.get(case, Module)()
-    plugins = [MixedPrecision("16-mixed", "cpu")] if "GradScaler" in case else []
+    plugins = [MixedPrecision("16-mixed", "cpu", OwnScaler("cpu"))] if "OwnScaler" in case else []
     more = {"accumulate_grad_batches": 1} if isinstance(module, Manual) else {}
     try:
         _fit(module, hooked(**options), 4, callbacks=[LogSteps()], plugins=plugins, **more)
@@ -207,7 +217,7 @@ def _refusal(case: str) -> str:
         "overrides backward",
         "ddp_comm_hook: got one",
         "LogSteps: strategy is a DDPStrategy",
-        "need a pyengine.GradScaler",
+        "the loss scaler is a OwnScaler",
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(ranks, case):

@@ -89,13 +89,13 @@ class OwnLoss(Watching, Windows, transformers.Trainer):
 
 def _train(make: type, kind: str, num: int, folder: str, **options) -> tuple:
     """Train one epoch; return the micro-batches seen, the gradients stepped with, and what was logged."""
-    options = {"learning_rate": 0.0, "max_grad_norm": 0.0, **options}
+    options = {"learning_rate": 0.0, "max_grad_norm": 0.0, "save_strategy": "no", **options}
     with launched():
         try:
             model = Plain() if kind == "plain" else _model(kind)
             memory = Remembering(model, lr=options["learning_rate"])
             args = TrainingArguments(
-                output_dir=folder, use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True,
+                output_dir=folder, use_cpu=True, report_to="none", disable_tqdm=True,
                 per_device_train_batch_size=1, gradient_accumulation_steps=ACCUMULATE, num_train_epochs=1,
                 logging_steps=1, lr_scheduler_type="constant", **options,
             )  # fmt: skip
@@ -203,6 +203,54 @@ def test_autocast_to_bf16_stays_near_the_right_gradient(ranks, tmp_path):
     assert max(_errors("tokens", answers)) < 2**-5  # products of 8-bit mantissas through a few layers
 
 
+class Scaled(transformers.Trainer):
+    """Does on a CPU what Accelerate does on a GPU alone: fp16 with a loss scaler."""
+
+    def create_accelerator_and_postprocess(self):
+        """Hand the scaler in."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.native_amp = True
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+
+
+class Half(Watching, Windows, Scaled):
+    """Ours over it."""
+
+    def _save_checkpoint(self, *args, **kwargs):
+        assert self.accelerator.scaler is self.sync.scaler  # whose state the Trainer saves
+        return super()._save_checkpoint(*args, **kwargs)
+
+
+def test_autocast_to_fp16_stays_near_the_right_gradient_and_the_scale_is_saved(ranks, tmp_path):
+    options = {"fp16": True, "save_strategy": "epoch"}
+    answers = ranks(2).run(_train, Half, "tokens", 12, str(tmp_path), **options)
+    assert max(_errors("tokens", answers)) < 2**-8  # products of 11-bit mantissas through a few layers
+    assert torch.load(tmp_path / "checkpoint-2" / "scaler.pt")["scale"] == 2.0**9
+
+
+class Resumed(Half):
+    """Goes on from the last checkpoint, and tells with which scale."""
+
+    def train(self):
+        """Train from there."""
+        self.args.num_train_epochs = 2
+        return super().train(resume_from_checkpoint=True)
+
+    def training_step(self, *args):
+        """Note the scale of each micro-batch."""
+        self.scales = [*getattr(self, "scales", []), self.sync.scaler.get_scale()]
+        loss = super().training_step(*args)
+        self.seen = self.scales
+        return loss
+
+
+def test_training_resumed_in_fp16_goes_on_with_its_scale(tmp_path):
+    options = {"fp16": True, "save_strategy": "epoch"}
+    _train(Half, "tokens", 8, str(tmp_path), **options)  # two windows, after which the scale grows
+    scales, *_ = _train(Resumed, "tokens", 8, str(tmp_path), **options)
+    assert scales == [2.0**9] * 8
+
+
 def _twice(folder: str) -> list[int]:
     with launched():
         try:
@@ -227,6 +275,12 @@ def test_training_goes_on_when_train_is_called_again_and_gradients_travel_once_a
 
 def test_one_process_without_a_group_trains_again_alike(tmp_path):
     assert _twice(str(tmp_path)) == [0, 0, 0, 0, True]
+
+
+def test_unequal_numbers_of_batches_are_refused_where_the_trainers_loop_could_not_wait(ranks, tmp_path):
+    uneven = {"accelerator_config": {"even_batches": False}}
+    with pytest.raises(AssertionError, match="has even_batches=False, and the Trainer's loop ends"):
+        ranks(2).run(_train, WithWindows, "tokens", 6, str(tmp_path), **uneven)
 
 
 def test_an_optimizer_that_steps_inside_the_backward_is_refused(tmp_path):

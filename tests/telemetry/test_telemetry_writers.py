@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from pathlib import Path
 
 import pytest
@@ -137,14 +138,39 @@ def test_weights_and_biases_needs_a_run_on_the_rank_that_writes():
     Wandb(None, rank=1)(_record(0))
 
 
+def _history(path: Path) -> list[dict[str, float]]:
+    """Return what a run has logged, from its file: a header, then records of checksum, length, kind and message."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, rows = path.read_bytes(), 7, []
+    while at < len(data):
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        assert kind == 1  # whole: files of more than 32 KiB have records in parts, too
+        record = wandb_internal_pb2.Record.FromString(data[at + 7 : at + 7 + length])
+        if record.HasField("history"):
+            rows.append(
+                {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+            )
+        at += 7 + length
+    return rows
+
+
 def test_weights_and_biases_works_offline_without_an_account(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
-    monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb = pytest.importorskip("wandb", reason="needs pyengine[telemetry]")
+    for name, value in {"SILENT": "true", "CACHE_DIR": "cache", "CONFIG_DIR": "config"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value if name == "SILENT" else str(tmp_path / value))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
     with wandb.init(project="test", mode="offline", dir=str(tmp_path)) as run:
         listen = Wandb(run)
-        listen(_record(0))
+        listen(_record(7))
         run.log({"mine": 1.0})
         listen(SKIPPED)
         summary = dict(run.summary)
-    assert (summary["pyengine/step"], summary["pyengine/skipped"], summary["mine"]) == (1, 1.0, 1.0)
-    assert list(tmp_path.rglob("*.wandb"))
+    wandb.teardown()  # the process that writes the file may be behind until it has ended
+    assert summary["pyengine/last_skip"] == "step 1: inf on rank 1"
+    (path,) = tmp_path.rglob("run-*.wandb")
+    first, mine, last = _history(path)
+    named = {f"pyengine/{name}": value for name, value in numbers(_record(7)).items()}
+    assert first.items() >= {"pyengine/step": 7, **named}.items()
+    assert mine["mine"] == 1.0 and "pyengine/step" not in mine
+    assert (last["pyengine/step"], last["pyengine/skipped"]) == (1, 1.0)

@@ -1,0 +1,111 @@
+"""fp16 through every adapter: the library's loss scaler moves to the engine, and gradients come out unscaled.
+
+Accelerate makes a scaler on a GPU only; here one is handed in, and autocast runs in fp16 on the CPU. The gradients of
+`Weights` are small integers times powers of two, which fp16 holds exactly.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_accelerate_windows import accelerated, loader
+from worlds import CLOSE, Remembering, Weights, mean_of_windows
+
+pytest.importorskip("accelerate", reason="needs pyengine[adapters]")
+
+from accelerate import Accelerator
+
+from pyengine.adapters.accelerate import prepare
+
+SCALE, OVERFLOWS = 2.0**10, 2.0**18  # 7 * 2^18 is more than fp16 holds
+
+
+def _accelerator(init_scale: float) -> Accelerator:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    accelerator.native_amp = True
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=3)
+    return accelerator
+
+
+def _with_windows(init_scale: float, clip: str, accumulate: int) -> tuple:
+    with accelerated():
+        model = Weights()
+        memory = Remembering(model)
+        stock = _accelerator(init_scale)
+        accelerator, model, optimizer, data = prepare(stock, model, memory, loader(40), accumulate=accumulate)
+        seen, after = [], []
+        for (x,) in data:
+            with accelerator.accumulate(model):
+                seen.append(x)
+                out = model(x)
+                accelerator.backward(out.mean())
+                if accelerator.sync_gradients and clip:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=float(clip))
+                optimizer.step()
+                optimizer.zero_grad()
+            after.append((accelerator.optimizer_step_was_skipped, accelerator.scaler.get_scale()))
+        assert stock.scaler.get_scale() == init_scale  # is for models outside windows
+        return seen, memory.stepped_with, after
+
+
+def _alone(init_scale: float) -> list:
+    with accelerated():
+        model = Weights()
+        accelerator = _accelerator(init_scale)
+        model, optimizer, data = accelerator.prepare(model, Remembering(model), loader(40))
+        after = []
+        for (x,) in data:
+            accelerator.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            after.append((accelerator.optimizer_step_was_skipped, accelerator.scaler.get_scale()))
+        return after
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_accelerates_windows_step_with_the_unscaled_mean(ranks, world):
+    answers = ranks(world).run(_with_windows, SCALE, "", 4)
+    expected = mean_of_windows([seen for seen, *_ in answers], 4)
+    for _, grads, after in answers:
+        torch.testing.assert_close(grads, expected, **CLOSE)
+        assert after[-1][1] == 2 * SCALE  # grew after three windows, of which there are three or five
+
+
+@pytest.mark.parametrize("norm_type", ["2", "1"])
+def test_clipping_comes_after_unscaling(ranks, norm_type):
+    answers = ranks(2).run(_with_windows, SCALE, norm_type, 4)
+    expected = mean_of_windows([seen for seen, *_ in answers], 4)
+    clipped = [mean / (mean.norm(float(norm_type)) + 1e-6) for mean in expected]
+    torch.testing.assert_close(answers[0][1], clipped, rtol=1e-6, atol=0)
+
+
+def test_windows_of_one_skip_and_scale_as_accelerate_alone(ranks):
+    alone = ranks(2).run(_alone, OVERFLOWS)[0]
+    assert [skipped for skipped, _ in alone][:3] == [True, True, True]
+    assert not alone[-1][0]
+    assert ranks(2).run(_with_windows, OVERFLOWS, "", 1)[0][2] == alone
+
+
+def _saved(folder: str) -> list[float]:
+    """Train two models of one process, save, spoil the scales, and load."""
+    with accelerated():
+        shared, sets = _accelerator(SCALE), []
+        for factor in (1.0, torch.inf):
+            model = Weights()
+            sets.append((factor, *prepare(shared, model, Remembering(model), loader(8), accumulate=2)))
+        for factor, accelerator, model, optimizer, data in sets:
+            for (x,) in data:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(x).mean() * factor)
+                    optimizer.step()
+        shared.save_state(folder)
+        before = [accelerator.scaler.get_scale() for _, accelerator, *_ in sets]
+        for _, accelerator, *_ in sets:
+            accelerator.scaler.update(1.0)
+        shared.load_state(folder)
+        return [*before, *(accelerator.scaler.get_scale() for _, accelerator, *_ in sets)]
+
+
+def test_every_model_has_a_scale_of_its_own_that_is_saved_with_the_accelerators_state(ranks, tmp_path):
+    (scales,) = ranks(1).run(_saved, str(tmp_path / "state"))
+    assert scales == [SCALE, SCALE / 4] * 2

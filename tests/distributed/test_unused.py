@@ -1,0 +1,100 @@
+"""DDP that looks for unused parameters, with sums beside its buckets: what only earlier micro-batches used is reduced.
+
+DDP remembers that a parameter was used; its gradient of then lies in our sum, and the last backward does not reach it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import assert_same, grads, me
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+
+ACCUMULATE, WINDOWS = 3, 3
+# Which micro-batches use a parameter, by (window, rank, place); in the second window it is another one's turn.
+USED = {
+    "always": lambda window, rank, place: True,
+    "first": lambda window, rank, place: place == 0 and window != 1,
+    "second_on_rank_0": lambda window, rank, place: (rank, place) == (0, 1),
+    "in_turn": lambda window, rank, place: (rank + place) % 2 == 0 and window != 0,
+    "last": lambda window, rank, place: place == 2,
+    "never": lambda window, rank, place: False,
+}
+SUMS = [("fp32", torch.bfloat16), ("exact", torch.bfloat16), ("exact", torch.float32)]
+
+
+class Branches(nn.Module):
+    """A parameter a branch, with the gradient `x` where it is used."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        for name in USED:
+            self.register_parameter(name, nn.Parameter(torch.ones(5, dtype=dtype)))
+
+    def forward(self, x: Tensor, used: list[str]) -> Tensor:
+        """Return the sum of the used branches."""
+        return torch.stack(
+            [(self.get_parameter(name) * x.to(self.always.dtype)).sum() for name in used]
+        ).sum()
+
+
+def _input(window: int, rank: int, place: int) -> Tensor:
+    return torch.arange(5.0) + window + 2 * rank + place
+
+
+def _expected(dtype: torch.dtype, window: int, members: list[tuple[int, int]]) -> dict[str, Tensor | None]:
+    """Return the mean over a window's (rank, place) pairs: a sum of integers, one float32 product, then the dtype."""
+    inverse = torch.tensor(1.0 / len(members), dtype=torch.float64).float()
+    used = {name: [m for m in members if uses(window, *m)] for name, uses in USED.items()}
+    return {
+        name: sum(_input(window, *m).double() for m in mine).float().mul(inverse).to(dtype) if mine else None
+        for name, mine in used.items()
+    }
+
+
+def _train(accumulator: str, dtype: torch.dtype, view: bool, how: str) -> None:
+    """Compare every window's gradients; one rank may run out after the first window, or windows end by `flush`."""
+    rank, world = me()
+    model = Branches(dtype)
+    ddp = DistributedDataParallel(
+        model, find_unused_parameters=True, gradient_as_bucket_view=view, bucket_cap_mb=1e-5
+    )
+    sync = pe.attach(ddp, accumulate=ACCUMULATE + (how == "flush"), accumulator=accumulator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def run(window: int, place: int) -> None:
+        used = [name for name, uses in USED.items() if uses(window, rank, place)]
+        sync.backward(ddp(_input(window, rank, place), used))
+
+    def check(window: int) -> None:
+        left = [r for r in range(world) if how != "runs out" or window == 0 or r < world - 1]
+        members = [(r, place) for r in left for place in range(ACCUMULATE)]
+        sync.unscale_()
+        assert_same(grads(model), _expected(dtype, window, members))
+        sync.step(optimizer)
+
+    if how == "flush":
+        for window in range(WINDOWS):
+            for place in range(ACCUMULATE):
+                with sync.accumulate():
+                    run(window, place)
+            sync.flush()
+            check(window)
+        return
+    windows = 1 if how == "runs out" and rank == world - 1 else WINDOWS
+    places = [(window, place) for window in range(windows) for place in range(ACCUMULATE)]
+    for window, micro_batches in enumerate(sync.windows(places)):
+        for where in micro_batches:
+            run(*where)
+        check(window)
+
+
+@pytest.mark.parametrize("how", ["windows", "runs out", "flush"])
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize(("accumulator", "dtype"), SUMS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_are_those_of_one_big_batch(ranks, world, accumulator, dtype, view, how):
+    ranks(world).run(_train, accumulator, dtype, view, how)
