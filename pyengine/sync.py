@@ -44,9 +44,8 @@ class Sync:
 
     @property
     def is_sync_step(self) -> bool:
-        """Whether the current micro-batch is the last of its window."""
-        window = self._engine.window
-        return window.state is not State.IDLE and window.is_complete
+        """Whether the window gets no further micro-batch: this is its last one, it has none left, or it was flushed."""
+        return self._engine.window.ends
 
     @property
     def place(self) -> int:

@@ -96,6 +96,13 @@ class Window:
         return len(self.places)
 
     @property
+    def ends(self) -> bool:
+        """Whether the window gets no further micro-batch: the last one is out, its loop is over, or it has been sent."""
+        return self.state is State.SYNCED or (
+            self.state is State.OPEN and (self.is_complete or self.is_exhausted)
+        )
+
+    @property
     def next_backward_syncs(self) -> bool:
         """Whether the backward about to run is the window's last."""
         return self.state is State.OPEN and self.is_complete and self.done + 1 >= self.handed

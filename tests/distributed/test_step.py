@@ -123,6 +123,33 @@ def test_the_wrapped_optimizer_steps_only_where_a_window_ends(ranks, kind):
     assert ranks(2).run(_wrapped, kind) == [expected] * 2
 
 
+def _wrapped_without_a_last_micro_batch(kind: str) -> tuple[float, float]:
+    """Step after `flush`, and on a rank that has run out: neither has a last micro-batch."""
+    rank, _ = me()
+    model = nn.Linear(1, 1, bias=False)
+    sync, forward = engine(kind, model, accumulate=4)
+    model.weight.data.zero_()
+    optimizer = sync.wrap(torch.optim.SGD(model.parameters(), lr=1.0))
+    with sync.accumulate():
+        sync.backward(forward(torch.ones(1, 1)).sum())
+        optimizer.step()
+    before = float(model.weight)
+    sync.flush()
+    optimizer.step()
+    flushed = float(model.weight)
+    for window in sync.windows([torch.ones(1, 1)] * (2 - 2 * rank)):
+        for x in window:
+            sync.backward(forward(x).sum())
+        optimizer.step()
+    assert before == 0
+    return flushed, float(model.weight)
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_the_wrapped_optimizer_steps_after_flush_and_in_empty_windows(ranks, kind):
+    assert ranks(2).run(_wrapped_without_a_last_micro_batch, kind) == [(-1.0, -2.0)] * 2
+
+
 def _flags() -> list[bool]:
     model = nn.Linear(1, 1)
     sync = pe.GradSync(model, accumulate=4)
