@@ -62,7 +62,8 @@ class Small(nn.Module):
 class Premade(nn.Module):
     """Parameters of another model whose gradients are there already: what is timed is the machinery alone.
 
-    One autograd node a parameter, in the order of a real backward; every gradient is a fresh tensor, as in a real one.
+    One autograd node a parameter, in the order of a real backward; every gradient is a fresh tensor, as in a real one. Its
+    elements are 0.001 times the mean of the micro-batch.
     """
 
     def __init__(self, like: nn.Module, dtype: torch.dtype) -> None:
@@ -100,7 +101,7 @@ def build(name: str, dtype: torch.dtype, rank: int) -> tuple[nn.Module, list[Ten
     torch.manual_seed(0)
     model = _model(name, dtype)
     torch.manual_seed(1 + rank)
-    return model, [_micro_batch(name, dtype) for _ in range(MICRO_BATCHES)]
+    return model, [_micro_batch(name, dtype, rank) for _ in range(MICRO_BATCHES)]
 
 
 def _model(name: str, dtype: torch.dtype) -> nn.Module:
@@ -111,7 +112,9 @@ def _model(name: str, dtype: torch.dtype) -> nn.Module:
     return GPT(480 if name == "gpt100" else GPT_WIDTH).to(dtype)
 
 
-def _micro_batch(name: str, dtype: torch.dtype) -> Tensor:
+def _micro_batch(name: str, dtype: torch.dtype, rank: int) -> Tensor:
     if name in ("gpt", "gpt100"):
         return torch.randint(GPT_VOCABULARY, (1, GPT_CONTEXT + 1))
-    return torch.randn(8, 64, dtype=dtype) if name == "small" else torch.rand(2)
+    if name == "small":
+        return torch.randn(8, 64, dtype=dtype)
+    return rank + torch.rand(2)  # what `Premade` multiplies its gradients by: ranks must differ
