@@ -49,7 +49,8 @@ columns:
   median, min    milliseconds a window, of the slowest worker
   spread         largest minus smallest over the median: differences below it may be noise
   sync           what it costs above no communication at all, in the median; and its share of the window
-  x roof         time over that of the memory for as many bytes: 1 is the roof
+  x roof         time over that of the memory for as many bytes: 1 is the roof (on CUDA that of a large copy),
+                 which what fits into caches beats
   x torch        times faster than torch's expression of the same work
 
 exit code: 0 measured, 1 a worker failed or contestants disagree, 2 the arguments are wrong
