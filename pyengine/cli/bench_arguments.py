@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -166,9 +166,10 @@ def _values(options: argparse.Namespace, part: str, defaults: dict[str, Any]) ->
     given = {name: getattr(options, name) for name in defaults if getattr(options, name) is not None}
     if options.part in (part, None):
         return defaults | given
-    for name in given:
+    for name, value in given.items():
+        got = ",".join(value) if isinstance(value, tuple) else value
         raise Conflict(
-            f"argument --{name}: got it with {options.part}, and it is of {part}: leave one of the two out"
+            f"argument --{name}: got {got} with {options.part}, and it is an argument of {part}: leave one of the two out"
         )
     return {}
 
@@ -197,7 +198,7 @@ def _kernels(values: dict[str, Any]) -> Kernels:
     return Kernels(values["ops"], Sizes(values["megabytes"] or _MEGABYTES[device], device), values["seconds"])
 
 
-def _several(known: Sequence[str] | Any) -> Callable[[str], tuple[str, ...]]:
+def _several(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     """Return a type for `add_argument`: different names out of the known ones."""
 
     def parse(text: str) -> tuple[str, ...]:

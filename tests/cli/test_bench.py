@@ -18,8 +18,8 @@ from pyengine._ops import BucketPlan
 from pyengine.bench import windows
 from pyengine.bench.kernels import OPS
 from pyengine.bench.variants import VARIANTS, Floor, NoSync
-from pyengine.cli import bench_verdict
-from pyengine.cli.main import main
+from pyengine.cli import bench_arguments, bench_verdict
+from pyengine.cli.main import build_parser, main
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = ("--ops", "pack", "--seconds", "0.01", "--megabytes", "1")
@@ -59,11 +59,26 @@ def test_json_tells_progress_kernels_and_a_conclusion(saved: tuple[list[dict[str
     assert any("GradSync" in sentence for sentence in conclusion["sentences"])
 
 
-def test_table_py_reads_the_result_file(saved: tuple[list[dict[str, Any]], Path]) -> None:
-    done = subprocess.run(
-        [sys.executable, BENCHMARKS / "table.py", saved[1]], check=True, capture_output=True, text=True
-    )
-    assert "| no_sync |" in done.stdout and "| pack bf16 -> bf16, 8 tensors |" in done.stdout
+def run_script(name: str, *arguments: str) -> None:
+    """Run a script of benchmarks/ in this process, as `python benchmarks/NAME` would."""
+    with (
+        mock.patch.object(sys, "path", [str(BENCHMARKS), *sys.path]),
+        mock.patch.object(sys, "argv", [name, *arguments]),
+    ):
+        runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
+
+
+def test_table_py_reads_the_result_file(saved: tuple[list[dict[str, Any]], Path], capsys: Capture) -> None:
+    run_script("table.py", str(saved[1]))
+    shown = capsys.readouterr().out
+    assert "| no_sync |" in shown and "| pack bf16 -> bf16, 8 tensors |" in shown
+
+
+def test_table_py_reads_rows_with_names(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "dealer.json"
+    path.write_text(json.dumps({"machine": {}, "rows": {"fixed": {"p50_ms": 1.5, "shares": [6, 6]}}}))
+    run_script("table.py", str(path))
+    assert "|  | p50_ms | shares |\n|---|---:|---:|\n| fixed | 1.5 | [6, 6] |" in capsys.readouterr().out
 
 
 def test_one_worker_gets_a_table_and_a_sentence(capfd: Capture) -> None:
@@ -146,8 +161,15 @@ def test_variants_with_other_gradients_stop_the_run_on_every_rank(
         (["--rounds", "2"], "argument --rounds: got 2, need a whole number of at least 3"),
         (["--seconds", "inf"], "argument --seconds: got inf, need a finite number"),
         (["--model", "cnn"], "argument --model: invalid choice: 'cnn'"),
-        (["step", "--megabytes", "8"], "argument --megabytes: got it with step, and it is of kernels"),
-        (["kernels", "--workers", "4"], "argument --workers: got it with kernels, and it is of step"),
+        (
+            ["step", "--megabytes", "8"],
+            "argument --megabytes: got 8 with step, and it is an argument of kernels",
+        ),
+        (
+            ["kernels", "--variants", "ddp,engine"],
+            "argument --variants: got ddp,engine with kernels, and it is",
+        ),
+        (["--device", "cuda"], "argument --device: got cuda, and torch finds no CUDA device here"),
         (["--variants", "ddp,megatron"], "argument --variants: got megatron, and megatron is not installed"),
         (
             ["--out", "no/such/folder.json"],
@@ -160,10 +182,20 @@ def test_arguments_that_cannot_be_are_refused_by_name(
     arguments: list[str], message: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pyengine.cli.bench_arguments.find_spec", lambda name: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit) as stopped:
         main(["bench", *arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_peer_that_is_not_installed_is_left_out_of_the_default_and_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pyengine.cli.bench_arguments.find_spec", lambda name: None)
+    steps = bench_arguments.settings(build_parser().parse_args(["bench"])).steps
+    assert steps is not None and steps.left_out == ("accelerate",)
+    assert {"floor", "ddp", "no_sync", "engine", "attach"} <= set(steps.setting.variants)
 
 
 def times(*windows_s: float) -> list[dict[str, float]]:
@@ -209,10 +241,8 @@ def test_every_op_with_a_script_is_measured() -> None:
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in BENCHMARKS.glob("bench_*.py")))
-def test_a_script_shows_its_arguments(script: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    monkeypatch.setattr(sys, "argv", [script, "--help"])
+def test_a_script_shows_its_arguments(script: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(BENCHMARKS / script), run_name="__main__")
+        run_script(script, "--help")
     assert stopped.value.code == 0
     assert f"usage: {script}" in capsys.readouterr().out
