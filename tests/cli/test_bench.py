@@ -19,6 +19,7 @@ from pyengine.bench import windows
 from pyengine.bench.kernels import OPS
 from pyengine.bench.variants import VARIANTS, Floor, NoSync
 from pyengine.cli import bench_arguments, bench_verdict
+from pyengine.cli.bench_report import Tables
 from pyengine.cli.main import build_parser, main
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -32,13 +33,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
     """Run both parts on two workers; return the JSON lines and the result file."""
     out = tmp_path_factory.mktemp("bench") / "result.json"
     command = [sys.executable, "-m", "pyengine", "bench", *STEP, *SMALL, "--json", "--out", str(out)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()], out
 
 
 def events(lines: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == name]
+
+
+def times(*windows_s: float) -> list[dict[str, float]]:
+    return [{"window": seconds} for seconds in windows_s]
 
 
 def test_json_has_every_variant_and_every_round(saved: tuple[list[dict[str, Any]], Path]) -> None:
@@ -81,14 +86,15 @@ def test_table_py_reads_rows_with_names(tmp_path: Path, capsys: Capture) -> None
     assert "|  | p50_ms | shares |\n|---|---:|---:|\n| fixed | 1.5 | [6, 6] |" in capsys.readouterr().out
 
 
-def test_one_worker_gets_a_table_and_a_sentence(capfd: Capture) -> None:
-    assert (
-        main(["bench", "step", "--workers", "1", *STEP[:2], "--variants", "ddp,engine", "--rounds", "3"]) == 0
-    )
-    shown = capfd.readouterr().out
-    assert all(VARIANTS[name].label in shown for name in ("ddp", "engine"))
-    assert "had the shortest windows" in shown
-    assert "kernels" not in shown
+def test_the_table_of_a_run_has_a_line_for_each_variant(
+    saved: tuple[list[dict[str, Any]], Path], capsys: Capture
+) -> None:
+    lines = {line["variant"]: line for line in events(saved[0], "variant")}
+    measured = {name: times(*(ms / 1e3 for ms in line["windows_ms"])) for name, line in lines.items()}
+    Tables().windows("gpt0:fp32", measured, lines)
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.strip()][2:]
+    assert [line.split("  ")[0] for line in shown] == [VARIANTS[name].label for name in lines]
+    assert all(f"{line['window_p50_ms']:.1f}" in row for line, row in zip(lines.values(), shown, strict=True))
 
 
 def test_kernels_get_a_table_and_leave_no_thread_setting_behind(capsys: Capture) -> None:
@@ -196,10 +202,6 @@ def test_a_peer_that_is_not_installed_is_left_out_of_the_default_and_named(
     steps = bench_arguments.settings(build_parser().parse_args(["bench"])).steps
     assert steps is not None and steps.left_out == ("accelerate",)
     assert {"floor", "ddp", "no_sync", "engine", "attach"} <= set(steps.setting.variants)
-
-
-def times(*windows_s: float) -> list[dict[str, float]]:
-    return [{"window": seconds} for seconds in windows_s]
 
 
 @pytest.mark.parametrize(
