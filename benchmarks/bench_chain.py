@@ -6,30 +6,28 @@ read and write; the roof is 36 bytes, 10 A - 4 for A = 4, at the copy rate. `sha
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import _cuda
 import torch
 from _harness import (
     Options,
-    Slots,
-    compete,
-    cuda_row,
-    machine_card,
-    measure,
-    measure_roofs,
-    measure_yardstick,
+    measure_and_print_yardstick,
     parse_options,
     print_cuda_header,
     print_cuda_row,
+    print_roofs,
     save,
     save_cuda,
 )
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
+
+from pyengine.bench import cuda, on_cuda
+from pyengine.bench.case import Slots
+from pyengine.bench.machine import card
+from pyengine.bench.timing import measure, measure_roofs
 
 MICRO_BATCHES = 4
 MAX_NORM = 1.0
@@ -154,30 +152,30 @@ def build(shape: Shape) -> dict[str, Callable[[], Tensor]]:
 
 
 def shapes(options: Options) -> list[Shape]:
-    large = options.megabytes * 2**18
+    sizes = options.sizes
     found = [
-        Shape("8 tensors", options.slots(large, 8)),
-        Shape("400 tensors", options.slots(large, 400)),
-        Shape("1000 of 1 KB", options.slots(1000 * 256, 1000)),
+        Shape("8 tensors", sizes.slots(sizes.large, 8)),
+        Shape("400 tensors", sizes.slots(sizes.large, 400)),
+        Shape("1000 of 1 KB", sizes.slots(1000 * 256, 1000)),
     ]
     more = [
-        Shape(f"8 tensors, {4 * options.megabytes} MiB", options.slots(4 * large, 8)),
-        Shape("one 25 MiB bucket", options.slots(25 * 2**18, 25)),
+        Shape(f"8 tensors, {4 * sizes.megabytes} MiB", sizes.slots(4 * sizes.large, 8)),
+        Shape("one 25 MiB bucket", sizes.slots(25 * 2**18, 25)),
     ]
-    return [*found, *more] if options.is_cuda else found
+    return [*found, *more] if sizes.is_cuda else found
 
 
 def run_cuda(options: Options) -> None:
     """Time everything on the device."""
-    yardstick = measure_yardstick(options)
+    yardstick = measure_and_print_yardstick(options)
     print_cuda_header()
     rows = []
     for shape in shapes(options):
         roof_bytes = ROOF_BYTES * shape.slots.numel
-        sets = [build(shape) for _ in range(_cuda.num_sets(roof_bytes))]
-        times = compete(sets, options.seconds)
+        sets = [build(shape) for _ in range(cuda.num_sets(roof_bytes))]
+        times = on_cuda.compete(sets, options.seconds)
         del sets
-        row = cuda_row(shape.name, roof_bytes, times, yardstick)
+        row = on_cuda.row(shape.name, roof_bytes, times, yardstick)
         for name, mine in row["contestants"].items():
             mine["bytes_an_element"] = NUM_BYTES[name]
         rows.append(row)
@@ -192,8 +190,8 @@ def run_cuda(options: Options) -> None:
 
 def run_cpu(options: Options) -> None:
     """Time everything on one thread; the roof is the best copy's rate."""
-    card, roofs = machine_card(options.threads), measure_roofs(options.megabytes, options.seconds)
-    print(json.dumps(card), "\nroofs, one thread, GB/s:", {name: round(v, 1) for name, v in roofs.items()})
+    roofs = measure_roofs(options.megabytes, options.seconds)
+    print_roofs(options.threads, roofs)
     print(f"{'case':44} {'B/elem':>6} {'min ms':>8} {'p50 ms':>8} {'share':>6}")
     rows = []
     for shape in shapes(options):
@@ -212,10 +210,10 @@ def run_cpu(options: Options) -> None:
             print(f"{label:44} {NUM_BYTES[name]:6} {best * 1e3:8.3f} {median * 1e3:8.3f} {roof / best:6.1%}")
         rows.append({"case": shape.name, "contestants": contestants})
     if options.save:
-        content = {"machine": card, "roofs_gb_per_s": roofs, "roof_bytes": ROOF_BYTES, "rows": rows}
-        print("wrote", save("chain", content))
+        content = {"roofs_gb_per_s": roofs, "roof_bytes": ROOF_BYTES, "rows": rows}
+        print("wrote", save("chain", {"machine": card(options.threads)} | content))
 
 
 if __name__ == "__main__":
-    options = parse_options()
-    (run_cuda if options.is_cuda else run_cpu)(options)
+    options = parse_options(__doc__)
+    (run_cuda if options.sizes.is_cuda else run_cpu)(options)

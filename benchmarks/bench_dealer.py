@@ -5,17 +5,16 @@ long as it computed. Fixed and dealt windows take turns. What is reported is the
 """
 
 import argparse
-import json
 import statistics
 import time
-from datetime import date
 
 import torch
 import torch.distributed as dist
-from _harness import RESULTS, machine_card
-from step_models import GPT, GPT_CONTEXT, GPT_VOCABULARY
+from _harness import save
 
 import pyengine as pe
+from pyengine.bench.machine import card
+from pyengine.bench.models import GPT, GPT_CONTEXT, GPT_VOCABULARY
 from pyengine.launching import launch
 
 MICRO_BATCHES = 12
@@ -86,11 +85,7 @@ def main() -> None:
             f"{name}: median {rows[name]['p50_ms']:.0f} ms, min {rows[name]['min_ms']:.0f} ms, shares {shares}"
         )
     if options.save:
-        path = RESULTS / f"{date.today()}-dealer.json"
-        path.write_text(
-            json.dumps({"machine": machine_card(1), "options": vars(options), "rows": rows}, indent=2) + "\n"
-        )
-        print("wrote", path.relative_to(RESULTS.parents[1]))
+        print("wrote", save("dealer", {"machine": card(1), "options": vars(options), "rows": rows}))
 
 
 if __name__ == "__main__":

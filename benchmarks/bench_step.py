@@ -6,8 +6,9 @@
     python benchmarks/bench_step.py --cases gpt:fp32 --variants floor,no_sync_view,engine,engine_exact --name exact-2
 
 Two gloo ranks (`--world`) with one thread each. Variants take turns in the same processes, window by window, so that a change of
-the machine's mood hits all of them; a window's time is the slower rank's. `sync` is what a variant costs above training
-without any communication (`floor`) outside unscale, clip and optimizer.
+the machine's mood hits all of them; a window's time is the slower rank's (pyengine/bench/windows.py). Without --rate and
+--memory, `python -m pyengine bench step` measures the same. `sync` is what a variant costs above training without any
+communication (`floor`) outside unscale, clip and optimizer.
 """
 
 from __future__ import annotations
@@ -16,26 +17,23 @@ import argparse
 import json
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from _harness import RESULTS, machine_card
-from step_models import build
-from step_variants import VARIANTS
+from _harness import save
+
+from pyengine.bench.machine import card
+from pyengine.bench.variants import VARIANTS
+from pyengine.bench.windows import PHASES, WARM_UP, Setting, measure, slowest, summary
 
 CASES = ("gpt:fp32", "small:fp32", "gpt0:fp32", "gpt0:bf16", "small0:fp32", "small0:bf16")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEFAULT = [name for name in VARIANTS if name != "megatron" and not name.endswith("exact")]
-PHASES = ("window", "early", "last", "epilogue", "optimizer")
 
 
 def main() -> None:
@@ -44,7 +42,7 @@ def main() -> None:
     if options.rank is not None:
         _worker(options)
         return
-    card = machine_card(1) | {
+    machine = card(1) | {
         "ranks": options.world,
         "network": f"{options.rate} Mbit/s" if options.rate else "loopback",
     }
@@ -57,11 +55,7 @@ def main() -> None:
         kind = "memory" if options.memory and options.name == "step" else options.name
         if options.rate:
             kind += f"-{options.rate}"
-        path = RESULTS / f"{date.today()}-{kind}.json"
-        path.write_text(
-            json.dumps({"machine": card, "options": vars(options), "cases": results}, indent=2) + "\n"
-        )
-        print("wrote", path.relative_to(RESULTS.parents[1]))
+        print("wrote", save(kind, {"machine": machine, "options": vars(options), "cases": results}))
 
 
 def _options() -> argparse.Namespace:
@@ -145,40 +139,26 @@ def _ip(commands: str) -> None:
 
 
 def _worker(options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
     world = options.world
     ranks = {"RANK": options.rank, "LOCAL_RANK": options.rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ |= {name: str(value) for name, value in ranks.items()}  # Accelerate looks for torchrun's
     dist.init_process_group("gloo", rank=options.rank, world_size=world)
-    name, dtype = options.cases.split(":")
     before = _rss()
-    variants = {}
-    for variant in options.variants.split(","):
-        model, micro_batches = build(name, DTYPES[dtype])
-        variants[variant] = VARIANTS[variant](model, micro_batches, options.optimizer)
-    rows: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
-    for round_ in range(options.rounds + 2):
-        names = list(variants)
-        turn = round_ % len(names)  # nobody always follows the same neighbour
-        for variant in names[turn:] + names[:turn]:
-            dist.barrier()
-            times = variants[variant].window()
-            if round_ >= 2:  # warm-up: DDP rebuilds its buckets, optimizers make their state
-                rows[variant].append(times)
-        if options.rank == 0:
-            print(
-                f"\r{options.cases} round {round_ + 1}/{options.rounds + 2}",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    setting = Setting(
+        *options.cases.split(":"), tuple(options.variants.split(",")), options.rounds, options.optimizer
+    )
+    show = _show if options.rank == 0 else lambda *_: None
+    times = measure(setting, lambda done: show(setting, done))
     (Path(options.out) / f"{options.rank}.json").write_text(
-        json.dumps({"rows": rows, "peak_mb": peak - before})
+        json.dumps({"times": times, "peak_mb": _rss() - before})
     )
     dist.barrier()
     dist.destroy_process_group()
     time.sleep(0.1)
+
+
+def _show(setting: Setting, done: int) -> None:
+    print(f"\r{setting.name} round {done}/{setting.rounds + WARM_UP}", end="", file=sys.stderr, flush=True)
 
 
 def _rss() -> float:
@@ -186,38 +166,10 @@ def _rss() -> float:
 
 
 def _merge(ranks: list[dict]) -> dict[str, dict[str, float]]:
-    """Take the slower rank of every window; return min and median by phase, and the median of the ratios to the floor.
-
-    A ratio compares two windows of the same round, so slow drift of the machine drops out.
-    """
-    windows = {
-        variant: [
-            {phase: max(rank[phase] for rank in pair) for phase in pair[0]}
-            for pair in zip(*(rank["rows"][variant] for rank in ranks), strict=True)
-        ]
-        for variant in ranks[0]["rows"]
-    }
-    merged = {variant: _summary(rounds, windows.get("floor")) for variant, rounds in windows.items()}
-    for row in merged.values():  # of the whole process: means something with a single variant only
+    rows = summary(slowest([rank["times"] for rank in ranks]))
+    for row in rows.values():  # of the whole process: means something with a single variant only
         row["peak_mb"] = max(rank["peak_mb"] for rank in ranks)
-    return merged
-
-
-def _summary(rounds: list[dict[str, float]], floor: list[dict[str, float]] | None) -> dict[str, float]:
-    row = {}
-    for phase in rounds[0]:
-        values = [window[phase] * 1e3 for window in rounds]
-        row[f"{phase}_min_ms"], row[f"{phase}_p50_ms"] = min(values), statistics.median(values)
-    if floor is not None:
-        for phase in ("early", "window"):
-            ratios = [mine[phase] / theirs[phase] for mine, theirs in zip(rounds, floor, strict=True)]
-            row[f"{phase}_x_floor"] = statistics.median(ratios)
-        extra = [
-            sum(mine[p] - theirs[p] for p in ("early", "last")) * 1e3
-            for mine, theirs in zip(rounds, floor, strict=True)
-        ]
-        row["sync_p50_ms"] = statistics.median(extra)
-    return row
+    return rows
 
 
 def _memory(case: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:

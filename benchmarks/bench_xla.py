@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _harness import machine_card, save
+from _harness import save
 from torch import Tensor, nn
 
 import pyengine as pe
+from pyengine.bench.machine import card
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "xla"))
 from replicas import Replicas
@@ -311,7 +312,7 @@ def main() -> None:
             print(f"{list(rows)[-1]:40}" + "".join(cells), flush=True)
     if options.save:
         del options.save
-        print("wrote", save("xla", {"machine": machine_card(1), "options": vars(options), "rows": rows}))
+        print("wrote", save("xla", {"machine": card(1), "options": vars(options), "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from _harness import COPY, OURS, RESULTS
+from _harness import RESULTS
+
+from pyengine.bench.on_cuda import COPY, OURS
 
 _DATED = re.compile(r"\d{4}-\d{2}-\d{2}-(.+)\.json")
 
@@ -29,6 +31,10 @@ def tables(content: dict[str, Any]) -> Iterator[list[str]]:
     """Yield the tables of a result file as rows of Markdown."""
     if "cases" in content:
         yield from _step_tables(content["cases"])
+    if "rows" not in content:
+        return
+    if isinstance(content["rows"], dict):
+        yield _named_table(content["rows"])
     elif "yardstick" in content:
         yield _cuda_table(content["rows"])
         yield _many_tensors_table(content["rows"])
@@ -53,6 +59,14 @@ def _kernel_table(rows: list[dict[str, Any]]) -> list[str]:
     return lines + [
         _line(row["case"], f"{row['times_roof']:.2f}", f"{row['times_torch']:.1f}") for row in rows
     ]
+
+
+def _named_table(rows: dict[str, dict[str, Any]]) -> list[str]:
+    lines = _head("", *next(iter(rows.values())))
+    for name, row in rows.items():
+        values = (f"{value:.4g}" if isinstance(value, float) else value for value in row.values())
+        lines.append(_line(name, *values))
+    return lines
 
 
 def _chain_table(rows: list[dict[str, Any]]) -> list[str]:

@@ -7,7 +7,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from pyengine.cli import arguments, doctor_arguments, plan_arguments, study_arguments, verify_arguments
+from pyengine.cli import (
+    arguments,
+    bench_arguments,
+    doctor_arguments,
+    plan_arguments,
+    study_arguments,
+    verify_arguments,
+)
 
 # What `pip install pyengine[train]` and `pyengine[study]` bring: import name to package.
 _EXTRA = {
@@ -74,6 +81,13 @@ def _plan(options: argparse.Namespace) -> int:
     return plan.run(settings)
 
 
+def _bench(options: argparse.Namespace) -> int:
+    settings = bench_arguments.settings(options)
+    from pyengine.cli import bench
+
+    return bench.run(settings)
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from pyengine.cli import doctor
 
@@ -98,6 +112,12 @@ _COMMANDS: list[tuple[str, str, Any, Callable[[argparse.Namespace], int]]] = [
     ),
     ("plan", "show how a global batch is split on any number of workers", plan_arguments, _plan),
     ("study", "train on a grid of workers and batch sizes, and say what they buy", study_arguments, _study),
+    (
+        "bench",
+        "measure kernels and whole windows here, against torch, DDP and its friends",
+        bench_arguments,
+        _bench,
+    ),
     ("doctor", "say what works here, what does not, and how to mend it", doctor_arguments, _doctor),
 ]
 

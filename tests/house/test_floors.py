@@ -49,7 +49,7 @@ FLOORS = [
         "sync",
         "xla",
     },
-    {"adapters", "telemetry", "launching", "cli", "__main__", "__init__"},
+    {"adapters", "telemetry", "launching", "bench", "cli", "__main__", "__init__"},
 ]
 LATE = {"comm/__init__.py", "cli/main.py", "_native.py"}  # _native: the extension may be absent
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
@@ -91,7 +91,7 @@ def test_imports_of_ours_stand_at_the_top(path):
 def test_importing_the_package_is_lean():
     code = (
         "import sys, pyengine; heavy = {'numpy.f2py', 'torch_xla', 'accelerate', 'lightning', 'transformers', "
-        "'tensorboard', 'wandb', 'rich', 'sklearn'};"
+        "'tensorboard', 'wandb', 'rich', 'sklearn', 'pyengine.bench'};"
         "import torch.distributed as d; assert not d.is_initialized(); print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

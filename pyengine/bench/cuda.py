@@ -1,4 +1,4 @@
-"""Timing on a CUDA device: what `_harness.py` needs there.
+"""Timing on a CUDA device, what `timing.py` is on the processor.
 
 A call has two times, both between a pair of events. *Queued*: the stream sleeps while the host queues the call, so the
 events see the device alone. *Idle*: the stream is empty when the call begins, so the host's part counts too.
@@ -7,18 +7,19 @@ Operands rotate over sets that together are several times the L2 cache, and ever
 the rotation: nobody reads what another has just left in L2.
 """
 
+from __future__ import annotations
+
 import gc
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from pyengine import _native
 from pyengine._ops import BucketPlan
 from pyengine._pointers import Pointers
-
-Run = Callable[[], object]
+from pyengine.bench.timing import Run
 
 # Sets of a thousand small tensors take long to make, and 96 with everybody's buffers are beyond any L2.
 _L2_MULTIPLE, _MOST_SETS = 4, 96
@@ -52,7 +53,7 @@ def num_sets(num_bytes: int) -> int:
     return min(_MOST_SETS, max(2, -(-wanted // max(num_bytes, 1))))
 
 
-def rotate(sets: Sequence[dict[str, Run]]) -> dict[str, Run]:
+def rotate(sets: Sequence[Mapping[str, Run]]) -> dict[str, Run]:
     """Return one call a contestant that goes through the sets, everybody at another place."""
     names = list(sets[0])
     step = max(1, len(sets) // len(names))
@@ -94,7 +95,7 @@ class Queued:
             if host_was_ahead or self._sleep >= _LONGEST_SLEEP:
                 self._calls += 1
                 self._late += not host_was_ahead
-                return start.elapsed_time(end) / 1e3
+                return float(start.elapsed_time(end)) / 1e3
             self._sleep *= 2
 
 
@@ -112,7 +113,7 @@ class Idle:
         self._run()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return float(start.elapsed_time(end)) / 1e3
 
 
 def _event() -> torch.cuda.Event:

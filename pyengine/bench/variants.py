@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,26 @@ MAX_NORM = 0.5
 
 
 class Variant:
-    """One way to train; `window` returns seconds by phase: early, last, epilogue, optimizer."""
+    """One way to train; `window` returns seconds by phase: early, last, epilogue, optimizer.
+
+    Attributes:
+        label: what tables call it.
+        needs: module that has to be installed, if not torch's or ours.
+        is_synced: whether ranks end a window with the same gradient.
+        is_ours: whether it is pyengine's.
+        grad_norm: of the last window, before clipping.
+    """
+
+    label: ClassVar[str]
+    needs: ClassVar[str | None] = None
+    is_synced: ClassVar[bool] = True
+    is_ours: ClassVar[bool] = False
+    grad_norm: Tensor
 
     def __init__(self, model: nn.Module, micro_batches: list[Tensor], optimizer: str) -> None:
         self.model, self.micro_batches = model, micro_batches
         self.forward: Callable[[Tensor], Tensor] = model
-        self.optimizer = torch.optim.AdamW(
-            [p for p in model.parameters()], lr=1e-5, fused=optimizer == "fused"
-        )
+        self.optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=optimizer == "fused")
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         self.setup()
 
@@ -41,10 +53,10 @@ class Variant:
         del last
         self.scaler.scale(self.forward(x) / len(self.micro_batches)).backward()
 
-    def epilogue(self) -> None:
-        """Unscale and clip."""
+    def epilogue(self) -> Tensor:
+        """Unscale and clip; return the norm before."""
         self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        return nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
 
     def step(self) -> None:
         """Step and clear."""
@@ -53,6 +65,7 @@ class Variant:
         self.optimizer.zero_grad(set_to_none=True)
 
     def window(self) -> dict[str, float]:
+        """Train one window; return seconds by phase and of all."""
         times = [time.perf_counter()]
         *early, last = self.micro_batches
         for x in early:
@@ -60,7 +73,7 @@ class Variant:
         times.append(time.perf_counter())
         self.micro_batch(last, last=True)
         times.append(time.perf_counter())
-        self.epilogue()
+        self.grad_norm = self.epilogue()
         times.append(time.perf_counter())
         self.step()
         times.append(time.perf_counter())
@@ -73,10 +86,14 @@ class Variant:
 class Floor(Variant):
     """No engine and no communication at all."""
 
+    label = "no communication at all"
+    is_synced = False
+
 
 class DDP(Variant):
     """DistributedDataParallel that syncs every micro-batch."""
 
+    label = "DDP, sync every micro-batch"
     view = False
     hook: Any = None
 
@@ -90,6 +107,8 @@ class DDP(Variant):
 class NoSync(DDP):
     """DistributedDataParallel with no_sync on all but the last micro-batch."""
 
+    label = "DDP + no_sync"
+
     def micro_batch(self, x: Tensor, *, last: bool) -> None:
         with contextlib.nullcontext() if last else self.ddp.no_sync():
             super().micro_batch(x, last=last)
@@ -98,6 +117,7 @@ class NoSync(DDP):
 class NoSyncView(NoSync):
     """The same with gradient_as_bucket_view."""
 
+    label = "DDP + no_sync, bucket views"
     view = True
 
 
@@ -109,12 +129,16 @@ def _bf16_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses st
 class NoSyncBF16(NoSync):
     """no_sync, bucket views, and torch's bf16 compression hook."""
 
+    label = "DDP + no_sync, views, bf16 hook"
     view = True
     hook = staticmethod(_bf16_hook)
 
 
 class Accelerate(Variant):
     """Accelerate's accumulate()."""
+
+    label = "Accelerate"
+    needs = "accelerate"
 
     def setup(self) -> None:
         from accelerate import Accelerator
@@ -131,9 +155,9 @@ class Accelerate(Variant):
         with self.accelerator.accumulate(self.forward):
             self.accelerator.backward(self.scaler.scale(self.forward(x)))
 
-    def epilogue(self) -> None:
+    def epilogue(self) -> Tensor:
         self.scaler.unscale_(self.optimizer.optimizer)
-        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        return nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
 
     def step(self) -> None:
         self.scaler.step(self.optimizer.optimizer)
@@ -146,6 +170,9 @@ class Megatron(Variant):
 
     Its own unscale and clip need its optimizer; the epilogue here is the same work on main_grad with torch's calls.
     """
+
+    label = "megatron-core"
+    needs = "megatron"
 
     def setup(self) -> None:
         torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
@@ -169,10 +196,11 @@ class Megatron(Variant):
         if last:
             self.ddp.finish_grad_sync()
 
-    def epilogue(self) -> None:
+    def epilogue(self) -> Tensor:
         for p in self.model.parameters():
-            p.grad = p.main_grad.to(p.dtype) if p.dtype != p.main_grad.dtype else p.main_grad
-        super().epilogue()
+            main_grad: Tensor = p.main_grad  # type: ignore[attr-defined]
+            p.grad = main_grad.to(p.dtype) if p.dtype != main_grad.dtype else main_grad
+        return super().epilogue()
 
     def step(self) -> None:
         super().step()
@@ -182,6 +210,8 @@ class Megatron(Variant):
 class Engine(Variant):
     """pyengine.GradSync."""
 
+    label = "GradSync"
+    is_ours = True
     wire: pe.wire.Wire = pe.wire.FP32()
     accumulator = "fp32"
 
@@ -198,8 +228,8 @@ class Engine(Variant):
         with self.sync.accumulate():
             self.sync.backward(self.forward(x))
 
-    def epilogue(self) -> None:
-        self.sync.clip_grad_norm_(MAX_NORM)
+    def epilogue(self) -> Tensor:
+        return self.sync.clip_grad_norm_(MAX_NORM)
 
     def step(self) -> None:
         self.sync.step(self.optimizer)
@@ -208,23 +238,28 @@ class Engine(Variant):
 class EngineBF16(Engine):
     """GradSync with a bf16 wire."""
 
+    label = "GradSync, bf16 wire"
     wire = pe.wire.BF16()
 
 
 class EngineNative(EngineBF16):
     """GradSync that sums in the parameters' own type, bf16 wire."""
 
+    label = "GradSync, native sums, bf16 wire"
     accumulator = "native"
 
 
 class EngineExact(Engine):
     """GradSync with exact sums: the same bits for every world size."""
 
+    label = "GradSync, exact sums"
     accumulator = "exact"
 
 
 class Attach(Engine):
     """pyengine.attach on DistributedDataParallel."""
+
+    label = "attach"
 
     def make(self) -> pe.Sync:
         self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
@@ -237,12 +272,14 @@ class Attach(Engine):
 class AttachExact(Attach):
     """attach with exact sums."""
 
+    label = "attach, exact sums"
     accumulator = "exact"
 
 
 class AttachBF16(Attach):
     """attach with a bf16 wire."""
 
+    label = "attach, bf16 wire"
     wire = pe.wire.BF16()
 
 

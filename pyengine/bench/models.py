@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,7 +26,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(mixed.transpose(1, 2).reshape(batch, time, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        grown: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + grown
 
 
 class GPT(nn.Module):
@@ -52,13 +55,15 @@ class Small(nn.Module):
         self.layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(500)])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).square().mean().float()
+        out: Tensor = self.layers(x)
+        return out.square().mean().float()
 
 
 class Premade(nn.Module):
     """Parameters of another model whose gradients are there already: what is timed is the machinery alone.
 
-    One autograd node a parameter, in the order of a real backward; every gradient is a fresh tensor, as in a real one.
+    One autograd node a parameter, in the order of a real backward; every gradient is a fresh tensor, as in a real one. Its
+    elements are 0.001 times the mean of the micro-batch.
     """
 
     def __init__(self, like: nn.Module, dtype: torch.dtype) -> None:
@@ -66,31 +71,50 @@ class Premade(nn.Module):
         self.values = nn.ParameterList([nn.Parameter(p.detach().to(dtype)) for p in like.parameters()])
 
     def forward(self, seed: Tensor) -> Tensor:
-        x = seed.float().mean().requires_grad_()
+        x = torch.ones((), requires_grad=True)
         for value in self.values:
-            x = _Premade.apply(x, value)
-        return x
+            x = _Premade.apply(x, value)  # type: ignore[no-untyped-call]
+        return x * seed.mean()
 
 
 class _Premade(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
         ctx.like = value
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, torch.full_like(ctx.like, 1e-3)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.full_like(ctx.like, 1e-3 * grad.item())
 
 
-def build(name: str, dtype: torch.dtype) -> tuple[nn.Module, list[Tensor]]:
-    """Return the model of a case and eight micro-batches for it; "gpt100" has 100 MB of fp32 gradients."""
+MODELS = ("gpt", "small", "gpt0", "small0", "gpt100")
+MICRO_BATCHES = 8
+_PREMADE: dict[str, type[GPT | Small]] = {"gpt0": GPT, "small0": Small}
+
+
+def build(name: str, dtype: torch.dtype, rank: int) -> tuple[nn.Module, list[Tensor]]:
+    """Return the model of a case, the same on every rank, and this rank's micro-batches for it.
+
+    "gpt0" and "small0" have gradients that are there already, "gpt100" has 100 MB of them in fp32.
+    """
     torch.manual_seed(0)
-    if name in ("gpt", "gpt100"):
-        return GPT(480 if name == "gpt100" else GPT_WIDTH).to(dtype), [
-            torch.randint(GPT_VOCABULARY, (1, GPT_CONTEXT + 1)) for _ in range(8)
-        ]
+    model = _model(name, dtype)
+    torch.manual_seed(1 + rank)
+    return model, [_micro_batch(name, dtype, rank) for _ in range(MICRO_BATCHES)]
+
+
+def _model(name: str, dtype: torch.dtype) -> nn.Module:
+    if name in _PREMADE:
+        return Premade(_PREMADE[name](), dtype)
     if name == "small":
-        return Small().to(dtype), [torch.randn(8, 64, dtype=dtype) for _ in range(8)]
-    model = Premade(GPT() if name == "gpt0" else Small(), dtype)
-    return model, [torch.randn(2) for _ in range(8)]
+        return Small().to(dtype)
+    return GPT(480 if name == "gpt100" else GPT_WIDTH).to(dtype)
+
+
+def _micro_batch(name: str, dtype: torch.dtype, rank: int) -> Tensor:
+    if name in ("gpt", "gpt100"):
+        return torch.randint(GPT_VOCABULARY, (1, GPT_CONTEXT + 1))
+    if name == "small":
+        return torch.randn(8, 64, dtype=dtype)
+    return rank + torch.rand(2)  # what `Premade` multiplies its gradients by: ranks must differ

@@ -1,0 +1,138 @@
+"""`bench`: what pyengine buys on this machine, kernel by kernel and in whole windows."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pyengine.bench import cuda, windows
+from pyengine.bench.kernels import OPS, OnProcessor
+from pyengine.bench.machine import card, hold_memory
+from pyengine.bench.on_cuda import OnCuda, measure_yardstick
+from pyengine.bench.timing import measure_roofs
+from pyengine.bench.variants import VARIANTS
+from pyengine.cli import bench_verdict
+from pyengine.cli.bench_arguments import Kernels, Settings, Steps
+from pyengine.cli.bench_report import JsonLines, Report, Tables
+from pyengine.launching import launch
+
+
+def run(settings: Settings) -> int:
+    """Measure, report, and write the result file; return the exit code."""
+    report: Report = JsonLines() if settings.json else Tables()
+    content = {"machine": _machine(settings), "options": _options(settings)}
+    report.start(content["machine"], list(_parts(settings)))
+    sentences: list[str] = []
+    try:
+        if settings.kernels:  # first: without a native core this part ends the run at once
+            found, said = _kernels(settings.kernels, report)
+            content, sentences = content | found, sentences + said
+        if settings.steps:
+            found, said = _steps(settings.steps, report, as_json=settings.json)
+            content, sentences = content | found, sentences + said
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    finally:
+        # A worker that was ended in the middle of its live line has left the cursor hidden behind it.
+        sys.stdout.write("\x1b[?25h" if sys.stdout.isatty() else "")
+    if settings.out:
+        settings.out.write_text(json.dumps(content, indent=2) + "\n")
+    report.conclude(sentences, str(settings.out) if settings.out else None)
+    return 0
+
+
+def _kernels(kernels: Kernels, report: Report) -> tuple[dict[str, Any], list[str]]:
+    """Measure in this process; return what goes into the result file, and what it shows."""
+    builds = [build for op in kernels.ops for build in OPS[op](kernels.sizes)]
+    report.begin("kernels", len(builds))
+    rows = []
+    try:
+        with _one_thread():
+            head, measure = _yardstick(kernels)
+            for build in builds:
+                rows.append(measure(build))
+                report.advance(len(rows))
+    finally:
+        report.end()
+    report.kernels(next(iter(head.values())), rows)
+    return head | {"rows": rows}, bench_verdict.on_kernels([bench_verdict.kernel(row) for row in rows])
+
+
+def _yardstick(kernels: Kernels) -> tuple[dict[str, dict[str, float]], Callable[..., dict[str, Any]]]:
+    """Measure what times are held against; return its entry of a result file, and what measures a case."""
+    if kernels.sizes.is_cuda:
+        yardstick = measure_yardstick(kernels.sizes.megabytes, kernels.seconds)
+        return {"yardstick": asdict(yardstick)}, OnCuda(yardstick, kernels.seconds).measure
+    roofs = measure_roofs(kernels.sizes.megabytes, kernels.seconds)
+    return {"roofs_gb_per_s": roofs}, OnProcessor(roofs, kernels.seconds).measure
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    hold_memory()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _steps(steps: Steps, report: Report, *, as_json: bool) -> tuple[dict[str, Any], list[str]]:
+    """Measure on workers; return what goes into the result file, and what it shows."""
+    times = windows.slowest(launch(work, workers=steps.workers, args=(steps.setting, as_json)))
+    rows = windows.summary(times)
+    report.windows(steps.setting.name, times, rows)
+    return {"cases": {steps.setting.name: rows}}, bench_verdict.on_windows(times)
+
+
+def work(setting: windows.Setting, as_json: bool) -> windows.Times:
+    """Measure windows on this rank; the first one shows how far they are."""
+    warnings.filterwarnings("ignore", "OMP_NUM_THREADS")  # Accelerate's; all variants have one thread anyway
+    if dist.get_rank() > 0:
+        return windows.measure(setting, lambda done: None)
+    report: Report = JsonLines() if as_json else Tables()
+    report.begin(f"windows, {setting.name}", setting.rounds + windows.WARM_UP)
+    try:
+        return windows.measure(setting, report.advance)
+    finally:
+        report.end()
+
+
+def _machine(settings: Settings) -> dict[str, Any]:
+    machine: dict[str, Any] = dict(card(1))
+    if settings.kernels and settings.kernels.sizes.is_cuda:
+        machine |= cuda.machine_card()
+    if settings.steps:
+        machine |= {"ranks": settings.steps.workers, "network": "loopback"}
+    return machine
+
+
+def _options(settings: Settings) -> dict[str, Any]:
+    parts = {"step": settings.steps, "kernels": settings.kernels}
+    return {name: asdict(part) for name, part in parts.items() if part}
+
+
+def _parts(settings: Settings) -> Iterator[str]:
+    """Say what is to be measured and how long it takes, as far as that is known before."""
+    if settings.kernels:
+        kernels = settings.kernels
+        number = sum(len(OPS[op](kernels.sizes)) for op in kernels.ops)
+        yield f"kernels: {number} cases on {kernels.sizes.device}, {kernels.seconds:g} s each and their making"
+    if settings.steps:
+        steps, setting = settings.steps, settings.steps.setting
+        yield (
+            f"windows of {setting.name}: {len(setting.variants)} variants on {steps.workers} workers, "
+            f"{setting.rounds} rounds after {windows.WARM_UP} of warm-up"
+        )
+        for name in steps.left_out:
+            yield f"left out: {VARIANTS[name].label}, as {VARIANTS[name].needs} is not installed"

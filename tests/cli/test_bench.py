@@ -1,0 +1,250 @@
+"""`python -m pyengine bench`, as a user runs it, with small sizes; and that wrong contestants stop it."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import Tensor
+
+from pyengine._ops import BucketPlan
+from pyengine.bench import windows
+from pyengine.bench.kernels import OPS
+from pyengine.bench.variants import VARIANTS, Floor, NoSync
+from pyengine.cli import bench_arguments, bench_verdict
+from pyengine.cli.bench_report import Tables
+from pyengine.cli.main import build_parser, main
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SMALL = ("--ops", "pack", "--seconds", "0.01", "--megabytes", "1")
+STEP = ("--model", "gpt0", "--variants", "floor,no_sync,engine", "--rounds", "3")
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    """Run both parts on two workers; return the JSON lines and the result file."""
+    out = tmp_path_factory.mktemp("bench") / "result.json"
+    command = [sys.executable, "-m", "pyengine", "bench", *STEP, *SMALL, "--json", "--out", str(out)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()], out
+
+
+def events(lines: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [line for line in lines if line["event"] == name]
+
+
+def times(*windows_s: float) -> list[dict[str, float]]:
+    return [{"window": seconds} for seconds in windows_s]
+
+
+def test_json_has_every_variant_and_every_round(saved: tuple[list[dict[str, Any]], Path]) -> None:
+    lines = events(saved[0], "variant")
+    assert [line["variant"] for line in lines] == ["floor", "no_sync", "engine"]
+    assert all(
+        len(line["windows_ms"]) == 3 and line["window_min_ms"] == min(line["windows_ms"]) for line in lines
+    )
+    assert lines[0]["sync_p50_ms"] == 0
+
+
+def test_json_tells_progress_kernels_and_a_conclusion(saved: tuple[list[dict[str, Any]], Path]) -> None:
+    lines = saved[0]
+    kernels = events(lines, "kernel")
+    assert {line["part"] for line in events(lines, "progress")} == {"kernels", "windows, gpt0:fp32"}
+    assert len(kernels) == 11 and all(line["times_roof"] > 0 for line in kernels)
+    (conclusion,) = events(lines, "conclusion")
+    assert any("GradSync" in sentence for sentence in conclusion["sentences"])
+
+
+def run_script(name: str, *arguments: str) -> None:
+    """Run a script of benchmarks/ in this process, as `python benchmarks/NAME` would."""
+    with (
+        mock.patch.object(sys, "path", [str(BENCHMARKS), *sys.path]),
+        mock.patch.object(sys, "argv", [name, *arguments]),
+    ):
+        runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
+
+
+def test_table_py_reads_the_result_file(saved: tuple[list[dict[str, Any]], Path], capsys: Capture) -> None:
+    run_script("table.py", str(saved[1]))
+    shown = capsys.readouterr().out
+    assert "| no_sync |" in shown and "| pack bf16 -> bf16, 8 tensors |" in shown
+
+
+def test_table_py_reads_rows_with_names(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "dealer.json"
+    path.write_text(json.dumps({"machine": {}, "rows": {"fixed": {"p50_ms": 1.5, "shares": [6, 6]}}}))
+    run_script("table.py", str(path))
+    assert "|  | p50_ms | shares |\n|---|---:|---:|\n| fixed | 1.5 | [6, 6] |" in capsys.readouterr().out
+
+
+def test_the_table_of_a_run_has_a_line_for_each_variant(
+    saved: tuple[list[dict[str, Any]], Path], capsys: Capture
+) -> None:
+    lines = {line["variant"]: line for line in events(saved[0], "variant")}
+    measured = {name: times(*(ms / 1e3 for ms in line["windows_ms"])) for name, line in lines.items()}
+    Tables().windows("gpt0:fp32", measured, lines)
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.strip()][2:]
+    assert [line.split("  ")[0] for line in shown] == [VARIANTS[name].label for name in lines]
+    assert all(f"{line['window_p50_ms']:.1f}" in row for line, row in zip(lines.values(), shown, strict=True))
+
+
+def test_kernels_get_a_table_and_leave_no_thread_setting_behind(capsys: Capture) -> None:
+    assert main(["bench", "kernels", *SMALL]) == 0
+    shown = capsys.readouterr().out
+    assert "x roof" in shown and "Kernels: over 11 cases" in shown
+    assert "windows" not in shown
+
+
+def test_kernels_that_disagree_with_torch_stop_the_run(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = BucketPlan.pack_
+
+    def wrong(plan: BucketPlan, flat: Tensor, *arguments: Any) -> None:
+        right(plan, flat, *arguments)
+        flat[-1] += 1
+
+    monkeypatch.setattr(BucketPlan, "pack_", wrong)
+    assert main(["bench", "kernels", *SMALL]) == 1
+    assert "pack fp32 -> fp32, 8 tensors: pyengine and torch compute different values" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_failing_worker_ends_the_run_with_its_reason(
+    capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    assert main(["bench", "step", *STEP]) == 1
+    shown = capfd.readouterr().err
+    assert "of 2 failed" in shown and "nowhere0" in shown
+
+
+class Undivided(NoSync):
+    """Forgets loss / accumulate."""
+
+    def micro_batch(self, x: Tensor, *, last: bool) -> None:
+        super().micro_batch(len(self.micro_batches) * x, last=last)
+
+
+class Alone(Floor):
+    """Trains every rank alone and says it does not."""
+
+    is_synced = True
+
+
+def measure_with(odd_one: type[Any]) -> str:
+    """Return what a rank is told when this takes part."""
+    setting = windows.Setting("small0", "fp32", ("engine", "odd"), rounds=1)
+    with mock.patch.dict(VARIANTS, odd=odd_one), pytest.raises(RuntimeError) as caught:
+        windows.measure(setting, lambda done: None)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("odd_one", [Undivided, Alone])
+def test_variants_with_other_gradients_stop_the_run_on_every_rank(
+    ranks: Callable[[int], Any], odd_one: type[Any]
+) -> None:
+    said = ranks(2).run(measure_with, odd_one)
+    assert all("different gradients" in text and "'odd'" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--variants", "engine,ours"], "argument --variants: got engine,ours, need different ones of floor"),
+        (["--variants", "ddp,ddp"], "argument --variants: got ddp,ddp"),
+        (["--ops", "pack,sort"], "argument --ops: got pack,sort, need different ones of pack"),
+        (["--rounds", "2"], "argument --rounds: got 2, need a whole number of at least 3"),
+        (["--seconds", "inf"], "argument --seconds: got inf, need a finite number"),
+        (["--model", "cnn"], "argument --model: invalid choice: 'cnn'"),
+        (
+            ["step", "--megabytes", "8"],
+            "argument --megabytes: got 8 with step, and it is an argument of kernels",
+        ),
+        (
+            ["kernels", "--variants", "ddp,engine"],
+            "argument --variants: got ddp,engine with kernels, and it is",
+        ),
+        (["--device", "cuda"], "argument --device: got cuda, and torch finds no CUDA device here"),
+        (["--variants", "ddp,megatron"], "argument --variants: got megatron, and megatron is not installed"),
+        (
+            ["--out", "no/such/folder.json"],
+            "argument --out: got no/such/folder.json, need a file in a folder",
+        ),
+    ],
+    ids=" ".join,
+)
+def test_arguments_that_cannot_be_are_refused_by_name(
+    arguments: list[str], message: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyengine.cli.bench_arguments.find_spec", lambda name: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", *arguments])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_peer_that_is_not_installed_is_left_out_of_the_default_and_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pyengine.cli.bench_arguments.find_spec", lambda name: None)
+    steps = bench_arguments.settings(build_parser().parse_args(["bench"])).steps
+    assert steps is not None and steps.left_out == ("accelerate",)
+    assert {"floor", "ddp", "no_sync", "engine", "attach"} <= set(steps.setting.variants)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "is_clear"),
+    [
+        ([1.0] * 5, [1.1, 1.2, 1.1, 1.3, 1.1], True),
+        ([1.0] * 5, [1.1, 1.2, 0.9, 1.3, 1.1], False),
+        ([1.0] * 4, [2.0] * 4, False),  # too few rounds to say so
+        ([1.0] * 10, [0.9] + [1.2] * 9, True),
+        ([1.0] * 10, [0.9] * 2 + [1.2] * 8, False),
+    ],
+)
+def test_an_order_is_clear_only_when_nearly_all_rounds_agree(
+    ours: list[float], theirs: list[float], is_clear: bool
+) -> None:
+    found = bench_verdict.ratio({"engine": times(*ours), "ddp": times(*theirs)}, "ddp", "engine")
+    assert found.is_clear is is_clear
+    assert ("within noise" in str(found)) is not is_clear
+
+
+def test_the_floor_is_no_winner_and_noise_is_named() -> None:
+    measured = {
+        "floor": times(*[0.1] * 5),
+        "ddp": times(3.0, 3.0, 3.0, 3.0, 3.0),
+        "engine": times(2.0, 2.0, 2.0, 2.0, 2.0),
+        "attach": times(1.9, 2.1, 2.2, 2.1, 2.1),
+    }
+    fastest, against = bench_verdict.on_windows(measured)
+    assert fastest == "GradSync had the shortest windows, 2000 ms in the median; within noise of it: attach."
+    assert against == (
+        "Against GradSync in the same rounds a window took: DDP, sync every micro-batch 1.50 × as long (1.50 to 1.50)."
+    )
+    (noise,) = bench_verdict.on_windows({"ddp": times(1.0, 2.0, 2.0)})
+    assert noise.startswith("Windows of one variant differ by 50% between rounds")
+
+
+def test_every_op_with_a_script_is_measured() -> None:
+    assert {f"bench_{op}.py" for op in OPS} <= {path.name for path in BENCHMARKS.glob("bench_*.py")}
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in BENCHMARKS.glob("bench_*.py")))
+def test_a_script_shows_its_arguments(script: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run_script(script, "--help")
+    assert stopped.value.code == 0
+    assert f"usage: {script}" in capsys.readouterr().out
