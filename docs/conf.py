@@ -11,6 +11,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sp
 # Link targets of headings, spelled as repository hosts do.
 myst_heading_anchors = 3
 
+default_role = "code"  # docstrings say `name` where this markup wants two backticks
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
@@ -20,4 +21,6 @@ napoleon_custom_sections = ["Cost"]
 
 html_theme = "furo"
 html_title = f"pyengine {release}"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 html_extra_path = ["_site"]  # the site's first page lies in a folder, as in the repository
