@@ -5,7 +5,7 @@ from pyengine import __version__
 project = "pyengine"
 release = __version__
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "README.md", "CHANGELOG.md"]
+include_patterns = ["docs/*.md", "README.md", "CHANGELOG.md", "benchmarks/README.md"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
 
 # Link targets of headings, spelled as repository hosts do.
@@ -20,6 +20,7 @@ napoleon_use_ivar = True
 napoleon_custom_sections = ["Cost"]
 
 html_theme = "furo"
+html_show_copyright = False
 html_title = f"pyengine {release}"
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
