@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -64,15 +66,38 @@ def test_a_block_runs_after_what_its_page_takes_for_granted(ranks, tmp_path, blo
 
 
 def _run(block: Block, folder: Path) -> torch.Tensor:
-    """Run a block on this rank; return the model's parameters, which have moved if the block steps."""
+    """Run a block on this rank; return the model's parameters, which have moved if it steps or makes an engine."""
     torch.manual_seed(0)
     given, _ = NAMES.get(block.page, (loop, 2))
     with given() as names, _inside(folder):
         model = names["model"]
         before = _flat(model)
-        exec(compile(block.code, str(block), "exec"), names)  # noqa: S102 - our own pages
-    assert ".step(" not in block.code or not torch.equal(_flat(model), before)
+        names.update(_executed(block, names))
+        if _only_makes_an_engine(block):
+            _train_a_window(names, names["ddp_model" if "pe.attach(d" in block.code else "model"])
+    steps = ".step(" in block.code or _only_makes_an_engine(block)
+    assert not steps or not torch.equal(_flat(model), before)
     return _flat(model)
+
+
+def _only_makes_an_engine(block: Block) -> bool:
+    return (
+        block.code.count("\nsync = ") + block.code.startswith("sync = ") == 1 and ".step(" not in block.code
+    )
+
+
+def _train_a_window(names: dict[str, Any], forward: torch.nn.Module) -> None:
+    for x, y in next(names["sync"].windows(names["loader"])):
+        names["sync"].backward(names["loss_sum"](forward(x), y), count=len(y))
+    names["sync"].step(names["optimizer"])
+
+
+def _executed(block: Block, names: dict[str, Any]) -> dict[str, Any]:
+    """Run a block as a module of its own, so that what it defines can be sent to other ranks; return its names."""
+    module = sys.modules["block"] = ModuleType("block")
+    vars(module).update(names)
+    exec(compile(block.code, str(block), "exec"), vars(module))  # noqa: S102 - our own pages
+    return vars(module)
 
 
 @contextmanager
@@ -125,6 +150,18 @@ def _parametrize(*beginning: str):
 def test_the_command_line_knows_a_command(page, words):
     options = build_parser().parse_args(words[3:])
     assert options.command == words[3]
+
+
+# Pages that tell of the command line.
+TOLD = ["README.md", "docs/study.md", "docs/wires.md", "docs/comparing.md", "docs/reproducible.md"]
+
+
+@pytest.mark.parametrize("page", TOLD)
+def test_the_command_line_knows_an_option(page):
+    said = {word for span in spans(ROOT / page) for word in re.findall(r"^--[\w-]+", span)}
+    commands = next(action.choices for action in build_parser()._actions if action.dest == "command")
+    known = {option for parser in commands.values() for option in parser._option_string_actions}
+    assert said - known == set()
 
 
 @_parametrize("make")
