@@ -6,7 +6,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ def loop() -> Iterator[Names]:
         "pe": pe,
         "torch": torch,
         "os": os,
-        "dataclass": dataclass,
         "DataLoader": DataLoader,
         "DistributedDataParallel": DistributedDataParallel,
         "cross_entropy": cross_entropy,
