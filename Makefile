@@ -3,7 +3,7 @@
 # make check   set up, then ruff and mypy
 # make docs    set up, then build the site into build/docs; a broken link between pages fails
 # make linkcheck  set up, then ask the network for every link that leads out of the site
-# make wheel   set up, then build sdist and wheel into dist/ and test the wheel where there is no checkout
+# make wheel   set up, then build sdist and, from it, a wheel into dist/, and test that in an environment of its own
 # make test-xla  set up torch_xla in an environment of its own (2 GB), then run the tests on XLA replicas
 # make gpu     on a machine with a CUDA device, with PYTHON as it is: build in place, test, benchmark (benchmarks/gpu.sh)
 # make clean   remove everything that was built or installed here
@@ -48,16 +48,15 @@ docs: $(BUILT) $(DOCS_INSTALLED)
 linkcheck: $(BUILT) $(DOCS_INSTALLED)
 	$(SPHINX) -b linkcheck . build/linkcheck
 
-# The wheel's environment sees the packages of $(VENV), not its .pth files, one of which leads to this checkout.
+# The wheel is built from the sdist, and its environment is its own: nothing of this checkout or of $(VENV) is in reach.
 wheel: CLEAN := build/wheel/bin/python
-wheel: $(BUILT)
-	rm -rf dist build/lib* build/bdist* build/wheel
-	$(BIN)/python -m build --no-isolation --sdist --wheel > build/wheel.log || { cat build/wheel.log; exit 1; }
-	$(BIN)/python -m venv --without-pip build/wheel
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-		"$$($(CLEAN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
-	$(BIN)/python -m pip --python $(CLEAN) install --quiet --no-index dist/*.whl
+wheel: $(INSTALLED)
+	rm -rf dist build/wheel
+	$(BIN)/python -m build --no-isolation > build/wheel.log || { cat build/wheel.log; exit 1; }
+	$(PYTHON) -m venv build/wheel
+	$(CLEAN) -m pip install --quiet --constraint requirements-dev.txt "$$(echo dist/*.whl)[train]" pytest hypothesis
 	cd build/wheel && bin/python -c 'import pyengine, sys; assert pyengine.__file__.startswith(sys.prefix), pyengine.__file__'
+	cd build/wheel && bin/python -m pyengine doctor
 	cd build/wheel && bin/python -m pytest $(addprefix $(CURDIR)/,$(WHEEL_TESTS)) $(ARGS)
 	ls dist
 

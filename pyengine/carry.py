@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,26 +10,63 @@ from torch.nn import Parameter
 
 
 class Carry:
-    """Final gradients, to be added to the next window's: averaged already, so never averaged again.
+    """What is left in `.grad` after `unscale_` counts into the next window, as in a plain PyTorch loop.
+
+    It is final: averaged already, so never averaged again.
 
     Args:
-        params: parameters whose `.grad` the caller left in place.
-        kept: copies of what was there.
+        names, params: in registration order.
+
+    Attributes:
+        is_callers: whether `.grad` is the caller's, until a step has used it or the next window takes it along.
     """
 
-    def __init__(self, params: Sequence[Parameter], kept: Sequence[Tensor | None]) -> None:
-        self._params, self.kept = list(params), list(kept)
+    def __init__(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
+        self._names, self._params = names, params
+        self.is_callers = False
+        self._kept: list[Tensor | None] = []
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether something is to be added to the window's gradients."""
+        return any(grad is not None for grad in self._kept)
+
+    def take_along(self) -> None:
+        """Copy what the caller has left in `.grad`, before the next window's gradients take its place."""
+        if self.is_callers:
+            self._kept = self._left()
+            self.is_callers = False
 
     def add(self) -> Tensor:
         """Add what was kept to the final gradients of a window; return the 2-norm of the sums, float64, 0-dim."""
-        for param, kept in zip(self._params, self.kept, strict=True):
+        for param, kept in zip(self._params, self._kept, strict=True):
             if kept is not None:
                 param.grad = kept if param.grad is None else param.grad.add_(kept)
+        self._kept = []
         norms = [p.grad.double().norm() for p in self._params if p.grad is not None]
         total: Tensor = torch.stack(norms).norm()
         return total
 
+    def clear(self) -> None:
+        """Forget everything: it was used, or dropped."""
+        self.is_callers = False
+        self._kept = []
 
-def gradients(params: Sequence[Parameter]) -> list[Tensor | None]:
-    """Return copies of `.grad`."""
-    return [None if p.grad is None else p.grad.clone() for p in params]
+    def save(self) -> dict[str, Tensor]:
+        """Return copies of what counts into a window still to be sent, by parameter name."""
+        kept = self._left() if self.is_callers else self._kept
+        return {name: grad.clone() for name, grad in zip(self._names, kept, strict=False) if grad is not None}
+
+    def load(self, saved: Mapping[str, Tensor], *, has_begun: bool) -> None:
+        """Take in what was saved in place of everything: into the window that has begun, or back to the caller."""
+        kept = [saved.get(name) for name in self._names]
+        self.clear()
+        if has_begun:
+            self._kept = kept
+        elif saved:
+            for param, grad in zip(self._params, kept, strict=True):
+                param.grad = grad
+            self.is_callers = True
+
+    def _left(self) -> list[Tensor | None]:
+        return [None if param.grad is None else param.grad.clone() for param in self._params]

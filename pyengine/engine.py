@@ -11,20 +11,18 @@ from torch import Tensor
 
 from pyengine.agreement import Settings, Shares
 from pyengine.batch_norm import BatchNormReplay
-from pyengine.carry import Carry, gradients
+from pyengine.carry import Carry
 from pyengine.comm import Transport
-from pyengine.header import Count, Header, Totals
-from pyengine.host import is_lazy, runs_ahead
+from pyengine.header import Count, Header
+from pyengine.host import runs_ahead
 from pyengine.norm import FinalPass, GradScaler
+from pyengine.outcomes import Outcomes
 from pyengine.record import Clock
 from pyengine.reducer import Reducer
 from pyengine.seed import set_rng_states
 from pyengine.snapshot import Snapshot, identify
 from pyengine.verdict import Evidence, Verdict
 from pyengine.window import State, Window
-
-# On a lazy device, where the host asks for outcomes only if somebody waits for them: how many windows it lets pass.
-MAX_UNREAD = 64
 
 
 class Engine:
@@ -35,7 +33,8 @@ class Engine:
         final: what is still to be multiplied into the gradients, their norm and finite flags.
         verdict: the outcome of the current window, once it has landed; the host may not know it yet.
         is_late: whether the host lets the device run ahead, and learns of a window's outcome in the next one.
-        steps_taken: optimizer steps that changed parameters, as far as all ranks have settled them.
+        outcomes: of this window and earlier ones, and the steps taken.
+        carry: gradients that the caller keeps from one window to the next.
         identity: what a state has to fit.
         terms: the most micro-batches that an exact sum may take; None for other sums.
         shares: how a full window is dealt out.
@@ -66,16 +65,14 @@ class Engine:
         self.clock = Clock(self.device)
         self.is_late = not self._raises and runs_ahead(self.device)
         self.verdict: Verdict | None = None
-        self._unread: list[Verdict] = []
-        self._landed: Verdict | None = None
+        self.outcomes = Outcomes(comm, self.device)
+        self.carry = Carry(reducer.names, reducer.params)
         self._opened_at = -1
         self.scaler: GradScaler | None = None
-        self.steps_taken = self._steps_unsettled = 0
         self.is_between_loops = False
-        self._rng: dict[str, Any] = {}
-        self._carry: Carry | None = None
-        self._is_handed_over = self.is_used = False
+        self.is_used = False
         self.resumed: Snapshot | None = None
+        self._rng: dict[str, Any] = {}
         self._reset()
         comm.launch()
 
@@ -156,25 +153,21 @@ class Engine:
             with self.clock.phase("exposed_sync"):
                 self.reducer.finish(self._header, self.final)
                 self.norms.land()
-            self.verdict = self._landed = self._conclude(self._header)
+            self.verdict = self._conclude(self._header)
+            self.outcomes.add(self.verdict)
         if not self.is_late:
             self.settle()
         return self.verdict
 
     def settle(self) -> None:
         """Learn the outcome of every window that landed; every rank calls this at the same point."""
-        self.comm.launch()
-        while self._unread:
-            self._unread.pop(0).reach()
+        self.outcomes.settle()
         if self.verdict is not None:
-            self.verdict.reach()
-        self.steps_taken, self._steps_unsettled = self.steps_taken + self._steps_unsettled, 0
+            self.verdict.reach()  # raises again what was wrong with it
 
     def others_go_on(self) -> bool:
         """Whether another rank still needs this one: for a window that was dropped before it was sent, or further ones."""
-        if self.window.index == self._opened_at:
-            return True
-        return self._landed is not None and self._landed.read().more > 0
+        return self.window.index == self._opened_at or self.outcomes.announce_more()
 
     def write(self) -> None:
         """Multiply the pending scalar into the gradients: one fused pass."""
@@ -187,24 +180,23 @@ class Engine:
         if self.final.is_pending:
             self.write()
         self.norms.apply(self.final.found_inf == 0)
-        self._is_handed_over = True
+        self.carry.is_callers = True
         self.comm.launch()
 
     def used(self) -> None:
         """Note that an optimizer has used the window: the next one starts from zero."""
         if not self.is_used:
             self.norms.apply(self.final.found_inf == 0)
-            assert self.verdict is not None
-            self.verdict.then(self._count_step, awaits=False)
+            self.outcomes.count_step()
         self.is_used = True
-        self._is_handed_over = False
+        self.carry.clear()
         self.comm.launch()
 
     @property
     def is_between_windows(self) -> bool:
         """Whether no window is open, and the last one's gradients have been used or are the caller's."""
         sent = self.window.state is State.SYNCED
-        return self.is_used or self._is_handed_over if sent else self.window.state is State.IDLE
+        return self.is_used or self.carry.is_callers if sent else self.window.state is State.IDLE
 
     def retire(self) -> None:
         """Close the window; complain about gradients that nobody used."""
@@ -247,20 +239,8 @@ class Engine:
         """Drop the current window without waiting for anybody."""
         self.norms.close()
         self.window.close(completed=self.window.state is State.SYNCED)
-        self._is_handed_over = False
-        self._carry = None
+        self.carry.clear()
         self._reset()
-
-    def carried(self) -> dict[str, Tensor]:
-        """Return copies of gradients that count into the window still to be sent, by parameter name."""
-        kept = [] if self._carry is None else self._carry.kept
-        if self._is_handed_over:
-            kept = gradients(self.reducer.params)
-        return {
-            name: grad.clone()
-            for name, grad in zip(self.reducer.names, kept, strict=False)
-            if grad is not None
-        }
 
     def resume(self, part: Snapshot, *, due: Sequence[int] | None) -> None:
         """Go on from a snapshot; what it holds is taken in at the first backward, as if that went on.
@@ -271,34 +251,21 @@ class Engine:
         """
         self.window.go_to(part.window)
         self._reset()
-        self._carry, self._is_handed_over = None, False
-        self.steps_taken = part.steps
+        self.carry.load(part.carry, has_begun=due is not None)
+        self.outcomes.steps_taken = part.steps
         self._opened_at = part.window
-        carried = [part.carry.get(name) for name in self.reducer.names]
         if due is not None:
             self.window.resume(part.places, due)
             for loss, count in zip(part.losses, part.counts, strict=True):
                 self.local.take(torch.tensor(loss, dtype=torch.float64), count)
-            self._keep(carried)
             self.resumed = part
-        elif part.carry:  # the caller's again
-            for param, grad in zip(self.reducer.params, carried, strict=True):
-                param.grad = grad
-            self._is_handed_over = True
         if part.is_between_loops:
             set_rng_states(part.rng)  # before the loader draws
         else:
             self._rng = part.rng  # which goes on behind what the loader has drawn
         self.comm.launch()
 
-    def _keep(self, kept: Sequence[Tensor | None]) -> None:
-        """Add gradients to the window that is beginning, once it has been reduced."""
-        if any(grad is not None for grad in kept):
-            self._carry = Carry(self.reducer.params, kept)
-
     def _reset(self) -> None:
-        if self.verdict is not None and not self.verdict.is_reached:
-            self._unread.append(self.verdict)
         self.verdict = None
         self.local = self.reducer.local_window(self.terms)
         self.resumed = None
@@ -314,34 +281,19 @@ class Engine:
             return
         self.clock = Clock(self.device)
         self.traffic_before = (self.comm.traffic.collectives, self.comm.traffic.bytes_sent)
-        if self._is_handed_over:
-            self._keep(gradients(self.reducer.params))
-            self._is_handed_over = False
+        self.carry.take_along()
         self.reducer.begin()
         self._has_begun = True
         if self.resumed is not None:
             self.reducer.load(self.resumed.sums, done=len(self.resumed.places))
             self.resumed = None
 
-    def _count_step(self, _: Totals, skips: bool) -> None:
-        self._steps_unsettled += not skips
-
-    def _catch_up(self) -> None:
-        """Hear of earlier windows: of all of them, or on a lazy device, until that is due, what somebody here waits for."""
-        if not is_lazy(self.device) or self.window.index % MAX_UNREAD == 0:
-            self.settle()
-        elif any(verdict.is_awaited for verdict in self._unread):
-            for verdict in self._unread:
-                verdict.read()
-            while self._unread and self._unread[0].is_good:
-                self._unread.pop(0).reach()
-
     def _send(self, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
         self.reducer.before_header()
         # The previous window's, if the host has let it run ahead: this header tells of its step. Here, behind every
         # collective that a forward may launch, all ranks are at the same point.
-        self._catch_up()
-        self._position = (self.window.index, self.steps_taken)
+        self.outcomes.catch_up(self.window.index)
+        self._position = (self.window.index, self.outcomes.steps_taken)
         self._header = Header(
             self.comm, self.device, local=self.local, position=self._position, more=self.more
         )
@@ -359,10 +311,9 @@ class Engine:
         self.final.forbid(header.forbids())
         if self.scaler is not None:
             self.final.multiply(self.scaler.inv_scale())
-        if self._carry is not None:
+        if self.carry.is_pending:
             self.write()
-            self.final.replace_norm(self._carry.add())
-            self._carry = None
+            self.final.replace_norm(self.carry.add())
         evidence = Evidence(
             self.window.index,
             self._position,

@@ -32,14 +32,14 @@ def take(engine: Engine) -> Snapshot:
         )
     snapshot = Snapshot(
         window.index + (window.state is State.SYNCED),
-        engine.steps_taken,
+        engine.outcomes.steps_taken,
         engine.comm.rank,
         engine.comm.world_size,
         engine.identity,
         window.accumulate,
         engine.is_between_loops,
         engine.reducer.order(),
-        carry=engine.carried(),
+        carry=engine.carry.save(),
         scaler={} if engine.scaler is None else engine.scaler.state_dict(),
         rng=rng_states(),
     )

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import time
 from contextlib import suppress
+from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import torch
@@ -52,18 +54,25 @@ def sometimes(study: Probe) -> None:
     right(study)
 
 
+EVALUATION_TICKS = 1000
+
+
 def slow_evaluation(study: Probe) -> None:
-    """Step at once, together, and evaluate slowly, on rank 0 alone."""
-    study.watch(None, quality=_slow if dist.get_rank() == 0 else lambda: None)
-    for step in range(study.steps):
-        dist.all_reduce(torch.zeros(1))
-        study.on_step(record(step))
+    """Step at once, together, and evaluate slowly, on rank 0 alone; time is a counter that the ranks share."""
+    store = dist.distributed_c10d._get_default_store()
 
+    def quality() -> float:
+        assert not torch.is_grad_enabled()
+        time.sleep(0.1)  # the others get into whatever they would do meanwhile
+        store.add("ticks", EVALUATION_TICKS)
+        return 0.5
 
-def _slow() -> float:
-    time.sleep(0.5)
-    assert not torch.is_grad_enabled()
-    return 0.5
+    clock = SimpleNamespace(perf_counter=lambda: float(store.add("ticks", 1)), process_time=time.process_time)
+    with mock.patch("pyengine.cli.study_probe.time", clock):
+        study.watch(None, quality=quality if dist.get_rank() == 0 else lambda: None)
+        for step in range(study.steps):
+            dist.all_reduce(torch.zeros(1))
+            study.on_step(record(step))
 
 
 def without_accuracy(study: Probe) -> None:

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -24,15 +25,16 @@ STEPS, MICRO_BATCHES = 8, 12
 
 
 class Fate:
-    """When this rank dies: at a step and place, or after some seconds; never if there is none."""
+    """When this rank dies: at a step and place, or after some seconds, and until then every step waits a little."""
 
-    def __init__(self, step: int = -1, place: str = "", seconds: float = 0.0) -> None:
-        self.step, self.place, self.now = step, place, -1
+    def __init__(self, step: int = -1, place: str = "", seconds: float = 0.0, hold_s: float = 0.0) -> None:
+        self.step, self.place, self.now, self._hold_s = step, place, -1, hold_s
         if seconds:
             threading.Timer(seconds, self.strike).start()
 
     def at(self, step: int, place: str) -> None:
         """Die if this is the moment."""
+        time.sleep(self._hold_s)
         if (step, place) == (self.step, self.place):
             self.strike()
 
@@ -153,9 +155,7 @@ def test_killed_on_four_then_three_then_one_ends_on_six_like_one_worker_alone(tm
 
 
 def test_killed_at_a_random_moment_on_four_goes_on_with_three(tmp_path, undisturbed):
-    seconds = random.uniform(0.05, 0.6)
-    try:
-        launch(_train, workers=4, args=(str(tmp_path), {"seconds": seconds}))
-    except RuntimeError:
-        pass  # it was in time, unless the run was faster
+    seconds = random.uniform(0.02, 0.2)
+    with pytest.raises(RuntimeError, match="failed"):  # the run is held up while it is that fast
+        launch(_train, workers=4, args=(str(tmp_path), {"seconds": seconds, "hold_s": 0.05}))
     assert launch(_train, workers=3, args=(str(tmp_path), None))[0] == undisturbed

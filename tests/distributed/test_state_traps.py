@@ -297,7 +297,7 @@ def _late() -> int:
     sync.step(optimizer)
     sync.synchronize()
     assert (before, len(records)) == (2, 3)
-    return sync._engine.steps_taken
+    return sync._engine.outcomes.steps_taken
 
 
 def test_a_late_outcome_of_before_is_settled_before_loading(ranks):

@@ -35,6 +35,7 @@ FLOORS = [
         "restore",
         "snapshot",
         "transfers",
+        "outcomes",
         "verdict",
         "reducer",
         "hook",
