@@ -71,7 +71,11 @@ def engine() -> Iterator[Names]:
             sync.backward(cross_entropy(model(x), y))
 
     with loop() as names:
-        yield names | {"sync": pe.GradSync(names["model"], accumulate=4), "train": train}
+        yield names | {
+            "sync": pe.GradSync(names["model"], accumulate=4),
+            "train": train,
+            "rank": dist.get_rank(),
+        }
 
 
 @contextmanager
