@@ -153,16 +153,13 @@ def study() -> Iterator[Names]:
 
 @contextmanager
 def adapters() -> Iterator[Names]:
-    """What users of the three libraries have: two models, and the libraries' own classes."""
+    """An accelerator, and two models."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
-    from lightning import LightningModule, Trainer
-    from transformers import Seq2SeqTrainer
 
     from pyengine.adapters.accelerate import prepare
 
     with loop() as names:
-        names |= {"Trainer": Trainer, "LightningModule": LightningModule, "Seq2SeqTrainer": Seq2SeqTrainer}
         names |= {"generator": nn.Linear(4, 3), "critic": nn.Linear(4, 3)}
         names["optimizer_g"] = torch.optim.AdamW(names["generator"].parameters())
         names["optimizer_d"] = torch.optim.AdamW(names["critic"].parameters())
