@@ -1,7 +1,8 @@
 # make run     set up, then train two small models on two local workers and compare with plain DDP
 # make test    set up, then run every test
 # make check   set up, then ruff and mypy
-# make docs    set up, then build the site into build/docs; a broken link fails
+# make docs    set up, then build the site into build/docs; a broken link between pages fails
+# make linkcheck  set up, then ask the network for every link that leads out of the site
 # make wheel   set up, then build sdist and, from it, a wheel into dist/, and test that in an environment of its own
 # make test-xla  set up torch_xla in an environment of its own (2 GB), then run the tests on XLA replicas
 # make gpu     on a machine with a CUDA device, with PYTHON as it is: build in place, test, benchmark (benchmarks/gpu.sh)
@@ -21,11 +22,12 @@ XLA_INSTALLED := $(XLA_VENV)/.installed
 # Empty files: when each was last done. What stands behind them decides whether it is done again.
 INSTALLED := $(VENV)/.installed
 BUILT := $(VENV)/.built
+SPHINX := $(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/doctrees
 DOCS_INSTALLED := $(VENV)/.docs-installed
 # Folders too: their time changes when a file is removed.
 NATIVE := $(shell find csrc) setup.py CMakeLists.txt
 
-.PHONY: run test check docs wheel test-xla xla-env gpu clean
+.PHONY: run test check docs linkcheck wheel test-xla xla-env gpu clean
 .DEFAULT_GOAL := run
 
 run: $(BUILT)
@@ -41,7 +43,10 @@ check: $(INSTALLED)
 
 # The source folder is this one, so that links are checked as they are written.
 docs: $(BUILT) $(DOCS_INSTALLED)
-	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/docs
+	$(SPHINX) . build/docs
+
+linkcheck: $(BUILT) $(DOCS_INSTALLED)
+	$(SPHINX) -b linkcheck . build/linkcheck
 
 # The wheel is built from the sdist, and its environment is its own: nothing of this checkout or of $(VENV) is in reach.
 wheel: CLEAN := build/wheel/bin/python

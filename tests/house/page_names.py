@@ -1,0 +1,180 @@
+"""What the code blocks of a page take for granted: names that it uses and does not make."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import pyengine as pe
+from pyengine.cli.study_probe import Probe, Run
+from pyengine.cli.verify_probe import Enough
+
+Names = dict[str, Any]
+SEED, MICRO_BATCH, WINDOW = 7, 2, 12
+
+
+@contextmanager
+def loop() -> Iterator[Names]:
+    """What every training loop has."""
+    torch.manual_seed(SEED)
+    model = nn.Linear(4, 3)
+    data = TensorDataset(torch.randn(50, 4), torch.randint(3, (50,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    yield {
+        "pe": pe,
+        "torch": torch,
+        "os": os,
+        "DataLoader": DataLoader,
+        "DistributedDataParallel": DistributedDataParallel,
+        "cross_entropy": cross_entropy,
+        "loss_sum": lambda logits, y: cross_entropy(logits, y, reduction="sum"),
+        "data": data,
+        "model": model,
+        "loader": DataLoader(data, batch_size=MICRO_BATCH),
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+    }
+
+
+@contextmanager
+def ddp() -> Iterator[Names]:
+    """Another model, in DDP, beside that."""
+    with loop() as names:
+        yield names | {"ddp_model": DistributedDataParallel(nn.Linear(4, 3))}
+
+
+@contextmanager
+def plain_ddp() -> Iterator[Names]:
+    """The same model in DDP, and what a loop around `no_sync` needs."""
+    with loop() as names:
+        names |= {"nullcontext": nullcontext, "clip_grad_norm_": nn.utils.clip_grad_norm_}
+        yield names | {"ddp_model": DistributedDataParallel(names["model"])}
+
+
+@contextmanager
+def engine() -> Iterator[Names]:
+    """An engine beside that, and a function that trains one window with it."""
+
+    def train(sync: pe.Sync, model: nn.Module, loader: DataLoader) -> None:
+        for x, y in next(sync.windows(loader)):
+            sync.backward(cross_entropy(model(x), y))
+
+    with loop() as names:
+        yield names | {
+            "sync": pe.GradSync(names["model"], accumulate=4),
+            "train": train,
+            "rank": dist.get_rank(),
+        }
+
+
+@contextmanager
+def exact() -> Iterator[Names]:
+    """A sampler, and parts of the third window, which was interrupted."""
+    with loop() as names, _shared_folder() as folder:
+        sampler = pe.WindowSampler(
+            len(names["data"]), seed=SEED, micro_batch=MICRO_BATCH, global_batch=WINDOW
+        )
+        names |= {"seed": SEED, "epochs": 2, "sampler": sampler, "folder": folder, "window": 2}
+        names |= {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+        names["exact"] = pe.Exact(micro_batches=sampler.micro_batches)
+        names["loader"] = DataLoader(names["data"], batch_sampler=sampler)
+        _save_a_part(names)
+        yield names
+
+
+@contextmanager
+def _shared_folder() -> Iterator[Path]:
+    """Give rank 0's folder to every rank."""
+    with tempfile.TemporaryDirectory() as mine:
+        (folder,) = said = [mine]
+        dist.broadcast_object_list(said)
+        (folder,) = said
+        yield Path(folder)
+        dist.barrier()
+
+
+def _save_a_part(names: Names) -> None:
+    sampler, model = names["sampler"], names["model"]
+    sync = pe.GradSync(model, accumulate=sampler.accumulate, accumulator=names["exact"])
+    for number, window in enumerate(sync.windows(names["loader"])):
+        for x, y in window:
+            sync.backward(names["loss_sum"](model(x), y), count=len(y))
+            if number == names["window"]:
+                torch.save(sync.state_dict(), names["folder"] / f"part-2-{names['rank']}.pt")
+                break
+        if number == names["window"]:
+            break
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    sync.abandon()
+    dist.barrier()
+
+
+@contextmanager
+def study() -> Iterator[Names]:
+    """What a training function for `study` calls; the function is run as `study` runs it."""
+    run = Run(
+        target="",
+        workers=dist.get_world_size(),
+        global_batch=16,
+        micro_batch=4,
+        accumulate=2,
+        steps=12,
+        dataset_size=50,
+        seed=SEED,
+        threads=1,
+        evaluate_every=4,
+        beats=os.devnull,
+    )
+    with loop() as names:
+        x, y = names["data"].tensors
+        names |= {
+            "make_model": lambda: names["model"],
+            "load": lambda size: TensorDataset(x[:size], y[:size]),
+            "load_test": lambda: (x, y),
+            "accuracy": lambda model, test: (model(test[0]).argmax(1) == test[1]).float().mean(),
+        }
+        yield names
+        probe = Probe(run)
+        with suppress(Enough):
+            names["train"](probe)
+        assert len(probe.trace.losses) == run.steps
+
+
+@contextmanager
+def adapters() -> Iterator[Names]:
+    """An accelerator, and two models."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    from pyengine.adapters.accelerate import prepare
+
+    with loop() as names:
+        names |= {"generator": nn.Linear(4, 3), "critic": nn.Linear(4, 3)}
+        names["optimizer_g"] = torch.optim.AdamW(names["generator"].parameters())
+        names["optimizer_d"] = torch.optim.AdamW(names["critic"].parameters())
+        names |= {"shared": Accelerator(), "prepare": prepare}
+        yield names
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+# Page: (what it takes for granted, number of ranks). Others have `loop` on two ranks.
+NAMES = {
+    "README.md": (ddp, 2),
+    "docs/adapters.md": (adapters, 1),
+    "docs/migrate.md": (plain_ddp, 2),
+    "docs/reproducible.md": (exact, 2),
+    "docs/study.md": (study, 2),
+    "docs/telemetry.md": (engine, 2),
+}

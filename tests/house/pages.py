@@ -1,0 +1,56 @@
+"""The pages that people read, and the code in them: fenced blocks and `spans`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_BLOCK = re.compile(r"^( *)```(\S*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: the page it is on, the line its code begins at, the word behind the fence, and the code."""
+
+    page: str
+    line: int
+    language: str
+    code: str
+
+    @property
+    def is_doctest(self) -> bool:
+        """Whether the code is a session at the prompt."""
+        return self.code.startswith(">>>")
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def name_of(page: Path) -> str:
+    """Return a page's path as people write it."""
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(language: str | None = None) -> list[Block]:
+    """Return every block of every page, or those of one language."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in _BLOCK.finditer(text):
+            line = text.count("\n", 0, match.start(3)) + 1
+            found.append(Block(name_of(page), line, match[2], match[3]))
+    return [block for block in found if language in (None, block.language)]
+
+
+def prose(page: Path) -> str:
+    """Return a page without its blocks."""
+    return _BLOCK.sub("", page.read_text())
+
+
+def spans(page: Path) -> list[str]:
+    """Return what stands between backticks in a page's prose; in a table a bar is written with a backslash."""
+    return [span.replace("\\|", "|") for span in _SPAN.findall(prose(page))]
