@@ -1,1 +1,1 @@
-"""Other libraries' words for windows, one module a library; each needs its library: `pip install 'pyengine[adapters]'`."""
+"""Other libraries' words for windows, one module a library; each needs its library (the extra `adapters`)."""

@@ -31,7 +31,7 @@ try:
     from accelerate.utils import DistributedType
 except ImportError as error:
     raise ImportError(
-        "pyengine.adapters.accelerate needs accelerate, which is not installed: pip install 'pyengine[adapters]'"
+        "pyengine.adapters.accelerate needs accelerate, which is not installed: pip install '.[adapters]' in a clone of pyengine"
     ) from error
 
 _SHARDED = (

@@ -29,7 +29,7 @@ try:
     from lightning.pytorch.utilities.model_helpers import is_overridden
 except ImportError as error:
     raise ImportError(
-        "pyengine.adapters.lightning needs lightning, which is not installed: pip install 'pyengine[adapters]'"
+        "pyengine.adapters.lightning needs lightning, which is not installed: pip install '.[adapters]' in a clone of pyengine"
     ) from error
 
 

@@ -27,7 +27,7 @@ try:
     from transformers.training_args import OptimizerNames
 except ImportError as error:
     raise ImportError(
-        "pyengine.adapters.transformers needs transformers, which is not installed: pip install 'pyengine[adapters]'"
+        "pyengine.adapters.transformers needs transformers, which is not installed: pip install '.[adapters]' in a clone of pyengine"
     ) from error
 
 from pyengine.adapters.accelerate import WindowAccelerator

@@ -80,7 +80,7 @@ def packages() -> Finding:
         return warn(
             "packages",
             f"{there}; train and the other commands need {', '.join(missing)} too",
-            "pip install 'pyengine[train]'",
+            "pip install '.[train]' in a clone of pyengine",
         )
     absent = [name for name in _BESIDE if found[name] is None]
     return ok("packages", f"{there}; not installed, and not needed: {', '.join(absent)}" if absent else there)

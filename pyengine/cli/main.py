@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import torch.distributed as dist
+
 from pyengine.cli import (
     arguments,
     bench_arguments,
@@ -16,7 +18,7 @@ from pyengine.cli import (
     verify_arguments,
 )
 
-# What `pip install pyengine[train]` and `pyengine[study]` bring: import name to package.
+# What the extras `train` and `study` bring: import name to package.
 _EXTRA = {
     "rich": "rich",
     "sklearn": "scikit-learn",
@@ -25,6 +27,7 @@ _EXTRA = {
     "jinja2": "jinja2",
     "psutil": "psutil",
 }
+_ON_TORCHRUNS_WORKERS = ("train", "plan")
 _INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 
@@ -39,11 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return 0
+    refuse: Callable[[str], NoReturn] = options.error
+    if options.command not in _ON_TORCHRUNS_WORKERS and dist.is_torchelastic_launched():
+        refuse(f"torchrun has started this, but {options.command} starts its own workers: run it by python")
     try:
         code: int = options.run(options)
         return code
     except arguments.Conflict as error:
-        refuse: Callable[[str], NoReturn] = options.error
         refuse(str(error))
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
@@ -51,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         extra = "study" if options.command == "study" else "train"
         print(
-            f"{options.command} needs {_EXTRA[missing]}, which is not installed: pip install 'pyengine[{extra}]'",
+            f"{options.command} needs {_EXTRA[missing]}, which is not installed: pip install '.[{extra}]' in a clone of pyengine",
             file=sys.stderr,
         )
         return 1

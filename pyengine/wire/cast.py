@@ -35,7 +35,7 @@ class FP32(_Cast):
 
 @dataclass(frozen=True)
 class BF16(_Cast):
-    """Send and sum in bfloat16: half the bytes; a sum over W ranks carries about W - 1 roundings of 2^-9 each."""
+    """Send and sum in bfloat16: half the bytes; a sum over W ranks carries about W - 1 roundings of at most 2^-8."""
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
     folds_count: ClassVar[bool] = True
@@ -43,7 +43,7 @@ class BF16(_Cast):
 
 @dataclass(frozen=True)
 class FP16(_Cast):
-    """Send and sum in float16: half the bytes, 2^-12 a rounding, range 6e-8 to 65504 (use a GradScaler)."""
+    """Send and sum in float16: half the bytes, roundings of at most 2^-11, range 6e-8 to 65504 (use a GradScaler)."""
 
     dtype: ClassVar[torch.dtype] = torch.float16
     folds_count: ClassVar[bool] = True

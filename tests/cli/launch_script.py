@@ -20,4 +20,5 @@ def place(call: int) -> tuple[int, int]:
 
 if __name__ == "__main__":
     for call, workers in enumerate(sys.argv[1:]):
-        print(launch(place, workers=int(workers), args=(call,)), flush=True)
+        places = launch(place, workers=int(workers), args=(call,))
+        sys.stdout.write(f"{places}\n")  # in one go: all workers write to one pipe

@@ -72,5 +72,7 @@ def test_missing_extra_says_what_to_install(
     monkeypatch.delattr(pyengine.cli, "train", raising=False)
     monkeypatch.setitem(sys.modules, module, None)  # Python's own way to make an import fail
     assert main(["train"]) == 1
-    message = f"train needs {package}, which is not installed: pip install 'pyengine[train]'\n"
+    message = (
+        f"train needs {package}, which is not installed: pip install '.[train]' in a clone of pyengine\n"
+    )
     assert capsys.readouterr().err == message

@@ -238,7 +238,7 @@ def test_torch_xla_fits_torch(
 )
 def test_missing_packages_are_told_apart(monkeypatch: Patch, missing: str, status: str, text: str) -> None:
     monkeypatch.setattr(doctor_torch, "_version", lambda package: None if package == missing else "1.2")
-    assert_says(doctor_torch.packages(), status, text, "" if status == "ok" else "pyengine[train]")
+    assert_says(doctor_torch.packages(), status, text, "" if status == "ok" else "pip install '.[train]'")
 
 
 # --- The machine ---

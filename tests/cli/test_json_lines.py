@@ -25,6 +25,10 @@ SHORT = {
         "--train study_subjects:right --workers 1 --batch 8 --dataset-size 64 --repeats 1 --out {folder}/study",
         {"plan", "run", "cell", "report"},
     ),
+    "bench": (
+        "kernels --ops pack --megabytes 1 --seconds 0.01",
+        {"start", "progress", "kernel", "conclusion"},
+    ),
     "doctor": ("", {"finding", "verdict"}),
 }
 

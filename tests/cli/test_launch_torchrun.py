@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from pyengine import launch
+from pyengine.cli.main import main
 
 SCRIPT = Path(__file__).with_name("launch_script.py")
 
@@ -38,6 +39,17 @@ def test_a_failure_is_in_torchruns_summary_and_its_restart_meets_anew() -> None:
     restarted = torchrun("--max-restarts", "1", str(SCRIPT), "2", fails_at="0")
     assert restarted.returncode == 0, restarted.stderr
     assert restarted.stdout.splitlines() == ["[(0, 0), (0, 1)]"] * 2
+
+
+@pytest.mark.parametrize("command", ["verify", "study", "bench", "doctor"])
+def test_commands_that_start_workers_of_their_own_refuse_to_be_started_by_torchrun(
+    command: str, monkeypatch, capsys
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
+    with pytest.raises(SystemExit, match="2"):
+        main([command])
+    said = f"error: torchrun has started this, but {command} starts its own workers: run it by python"
+    assert said in capsys.readouterr().err
 
 
 def test_a_worker_that_has_a_group_is_told_so(monkeypatch) -> None:

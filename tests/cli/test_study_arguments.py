@@ -69,5 +69,5 @@ def test_missing_package_says_what_to_install(
     monkeypatch.setitem(sys.modules, package, None)  # Python's own way to make an import fail
     assert main(["study"]) == 1
     assert capsys.readouterr().err == (
-        f"study needs {package}, which is not installed: pip install 'pyengine[study]'\n"
+        f"study needs {package}, which is not installed: pip install '.[study]' in a clone of pyengine\n"
     )

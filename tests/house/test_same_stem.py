@@ -6,7 +6,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 STEMS = ["pack", "accumulate", "unscale_norm", "exact"]
-PLACES = ["csrc/cpu/{}.cpp", "csrc/cuda/{}.cu", "tests/ops/test_{}.py", "benchmarks/bench_{}.py"]
+PLACES = [
+    "csrc/cpu/{}.cpp",
+    "csrc/cuda/{}.cu",
+    "tests/ops/test_{}.py",
+    "pyengine/bench/{}.py",
+    "benchmarks/bench_{}.py",
+]
 # Sources and tests beside the ops that are not ops.
 NOT_OPS = {
     "dispatch", "roof", "reference", "upload", "cuda", "cuda_build", "cuda_emulator", "cuda_streams", "exact_accuracy", "exact_cuda",
