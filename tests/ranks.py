@@ -111,14 +111,16 @@ def _serve(pipe: Any) -> None:
             fn, args, kwargs, backend, rank, world, store = pipe.recv()
         except EOFError:
             return
+        # A worker that fails here dies: what torch counts of groups would differ from the others' for good.
+        dist.init_process_group(
+            backend,
+            store=dist.FileStore(store, world),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=TIMEOUT_S - 30),
+        )
+        dist.barrier()  # nobody leaves while another is still connecting
         try:
-            dist.init_process_group(
-                backend,
-                store=dist.FileStore(store, world),
-                rank=rank,
-                world_size=world,
-                timeout=timedelta(seconds=TIMEOUT_S - 30),
-            )
             torch.manual_seed(rank)
             answer = True, fn(*args, **kwargs)
         except BaseException:  # noqa: BLE001 - whatever it was, the test wants to see it
