@@ -108,7 +108,7 @@ def _report_cuda(stem: str, options: Options) -> None:
     for build in OPS[stem](options.sizes):
         try:
             rows.append(bench.measure(build))
-        except RuntimeError as error:  # the other cases are still worth their time
+        except (AssertionError, RuntimeError) as error:  # the other cases are still worth their time
             failed.append(f"{type(error).__name__}: {error}")
             print(f"not timed: {failed[-1]}")
         else:

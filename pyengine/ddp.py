@@ -114,6 +114,7 @@ class DDPReducer:
             self._sums.follow()  # also where no earlier micro-batch has made them: every rank sums the same way
         mode = _Reduction(header, self._sums, defers_count=self._defers_count)
         self._state.mode = self._reduction = mode
+        self._is_expecting = False
         self._recall(loss)
         if backward is None:
             self._reduce_all()
@@ -128,7 +129,11 @@ class DDPReducer:
         del header
         if self._reduction is not None and not self._reduction.is_complete:
             self._reduction.poison = True
-            self._complete()
+            if self._is_expecting:
+                self._complete()
+            else:  # DDP has not heard of this backward yet
+                self._recall(None)
+                self._reduce_all()
 
     def finish(self, header: Header, final: FinalPass) -> None:
         """Take norm and finite flags of what DDP has put into `.grad`; it has waited already."""
@@ -212,6 +217,7 @@ class DDPReducer:
         reducer.prepare_for_forward()
         self._searched = loss if self._searches else None
         reducer.prepare_for_backward([] if self._searched is None else [self._searched])
+        self._is_expecting = True
 
     def _complete(self) -> None:
         """Mark the parameters that the backward did not touch, so that DDP's buckets complete."""

@@ -14,6 +14,9 @@ class _Steps(Protocol):
     @property
     def is_sync_step(self) -> bool: ...
 
+    @property
+    def window(self) -> int: ...
+
     def step(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> torch.Tensor: ...
 
 
@@ -30,6 +33,7 @@ class WindowOptimizer:
     def __init__(self, sync: _Steps, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
         self.optimizer = optimizer
         self._stepped: torch.Tensor | None = None
+        self._stepped_in = -1
         self._sync, self._scheduler = sync, scheduler
 
     @property
@@ -38,9 +42,10 @@ class WindowOptimizer:
         return self._stepped is not None and not bool(self._stepped)
 
     def step(self) -> None:
-        """Step the optimizer, and the scheduler with it, if this micro-batch ends its window."""
-        if self._sync.is_sync_step:
+        """Step the optimizer, and the scheduler with it, if this micro-batch ends its window: once."""
+        if self._sync.is_sync_step and self._sync.window != self._stepped_in:
             self._stepped = self._sync.step(self.optimizer, self._scheduler)
+            self._stepped_in = self._sync.window
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: the engine starts every window from zero."""

@@ -48,6 +48,11 @@ class Sync:
         return self._engine.window.ends
 
     @property
+    def window(self) -> int:
+        """Index of the window, from 0; it goes up when the next one begins."""
+        return self._engine.window.index
+
+    @property
     def place(self) -> int:
         """Index, in its window over all ranks, of the micro-batch handed out last; see `pe.micro_batch_rng`."""
         places = self._engine.window.places

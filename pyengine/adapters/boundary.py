@@ -40,6 +40,11 @@ class Boundary:
 
     sync_gradients = is_sync_step
 
+    @property
+    def window(self) -> int:
+        """Index of the window, as `pe.Sync.window`."""
+        return self._sync.window
+
     def micro_batch(self, ended: Sequence[object]) -> AbstractContextManager[None]:
         """Wrap one micro-batch; `ended` are the loaders whose last one it is."""
         self._ended_with = ended

@@ -150,18 +150,18 @@ def _traces(file: Path, models: tuple[str, ...]) -> dict[str, Path]:
     names = [file.name] if len(models) == 1 else [f"{stem}-{model}{dot}{ending}" for model in models]
     files = [file.parent / name for name in names]
     for each in files:
-        _check_writable(each)
+        check_writable("--trace", each)
     return dict(zip(models, files, strict=True))
 
 
-def _check_writable(file: Path) -> None:
-    """Raise `Conflict` if a trace could not be written after training; leave no file behind."""
+def check_writable(argument: str, file: Path) -> None:
+    """Raise `Conflict` if a file could not be written at the end; leave none behind."""
     existed = file.exists()
     try:
         file.open("ab").close()
     except OSError as error:
         raise Conflict(
-            f"argument --trace: cannot write {file} ({error.strerror}): name a file, in a folder that is there and yours"
+            f"argument {argument}: cannot write {file} ({error.strerror}): name a file, in a folder that is there and yours"
         ) from None
     if not existed:
         file.unlink(missing_ok=True)  # torchrun's workers all look

@@ -31,6 +31,7 @@ def run(settings: Settings) -> int:
     content = {"machine": _machine(settings), "options": _options(settings)}
     report.start(content["machine"], list(_parts(settings)))
     sentences: list[str] = []
+    failed: RuntimeError | None = None
     try:
         if settings.kernels:  # first: without a native core this part ends the run at once
             found, said = _kernels(settings.kernels, report)
@@ -38,16 +39,18 @@ def run(settings: Settings) -> int:
         if settings.steps:
             found, said = _steps(settings.steps, report, as_json=settings.json)
             content, sentences = content | found, sentences + said
-    except RuntimeError as error:
-        print(error, file=sys.stderr)
-        return 1
+    except RuntimeError as error:  # what was measured before is still worth its time
+        failed = error
     finally:
         # A worker that was ended in the middle of its live line has left the cursor hidden behind it.
         sys.stdout.write("\x1b[?25h" if sys.stdout.isatty() else "")
-    if settings.out:
-        settings.out.write_text(json.dumps(content, indent=2) + "\n")
-    report.conclude(sentences, str(settings.out) if settings.out else None)
-    return 0
+    if sentences:
+        if settings.out:
+            settings.out.write_text(json.dumps(content, indent=2) + "\n")
+        report.conclude(sentences, str(settings.out) if settings.out else None)
+    if failed is not None:
+        print(failed, file=sys.stderr)
+    return int(failed is not None)
 
 
 def _kernels(kernels: Kernels, report: Report) -> tuple[dict[str, Any], list[str]]:

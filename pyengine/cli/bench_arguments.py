@@ -17,7 +17,7 @@ from pyengine.bench.kernels import OPS
 from pyengine.bench.models import MODELS
 from pyengine.bench.variants import VARIANTS
 from pyengine.bench.windows import DTYPES, Setting
-from pyengine.cli.arguments import Conflict, above_zero, whole
+from pyengine.cli.arguments import Conflict, above_zero, check_writable, whole
 
 DESCRIPTION = """\
 Measure on this machine what pyengine buys: `kernels` against torch's expressions and against the rate of the memory,
@@ -47,7 +47,8 @@ variants:
     + """
 columns:
   median, min    milliseconds a window, of the slowest worker
-  spread         largest minus smallest over the median: differences below it may be noise
+  spread         largest minus smallest over the median: how restless the machine was; the sentences at the end say
+                 which orders are clear all the same
   sync           what it costs above no communication at all, in the median; and its share of the window
   x roof         time over that of the memory for as many bytes: 1 is the roof (on CUDA that of a large copy),
                  which what fits into caches beats
@@ -150,8 +151,8 @@ def settings(options: argparse.Namespace) -> Settings:
         Conflict: an argument of the part that is left out, a variant or device that is not here, or a file that cannot be.
     """
     out: Path | None = options.out
-    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
-        raise Conflict(f"argument --out: got {out}, need a file in a folder that exists")
+    if out is not None:
+        check_writable("--out", out)
     of_step, of_kernels = _values(options, "step", _OF_STEP), _values(options, "kernels", _OF_KERNELS)
     return Settings(
         steps=_steps(options, of_step) if of_step else None,

@@ -129,6 +129,17 @@ def test_a_failing_worker_ends_the_run_with_its_reason(
     assert "of 2 failed" in shown and "nowhere0" in shown
 
 
+def test_what_was_measured_before_a_failure_is_kept(
+    tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    out = tmp_path / "mine.json"
+    assert main(["bench", *SMALL, *STEP, "--out", str(out)]) == 1
+    assert len(json.loads(out.read_text())["rows"]) == 11
+    said = capfd.readouterr()
+    assert "Kernels: over 11 cases" in said.out and "nowhere0" in said.err
+
+
 class Undivided(NoSync):
     """Forgets loss / accumulate."""
 
@@ -179,7 +190,7 @@ def test_variants_with_other_gradients_stop_the_run_on_every_rank(
         (["--variants", "ddp,megatron"], "argument --variants: got megatron, and megatron is not installed"),
         (
             ["--out", "no/such/folder.json"],
-            "argument --out: got no/such/folder.json, need a file in a folder",
+            "argument --out: cannot write no/such/folder.json (No such file or directory)",
         ),
     ],
     ids=" ".join,

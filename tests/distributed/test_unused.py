@@ -98,3 +98,45 @@ def _train(accumulator: str, dtype: torch.dtype, view: bool, how: str) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_gradients_are_those_of_one_big_batch(ranks, world, accumulator, dtype, view, how):
     ranks(world).run(_train, accumulator, dtype, view, how)
+
+
+class NoRoom(nn.Module):
+    """Two layers, of which the second takes part only in a window's first micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.first = (nn.Linear(3, 3, bias=False, dtype=torch.bfloat16) for _ in range(2))
+
+    def forward(self, x: Tensor, first: bool) -> Tensor:
+        """Return a sum over both layers, or over one."""
+        return self.always(x).sum() + (self.first(x).sum() if first else 0)
+
+
+def _no_room_for_zeros(at: int) -> list[bool]:
+    """Fail on rank 1, in one window's last backward, before DDP has heard of it."""
+    rank, _ = me()
+    ddp = DistributedDataParallel(NoRoom(), find_unused_parameters=True)
+    sync = pe.attach(ddp, accumulate=2)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    reducer = sync._engine.reducer
+    recall, stepped = reducer._recall, []
+
+    def fail(loss: Tensor | None) -> None:
+        reducer._recall = recall
+        raise MemoryError("no room for zeros")
+
+    for window in range(3):
+        reducer._recall = fail if (rank, window) == (1, at) else recall
+        try:
+            for place in range(2):
+                with sync.accumulate():
+                    sync.backward(ddp(torch.ones(1, 3, dtype=torch.bfloat16), place == 0))
+            stepped.append(bool(sync.step(optimizer)))
+        except MemoryError:
+            stepped.append(False)
+    return stepped
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_failure_before_ddp_has_heard_of_the_last_backward_voids_the_window(ranks, at):
+    assert ranks(2).run(_no_room_for_zeros, at) == [[window != at for window in range(3)]] * 2
