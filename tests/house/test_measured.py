@@ -55,6 +55,17 @@ VARIANTS = {
     "**`attach`**": "attach",
     "**`attach`, bf16 wire**": "attach_bf16",
 }
+# The same of the table of a slow network; its columns.
+SLOW_VARIANTS = {
+    "DDP + `no_sync`, bucket views": "no_sync_view",
+    "the same + bf16 hook": "no_sync_bf16",
+    "Accelerate": "accelerate",
+    "megatron-core": "megatron",
+    "`GradSync`": "engine",
+    "`GradSync`, bf16 wire": "engine_bf16",
+    "`attach`, bf16 wire": "attach_bf16",
+}
+SLOW_CASES = ["gpt0:fp32", "gpt0:bf16"]
 CASES = ["gpt:fp32", "small:fp32", "gpt0:fp32", "gpt0:bf16", "small0:fp32", "small0:bf16"]
 
 
@@ -105,3 +116,23 @@ def test_windows_of_the_readme_are_those_of_the_result_file():
         row: [f"{measured[case][variant]['window_p50_ms']:.0f}" for case in CASES]
         for row, variant in VARIANTS.items()
     }
+
+
+def test_the_slow_network_of_the_readme_is_that_of_the_result_file():
+    measured = _linked("README.md", "step-1000")["cases"]
+    assert _table("README.md", "bf16 parameters") == {
+        row: [f"{measured[case][variant]['sync_p50_ms']:.0f}" for case in SLOW_CASES]
+        for row, variant in SLOW_VARIANTS.items()
+    }
+
+
+def test_peak_memory_of_the_readme_is_that_of_the_result_file():
+    peak = {
+        v: f"{row['peak_mb']:.0f}" for v, row in _linked("README.md", "memory")["cases"]["gpt:fp32"].items()
+    }
+    assert peak["attach"] == peak["no_sync_view"]
+    said = (
+        f"{peak['floor']} MB without communication, {peak['engine']} with `GradSync`, {peak['attach']} with `attach` and "
+        f"with DDP and bucket views, {peak['no_sync']} without them"
+    )
+    assert said in (ROOT / "README.md").read_text()
