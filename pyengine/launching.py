@@ -9,21 +9,25 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing import current_process, get_all_start_methods, resource_tracker
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # those that elastic handles
 _LAUNCHERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+_PROCESS = uuid.uuid4().hex  # torchrun's store outlives its workers: who of them wrote a key
 
 
 def launch(fn: Callable[..., Any], *, workers: int, args: tuple[Any, ...] = ()) -> list[Any]:
@@ -52,7 +56,8 @@ def launch(fn: Callable[..., Any], *, workers: int, args: tuple[Any, ...] = ()) 
             number: such a script has to start its workers itself.
         RuntimeError: a worker failed; the others were ended, the message holds its traceback. Or workers have to be
             forked, and this process holds what no fork can use: an initialised device, a process group. Or this is a
-            worker, torchrun's or one of `launch`, and has a process group already.
+            worker, torchrun's or one of `launch`, and has a process group already. Or torchrun's other workers have
+            not called `launch` within half an hour.
         KeyboardInterrupt: after Ctrl-C, when the workers have ended.
 
     Example:
@@ -76,21 +81,68 @@ def _join(fn: Callable[..., Any], workers: int, args: tuple[Any, ...]) -> list[A
         raise RuntimeError(
             "this worker has a process group already: call fn itself, or leave dist.init_process_group() to launch"
         )
-    store, rank, world_size = next(dist.rendezvous("env://"))
-    first = int(store.compare_set("pyengine/workers", "", str(workers)))
+    agents_store, rank, world_size = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore("pyengine", agents_store)
+    first = int(store.compare_set(f"workers/{_PROCESS}", "", str(workers)))
     if workers != first:
         raise ValueError(
             f"workers={workers} after workers={first}: all calls run on the same {world_size} workers, as torchrun has "
             "started them. A script that compares numbers of workers starts its own: run it by python, not by torchrun"
         )
-    call = store.add(f"pyengine/calls of {rank}", 1)  # every group needs keys of its own
-    keys = dist.PrefixStore(f"pyengine/{call}", store)
-    dist.init_process_group(store=keys, rank=rank, world_size=world_size)
+    dist.init_process_group(store=_meet(store, rank, world_size), rank=rank, world_size=world_size)
     results: list[Any] = [None] * world_size
     result = record(fn)(*args)  # what torchrun says of a failure has its traceback then
     dist.all_gather_object(results, result)
     dist.destroy_process_group()
     return results
+
+
+def _meet(
+    store: dist.Store, rank: int, world_size: int, timeout: timedelta = default_pg_timeout
+) -> dist.Store:
+    """Return a store that this call of every rank shares, and no earlier one.
+
+    The store below keeps what workers wrote that have ended since, of whatever world size. Counts of calls would go on
+    from theirs, so every call has a name of its own, and rank 0's is that of the meeting: it answers whoever stands
+    under a rank, until the one that lives there now has thanked.
+    """
+    call = uuid.uuid4().hex
+    if rank == 0:
+        meeting, absent = call, _gather(store, call, world_size, timeout)
+    else:
+        meeting, absent = _come(store, call, rank, timeout)
+    if absent:
+        raise RuntimeError(
+            f"ranks {absent} of {world_size} have not come to this launch within {timeout.total_seconds():.0f} s: need "
+            "as many calls on every worker of torchrun. A process that a worker has started takes that worker's place, "
+            "here too: start it by `env -u TORCHELASTIC_RUN_ID`, which gives it workers of its own"
+        )
+    return dist.PrefixStore(meeting, store)
+
+
+def _gather(store: dist.Store, meeting: str, world_size: int, timeout: timedelta) -> list[int]:
+    """Tell every other rank the meeting, and return who has not come."""
+    absent = list(range(1, world_size))
+    end = time.monotonic() + timeout.total_seconds()
+    while absent and time.monotonic() < end:
+        for rank in absent:
+            if store.check([f"call/{rank}"]):
+                store.set(f"meeting of/{store.get(f'call/{rank}').decode()}", meeting)
+        time.sleep(0.01)
+        absent = [rank for rank in absent if not store.check([f"{meeting}/came/{rank}"])]
+    return absent
+
+
+def _come(store: dist.Store, call: str, rank: int, timeout: timedelta) -> tuple[str, list[int]]:
+    """Return the meeting that rank 0 has told this call, and who has not come: rank 0 or nobody."""
+    store.set(f"call/{rank}", call)
+    try:
+        store.wait([f"meeting of/{call}"], timeout)
+    except dist.DistStoreError:
+        return "", [0]
+    meeting = store.get(f"meeting of/{call}").decode()
+    store.set(f"{meeting}/came/{rank}", "")
+    return meeting, []
 
 
 def _start(fn: Callable[..., Any], workers: int, args: tuple[Any, ...]) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 import torch.distributed as dist
 
@@ -19,6 +20,11 @@ def place(call: int) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
+    restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if restarts == 0 and os.environ["RANK"] == os.environ.get("ABSENT"):
+        time.sleep(2)  # the other one has come by then, and waits
+        raise SystemExit("absent")
     for call, workers in enumerate(sys.argv[1:]):
-        places = launch(place, workers=int(workers), args=(call,))
+        # Where hosts come and go, a restarted script may want another number than it did before.
+        places = launch(place, workers=int(workers) + restarts, args=(call,))
         sys.stdout.write(f"{places}\n")  # in one go: all workers write to one pipe

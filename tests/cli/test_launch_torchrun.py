@@ -5,22 +5,38 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from pyengine import launch
+from pyengine import launch, launching
 from pyengine.cli.main import main
 
 SCRIPT = Path(__file__).with_name("launch_script.py")
 
 
-def torchrun(*arguments: str, fails_at: str = "") -> subprocess.CompletedProcess[str]:
+def torchrun(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run two workers; the last arguments are the `workers` of the script's calls."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *arguments]
-    environment = os.environ | {"FAILS_AT": fails_at}
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=300, env=environment)
+    return subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=300, env=os.environ | environment
+    )
+
+
+def meet(store: dist.Store, world_size: int) -> set[str]:
+    """Let all ranks meet, the last one first, and return what each reads of what rank 0 has written then."""
+
+    def one(rank: int) -> str:
+        shared = launching._meet(store, rank, world_size, timedelta(seconds=60))
+        if rank == 0:
+            shared.set("word", str(world_size))
+        return shared.get("word").decode()
+
+    with ThreadPoolExecutor(world_size) as ranks:
+        return set(ranks.map(one, reversed(range(world_size))))
 
 
 def test_every_call_runs_on_torchruns_workers_until_one_wants_another_number() -> None:
@@ -31,14 +47,47 @@ def test_every_call_runs_on_torchruns_workers_until_one_wants_another_number() -
 
 
 def test_a_failure_is_in_torchruns_summary_and_its_restart_meets_anew() -> None:
-    failed = torchrun(str(SCRIPT), "2", fails_at="0")
+    failed = torchrun(str(SCRIPT), "2", FAILS_AT="0")
     assert failed.returncode == 1
     root_cause = failed.stderr.partition("Root Cause (first observed failure):")[2]
     assert "rank      : 1" in root_cause
     assert "ValueError: boom" in root_cause
-    restarted = torchrun("--max-restarts", "1", str(SCRIPT), "2", fails_at="0")
+    restarted = torchrun("--max-restarts", "1", str(SCRIPT), "2", FAILS_AT="0")
     assert restarted.returncode == 0, restarted.stderr
     assert restarted.stdout.splitlines() == ["[(0, 0), (0, 1)]"] * 2
+
+
+@pytest.mark.parametrize("absent", ["0", "1"])
+def test_a_restart_meets_although_only_one_rank_had_come_before(absent: str) -> None:
+    restarted = torchrun("--max-restarts", "1", str(SCRIPT), "2", "2", ABSENT=absent)
+    assert restarted.returncode == 0, restarted.stderr
+    assert sorted(restarted.stdout.splitlines()) == ["[(0, 0), (0, 1)]"] * 2 + ["[(1, 0), (1, 1)]"] * 2
+
+
+@pytest.mark.parametrize("world_sizes", [(2, 2), (2, 4, 4), (4, 2, 3), (1, 2, 1)], ids=str)
+def test_rounds_of_any_size_meet_in_one_store_each_by_itself(world_sizes: tuple[int, ...]) -> None:
+    store = dist.HashStore()
+    assert [meet(store, world_size) for world_size in world_sizes] == [{str(size)} for size in world_sizes]
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_one_who_came_and_went_is_not_met_afterwards(early: int) -> None:
+    store = dist.HashStore()
+    with pytest.raises(
+        RuntimeError, match=rf"^ranks \[{1 - early}\] of 2 have not come to this launch within 0 s"
+    ):
+        launching._meet(store, early, 2, timedelta(milliseconds=50))
+    assert meet(store, 2) == {"2"}
+
+
+def test_rank_0_names_all_who_have_not_come() -> None:
+    store = dist.HashStore()
+    meet(store, 4)
+    with ThreadPoolExecutor(1) as other:
+        coming = other.submit(launching._meet, store, 2, 4, timedelta(seconds=60))
+        with pytest.raises(RuntimeError, match=r"^ranks \[1, 3\] of 4 have not come"):
+            launching._meet(store, 0, 4, timedelta(seconds=2))
+        coming.result()
 
 
 @pytest.mark.parametrize("command", ["verify", "study", "bench", "doctor"])
