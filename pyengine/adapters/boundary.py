@@ -39,6 +39,9 @@ class Boundary:
     def __init__(self, sync: Sync, *, is_uneven: bool) -> None:
         self._sync = sync
         self._readings: list[_Reading] = []
+        self._have_parted = (
+            False  # whether the ranks have agreed that nobody made windows of the loader read last
+        )
         self.is_uneven = is_uneven
         self.is_beyond = False
 
@@ -73,6 +76,7 @@ class Boundary:
         words = self._agree("begin", handed=len(first))
         reading = _Reading(is_awaited=len({word.handed for word in words}) > 1)
         self._readings.append(reading)
+        self._have_parted = False
         try:
             for batch in chain(first, source):
                 reading.take(batch)
@@ -82,7 +86,9 @@ class Boundary:
                 for _ in self._others(reading):
                     yield reading.batch
         finally:
-            self._answer(reading)  # also after a break
+            # After a break, too, where Accelerate would go on to see the loader as running, and at its end.
+            loader.end()
+            self._answer(reading)
             self._readings.remove(reading)
 
     def _train(self) -> None:
@@ -91,6 +97,8 @@ class Boundary:
             return
         if any(reading.counts for reading in self._readings):
             raise ValueError(_SEVERAL)
+        if self._have_parted and not self._readings:
+            raise ValueError(_AHEAD)  # a rank without any batch has gone on and does not hear of it
         batch = None
         for reading in self._readings:
             if reading.is_awaited:
@@ -109,6 +117,7 @@ class Boundary:
         words = self._agree("end", handed=reading.handed)
         batches = [word.batch for word in words if word.batch is not None]
         reading.trains = bool(batches)
+        self._have_parted = not batches
         if batches and not reading.handed:
             reading.batch = _unpacked(batches[0], self._sync._engine.device)
 
@@ -126,12 +135,7 @@ class Boundary:
         if any(word.readings > 1 for word in windows):
             raise ValueError(_SEVERAL)
         if any(word.readings == 0 for word in windows) or (windows and all(w.handed > 1 for w in windows)):
-            raise ValueError(
-                "accumulate: even_batches=False, and every rank has read further than the first batch that comes to "
-                "accumulate, so a rank cannot tell whether its last batches were left out or are still to come: let the loop "
-                "read the prepared loader itself, without a prefetcher or a list between them, and skip batches at the "
-                "beginning by accelerator.skip_first_batches"
-            )
+            raise ValueError(_AHEAD)
         return words
 
     def _others(self, reading: _Reading) -> Iterator[None]:
@@ -163,6 +167,12 @@ class Boundary:
             raise
 
 
+_AHEAD = (
+    "accumulate: even_batches=False, and every rank has read further than the first batch that comes to accumulate, so a "
+    "rank cannot tell whether its last batches were left out or are still to come: let the loop read the prepared loader "
+    "itself, without a prefetcher or a list between them, and skip batches at the beginning by "
+    "accelerator.skip_first_batches"
+)
 _SEVERAL = (
     "accumulate: even_batches=False, and more than one prepared loader is being read: their ranks would go on at different "
     "places. Make one loader of both, or read one after the other; a loader that ends no window is prepared by the "
