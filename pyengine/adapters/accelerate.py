@@ -165,7 +165,7 @@ class WindowAccelerator:
                 "accumulate: no loader was prepared, so nothing tells where a short last window ends: give the loader to "
                 "prepare, or say it yourself: `with accelerator.sync.accumulate(last=...)`"
             )
-        return self.boundary.micro_batch(_ended(self._accelerator.gradient_state, self._loaders))
+        return self.boundary.micro_batch(last=_has_ended(self._accelerator.gradient_state, self._loaders))
 
     def backward(self, loss: Tensor, *, count: Count = 1) -> None:
         """Run the backward of one micro-batch: of a mean loss, or of a sum over `count` items; see `pe.Sync.backward`."""
@@ -218,7 +218,7 @@ class WindowAccelerator:
             )
         if self._model is None:
             self.sync: Sync = self._settings.engine(model, scaler=self._accelerator.scaler)
-            self.boundary = Boundary(self.sync)
+            self.boundary = Boundary(self.sync, is_uneven=_is_uneven(self._accelerator))
             self._model = model
             if self.sync.scaler is not None:
                 self._accelerator.register_for_checkpointing(self.sync.scaler)
@@ -227,8 +227,7 @@ class WindowAccelerator:
         """Return a loader whose end ends the last window, on this rank, and, if need be, on every rank."""
         plain = prepared.loader if isinstance(prepared, Together) else prepared
         self._loaders.append(plain)
-        is_uneven = self._accelerator.num_processes > 1 and not self._accelerator.even_batches
-        return Together(plain, self.boundary) if is_uneven else plain
+        return Together(plain, self.boundary) if self.boundary.is_uneven else plain
 
     def _optimizer(self, prepared: AcceleratedOptimizer) -> _Optimizer:
         ours = prepared if isinstance(prepared, _Optimizer) else _Optimizer(prepared.optimizer, self.boundary)
@@ -278,12 +277,17 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate is u
         return self._windows.step_was_skipped
 
 
-def _ended(state: GradientState, loaders: Sequence[DataLoaderStateMixin]) -> list[DataLoaderStateMixin]:
-    """Return which of the loaders that are being iterated have handed out their last batch."""
+def _has_ended(state: GradientState, loaders: Sequence[DataLoaderStateMixin]) -> bool:
+    """Whether one of the loaders, if it is being iterated, has handed out its last batch."""
     if not state.sync_with_dataloader:
-        return []
+        return False
     running = {id(loader) for loader in state.dataloader_references}
-    return [loader for loader in loaders if id(loader) in running and loader.end_of_dataloader]
+    return any(id(loader) in running and loader.end_of_dataloader for loader in loaders)
+
+
+def _is_uneven(accelerator: Accelerator) -> bool:
+    """Whether ranks may have different numbers of batches."""
+    return accelerator.num_processes > 1 and not accelerator.even_batches
 
 
 def _check(accelerator: Accelerator, settings: Settings) -> None:
@@ -307,8 +311,7 @@ def _check(accelerator: Accelerator, settings: Settings) -> None:
         raise ValueError(
             "accelerator: sync_each_batch=True, but gradients travel once a window; leave it out"
         )
-    is_uneven = accelerator.num_processes > 1 and not accelerator.even_batches
-    if is_uneven and not accelerator.gradient_state.sync_with_dataloader:
+    if _is_uneven(accelerator) and not accelerator.gradient_state.sync_with_dataloader:
         raise ValueError(
             "accelerator: even_batches=False, and with sync_with_dataloader=False nothing tells on which ranks the data has "
             "ended; leave one of them out"

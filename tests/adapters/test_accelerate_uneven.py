@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import GradientAccumulationPlugin
 
 from pyengine.adapters.accelerate import prepare
+from pyengine.adapters.boundary import Together
 
 ACCUMULATE = 2
 UNEVEN = DataLoaderConfiguration(even_batches=False)
@@ -104,6 +107,156 @@ def test_batches_that_do_not_count_move_no_running_statistics(ranks):
         torch.testing.assert_close(state, answers[0][2], rtol=0, atol=0)
 
 
+def _prepared(num: int, accumulate: int = ACCUMULATE, also: int = 2) -> tuple:
+    """Return accelerator, model, an optimizer that remembers, its prepared self, and two prepared loaders."""
+    module = Weights()
+    memory = Remembering(module)
+    accelerator, model, optimizer, data, other = prepare(
+        Accelerator(cpu=True, dataloader_config=UNEVEN), module, memory, _loader(num), _loader(also),
+        accumulate=accumulate,
+    )  # fmt: skip
+    return accelerator, model, memory, optimizer, data, other
+
+
+def _body(accelerator, model, optimizer, x: torch.Tensor) -> list[torch.Tensor]:
+    """Run one micro-batch; return what counted."""
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+    return [] if accelerator.is_beyond_data else [x]
+
+
+def _leaving_out(num: int, accumulate: int, left_out: tuple[int, ...]) -> tuple:
+    with accelerated():
+        accelerator, model, memory, optimizer, data, _ = _prepared(num, accumulate)
+        seen = []
+        for step, (x,) in enumerate(data):
+            is_bad = dist.get_rank() == dist.get_world_size() - 1 and step in left_out
+            if not is_bad or accelerator.is_beyond_data:
+                seen += _body(accelerator, model, optimizer, x)
+        return seen, memory.stepped_with
+
+
+@pytest.mark.parametrize("left_out", [(3,), (2, 3), (0, 3)])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("world", "num"), [(2, 2 * 9), (3, 2 * 13)])
+def test_a_rank_whose_last_batches_never_come_to_accumulate_goes_on(ranks, world, num, accumulate, left_out):
+    answers = ranks(world).run(_leaving_out, num, accumulate, left_out)
+    assert [len(seen) for seen, _ in answers] == [5, *[4] * (world - 2), 4 - len(left_out)]
+    seen = [[x.mean(0, keepdim=True) for x in seen] for seen, _ in answers]
+    for _, grads in answers:
+        torch.testing.assert_close(grads, mean_of_windows(seen, accumulate), **CLOSE)
+
+
+def _resumed(num: int, skipped: int) -> tuple:
+    with accelerated():
+        accelerator, model, memory, optimizer, data, _ = _prepared(num)
+        seen, runs = [], 0
+        for (x,) in accelerator.skip_first_batches(data, skipped):
+            runs += 1
+            seen += _body(accelerator, model, optimizer, x)
+        return seen, memory.stepped_with, runs
+
+
+@pytest.mark.parametrize(("world", "num"), [(2, 2 * 9), (3, 2 * 13), (3, 2 * 14)])
+def test_a_rank_with_nothing_left_of_a_resumed_epoch_goes_on_with_the_others(ranks, world, num):
+    answers = ranks(world).run(_resumed, num, 4)
+    assert sum(len(seen) for seen, *_ in answers) == num // 2 - 4 * world
+    for _, grads, runs in answers:
+        torch.testing.assert_close(grads, _means([seen for seen, *_ in answers]), **CLOSE)
+        assert runs == 1
+
+
+def _evaluated(early: bool) -> tuple:
+    with accelerated():
+        accelerator, model, _, optimizer, data, check = _prepared(2 * 9)
+        seen = []
+        for (x,) in data:
+            _body(accelerator, model, optimizer, x)
+            if accelerator.sync_gradients:
+                seen += [next(iter(check), None) if early else len(list(check))]
+        return seen
+
+
+def test_evaluation_on_fewer_batches_than_ranks_is_not_refused_and_repeats_nothing(ranks):
+    assert ranks(3).run(_evaluated, False) == [[1, 1], [0, 0], [0, 0]]
+    assert [[x is None for x in seen] for seen in ranks(2).run(_evaluated, True)] == [[False] * 3, [True] * 3]
+
+
+def _left_by_break(num: int) -> int:
+    with accelerated():
+        accelerator, model, _, optimizer, data, _ = _prepared(num)
+        for step, (x,) in enumerate(data):
+            _body(accelerator, model, optimizer, x)
+            if step == 3:
+                break
+        return len(list(data))
+
+
+def test_a_loop_left_with_the_last_batch_leaves_nothing_to_a_later_reading(ranks):
+    assert ranks(2).run(_left_by_break, 2 * 9) == [5, 4]
+
+
+def _as_its_loader() -> None:
+    with accelerated():
+        *_, data, _ = _prepared(2 * 9)
+        assert copy.copy(data).loader is data.loader
+        with pytest.raises(AttributeError):
+            _ = Together.__new__(Together).dataset
+        data.iteration = 7
+        assert data.loader.iteration == 7
+        assert "iteration" not in vars(data)
+
+
+def test_a_loader_that_waits_can_be_copied_and_hands_on_what_is_set(ranks):
+    ranks(2).run(_as_its_loader)
+
+
+def _one_ahead(data):
+    waiting = []
+    for batch in data:
+        yield from waiting
+        waiting = [batch]
+    yield from waiting
+
+
+def _misread(case: str, num: int) -> str:
+    with accelerated():
+        accelerator, model, _, optimizer, data, other = _prepared(num, also=num)
+        reader = {
+            "zip": lambda: (x for x, _ in zip(data, other, strict=False)),
+            "one ahead": lambda: _one_ahead(data),
+            "list": lambda: list(data),
+        }[case]
+        try:
+            for (x,) in reader():
+                _body(accelerator, model, optimizer, x)
+        except ValueError as error:
+            return str(error)
+        return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("zip", "more than one prepared loader is being read"),
+        ("one ahead", "every rank has read further than the first batch"),
+        ("list", "every rank has read further than the first batch"),
+    ],
+)
+@pytest.mark.parametrize(("world", "num"), [(2, 2 * 9), (2, 2 * 3), (3, 2 * 7)])
+def test_readers_that_would_leave_a_rank_behind_are_refused_on_every_rank(ranks, case, message, world, num):
+    for answer in ranks(world).run(_misread, case, num):
+        assert message in answer
+
+
+@pytest.mark.parametrize("case", ["one ahead", "list"])
+def test_a_rank_without_a_batch_is_not_waited_for_by_a_loop_that_is_refused(ranks, case):
+    *refused, gone = ranks(3).run(_misread, case, 2 * 2)
+    assert all("every rank has read further" in message for message in refused)
+    assert gone == "nothing was refused"
+
+
 def _refusal(case: str) -> str:
     with accelerated():
         plugin = GradientAccumulationPlugin(
@@ -123,7 +276,6 @@ def _refusal(case: str) -> str:
 @pytest.mark.parametrize(
     "case",
     [
-        "ranks [1] have no batch at all",
         "this loader ends another model's windows",
         "sync_with_dataloader=False",
     ],
