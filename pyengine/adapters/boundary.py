@@ -39,9 +39,8 @@ class Boundary:
     def __init__(self, sync: Sync, *, is_uneven: bool) -> None:
         self._sync = sync
         self._readings: list[_Reading] = []
-        self._have_parted = (
-            False  # whether the ranks have agreed that nobody made windows of the loader read last
-        )
+        # Whether the ranks have agreed that nobody made windows of the loader read last.
+        self._have_parted = False
         self.is_uneven = is_uneven
         self.is_beyond = False
 
@@ -231,7 +230,7 @@ def _unpacked(packed: bytes, device: torch.device) -> Any:
     """Return a batch of another rank, on this rank's device if it was on that one's."""
 
     def placed(storage: Any, at: str) -> Any:
-        return storage if at == "cpu" else storage.to(device=device)
+        return storage.to(device=device) if torch.device(at).type == device.type else storage
 
     return torch.load(io.BytesIO(packed), map_location=placed, weights_only=False)
 
