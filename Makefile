@@ -1,5 +1,6 @@
 # make run     set up, then train two small models on two local workers and compare with plain DDP
-# make test    set up, then run every test
+# make test    set up, then run the tests (15 minutes on two cores)
+# make test-slow  set up, then run those that take long: two hosts, torchrun, elastic restarts, whole studies
 # make check   set up, then ruff and mypy
 # make docs    set up, then build the site into build/docs; a broken link between pages fails
 # make linkcheck  set up, then ask the network for every link that leads out of the site
@@ -27,7 +28,7 @@ DOCS_INSTALLED := $(VENV)/.docs-installed
 # Folders too: their time changes when a file is removed.
 NATIVE := $(shell find csrc) setup.py CMakeLists.txt
 
-.PHONY: run test check docs linkcheck wheel test-xla xla-env gpu clean
+.PHONY: run test test-slow check docs linkcheck wheel test-xla xla-env gpu clean
 .DEFAULT_GOAL := run
 
 run: $(BUILT)
@@ -35,6 +36,9 @@ run: $(BUILT)
 
 test: $(BUILT)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(BUILT)
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -227,7 +227,7 @@ class WindowAccelerator:
         """Return a loader whose end ends the last window, on this rank, and, if need be, on every rank."""
         plain = prepared.loader if isinstance(prepared, Together) else prepared
         self._loaders.append(plain)
-        return Together(plain, self.boundary) if self.boundary.is_uneven else plain
+        return Together(plain, self.boundary) if _is_uneven(self._accelerator) else plain
 
     def _optimizer(self, prepared: AcceleratedOptimizer) -> _Optimizer:
         ours = prepared if isinstance(prepared, _Optimizer) else _Optimizer(prepared.optimizer, self.boundary)

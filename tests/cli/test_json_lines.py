@@ -13,6 +13,7 @@ import pytest
 from pyengine.cli.main import _COMMANDS
 
 HERE = Path(__file__).parent  # where `subjects` and `study_subjects` are importable
+pytestmark = pytest.mark.slow  # new processes again and again
 # Arguments of a short run, and the events that it tells of.
 SHORT = {
     "train": (

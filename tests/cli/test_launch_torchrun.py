@@ -16,6 +16,7 @@ from pyengine import launch, launching
 from pyengine.cli.main import main
 
 SCRIPT = Path(__file__).with_name("launch_script.py")
+pytestmark = pytest.mark.slow  # new processes again and again
 
 
 def torchrun(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -249,6 +249,7 @@ def test_folder_of_another_study_is_refused(
     assert "use another folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_real_study_goes_on_over_runs_that_fail_and_hang(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -290,6 +291,7 @@ def test_real_study_goes_on_over_runs_that_fail_and_hang(
     assert (plan["runs"], plan["kept"]) == (0, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["cnn", "gpt"])
 def test_built_in_models_learn(model: str, ranks: Callable[[int], Any], tmp_path: Path) -> None:
     run = Run(

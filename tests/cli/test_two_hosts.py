@@ -17,6 +17,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--r
 RENDEZVOUS = ["--rdzv-id", "test", "--rdzv-endpoint", "host0:29500"]
 NAMES = "127.0.0.1 localhost\n10.78.0.1 host0\n10.78.0.2 host1\n"
 PIPE = subprocess.PIPE
+pytestmark = pytest.mark.slow  # new processes again and again
 Process = subprocess.Popen[str]
 
 

@@ -22,6 +22,7 @@ import pyengine as pe
 from pyengine.launching import launch
 
 STEPS, MICRO_BATCHES = 8, 12
+pytestmark = pytest.mark.slow  # new processes again and again
 
 
 class Fate:

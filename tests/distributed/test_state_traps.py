@@ -95,11 +95,10 @@ def test_own_states_leave_the_rest_of_the_window_to_their_own_rank(ranks):
 def _dealt_after_own_states() -> tuple[list[int], float]:
     """Each rank stops after its first micro-batch; both go on together."""
     sampler = pe.WindowSampler(8, seed=0, micro_batch=1, global_batch=8, shuffle=False)
-    results: tuple[list[int], float] = [], 0.0
     state = None
-    for _ in range(2):
+    for goes_on in (False, True):
         sync, model = _make(accumulate=8, accumulator=pe.Exact(micro_batches=8))
-        dealer = pe.Dealer(sampler, name=f"deal{state is None}")
+        dealer = pe.Dealer(sampler, name=f"deal{goes_on}")
         if state is not None:
             sync.load_state_dict(_gathered(state))
             dealer.set_epoch(0, done=sync.done)
@@ -112,7 +111,7 @@ def _dealt_after_own_states() -> tuple[list[int], float]:
                     state = sync.state_dict()
                     torch.distributed.barrier()
                     break
-            if results == ([], 0.0) and len(computed) == 1:
+            if not goes_on:
                 break
             sync.unscale_()
             return [*computed, *state["places"]], float(model.weight.grad[0, 0])
