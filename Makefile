@@ -1,6 +1,8 @@
 # make run     set up, then train two small models on two local workers and compare with plain DDP
-# make test    set up, then run the tests (15 minutes on two cores)
-# make test-slow  set up, then run those that take long: two hosts, torchrun, elastic restarts, whole studies
+# make test    set up, then run the tests (eleven minutes on two cores)
+# make test-slow  set up, then run those that take long: two hosts, torchrun, elastic restarts, whole studies, dying ranks
+# make test-faults  set up, then run every fault at every place (tests/faults)
+# make test-isa   set up, then run a choice of the tests on every instruction set that this machine has
 # make check   set up, then ruff and mypy
 # make docs    set up, then build the site into build/docs; a broken link between pages fails
 # make linkcheck  set up, then ask the network for every link that leads out of the site
@@ -13,8 +15,12 @@
 
 PYTHON ?= python3
 ARGS ?=
+# Processes that share the tests out, file by file.
+JOBS ?= 2
 # What `make wheel` runs against the installed wheel: half a minute's choice; WHEEL_TESTS=tests is all.
 WHEEL_TESTS ?= tests/ops/test_pack.py tests/ops/test_unscale_norm.py tests/distributed/test_step.py tests/cli/test_plan.py
+# What `make test-isa` runs on each: half a minute. PYENGINE_ISA=avx2 make test runs everything on one.
+ISA_TESTS ?= tests/distributed/test_step.py tests/distributed/test_world_size.py tests/ops/test_reference.py
 VENV := .venv
 BIN := $(VENV)/bin
 XLA_VENV := .venv-xla
@@ -28,17 +34,24 @@ DOCS_INSTALLED := $(VENV)/.docs-installed
 # Folders too: their time changes when a file is removed.
 NATIVE := $(shell find csrc) setup.py CMakeLists.txt
 
-.PHONY: run test test-slow check docs linkcheck wheel test-xla xla-env gpu clean
+.PHONY: run test test-faults test-slow test-isa check docs linkcheck wheel test-xla xla-env gpu clean
 .DEFAULT_GOAL := run
 
 run: $(BUILT)
 	$(BIN)/python -m pyengine train $(ARGS)
 
 test: $(BUILT)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-slow: $(BUILT)
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile $(ARGS)
+
+test-faults: $(BUILT)
+	$(BIN)/python -m pytest -m "" tests/faults $(ARGS)
+
+test-isa: $(BUILT)
+	set -e; for isa in $$($(BIN)/python tests/isa/forced_isa.py); do \
+	    echo "PYENGINE_ISA=$$isa"; PYENGINE_ISA=$$isa $(BIN)/python -m pytest -q $(ISA_TESTS) $(ARGS); done
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

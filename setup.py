@@ -1,4 +1,4 @@
-"""Builds pyengine._core with CMake and Ninja. Needs neither torch nor a GPU.
+"""Builds pyengine.ops._core with CMake and Ninja. Needs neither torch nor a GPU.
 
 PYENGINE_NO_EXT=1 builds without it: same results from plain PyTorch, slower.
 PYENGINE_CUDA=0 leaves the CUDA kernels out, =1 insists on them; unset builds them where nvcc is found.
@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parent
 
 
 class CMakeExtension(build_ext):
-    """Configure and build in one folder a Python version, so that an editable rebuild compiles only changes."""
+    """Configure and build in one folder a Python version, so that an editable rebuild compiles only
+    changes.
+    """
 
     def build_extension(self, ext):
         import pybind11
@@ -63,8 +65,8 @@ def with_cuda():
         )
     if wanted == "1" and not nvcc:
         sys.exit(
-            "PYENGINE_CUDA=1, but there is no nvcc: put the CUDA toolkit's bin folder on PATH or set CUDACXX, "
-            "or unset PYENGINE_CUDA to build without CUDA"
+            "PYENGINE_CUDA=1, but there is no nvcc: put the CUDA toolkit's bin folder on PATH or set "
+            "CUDACXX, or unset PYENGINE_CUDA to build without CUDA"
         )
     return wanted != "0" and bool(nvcc)
 
@@ -73,7 +75,7 @@ def extensions():
     if os.environ.get("PYENGINE_NO_EXT") == "1":
         return []
     with_cuda()  # so that a setting that cannot be met fails before anything is built
-    return [Extension("pyengine._core", sources=[])]
+    return [Extension("pyengine.ops._core", sources=[])]
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": CMakeExtension})

@@ -1,4 +1,6 @@
-"""What the scripts share: options, tables as text, dated result files. What they measure, and how, is in pyengine/bench/."""
+"""What the scripts share: options, tables as text, dated result files. What they measure, and how,
+is in pyengine/cli/bench/.
+"""
 
 import argparse
 import dataclasses
@@ -10,12 +12,12 @@ from typing import Any
 
 import torch
 
-from pyengine.bench import cuda
-from pyengine.bench.case import Sizes
-from pyengine.bench.kernels import OPS, OnProcessor
-from pyengine.bench.machine import card, hold_memory
-from pyengine.bench.on_cuda import OURS, OnCuda, Yardstick, measure_yardstick
-from pyengine.bench.timing import measure_roofs
+from pyengine.cli.bench.kernels import cuda
+from pyengine.cli.bench.kernels.case import Sizes
+from pyengine.cli.bench.kernels.on_cuda import OURS, OnCuda, Yardstick, measure_yardstick
+from pyengine.cli.bench.kernels.processor import OPS, OnProcessor
+from pyengine.cli.bench.machine import card, hold_memory
+from pyengine.cli.bench.timing import measure_roofs
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -61,7 +63,9 @@ def save(name: str, content: Mapping[str, Any]) -> str:
 
 
 def report(stem: str, description: str | None) -> None:
-    """Build and measure one case of an op after the other, print the table, and write the result file when asked."""
+    """Build and measure one case of an op after the other, print the table,
+    and write the result file when asked.
+    """
     options = parse_options(description)
     (_report_cuda if options.sizes.is_cuda else _report_cpu)(stem, options)
 
@@ -143,7 +147,9 @@ def print_cuda_row(row: dict[str, Any]) -> None:
 
 
 def _print_targets(rows: list[dict[str, Any]]) -> None:
-    """Say how the large and the many-tensor cases stand: 90 % of the copy rate, 10 us above the launch floor."""
+    """Say how the large and the many-tensor cases stand: 90 % of the copy rate,
+    10 us above the launch floor.
+    """
     for row in rows:
         ours = row["contestants"][OURS]
         if row["num_bytes"] >= 256 * 2**20:

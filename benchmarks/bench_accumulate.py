@@ -1,4 +1,6 @@
-"""accumulate_ and accumulate_cast_ against torch: python benchmarks/bench_accumulate.py [--device cuda] [--save]."""
+"""accumulate_ and accumulate_cast_ against torch: python benchmarks/bench_accumulate.py [--device cuda]
+[--save].
+"""
 
 from _harness import report
 

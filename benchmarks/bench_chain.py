@@ -1,7 +1,9 @@
-"""A window's whole way, accumulate, unscale, norm, clip: python benchmarks/bench_chain.py [--device cuda] [--save].
+"""A window's whole way, accumulate, unscale, norm, clip: python benchmarks/bench_chain.py [--device cuda]
+[--save].
 
-Four micro-batches of bf16 gradients, summed in fp32, no network. Bytes an element are counted from what each pass must
-read and write; the roof is 36 bytes, 10 A - 4 for A = 4, at the copy rate. `share` is that roof over the time.
+Four micro-batches of bf16 gradients, summed in fp32, no network. Bytes an element are counted from what each
+pass must read and write; the roof is 36 bytes, 10 A - 4 for A = 4, at the copy rate. `share` is that roof
+over the time.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from _harness import (
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from pyengine.bench import cuda, on_cuda
-from pyengine.bench.case import Slots
-from pyengine.bench.machine import card
-from pyengine.bench.timing import measure, measure_roofs
+from pyengine.cli.bench.kernels import cuda, on_cuda
+from pyengine.cli.bench.kernels.case import Slots
+from pyengine.cli.bench.machine import card
+from pyengine.cli.bench.timing import measure, measure_roofs
 
 MICRO_BATCHES = 4
 MAX_NORM = 1.0
@@ -100,7 +102,9 @@ class Ours:
 
 
 class Torch:
-    """What a careful loop writes: fp32 sums by foreach, a bf16 wire, clip_grad_norm_ and a look at its norm."""
+    """What a careful loop writes: fp32 sums by foreach, a bf16 wire,
+    clip_grad_norm_ and a look at its norm.
+    """
 
     def __init__(self, window: Window) -> None:
         slots = window.slots
@@ -154,13 +158,13 @@ def build(shape: Shape) -> dict[str, Callable[[], Tensor]]:
 def shapes(options: Options) -> list[Shape]:
     sizes = options.sizes
     found = [
-        Shape("8 tensors", sizes.slots(sizes.large, 8)),
-        Shape("400 tensors", sizes.slots(sizes.large, 400)),
-        Shape("1000 of 1 KB", sizes.slots(1000 * 256, 1000)),
+        Shape("8 tensors", sizes.few),
+        Shape("400 tensors", sizes.many),
+        Shape("1000 of 1 KB", sizes.tiny),
     ]
     more = [
-        Shape(f"8 tensors, {4 * sizes.megabytes} MiB", sizes.slots(4 * sizes.large, 8)),
-        Shape("one 25 MiB bucket", sizes.slots(25 * 2**18, 25)),
+        Shape(f"8 tensors, {sizes.huge_size}", sizes.huge),
+        Shape("one 25 MiB bucket", sizes.bucket),
     ]
     return [*found, *more] if sizes.is_cuda else found
 

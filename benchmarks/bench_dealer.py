@@ -1,7 +1,9 @@
-"""Fixed shares against dealing, with one worker slowed down: python benchmarks/bench_dealer.py [--slowdown 3] [--save].
+"""Fixed shares against dealing, with one worker slowed down: python benchmarks/bench_dealer.py [--slowdown 3]
+[--save].
 
-Real gloo workers with one thread each; the last one sleeps after every micro-batch until it has taken `slowdown` times as
-long as it computed. Fixed and dealt windows take turns. What is reported is the slowest worker's time.
+Real gloo workers with one thread each; the last one sleeps after every micro-batch until it has taken
+`slowdown` times as long as it computed. Fixed and dealt windows take turns. What is reported is the slowest
+worker's time.
 """
 
 import argparse
@@ -13,9 +15,9 @@ import torch.distributed as dist
 from _harness import save
 
 import pyengine as pe
-from pyengine.bench.machine import card
-from pyengine.bench.models import GPT, GPT_CONTEXT, GPT_VOCABULARY
-from pyengine.launching import launch
+from pyengine.cli.bench.machine import card
+from pyengine.cli.bench.windows.models import GPT, GPT_CONTEXT, GPT_VOCABULARY
+from pyengine.comm.launching import launch
 
 MICRO_BATCHES = 12
 
@@ -82,7 +84,8 @@ def main() -> None:
             "micro_batches_by_rank": shares,
         }
         print(
-            f"{name}: median {rows[name]['p50_ms']:.0f} ms, min {rows[name]['min_ms']:.0f} ms, shares {shares}"
+            f"{name}: median {rows[name]['p50_ms']:.0f} ms, min {rows[name]['min_ms']:.0f} ms, shares "
+            f"{shares}"
         )
     if options.save:
         print("wrote", save("dealer", {"machine": card(1), "options": vars(options), "rows": rows}))

@@ -1,4 +1,6 @@
-"""pack_ and unpack_ against the torch expression: python benchmarks/bench_pack.py [--device cuda] [--save]."""
+"""pack_ and unpack_ against the torch expression: python benchmarks/bench_pack.py [--device cuda]
+[--save].
+"""
 
 from _harness import report
 

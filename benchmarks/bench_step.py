@@ -1,14 +1,16 @@
-"""Whole windows (forward, backward, sync, unscale, clip, optimizer) of the engine against its peers, on real ranks.
+"""Whole windows (forward, backward, sync, unscale, clip, optimizer) of the engine against its peers, on real
+ranks.
 
     python benchmarks/bench_step.py                         # every case on loopback
-    python benchmarks/bench_step.py --cases gpt0:bf16 --rate 1000   # two network namespaces at 1 Gbit/s (needs root)
+    python benchmarks/bench_step.py --cases gpt0:bf16 --rate 1000   # two network namespaces (needs root)
     python benchmarks/bench_step.py --memory                # peak memory, one process a variant
-    python benchmarks/bench_step.py --cases gpt:fp32 --variants floor,no_sync_view,engine,engine_exact --name exact-2
+    python benchmarks/bench_step.py --cases gpt:fp32 --variants floor,engine,engine_exact --name exact-2
 
-Two gloo ranks (`--world`) with one thread each. Variants take turns in the same processes, window by window, so that a change of
-the machine's mood hits all of them; a window's time is the slower rank's (pyengine/bench/windows.py). Without --rate and
---memory, `python -m pyengine bench step` measures the same. `sync` is what a variant costs above training without any
-communication (`floor`) outside unscale, clip and optimizer.
+Two gloo ranks (`--world`) with one thread each. Variants take turns in the same processes, window by window,
+so that a change of the machine's mood hits all of them; a window's time is the slower rank's
+(pyengine/cli/bench/windows/measure.py). Without --rate and --memory, `python -m pyengine bench step` measures
+the same. `sync` is what a variant costs above training without any communication (`floor`) outside unscale,
+clip and optimizer.
 """
 
 from __future__ import annotations
@@ -27,13 +29,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 from _harness import save
+from _megatron import Megatron
 
-from pyengine.bench.machine import card
-from pyengine.bench.variants import VARIANTS
-from pyengine.bench.windows import PHASES, WARM_UP, Setting, measure, slowest, summary
+from pyengine.cli.bench.machine import card
+from pyengine.cli.bench.windows.measure import PHASES, WARM_UP, Setting, measure, slowest, summary
+from pyengine.cli.bench.windows.variants import VARIANTS
 
 CASES = ("gpt:fp32", "small:fp32", "gpt0:fp32", "gpt0:bf16", "small0:fp32", "small0:bf16")
-DEFAULT = [name for name in VARIANTS if name != "megatron" and not name.endswith("exact")]
+DEFAULT = [name for name in VARIANTS if not name.endswith("exact")]
+VARIANTS["megatron"] = Megatron
 
 
 def main() -> None:
@@ -114,7 +118,8 @@ def _network(rate: int, world: int) -> Iterator[tuple[list[list[str]], list[dict
         yield [[]] * world, [{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}] * world
         return
     _ip(
-        "netns add bench0; netns add bench1; link add veth0 netns bench0 type veth peer name veth1 netns bench1"
+        "netns add bench0; netns add bench1; link add veth0 netns bench0 type veth peer name veth1 netns "
+        "bench1"
     )
     try:
         for i in range(2):

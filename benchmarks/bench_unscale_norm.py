@@ -1,4 +1,6 @@
-"""unscale_norm against GradScaler's unscale and clip's norm: python benchmarks/bench_unscale_norm.py [--device cuda] [--save]."""
+"""unscale_norm against GradScaler's unscale and clip's norm:
+python benchmarks/bench_unscale_norm.py [--device cuda] [--save].
+"""
 
 from _harness import report
 

@@ -2,9 +2,10 @@
 
     make xla-env && .venv-xla/bin/python benchmarks/bench_xla.py [--replicas 2] [--accumulate 4] [--save]
 
-Replicas are threads on XLA's CPU backend, which tests/xla/replicas.py lets launch programs with collectives in turn: the
-times can be compared with one another and say nothing about a TPU. Counts are exact. `error` is the largest difference of a
-parameter from float64 training on the global batch, and `equal` whether all replicas end with the same bits.
+Replicas are threads on XLA's CPU backend, which tests/xla/replicas.py lets launch programs with collectives
+in turn: the times can be compared with one another and say nothing about a TPU. Counts are exact. `error` is
+the largest difference of a parameter from float64 training on the global batch, and `equal` whether all
+replicas end with the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from _harness import save
 from torch import Tensor, nn
 
 import pyengine as pe
-from pyengine.bench.machine import card
+from pyengine.cli.bench.machine import card
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "xla"))
 from replicas import Replicas
@@ -62,7 +63,8 @@ class Setting:
 class Row:
     """One replica's result: counts and times a window, after the warm-up.
 
-    `programs` are all that the process compiled after set-up; those without a collective once for each replica.
+    `programs` are all that the process compiled after set-up; those without a collective once for each
+    replica.
     """
 
     collectives: float

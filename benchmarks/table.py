@@ -12,7 +12,7 @@ from typing import Any
 
 from _harness import RESULTS
 
-from pyengine.bench.on_cuda import COPY, OURS
+from pyengine.cli.bench.kernels.on_cuda import COPY, OURS
 
 _DATED = re.compile(r"\d{4}-\d{2}-\d{2}-(.+)\.json")
 
@@ -79,7 +79,9 @@ def _chain_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _cuda_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Median on the device and share of the copy rate, then how many times longer every other contestant takes."""
+    """Median on the device and share of the copy rate, then how many times longer every other contestant
+    takes.
+    """
     others = list(
         dict.fromkeys(name for row in rows for name in row["contestants"] if name not in (OURS, COPY))
     )
@@ -94,7 +96,9 @@ def _cuda_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _many_tensors_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Microseconds above the launch floor: on the device alone, and from an idle stream with the host's part."""
+    """Microseconds above the launch floor: on the device alone,
+    and from an idle stream with the host's part.
+    """
     lines = _head("above the launch floor, µs", "contestant", "device", "with the host")
     for row in rows:
         for name, mine in row["contestants"].items():

@@ -1,4 +1,4 @@
-// What an op is called with, on the CPU and on CUDA alike: addresses and dtypes, checked in Python.
+// The ops and what each is called with, on the CPU and on CUDA alike: addresses and dtypes, checked in Python.
 #pragma once
 #include <cstdint>
 
@@ -17,6 +17,12 @@ struct Tensors {
 struct Flat {
   void* data;
   DType dtype;
+};
+
+struct PackCall {  // of unpack too
+  Flat flat;
+  Tensors tensors;
+  const float* scale;
 };
 
 struct AccumulateCall {
@@ -62,5 +68,16 @@ struct RoundCall {
   ExactSum sum;
   Flat out;
 };
+
+// Every op: <op>_cpu(layout, call) in csrc/cpu, <op>_cuda(layout, stream, call) in csrc/cuda.
+#define PYENGINE_OPS(OP)                  \
+  OP(pack, PackCall)                      \
+  OP(unpack, PackCall)                    \
+  OP(accumulate, AccumulateCall)          \
+  OP(accumulate_cast, AccumulateCastCall) \
+  OP(unscale_norm, UnscaleNormCall)       \
+  OP(exact_deposit, DepositCall)          \
+  OP(exact_align, AlignCall)              \
+  OP(exact_round, RoundCall)
 
 }  // namespace pyengine

@@ -1,14 +1,17 @@
 // The element types the core knows, as storage: no arithmetic here.
 #pragma once
 #include <cstdint>
+#include <stdexcept>
 
 namespace pyengine {
 
 struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
 
-// The values are the codes that pyengine/_ops.py sends.
+// The values are the codes that pyengine/ops/plan.py sends.
 enum class DType : int { f32 = 0, bf16 = 1, fp16 = 2 };
+
+inline constexpr int64_t element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
 // Anonymous, so that the linker never shares it between files compiled for different instruction sets.
 namespace {
@@ -21,6 +24,7 @@ void with_type(DType dtype, const Fn& fn) {
     case DType::bf16: return fn(bf16{});
     case DType::fp16: return fn(fp16{});
   }
+  throw std::invalid_argument("a dtype code that no op knows");
 }
 
 }  // namespace

@@ -21,6 +21,10 @@ BucketPlan::BucketPlan(std::vector<int64_t> offsets, std::vector<int64_t> numels
         in_task = 0;
       }
     }
+    if (numels_[slot] > 0) {
+      first_element_ = numel_ ? std::min(first_element_, offsets_[slot]) : offsets_[slot];
+      last_element_ = std::max(last_element_, offsets_[slot] + numels_[slot]);
+    }
     numel_ += numels_[slot];
   }
   first_chunk_.push_back(static_cast<int64_t>(chunks_.size()));

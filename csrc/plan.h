@@ -52,11 +52,16 @@ class BucketPlan {
   Layout layout_at(const int64_t* words) const;
 
   const std::vector<int64_t>& numels() const { return numels_; }
+  const std::vector<int64_t>& offsets() const { return offsets_; }
+
+  // Where the first slot begins in the flat buffer and the last one ends; empty slots are nowhere.
+  int64_t first_element() const { return first_element_; }
+  int64_t last_element() const { return last_element_; }
 
  private:
   std::vector<int64_t> offsets_, numels_, first_chunk_, first_of_task_;
   std::vector<Chunk> chunks_;
-  int64_t numel_ = 0;
+  int64_t numel_ = 0, first_element_ = 0, last_element_ = 0;
 };
 
 }  // namespace pyengine

@@ -1,18 +1,19 @@
-// The one pybind11 file: pointers and sizes in, never tensors. Checks stand in pyengine/_ops.py.
+// The one pybind11 file: pointers and sizes in, never tensors. Checks stand in pyengine/ops/plan.py.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <memory>
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "cpu/dispatch.h"
+#include "cuda/ops.h"
+#include "overlap.h"
 #include "plan.h"
 #include "torch_shim.h"
-#ifdef PYENGINE_CUDA
-#include "cuda/ops.h"
-#endif
 
 #ifndef PYENGINE_MODULE
 #define PYENGINE_MODULE _core
@@ -37,12 +38,23 @@ struct Table {
   DType dtype = DType::f32;
   Device device{-1, -1};             // told by gather; -1: no slot has a tensor
   void* const* on_device = nullptr;  // a copy in CUDA memory, owned by Python too
+  std::optional<std::vector<Span>> spans = std::nullopt;  // once somebody asked
   Tensors view() const { return {data.data(), dtype, on_device}; }
+  const std::vector<Span>& sorted(const BucketPlan& plan) {
+    if (!spans) spans = sorted_spans(plan, view());
+    return *spans;
+  }
 };
+
+DType checked(int code) {
+  if (code < static_cast<int>(DType::f32) || code > static_cast<int>(DType::fp16))
+    throw std::invalid_argument("dtype code " + std::to_string(code) + "; needed 0 (float32), 1 (bfloat16) or 2 (float16)");
+  return static_cast<DType>(code);
+}
 
 Table make_table(const std::vector<Address>& addresses, int dtype) {
   Table table;
-  table.dtype = static_cast<DType>(dtype);
+  table.dtype = checked(dtype);
   for (Address address : addresses) table.data.push_back(at<void>(address));
   return table;
 }
@@ -56,6 +68,14 @@ std::optional<DType> dtype_of_scalar_type(int32_t scalar_type) {
   }
 }
 
+// Whether an op may take the object's elements from its address; subclasses may keep theirs elsewhere.
+bool is_plain(PyObject* object, const py::tuple& exact_types, TensorFacts* facts) {
+  bool exact = false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(exact_types.ptr()); ++i)
+    exact |= reinterpret_cast<PyObject*>(Py_TYPE(object)) == PyTuple_GET_ITEM(exact_types.ptr(), i);
+  return exact && tensor_facts(object, facts);
+}
+
 // The addresses of a list of plain tensors, about 30 ns each where attribute calls from Python take 400.
 // None when anything needs a closer look; Python then checks one by one and writes the message.
 std::optional<Table> gather(const BucketPlan& plan, py::list tensors, py::tuple exact_types) {
@@ -66,10 +86,8 @@ std::optional<Table> gather(const BucketPlan& plan, py::list tensors, py::tuple 
   for (size_t i = 0; i < n; ++i) {
     PyObject* object = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i));
     if (object == Py_None) continue;
-    bool plain = false;
-    for (auto type : exact_types) plain |= reinterpret_cast<PyObject*>(Py_TYPE(object)) == type.ptr();
     TensorFacts facts;
-    if (!plain || !tensor_facts(object, &facts) || facts.numel != plan.numels()[i]) return std::nullopt;
+    if (!is_plain(object, exact_types, &facts) || facts.numel != plan.numels()[i]) return std::nullopt;
     const std::optional<DType> dtype = dtype_of_scalar_type(facts.scalar_type);
     const Device device{facts.device_type, facts.device_index};
     const bool is_first = table.device.first < 0;
@@ -81,9 +99,76 @@ std::optional<Table> gather(const BucketPlan& plan, py::list tensors, py::tuple 
   return table;
 }
 
-// ---- calls: the same on the CPU and on CUDA ----
+// The first slot whose tensor has no more the address that the table holds; -1: all have it.
+int64_t first_moved(const Table& table, const py::list& tensors) {
+  const int64_t size = element_bytes(table.dtype);
+  for (size_t i = 0; i < table.data.size(); ++i)
+    if (table.data[i] && !is_at(PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i)), table.data[i], size))
+      return static_cast<int64_t>(i);
+  return -1;
+}
 
-Flat flat_at(Address flat, int dtype) { return {at<void>(flat), static_cast<DType>(dtype)}; }
+// ---- an op in both plans ----
+
+// What csrc/cuda has, as Ops is what csrc/cpu has; null in a build without it.
+struct CudaOps {
+#define PYENGINE_OP(op, Call) void (*op)(const Layout& layout, void* stream, const Call& call);
+  PYENGINE_OPS(PYENGINE_OP)
+#undef PYENGINE_OP
+  decltype(&upload_cuda) upload;
+};
+#ifdef PYENGINE_CUDA
+constexpr bool kHasCuda = true;
+#define PYENGINE_OP(op, Call) op##_cuda,
+constexpr CudaOps kCudaOps{PYENGINE_OPS(PYENGINE_OP) upload_cuda};
+#undef PYENGINE_OP
+#else
+constexpr bool kHasCuda = false;
+constexpr CudaOps kCudaOps{};
+#endif
+
+// A plan whose words lie on a CUDA device; every address is there, and Python owns all of it.
+struct CudaPlan {
+  Layout layout;
+  // Scratch of unscale_norm: two doubles a chunk, then a ticket a slot. Zero before the first call.
+  int64_t scratch_bytes() const { return 16 * layout.num_chunks + 4 * layout.num_slots; }
+};
+
+struct Plans {
+  py::class_<BucketPlan> cpu;
+  std::optional<py::class_<CudaPlan>> cuda = std::nullopt;
+};
+
+// Makes an op a method of both plans, with the arguments of `make`, which turns them into the op's call; on CUDA the
+// stream (a cudaStream_t) comes first.
+template <class Call, class... Args>
+void def_op(Plans& plans, const char* name, void (*Ops::*on_cpu)(const Layout&, const Call&),
+            void (*on_cuda)(const Layout&, void*, const Call&), Call (*make)(Args...)) {
+  plans.cpu.def(name, [=](const BucketPlan& plan, Args... args) {
+    (ops().*on_cpu)(plan.layout(), make(args...));
+  }, NoGil());
+  if (!plans.cuda) return;
+  plans.cuda->def(name, [=](const CudaPlan& plan, Address stream, Args... args) {
+    on_cuda(plan.layout, at<void>(stream), make(args...));
+  }, NoGil());
+}
+
+// ---- ops ----
+
+Flat flat_at(Address flat, int dtype) { return {at<void>(flat), checked(dtype)}; }
+
+PackCall pack_call(Address flat, int dtype, const Table& tensors, Address scale) {
+  return {flat_at(flat, dtype), tensors.view(), at<float>(scale)};
+}
+
+PackCall unpack_call(const Table& tensors, Address flat, int dtype, Address scale) {
+  return pack_call(flat, dtype, tensors, scale);
+}
+
+void bind_pack(Plans& plans) {
+  def_op(plans, "pack_", &Ops::pack, kCudaOps.pack, pack_call);
+  def_op(plans, "unpack_", &Ops::unpack, kCudaOps.unpack, unpack_call);
+}
 
 AccumulateCall accumulate_call(Address acc, const Table& grads, Address scale, bool first, Address nonfinite) {
   return {at<float>(acc), grads.view(), at<float>(scale), first, at<uint8_t>(nonfinite)};
@@ -95,10 +180,33 @@ AccumulateCastCall accumulate_cast_call(Address wire, int dtype, Address acc, co
           at<uint8_t>(nonfinite)};
 }
 
+void bind_accumulate(Plans& plans) {
+  def_op(plans, "accumulate_", &Ops::accumulate, kCudaOps.accumulate, accumulate_call);
+  def_op(plans, "accumulate_cast_", &Ops::accumulate_cast, kCudaOps.accumulate_cast, accumulate_cast_call);
+}
+
 UnscaleNormCall unscale_norm_call(const Table& tensors, const Table* out, Address scale, double* partials,
                                   Address sumsq, Address nonfinite) {
   return {tensors.view(), out ? out->view() : Tensors{nullptr, DType::f32}, at<float>(scale), partials,
           at<double>(sumsq), at<uint8_t>(nonfinite)};
+}
+
+// By hand, because of the scratch: ours here, Python's on CUDA.
+void bind_unscale_norm(Plans& plans) {
+  plans.cpu.def("unscale_norm", [](const BucketPlan& plan, const Table& tensors, const Table* out, Address scale,
+                                   Address sumsq, Address nonfinite) {
+    const Layout layout = plan.layout();
+    std::vector<double> partials(static_cast<size_t>(2 * layout.num_chunks));
+    ops().unscale_norm(layout, unscale_norm_call(tensors, out, scale, partials.data(), sumsq, nonfinite));
+  }, NoGil());
+  if (!plans.cuda) return;
+  plans.cuda->def("unscale_norm", [](const CudaPlan& plan, Address stream, Address scratch, const Table& tensors,
+                                     const Table* out, Address scale, Address sumsq, Address nonfinite) {
+    double* partials = at<double>(scratch);
+    UnscaleNormCall call = unscale_norm_call(tensors, out, scale, partials, sumsq, nonfinite);
+    call.tickets = reinterpret_cast<uint32_t*>(partials + 2 * plan.layout.num_chunks);
+    kCudaOps.unscale_norm(plan.layout, at<void>(stream), call);
+  }, NoGil());
 }
 
 ExactSum exact_sum(Address hi, Address lo, Address bins, int64_t num_blocks, int width) {
@@ -109,49 +217,79 @@ DepositCall deposit_call(const ExactSum& sum, const Table& terms, bool first, Ad
   return {sum, terms.view(), first, at<uint8_t>(nonfinite)};
 }
 
-// ---- CPU ----
+AlignCall align_call(const ExactSum& sum, Address bins) { return {sum, at<uint8_t>(bins)}; }
 
-void unscale_norm(const BucketPlan& plan, const Table& tensors, const Table* out, Address scale, Address sumsq,
-                  Address nonfinite) {
-  const Layout layout = plan.layout();
-  std::vector<double> partials(static_cast<size_t>(2 * layout.num_chunks));
-  ops().unscale_norm(layout, unscale_norm_call(tensors, out, scale, partials.data(), sumsq, nonfinite));
+RoundCall round_call(const ExactSum& sum, Address out, int dtype) { return {sum, flat_at(out, dtype)}; }
+
+void bind_exact(py::module_& m, Plans& plans) {
+  m.attr("EXACT_BLOCK") = kExactBlock;
+  py::class_<ExactSum>(m, "ExactSum", py::module_local()).def(py::init(&exact_sum));
+  def_op(plans, "exact_deposit_", &Ops::exact_deposit, kCudaOps.exact_deposit, deposit_call);
+  def_op(plans, "exact_align_", &Ops::exact_align, kCudaOps.exact_align, align_call);
+  def_op(plans, "exact_round_", &Ops::exact_round, kCudaOps.exact_round, round_call);
 }
 
-void bind_plan(py::module_& m) {
-  py::class_<BucketPlan>(m, "BucketPlan", py::module_local())
-      .def(py::init<std::vector<int64_t>, std::vector<int64_t>>())
+// ---- what is no op ----
+
+Table uploaded(const Table& table, Address on_device, Address stream) {
+  kCudaOps.upload(at<void*>(on_device), table.data.data(), static_cast<int64_t>(table.data.size()), at<void>(stream));
+  Table copy = table;
+  copy.on_device = at<void*>(on_device);
+  return copy;
+}
+
+void bind_torch(py::module_& m) {
+  m.def("thread_pool", &thread_pool);
+  m.def("learn_tensor_object", [](py::handle object, Address tensor, Address storage, uint64_t keys,
+                                  int64_t storage_offset, Address data, int64_t bytes, uint64_t plain_keys) {
+    const Probe probe{at<void>(tensor), at<void>(storage), keys, storage_offset, at<void>(data), bytes};
+    return learn_tensor_object(object.ptr(), probe, plain_keys);
+  });
+  m.def("is_plain", [](py::handle tensor, const py::tuple& exact_types) {
+    TensorFacts facts;
+    return is_plain(tensor.ptr(), exact_types, &facts);
+  });
+}
+
+void bind_table(py::module_& m) {
+  m.def("gather", &gather);
+  py::class_<Table>(m, "Table", py::module_local())
+      .def(py::init(&make_table))
+      .def_property_readonly("dtype", [](const Table& table) { return static_cast<int>(table.dtype); })
+      .def_readonly("device", &Table::device)
+      .def("first_moved", &first_moved);
+  if (!kHasCuda) return;
+  m.attr("INLINE_SLOTS") = kInlineSlots;
+  m.def("uploaded", &uploaded);
+}
+
+void bind_plan(py::module_& m, Plans& plans) {
+  m.attr("BLOCK_ELEMENTS") = kBlockElements;
+  plans.cpu.def(py::init<std::vector<int64_t>, std::vector<int64_t>>())
       .def_property_readonly("num_words", &BucketPlan::num_words)
-      .def("write_words", [](const BucketPlan& plan, Address words) { plan.write_words(at<int64_t>(words)); })
-      .def("pack_", [](const BucketPlan& plan, Address flat, int dtype, const Table& tensors, Address scale) {
-        ops().pack(plan.layout(), flat_at(flat, dtype), tensors.view(), at<float>(scale));
-      }, NoGil())
-      .def("unpack_", [](const BucketPlan& plan, const Table& tensors, Address flat, int dtype, Address scale) {
-        ops().unpack(plan.layout(), tensors.view(), flat_at(flat, dtype), at<float>(scale));
-      }, NoGil())
-      .def("accumulate_", [](const BucketPlan& plan, Address acc, const Table& grads, Address scale, bool first,
-                             Address nonfinite) {
-        ops().accumulate(plan.layout(), accumulate_call(acc, grads, scale, first, nonfinite));
-      }, NoGil())
-      .def("accumulate_cast_", [](const BucketPlan& plan, Address wire, int dtype, Address acc, const Table& grads,
-                                  Address grad_scale, Address wire_scale, bool first, Address nonfinite) {
-        ops().accumulate_cast(plan.layout(), accumulate_cast_call(wire, dtype, acc, grads, grad_scale, wire_scale,
-                                                                  first, nonfinite));
-      }, NoGil())
-      .def("unscale_norm", &unscale_norm, NoGil())
-      .def("exact_deposit_", [](const BucketPlan& plan, const ExactSum& sum, const Table& terms, bool first,
-                                Address nonfinite) {
-        ops().exact_deposit(plan.layout(), deposit_call(sum, terms, first, nonfinite));
-      }, NoGil())
-      .def("exact_align_", [](const BucketPlan&, const ExactSum& sum, Address bins) {
-        ops().exact_align({sum, at<uint8_t>(bins)});
-      }, NoGil())
-      .def("exact_round_", [](const BucketPlan&, const ExactSum& sum, Address out, int dtype) {
-        ops().exact_round({sum, flat_at(out, dtype)});
-      }, NoGil());
+      .def("write_words", [](const BucketPlan& plan, Address words) { plan.write_words(at<int64_t>(words)); });
+  if (!plans.cuda) return;
+  plans.cuda->def(py::init([](const BucketPlan& plan, Address words) {
+    return CudaPlan{plan.layout_at(at<int64_t>(words))};
+  }));
+  plans.cuda->def_property_readonly("scratch_bytes", &CudaPlan::scratch_bytes);
 }
 
-void bind_roofs(py::module_& m) {
+void bind_overlap(Plans& plans) {
+  plans.cpu
+      .def("flat_is_apart", [](const BucketPlan& plan, Address flat, int dtype, const Table& tensors) {
+        return flat_is_apart(plan, flat_at(flat, dtype), tensors.view());
+      })
+      .def("is_disjoint", [](const BucketPlan& plan, Table& tensors) { return is_disjoint(tensors.sorted(plan)); })
+      .def("lists_are_apart", [](const BucketPlan& plan, Table& out, Table& tensors) {
+        return lists_are_apart(out.sorted(plan), tensors.sorted(plan), out.dtype == tensors.dtype);
+      })
+      .def("is_outside", [](const BucketPlan& plan, const Table& tensors, Address begin, Address end) {
+        return is_outside(plan, tensors.view(), begin, end);
+      });
+}
+
+void bind_roof(py::module_& m) {
   m.def("roof_read", [](Address src, int64_t n) { return ops().roof_read(at<float>(src), n); }, NoGil());
   m.def("roof_update", [](Address dst, int64_t n) { ops().roof_update(at<float>(dst), n); }, NoGil());
   m.def("roof_stream_copy", [](Address dst, Address src, int64_t n) {
@@ -159,96 +297,21 @@ void bind_roofs(py::module_& m) {
   }, NoGil());
 }
 
-// ---- CUDA: a plan whose words lie on a device. Every address is there; Python owns all of it ----
-
-#ifdef PYENGINE_CUDA
-
-struct CudaPlan {
-  Layout layout;
-  // Scratch of unscale_norm: two doubles a chunk, then a ticket a slot. Zero before the first call.
-  int64_t scratch_bytes() const { return 16 * layout.num_chunks + 4 * layout.num_slots; }
-};
-
-Table uploaded(const Table& table, Address on_device, Address stream) {
-  upload_cuda(at<void*>(on_device), table.data.data(), static_cast<int64_t>(table.data.size()), at<void>(stream));
-  Table copy = table;
-  copy.on_device = at<void*>(on_device);
-  return copy;
-}
-
-void unscale_norm_on(const CudaPlan& plan, Address stream, Address scratch, const Table& tensors, const Table* out,
-                     Address scale, Address sumsq, Address nonfinite) {
-  double* partials = at<double>(scratch);
-  UnscaleNormCall call = unscale_norm_call(tensors, out, scale, partials, sumsq, nonfinite);
-  call.tickets = reinterpret_cast<uint32_t*>(partials + 2 * plan.layout.num_chunks);
-  unscale_norm_cuda(plan.layout, at<void>(stream), call);
-}
-
-void bind_cuda(py::module_& m) {
-  m.attr("INLINE_SLOTS") = kInlineSlots;
-  m.def("uploaded", &uploaded);
-  py::class_<CudaPlan>(m, "CudaPlan", py::module_local())
-      .def(py::init([](const BucketPlan& plan, Address words) { return CudaPlan{plan.layout_at(at<int64_t>(words))}; }))
-      .def_property_readonly("scratch_bytes", &CudaPlan::scratch_bytes)
-      .def("pack_", [](const CudaPlan& plan, Address stream, Address flat, int dtype, const Table& tensors,
-                       Address scale) {
-        pack_cuda(plan.layout, at<void>(stream), flat_at(flat, dtype), tensors.view(), at<float>(scale));
-      }, NoGil())
-      .def("unpack_", [](const CudaPlan& plan, Address stream, const Table& tensors, Address flat, int dtype,
-                         Address scale) {
-        unpack_cuda(plan.layout, at<void>(stream), tensors.view(), flat_at(flat, dtype), at<float>(scale));
-      }, NoGil())
-      .def("accumulate_", [](const CudaPlan& plan, Address stream, Address acc, const Table& grads, Address scale,
-                             bool first, Address nonfinite) {
-        accumulate_cuda(plan.layout, at<void>(stream), accumulate_call(acc, grads, scale, first, nonfinite));
-      }, NoGil())
-      .def("accumulate_cast_", [](const CudaPlan& plan, Address stream, Address wire, int dtype, Address acc,
-                                  const Table& grads, Address grad_scale, Address wire_scale, bool first,
-                                  Address nonfinite) {
-        accumulate_cast_cuda(plan.layout, at<void>(stream),
-                             accumulate_cast_call(wire, dtype, acc, grads, grad_scale, wire_scale, first, nonfinite));
-      }, NoGil())
-      .def("unscale_norm", &unscale_norm_on, NoGil())
-      .def("exact_deposit_", [](const CudaPlan& plan, Address stream, const ExactSum& sum, const Table& terms,
-                                bool first, Address nonfinite) {
-        exact_deposit_cuda(plan.layout, at<void>(stream), deposit_call(sum, terms, first, nonfinite));
-      }, NoGil())
-      .def("exact_align_", [](const CudaPlan&, Address stream, const ExactSum& sum, Address bins) {
-        exact_align_cuda(at<void>(stream), {sum, at<uint8_t>(bins)});
-      }, NoGil())
-      .def("exact_round_", [](const CudaPlan&, Address stream, const ExactSum& sum, Address out, int dtype) {
-        exact_round_cuda(at<void>(stream), {sum, flat_at(out, dtype)});
-      }, NoGil());
-}
-
-#endif
-
 }  // namespace
 
 PYBIND11_MODULE(PYENGINE_MODULE, m) {
   m.def("isa", [] { return ops().isa; });
   m.def("set_isa", &set_isa);
-  m.def("thread_pool", &thread_pool);
-  m.def("learn_tensor_object", [](py::handle tensor, Address cdata) {
-    return learn_tensor_object(tensor.ptr(), at<void>(cdata));
-  });
-  m.def("gather", &gather);
-  m.attr("BLOCK_ELEMENTS") = kBlockElements;
-
-  py::class_<Table>(m, "Table", py::module_local())
-      .def(py::init(&make_table))
-      .def_property_readonly("dtype", [](const Table& table) { return static_cast<int>(table.dtype); })
-      .def_readonly("device", &Table::device);
-
-  m.attr("EXACT_BLOCK") = kExactBlock;
-  py::class_<ExactSum>(m, "ExactSum", py::module_local()).def(py::init(&exact_sum));
-
-  bind_plan(m);
-  bind_roofs(m);
-#ifdef PYENGINE_CUDA
-  bind_cuda(m);
-  m.attr("has_cuda") = true;
-#else
-  m.attr("has_cuda") = false;
-#endif
+  m.attr("has_cuda") = kHasCuda;
+  Plans plans{{m, "BucketPlan", py::module_local()}};
+  if (kHasCuda) plans.cuda.emplace(m, "CudaPlan", py::module_local());
+  bind_torch(m);
+  bind_table(m);
+  bind_plan(m, plans);
+  bind_overlap(plans);
+  bind_pack(plans);
+  bind_accumulate(plans);
+  bind_unscale_norm(plans);
+  bind_exact(m, plans);
+  bind_roof(m);
 }

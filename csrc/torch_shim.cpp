@@ -54,8 +54,48 @@ const Shim& shim() {
   return found;
 }
 
-// Bytes from a Python tensor object to its at::Tensor; 0 is unknown.
-size_t tensor_offset = 0;
+// Where things stand, in bytes from the beginning of what holds them; 0 is unknown.
+struct Places {
+  size_t tensor;                         // in a Python tensor object: its at::Tensor, a pointer to the TensorImpl
+  size_t keys, storage, storage_offset;  // in a TensorImpl
+  size_t data, bytes;                    // in a StorageImpl
+  uint64_t not_plain;                    // dispatch keys
+} places{};
+
+template <class T>
+T load(const void* base, size_t offset) {
+  T value;
+  std::memcpy(&value, static_cast<const char*>(base) + offset, sizeof(T));
+  return value;
+}
+
+const void* impl_of(const void* object) { return load<const void*>(object, places.tensor); }
+
+// The first word in [begin, end) that holds `value`; 0 if there is none.
+template <class T>
+size_t offset_of(T value, const void* base, size_t begin, size_t end) {
+  for (size_t offset = begin; offset < end; offset += sizeof(T))
+    if (load<T>(base, offset) == value) return offset;
+  return 0;
+}
+
+// Bytes of an element of the types that ops take; 0 for all others.
+int64_t element_size(int32_t scalar_type) {
+  switch (scalar_type) {  // c10::ScalarType, fixed by torch's serialization format
+    case 0: return 1;           // uint8
+    case 5: case 15: return 2;  // float16, bfloat16
+    case 3: case 6: return 4;   // int32, float32
+    case 7: return 8;           // float64
+    default: return 0;
+  }
+}
+
+// A storage may be smaller than its tensors: FSDP empties it and keeps them.
+bool storage_holds(const void* impl, const TensorFacts& facts) {
+  const int64_t size = element_size(facts.scalar_type), offset = load<int64_t>(impl, places.storage_offset);
+  const int64_t bytes = load<int64_t>(load<const void*>(impl, places.storage), places.bytes);
+  return size > 0 && (facts.numel == 0 || (facts.data && (offset + facts.numel) * size <= bytes));
+}
 
 void parallel_for_std_thread(int64_t n, RangeFn fn, void* context) {
   const int64_t threads = std::min<int64_t>(n, shim().get_num_threads ? shim().get_num_threads() : 1);
@@ -80,27 +120,32 @@ void parallel_for(int64_t n, RangeFn fn, void* context) {
 
 const char* thread_pool() { return shim().parallel_for ? "torch" : "std::thread"; }
 
-bool learn_tensor_object(const void* object, const void* cdata) {
+bool learn_tensor_object(const void* object, const Probe& probe, uint64_t plain_keys) {
   const Shim& s = shim();
   if (!s.get_data_ptr || !s.get_numel || !s.get_dtype || !s.get_device_type || !s.get_device_index ||
       !s.is_contiguous)
     return false;
-  // THPVariable is a PyObject head and an at::Tensor, which is one pointer to the TensorImpl; older torch has
-  // a flag between them. Compare against the address Python tells instead of trusting a version number.
-  for (size_t offset = 2 * sizeof(void*); offset <= 4 * sizeof(void*); offset += sizeof(void*)) {
-    const void* found;
-    std::memcpy(&found, static_cast<const char*>(object) + offset, sizeof(found));
-    if (found == cdata) {
-      tensor_offset = offset;
-      return true;
-    }
-  }
-  return false;
+  // THPVariable is a PyObject head and an at::Tensor; older torch has a flag between them. Compare against what Python
+  // tells instead of trusting a version number. A TensorImpl has 24 words or a little more, a StorageImpl 8 or more.
+  constexpr size_t kWord = sizeof(void*);
+  Places found{};
+  found.tensor = offset_of(probe.tensor, object, 2 * kWord, 5 * kWord);
+  found.keys = offset_of(probe.keys, probe.tensor, kWord, 24 * kWord);
+  found.storage = offset_of(probe.storage, probe.tensor, kWord, 24 * kWord);
+  found.storage_offset = offset_of(probe.storage_offset, probe.tensor, kWord, 24 * kWord);
+  found.data = offset_of(probe.data, probe.storage, kWord, 8 * kWord);
+  found.bytes = offset_of(probe.bytes, probe.storage, kWord, 8 * kWord);
+  found.not_plain = ~plain_keys;
+  if (!found.tensor || !found.keys || !found.storage || !found.storage_offset || !found.data || !found.bytes) return false;
+  places = found;
+  return true;
 }
 
 bool tensor_facts(const void* object, TensorFacts* facts) {
   const Shim& s = shim();
-  void* tensor = const_cast<char*>(static_cast<const char*>(object)) + tensor_offset;
+  if (!places.tensor) return false;
+  void* tensor = const_cast<char*>(static_cast<const char*>(object)) + places.tensor;
+  if (load<uint64_t>(impl_of(object), places.keys) & places.not_plain) return false;
   bool contiguous;
   if (s.get_device_type(tensor, &facts->device_type)) return false;
   if (facts->device_type != kCpu && facts->device_type != kCuda) return false;
@@ -108,7 +153,14 @@ bool tensor_facts(const void* object, TensorFacts* facts) {
   if (facts->device_type == kCuda && s.get_device_index(tensor, &facts->device_index)) return false;
   if (s.is_contiguous(tensor, &contiguous) || !contiguous) return false;
   return !s.get_dtype(tensor, &facts->scalar_type) && !s.get_numel(tensor, &facts->numel) &&
-         !s.get_data_ptr(tensor, &facts->data);
+         !s.get_data_ptr(tensor, &facts->data) && storage_holds(impl_of(object), *facts);
+}
+
+bool is_at(const void* object, const void* data, int64_t size) {
+  if (!places.tensor) return true;
+  const void* impl = impl_of(object);
+  const char* begin = load<const char*>(load<const void*>(impl, places.storage), places.data);
+  return begin && begin + load<int64_t>(impl, places.storage_offset) * size == data;
 }
 
 }  // namespace pyengine

@@ -23,11 +23,24 @@ struct TensorFacts {
 
 inline constexpr int32_t kCpu = 0, kCuda = 1;
 
-// Learns where a Python tensor object keeps its at::Tensor: `cdata` is its Tensor._cdata. False when the
-// layout or a shim function is missing; then tensor_facts must not be called.
-bool learn_tensor_object(const void* object, const void* cdata);
+// What Python says of a tensor, to find where its object, its TensorImpl and its StorageImpl keep these.
+struct Probe {
+  const void *tensor, *storage;  // Tensor._cdata, UntypedStorage._cdata
+  uint64_t keys;                 // dispatch keys
+  int64_t storage_offset;        // elements
+  const void* data;              // of the storage
+  int64_t bytes;                 // of the storage
+};
 
-// False unless the object is a dense contiguous CPU or CUDA tensor.
+// False when some of it is nowhere, or a shim function is missing. `plain_keys` are the dispatch keys of tensors whose
+// elements are what lies at their address.
+bool learn_tensor_object(const void* object, const Probe& probe, uint64_t plain_keys);
+
+// False unless the object is a dense contiguous CPU or CUDA tensor whose storage holds all of its elements as they are
+// (neither lazily negated nor fake); always false before learn_tensor_object.
 bool tensor_facts(const void* object, TensorFacts* facts);
+
+// Whether a tensor with elements of `size` bytes begins at `data`, as it did once; true before learn_tensor_object.
+bool is_at(const void* object, const void* data, int64_t size);
 
 }  // namespace pyengine

@@ -1,4 +1,6 @@
-"""Sphinx settings. The source folder is the repository, so that links are written as they lie there (`make docs`)."""
+"""Sphinx settings. The source folder is the repository,
+so that links are written as they lie there (`make docs`).
+"""
 
 from pyengine import __version__
 

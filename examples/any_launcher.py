@@ -1,9 +1,11 @@
 """One script under every launcher, with the same bits in the end: python examples/any_launcher.py
 
-It runs unchanged on workers that torchrun has started, on one host or on many (docs/launch.md has the commands):
+It runs unchanged on workers that torchrun has started, on one host or on many (docs/launch.md has the
+commands):
 
     torchrun --nproc-per-node 2 examples/any_launcher.py
-    torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint host0:29500 examples/any_launcher.py
+    torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint host0:29500
+    examples/any_launcher.py
 """
 
 import hashlib

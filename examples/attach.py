@@ -1,6 +1,7 @@
 """Keep DDP, and let its buckets travel once a window: torchrun --nproc-per-node 2 examples/attach.py
 
-What changes in a DDP loop: the two loops over windows, `sync.backward` and `sync.step`. No `no_sync`, no `loss / N`.
+What changes in a DDP loop: the two loops over windows, `sync.backward` and `sync.step`. No `no_sync`, no
+`loss / N`.
 """
 
 import torch

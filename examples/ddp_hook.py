@@ -1,6 +1,7 @@
-"""Keep DDP and its loop, and change only how a bucket travels: torchrun --nproc-per-node 2 examples/ddp_hook.py
+"""Keep DDP, and change only how a bucket travels: torchrun --nproc-per-node 2 examples/ddp_hook.py
 
-Deferral is then DDP's own `no_sync`, and the mean is DDP's: over micro-batches and ranks, each weighing the same.
+Deferral is then DDP's own `no_sync`, and the mean is DDP's: over micro-batches and ranks, each weighing the
+same.
 """
 
 from contextlib import nullcontext

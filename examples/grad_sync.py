@@ -1,6 +1,7 @@
 """A loop of your own, without DDP: python examples/grad_sync.py
 
-The engine owns the gradients. A window is 4 micro-batches on each of 2 workers; they travel once, in its last backward.
+The engine owns the gradients. A window is 4 micro-batches on each of 2 workers; they travel once, in its last
+backward.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """A mean over tokens, where micro-batches hold different numbers of them: python examples/token_counts.py
 
-Give `backward` the sum over tokens and their number. The window's gradient is then that of one batch of all sequences,
-however they were dealt out; a mean of means would favour the tokens of short sequences.
+Give `backward` the sum over tokens and their number. The window's gradient is then that of one batch of all
+sequences, however they were dealt out; a mean of means would favour the tokens of short sequences.
 """
 
 import torch

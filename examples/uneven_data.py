@@ -1,6 +1,7 @@
 """Workers with different amounts of data: no padding, no `join`: python examples/uneven_data.py
 
-A worker that has run out contributes zeros until all have. Every sample counts once, and as much as any other.
+A worker that has run out contributes zeros until all have. Every sample counts once, and as much as any
+other.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""A loop over micro-batches that cannot be nested, as Accelerate's users write it: python examples/wrap_unnested.py
+"""A loop that cannot be nested, as Accelerate's users write it: python examples/wrap_unnested.py
 
 The wrapped optimizer does nothing except where a window ends; the scheduler goes with it.
 """

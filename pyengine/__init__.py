@@ -1,22 +1,22 @@
 """pyengine: gradients travel once a window.
 
 Three ways in: `GradSync` for a loop of your own, `attach` (or only `comm_hook`) for stock DDP, and
-`python -m pyengine` from the command line.
+`python -m pyengine` from the command line. `pyengine.ops` has the kernels without an engine.
 """
 
-from pyengine import telemetry, wire
-from pyengine.accumulator import Exact
-from pyengine.batch import BatchPlan, plan_batch, scale_lr, warm_up
-from pyengine.dealer import Dealer
-from pyengine.drop_in import attach
-from pyengine.grad_sync import GradSync
-from pyengine.hook import HookState, comm_hook
-from pyengine.launching import launch
-from pyengine.norm import GradScaler
-from pyengine.record import StepRecord
-from pyengine.sampler import WindowSampler
-from pyengine.seed import micro_batch_rng, sample_rng, seed_everything, seed_rank, worker_init
-from pyengine.sync import Sync
+from pyengine import ops, telemetry, wire
+from pyengine.comm.launching import launch
+from pyengine.data.batch_plan import BatchPlan, plan_batch, scale_lr, warm_up
+from pyengine.data.dealer import Dealer
+from pyengine.data.rng import micro_batch_rng, sample_rng, seed_everything, seed_rank, worker_init
+from pyengine.data.sampler import WindowSampler
+from pyengine.engine.attach import attach
+from pyengine.engine.grad_sync import GradSync
+from pyengine.engine.sync import Sync
+from pyengine.gradients.accumulator import Exact
+from pyengine.gradients.ddp.hook import HookState, comm_hook
+from pyengine.step.grad_scaler import GradScaler
+from pyengine.step.step_record import StepRecord
 
 __version__ = "0.1.0"
 
@@ -34,6 +34,7 @@ __all__ = [
     "comm_hook",
     "launch",
     "micro_batch_rng",
+    "ops",
     "plan_batch",
     "sample_rng",
     "scale_lr",

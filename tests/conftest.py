@@ -8,9 +8,18 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "isa")]
 
+import forced_isa
 from ranks import RankPool, Ranks
+
+_PROBLEM = forced_isa.everywhere()
+
+
+def pytest_configure() -> None:
+    """Refuse to run on another instruction set than was asked for."""
+    if _PROBLEM is not None:
+        raise pytest.UsageError(_PROBLEM)
 
 
 @pytest.fixture(scope="session")

@@ -1,81 +1,202 @@
 """A pool of worker processes that tests borrow: `ranks(3).run(fn, ...)` runs `fn` on three real ranks.
 
-Starting a process with torch takes seconds, joining a process group milliseconds; so the processes live for the whole
-session and every run gets a process group of its own.
+Starting a process with torch takes seconds, joining a process group milliseconds; so the processes live for
+the whole session and every run gets a process group of its own. `ranks(3).ends(fn, ...)` is for runs that are
+meant to go wrong: it tells how each rank ended, be it by a signal, and only the processes that died are
+replaced.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import multiprocessing as mp
 import os
+import signal
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
-MAX_RANKS = 4
 TIMEOUT_S = 90
+_POLL_S = 0.05  # how often a run that may stop processes looks for them
 
 
 class RankError(AssertionError):
     """Some rank raised; the message holds every traceback."""
 
 
-class RankPool:
-    """Worker processes, started on first use and again after a hang."""
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended on one rank.
+
+    Attributes:
+        value: what the function returned.
+        error: the traceback of what it raised; empty if it returned.
+        exit_code: of the process, if it ended; negative for a signal.
+        is_silent: whether it gave no answer in time, and was killed.
+        was_stopped: whether a SIGSTOP held it, until every other rank had ended and it was continued.
+    """
+
+    value: Any = None
+    error: str = ""
+    exit_code: int | None = None
+    is_silent: bool = False
+    was_stopped: bool = False
+
+
+class Worker:
+    """A process that serves one rank after another."""
 
     def __init__(self) -> None:
-        self._workers: list[tuple[Any, Any]] = []
+        context = mp.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()  # so that the pipe ends with the process
+        self._is_ready = False
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process lives."""
+        return self._process.is_alive()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the process has imported torch, as far as can be told without waiting."""
+        return self._is_ready or self.pipe.poll()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal holds the process."""
+        state = os.waitid(os.P_PID, self._pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        return state is not None and state.si_code == os.CLD_STOPPED
+
+    @property
+    def _pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def send(self, job: tuple[Any, ...]) -> None:
+        """Give it a run, once it is ready."""
+        if not self._is_ready:
+            self._is_ready = self.pipe.recv()
+        self.pipe.send(sys.path)  # first, so that the test's module can be found
+        self.pipe.send(job)
+
+    def go_on(self) -> None:
+        """Continue after a stop."""
+        os.kill(self._pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+        self.close()
+
+    def close(self) -> int:
+        """Wait for the end of the process; return its exit code."""
+        self._process.join()
+        self.pipe.close()
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+
+class RankPool:
+    """Worker processes, started on first use and again after a death or a hang."""
+
+    def __init__(self) -> None:
+        self._workers: list[Worker] = []
 
     def run(self, group: tuple[str, int], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Run `fn(*args, **kwargs)` on the ranks of a group of (backend, size); return the results by rank."""
-        backend, world = group
-        self._start(world)
-        with tempfile.TemporaryDirectory() as folder:
-            store = os.path.join(folder, "store")
-            pipes = [pipe for _, pipe in self._workers[:world]]
-            for rank, pipe in enumerate(pipes):
-                pipe.send(sys.path)
-                pipe.send((fn, args, kwargs, backend, rank, world, store))
-            return _checked(self._collect(pipes, world))
+        """Run `fn(*args, **kwargs)` on the ranks of a group of (backend, size);
+        return the results by rank.
+        """
+        with self._started(group, (fn, args, kwargs)) as workers:
+            ends = _Ends(workers).collect(TIMEOUT_S, until_death=True)
+        return _checked(ends)
+
+    def ends(
+        self, group: tuple[str, int], within_s: float, fn: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> list[Ended]:
+        """Do the same, however it goes on each rank; return how each has ended after so many seconds."""
+        with self._started(group, (fn, args, kwargs)) as workers:
+            return _Ends(workers).collect(within_s, until_death=False)
 
     def stop(self) -> None:
         """Kill every worker."""
-        for process, pipe in self._workers:
-            process.kill()
-            process.join()
-            pipe.close()
+        for worker in self._workers:
+            worker.kill()
         self._workers = []
 
-    def _start(self, world: int) -> None:
-        context = mp.get_context("spawn")
-        while len(self._workers) < world:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            self._workers.append((process, ours))
+    @contextmanager
+    def _started(self, group: tuple[str, int], job: tuple[Any, ...]) -> Iterator[list[Worker]]:
+        """Give every rank of a group its job; afterwards, replace who has died."""
+        backend, world = group
+        workers = self._take(world)
+        with tempfile.TemporaryDirectory() as folder:
+            store = os.path.join(folder, "store")
+            for rank, worker in enumerate(workers):
+                worker.send((*job, (backend, rank, world, store)))
+            try:
+                yield workers
+            finally:
+                # The new ones start while tests go on with the others.
+                self._workers = [w if w.is_alive else Worker() for w in self._workers]
 
-    def _collect(self, pipes: list[Any], world: int) -> list[tuple[bool, Any]]:
-        answers: dict[int, tuple[bool, Any]] = {}
-        waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
-        while waiting:
-            ready = wait(list(waiting), timeout=TIMEOUT_S)
-            if not ready:
-                missing = sorted(waiting.values())
-                self.stop()
-                raise RankError(
-                    f"ranks {missing} of {world} gave no answer in {TIMEOUT_S} s; others: {answers}"
-                )
+    def _take(self, world: int) -> list[Worker]:
+        while len(self._workers) < world:
+            self._workers.append(Worker())
+        self._workers.sort(key=lambda worker: not worker.is_ready)
+        return self._workers[:world]
+
+
+class _Ends:
+    """How the ranks of one run end, as they do."""
+
+    def __init__(self, workers: list[Worker]) -> None:
+        self._workers = workers
+        self._waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
+        self._ends: dict[int, Ended] = {}
+        self._stopped: set[int] = set()
+
+    def collect(self, within_s: float, *, until_death: bool) -> list[Ended]:
+        """Wait until every rank has ended, or the first process has; kill those that take too long."""
+        deadline = time.monotonic() + within_s
+        while self._waiting and time.monotonic() < deadline:
+            ready: list[Any] = wait(list(self._waiting), timeout=_POLL_S)
             for pipe in ready:
-                try:
-                    answers[waiting.pop(pipe)] = pipe.recv()
-                except EOFError:
-                    self.stop()
-                    raise RankError(f"a rank died; answers so far: {answers}") from None
-        return [answers[rank] for rank in range(world)]
+                self._note(pipe)
+            if until_death and any(end.exit_code is not None for end in self._ends.values()):
+                break
+            if not ready:
+                self._go_on()
+        for rank in self._waiting.values():
+            self._workers[rank].kill()
+            self._ends[rank] = Ended(is_silent=True, was_stopped=rank in self._stopped)
+        return [self._ends[rank] for rank in range(len(self._workers))]
+
+    def _note(self, pipe: Connection) -> None:
+        rank = self._waiting.pop(pipe)
+        was_stopped = rank in self._stopped
+        try:
+            value, error = pipe.recv()
+            self._ends[rank] = Ended(value, error, was_stopped=was_stopped)
+        except (EOFError, ConnectionResetError):
+            self._ends[rank] = Ended(exit_code=self._workers[rank].close(), was_stopped=was_stopped)
+
+    def _go_on(self) -> None:
+        """Continue the stopped ranks once there are no others."""
+        stopped = [rank for rank in self._waiting.values() if self._workers[rank].is_stopped]
+        if len(stopped) == len(self._waiting):
+            self._stopped.update(stopped)
+            for rank in stopped:
+                self._workers[rank].go_on()
 
 
 class Ranks:
@@ -92,40 +213,75 @@ class Ranks:
         """Run a module-level function on every rank of a fresh group; return the results by rank."""
         return self._pool.run((self._backend, self.world), fn, *args, **kwargs)
 
+    def ends(self, within_s: float, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Ended]:
+        """Run a function that may fail, or end or stop the process, on any rank; return how each rank ended.
 
-def _checked(answers: list[tuple[bool, Any]]) -> list[Any]:
-    failed = [f"--- rank {rank} ---\n{value}" for rank, (ok, value) in enumerate(answers) if not ok]
+        A rank that has not ended after `within_s` seconds is killed, and said to be silent.
+        """
+        return self._pool.ends((self._backend, self.world), within_s, fn, *args, **kwargs)
+
+
+def _checked(ends: list[Ended]) -> list[Any]:
+    failed = [f"--- rank {rank} ---\n{_told(end)}" for rank, end in enumerate(ends) if _told(end)]
     if failed:
         raise RankError("\n" + "\n".join(failed))
-    return [value for _, value in answers]
+    return [end.value for end in ends]
+
+
+def _told(end: Ended) -> str:
+    """Say what went wrong on a rank; nothing if nothing did."""
+    if end.exit_code is not None:
+        return f"its process ended, exit code {end.exit_code}"
+    return "gave no answer" if end.is_silent else end.error
 
 
 def _serve(pipe: Any) -> None:
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # what lives as long as the process; the rest is soon looked through
+    pipe.send(True)
     while True:
         try:
-            sys.path[:] = pipe.recv()  # first, so that the test's module can be found
-            fn, args, kwargs, backend, rank, world, store = pipe.recv()
+            sys.path[:] = pipe.recv()
+            fn, args, kwargs, place = pipe.recv()
         except EOFError:
             return
+        # Who hangs says where, before it is killed.
+        faulthandler.dump_traceback_later(TIMEOUT_S - 5, file=sys.__stderr__)
         # A worker that fails here dies: what torch counts of groups would differ from the others' for good.
-        dist.init_process_group(
-            backend,
-            store=dist.FileStore(store, world),
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=TIMEOUT_S - 30),
-        )
-        dist.barrier()  # nobody leaves while another is still connecting
+        _meet(*place)
+        answer: tuple[Any, str]
         try:
-            torch.manual_seed(rank)
-            answer = True, fn(*args, **kwargs)
+            torch.manual_seed(place[1])
+            answer = fn(*args, **kwargs), ""
+        except SystemExit:
+            raise  # ends the process, as it would the user's
         except BaseException:  # noqa: BLE001 - whatever it was, the test wants to see it
-            answer = False, traceback.format_exc()
+            answer = None, traceback.format_exc()
         finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            _part()
+        faulthandler.cancel_dump_traceback_later()
         pipe.send(answer)
+
+
+def _meet(backend: str, rank: int, world: int, store: str) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(store, world),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=TIMEOUT_S - 30),
+    )
+    dist.barrier()  # nobody leaves while another is still connecting
+
+
+def _part() -> None:
+    import torch.distributed as dist
+
+    from pyengine.comm.default_group import destroy_default_group
+
+    if dist.is_initialized():
+        destroy_default_group()

@@ -9,14 +9,14 @@ namespace {
 // mul then add, two roundings, never fused: the reference and every instruction set must agree.
 template <bool kFirst, class Grad>
 bool accumulate_kernel(float* acc, const Grad* grad, int64_t n, F32x16 scale, bool streaming) {
-  FiniteCheck<float> check;
+  Largest<float> largest;
   sweep(acc, n, streaming, [&](int64_t i, auto access) PYENGINE_INLINE {
     F32x16 term = mul(access.load(grad + i), scale);
-    check.see(access.trim(pack<float>(term)));
+    largest.see(access.trim(pack<float>(term)));
     if constexpr (!kFirst) term = add(access.load(acc + i), term);
     access.store(acc + i, pack<float>(term));
   });
-  return check.failed();
+  return !largest.is_finite();
 }
 
 void zero_kernel(float* acc, int64_t n, bool streaming) {
@@ -28,7 +28,7 @@ void zero_kernel(float* acc, int64_t n, bool streaming) {
 template <bool kAcc, bool kGrad, class Wire, class Grad>
 bool accumulate_cast_kernel(Wire* wire, const float* acc, const Grad* grad, int64_t n, F32x16 grad_scale,
                             F32x16 wire_scale, bool streaming) {
-  FiniteCheck<Wire> check;
+  Largest<Wire> largest;
   sweep(wire, n, streaming, [&](int64_t i, auto access) PYENGINE_INLINE {
     F32x16 sum = splat(0);
     if constexpr (kGrad) sum = mul(access.load(grad + i), grad_scale);
@@ -36,10 +36,10 @@ bool accumulate_cast_kernel(Wire* wire, const float* acc, const Grad* grad, int6
     if constexpr (kAcc && !kGrad) sum = access.load(acc + i);
     if constexpr (kAcc || kGrad) sum = mul(sum, wire_scale);
     const Packed<Wire> y = pack<Wire>(sum);
-    check.see(access.trim(y));
+    largest.see(access.trim(y));
     access.store(wire + i, y);
   });
-  return check.failed();
+  return !largest.is_finite();
 }
 
 // ---- dispatch ----

@@ -4,39 +4,42 @@
 #include <cstring>
 
 namespace pyengine {
+
+#define PYENGINE_OP(op, Call) op##_cpu,
+#define PYENGINE_LEVEL(isa) \
+  namespace isa {           \
+  constexpr Ops kOps = {#isa, PYENGINE_OPS(PYENGINE_OP) roof_read, roof_update, roof_stream_copy}; \
+  }
+PYENGINE_LEVELS(PYENGINE_LEVEL)
+#undef PYENGINE_LEVEL
+#undef PYENGINE_OP
+
 namespace {
 
-#define PYENGINE_TABLE(isa)                                                                   \
-  {#isa, isa::pack_cpu, isa::unpack_cpu, isa::accumulate_cpu, isa::accumulate_cast_cpu,       \
-   isa::unscale_norm_cpu, isa::exact_deposit_cpu, isa::exact_align_cpu, isa::exact_round_cpu, \
-   isa::roof_read, isa::roof_update, isa::roof_stream_copy}
+bool runs_generic() { return true; }
 
-// Best first.
-constexpr Ops kTables[] = {
 #ifdef PYENGINE_X86
-    PYENGINE_TABLE(avx512),
-    PYENGINE_TABLE(avx2),
-#endif
-    PYENGINE_TABLE(generic),
-};
-#undef PYENGINE_TABLE
-
-bool runs_here(const Ops& table) {
-#ifdef PYENGINE_X86
+bool runs_avx2() {
   __builtin_cpu_init();  // also asks the OS whether it saves the wide registers
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c");
-  if (!std::strcmp(table.isa, "avx2")) return avx2;
-  if (!std::strcmp(table.isa, "avx512"))
-    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#endif
-  return !std::strcmp(table.isa, "generic");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
+bool runs_avx512() {
+  return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
+struct Level {
+  bool (*runs_here)();
+  const Ops* ops;
+};
+#define PYENGINE_LEVEL(isa) {runs_##isa, &isa::kOps},
+constexpr Level kLevels[] = {PYENGINE_LEVELS(PYENGINE_LEVEL)};
+#undef PYENGINE_LEVEL
 
 const Ops* best() {
-  for (const Ops& table : kTables)
-    if (runs_here(table)) return &table;
+  for (const Level& level : kLevels)
+    if (level.runs_here()) return level.ops;
   __builtin_unreachable();  // generic runs everywhere
 }
 
@@ -54,9 +57,9 @@ bool set_isa(const char* name) {
     chosen() = best();
     return true;
   }
-  for (const Ops& table : kTables)
-    if (!std::strcmp(name, table.isa) && runs_here(table)) {
-      chosen() = &table;
+  for (const Level& level : kLevels)
+    if (!std::strcmp(name, level.ops->isa) && level.runs_here()) {
+      chosen() = level.ops;
       return true;
     }
   return false;

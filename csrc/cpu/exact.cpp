@@ -1,6 +1,5 @@
 // exact: sums of gradients that do not depend on the order of their terms. The rules stand in exact.h.
 #include "chunks.h"
-#include "simd_exact.h"
 
 namespace pyengine::PYENGINE_ISA {
 namespace {
@@ -21,8 +20,8 @@ Block block_of(const ExactSum& sum, int64_t index) {
 
 template <class Access>
 PYENGINE_INLINE inline void clear(const Block& sum, Access access) {
-  for (int64_t i = 0; i < kExactBlock; i += kLanes) store_ints(access, sum.hi + i, zero_ints());
-  for (int64_t i = 0; i < kExactBlock; i += kLanes) store_ints(access, sum.lo + i, zero_ints());
+  for (int64_t i = 0; i < kExactBlock; i += kLanes) access.store(sum.hi + i, zero_ints());
+  for (int64_t i = 0; i < kExactBlock; i += kLanes) access.store(sum.lo + i, zero_ints());
 }
 
 // Rare: bins of a window seldom grow after its first terms. What is poisoned has no limbs, or they would remember an
@@ -46,11 +45,11 @@ PYENGINE_INLINE inline void add_slices(const Block& sum, const F32x16 (&x)[kVect
     I32x16 hi = round_even(y);
     lo[v] = round_even(mul(sub(y, to_floats(hi)), to_lo));
     if constexpr (!kFirst) hi = add(load_ints(sum.hi + v * kLanes), hi);
-    store_ints(access, sum.hi + v * kLanes, hi);
+    access.store(sum.hi + v * kLanes, hi);
   }
   for (int64_t v = 0; v < kVectors; ++v) {
     if constexpr (!kFirst) lo[v] = add(load_ints(sum.lo + v * kLanes), lo[v]);
-    store_ints(access, sum.lo + v * kLanes, lo[v]);
+    access.store(sum.lo + v * kLanes, lo[v]);
   }
 }
 
@@ -213,14 +212,14 @@ void exact_deposit_cpu(const Layout& layout, const DepositCall& call) {
   with_type(call.terms.dtype, [&](auto term_t) { deposit_typed<decltype(term_t)>(layout, call); });
 }
 
-void exact_align_cpu(const AlignCall& call) {
+void exact_align_cpu(const Layout&, const AlignCall& call) {
   for_each_range(call.sum.num_blocks, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b)
       if (call.bins[b] > call.sum.bins[b]) raise_bin(block_of(call.sum, b), call.bins[b]);
   });
 }
 
-void exact_round_cpu(const RoundCall& call) {
+void exact_round_cpu(const Layout&, const RoundCall& call) {
   with_type(call.out.dtype, [&](auto out_t) { round_typed<decltype(out_t)>(call); });
 }
 

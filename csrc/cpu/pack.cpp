@@ -28,19 +28,23 @@ void scale_cast_kernel(Dst* dst, const Src* src, int64_t n, float factor, bool s
 // ---- dispatch ----
 
 template <class FlatT, class TensorT>
-void pack_typed(const Layout& layout, FlatT* flat, const Tensors& tensors, float scale) {
+void pack_typed(const Layout& layout, const PackCall& call) {
+  FlatT* flat = as<FlatT>(call.flat.data);
+  const float scale = *call.scale;
   const bool streaming = worth_streaming<FlatT>(layout);
   for_each_chunk(layout, [&](const Chunk& chunk) {
-    scale_cast_kernel(in_flat(flat, layout, chunk), in_tensor<const TensorT>(tensors, chunk), chunk.count, scale,
+    scale_cast_kernel(in_flat(flat, layout, chunk), in_tensor<const TensorT>(call.tensors, chunk), chunk.count, scale,
                       streaming);
   });
 }
 
-template <class TensorT, class FlatT>
-void unpack_typed(const Layout& layout, const Tensors& tensors, const FlatT* flat, float scale) {
+template <class FlatT, class TensorT>
+void unpack_typed(const Layout& layout, const PackCall& call) {
+  const FlatT* flat = as<const FlatT>(call.flat.data);
+  const float scale = *call.scale;
   const bool streaming = worth_streaming<TensorT>(layout);
   for_each_chunk(layout, [&](const Chunk& chunk) {
-    TensorT* dst = in_tensor<TensorT>(tensors, chunk);
+    TensorT* dst = in_tensor<TensorT>(call.tensors, chunk);
     if (dst) scale_cast_kernel(dst, in_flat(flat, layout, chunk), chunk.count, scale, streaming);
   });
 }
@@ -49,18 +53,18 @@ void unpack_typed(const Layout& layout, const Tensors& tensors, const FlatT* fla
 
 // ---- entry points ----
 
-void pack_cpu(const Layout& layout, const Flat& flat, const Tensors& tensors, const float* scale) {
-  with_type(flat.dtype, [&](auto flat_t) {
-    with_type(tensors.dtype, [&](auto tensor_t) {
-      pack_typed<decltype(flat_t), decltype(tensor_t)>(layout, as<decltype(flat_t)>(flat.data), tensors, *scale);
+void pack_cpu(const Layout& layout, const PackCall& call) {
+  with_type(call.flat.dtype, [&](auto flat_t) {
+    with_type(call.tensors.dtype, [&](auto tensor_t) {
+      pack_typed<decltype(flat_t), decltype(tensor_t)>(layout, call);
     });
   });
 }
 
-void unpack_cpu(const Layout& layout, const Tensors& tensors, const Flat& flat, const float* scale) {
-  with_type(flat.dtype, [&](auto flat_t) {
-    with_type(tensors.dtype, [&](auto tensor_t) {
-      unpack_typed<decltype(tensor_t)>(layout, tensors, as<const decltype(flat_t)>(flat.data), *scale);
+void unpack_cpu(const Layout& layout, const PackCall& call) {
+  with_type(call.flat.dtype, [&](auto flat_t) {
+    with_type(call.tensors.dtype, [&](auto tensor_t) {
+      unpack_typed<decltype(flat_t), decltype(tensor_t)>(layout, call);
     });
   });
 }

@@ -1,13 +1,17 @@
 // Sixteen float lanes, whatever the machine: one __m512, two __m256, or float[16].
 //
-// An op is written once over these types and compiled once per instruction set (PYENGINE_ISA names the set and
-// its namespace). Every function here gives the same bits in all three versions. All of it is in anonymous
-// namespaces and uses no std template: the linker must never merge code of one set into another.
+// An op is written once over these types and compiled once per instruction set: PYENGINE_ISA names the set and its
+// namespace, PYENGINE_SIMD its header. Every set has the same functions, which give the same bits. All of it is in
+// anonymous namespaces and uses no std template: the linker must never merge code of one set into another.
+//
+// In every set: `Largest` remembers the largest magnitude that it sees, as an integer. From infinity's bits upwards
+// something was not finite; its exponent is that of the float, biased.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
 #include "../dtype.h"
+#include "../exact.h"
 
 // The bits of infinity in each type; with the sign cleared, only NaN is larger.
 namespace pyengine::PYENGINE_ISA {
@@ -18,13 +22,7 @@ template <> inline constexpr int32_t kInfinity<fp16> = 0x7c00;
 }  // namespace
 }  // namespace pyengine::PYENGINE_ISA
 
-#if PYENGINE_ISA_LEVEL == 2
-#include "simd_avx512.h"
-#elif PYENGINE_ISA_LEVEL == 1
-#include "simd_avx2.h"
-#else
-#include "simd_generic.h"
-#endif
+#include PYENGINE_SIMD
 
 namespace pyengine::PYENGINE_ISA {
 namespace {
@@ -40,6 +38,7 @@ struct Full {
   F32x16 load(const T* p) const { return widen(load_bits(p)); }
   template <class T>
   void store(T* p, Packed<T> v) const { store_packed(p, v); }
+  void store(int32_t* p, I32x16 v) const { store_ints(p, v); }
   template <class T>
   Packed<T> trim(Packed<T> v) const { return v; }
 };
@@ -55,6 +54,7 @@ struct Streamed : Full {
   }
   template <class T>
   void store(T* p, Packed<T> v) const { stream_packed(p, v); }
+  void store(int32_t* p, I32x16 v) const { stream_ints(p, v); }
 };
 
 struct Some {
@@ -81,7 +81,6 @@ struct Some {
     return load_bits(lanes);
   }
 };
-
 
 // The sum of sixteen double lanes in a fixed order: halves onto each other.
 inline double sum_lanes(const F64x16& sums) {

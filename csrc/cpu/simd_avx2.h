@@ -1,6 +1,6 @@
 // simd.h for AVX2 + FMA + F16C.
 #pragma once
-#include <immintrin.h>
+#include "simd_x86.h"
 
 namespace pyengine::PYENGINE_ISA {
 namespace {
@@ -8,34 +8,22 @@ namespace {
 struct F32x16 { __m256 lo, hi; };
 struct F64x16 { __m256d quarter[4]; };
 
-// Sixteen values in their storage type.
-template <class T> struct Packed { __m256i bits; };
 template <> struct Packed<float> { F32x16 x; };
 
 inline F32x16 splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline F32x16 mul(F32x16 a, F32x16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
 inline F32x16 add(F32x16 a, F32x16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline F32x16 sub(F32x16 a, F32x16 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
 
 inline Packed<float> load_packed(const float* p) { return {{_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}}; }
-template <class T> Packed<T> load_packed(const T* p) {
-  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))};
-}
 inline void store_packed(float* p, Packed<float> v) {
   _mm256_storeu_ps(p, v.x.lo);
   _mm256_storeu_ps(p + 8, v.x.hi);
-}
-template <class T> void store_packed(T* p, Packed<T> v) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v.bits);
 }
 inline void stream_packed(float* p, Packed<float> v) {
   _mm256_stream_ps(p, v.x.lo);
   _mm256_stream_ps(p + 8, v.x.hi);
 }
-template <class T> void stream_packed(T* p, Packed<T> v) {
-  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), v.bits);
-}
-inline void stream_fence() { _mm_sfence(); }
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 inline F32x16 widen(Packed<float> v) { return v.x; }
 inline __m256 widen_bf16(__m128i bits) {
@@ -70,33 +58,24 @@ template <> inline Packed<fp16> pack<fp16>(F32x16 x) {
                            _mm256_cvtps_ph(x.lo, _MM_FROUND_TO_NEAREST_INT))};
 }
 
-// Remembers the largest magnitude seen, as an integer: from infinity's bits upwards something was not finite.
-template <class T>
-class FiniteCheck {
- public:
-  void see(Packed<T> v) {
-    largest_ = _mm256_max_epi16(largest_, _mm256_and_si256(v.bits, _mm256_set1_epi16(0x7fff)));
-  }
-  bool failed() const {
-    const __m256i over = _mm256_cmpgt_epi16(largest_, _mm256_set1_epi16(kInfinity<T> - 1));
-    return _mm256_movemask_epi8(over) != 0;
-  }
-
- private:
-  __m256i largest_ = _mm256_setzero_si256();
-};
-
 template <>
-class FiniteCheck<float> {
+class Largest<float> {
  public:
   void see(Packed<float> v) {
     const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
     lo_ = _mm256_max_epi32(lo_, _mm256_and_si256(_mm256_castps_si256(v.x.lo), magnitude));
     hi_ = _mm256_max_epi32(hi_, _mm256_and_si256(_mm256_castps_si256(v.x.hi), magnitude));
   }
-  bool failed() const {
+  bool is_finite() const {
     const __m256i largest = _mm256_max_epi32(lo_, hi_);
-    return _mm256_movemask_epi8(_mm256_cmpgt_epi32(largest, _mm256_set1_epi32(kInfinity<float> - 1))) != 0;
+    return _mm256_movemask_epi8(_mm256_cmpgt_epi32(largest, _mm256_set1_epi32(kInfinity<float> - 1))) == 0;
+  }
+  int exponent() const {
+    const __m256i all = _mm256_max_epi32(lo_, hi_);
+    __m128i most = _mm_max_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1));
+    return _mm_cvtsi128_si32(most) >> 23;
   }
 
  private:
@@ -137,6 +116,64 @@ template <class T> void add_squares_at(F64x16& sums, const T* p) {
 }
 inline void store_lanes(double* lane, const F64x16& sums) {
   for (int i = 0; i < 4; ++i) _mm256_storeu_pd(lane + 4 * i, sums.quarter[i]);
+}
+
+// ---- integers beside the floats, for exact.cpp ----
+
+struct I32x16 { __m256i lo, hi; };
+
+inline __m256i* eight(int32_t* p) { return reinterpret_cast<__m256i*>(p); }
+inline const __m256i* eight(const int32_t* p) { return reinterpret_cast<const __m256i*>(p); }
+
+inline I32x16 load_ints(const int32_t* p) { return {_mm256_loadu_si256(eight(p)), _mm256_loadu_si256(eight(p + 8))}; }
+inline void store_ints(int32_t* p, I32x16 v) {
+  _mm256_storeu_si256(eight(p), v.lo);
+  _mm256_storeu_si256(eight(p + 8), v.hi);
+}
+inline void stream_ints(int32_t* p, I32x16 v) {
+  _mm256_stream_si256(eight(p), v.lo);
+  _mm256_stream_si256(eight(p + 8), v.hi);
+}
+inline I32x16 zero_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline I32x16 add(I32x16 a, I32x16 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+inline I32x16 round_even(F32x16 x) { return {_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi)}; }
+inline F32x16 to_floats(I32x16 v) { return {_mm256_cvtepi32_ps(v.lo), _mm256_cvtepi32_ps(v.hi)}; }
+
+// There is no conversion of int64 here, and a double has 53 bits where sums have up to 62. So where sums are large, the
+// last ten bits of lo become one: whether any of them was set is all that a rounding to 26 bits or fewer can see.
+inline __m256i shorten(__m256i hi, __m256i lo, int width) {
+  const __m256i large = _mm256_cmpgt_epi32(_mm256_abs_epi32(hi), _mm256_set1_epi32(1 << (45 - width)));
+  const __m256i last = _mm256_set1_epi32(1023);
+  const __m256i none = _mm256_cmpeq_epi32(_mm256_and_si256(lo, last), _mm256_setzero_si256());
+  const __m256i sticky = _mm256_andnot_si256(none, _mm256_set1_epi32(512));
+  return _mm256_blendv_epi8(lo, _mm256_or_si256(_mm256_andnot_si256(last, lo), sticky), large);
+}
+
+template <Rounding rounding>
+inline __m128 round_four(__m128i hi, __m128i lo, __m256d high_unit) {
+  __m256d sum = _mm256_add_pd(_mm256_mul_pd(_mm256_cvtepi32_pd(hi), high_unit), _mm256_cvtepi32_pd(lo));
+  if constexpr (rounding == Rounding::odd) {
+    // The 29 bits that a float lacks, cut off, then odd where something was cut: the same neighbour as to_float's.
+    const __m256i bits = _mm256_castpd_si256(sum), last = _mm256_set1_epi64x((1 << 29) - 1);
+    const __m256i none = _mm256_cmpeq_epi64(_mm256_and_si256(bits, last), _mm256_setzero_si256());
+    const __m256i odd = _mm256_andnot_si256(none, _mm256_set1_epi64x(1 << 29));
+    sum = _mm256_castsi256_pd(_mm256_or_si256(_mm256_andnot_si256(last, bits), odd));
+  }
+  return _mm256_cvtpd_ps(sum);
+}
+
+template <Rounding rounding>
+inline __m256 round_eight(__m256i hi, __m256i lo, int width) {
+  const __m256d high_unit = _mm256_set1_pd(static_cast<double>(power_of_two(width)));
+  lo = shorten(hi, lo, width);
+  return _mm256_set_m128(
+      round_four<rounding>(_mm256_extracti128_si256(hi, 1), _mm256_extracti128_si256(lo, 1), high_unit),
+      round_four<rounding>(_mm256_castsi256_si128(hi), _mm256_castsi256_si128(lo), high_unit));
+}
+
+template <Rounding rounding>
+inline F32x16 round_limbs(I32x16 hi, I32x16 lo, int width) {
+  return {round_eight<rounding>(hi.lo, lo.lo, width), round_eight<rounding>(hi.hi, lo.hi, width)};
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// simd.h for AVX-512 F, BW, DQ, VL. Compiled on every x86 build; not yet run, the development machines have AVX2.
+// simd.h for AVX-512 F, BW, DQ, VL.
 #pragma once
-#include <immintrin.h>
+#include "simd_x86.h"
 
 namespace pyengine::PYENGINE_ISA {
 namespace {
@@ -8,28 +8,16 @@ namespace {
 struct F32x16 { __m512 x; };
 struct F64x16 { __m512d lo, hi; };
 
-// Sixteen values in their storage type.
-template <class T> struct Packed { __m256i bits; };
 template <> struct Packed<float> { F32x16 x; };
 
 inline F32x16 splat(float x) { return {_mm512_set1_ps(x)}; }
 inline F32x16 mul(F32x16 a, F32x16 b) { return {_mm512_mul_ps(a.x, b.x)}; }
 inline F32x16 add(F32x16 a, F32x16 b) { return {_mm512_add_ps(a.x, b.x)}; }
+inline F32x16 sub(F32x16 a, F32x16 b) { return {_mm512_sub_ps(a.x, b.x)}; }
 
 inline Packed<float> load_packed(const float* p) { return {{_mm512_loadu_ps(p)}}; }
-template <class T> Packed<T> load_packed(const T* p) {
-  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))};
-}
 inline void store_packed(float* p, Packed<float> v) { _mm512_storeu_ps(p, v.x.x); }
-template <class T> void store_packed(T* p, Packed<T> v) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v.bits);
-}
 inline void stream_packed(float* p, Packed<float> v) { _mm512_stream_ps(p, v.x.x); }
-template <class T> void stream_packed(T* p, Packed<T> v) {
-  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), v.bits);
-}
-inline void stream_fence() { _mm_sfence(); }
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 inline F32x16 widen(Packed<float> v) { return v.x; }
 inline F32x16 widen(Packed<bf16> v) {
@@ -52,29 +40,17 @@ template <> inline Packed<fp16> pack<fp16>(F32x16 x) {
   return {_mm512_cvtps_ph(x.x, _MM_FROUND_TO_NEAREST_INT)};
 }
 
-// Remembers the largest magnitude seen, as an integer: from infinity's bits upwards something was not finite.
-template <class T>
-class FiniteCheck {
- public:
-  void see(Packed<T> v) {
-    largest_ = _mm256_max_epi16(largest_, _mm256_and_si256(v.bits, _mm256_set1_epi16(0x7fff)));
-  }
-  bool failed() const { return _mm256_cmpgt_epi16_mask(largest_, _mm256_set1_epi16(kInfinity<T> - 1)) != 0; }
-
- private:
-  __m256i largest_ = _mm256_setzero_si256();
-};
-
 template <>
-class FiniteCheck<float> {
+class Largest<float> {
  public:
   void see(Packed<float> v) {
     const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(v.x.x), _mm512_set1_epi32(0x7fffffff));
     largest_ = _mm512_max_epi32(largest_, magnitude);
   }
-  bool failed() const {
-    return _mm512_cmpgt_epi32_mask(largest_, _mm512_set1_epi32(kInfinity<float> - 1)) != 0;
+  bool is_finite() const {
+    return _mm512_cmpgt_epi32_mask(largest_, _mm512_set1_epi32(kInfinity<float> - 1)) == 0;
   }
+  int exponent() const { return _mm512_reduce_max_epi32(largest_) >> 23; }
 
  private:
   __m512i largest_ = _mm512_setzero_si512();
@@ -93,6 +69,38 @@ template <class T> void add_squares_at(F64x16& sums, const T* p) { add_squares(s
 inline void store_lanes(double* lane, const F64x16& sums) {
   _mm512_storeu_pd(lane, sums.lo);
   _mm512_storeu_pd(lane + 8, sums.hi);
+}
+
+// ---- integers beside the floats, for exact.cpp ----
+
+struct I32x16 { __m512i x; };
+
+inline I32x16 load_ints(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void store_ints(int32_t* p, I32x16 v) { _mm512_storeu_si512(p, v.x); }
+inline void stream_ints(int32_t* p, I32x16 v) { _mm512_stream_si512(reinterpret_cast<__m512i*>(p), v.x); }
+inline I32x16 zero_ints() { return {_mm512_setzero_si512()}; }
+inline I32x16 add(I32x16 a, I32x16 b) { return {_mm512_add_epi32(a.x, b.x)}; }
+inline I32x16 round_even(F32x16 x) { return {_mm512_cvtps_epi32(x.x)}; }
+inline F32x16 to_floats(I32x16 v) { return {_mm512_cvtepi32_ps(v.x)}; }
+
+template <Rounding rounding>
+inline __m256 round_eight(__m256i hi, __m256i lo, int width) {
+  const __m512i high = _mm512_sll_epi64(_mm512_cvtepi32_epi64(hi), _mm_cvtsi32_si128(width));
+  const __m512i sum = _mm512_add_epi64(high, _mm512_cvtepi32_epi64(lo));
+  if constexpr (rounding == Rounding::nearest) return _mm512_cvtepi64_ps(sum);
+  // Cut off, then made odd where something was cut: the same neighbour as to_float's.
+  const __m256 cut = _mm512_cvt_roundepi64_ps(sum, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+  const __mmask8 inexact = _mm512_cmpneq_epi64_mask(_mm512_cvttps_epi64(cut), sum);
+  const __m256i bits = _mm256_castps_si256(cut);
+  return _mm256_castsi256_ps(_mm256_mask_or_epi32(bits, inexact, bits, _mm256_set1_epi32(1)));
+}
+
+template <Rounding rounding>
+inline F32x16 round_limbs(I32x16 hi, I32x16 lo, int width) {
+  const __m256 low = round_eight<rounding>(_mm512_castsi512_si256(hi.x), _mm512_castsi512_si256(lo.x), width);
+  const __m256 high =
+      round_eight<rounding>(_mm512_extracti64x4_epi64(hi.x, 1), _mm512_extracti64x4_epi64(lo.x, 1), width);
+  return {_mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1)};
 }
 
 }  // namespace

@@ -24,6 +24,10 @@ inline F32x16 add(F32x16 a, F32x16 b) {
   for (int i = 0; i < 16; ++i) a.lane[i] += b.lane[i];
   return a;
 }
+inline F32x16 sub(F32x16 a, const F32x16& b) {
+  for (int i = 0; i < 16; ++i) a.lane[i] -= b.lane[i];
+  return a;
+}
 
 template <class T> Packed<T> load_packed(const T* p) {
   Packed<T> v;
@@ -83,9 +87,13 @@ inline int32_t magnitude_of(float x) { return static_cast<int32_t>(bits_of(x) & 
 inline int32_t magnitude_of(bf16 x) { return x.bits & 0x7fff; }
 inline int32_t magnitude_of(fp16 x) { return x.bits & 0x7fff; }
 
-// Remembers the largest magnitude seen, as an integer: from infinity's bits upwards something was not finite.
+template <class T> int exponent_of(int32_t magnitude) {
+  return magnitude_of(widen_one(T{static_cast<uint16_t>(magnitude)})) >> 23;
+}
+template <> inline int exponent_of<float>(int32_t magnitude) { return magnitude >> 23; }
+
 template <class T>
-class FiniteCheck {
+class Largest {
  public:
   void see(const Packed<T>& v) {
     for (int i = 0; i < 16; ++i) {
@@ -93,13 +101,15 @@ class FiniteCheck {
       largest_[i] = magnitude > largest_[i] ? magnitude : largest_[i];
     }
   }
-  bool failed() const {
-    bool any = false;
-    for (int32_t magnitude : largest_) any |= magnitude >= kInfinity<T>;
-    return any;
-  }
+  bool is_finite() const { return most() < kInfinity<T>; }
+  int exponent() const { return exponent_of<T>(most()); }
 
  private:
+  int32_t most() const {
+    int32_t most = 0;
+    for (int32_t magnitude : largest_) most = magnitude > most ? magnitude : most;
+    return most;
+  }
   int32_t largest_[16] = {};
 };
 
@@ -113,6 +123,47 @@ inline void add_squares(F64x16& sums, const F32x16& x) {
 }
 template <class T> void add_squares_at(F64x16& sums, const T* p) { add_squares(sums, widen(load_packed(p))); }
 inline void store_lanes(double* lane, const F64x16& sums) { std::memcpy(lane, sums.lane, sizeof(sums.lane)); }
+
+// ---- integers beside the floats, for exact.cpp ----
+
+struct I32x16 { int32_t lane[16]; };
+
+inline I32x16 load_ints(const int32_t* p) {
+  I32x16 v;
+  std::memcpy(v.lane, p, sizeof(v.lane));
+  return v;
+}
+inline void store_ints(int32_t* p, const I32x16& v) { std::memcpy(p, v.lane, sizeof(v.lane)); }
+inline void stream_ints(int32_t* p, const I32x16& v) { store_ints(p, v); }
+inline I32x16 zero_ints() { return {}; }
+inline I32x16 add(I32x16 a, const I32x16& b) {
+  for (int i = 0; i < 16; ++i) a.lane[i] += b.lane[i];
+  return a;
+}
+// Adding 2^23 leaves no room for a fraction; from there on a float has none.
+inline int32_t round_one(float x) {
+  const uint32_t sign = bits_of(x) & 0x80000000u;
+  const float large = float_of(sign | bits_of(0x1p23f));
+  const bool whole = (bits_of(x) & 0x7fffffffu) >= bits_of(0x1p23f);
+  return static_cast<int32_t>(whole ? x : (x + large) - large);
+}
+inline I32x16 round_even(const F32x16& x) {
+  I32x16 v;
+  for (int i = 0; i < 16; ++i) v.lane[i] = round_one(x.lane[i]);
+  return v;
+}
+inline F32x16 to_floats(const I32x16& v) {
+  F32x16 x;
+  for (int i = 0; i < 16; ++i) x.lane[i] = static_cast<float>(v.lane[i]);
+  return x;
+}
+
+template <Rounding rounding>
+inline F32x16 round_limbs(const I32x16& hi, const I32x16& lo, int width) {
+  F32x16 x;
+  for (int i = 0; i < 16; ++i) x.lane[i] = pyengine::round_limbs<rounding>(hi.lane[i], lo.lane[i], width);
+  return x;
+}
 
 }  // namespace
 }  // namespace pyengine::PYENGINE_ISA

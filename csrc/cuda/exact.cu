@@ -249,13 +249,13 @@ void exact_deposit_cuda(const Layout& layout, void* stream, const DepositCall& c
   with_type(call.terms.dtype, [&](auto term_t) { deposit_typed<decltype(term_t)>(layout, stream, call); });
 }
 
-void exact_align_cuda(void* stream, const AlignCall& call) {
+void exact_align_cuda(const Layout&, void* stream, const AlignCall& call) {
   if (call.sum.num_blocks == 0) return;
   launch(exact_align_kernel, "exact_align_", ctas_for(call.sum.num_blocks, kThreads), kThreads, stream, call.sum,
          call.bins);
 }
 
-void exact_round_cuda(void* stream, const RoundCall& call) {
+void exact_round_cuda(const Layout&, void* stream, const RoundCall& call) {
   if (call.sum.num_blocks == 0) return;
   const int64_t ctas = ctas_for(call.sum.num_blocks * kExactBlock, kRoundElements);
   with_type(call.out.dtype, [&](auto out_t) {

@@ -9,14 +9,9 @@ namespace pyengine {
 // As many addresses travel in a kernel's own parameters; longer lists need Tensors::on_device.
 inline constexpr int64_t kInlineSlots = 256;
 
-void pack_cuda(const Layout& layout, void* stream, const Flat& flat, const Tensors& tensors, const float* scale);
-void unpack_cuda(const Layout& layout, void* stream, const Tensors& tensors, const Flat& flat, const float* scale);
-void accumulate_cuda(const Layout& layout, void* stream, const AccumulateCall& call);
-void accumulate_cast_cuda(const Layout& layout, void* stream, const AccumulateCastCall& call);
-void unscale_norm_cuda(const Layout& layout, void* stream, const UnscaleNormCall& call);
-void exact_deposit_cuda(const Layout& layout, void* stream, const DepositCall& call);
-void exact_align_cuda(void* stream, const AlignCall& call);
-void exact_round_cuda(void* stream, const RoundCall& call);
+#define PYENGINE_OP(op, Call) void op##_cuda(const Layout& layout, void* stream, const Call& call);
+PYENGINE_OPS(PYENGINE_OP)
+#undef PYENGINE_OP
 
 // Writes n host addresses to device memory, by kernels that carry them in their parameters: in stream order, with
 // no host buffer that would have to outlive the call, so a CUDA graph can hold it too.

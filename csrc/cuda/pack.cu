@@ -51,35 +51,35 @@ unpack_kernel(const __grid_constant__ Layout layout, const __grid_constant__ Slo
 // ---- dispatch ----
 
 template <class FlatT, class TensorT>
-void pack_typed(const Layout& layout, void* stream, FlatT* flat, const Tensors& tensors, const float* scale) {
-  launch(pack_kernel<FlatT, TensorT>, "pack_", layout.num_chunks, kThreads, stream, layout, flat,
-         SlotTable(tensors, layout.num_slots), scale);
+void pack_typed(const Layout& layout, void* stream, const PackCall& call) {
+  launch(pack_kernel<FlatT, TensorT>, "pack_", layout.num_chunks, kThreads, stream, layout, as<FlatT>(call.flat.data),
+         SlotTable(call.tensors, layout.num_slots), call.scale);
 }
 
-template <class TensorT, class FlatT>
-void unpack_typed(const Layout& layout, void* stream, const Tensors& tensors, const FlatT* flat, const float* scale) {
+template <class FlatT, class TensorT>
+void unpack_typed(const Layout& layout, void* stream, const PackCall& call) {
   launch(unpack_kernel<TensorT, FlatT>, "unpack_", layout.num_chunks, kThreads, stream, layout,
-         SlotTable(tensors, layout.num_slots), flat, scale);
+         SlotTable(call.tensors, layout.num_slots), as<const FlatT>(call.flat.data), call.scale);
 }
 
 }  // namespace
 
 // ---- entry points ----
 
-void pack_cuda(const Layout& layout, void* stream, const Flat& flat, const Tensors& tensors, const float* scale) {
+void pack_cuda(const Layout& layout, void* stream, const PackCall& call) {
   if (layout.num_chunks == 0) return;
-  with_type(flat.dtype, [&](auto flat_t) {
-    with_type(tensors.dtype, [&](auto tensor_t) {
-      pack_typed<decltype(flat_t), decltype(tensor_t)>(layout, stream, as<decltype(flat_t)>(flat.data), tensors, scale);
+  with_type(call.flat.dtype, [&](auto flat_t) {
+    with_type(call.tensors.dtype, [&](auto tensor_t) {
+      pack_typed<decltype(flat_t), decltype(tensor_t)>(layout, stream, call);
     });
   });
 }
 
-void unpack_cuda(const Layout& layout, void* stream, const Tensors& tensors, const Flat& flat, const float* scale) {
+void unpack_cuda(const Layout& layout, void* stream, const PackCall& call) {
   if (layout.num_chunks == 0) return;
-  with_type(flat.dtype, [&](auto flat_t) {
-    with_type(tensors.dtype, [&](auto tensor_t) {
-      unpack_typed<decltype(tensor_t)>(layout, stream, tensors, as<const decltype(flat_t)>(flat.data), scale);
+  with_type(call.flat.dtype, [&](auto flat_t) {
+    with_type(call.tensors.dtype, [&](auto tensor_t) {
+      unpack_typed<decltype(flat_t), decltype(tensor_t)>(layout, stream, call);
     });
   });
 }

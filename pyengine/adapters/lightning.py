@@ -1,8 +1,8 @@
 """Lightning's Trainer with windows of pyengine: a DDP strategy, and a callback for the records of steps.
 
-Lightning divides every loss by `accumulate_grad_batches`, also in a short last window, and lets DDP average over ranks
-whatever they counted. Here the loss that `training_step` returned goes to the engine as it is; Lightning still says which
-micro-batch is a window's last.
+Lightning divides every loss by `accumulate_grad_batches`, also in a short last window, and lets DDP average
+over ranks whatever they counted. Here the loss that `training_step` returned goes to the engine as it is;
+Lightning still says which micro-batch is a window's last.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pyengine.adapters.settings import Settings
-from pyengine.record import StepRecord
-from pyengine.sync import Sync
+from pyengine.adapters.engine_for import engine_for
+from pyengine.engine.sync import Sync
+from pyengine.gradients.settings import Settings
+from pyengine.step.step_record import StepRecord
 from pyengine.telemetry.base import numbers
 from pyengine.wire import FP32, Wire
 
@@ -29,19 +30,23 @@ try:
     from lightning.pytorch.utilities.model_helpers import is_overridden
 except ImportError as error:
     raise ImportError(
-        "pyengine.adapters.lightning needs lightning, which is not installed: pip install '.[adapters]' in a clone of pyengine"
+        "pyengine.adapters.lightning needs lightning, which is not installed: pip install '.[adapters]' in "
+        "a clone of pyengine"
     ) from error
 
 
 class WindowStrategy(DDPStrategy):
-    """DDP whose gradients travel once a window, over a wire of yours, on any device; made as a DDPStrategy is.
+    """DDP whose gradients travel once a window, over a wire of yours, on any device; made as a DDPStrategy
+    is.
 
-    `training_step` returns a mean loss, or `{"loss": summed, "count": items}`. Gradients have their final values in
-    `on_before_optimizer_step` and for Lightning's clipping. A window that is not finite on some rank is stepped on none.
-    In "16-mixed" the loss scale is the engine's, and saved in Lightning's checkpoints as ever.
+    `training_step` returns a mean loss, or `{"loss": summed, "count": items}`. Gradients have their final
+    values in `on_before_optimizer_step` and for Lightning's clipping. A window that is not finite on some
+    rank is stepped on none. In "16-mixed" the loss scale is the engine's, and saved in Lightning's
+    checkpoints as ever.
 
     Attributes:
-        wire, accumulator, nonfinite: as for `pe.GradSync`; set them in a subclass or before the Trainer is made.
+        wire, accumulator, nonfinite: as for `pe.GradSync`; set them in a subclass or before the Trainer is
+            made.
         sync: the engine, from `on_fit_start` on: `on_step`.
 
     Example:
@@ -61,10 +66,10 @@ class WindowStrategy(DDPStrategy):
         settings = Settings(_most(self._module.trainer), self.wire, self.accumulator, self.nonfinite)
         precision = self.precision_plugin
         if isinstance(precision, MixedPrecision):
-            self.sync = settings.engine(self.model, scaler=precision.scaler)
+            self.sync = engine_for(self.model, settings, precision.scaler)
             precision.scaler = self.sync.scaler  # which it puts into checkpoints
         else:
-            self.sync = settings.engine(self.model, scaler=None)
+            self.sync = engine_for(self.model, settings, None)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training_step, and keep its loss from being divided."""
@@ -99,6 +104,11 @@ class WindowStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         """Run the window's last micro-batch, the hooks that look at gradients, and the step."""
+        if kwargs:
+            raise ValueError(
+                f"optimizer_step: got {', '.join(kwargs)}, need the closure only: the engine steps, and "
+                "hands nothing on to optimizer.step"
+            )
         with self.sync.accumulate(last=True):
             result = closure()
         self.sync.unscale_()
@@ -112,9 +122,12 @@ class WindowStrategy(DDPStrategy):
         return self.lightning_module
 
     def _register_ddp_hooks(self) -> None:
-        if self._ddp_comm_hook is not None or self._ddp_comm_state is not None:
+        options = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+        given = [name for name in options if getattr(self, f"_{name}") is not None]
+        if given:
             raise ValueError(
-                "ddp_comm_hook: got one, and the engine registers its own; say how buckets travel by `wire`"
+                f"{', '.join(given)}: got one, and the engine registers a hook of its own; say how buckets "
+                "travel by `wire`"
             )
 
 
@@ -129,7 +142,8 @@ class LogSteps(Callback):
         """Listen to the engine."""
         if not isinstance(trainer.strategy, WindowStrategy):
             raise TypeError(
-                f"LogSteps: strategy is a {type(trainer.strategy).__name__}, need a WindowStrategy, which has steps to log"
+                f"LogSteps: strategy is a {type(trainer.strategy).__name__}, need a WindowStrategy, which "
+                "has steps to log"
             )
         trainer.strategy.sync.on_step(partial(_log, trainer))
 
@@ -157,8 +171,8 @@ def _check(module: LightningModule) -> None:
     """Refuse what takes the backward out of the engine's hands."""
     if not module.automatic_optimization:
         raise ValueError(
-            "automatic_optimization=False: windows and divisors are your own code's there, so there is nothing to "
-            "translate; use pe.attach or pe.GradSync, or automatic optimization"
+            "automatic_optimization=False: windows and divisors are your own code's there, so there is "
+            "nothing to translate; use pe.attach or pe.GradSync, or automatic optimization"
         )
     if is_overridden("backward", module):
         raise ValueError(

@@ -1,24 +1,24 @@
 """The Transformers Trainer with windows of pyengine: every window's gradient is the mean over its own items.
 
-The Trainer counts a window's items ahead, gathers the number from all ranks, hands it to the model to divide by, and
-multiplies by the number of ranks again; a loss that does not divide (a regression head, a loss of one's own) then comes
-out too large. Here every loss is the mean over its own micro-batch, which weighs as many items as it has, and the engine
-divides by what all ranks have counted.
+The Trainer counts a window's items ahead, gathers the number from all ranks, hands it to the model to divide
+by, and multiplies by the number of ranks again; a loss that does not divide (a regression head, a loss of
+one's own) then comes out too large. Here every loss is the mean over its own micro-batch, which weighs as
+many items as it has, and the engine divides by what all ranks have counted.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from pyengine.header import Count
-from pyengine.record import StepRecord
-from pyengine.sync import Sync
+from pyengine.engine.sync import Sync
+from pyengine.step.step_record import StepRecord
+from pyengine.window.header import Count
 from pyengine.wire import FP32, Wire
 
 try:
@@ -27,11 +27,12 @@ try:
     from transformers.training_args import OptimizerNames
 except ImportError as error:
     raise ImportError(
-        "pyengine.adapters.transformers needs transformers, which is not installed: pip install '.[adapters]' in a clone of pyengine"
+        "pyengine.adapters.transformers needs transformers, which is not installed: pip install "
+        "'.[adapters]' in a clone of pyengine"
     ) from error
 
 from pyengine.adapters.accelerate import WindowAccelerator
-from pyengine.adapters.settings import Settings
+from pyengine.gradients.settings import Settings
 
 if TYPE_CHECKING:
     _Mixed = transformers.Trainer  # what a mixin's methods find beside them
@@ -40,11 +41,13 @@ else:
 
 
 class Windows(_Mixed):
-    """Mixin for a Trainer: `class MyTrainer(Windows, Seq2SeqTrainer)`; set the attributes below in the class body.
+    """Mixin for a Trainer: `class MyTrainer(Windows, Seq2SeqTrainer)`; set the attributes below in the class
+    body.
 
-    `gradient_accumulation_steps`, `max_grad_norm`, `bf16` and the rest of TrainingArguments keep their meaning, but
-    `average_tokens_across_devices`: gradient and logged loss are means over the items of all ranks. Items are the labels
-    that are not -100, shifted where the model's loss shifts them; without labels every micro-batch weighs the same.
+    `gradient_accumulation_steps`, `max_grad_norm`, `bf16` and the rest of TrainingArguments keep their
+    meaning, but `average_tokens_across_devices`: gradient and logged loss are means over the items of all
+    ranks. Items are the labels that are not -100, shifted where the model's loss shifts them; without labels
+    every micro-batch weighs the same.
 
     Attributes:
         wire, accumulator, nonfinite: as for `pe.GradSync`.
@@ -138,25 +141,34 @@ class _TrainerAccelerator(WindowAccelerator):
 
     items: Tensor | None = None
 
-    def backward(self, loss: Tensor, *, count: Count = 1) -> None:
+    def backward(self, loss: Tensor, *, count: Count = 1, **options: Any) -> None:
         """Run the backward of a mean over `items`, handed on as the sum that it stands for."""
         if self.items is not None:
             loss, count = loss * self.items, self.items
-        super().backward(loss, count=count)
+        super().backward(loss, count=count, **options)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Do nothing: the Trainer asks for it around the micro-batches that the engine has been told are not
+        the last.
+        """
+        del model
+        return nullcontext()
 
 
 def _check(args: transformers.TrainingArguments, accelerator: Any) -> None:
     """Refuse what divides or reduces by itself."""
     if args.n_gpu > 1:
         raise ValueError(
-            f"args: n_gpu={args.n_gpu} in one process is DataParallel; need one process a device: launch with torchrun"
+            f"args: n_gpu={args.n_gpu} in one process is DataParallel; need one process a device: launch "
+            "with torchrun"
         )
     if accelerator.num_processes > 1 and not accelerator.even_batches:
         raise ValueError(
-            "args: accelerator_config has even_batches=False, and the Trainer's loop ends with its own rank's data, where "
-            "others may still wait for it; leave it True"
+            "args: accelerator_config has even_batches=False, and the Trainer's loop ends with its own "
+            "rank's data, where others may still wait for it; leave it True"
         )
-    if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
+    if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO) or "layerwise" in args.optim:
         raise ValueError(
-            f"args: optim={OptimizerNames(args.optim).value!r} steps inside the backward, where no window has ended; choose another"
+            f"args: optim={OptimizerNames(args.optim).value!r} steps inside the backward, where no window "
+            "has ended; choose another"
         )

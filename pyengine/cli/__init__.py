@@ -1,1 +1,1 @@
-"""The command line: one module a command, `train_*` its parts."""
+"""The command line: a folder a command, and what they share."""

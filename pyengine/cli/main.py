@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from pyengine.cli import (
-    arguments,
-    bench_arguments,
-    doctor_arguments,
-    plan_arguments,
-    study_arguments,
-    verify_arguments,
-)
+from pyengine.cli import terminal
+from pyengine.cli.arguments import Conflict
+from pyengine.cli.bench import arguments as bench
+from pyengine.cli.doctor import arguments as doctor
+from pyengine.cli.plan import arguments as plan
+from pyengine.cli.study import arguments as study
+from pyengine.cli.train import arguments as train
+from pyengine.cli.verify import arguments as verify
 
 # What the extras `train` and `study` bring: import name to package.
 _EXTRA = {
@@ -28,7 +29,6 @@ _EXTRA = {
     "psutil": "psutil",
 }
 _ON_TORCHRUNS_WORKERS = ("train", "plan")
-_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments without the program's name; None is this process's own.
     """
+    terminal.show_everything()
     parser = build_parser()
     options = parser.parse_args(argv)
     if options.command is None:
@@ -46,9 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command not in _ON_TORCHRUNS_WORKERS and dist.is_torchelastic_launched():
         refuse(f"torchrun has started this, but {options.command} starts its own workers: run it by python")
     try:
-        code: int = options.run(options)
+        settings = _COMMANDS[options.command][1].settings(options)
+        # Only now: what it imports takes long, or is not there.
+        code: int = import_module(f"pyengine.cli.{options.command}.run").run(settings)
+        terminal.flush()
         return code
-    except arguments.Conflict as error:
+    except Conflict as error:
         refuse(str(error))
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
@@ -56,75 +60,30 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         extra = "study" if options.command == "study" else "train"
         print(
-            f"{options.command} needs {_EXTRA[missing]}, which is not installed: pip install '.[{extra}]' in a clone of pyengine",
+            f"{options.command} needs {_EXTRA[missing]}, which is not installed: pip install '.[{extra}]' "
+            "in a clone of pyengine",
             file=sys.stderr,
         )
         return 1
+    except OSError as error:
+        stopped = terminal.exit_code(error)
+        if stopped is None:
+            raise
+        return stopped
     except KeyboardInterrupt:
         print("interrupted: every worker has ended, nothing was saved", file=sys.stderr)
-        return _INTERRUPTED
+        return terminal.INTERRUPTED
 
 
-def _train(options: argparse.Namespace) -> int:
-    settings = arguments.settings(options)
-    from pyengine.cli import train
-
-    return train.run(settings)
-
-
-def _verify(options: argparse.Namespace) -> int:
-    settings = verify_arguments.settings(options)
-    from pyengine.cli import verify
-
-    return verify.run(settings)
-
-
-def _plan(options: argparse.Namespace) -> int:
-    settings = plan_arguments.settings(options)
-    from pyengine.cli import plan
-
-    return plan.run(settings)
-
-
-def _bench(options: argparse.Namespace) -> int:
-    settings = bench_arguments.settings(options)
-    from pyengine.cli import bench
-
-    return bench.run(settings)
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    from pyengine.cli import doctor
-
-    return doctor.run(as_json=options.json)
-
-
-def _study(options: argparse.Namespace) -> int:
-    settings = study_arguments.settings(options)
-    from pyengine.cli import study
-
-    return study.run(settings)
-
-
-# Name, what it does, its arguments (with the help's text), and what runs it.
-_COMMANDS: list[tuple[str, str, Any, Callable[[argparse.Namespace], int]]] = [
-    ("train", "train small real models on this machine, and compare with plain DDP", arguments, _train),
-    (
-        "verify",
-        "train on several world sizes and say whether the runs are identical",
-        verify_arguments,
-        _verify,
-    ),
-    ("plan", "show how a global batch is split on any number of workers", plan_arguments, _plan),
-    ("study", "train on a grid of workers and batch sizes, and say what they buy", study_arguments, _study),
-    (
-        "bench",
-        "measure kernels and whole windows here, against torch, DDP and its friends",
-        bench_arguments,
-        _bench,
-    ),
-    ("doctor", "say what works here, what does not, and how to mend it", doctor_arguments, _doctor),
-]
+# What each does, and its arguments (with the help's text); `run` of its folder runs it.
+_COMMANDS: dict[str, tuple[str, Any]] = {
+    "train": ("train small real models on this machine, and compare with plain DDP", train),
+    "verify": ("train on several world sizes and say whether the runs are identical", verify),
+    "plan": ("show how a global batch is split on any number of workers", plan),
+    "study": ("train on a grid of workers and batch sizes, and say what they buy", study),
+    "bench": ("measure kernels and whole windows here, against torch, DDP and its friends", bench),
+    "doctor": ("say what works here, what does not, and how to mend it", doctor),
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -133,7 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m pyengine", description="Gradient synchronization and accumulation for PyTorch."
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, summary, about, run in _COMMANDS:
+    for name, (summary, about) in _COMMANDS.items():
         command = commands.add_parser(
             name,
             help=summary,
@@ -142,5 +101,5 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         about.add_to(command)
-        command.set_defaults(run=run, error=command.error)
+        command.set_defaults(error=command.error)
     return parser

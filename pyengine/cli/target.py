@@ -9,6 +9,12 @@ from typing import Any
 from pyengine.cli.arguments import Conflict
 
 
+class Enough(BaseException):
+    """Ends a training function after its last step; no Exception,
+    so that it passes through the user's handlers.
+    """
+
+
 def check_spelling(target: str) -> None:
     """Raise Conflict if it is not MODULE:FUNCTION; imports nothing."""
     module, _, function = target.partition(":")

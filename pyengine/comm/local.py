@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyengine.comm.traffic import Traffic
+from pyengine.comm.base import Traffic
 
 
 class _Done:
@@ -38,13 +38,10 @@ class Local:
     def __init__(self) -> None:
         self.traffic = Traffic()
 
-    def beside(self, lent: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Do nothing: there is nobody to wait for."""
-        del lent
+    def side_stream(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Work right here: there is nobody to wait for."""
+        del tensors
         return nullcontext()
-
-    def launch(self) -> None:
-        """Do nothing: the device has begun already."""
 
     def all_reduce(self, flat: Tensor) -> _Done:
         """Return at once: the sum over one rank is already there."""
@@ -55,7 +52,6 @@ class Local:
         return _Done(flat)
 
     def all_gather_object(self, value: object) -> list[Any]:
-        """Return what the only rank said."""
         return [value]
 
     def broadcast_(self, tensors: list[Tensor]) -> None:

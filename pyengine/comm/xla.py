@@ -1,7 +1,7 @@
 """torch_xla as a transport: collectives are recorded, and run with the program they were recorded in.
 
-Written for torch_xla 2.9. `torch.distributed` is not asked for ranks here: where replicas are threads of one process it
-gives all of them the same one.
+Written for torch_xla 2.9. `torch.distributed` is not asked for ranks here: where replicas are threads of one
+process it gives all of them the same one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import Tensor
 
-from pyengine.comm.traffic import Traffic
+from pyengine.comm.base import Traffic, by_dtype, ring_bytes
 
 _LIMB_BITS = 16
 
@@ -41,8 +41,9 @@ class _Queued:
 class Xla:
     """Collectives of all replicas.
 
-    A reduction is queued; whoever waits for one first records all that are queued, as one operation a type. So a header
-    that is known before the window's last backward does not put a collective into that backward's program.
+    A reduction is queued; whoever waits for one first records all that are queued, as one operation a type.
+    So a header that is known before the window's last backward does not put a collective into that backward's
+    program.
 
     Under SPMD there is one replica, whose partitioned programs do their own reductions.
 
@@ -64,21 +65,16 @@ class Xla:
         # Which replica this is must be data: as a constant it would give each replica a program of its own.
         self._is_mine = (torch.arange(self.world_size) == self.rank).to(device)
         self._is_root = torch.tensor([self.rank == 0]).to(device)
-        self.launch()
+        torch_xla.sync()
 
     def refuses(self, dtype: torch.dtype) -> str:
-        """Say why tensors of a type cannot be reduced here; empty if they can."""
         if dtype == torch.bfloat16 and self.world_size > 1 and xr.device_type() == "CPU":
             return "XLA's CPU backend has no all-reduce of bfloat16"
         return ""
 
-    def launch(self) -> None:
-        """Let the device begin with what has been recorded; nobody waits."""
-        torch_xla.sync()
-
-    def beside(self, lent: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Do nothing: the order of a recorded program is the compiler's."""
-        del lent
+    def side_stream(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Work right here: the order of a recorded program is the compiler's."""
+        del tensors
         return nullcontext()
 
     def all_reduce(self, flat: Tensor) -> _Queued:
@@ -94,15 +90,15 @@ class Xla:
     def record(self) -> None:
         """Record one reduction a type over everything queued."""
         queue, self._queue = self._queue, []
-        # Always fresh tensors: torch_xla 2.9 loses an in-place reduction of a tensor that had been changed in place
-        # before (a gradient that was accumulated, say) as soon as it is changed through an alias (clipping, say).
+        # Always fresh tensors: torch_xla 2.9 loses an in-place reduction of a tensor that had been changed in
+        # place before (a gradient that was accumulated, say) as soon as it is changed through an alias
+        # (clipping, say).
         fresh = [self._scatter(flat) if flat.dtype == torch.float64 else flat.clone() for flat in queue]
         self._sum_(fresh)
         for flat, total in zip(queue, fresh, strict=True):
             flat.copy_(_joined(total.unbind(1), flat.dtype).sum(0) if flat.dtype == torch.float64 else total)
 
     def all_gather_object(self, value: object) -> list[Any]:
-        """Return every replica's value, by rank. For set-up and error reports only: it waits and pickles."""
         if self.world_size == 1:
             return [value]
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -114,7 +110,7 @@ class Xla:
 
     @torch.no_grad()
     def broadcast_(self, tensors: list[Tensor]) -> None:
-        """Overwrite `tensors` with replica 0's, which travel as float32, the type that all backends sum; -0 becomes +0."""
+        """Send the tensors as float32, the type that all backends sum; -0 becomes +0."""
         if self.world_size == 1:
             return
         pieces = [_pieces(tensor.detach()) for tensor in tensors]
@@ -123,38 +119,38 @@ class Xla:
         landed = iter(fresh)
         for tensor, group in zip(tensors, pieces, strict=True):
             tensor.detach().copy_(_joined([next(landed) for _ in group], tensor.dtype))
-        self.launch()
+        torch_xla.sync()
 
     def _sum_(self, tensors: list[Tensor]) -> None:
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        for group in by_dtype.values():
-            self.traffic.collectives += 1
-            num_bytes = sum(tensor.nbytes for tensor in group)
-            self.traffic.bytes_sent += 2 * (self.world_size - 1) * num_bytes // self.world_size
+        for group in by_dtype(tensors):
+            self.traffic.count(ring_bytes(sum(tensor.nbytes for tensor in group), self.world_size))
             # Layouts are not pinned: they would have to agree with those of all-gathers in one program.
             xm.all_reduce(xm.REDUCE_SUM, group, pin_layout=False)
 
     def _scatter(self, vector: Tensor) -> Tensor:
-        """Return a float64 vector's float32 pieces in this replica's row, `[replicas, pieces, n]`; other rows are 0.
+        """Return a float64 vector's float32 pieces in this replica's row, `[replicas, pieces, n]`; other rows
+        are 0.
 
-        No 64-bit type may travel: XLA has no such reduction on TPUs. And the sum is then made in the order of ranks.
+        No 64-bit type may travel: XLA has no such reduction on TPUs. And the sum is then made in the order of
+        ranks.
         """
         pieces = torch.stack(_pieces(vector))
         return torch.where(self._is_mine[:, None, None], pieces, torch.zeros_like(pieces))
 
     def _gather(self, tensor: Tensor) -> Tensor:
-        """Return all replicas' tensors one after the other, on the host."""
-        self.traffic.collectives += 1
-        self.traffic.bytes_sent += (self.world_size - 1) * tensor.nbytes
+        """Return all replicas' tensors one after the other, on the host, the caller's; a program and a
+        wait.
+        """
+        self.traffic.count((self.world_size - 1) * tensor.nbytes)
         gathered: Tensor = xm.all_gather(tensor.to(self._device), pin_layout=False)
-        self.launch()
+        torch_xla.sync()
         return gathered.cpu()
 
 
 def _pieces(tensor: Tensor) -> list[Tensor]:
-    """Return float32 tensors that together hold every bit of a tensor's numbers (float64: within float32's range)."""
+    """Return float32 tensors, shaped like a tensor, that together hold every bit of its numbers (float64:
+    within float32's range).
+    """
     if tensor.dtype == torch.float64:
         first = tensor.float()
         is_finite = torch.isfinite(first)
@@ -162,7 +158,8 @@ def _pieces(tensor: Tensor) -> list[Tensor]:
         second = rest.float()
         return [first, second, (rest - second.double()).float()]
     if tensor.dtype in (torch.int32, torch.int64):
-        # Masked first: torch_xla shifts right by dividing, which rounds negative numbers towards 0. The last limb is signed.
+        # Masked first: torch_xla shifts right by dividing, which rounds negative numbers towards 0. The last
+        # limb is signed.
         *shifts, last = range(0, 8 * tensor.dtype.itemsize, _LIMB_BITS)
         limbs = [(tensor & (2**_LIMB_BITS - 1 << shift)) >> shift for shift in shifts]
         return [limb.float() for limb in (*limbs, (tensor & -(2**last)) >> last)]

@@ -1,4 +1,6 @@
-"""Where the records of steps go: `sync.on_step(JsonLines("steps.jsonl"))`; `telemetry.tensorboard` needs tensorboard."""
+"""Where the records of steps go: `sync.on_step(JsonLines("steps.jsonl"))`;
+`telemetry.tensorboard` needs tensorboard.
+"""
 
 from pyengine.telemetry.base import Listener, numbers
 from pyengine.telemetry.jsonl import JsonLines

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import torch.distributed as dist
 
-from pyengine.record import StepRecord
+from pyengine.step.step_record import StepRecord
 
 
 def numbers(record: StepRecord) -> dict[str, float]:

@@ -10,16 +10,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pyengine.record import StepRecord
+from pyengine.step.step_record import StepRecord
 from pyengine.telemetry.base import Listener
 
 
 class JsonLines(Listener):
-    """Append one JSON object a step to a file: the fields of `StepRecord`, and `time`, the seconds since 1970.
+    """Append one JSON object a step to a file: the fields of `StepRecord`, and `time`, the seconds since
+    1970.
 
     The file is closed between steps. One that is there is continued; a line that a crash has torn
-    stays alone, and after resuming, the last of several lines with the same `step` is the valid one. Inf and nan, which
-    JSON does not know, become null.
+    stays alone, and after resuming, the last of several lines with the same `step` is the valid one. Inf and
+    nan, which JSON does not know, become null.
 
     Args:
         path: the file; its folder is there.

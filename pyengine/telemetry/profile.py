@@ -14,10 +14,10 @@ from torch.profiler import profile
 def chrome_trace(path: str | os.PathLike[str], *, rank: int = 0) -> Iterator[None]:
     """Profile the body on one rank and write a trace that chrome://tracing and Perfetto show.
 
-    Beside PyTorch's own events it holds `pyengine: backward`, `pyengine: exposed_sync`, `pyengine: optimizer`, and for
-    every bucket `pyengine: launch bucket <n>` and (not under DDP, which waits itself) `pyengine: land bucket <n>`. The
-    process group adds what is on the network in between, as `gloo:all_reduce` or `nccl:all_reduce`: in the order of
-    launches, after the header's.
+    Beside PyTorch's own events it holds `pyengine: backward`, `pyengine: exposed_sync`, `pyengine:
+    optimizer`, and for every bucket `pyengine: launch bucket <n>` and (not under DDP, which waits itself)
+    `pyengine: land bucket <n>`. The process group adds what is on the network in between, as
+    `gloo:all_reduce` or `nccl:all_reduce`: in the order of launches, after the header's.
 
     Args:
         path: the JSON file to write; ending in `.gz` it is compressed.

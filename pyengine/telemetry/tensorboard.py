@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 
-from pyengine.record import StepRecord
+from pyengine.step.step_record import StepRecord
 from pyengine.telemetry.base import Listener, numbers
 
 try:
     from torch.utils.tensorboard import SummaryWriter
 except ImportError as error:
     raise ImportError(
-        "pyengine.telemetry.tensorboard needs tensorboard, which is not installed: pip install '.[telemetry]' in a clone of pyengine"
+        "pyengine.telemetry.tensorboard needs tensorboard, which is not installed: pip install "
+        "'.[telemetry]' in a clone of pyengine"
     ) from error
 
 
 class TensorBoard(Listener):
-    """Write every number of a `StepRecord` as the scalar `pyengine/<name>`, and why a step was skipped as a text.
+    """Write every number of a `StepRecord` as the scalar `pyengine/<name>`, and why a step was skipped as a
+    text.
 
     Args:
         log_dir: folder of the event files; a run that goes on adds a file of its own.

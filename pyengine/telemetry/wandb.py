@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyengine.record import StepRecord
+from pyengine.step.step_record import StepRecord
 from pyengine.telemetry.base import Listener, numbers
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyengine.wire.base import Comm, Work
+from pyengine.comm.base import Comm, Work, ring_bytes
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,11 @@ class _Cast:
     folds_count: ClassVar[bool]
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
-        """Start summing `flat` `[numel]`, in place; every rank ends with the same bits."""
         return comm.all_reduce(flat)
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
         """Return what one rank sends in a ring all-reduce: 2 (W - 1) / W times the bucket."""
-        return 2 * (world_size - 1) * numel * self.dtype.itemsize // world_size
+        return ring_bytes(numel * self.dtype.itemsize, world_size)
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,9 @@ class FP32(_Cast):
 
 @dataclass(frozen=True)
 class BF16(_Cast):
-    """Send and sum in bfloat16: half the bytes; a sum over W ranks carries about W - 1 roundings of at most 2^-8."""
+    """Send and sum in bfloat16: half the bytes; a sum over W ranks carries about W - 1 roundings of at most
+    2^-8.
+    """
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
     folds_count: ClassVar[bool] = True
@@ -43,7 +44,9 @@ class BF16(_Cast):
 
 @dataclass(frozen=True)
 class FP16(_Cast):
-    """Send and sum in float16: half the bytes, roundings of at most 2^-11, range 6e-8 to 65504 (use a GradScaler)."""
+    """Send and sum in float16: half the bytes, roundings of at most 2^-11,
+    range 6e-8 to 65504 (use a GradScaler).
+    """
 
     dtype: ClassVar[torch.dtype] = torch.float16
     folds_count: ClassVar[bool] = True

@@ -1,6 +1,11 @@
-"""The rest of Accelerate's words in a loop with windows: clipping, schedulers, skipped steps, and what is refused."""
+"""The rest of Accelerate's words in a loop with windows: clipping, schedulers, skipped steps,
+and what is refused.
+"""
 
 from __future__ import annotations
+
+import copy
+import pickle
 
 import pytest
 import torch
@@ -10,7 +15,12 @@ from worlds import CLOSE, Remembering, Weights, mean_of_windows
 pytest.importorskip("accelerate", reason="needs pyengine[adapters]")
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+)
 
 from pyengine.adapters.accelerate import prepare
 
@@ -117,7 +127,7 @@ def _traffic() -> list:
 
 
 def test_gradients_travel_once_a_window(ranks):
-    assert ranks(2).run(_traffic)[0] == [2, 2]  # a header, and one bucket
+    assert ranks(2).run(_traffic)[0] == [3, 3]  # a header, one bucket, and the used flags
 
 
 def _saved(folder: str) -> bool:
@@ -137,6 +147,74 @@ def _saved(folder: str) -> bool:
 
 def test_the_accelerator_saves_and_loads_what_it_prepared(ranks, tmp_path):
     assert ranks(1).run(_saved, str(tmp_path / "state")) == [True]
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda prepared: pickle.loads(pickle.dumps(prepared))])
+def test_a_prepared_optimizer_can_be_pickled_and_copied_and_its_copy_steps_nothing(how):
+    with accelerated():
+        _, accelerator, model, optimizer, data, _ = _prepared()
+        for (x,) in data:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).mean())
+                optimizer.step()
+        twin = how(optimizer)
+        assert torch.equal(twin.param_groups[0]["params"][0], optimizer.param_groups[0]["params"][0])
+        with pytest.raises(RuntimeError, match="belongs to no engine"):
+            twin.step()
+
+
+def _resized(sizes: list) -> tuple:
+    """Give the windows of each epoch a size; return micro-batches seen and gradients stepped with,
+    by epoch.
+    """
+    with accelerated():
+        memory, accelerator, model, optimizer, data, _ = _prepared(2 * 2 * 5)
+        epochs = []
+        for size in sizes:
+            accelerator.gradient_accumulation_steps = size
+            assert accelerator.gradient_accumulation_steps == size
+            seen, before = [], len(memory.stepped_with)
+            for (x,) in data:
+                with accelerator.accumulate(model):
+                    seen.append(x)
+                    accelerator.backward(model(x).mean())
+                    optimizer.step()
+            epochs.append((seen, memory.stepped_with[before:]))
+        return epochs
+
+
+def test_gradient_accumulation_steps_can_be_set_between_windows(ranks):
+    sizes = [1, 4, 2]
+    answers = ranks(2).run(_resized, sizes)
+    for size, epoch in zip(sizes, zip(*answers, strict=True), strict=True):
+        expected = mean_of_windows([seen for seen, _ in epoch], size)
+        for _, grads in epoch:
+            torch.testing.assert_close(grads, expected, **CLOSE)
+
+
+def test_gradient_accumulation_steps_are_not_changed_in_the_middle_of_a_window():
+    with accelerated():
+        _, accelerator, model, optimizer, data, _ = _prepared()
+        for index, (x,) in enumerate(data):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).mean())
+                if index == 0:
+                    with pytest.raises(RuntimeError, match="in the middle of window 0"):
+                        accelerator.gradient_accumulation_steps = 4
+                with pytest.raises(ValueError, match="gradient_accumulation_steps=0: need a whole number"):
+                    accelerator.gradient_accumulation_steps = 0
+                optimizer.step()
+                if index == 1:
+                    accelerator.gradient_accumulation_steps = 1
+        assert accelerator.sync.window == 7 - 1  # one of two micro-batches, and six of one
+
+
+def test_what_is_set_on_the_accelerator_reaches_the_one_behind_it():
+    with accelerated():
+        own = Accelerator(cpu=True)
+        accelerator, _ = prepare(own, Weights(), accumulate=2)
+        accelerator.even_batches = False
+        assert own.even_batches is False
 
 
 def _refusal(case: str) -> str:
@@ -215,7 +293,60 @@ def _join(model, optimizer):
     accelerator.join_uneven_inputs([model])
 
 
+def _options_of_backward(model, optimizer):
+    accelerator, model, _ = prepare(Accelerator(cpu=True), model, loader(4), accumulate=2)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 3)).mean(), retain_graph=True, learning_rate=0.1)
+
+
+def _clips_early(call: str, *arguments):
+    def clip(model, optimizer):
+        accelerator, model, _ = prepare(Accelerator(cpu=True), model, loader(4), accumulate=2)
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 3)).mean())
+            getattr(accelerator, call)(*arguments or (model.parameters(), 1.0))
+
+    return clip
+
+
+def _asks_for(name: str):
+    def ask(model, optimizer):
+        accelerator, model = prepare(Accelerator(cpu=True), model, accumulate=2)
+        getattr(accelerator, name)(model)
+
+    return ask
+
+
+def _sets_sync_gradients(model, optimizer):
+    accelerator, model = prepare(Accelerator(cpu=True), model, accumulate=2)
+    accelerator.sync_gradients = True
+
+
+def _comm_hook(model, optimizer):
+    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+    prepare(Accelerator(cpu=True, kwargs_handlers=[hook]), model, accumulate=2)
+
+
+def _evaluated_first(model, optimizer):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare_model(model, evaluation_mode=True)
+    prepare(accelerator, model, accumulate=2)
+
+
 _REFUSED = {
+    "backward: got retain_graph, learning_rate": _options_of_backward,
+    "clip_grad_norm_: put it under `if accelerator.sync_gradients:`": _clips_early("clip_grad_norm_"),
+    "clip_grad_value_: put it under `if accelerator.sync_gradients:`": _clips_early("clip_grad_value_"),
+    "unscale_gradients: put it under `if accelerator.sync_gradients:`": _clips_early(
+        "unscale_gradients", None
+    ),
+    "no_sync: gradients travel in a window's last backward only": _asks_for("no_sync"),
+    "lomo_backward: ": _asks_for("lomo_backward"),
+    "prepare_optimizer: ": _asks_for("prepare_optimizer"),
+    "prepare_scheduler: ": _asks_for("prepare_scheduler"),
+    "sync_gradients=True: a window ends": _sets_sync_gradients,
+    "comm_hook=BF16": _comm_hook,
+    "was prepared for evaluation only": _evaluated_first,
     "got a second model (": _two,
     "no loader was prepared": _without_a_loader,
     "gradient_accumulation_steps=8": _other_steps,
@@ -228,7 +359,7 @@ _REFUSED = {
     "backward outside a window": _outside,
     "distributed_type is FSDP": _sharded,
     "need a DistributedDataParallel": _bare,
-    "join_uneven_inputs: windows need neither": _join,
+    "join_uneven_inputs: windows need it not": _join,
 }
 
 

@@ -1,4 +1,6 @@
-"""Accelerate's own loop, changed in the line that prepares: right gradients where Accelerate alone is wrong."""
+"""Accelerate's own loop, changed in the line that prepares:
+right gradients where Accelerate alone is wrong.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def loader(num: int) -> DataLoader:
 
 
 def loop(accelerator, model, optimizer, loader, *, epochs=1):
-    """Train as Accelerate's guide to gradient accumulation does; return the micro-batches that this rank saw."""
+    """Train as Accelerate's guide to gradient accumulation does;
+    return the micro-batches that this rank saw.
+    """
     seen = []
     for _ in range(epochs):
         for (x,) in loader:

@@ -1,7 +1,7 @@
 """fp16 through every adapter: the library's loss scaler moves to the engine, and gradients come out unscaled.
 
-Accelerate makes a scaler on a GPU only; here one is handed in, and autocast runs in fp16 on the CPU. The gradients of
-`Weights` are small integers times powers of two, which fp16 holds exactly.
+Accelerate makes a scaler on a GPU only; here one is handed in, and autocast runs in fp16 on the CPU. The
+gradients of `Weights` are small integers times powers of two, which fp16 holds exactly.
 """
 
 from __future__ import annotations

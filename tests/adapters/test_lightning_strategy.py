@@ -1,4 +1,6 @@
-"""Lightning's Trainer with the window strategy: right gradients where Lightning alone is wrong, hooks that see them."""
+"""Lightning's Trainer with the window strategy: right gradients where Lightning alone is wrong,
+hooks that see them.
+"""
 
 from __future__ import annotations
 
@@ -89,6 +91,14 @@ class OwnBackward(Module):
         loss.backward()
 
 
+class StepsWithOptions(Module):
+    """Gives its optimizer's step an argument of its own."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        """Step."""
+        optimizer.step(closure=optimizer_closure, momentum_now=0.5)
+
+
 def _fit(module: LightningModule, strategy: DDPStrategy, num: int, **options) -> LightningTrainer:
     with launched():
         options = {"accumulate_grad_batches": ACCUMULATE, "max_epochs": 1, "logger": False, **options}
@@ -164,7 +174,9 @@ def test_windows_follow_a_schedule_by_epoch(ranks):
 
 
 def _half(num_fits: int) -> tuple:
-    """Train in fp16, in which the gradients of `Weights` are exact, with the scaler that Lightning would make."""
+    """Train in fp16, in which the gradients of `Weights` are exact,
+    with the scaler that Lightning would make.
+    """
     module = Module()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
     precision = MixedPrecision("16-mixed", "cpu", scaler)
@@ -199,8 +211,14 @@ def test_records_of_steps_reach_the_loggers(ranks, tmp_path):
 
 def _refusal(case: str) -> str:
     hooked = DDPStrategy if case.startswith("LogSteps") else WindowStrategy
-    options = {"ddp_comm_hook": pe.comm_hook} if case.startswith("ddp_comm_hook") else {}
-    module = {"automatic_optimization=False": Manual, "overrides backward": OwnBackward}.get(case, Module)()
+    hooks = {"ddp_comm_hook": pe.comm_hook, "ddp_comm_wrapper": pe.comm_hook, "model_averaging_period": 4}
+    options = {name: value for name, value in hooks.items() if case == f"{name}: got one"}
+    made = {
+        "automatic_optimization=False": Manual,
+        "overrides backward": OwnBackward,
+        "optimizer_step: got momentum_now": StepsWithOptions,
+    }
+    module = made.get(case, Module)()
     plugins = [MixedPrecision("16-mixed", "cpu", OwnScaler("cpu"))] if "OwnScaler" in case else []
     more = {"accumulate_grad_batches": 1} if isinstance(module, Manual) else {}
     try:
@@ -215,7 +233,10 @@ def _refusal(case: str) -> str:
     [
         "automatic_optimization=False",
         "overrides backward",
+        "optimizer_step: got momentum_now",
         "ddp_comm_hook: got one",
+        "ddp_comm_wrapper: got one",
+        "model_averaging_period: got one",
         "LogSteps: strategy is a DDPStrategy",
         "the loss scaler is a OwnScaler",
     ],

@@ -21,5 +21,6 @@ def test_a_missing_library_is_named_with_the_extra_that_brings_it(module, librar
     code = f"import sys; sys.modules[{library!r}] = None; import pyengine.{module}"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.stderr.splitlines()[-1] == (
-        f"ImportError: pyengine.{module} needs {library}, which is not installed: pip install '.[{extra}]' in a clone of pyengine"
+        f"ImportError: pyengine.{module} needs {library}, which is not installed: pip install '.[{extra}]' "
+        "in a clone of pyengine"
     )

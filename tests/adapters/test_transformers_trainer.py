@@ -1,4 +1,6 @@
-"""Transformers' Trainer with windows: token-exact gradients, and losses that the Trainer alone scales wrongly."""
+"""Transformers' Trainer with windows: token-exact gradients,
+and losses that the Trainer alone scales wrongly.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,17 @@ CLOSE = 1e-5
 def _model(kind: str) -> transformers.PreTrainedModel:
     torch.manual_seed(7)
     config = GPT2Config(
-        vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=1, n_positions=LENGTH, n_embd=8, n_layer=1, n_head=2, pad_token_id=0,
+        vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=1, n_positions=LENGTH, n_embd=8,
+        n_layer=1, n_head=2, pad_token_id=0,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, summary_first_dropout=0.0, num_labels=1,
     )  # fmt: skip
     return (GPT2LMHeadModel if kind == "tokens" else GPT2ForSequenceClassification)(config)
 
 
 def _dataset(kind: str, num: int) -> list[dict[str, torch.Tensor]]:
-    """Sequences of which 1 to 5 tokens are labelled, and one of which none is; or sequences with a number each."""
+    """Sequences of which 1 to 5 tokens are labelled, and one of which none is;
+    or sequences with a number each.
+    """
     generator = torch.Generator().manual_seed(3)
     rows = []
     for index in range(num):
@@ -114,7 +119,9 @@ def _train(make: type, kind: str, num: int, folder: str, **options) -> tuple:
 
 
 def _oracle(kind: str, answers: list[tuple]) -> list[tuple[torch.Tensor, float]]:
-    """Return gradient and mean loss of each window, from one float64 backward over all its items of all ranks."""
+    """Return gradient and mean loss of each window, from one float64 backward over all its items of all
+    ranks.
+    """
     windows = []
     for start in range(0, len(answers[0][0]), ACCUMULATE):
         micro_batches = [b for seen, *_ in answers for b in seen[start : start + ACCUMULATE]]
@@ -283,7 +290,41 @@ def test_unequal_numbers_of_batches_are_refused_where_the_trainers_loop_could_no
         ranks(2).run(_train, WithWindows, "tokens", 6, str(tmp_path), **uneven)
 
 
-def test_an_optimizer_that_steps_inside_the_backward_is_refused(tmp_path):
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, optim="lomo")
+@pytest.mark.parametrize("optim", ["lomo", "galore_adamw_layerwise", "apollo_adamw_layerwise"])
+def test_an_optimizer_that_steps_inside_the_backward_is_refused(tmp_path, optim):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, optim=optim)
     with pytest.raises(ValueError, match="steps inside the backward"):
         Trainer(model=_model("tokens"), args=args)
+
+
+class EvaluatesFirst(WithWindows):
+    """Is evaluated before it is trained."""
+
+    def train(self):
+        """Evaluate, and train."""
+        self.evaluate(_dataset("tokens", 4))
+        return super().train()
+
+
+def test_evaluation_before_training_is_refused_on_several_ranks_and_told_what_to_set(ranks, tmp_path):
+    with pytest.raises(AssertionError, match="prepared for evaluation only") as caught:
+        ranks(2).run(_train, EvaluatesFirst, "tokens", 12, str(tmp_path))
+    assert str(caught.value).count("eval_on_start=True") == 2  # on every rank
+
+
+def test_evaluation_before_training_is_fine_on_one_process(tmp_path):
+    answer = _train(EvaluatesFirst, "tokens", 6, str(tmp_path))
+    assert max(_errors("tokens", [answer])) < CLOSE
+
+
+class EvaluatesOnStart(WithWindows):
+    """Is evaluated as the refusal says."""
+
+    def __init__(self, **options):
+        super().__init__(eval_dataset=_dataset("tokens", 4), **options)
+        self.args.eval_on_start = True
+
+
+def test_evaluation_on_start_trains_on_several_ranks(ranks, tmp_path):
+    answers = ranks(2).run(_train, EvaluatesOnStart, "tokens", 12, str(tmp_path))
+    assert max(_errors("tokens", answers)) < CLOSE

@@ -1,4 +1,6 @@
-"""What tests of adapters share: items with known gradients, an optimizer that remembers, and a launcher's environment."""
+"""What tests of adapters share: items with known gradients, an optimizer that remembers,
+and a launcher's environment.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def items(num: int, *, seed: int = 0) -> Tensor:
 
 
 def mean_of_windows(by_rank: Sequence[Sequence[Tensor]], accumulate: int) -> list[Tensor]:
-    """Return each window's mean gradient over all items that all ranks have seen in it, from one float64 sum."""
+    """Return each window's mean gradient over all items that all ranks have seen in it,
+    from one float64 sum.
+    """
     windows = []
     for start in range(0, max(map(len, by_rank)), accumulate):
         seen = [x for micro_batches in by_rank for x in micro_batches[start : start + accumulate]]

@@ -25,7 +25,8 @@ def _run(folder: Path, arguments: tuple[str, ...]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
-    """Give `train("--mode", "ddp")`: run the command with tiny settings, once a session, and return its JSON lines.
+    """Give `train("--mode", "ddp")`: run the command with tiny settings, once a session, and return its JSON
+    lines.
 
     It runs in a folder of its own: files it is to write are named without one.
     """

@@ -1,4 +1,6 @@
-"""What tests start by torchrun: calls `launch` as often and with as many workers as it is told, and prints what comes."""
+"""What tests start by torchrun: calls `launch` as often and with as many workers as it is told,
+and prints what comes.
+"""
 
 from __future__ import annotations
 

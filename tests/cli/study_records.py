@@ -4,13 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from pyengine.cli.study_analysis import Analysis, analyse
-from pyengine.cli.study_grid import WARM_UP_STEPS
-from pyengine.cli.study_store import Record
+from pyengine.cli.study.analysis import Analysis, analyse
+from pyengine.cli.study.grid import WARM_UP_STEPS
+from pyengine.cli.study.probe import Run
+from pyengine.cli.study.store import Record
 
 STEPS = 16  # that are measured
+
+
+def asked(
+    target: str,
+    beats: Path | None = None,
+    *,
+    workers: int = 2,
+    accumulate: int = 2,
+    micro_batch: int = 8,
+    evaluate_every: int = 4,
+) -> Run:
+    """Return a short run as its workers are told of it."""
+    return Run(
+        target=target,
+        workers=workers,
+        global_batch=micro_batch * workers * accumulate,
+        micro_batch=micro_batch,
+        accumulate=accumulate,
+        steps=12,
+        dataset_size=256,
+        seed=0,
+        threads=1,
+        evaluate_every=evaluate_every,
+        beats=str(beats or ""),
+    )
 
 
 def made(workers: int, batch: int, *, step_s: float = 0.25, **changes: Any) -> Record:

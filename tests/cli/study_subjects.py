@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pyengine as pe
-from pyengine.cli.study_probe import Probe
+from pyengine.cli.study.probe import Probe
 
 
 def right(study: Probe) -> None:
@@ -58,7 +58,9 @@ EVALUATION_TICKS = 1000
 
 
 def slow_evaluation(study: Probe) -> None:
-    """Step at once, together, and evaluate slowly, on rank 0 alone; time is a counter that the ranks share."""
+    """Step at once, together, and evaluate slowly, on rank 0 alone;
+    time is a counter that the ranks share.
+    """
     store = dist.distributed_c10d._get_default_store()
 
     def quality() -> float:
@@ -68,7 +70,7 @@ def slow_evaluation(study: Probe) -> None:
         return 0.5
 
     clock = SimpleNamespace(perf_counter=lambda: float(store.add("ticks", 1)), process_time=time.process_time)
-    with mock.patch("pyengine.cli.study_probe.time", clock):
+    with mock.patch("pyengine.cli.study.probe.time", clock):
         study.watch(None, quality=quality if dist.get_rank() == 0 else lambda: None)
         for step in range(study.steps):
             dist.all_reduce(torch.zeros(1))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
-from pyengine.cli.verify_probe import Probe
+from pyengine.cli.verify.probe import Probe
 
 MICRO_BATCHES = 12
 Rng = Callable[[int, int], AbstractContextManager[None]]

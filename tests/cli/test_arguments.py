@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import resource
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,7 +35,17 @@ BAD_VERIFY = [
     (("--train", "no_such:train"), "there is no module no_such here"),
     (("--train", "json:train"), "json has no function train"),
 ]
-BAD = [("train", *case) for case in BAD_TRAIN] + [("verify", *case) for case in BAD_VERIFY]
+# 99999 is more than any machine has cores for.
+CROWDS = [
+    (name, arguments, "argument --workers: workers=99999: need at most")
+    for name, arguments in (
+        ("train", ("--workers", "99999")),
+        ("verify", ("--workers", "1,99999")),
+        ("study", ("--workers", "1,99999")),
+        ("bench", ("step", "--workers", "99999")),
+    )
+]
+BAD = CROWDS + [("train", *case) for case in BAD_TRAIN] + [("verify", *case) for case in BAD_VERIFY]
 
 
 @pytest.mark.parametrize(
@@ -45,6 +58,24 @@ def test_bad_argument_says_what_was_got_and_needed(
         main([name, *arguments])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "study", "bench"])
+def test_too_few_open_files_are_told_before_anything_is_started(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (40, 40))
+    with pytest.raises(SystemExit, match="2"):
+        main([command])
+    said = capsys.readouterr()
+    assert re.search(r"argument --workers: workers=\d+ need \d+ open files .* `ulimit -n \d+`", said.err)
+    assert (said.out, list(tmp_path.iterdir())) == ("", [])
+
+
+def test_plan_takes_any_number_of_workers_since_it_starts_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--global-batch", "99999", "--workers", "99999", "--json"]) == 0
+    assert '"workers": 99999' in capsys.readouterr().out
 
 
 def test_help_shows_examples_and_modes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,9 +98,11 @@ def test_without_a_command_help_is_printed(capsys: pytest.CaptureFixture[str]) -
 def test_missing_extra_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, module: str, package: str
 ) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == module or ".cli.train" in name]:
+    folders = ("pyengine.cli.train", "pyengine.cli.tasks")
+    for name in [name for name in sys.modules if name.split(".")[0] == module or name.startswith(folders)]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr(pyengine.cli, "train", raising=False)
+    for folder in ("train", "tasks"):
+        monkeypatch.delattr(pyengine.cli, folder, raising=False)
     monkeypatch.setitem(sys.modules, module, None)  # Python's own way to make an import fail
     assert main(["train"]) == 1
     message = (

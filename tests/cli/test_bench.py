@@ -14,13 +14,15 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from pyengine._ops import BucketPlan
-from pyengine.bench import windows
-from pyengine.bench.kernels import OPS
-from pyengine.bench.variants import VARIANTS, Floor, NoSync
-from pyengine.cli import bench_arguments, bench_verdict
-from pyengine.cli.bench_report import Tables
+from pyengine.cli.bench import arguments as bench_arguments
+from pyengine.cli.bench import run as bench
+from pyengine.cli.bench import verdict as bench_verdict
+from pyengine.cli.bench.kernels.processor import OPS
+from pyengine.cli.bench.report import Tables
+from pyengine.cli.bench.windows import measure as windows
+from pyengine.cli.bench.windows.variants import VARIANTS, Floor, NoSync
 from pyengine.cli.main import build_parser, main
+from pyengine.ops.plan import BucketPlan
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = ("--ops", "pack", "--seconds", "0.01", "--megabytes", "1")
@@ -187,7 +189,7 @@ def test_variants_with_other_gradients_stop_the_run_on_every_rank(
             "argument --variants: got ddp,engine with kernels, and it is",
         ),
         (["--device", "cuda"], "argument --device: got cuda, and torch finds no CUDA device here"),
-        (["--variants", "ddp,megatron"], "argument --variants: got megatron, and megatron is not installed"),
+        (["--variants", "ddp,accelerate"], "argument --variants: got accelerate, and accelerate is not"),
         (
             ["--out", "no/such/folder.json"],
             "argument --out: cannot write no/such/folder.json (No such file or directory)",
@@ -198,7 +200,7 @@ def test_variants_with_other_gradients_stop_the_run_on_every_rank(
 def test_arguments_that_cannot_be_are_refused_by_name(
     arguments: list[str], message: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pyengine.cli.bench_arguments.find_spec", lambda name: None)
+    monkeypatch.setattr("pyengine.cli.bench.arguments.find_spec", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit) as stopped:
         main(["bench", *arguments])
@@ -209,7 +211,7 @@ def test_arguments_that_cannot_be_are_refused_by_name(
 def test_a_peer_that_is_not_installed_is_left_out_of_the_default_and_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pyengine.cli.bench_arguments.find_spec", lambda name: None)
+    monkeypatch.setattr("pyengine.cli.bench.arguments.find_spec", lambda name: None)
     steps = bench_arguments.settings(build_parser().parse_args(["bench"])).steps
     assert steps is not None and steps.left_out == ("accelerate",)
     assert {"floor", "ddp", "no_sync", "engine", "attach"} <= set(steps.setting.variants)
@@ -243,7 +245,8 @@ def test_the_floor_is_no_winner_and_noise_is_named() -> None:
     fastest, against = bench_verdict.on_windows(measured)
     assert fastest == "GradSync had the shortest windows, 2000 ms in the median; within noise of it: attach."
     assert against == (
-        "Against GradSync in the same rounds a window took: DDP, sync every micro-batch 1.50 × as long (1.50 to 1.50)."
+        "Against GradSync in the same rounds a window took: DDP, sync every micro-batch 1.50 × as long "
+        "(1.50 to 1.50)."
     )
     (noise,) = bench_verdict.on_windows({"ddp": times(1.0, 2.0, 2.0)})
     assert noise.startswith("Windows of one variant differ by 50% between rounds")
@@ -259,3 +262,16 @@ def test_a_script_shows_its_arguments(script: str, capsys: Capture) -> None:
         run_script(script, "--help")
     assert stopped.value.code == 0
     assert f"usage: {script}" in capsys.readouterr().out
+
+
+def test_a_result_file_that_cannot_be_written_leaves_what_was_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """/dev/full can be opened, and takes nothing: a disk that fills up while bench measures."""
+    if not Path("/dev/full").exists():
+        pytest.skip("no device that is full")
+    monkeypatch.setattr(bench, "_kernels", lambda kernels, report: ({"rows": []}, ["all is fast"]))
+    assert main(["bench", "kernels", *SMALL, "--json", "--out", "/dev/full"]) == 1
+    said = capsys.readouterr()
+    assert '"sentences": ["all is fast"], "out": null' in said.out
+    assert said.err.startswith("cannot write /dev/full (No space left on device)")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import pyengine
-from pyengine.cli import doctor
-from pyengine.cli.doctor_finding import Finding, fail, ok, warn
+from pyengine.cli.doctor import run as doctor
+from pyengine.cli.doctor.finding import Finding, fail, ok, warn
 from pyengine.cli.main import main
 
 HERE = Path(pyengine.__file__).parents[1]
@@ -23,7 +23,9 @@ Capture = pytest.CaptureFixture[str]
 
 
 def examine(folder: Path, *, before: str = "pass", **environment: str) -> tuple[int, dict[str, Any]]:
-    """Run the command on the package in a folder; return exit code and findings by name, the verdict among them."""
+    """Run the command on the package in a folder; return exit code and findings by name,
+    the verdict among them.
+    """
     code = f"import sys; {before}; from pyengine.cli.main import main; sys.exit(main(['doctor', '--json']))"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -51,7 +53,7 @@ def broken(tmp_path: Path) -> Path:
     """A copy of the package whose native core is no library."""
     copy = tmp_path / "pyengine"
     shutil.copytree(HERE / "pyengine", copy, ignore=shutil.ignore_patterns("_core*.so", "__pycache__"))
-    (copy / f"_core{EXTENSION_SUFFIXES[0]}").write_text("not a library")
+    (copy / "ops" / f"_core{EXTENSION_SUFFIXES[0]}").write_text("not a library")
     return tmp_path
 
 

@@ -16,10 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
-from pyengine import _native
-from pyengine._ops import BucketPlan
-from pyengine.cli import doctor_machine, doctor_native, doctor_torch, doctor_workers
-from pyengine.cli.doctor_finding import Finding
+from pyengine.cli.doctor import machine as doctor_machine
+from pyengine.cli.doctor import native as doctor_native
+from pyengine.cli.doctor import pytorch as doctor_torch
+from pyengine.cli.doctor import workers as doctor_workers
+from pyengine.cli.doctor.finding import Finding
+from pyengine.ops import native
+from pyengine.ops.plan import BucketPlan
 
 Patch = pytest.MonkeyPatch
 
@@ -66,8 +69,8 @@ def test_a_compiler_is_asked_for_c_20(
 
 
 def without_core(monkeypatch: Patch, folder: Path, *files: str) -> Finding:
-    monkeypatch.setattr(_native, "_core", None)
-    monkeypatch.setattr(_native, "_missing", ImportError("undefined symbol: oops"))
+    monkeypatch.setattr(native, "_core", None)
+    monkeypatch.setattr(native, "_missing", ImportError("undefined symbol: oops"))
     monkeypatch.setattr(doctor_native, "FOLDER", folder)
     for name in files:
         (folder / name).write_text("")
@@ -95,8 +98,8 @@ def test_a_core_that_does_not_load(monkeypatch: Patch, tmp_path: Path) -> None:
 def fake_core(monkeypatch: Patch) -> SimpleNamespace:
     core = SimpleNamespace(isa=lambda: "avx2", thread_pool=lambda: "torch", has_cuda=False)
     core.BucketPlan = lambda offsets, numels: None
-    monkeypatch.setattr(_native, "_core", core)
-    monkeypatch.setattr(_native, "core", lambda: core)  # the real one remembers what it has found
+    monkeypatch.setattr(native, "_core", core)
+    monkeypatch.setattr(native, "core", lambda: core)  # the real one remembers what it has found
     return core
 
 

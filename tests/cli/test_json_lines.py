@@ -23,7 +23,10 @@ SHORT = {
     "verify": ("--train subjects:right --workers 1 --steps 1", {"run", "verdict"}),
     "plan": ("--workers 1", {"plan"}),
     "study": (
-        "--train study_subjects:right --workers 1 --batch 8 --dataset-size 64 --repeats 1 --out {folder}/study",
+        (
+            "--train study_subjects:right --workers 1 --batch 8 --dataset-size 64 --repeats 1 --out "
+            "{folder}/study"
+        ),
         {"plan", "run", "cell", "report"},
     ),
     "bench": (
@@ -34,7 +37,7 @@ SHORT = {
 }
 
 
-@pytest.mark.parametrize("command", [name for name, *_ in _COMMANDS])
+@pytest.mark.parametrize("command", list(_COMMANDS))
 def test_stdout_is_json_lines_that_name_their_events(command: str, tmp_path: Path) -> None:
     assert command in SHORT, "a command needs a row of short arguments here"
     arguments, expected = SHORT[command]

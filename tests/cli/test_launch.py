@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -51,6 +54,61 @@ def test_first_error_is_told_whoever_ends_first() -> None:
         launch(fail_on_rank_1_which_ends_last, workers=2)
 
 
+def kill_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_a_killed_worker_is_named_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    told = (
+        r"^worker 1 of 2 failed \(exit code -9\)\nSignal 9 \(SIGKILL\) received by PID \d+; "
+        "the kernel sends it"
+    )
+    with pytest.raises(RuntimeError, match=told):
+        launch(kill_rank_1, workers=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def raise_on_rank_1() -> None:
+    dist.barrier()
+    if dist.get_rank() == 1:
+        raise ValueError("boom")
+
+
+@pytest.mark.slow
+def test_a_worker_that_raised_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"^worker 1 of 2 failed \(exit code 1\)\n(?s:.)*boom"):
+        launch(raise_on_rank_1, workers=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def leave_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os._exit(0)
+    time.sleep(60)
+
+
+@pytest.mark.slow
+def test_a_worker_that_leaves_without_a_result_is_named_and_ends_the_others() -> None:
+    with pytest.raises(RuntimeError, match=r"^worker 1 of 2 failed \(exit code 0\)\nit ended by itself"):
+        launch(leave_on_rank_1, workers=2)
+
+
+def keep_a_lambda() -> Callable[[], None]:
+    return lambda: None
+
+
+@pytest.mark.slow
+def test_a_result_that_cannot_be_sent_is_told() -> None:
+    with pytest.raises(RuntimeError, match=r"^worker 0 of 1 failed(?s:.)*pickle"):
+        launch(keep_a_lambda, workers=1)
+
+
 def test_handlers_and_mask_are_put_back() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     launch(rank_and, workers=1, args=(0,))
@@ -64,11 +122,15 @@ def test_number_of_workers_is_checked(workers: float) -> None:
         launch(rank_and, workers=workers)  # type: ignore[arg-type]
 
 
-def test_function_that_no_other_process_can_find_is_refused() -> None:
+def test_function_that_no_other_process_can_find_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys.modules["__main__"], "__file__", __file__, raising=False
+    )  # a script, however pytest runs
     with pytest.raises(ValueError, match="need a function at the top of an importable module"):
         launch(lambda: None, workers=1)
 
 
+@pytest.mark.slow
 def test_interrupt_ends_every_process_with_one_line() -> None:
     command = [*TRAIN, "--model", "gpt", "--json", "--steps", "10000"]
     pipe = subprocess.PIPE

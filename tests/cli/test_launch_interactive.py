@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import pyengine as pe
-from pyengine import launching
+from pyengine.comm import launching
 
 # The parent has used torch's threads before: OpenMP hangs in a fork that uses them again.
 SESSION = """

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from pyengine import launch, launching
+from pyengine import launch
 from pyengine.cli.main import main
+from pyengine.comm import launching
 
 SCRIPT = Path(__file__).with_name("launch_script.py")
 pytestmark = pytest.mark.slow  # new processes again and again

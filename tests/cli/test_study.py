@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from study_records import STEPS
+from study_records import STEPS, asked
 from study_subjects import goes
 
-from pyengine.cli import study_machine, study_plots
+from pyengine.cli import cpu
 from pyengine.cli.main import build_parser, main
-from pyengine.cli.study import study
-from pyengine.cli.study_arguments import BUILT_IN, settings
-from pyengine.cli.study_grid import WARM_UP_STEPS
-from pyengine.cli.study_probe import Run, Trace, work
-from pyengine.cli.study_progress import JsonLines, Tables
-from pyengine.cli.study_run import Limits, Outcome, Watch
+from pyengine.cli.study import plots as study_plots
+from pyengine.cli.study.arguments import BUILT_IN, settings
+from pyengine.cli.study.grid import WARM_UP_STEPS
+from pyengine.cli.study.probe import Run, Trace, work
+from pyengine.cli.study.progress import JsonLines, Tables
+from pyengine.cli.study.run import study
+from pyengine.cli.study.supervise import Limits, Outcome, Watch
 
 PICTURES = {
     "speed_up",
@@ -34,7 +35,9 @@ _STEPS = WARM_UP_STEPS + STEPS
 
 
 class Runner:
-    """Makes runs up: k workers are k/2 times as fast as one and more; `bad` ends runs in ways of their own."""
+    """Makes runs up: k workers are k/2 times as fast as one and more;
+    `bad` ends runs in ways of their own.
+    """
 
     def __init__(self, **bad: str) -> None:
         self.runs: list[tuple[int, int, int]] = []
@@ -69,11 +72,12 @@ Study = Callable[..., int]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
-    """Give `make(runner, "--repeats", "2")`: study workers 1,2 and batches 8,16 with made-up runs on two cores.
+    """Give `make(runner, "--repeats", "2")`: study workers 1,2 and batches 8,16 with made-up runs on two
+    cores.
 
     Pictures take a second or more, so they are drawn only if asked for.
     """
-    monkeypatch.setattr(study_machine, "cores", lambda: 2)
+    monkeypatch.setattr(cpu, "cores", lambda: 2)
     draw = study_plots.draw
 
     def run(runner: Runner, *arguments: str, display: Any = None, pictures: bool = False) -> int:
@@ -294,19 +298,7 @@ def test_real_study_goes_on_over_runs_that_fail_and_hang(
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["cnn", "gpt"])
 def test_built_in_models_learn(model: str, ranks: Callable[[int], Any], tmp_path: Path) -> None:
-    run = Run(
-        target=BUILT_IN.format(model),
-        workers=2,
-        global_batch=16,
-        micro_batch=4,
-        accumulate=2,
-        steps=12,
-        dataset_size=256,
-        seed=0,
-        threads=1,
-        evaluate_every=12,
-        beats=str(tmp_path / "beats"),
-    )
+    run = asked(BUILT_IN.format(model), tmp_path / "beats", micro_batch=4, evaluate_every=12)
     first, last = ranks(2).run(work, run)[0].accuracy
     assert (first[0], last[0]) == (0, 12)
     assert last[1] > first[1]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from study_records import STEPS, analysed, ended, made, with_stall
 
-from pyengine.cli.study_advice import advise, duration, percent
-from pyengine.cli.study_grid import WARM_UP_STEPS, Cell
-from pyengine.cli.study_store import Record
+from pyengine.cli.study.advice import advise, duration, percent
+from pyengine.cli.study.grid import WARM_UP_STEPS, Cell
+from pyengine.cli.study.store import Record
 
 
 def said(
@@ -57,8 +57,8 @@ def test_best_accuracy_names_what_is_as_good_and_quicker() -> None:
     ]
     text = said([*best, made(2, 64, step_s=0.125, accuracy=[(19, 0.85)])])["Best accuracy"]
     assert text == (
-        "1 worker × batch 64: 90.0 % after 7.00 s. Within its repeats' range, and quicker: 2 workers × batch 64, 85.0 % "
-        "after 5.00 s."
+        "1 worker × batch 64: 90.0 % after 7.00 s. Within its repeats' range, and quicker: 2 workers × "
+        "batch 64, 85.0 % after 5.00 s."
     )
 
 

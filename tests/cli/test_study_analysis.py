@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from study_records import STEPS, analysed, ended, made, with_stall
 
-from pyengine.cli.study_analysis import Range, curve, stalls, sync_share, throughput, time_to
-from pyengine.cli.study_grid import WARM_UP_STEPS, Cell
-from pyengine.cli.study_laws import Amdahl, Gustafson
+from pyengine.cli.study.analysis import Range, curve, stalls, sync_share, throughput, time_to
+from pyengine.cli.study.grid import WARM_UP_STEPS, Cell
+from pyengine.cli.study.laws import Amdahl, Gustafson
 
 
 def same(value: float) -> Range:

@@ -8,16 +8,16 @@ import pytest
 
 import pyengine.cli
 from pyengine.cli.main import build_parser, main
-from pyengine.cli.study_arguments import BUILT_IN, settings
-from pyengine.cli.train_cnn import DigitsTask
-from pyengine.cli.train_gpt import TextTask
+from pyengine.cli.study.arguments import BUILT_IN, settings
+from pyengine.cli.tasks.cnn import DigitsTask
+from pyengine.cli.tasks.gpt import TextTask
 
 BAD = [
     (("--workers", "2,4"), "argument --workers: got 2,4, need 1 among them: speed-up is against one worker"),
     (("--workers", "1,1"), "argument --workers: got 1,1, need different whole numbers of at least 1"),
     (("--batch", "0"), "argument --batch: got 0, need different whole numbers of at least 1"),
     (("--fixed", "local"), "argument --fixed: invalid choice: 'local'"),
-    (("--epochs", "inf"), "argument --epochs: got inf, need a number above 0"),
+    (("--epochs", "inf"), "argument --epochs: got inf, need a finite number above 0"),
     (("--target", "95"), "argument --target: got 95, need a share above 0 and up to 1: 0.95 is 95 %"),
     (("--dataset-size", "2000"), "argument --dataset-size: got 2000, and cnn has 1437 samples"),
     (("--train", "mine:train"), "argument --dataset-size: missing with --train mine:train"),

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pyengine.cli.main import build_parser
-from pyengine.cli.study_arguments import Settings, settings
-from pyengine.cli.study_grid import Cell, Impossible, Plan, cells, plan
+from pyengine.cli.study.arguments import Settings, settings
+from pyengine.cli.study.grid import Cell, Impossible, Plan, cells, plan
 
 
 def given(*arguments: str) -> Settings:

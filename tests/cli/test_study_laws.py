@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pyengine.cli.study_laws import Amdahl, Gustafson, Law, fit_amdahl, fit_gustafson
+from pyengine.cli.study.laws import Amdahl, Gustafson, Law, fit_amdahl, fit_gustafson
 
 BOTH = pytest.mark.parametrize(
     ("law", "fit"), [(Amdahl, fit_amdahl), (Gustafson, fit_gustafson)], ids=["amdahl", "gustafson"]

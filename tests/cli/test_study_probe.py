@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from ranks import RankError
+from study_records import asked
 from study_subjects import EVALUATION_TICKS
 
-from pyengine.cli.study_arguments import EXAMPLES
-from pyengine.cli.study_probe import Run, Trace, work
+from pyengine.cli.study.arguments import EXAMPLES
+from pyengine.cli.study.probe import Trace, work
 
 Measure = Callable[..., Sequence[Trace]]
 
@@ -20,23 +21,11 @@ Measure = Callable[..., Sequence[Trace]]
 def measure(ranks: Callable[[int], Any], tmp_path: Path) -> Measure:
     """Give `measure("study_subjects:right", workers=2)`: run a training function on the session's ranks."""
 
-    def run(target: str, *, workers: int = 2, accumulate: int = 2) -> Sequence[Trace]:
-        settings = Run(
-            target=target,
-            workers=workers,
-            global_batch=8 * workers * accumulate,
-            micro_batch=8,
-            accumulate=accumulate,
-            steps=12,
-            dataset_size=256,
-            seed=0,
-            threads=1,
-            evaluate_every=4,
-            beats=str(tmp_path / "beats"),
-        )
-        return ranks(workers).run(work, settings)
+    def measure(target: str, *, workers: int = 2, accumulate: int = 2) -> Sequence[Trace]:
+        run = asked(target, tmp_path / "beats", workers=workers, accumulate=accumulate)
+        return ranks(workers).run(work, run)
 
-    return run
+    return measure
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import resource
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from study_records import ended, made
 
 from pyengine.cli.arguments import Conflict
-from pyengine.cli.study_store import Record, Store
+from pyengine.cli.study.store import Record, Store
 
 SHARED = {"subject": "cnn", "dataset_size": 100, "machine": {"cpu": "some", "cores": 4}}
 
@@ -107,3 +108,81 @@ def test_accuracy_that_was_no_number_stays_none(folder: Path) -> None:
     store.add(record)
     store.close()
     assert kept(folder)[8, 64, 0] == record
+
+
+def odd(**changes: object) -> str:
+    """Return a run's line with some of its values changed."""
+    line = {"event": "run", **json.loads(json.dumps(asdict(made(1, 64))))}
+    return json.dumps({name: value for name, value in (line | changes).items() if value != "missing"})
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("[1, 2]", "a list, not an object"),
+        ("7", "a int, not an object"),
+        ("null", "a NoneType, not an object"),
+        ("", "Expecting value"),
+        ("\x00", "Expecting value"),
+        ("{}", "not a run: look at 'accumulate', 'accuracy', 'batch'"),
+        (odd(event="study"), "not a run: look at 'event'"),
+        (odd(seconds="missing"), "not a run: look at 'seconds'"),
+        (odd(more=1), "not a run: look at 'more'"),
+        (odd(seconds=7), "'seconds' is 7"),
+        (odd(seconds=[]), "'seconds' has 0 entries"),
+        (odd(accuracy=[1, 2]), r"'accuracy' is \[1, 2\]"),
+        (odd(accuracy=[[1, "much"]]), "'accuracy' is "),
+        (odd(workers="two"), "'workers' is two"),
+        (odd(workers=0), "'workers' is 0"),
+        (odd(status="fine"), "'status' is fine"),
+        (odd(cpu_share=[]), "'cpu_share' has 0 entries, 1 would be right"),
+        ("[" * 100000, "nested too deeply"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_line_of_odd_shape_is_named(folder: Path, line: str, reason: str) -> None:
+    path = folder / "runs.jsonl"
+    path.write_text(f"{path.read_text()}{line}\n")
+    with pytest.raises(
+        Conflict, match=rf"line 4 of its runs\.jsonl cannot be read \({reason}.*remove the line"
+    ):
+        Store(folder, SHARED)
+
+
+def test_a_line_that_is_no_text_is_named(folder: Path) -> None:
+    path = folder / "runs.jsonl"
+    path.write_bytes(path.read_bytes() + b"\xff\xfe\x81\n")
+    with pytest.raises(Conflict, match=r"line 4 of its runs\.jsonl cannot be read"):
+        Store(folder, SHARED)
+
+
+def test_a_first_line_of_odd_shape_asks_for_another_folder(tmp_path: Path) -> None:
+    (tmp_path / "runs.jsonl").write_text("[]\n")
+    with pytest.raises(Conflict, match=r"line 1 of its runs\.jsonl cannot be read .*: use another folder"):
+        Store(tmp_path, SHARED)
+
+
+@pytest.mark.parametrize("place", ["file", "file/study", "folder"])
+def test_a_place_that_no_study_can_be_written_to_is_named(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder" / "runs.jsonl").mkdir(parents=True)
+    with pytest.raises(Conflict, match=r"^argument --out: cannot write .*: name a folder"):
+        Store(tmp_path / place, SHARED)
+
+
+def test_what_was_measured_stays_when_the_disk_is_full(folder: Path) -> None:
+    store = Store(folder, SHARED)
+    before = store.path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (len(before) + 10, limits[1])
+    )  # the kernel writes a part, then fails
+    try:
+        with pytest.raises(OSError, match=r"File too large: .*runs\.jsonl"):
+            store.add(made(4, 64))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert store.path.read_bytes() == before
+    store.add(made(8, 64))
+    store.close()
+    assert list(kept(folder)) == [(1, 64, 0), (2, 64, 0), (8, 64, 0)]

@@ -1,4 +1,6 @@
-"""Two hosts with a name and a network address each, as network namespaces; torchrun on both, as docs/launch.md has it."""
+"""Two hosts with a name and a network address each, as network namespaces; torchrun on both,
+as docs/launch.md has it.
+"""
 
 from __future__ import annotations
 
@@ -96,10 +98,21 @@ def printed() -> str:
     return done.stdout
 
 
+def _ended(hosts: tuple[Host, Host], processes: list[Process]) -> list[tuple[str, str]]:
+    """Return what the hosts' agents have printed; of those that hang too, in the error."""
+    try:
+        return [process.communicate(timeout=300) for process in processes]
+    except subprocess.TimeoutExpired:
+        for host in hosts:
+            host.kill()
+        printed = [process.communicate() for process in processes]
+        raise AssertionError(f"a host has not ended; both printed {printed}") from None
+
+
 @pytest.mark.parametrize("per_host", ["1", "2"])
 def test_two_hosts_print_what_one_prints(hosts: tuple[Host, Host], printed: str, per_host: str) -> None:
     processes = [host.torchrun("--nproc-per-node", per_host, str(EXAMPLE)) for host in hosts]
-    (said, errors), (nothing, other_errors) = [process.communicate(timeout=300) for process in processes]
+    (said, errors), (nothing, other_errors) = _ended(hosts, processes)
     assert [process.returncode for process in processes] == [0, 0], errors + other_errors
     assert (said, nothing) == (printed, "")  # rank 0 is on the host whose name sorts first
     assert "parameters " in printed

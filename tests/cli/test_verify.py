@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from pyengine.cli.main import build_parser, main
-from pyengine.cli.verify import Execute, on_workers, trace, verify
-from pyengine.cli.verify_arguments import EXAMPLES, settings
-from pyengine.cli.verify_probe import Run, Trace
-from pyengine.cli.verify_report import Finding, sentences
+from pyengine.cli.verify.arguments import EXAMPLES, settings
+from pyengine.cli.verify.probe import Run, Trace
+from pyengine.cli.verify.report import Finding, sentences
+from pyengine.cli.verify.run import Execute, on_workers, trace, verify
 
 
 @dataclass
@@ -147,8 +147,8 @@ def test_message_names_element_values_and_extent(checked: Verify) -> None:
     found = checked("--train", "subjects:optimizer_by_rank", "--workers", "1,2", "--steps", "1").finding
     assert found.elements is not None
     assert (found.elements.index, found.elements.differ, found.elements.total) == (0, 128, 128)
-    # AdamW's first step is lr * sign of the gradient, and weight decay lr * 0.01 * value, |value| < 8**-0.5: twice lr
-    # is 1e-2 away, up to 0.4 %.
+    # AdamW's first step is lr * sign of the gradient, and weight decay lr * 0.01 * value, |value| < 8**-0.5:
+    # twice lr is 1e-2 away, up to 0.4 %.
     assert found.elements.largest == pytest.approx(1e-2, rel=5e-3)
     text = "\n".join(sentences("it", found, Trace()))
     assert "it first differs from 1 worker at step 0, parameter 0.weight, on rank 1 of 2 workers." in text
@@ -167,7 +167,7 @@ def test_function_that_shows_nothing_is_an_error(checked: Verify, function: str,
 def test_command_prints_runs_and_verdict_and_says_it_by_its_exit_code(
     execute: Execute, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pyengine.cli.verify.on_workers", execute)
+    monkeypatch.setattr("pyengine.cli.verify.run.on_workers", execute)
     arguments = "--train", "subjects:nondeterministic", "--workers", "1", "--steps", "1"
     assert main(["verify", *arguments]) == 1
     assert "Likely cause (nondeterminism)" in capsys.readouterr().out

@@ -1,7 +1,7 @@
 """Models, data and references that the distributed tests share.
 
-`Integers` has integer-valued gradients of any size and shape, so a window's gradient has one right answer, bit for bit:
-`float32(sum of integers) * float32(1 / count)`.
+`Integers` has integer-valued gradients of any size and shape, so a window's gradient has one right answer,
+bit for bit: `float32(sum of integers) * float32(1 / count)`.
 """
 
 from __future__ import annotations
@@ -62,10 +62,25 @@ def integers(seed: int, items: int = 3) -> Batch:
     return x, t
 
 
+class Inject(torch.autograd.Function):
+    """Identity with a gradient of `value` times the true one:
+    a backward that breaks while the loss is finite.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, value: float) -> Tensor:
+        ctx.value = value
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.value, None
+
+
 def engine(kind: str, model: nn.Module, *, accumulate: int, **options: object) -> tuple[pe.Sync, nn.Module]:
     """Make the engine a case names; return it with the module to call."""
     if kind.startswith("own"):
-        accumulator = "native" if kind == "own-native" else "fp32"
+        accumulator = {"own-native": "native", "own-exact": "exact"}.get(kind, "fp32")
         return pe.GradSync(model, accumulate=accumulate, accumulator=accumulator, **options), model
     ddp = DistributedDataParallel(
         model,
@@ -78,7 +93,9 @@ def engine(kind: str, model: nn.Module, *, accumulate: int, **options: object) -
 
 
 def mean_of_integers(model: Integers, batches: Sequence[Batch], count: float) -> dict[str, Tensor]:
-    """Return the exact gradient of one big batch: integer sums in float64, then one float32 product, then the dtype."""
+    """Return the exact gradient of one big batch: integer sums in float64, then one float32 product,
+    then the dtype.
+    """
     twin = Integers(torch.float64)
     twin.zero_grad()
     for x, t in batches:
@@ -138,8 +155,9 @@ class Training:
     def items(self, rank: int, micro_batch: int) -> int:
         """Return the size of a micro-batch: all different, or 4 (rank 2: 8) for a narrow wire.
 
-        With four micro-batches a window the latter count to 16, 32 and 64 on 1, 2 and 3 ranks, and no sum of these
-        small integers, whose signs are random, comes near 2^8: quotients and their sums over ranks are bfloat16 numbers.
+        With four micro-batches a window the latter count to 16, 32 and 64 on 1, 2 and 3 ranks, and no sum of
+        these small integers, whose signs are random, comes near 2^8: quotients and their sums over ranks are
+        bfloat16 numbers.
         """
         if self.wire.dtype == torch.float32:
             return 1 + (rank + 2 * micro_batch) % 4

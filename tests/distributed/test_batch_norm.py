@@ -31,7 +31,9 @@ VARIANTS = (
 
 
 class Cnn(nn.Module):
-    """Convolutions in front of BatchNorms, of sizes that are not round; called with images, returns a summed loss."""
+    """Convolutions in front of BatchNorms, of sizes that are not round; called with images,
+    returns a summed loss.
+    """
 
     def __init__(self, variant: str = "plain") -> None:
         super().__init__()
@@ -290,6 +292,7 @@ def _outside_windows() -> None:
     for window in left.windows([None]):  # an engine that was given up in mid-window
         next(window)
         break
+    left.close()
     sync = pe.GradSync(model, accumulate=1, accumulator="exact")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for window in sync.windows([data[:4]]):

@@ -40,7 +40,9 @@ def test_compiled_models_are_reduced_exactly(ranks, kind):
 
 
 def _single_gradient(wire: pe.wire.Wire) -> float:
-    """What torch.compile's python_reducer does: one (gradient, parameter) at a time, the result taken in place."""
+    """What torch.compile's python_reducer does: one (gradient, parameter) at a time,
+    the result taken in place.
+    """
     rank, _ = me()
     state = pe.HookState(wire=wire)
     param = nn.Parameter(torch.zeros(2, 3))
@@ -57,12 +59,13 @@ def test_the_hook_takes_single_gradients_in_place(ranks, wire):
 TRAIN = """
 import sys, warnings
 if {blocked}:
-    sys.modules["pyengine._core"] = None
+    sys.modules["pyengine.ops._core"] = None
 warnings.simplefilter("ignore")
 import hashlib, torch, pyengine as pe
 torch.manual_seed(0)
 torch.set_num_threads(1)
-model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3)).to(torch.{dtype})
+model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3))
+model.to(torch.{dtype})
 sync = pe.GradSync(model, accumulate=3, wire=pe.wire.{wire}())
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 for window in sync.windows([torch.randn(4, 30).to(torch.{dtype}) for _ in range(8)]):

@@ -1,7 +1,7 @@
 """Workers die and the run goes on with more or fewer of them: accumulator="exact" ends with the same bits.
 
-Real processes under torch.distributed.elastic, ended by SIGKILL. Rank 0 saves a checkpoint after every step, and every
-rank its own part of the window after every micro-batch, when it likes.
+Real processes under torch.distributed.elastic, ended by SIGKILL. Rank 0 saves a checkpoint after every step,
+and every rank its own part of the window after every micro-batch, when it likes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ import torch.distributed as dist
 from test_same_bits import Gpt, _digest
 
 import pyengine as pe
-from pyengine.launching import launch
+from pyengine.comm.launching import launch
 
 STEPS, MICRO_BATCHES = 8, 12
 pytestmark = pytest.mark.slow  # new processes again and again
 
 
 class Fate:
-    """When this rank dies: at a step and place, or after some seconds, and until then every step waits a little."""
+    """When this rank dies: at a step and place, or after some seconds,
+    and until then every step waits a little.
+    """
 
     def __init__(self, step: int = -1, place: str = "", seconds: float = 0.0, hold_s: float = 0.0) -> None:
         self.step, self.place, self.now, self._hold_s = step, place, -1, hold_s
@@ -45,7 +47,9 @@ class Fate:
 
 
 def _train(folder: str, fate: dict | None) -> list[tuple[str, float]]:
-    """Go on from the last checkpoint; return (digest of everything, count) of every step since the beginning."""
+    """Go on from the last checkpoint; return (digest of everything, count)
+    of every step since the beginning.
+    """
     torch.set_num_threads(1)
     rank = dist.get_rank()
     doomed = fate is not None and rank == dist.get_world_size() - 1
@@ -59,8 +63,9 @@ def _train(folder: str, fate: dict | None) -> list[tuple[str, float]]:
     if start == STEPS:
         return history
     exact = pe.Exact(micro_batches=MICRO_BATCHES)
-    sync = pe.GradSync(model, accumulate=sampler.accumulate, accumulator=exact, bucket_cap_mb=0.02)
+    # All ranks meet in GradSync: none saves before all have read.
     parts = [part for part in map(torch.load, Path(folder).glob("part-*.pt")) if part["window"] == start]
+    sync = pe.GradSync(model, accumulate=sampler.accumulate, accumulator=exact, bucket_cap_mb=0.02)
     if parts:
         sync.load_state_dict(parts)
     counts: list[float] = []

@@ -1,4 +1,6 @@
-"""inf and nan: found on one rank means handled on every rank, and the report names parameter, rank and micro-batch."""
+"""inf and nan: found on one rank means handled on every rank, and the report names parameter,
+rank and micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +8,12 @@ import math
 
 import pytest
 import torch
-from cases import engine, me
+from cases import Inject, engine, me
 from torch import Tensor, nn
 
 import pyengine as pe
 
 KINDS = ("own", "own-native", "attach", "attach-view")
-
-
-class _Inject(torch.autograd.Function):
-    """Identity with a gradient of `value` times the true one: a backward that breaks while the loss is finite."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, value: float) -> Tensor:
-        ctx.value = value
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.value, None
 
 
 class Net(nn.Module):
@@ -33,7 +22,7 @@ class Net(nn.Module):
         self.first, self.second = nn.Linear(3, 2, dtype=dtype), nn.Linear(2, 1, dtype=dtype)
 
     def forward(self, x: Tensor, inject: float) -> Tensor:
-        return self.second(_Inject.apply(self.first(x), inject)).float().sum()
+        return self.second(Inject.apply(self.first(x), inject)).float().sum()
 
 
 def _train(kind: str, policy: str, dtype: torch.dtype, where: tuple[int, int], value: float, loss_too: bool):

@@ -1,4 +1,5 @@
-"""The engine on a CUDA device: the oracle, inf, clipping, streams, and a step path that leaves the host alone.
+"""The engine on a CUDA device: the oracle, inf, clipping, streams, and a step path that leaves the host
+alone.
 
 All ranks share one device and talk over gloo. NCCL wants a device a rank, so it gets one rank.
 """
@@ -87,7 +88,9 @@ def test_integer_gradients_cross_a_narrow_wire_exactly_when_the_count_is_a_power
 
 
 def _one_rank_breaks(kind: str, fused: bool, value: float) -> tuple[str, list[Tensor]]:
-    """Put `value` into the last rank's loss of window 0; window 1 is in order. Return the reason and the parameters."""
+    """Put `value` into the last rank's loss of window 0; window 1 is in order.
+    Return the reason and the parameters.
+    """
     rank, world = me()
     torch.manual_seed(0)
     model = nn.Linear(3, 2).to(DEVICE)
@@ -157,9 +160,11 @@ def test_clip_and_fused_adamw_equal_a_float64_loop(ranks, kind, world, max_norm)
 # ---- host and streams ----
 
 
-def _steps_without_the_host(accumulator: str, dtype: torch.dtype, wire: str) -> None:
+def _steps_without_the_host(accumulator: str, dtype: torch.dtype, wire: str, unused: bool) -> None:
     """Let PyTorch raise at every operation of a steady window that would wait for the device."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)).to(DEVICE, dtype)
+    if unused:
+        model.register_parameter("nowhere", nn.Parameter(torch.ones(3, device=DEVICE, dtype=dtype)))
     sync = pe.GradSync(model, accumulate=2, accumulator=accumulator, wire=WIRES[wire])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     data = [torch.randn(4, 64, device=DEVICE, dtype=dtype) for _ in range(16)]
@@ -185,8 +190,44 @@ def _steps_without_the_host(accumulator: str, dtype: torch.dtype, wire: str) -> 
         ("fp32", torch.bfloat16, "bf16"),
     ],
 )
-def test_a_steady_window_never_waits_for_the_device(ranks, accumulator, dtype, wire):
-    ranks(1).over("nccl").run(_steps_without_the_host, accumulator, dtype, wire)
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_steady_window_never_waits_for_the_device(ranks, accumulator, dtype, wire, unused):
+    """With unused parameters the host waits for one event,
+    behind everything that the landing has launched.
+    """
+    ranks(1).over("nccl").run(_steps_without_the_host, accumulator, dtype, wire, unused)
+
+
+def _on_the_second_device() -> tuple[list[float], list[float]]:
+    """Train on cuda:1 while cuda:0 is the current device, which is kept busy;
+    return norms here and from torch.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(64, 8).to("cuda:1")
+    sync = pe.GradSync(model, accumulate=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    expected = []
+    for window in sync.windows([torch.randn(4, 64, device="cuda:1") for _ in range(8)]):
+        for x in window:
+            with torch.cuda.device(1):
+                torch.cuda._sleep(2**24)
+            sync.backward(model(x).square().sum())
+        sync.unscale_()
+        norms = [p.grad.double().norm() for p in model.parameters()]
+        expected.append(torch.stack(norms).norm().item())
+        sync.step(optimizer)
+    assert torch.cuda.current_device() == 0
+    assert all(record.step_s > record.backward_s > 0 for record in records)
+    return [record.grad_norm for record in records], expected
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_parameters_may_lie_on_another_device_than_the_current_one(ranks, backend):
+    ((ours, torchs),) = ranks(1).over(backend).run(_on_the_second_device)
+    assert ours == pytest.approx(torchs, rel=1e-6)
 
 
 def _a_read_on_the_host() -> str:

@@ -1,4 +1,6 @@
-"""N ranks × K micro-batches equals one big batch: bit for bit on integers, within a derived bound on reals."""
+"""N ranks × K micro-batches equals one big batch: bit for bit on integers,
+within a derived bound on reals.
+"""
 
 from __future__ import annotations
 
@@ -101,8 +103,9 @@ def _gradient(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 def _bound(size: torch.Tensor, wire: pe.wire.Wire, dtype: torch.dtype, world: int) -> torch.Tensor:
     """Bound |error| elementwise: every rounding is at most u times the sum of the terms' magnitudes (`size`).
 
-    fp32: 4 * world - 1 additions, 1/count, the product with it. Wire: one cast a rank and world - 1 additions.
-    Last: one rounding to the parameters' type. eps = 2 u covers the second-order terms; tiny covers underflow in fp16.
+    fp32: 4 * world - 1 additions, 1/count, the product with it. Wire: one cast a rank and world - 1
+    additions. Last: one rounding to the parameters' type. eps = 2 u covers the second-order terms; tiny
+    covers underflow in fp16.
     """
     roundings = (4 * world + 1) * torch.finfo(torch.float32).eps
     if wire.dtype != torch.float32:

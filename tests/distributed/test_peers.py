@@ -55,7 +55,9 @@ def _close(model: nn.Module, reference: nn.Module) -> bool:
 
 
 def _gradient_accumulation(kind: str) -> list[tuple[bool, bool]]:
-    """test_gradient_accumulation: gradients are never zeroed; synced ones equal the big batch, others do not."""
+    """test_gradient_accumulation: gradients are never zeroed; synced ones equal the big batch,
+    others do not.
+    """
     model, reference = Regression(), Regression()
     sync, forward = engine(kind, model, accumulate=2)
     seen = []
@@ -81,7 +83,9 @@ def test_accelerate_gradient_accumulation_is_close_exactly_when_synced(ranks, ki
 
 
 def _with_optimizer_and_scheduler(kind: str) -> list[bool]:
-    """test_gradient_accumulation_with_opt_and_scheduler: learning rates equal exactly, gradients iff it stepped."""
+    """test_gradient_accumulation_with_opt_and_scheduler: learning rates equal exactly,
+    gradients iff it stepped.
+    """
     model, reference = Regression(), Regression()
     sync, forward = engine(kind, model, accumulate=2)
 

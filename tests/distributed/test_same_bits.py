@@ -1,4 +1,6 @@
-"""accumulator="exact": the same global batch in the same micro-batches gives the same bits for every world size."""
+"""accumulator="exact": the same global batch in the same micro-batches gives the same bits for every world
+size.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ KINDS = ("own", "attach")
 
 
 class Gpt(nn.Module):
-    """Embedding, attention and an MLP with dropout: rows of rare tokens are zero, and everything else is not."""
+    """Embedding, attention and an MLP with dropout: rows of rare tokens are zero,
+    and everything else is not.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

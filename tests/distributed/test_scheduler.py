@@ -45,5 +45,6 @@ def one_backward() -> tuple[list[float], torch.Tensor]:
 def test_learning_rates_do_not_depend_on_workers_or_accumulation(ranks, one_backward, world, micro_batch):
     for used, weight in ranks(world).run(train, micro_batch):
         assert used == one_backward[0]
-        # The gradient's sum is exact (small integers); 1/count and the update round once each, in fp32, ten times.
+        # The gradient's sum is exact (small integers); 1/count and the update round once each, in fp32, ten
+        # times.
         assert torch.allclose(weight, one_backward[1], rtol=20 * 2**-24, atol=0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Integers, integers, me
+from states import changed, content
 from test_batch_norm import Cnn
 from test_same_bits import Gpt, _digest, _wrap
 from torch import nn
@@ -160,7 +161,7 @@ def _chain(ranks, kind: str, name: str, stops: list[tuple[int, int]], last: int,
         if at != before:
             checkpoint, states = stopped[0][0], []
         states, before = [*states, *(state for _, state in stopped)], at
-    done = {place for state in states for place in _unpack(state)["places"]}
+    done = {place for state in states for place in content(_unpack(state))["places"]}
     ended = ranks(last).run(_go_on, kind, name, states, checkpoint, dealt)
     for (end, rest), _ in ended:
         assert (end, rest) == (digest, losses[-len(rest) :])
@@ -199,7 +200,9 @@ def test_what_is_left_of_a_window_can_be_dealt(ranks, name):
 def _own(
     kind: str, accumulator: str, dtype: torch.dtype, stop: int | None, steps: Sequence[bytes] = ()
 ) -> Any:
-    """Train with dropout from the global generator; stop in window 1 after `stop` micro-batches, or go on from there."""
+    """Train with dropout from the global generator; stop in window 1 after `stop` micro-batches,
+    or go on from there.
+    """
     rank, _ = me()
     torch.manual_seed(rank)
     model = Gpt(dtype)
@@ -210,7 +213,7 @@ def _own(
         state = _unpack(steps[rank])
         model.load_state_dict(state["model"])
         sync.load_state_dict(state["sync"])
-        begin = 3 + len(state["sync"]["places"])
+        begin = 3 + len(content(state["sync"])["places"])
     batches = [_tokens([index]) for index in range(begin, 9)]
     at = begin
     for window in sync.windows(batches):
@@ -318,6 +321,7 @@ def _between_windows() -> list[str]:
                 sync.step(optimizer)
             if stops and epoch == 0:
                 state = _unpack(_pack(sync.state_dict()))
+                sync.close()
                 sync = pe.GradSync(model, accumulate=2)
                 sync.load_state_dict(state)
         digests.append((_digest(*model.parameters()), records[-1]))
@@ -336,6 +340,7 @@ def _unnested() -> str:
     with sync.accumulate():
         sync.backward(model(x, t))
     state = sync.state_dict()
+    sync.close()
     sync = pe.GradSync(model, accumulate=3)
     sync.load_state_dict(state)
     for number in range(2):
@@ -381,7 +386,7 @@ def _wrong(case: str) -> str:
         "another accumulator": _mid_window(accumulator="fp32"),
         "other parameters": _mid_window(accumulator="exact", dtype=torch.bfloat16),
         "another rank's": everybody[1 - rank],
-        "different windows": [everybody[0], {**everybody[1], "window": 5}],
+        "different windows": [everybody[0], changed(everybody[1], window=5)],
         "different lists": [everybody[rank]],
         "wrong on one rank": state if rank == 0 else {"model": 1},
     }[case]

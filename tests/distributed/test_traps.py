@@ -32,11 +32,11 @@ class Branches(nn.Module):
 
 
 def _branches(kind: str, use: list[list[list[str]]]) -> list[dict[str, Tensor | None]]:
-    """Train three windows over `use[rank]`, the branches of each micro-batch; return the gradients by window."""
+    """Train three windows over `use[rank]`, the branches of each micro-batch;
+    return the gradients by window.
+    """
     rank, _ = me()
     model = Branches()
-    if kind.startswith("attach") and kind != "attach-unused":
-        del model.never  # stock DDP without find_unused cannot have a parameter that nobody uses
     sync, forward = engine(kind, model, accumulate=len(use[rank]))
     results = []
     micro_batches = [(torch.full((1, 2), float(10**k)), names) for k, names in enumerate(use[rank])]
@@ -69,7 +69,7 @@ def test_parameter_used_on_one_rank_only_gets_zeros_from_the_others(ranks, kind)
         assert [_value(r, "b") for r in results] == [0.25] * 3
 
 
-@pytest.mark.parametrize("kind", ["own", "own-native", "attach-unused"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_parameter_used_by_nobody_keeps_no_gradient_on_every_rank(ranks, kind):
     for results in ranks(3).run(_branches, kind, [[["a", "b"], ["a"]], [["a"], ["a"]], [["b"], ["a"]]]):
         assert [_value(r, "never") for r in results] == [None] * 3
@@ -249,7 +249,8 @@ def _raw_hook(wire: pe.wire.Wire) -> list[float]:
     "wire", [pe.wire.FP32(), pe.wire.BF16(), pe.wire.FP16()], ids=["fp32", "bf16", "fp16"]
 )
 def test_the_bare_hook_averages_as_ddp_does_before_and_after_buckets_are_rebuilt(ranks, world, wire):
-    # relative to the largest element: one rounding of the cast and world - 1 of the sum, and as many in DDP's own
+    # relative to the largest element: one rounding of the cast and world - 1 of the sum, and as many in DDP's
+    # own
     tolerance = (2 * world + 2) * torch.finfo(wire.dtype).eps
     for worst in ranks(world).run(_raw_hook, wire):
         assert max(worst) <= tolerance
@@ -317,6 +318,8 @@ def _odd_gradients(dtype: torch.dtype, odd: str) -> None:
         linear.weight.register_hook(lambda grad: grad.t().contiguous().t())
     if odd == "expanded":
         linear.weight.register_hook(lambda grad: grad[:1, :1].expand(2, 2))
+    if odd == "negated":
+        linear.weight.register_hook(lambda grad: torch._neg_view(-grad))
     params = [*embedding.parameters(), *linear.parameters()]
     sync = pe.GradSync(params, accumulate=2)
     for window in sync.windows([torch.tensor([0, rank]), torch.tensor([3, 3])]):
@@ -334,8 +337,8 @@ def _odd_gradients(dtype: torch.dtype, odd: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("odd", ["sparse", "strided", "expanded"])
-def test_sparse_and_non_contiguous_gradients_are_summed_densely(ranks, dtype, odd):
+@pytest.mark.parametrize("odd", ["sparse", "strided", "expanded", "negated"])
+def test_gradients_that_do_not_lie_as_their_parameters_are_summed_right(ranks, dtype, odd):
     ranks(2).run(_odd_gradients, dtype, odd)
 
 

@@ -1,6 +1,8 @@
-"""DDP that looks for unused parameters, with sums beside its buckets: what only earlier micro-batches used is reduced.
+"""DDP that looks for unused parameters, with sums beside its buckets: what only earlier micro-batches used is
+reduced.
 
-DDP remembers that a parameter was used; its gradient of then lies in our sum, and the last backward does not reach it.
+DDP remembers that a parameter was used; its gradient of then lies in our sum, and the last backward does not
+reach it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import pyengine as pe
 
 ACCUMULATE, WINDOWS = 3, 3
-# Which micro-batches use a parameter, by (window, rank, place); in the second window it is another one's turn.
+# Which micro-batches use a parameter, by (window, rank, place); in the second window it is another one's
+# turn.
 USED = {
     "always": lambda window, rank, place: True,
     "first": lambda window, rank, place: place == 0 and window != 1,
@@ -46,7 +49,9 @@ def _input(window: int, rank: int, place: int) -> Tensor:
 
 
 def _expected(dtype: torch.dtype, window: int, members: list[tuple[int, int]]) -> dict[str, Tensor | None]:
-    """Return the mean over a window's (rank, place) pairs: a sum of integers, one float32 product, then the dtype."""
+    """Return the mean over a window's (rank, place) pairs: a sum of integers, one float32 product,
+    then the dtype.
+    """
     inverse = torch.tensor(1.0 / len(members), dtype=torch.float64).float()
     used = {name: [m for m in members if uses(window, *m)] for name, uses in USED.items()}
     return {
@@ -56,7 +61,9 @@ def _expected(dtype: torch.dtype, window: int, members: list[tuple[int, int]]) -
 
 
 def _train(accumulator: str, dtype: torch.dtype, view: bool, how: str) -> None:
-    """Compare every window's gradients; one rank may run out after the first window, or windows end by `flush`."""
+    """Compare every window's gradients; one rank may run out after the first window,
+    or windows end by `flush`.
+    """
     rank, world = me()
     model = Branches(dtype)
     ddp = DistributedDataParallel(
@@ -112,21 +119,21 @@ class NoRoom(nn.Module):
         return self.always(x).sum() + (self.first(x).sum() if first else 0)
 
 
-def _no_room_for_zeros(at: int) -> list[bool]:
+def _no_room(at: int) -> list[bool]:
     """Fail on rank 1, in one window's last backward, before DDP has heard of it."""
     rank, _ = me()
     ddp = DistributedDataParallel(NoRoom(), find_unused_parameters=True)
     sync = pe.attach(ddp, accumulate=2)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     reducer = sync._engine.reducer
-    recall, stepped = reducer._recall, []
+    expect, stepped = reducer._drive.expect, []
 
     def fail(loss: Tensor | None) -> None:
-        reducer._recall = recall
-        raise MemoryError("no room for zeros")
+        reducer._drive.expect = expect
+        raise MemoryError("no room")
 
     for window in range(3):
-        reducer._recall = fail if (rank, window) == (1, at) else recall
+        reducer._drive.expect = fail if (rank, window) == (1, at) else expect
         try:
             for place in range(2):
                 with sync.accumulate():
@@ -139,4 +146,37 @@ def _no_room_for_zeros(at: int) -> list[bool]:
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_failure_before_ddp_has_heard_of_the_last_backward_voids_the_window(ranks, at):
-    assert ranks(2).run(_no_room_for_zeros, at) == [[window != at for window in range(3)]] * 2
+    assert ranks(2).run(_no_room, at) == [[window != at for window in range(3)]] * 2
+
+
+def _reads_of_flags(accumulator: str) -> list[int]:
+    """Return how often the host reads used flags in every window: of three buckets,
+    each with an unused parameter.
+    """
+    rank, _ = me()
+    layers = [nn.Linear(2, 1, bias=False) for _ in range(6)]
+    sync = pe.GradSync(nn.ModuleList(layers), accumulate=1, accumulator=accumulator, bucket_cap_mb=4e-4)
+    sync._engine.reducer.lay_out_as([0, 1, 2, 3, 4, 5])
+    optimizer = torch.optim.SGD([layer.weight for layer in layers], lr=0.0)
+    tolist, reads, counts = torch.Tensor.tolist, [], []
+    torch.Tensor.tolist = lambda self: (reads.append(1) if self.dtype == torch.bool else None, tolist(self))[
+        1
+    ]
+    for number, window in enumerate(sync.windows([torch.ones(1, 2)] * 3)):
+        for x in window:
+            # window 0: all are used; 1: the odd ones nowhere; 2: they are used on rank 1 alone
+            used = layers if number == 0 or (number, rank) == (2, 1) else layers[::2]
+            sync.backward(torch.stack([layer(x).sum() for layer in used]).sum())
+        sync.unscale_()
+        assert [layer.weight.grad is None for layer in layers] == [False, number == 1] * 3
+        sync.step(optimizer)
+        counts.append(len(reads))
+        reads.clear()
+    torch.Tensor.tolist = tolist
+    assert len(sync._engine.reducer.layout.buckets) == 3
+    return counts
+
+
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+def test_the_host_reads_the_used_flags_of_all_buckets_at_once_and_only_if_it_must(ranks, accumulator):
+    assert ranks(2).run(_reads_of_flags, accumulator) == [[0, 1, 1], [0, 1, 0]]

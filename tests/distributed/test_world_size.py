@@ -1,4 +1,6 @@
-"""The same data, masks and gradients whatever the world size: WindowSampler, micro_batch_rng and the engine together."""
+"""The same data, masks and gradients whatever the world size: WindowSampler,
+micro_batch_rng and the engine together.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ SAMPLES = 50  # in micro-batches of 3, 2 or 4 of them a window: the last window 
 
 
 def _train(kind: str, micro_batches: int) -> list[tuple[torch.Tensor, int]]:
-    """Return (all gradients, items) of every window: integers over a count, so exact in any order of summation."""
+    """Return (all gradients, items) of every window: integers over a count,
+    so exact in any order of summation.
+    """
     x, t = integers(0, SAMPLES)
     model = Integers(torch.float32)
     sampler = pe.WindowSampler(SAMPLES, seed=42, micro_batch=3, global_batch=3 * micro_batches)

@@ -42,16 +42,19 @@ def test_launch_starts_the_workers_of_an_example():
     assert "6 optimizer steps for 22 micro-batches" in _run("wrap_unnested.py")
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_workers_of_an_example():
     assert "in 20 steps" in _run("attach.py")
 
 
+@pytest.mark.slow
 def test_one_script_prints_the_same_however_its_workers_are_started():
     by_itself = _run("any_launcher.py")
     assert by_itself.count("\n") == 1
     assert _run("any_launcher.py", *RUN["torchrun"], "--nproc-per-node", "2") == by_itself
 
 
+@pytest.mark.slow
 def test_a_run_whose_worker_was_killed_ends_with_the_same_bits_on_fewer():
     said = _run("exact_elastic.py").splitlines()
     assert said == ["worker 1 of 3 failed (exit code -9)", "the same bits"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 from collections.abc import Iterator
@@ -11,14 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyengine as pe
-from pyengine.cli.study_probe import Probe, Run
-from pyengine.cli.verify_probe import Enough
+from pyengine.cli.study.probe import Probe, Run
+from pyengine.cli.target import Enough
 
 Names = dict[str, Any]
 SEED, MICRO_BATCH, WINDOW = 7, 2, 12
@@ -59,6 +61,8 @@ def plain_ddp() -> Iterator[Names]:
     """The same model in DDP, and what a loop around `no_sync` needs."""
     with loop() as names:
         names |= {"nullcontext": nullcontext, "clip_grad_norm_": nn.utils.clip_grad_norm_}
+        names |= {"get_batch": lambda split: next(iter(names["loader"])), "max_steps": 2}
+        names |= {"scaler": torch.amp.GradScaler("cpu")}
         yield names | {"ddp_model": DistributedDataParallel(names["model"])}
 
 
@@ -121,6 +125,21 @@ def _save_a_part(names: Names) -> None:
 
 
 @contextmanager
+def checkpoint() -> Iterator[Names]:
+    """A new engine, and a checkpoint that another one has written in the middle of a window."""
+    with loop() as names, _shared_folder() as folder:
+        model = copy.deepcopy(names["model"])
+        x, y = names["data"][:MICRO_BATCH]
+        sync = pe.GradSync(model, accumulate=3, accumulator="exact")
+        with sync.accumulate():
+            sync.backward(names["loss_sum"](model(x), y), count=len(y))
+        dcp.save({"sync": sync}, checkpoint_id=folder)
+        sync.abandon()
+        new = pe.GradSync(names["model"], accumulate=3, accumulator="exact")
+        yield names | {"sync": new, "folder": folder}
+
+
+@contextmanager
 def study() -> Iterator[Names]:
     """What a training function for `study` calls; the function is run as `study` runs it."""
     run = Run(
@@ -177,4 +196,5 @@ NAMES = {
     "docs/reproducible.md": (exact, 2),
     "docs/study.md": (study, 2),
     "docs/telemetry.md": (engine, 2),
+    "docs/window.md": (checkpoint, 2),
 }

@@ -14,7 +14,9 @@ _SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: the page it is on, the line its code begins at, the word behind the fence, and the code."""
+    """A fenced block: the page it is on, the line its code begins at, the word behind the fence,
+    and the code.
+    """
 
     page: str
     line: int
@@ -52,5 +54,7 @@ def prose(page: Path) -> str:
 
 
 def spans(page: Path) -> list[str]:
-    """Return what stands between backticks in a page's prose; in a table a bar is written with a backslash."""
+    """Return what stands between backticks in a page's prose;
+    in a table a bar is written with a backslash.
+    """
     return [span.replace("\\|", "|") for span in _SPAN.findall(prose(page))]

@@ -1,4 +1,6 @@
-"""Code on the pages runs as it stands; commands are ones that the command line, the Makefile and the scripts know."""
+"""Code on the pages runs as it stands; commands are ones that the command line,
+the Makefile and the scripts know.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def test_a_block_runs_after_what_its_page_takes_for_granted(ranks, tmp_path, blo
 
 
 def _run(block: Block, folder: Path) -> torch.Tensor:
-    """Run a block on this rank; return the model's parameters, which have moved if it steps or makes an engine."""
+    """Run a block on this rank; return the model's parameters,
+    which have moved if it steps or makes an engine.
+    """
     torch.manual_seed(0)
     given, _ = NAMES.get(block.page, (loop, 2))
     with given() as names, _inside(folder):
@@ -104,7 +108,9 @@ def _train_a_window(names: dict[str, Any], forward: torch.nn.Module) -> None:
 
 
 def _executed(block: Block, names: dict[str, Any]) -> dict[str, Any]:
-    """Run a block as a module of its own, so that what it defines can be sent to other ranks; return its names."""
+    """Run a block as a module of its own, so that what it defines can be sent to other ranks;
+    return its names.
+    """
     module = sys.modules["block"] = ModuleType("block")
     vars(module).update(names)
     exec(compile(block.code, str(block), "exec"), vars(module))  # noqa: S102 - our own pages
@@ -203,7 +209,7 @@ SCRIPT_LINES = [
 @pytest.mark.parametrize(("page", "words"), SCRIPT_LINES, ids=lambda value: str(value)[:70])
 def test_a_script_is_there_and_has_the_options(page, words):
     script = next(ROOT.glob(f"**/{words[0]}"))
-    assert script.parent.name in ("benchmarks", "examples")
+    assert script.parent.name in ("benchmarks", "examples", "house")
     said = [word.partition("=")[0] for word in words if word.startswith("--")]
     assert [option for option in said if option not in _help(script)] == []
 

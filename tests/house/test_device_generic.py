@@ -1,4 +1,6 @@
-"""The ordinary path serves any device that torch.distributed serves: no module but those named here knows one by name."""
+"""The ordinary path serves any device that torch.distributed serves:
+no module but those named here knows one by name.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,21 @@ PACKAGE = Path(__file__).parents[2] / "pyengine"
 DEVICES = {"cpu", "cuda", "xla", "tpu", "mps", "xpu", "hpu", "npu"}
 # Which modules may, and why.
 ALLOWED = {
-    "_cuda.py": "binds the CUDA kernels",
-    "_pointers.py": "tells memory that the native core can address from other memory, which goes to _reference.py",
-    "_ops.py": "chooses between the native core's kernels and _reference.py",
-    "_exact.py": "the same",
-    "_exact_reference.py": "the same",
-    "host.py": "the one place that tells what a kind of device can do",
-    "seed.py": "seeds every generator that there is, XLA's too",
-    "trace.py": "NVTX is CUDA's own",
+    "ops/cuda.py": "binds the CUDA kernels",
+    "ops/native.py": "tells the core which dispatch keys the tensors have that it can address",
+    "ops/pointers.py": "tells memory that the native core can address from other memory",
+    "ops/plan.py": "chooses between the native core's kernels and reference.py",
+    "ops/exact.py": "the same",
+    "ops/exact_reference.py": "the same",
+    "ops/device.py": "the one place that tells what a kind of device can do",
+    "data/rng.py": "seeds every generator that there is, XLA's too",
+    "ops/trace.py": "NVTX is CUDA's own",
     "comm/xla.py": "torch_xla's transport: what its CPU backend cannot reduce",
 }
 MODULES = sorted(
     str(path.relative_to(PACKAGE))
     for path in PACKAGE.rglob("*.py")
-    if not {"bench", "cli"} & set(path.parts) and str(path.relative_to(PACKAGE)) not in ALLOWED
+    if "cli" not in path.parts and str(path.relative_to(PACKAGE)) not in ALLOWED
 )
 
 

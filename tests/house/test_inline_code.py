@@ -1,4 +1,6 @@
-"""Names of ours in the prose of the pages (`sync.flush()`, `GradSync(group=)`) exist, and take the arguments that are named."""
+"""Names of ours in the prose of the pages (`sync.flush()`, `GradSync(group=)`) exist,
+and take the arguments that are named.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ import torch
 from pages import PAGES, name_of, spans
 
 import pyengine as pe
-from pyengine._exact import ExactSum
-from pyengine._ops import BucketPlan
-from pyengine.cli.study_probe import Probe as StudyProbe
-from pyengine.cli.verify_probe import Probe as VerifyProbe
+from pyengine.cli.study.probe import Probe as StudyProbe
+from pyengine.cli.verify.probe import Probe as VerifyProbe
+from pyengine.ops.exact import ExactSum
+from pyengine.ops.plan import BucketPlan
 
 
 def _objects() -> dict[str, Any]:
@@ -84,7 +86,8 @@ def test_names_and_arguments_are_found_in_a_span():
 def test_a_name_of_ours_exists_and_takes_the_arguments(page, owner, names, keywords):
     found = OBJECTS[owner]
     for name in filter(None, names.split(".")):
-        # Some properties raise outside a window: whether they are there is all that matters, and they end a name.
+        # Some properties raise outside a window: whether they are there is all that matters, and they end a
+        # name.
         assert name in dir(found) or name in getattr(found, "__annotations__", {})
         found = inspect.getattr_static(found, name) if owner == "sync" else getattr(found, name, None)
     assert set(keywords) <= (set(inspect.signature(found).parameters) if keywords else set())

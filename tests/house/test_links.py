@@ -1,4 +1,6 @@
-"""Links out of the pages have a known form, and files that a page names exist; `make docs` checks links between pages, `make linkcheck` the network's."""
+"""Links out of the pages have a known form, and files that a page names exist;
+`make docs` checks links between pages, `make linkcheck` the network's.
+"""
 
 from __future__ import annotations
 

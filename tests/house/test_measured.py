@@ -132,7 +132,7 @@ def test_peak_memory_of_the_readme_is_that_of_the_result_file():
     }
     assert peak["attach"] == peak["no_sync_view"]
     said = (
-        f"{peak['floor']} MB without communication, {peak['engine']} with `GradSync`, {peak['attach']} with `attach` and "
-        f"with DDP and bucket views, {peak['no_sync']} without them"
+        f"{peak['floor']} MB without communication, {peak['engine']} with `GradSync`, {peak['attach']} with "
+        f"`attach` and with DDP and bucket views, {peak['no_sync']} without them"
     )
     assert said in (ROOT / "README.md").read_text()

@@ -10,12 +10,13 @@ PLACES = [
     "csrc/cpu/{}.cpp",
     "csrc/cuda/{}.cu",
     "tests/ops/test_{}.py",
-    "pyengine/bench/{}.py",
+    "pyengine/cli/bench/kernels/{}.py",
     "benchmarks/bench_{}.py",
 ]
 # Sources and tests beside the ops that are not ops.
 NOT_OPS = {
-    "dispatch", "roof", "reference", "upload", "cuda", "cuda_build", "cuda_emulator", "cuda_streams", "exact_accuracy", "exact_cuda",
+    "dispatch", "roof", "reference", "upload", "cuda", "cuda_build", "cuda_emulator", "cuda_streams",
+    "exact_accuracy", "exact_cuda", "functional",
 }  # fmt: skip
 
 
@@ -24,6 +25,11 @@ NOT_OPS = {
 def test_an_op_has_its_stem_in_every_place(stem, place):
     path = ROOT / place.format(stem)
     assert path.is_file(), f"{path.relative_to(ROOT)} is missing"
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_an_op_is_bound_by_its_stem(stem):
+    assert f"void bind_{stem}(" in (ROOT / "csrc" / "python.cpp").read_text()
 
 
 @pytest.mark.parametrize(

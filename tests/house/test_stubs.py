@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from pyengine import _native
+from pyengine.ops import native
 
-STUB = Path(__file__).parents[2] / "pyengine" / "_core.pyi"
+STUB = Path(__file__).parents[2] / "pyengine" / "ops" / "_core.pyi"
 CUDA_ONLY = {"CudaPlan", "INLINE_SLOTS", "uploaded"}
 
 
 def _said() -> dict[str, int | None]:
-    """Return every name of the stub, methods as Class.method, with its number of arguments; None if it is no function."""
+    """Return every name of the stub, methods as Class.method, with its number of arguments;
+    None if it is no function.
+    """
     said: dict[str, int | None] = {}
     for node in ast.parse(STUB.read_text()).body:
         if isinstance(node, ast.AnnAssign):
@@ -51,9 +53,9 @@ def _arguments(value: object) -> int | None:
     return len(re.findall(r"\b(?:self|arg\d+): ", (value.__doc__ or "").splitlines()[0]))
 
 
-@pytest.mark.skipif(_native.core() is None, reason="built without the extension")
+@pytest.mark.skipif(native.core() is None, reason="built without the extension")
 def test_the_stub_has_the_names_and_arguments_of_the_extension():
-    core = _native.core()
+    core = native.core()
     said, bound = _said(), _bound(core)
     if not core.has_cuda:
         said = {name: num for name, num in said.items() if name.partition(".")[0] not in CUDA_ONLY}

@@ -1,32 +1,37 @@
 """Fixtures that run an op on every instruction set, thread count and device, and put things back."""
 
+import fcntl
+import os
+
+import forced_isa
 import pytest
 import torch
 from cuda_cases import Device
 from emulated_cuda import load_kernels
 
-from pyengine import _native
-from pyengine._ops import BucketPlan
+from pyengine.ops import native
+from pyengine.ops.plan import BucketPlan
 
 
-def available() -> list[str]:
-    """The instruction sets of this build and machine; ["reference"] without the core."""
-    core = _native.core()
+def levels() -> list[str]:
+    """Every instruction set of this build and machine, or the one that is forced;
+    ["reference"] without the core.
+    """
+    core = native.core()
     if core is None:
         return ["reference"]
-    names = [name for name in ("generic", "avx2", "avx512") if core.set_isa(name)]
-    core.set_isa("auto")
-    return names
+    return [core.isa()] if forced_isa.wanted() else forced_isa.available(core)
 
 
-@pytest.fixture(params=available())
+@pytest.fixture(params=levels())
 def isa(request):
-    core = _native.core()
-    if core is not None:
-        core.set_isa(request.param)
+    core = native.core()
+    if core is None:
+        return (yield request.param)
+    before = core.isa()
+    core.set_isa(request.param)
     yield request.param
-    if core is not None:
-        core.set_isa("auto")
+    core.set_isa(before)
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -49,15 +54,20 @@ def scale():
 
 @pytest.fixture(scope="session")
 def kernels(tmp_path_factory):
-    """The CUDA kernels, built for the emulator."""
-    return load_kernels(tmp_path_factory.mktemp("emulated"))
+    """The CUDA kernels, built for the emulator: once for all of pytest-xdist's workers."""
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "emulated"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return load_kernels(folder)
 
 
 @pytest.fixture
 def gpu():
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
-    core = _native.core()
+    core = native.core()
     if core is None or not core.has_cuda:
         pytest.skip("the core was built without CUDA")
     device = Device("cuda", BucketPlan)

@@ -8,7 +8,7 @@ import torch
 from emulated_cuda import EmulatedPlan
 from op_cases import NUMELS, assert_same_bits, flags, make_flat, make_plan, make_tensors, sums
 
-from pyengine._ops import BucketPlan
+from pyengine.ops.plan import BucketPlan
 
 POISON, MARGIN = 0xAB, 64
 
@@ -26,7 +26,9 @@ class Host:
 
 
 class Device:
-    """Memory with poisoned margins on "cuda" or, for the emulator, on "cpu", and plans that run the kernels on it."""
+    """Memory with poisoned margins on "cuda" or, for the emulator, on "cpu",
+    and plans that run the kernels on it.
+    """
 
     def __init__(self, name, plan):
         self.name, self.plan, self._placed = name, plan, []

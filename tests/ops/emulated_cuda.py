@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyengine._pointers import DTYPE_CODES
+from pyengine.ops.pointers import DTYPE_CODES
 
 EMULATOR = Path(__file__).parent / "cuda_emulator"
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
@@ -48,12 +48,17 @@ def _run(command: list[str]) -> None:
 
 
 def load_kernels(folder: Path):
-    """Build csrc/python.cpp with the CUDA kernels, and import it under another name."""
+    """Build csrc/python.cpp with the CUDA kernels if the folder has them not,
+    and import it under another name.
+    """
     pybind11 = pytest.importorskip("pybind11")
-    sources = [CSRC / "python.cpp", CSRC / "plan.cpp", CSRC / "torch_shim.cpp", EMULATOR / "no_cpu_ops.cpp"]
+    core = [CSRC / f"{name}.cpp" for name in ("python", "plan", "overlap", "torch_shim")]
+    sources = [*core, EMULATOR / "no_cpu_ops.cpp"]
     flags = ("-DPYENGINE_CUDA", "-DPYENGINE_MODULE=emulated_kernels", f"-I{pybind11.get_include()}",
              f"-I{sysconfig.get_path('include')}")  # fmt: skip
-    library = build(folder / "emulated_kernels.so", sources + sorted((CSRC / "cuda").glob("*.cu")), flags)
+    library = folder / "emulated_kernels.so"
+    if not library.exists():
+        build(library, sources + sorted((CSRC / "cuda").glob("*.cu")), flags)
     spec = importlib.util.spec_from_file_location("emulated_kernels", library)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

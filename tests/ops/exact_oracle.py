@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import torch
 
-from pyengine._exact import ExactSum
-from pyengine._ops import BucketPlan
+from pyengine.ops.exact import ExactSum
+from pyengine.ops.plan import BucketPlan
 
 BLOCK = 64
 TERMS = [1, 2, 3, 8, 12, 64, 256, 4096]

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from pyengine._ops import BucketPlan
+from pyengine.ops.plan import BucketPlan
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Empty slots first, between and last; one element; around 16 lanes; around a block of 8192 and a chunk of
@@ -15,10 +15,13 @@ SHIFTS = [0, 1]
 ABSENT = 6  # the slot that has no tensor in the tests with None
 
 INF, NAN = float("inf"), float("nan")
-# With a scale of 1: every class of value, -0, denormals of each dtype, the largest of each, ties of each cast.
+# With a scale of 1: every class of value, -0, denormals of each dtype, the largest of each, ties of each
+# cast.
 SPECIAL = [0.0, -0.0, INF, -INF, NAN, 1e-45, -1e-40, 6e-8, -3e-8, 65504.0, 65519.9, 65520.0, 3.4028235e38,
-           3.3895314e38, 1.00390625, 1.01171875, 1.00048828125, 1.00146484375, 2.98e-8, 8.9407e-8]  # fmt: skip
-# Wire dtype, a value in acc, wire_scale, and whether (value + 1) * wire_scale overflows: in fp16 from 65520 on.
+           3.3895314e38, 1.00390625, 1.01171875, 1.00048828125, 1.00146484375, 2.98e-8,
+           8.9407e-8]  # fmt: skip
+# Wire dtype, a value in acc, wire_scale, and whether (value + 1) * wire_scale overflows: in fp16 from 65520
+# on.
 OVERFLOWS = [
     (torch.float32, 65519.0, 1.0, 0),
     (torch.bfloat16, 65519.0, 1.0, 0),

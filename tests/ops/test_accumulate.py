@@ -17,8 +17,8 @@ from op_cases import (
     random_values,
 )
 
-from pyengine import _reference
-from pyengine._ops import BucketPlan
+from pyengine.ops import reference
+from pyengine.ops.plan import BucketPlan
 
 FIRST = [True, False]
 
@@ -30,7 +30,7 @@ def test_accumulate_equals_the_reference(isa, dtype, shift, first, scale):
     plan = make_plan()
     grads, acc = make_tensors(plan, dtype, shift), make_flat(plan, torch.float32, shift)
     want, got_flags, want_flags = acc.clone(), flags(plan), flags(plan)
-    _reference.accumulate_(plan._slots, want, grads, scale, first=first, nonfinite=want_flags)
+    reference.accumulate_(plan._slots, want, grads, scale, first=first, nonfinite=want_flags)
     plan.accumulate_(acc, grads, scale, first=first, nonfinite=got_flags)
     assert_same_bits(acc, want)
     assert torch.equal(got_flags, want_flags)
@@ -46,7 +46,7 @@ def test_accumulate_cast_equals_the_reference_and_leaves_acc_alone(isa, dtype, w
     got, before = make_flat(plan, wire, shift), acc.clone()
     want, got_flags, want_flags = got.clone(), flags(plan), flags(plan)
     scales = scale, torch.tensor(1.7)
-    _reference.accumulate_cast_(plan._slots, want, acc, grads, *scales, first=first, nonfinite=want_flags)
+    reference.accumulate_cast_(plan._slots, want, acc, grads, *scales, first=first, nonfinite=want_flags)
     plan.accumulate_cast_(got, acc, grads, *scales, first=first, nonfinite=got_flags)
     assert_same_bits(got, want)
     assert torch.equal(got_flags, want_flags)
@@ -68,7 +68,8 @@ def test_a_window_of_integers_sums_exactly(isa, one):
 
 
 def test_product_and_sum_are_rounded_one_by_one(isa):
-    # s·g = 1 + 2^-11 + 2^-24 rounds to 1 + 2^-11; a fused multiply-add would keep the 2^-24 that -1 - 2^-11 lays bare.
+    # s·g = 1 + 2^-11 + 2^-24 rounds to 1 + 2^-11; a fused multiply-add would keep the 2^-24 that -1 - 2^-11
+    # lays bare.
     g, s, acc = (
         torch.full((40,), 1 + 2.0**-12),
         torch.tensor(1 + 2.0**-12),
@@ -175,8 +176,8 @@ def test_any_number_of_threads_gives_the_same_bits(isa, threads, numels, scale, 
     grads[0][-1] = NAN
     wire, seen = make_flat(plan, torch.bfloat16), flags(plan)
     want, want_wire = acc.clone(), wire.clone()
-    _reference.accumulate_(plan._slots, want, grads, scale, first=True, nonfinite=flags(plan))
-    _reference.accumulate_cast_(
+    reference.accumulate_(plan._slots, want, grads, scale, first=True, nonfinite=flags(plan))
+    reference.accumulate_cast_(
         plan._slots, want_wire, want, grads, one, one, first=False, nonfinite=flags(plan)
     )
     plan.accumulate_(acc, grads, scale, first=True, nonfinite=seen)
@@ -231,27 +232,3 @@ def test_the_wire_of_a_wrong_dtype_is_named(one):
         plan.accumulate_cast_(
             torch.zeros(2).double(), torch.zeros(2), [None], one, one, first=True, nonfinite=flags(plan)
         )
-
-
-def test_the_operators_pass_opcheck(one):
-    grads, seen = [torch.ones(2), None], torch.zeros(2, dtype=torch.uint8)
-    layout = [0, 2], [2, 3]
-    torch.library.opcheck(torch.ops.pyengine.accumulate_, (torch.zeros(5), grads, one, seen, *layout, False))
-    wire = torch.zeros(5, dtype=torch.bfloat16)
-    arguments = wire, torch.ones(5), grads, one, one, seen, *layout, False
-    torch.library.opcheck(torch.ops.pyengine.accumulate_cast_, arguments)
-
-
-def test_the_operators_compile_without_a_graph_break(one):
-    def window(acc, wire, grad, seen, scale):
-        torch.ops.pyengine.accumulate_(acc, [grad, None], scale, seen, [0, 3], [3, 2], True)
-        torch.ops.pyengine.accumulate_cast_(
-            wire, acc, [grad, None], scale, scale, seen, [0, 3], [3, 2], False
-        )
-        return wire.float().sum()
-
-    acc, wire, seen = torch.ones(5), torch.zeros(5, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.uint8)
-    total = torch.compile(window, fullgraph=True, backend="aot_eager")(acc, wire, torch.ones(3), seen, one)
-    assert total.item() == 6
-    assert torch.equal(wire.float(), torch.tensor([2.0, 2, 2, 0, 0]))
-    assert torch.equal(acc, torch.tensor([1.0, 1, 1, 0, 0]))

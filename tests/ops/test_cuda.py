@@ -35,11 +35,11 @@ from op_cases import (
     sums,
 )
 
-from pyengine._ops import BucketPlan
+from pyengine.ops.plan import BucketPlan
 
 FIRST = [True, False]
-# Elements that the list of tensors and the flat buffer lie beyond a boundary: another phase each, then the same, among
-# them half of a 16-byte access in every dtype.
+# Elements that the list of tensors and the flat buffer lie beyond a boundary: another phase each, then the
+# same, among them half of a 16-byte access in every dtype.
 SHIFTS = [(1, 0), (0, 0), (1, 1), (2, 2), (4, 4)]
 
 on_plans = pytest.mark.parametrize("layout", PLANS.values(), ids=PLANS)
@@ -103,8 +103,8 @@ def test_unscale_norm_equals_the_cpu(device, dtype, out, shifts, scale):
     assert_same(unscale_norm(device, *arguments), unscale_norm(Host(), *arguments))
 
 
-# Two rounds of the 256 block lanes and a part of the third; only every 128th block is not zero, so that the order of
-# a few blocks decides the last bit.
+# Two rounds of the 256 block lanes and a part of the third; only every 128th block is not zero, so that the
+# order of a few blocks decides the last bit.
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_long_sum_is_taken_in_the_order_of_the_cpu(device, dtype, seed, scale):
@@ -211,7 +211,8 @@ def test_the_sum_is_within_rounding_of_the_exact_one(device, dtype, scale):
 
 
 def test_product_and_sum_are_rounded_one_by_one(device):
-    # s·g = 1 + 2^-11 + 2^-24 rounds to 1 + 2^-11; a fused multiply-add would keep the 2^-24 that -1 - 2^-11 lays bare.
+    # s·g = 1 + 2^-11 + 2^-24 rounds to 1 + 2^-11; a fused multiply-add would keep the 2^-24 that -1 - 2^-11
+    # lays bare.
     acc, g = device.place(torch.full((40,), -(1 + 2.0**-11))), device.place(torch.full((40,), 1 + 2.0**-12))
     scale, seen = device.place(torch.tensor(1 + 2.0**-12)), device.place(torch.zeros(1, dtype=torch.uint8))
     device.plan([0], [40]).accumulate_(acc, [g], scale, first=False, nonfinite=seen)

@@ -10,20 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from pyengine import _native
+from pyengine.ops import native
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 ARCHS = [80, 90, 100]
-# A SM has 65536 registers: at 80 it holds 768 threads, and every kernel loads at least 64 bytes a thread before it
-# uses any. That is 48 KiB on their way, and bandwidth × latency of the devices we know is 30 to 45 KiB a SM.
+# A SM has 65536 registers: at 80 it holds 768 threads, and every kernel loads at least 64 bytes a thread
+# before it uses any. That is 48 KiB on their way, and bandwidth × latency of the devices we know is 30 to 45
+# KiB a SM.
 MAX_REGISTERS = 80
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
 
 KERNEL = re.compile(
     r"Compiling entry function '(?P<name>\w+)' for 'sm_(?P<arch>\d+)'.*?"
-    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads.*?"
     r"Used (?P<registers>\d+) registers",
     re.DOTALL,
 )
@@ -45,6 +47,7 @@ def folder(tmp_path_factory):
 
 
 @needs_nvcc
+@pytest.mark.slow  # the build has compiled them already, by the same flags
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_kernels_compile_without_warnings_spills_or_many_registers(source, arch, folder):
@@ -60,7 +63,7 @@ def test_kernels_compile_without_warnings_spills_or_many_registers(source, arch,
 @needs_nvcc
 @pytest.mark.skipif(os.environ.get("PYENGINE_CUDA") == "0", reason="PYENGINE_CUDA=0 leaves CUDA out")
 def test_the_core_has_cuda_where_there_is_nvcc():
-    core = _native.core()
+    core = native.core()
     assert core is None or core.has_cuda
 
 

@@ -30,9 +30,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_cases import DTYPES, INF, NAN, SHIFTS, assert_same_bits, flags, random_values
 
-from pyengine import _exact_reference, _native
-from pyengine._exact import ExactSum
-from pyengine._ops import BucketPlan
+from pyengine.ops import exact_reference, native
+from pyengine.ops.exact import ExactSum
+from pyengine.ops.plan import BucketPlan
 
 CPU = torch.device("cpu")
 
@@ -294,7 +294,8 @@ def test_aligning_to_poison_clears_the_limbs(isa):
 def test_the_result_is_the_exact_integer_rounded_once(isa, terms, dtype):
     total, random = make_sum(terms), torch.Generator().manual_seed(terms)
     width = total.width
-    # Sums of every length, among them ties of each dtype and their neighbours, which two roundings would take wrong.
+    # Sums of every length, among them ties of each dtype and their neighbours, which two roundings would take
+    # wrong.
     length = torch.randint(1, 31 + width, (NUMEL,), generator=random)
     value = torch.randint(2**62, (NUMEL,), generator=random) >> (62 - length)
     kept = torch.tensor([24, 11, 8])[torch.randint(3, (NUMEL,), generator=random)]
@@ -326,8 +327,8 @@ def test_the_result_may_lie_in_the_memory_of_hi(isa, threads):
 
 
 def test_blocks_are_as_large_in_python_as_in_the_core():
-    core = _native.core()
-    assert core is None or core.EXACT_BLOCK == _exact_reference.BLOCK == BLOCK
+    core = native.core()
+    assert core is None or core.EXACT_BLOCK == exact_reference.BLOCK == BLOCK
 
 
 @pytest.mark.parametrize(

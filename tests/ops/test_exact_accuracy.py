@@ -20,7 +20,7 @@ from exact_oracle import (
 )
 from op_cases import DTYPES, assert_same_bits
 
-from pyengine._ops import BucketPlan
+from pyengine.ops.plan import BucketPlan
 
 
 def assert_no_worse_than_float32(out: torch.Tensor, flats: list[torch.Tensor]) -> None:

@@ -1,4 +1,6 @@
-"""The exact sum's CUDA kernels: equal bit for bit to the CPU's, on the emulator and, where there is one, on a GPU."""
+"""The exact sum's CUDA kernels: equal bit for bit to the CPU's, on the emulator and, where there is one,
+on a GPU.
+"""
 
 import itertools
 
@@ -6,9 +8,9 @@ import pytest
 import torch
 from emulated_cuda import FORWARD, ORDERS, EmulatedPlan
 
-from pyengine._exact import ExactSum
-from pyengine._ops import BucketPlan
-from pyengine._pointers import DTYPE_CODES
+from pyengine.ops.exact import ExactSum
+from pyengine.ops.plan import BucketPlan
+from pyengine.ops.pointers import DTYPE_CODES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CPU = torch.device("cpu")

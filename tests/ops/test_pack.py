@@ -16,10 +16,11 @@ from op_cases import (
     random_values,
 )
 
-from pyengine import _reference
-from pyengine._ops import BucketPlan
+from pyengine.ops import reference
+from pyengine.ops.plan import BucketPlan
 
-# Half a unit in the last place relative to the value (2^-p for p significant bits); half the smallest denormal.
+# Half a unit in the last place relative to the value (2^-p for p significant bits); half the smallest
+# denormal.
 ROUNDING = {
     torch.float32: (2**-24, 2**-150),
     torch.bfloat16: (2**-8, 2**-134),
@@ -34,7 +35,7 @@ def test_pack_equals_the_reference(isa, src, dst, shift, scale):
     plan = make_plan()
     tensors, flat = make_tensors(plan, src, shift), make_flat(plan, dst, shift)
     want = flat.clone()
-    _reference.pack_(plan._slots, want, tensors, scale)
+    reference.pack_(plan._slots, want, tensors, scale)
     plan.pack_(flat, tensors, scale)
     assert_same_bits(flat, want)
 
@@ -46,7 +47,7 @@ def test_unpack_equals_the_reference(isa, src, dst, shift, scale):
     plan = make_plan()
     flat, tensors = make_flat(plan, src, shift), make_tensors(plan, dst, shift)
     want = clone(tensors)
-    _reference.unpack_(plan._slots, want, flat, scale)
+    reference.unpack_(plan._slots, want, flat, scale)
     plan.unpack_(tensors, flat, scale)
     assert_same_bits(tensors, want)
 
@@ -120,7 +121,7 @@ def test_any_number_of_threads_gives_the_same_bits(threads, scale):
     plan = make_plan([100_000, 3, 65_536, 0, 70_001])
     tensors, flat = make_tensors(plan, torch.bfloat16), make_flat(plan, torch.float16)
     want = flat.clone()
-    _reference.pack_(plan._slots, want, tensors, scale)
+    reference.pack_(plan._slots, want, tensors, scale)
     plan.pack_(flat, tensors, scale)
     assert_same_bits(flat, want)
 
@@ -239,22 +240,3 @@ def test_pointers_of_another_plan_are_refused(one):
     pointers = BucketPlan([0], [2]).pointers([torch.ones(2)])
     with pytest.raises(ValueError, match="Pointers of another plan"):
         BucketPlan([0], [3]).pack_(torch.empty(3), pointers, one)
-
-
-def test_the_operators_pass_opcheck(one):
-    tensors = [torch.ones(2), None, torch.ones(3)]
-    torch.library.opcheck(torch.ops.pyengine.pack_, (torch.zeros(8), tensors, one, [0, 2, 4], [2, 1, 3]))
-    outputs = [torch.ones(2), torch.ones(3)]
-    torch.library.opcheck(torch.ops.pyengine.unpack_, (outputs, torch.zeros(8), one, [0, 4], [2, 3]))
-
-
-def test_the_operators_compile_without_a_graph_break():
-    def there_and_back(flat, x, y, scale):
-        torch.ops.pyengine.pack_(flat, [x * 2, None], scale, [0, 3], [3, 2])
-        torch.ops.pyengine.unpack_([y], flat, scale, [0], [3])
-        return flat + 1
-
-    arguments = torch.ones(5), torch.arange(3.0), torch.zeros(3), torch.tensor(0.5)
-    got = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")(*arguments)
-    assert torch.equal(got, torch.tensor([1.0, 2, 3, 1, 1]))
-    assert torch.equal(arguments[2], torch.tensor([0.0, 0.5, 1.0]))

@@ -6,15 +6,15 @@ import sys
 import torch
 from op_cases import assert_same_bits, clone, flags, make_flat, make_plan, make_tensors, sums
 
-from pyengine import _native, _reference
+from pyengine.ops import native, reference
 
 # Blocking the import is what a build without the extension looks like from inside.
 WITHOUT_CORE = """
 import sys, warnings
-sys.modules["pyengine._core"] = None
+sys.modules["pyengine.ops._core"] = None
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    import pyengine._ops
+    import pyengine.ops.plan
     at_import = len(caught)
     sys.path.insert(0, sys.argv[1])
     import test_reference
@@ -50,5 +50,5 @@ def test_without_the_core_one_warning_at_first_use_and_the_same_bits(tmp_path):
 
 
 def test_the_reference_adds_in_the_core_s_blocks():
-    core = _native.core()
-    assert core is None or core.BLOCK_ELEMENTS == _reference._BLOCK
+    core = native.core()
+    assert core is None or core.BLOCK_ELEMENTS == reference._BLOCK

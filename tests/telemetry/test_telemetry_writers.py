@@ -1,4 +1,6 @@
-"""Records of steps as JSON lines, in TensorBoard and in Weights & Biases: on one rank, and going on after a restart."""
+"""Records of steps as JSON lines, in TensorBoard and in Weights & Biases: on one rank,
+and going on after a restart.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 
 import pyengine as pe
-from pyengine.record import StepRecord
+from pyengine.step.step_record import StepRecord
 from pyengine.telemetry import JsonLines, Wandb, numbers
 
 
@@ -139,7 +141,9 @@ def test_weights_and_biases_needs_a_run_on_the_rank_that_writes():
 
 
 def _history(path: Path) -> list[dict[str, float]]:
-    """Return what a run has logged, from its file: a header, then records of checksum, length, kind and message."""
+    """Return what a run has logged, from its file: a header, then records of checksum, length,
+    kind and message.
+    """
     from wandb.proto import wandb_internal_pb2
 
     data, at, rows = path.read_bytes(), 7, []

@@ -1,4 +1,6 @@
-"""The table of docs/batch.md on schedules that come from Accelerate: the same learning rate at every optimizer step."""
+"""The table of docs/batch.md on schedules that come from Accelerate:
+the same learning rate at every optimizer step.
+"""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from pyengine import layout as layouts
-from pyengine.layout import ALIGN_ELEMENTS, Layout, ParamSpec, backward_order, first_difference
+from pyengine.gradients import layout as layouts
+from pyengine.gradients.layout import ALIGN_ELEMENTS, Layout, ParamSpec, backward_order, first_difference
 
 FP32, BF16 = torch.float32, torch.bfloat16
 

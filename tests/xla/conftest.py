@@ -32,7 +32,9 @@ def _kept() -> Iterator[dict[tuple[int, tuple[str, ...]], Replicas]]:
 
 @pytest.fixture
 def replicas(_kept: dict[tuple[int, tuple[str, ...]], Replicas]) -> Callable[..., Replicas]:
-    """Give `replicas(world).run(fn, ...)`: run a module-level `fn(rank, ...)` on real replicas of XLA's CPU backend."""
+    """Give `replicas(world).run(fn, ...)`: run a module-level `fn(rank,
+    ...)` on real replicas of XLA's CPU backend.
+    """
 
     def get(world: int, **environment: str) -> Replicas:
         key = world, tuple(sorted(environment.items()))

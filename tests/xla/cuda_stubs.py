@@ -1,7 +1,7 @@
 """Let a CUDA build of torch load without CUDA's libraries: python cuda_stubs.py SITE_PACKAGES/torch/lib
 
-Every CUDA library that torch's own name is replaced by an empty one. One more, which they all name, has the functions; each
-says that there is no device. Only for tests on a host without accelerators.
+Every CUDA library that torch's own name is replaced by an empty one. One more, which they all name, has the
+functions; each says that there is no device. Only for tests on a host without accelerators.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def main(folder: Path) -> None:
     missing = sorted(filter(LIBRARY.match, missing))
     asked, defined = (set().union(*sets) for sets in zip(*map(symbols, libraries), strict=True))
     functions = sorted(asked - defined)
-    # The functions lie in a library of their own name: ld.so refuses an unversioned definition in a file that somebody
-    # names with a version.
+    # The functions lie in a library of their own name: ld.so refuses an unversioned definition in a file that
+    # somebody names with a version.
     _compile(folder / STUB, "\n".join(map(stub, functions)))
     for name in missing:
         _compile(folder / name, "", "-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", str(folder / STUB))

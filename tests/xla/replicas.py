@@ -1,12 +1,12 @@
 """Real XLA replicas on the CPU: `replicas(2).run(fn, ...)` runs `fn(rank, ...)` on two of them.
 
-torch_xla makes the replicas of one host threads of one process, so a process has one world size for life. The session
-keeps one process for each, and starts it anew after a crash.
+torch_xla makes the replicas of one host threads of one process, so a process has one world size for life. The
+session keeps one process for each, and starts it anew after a crash.
 
-XLA's CPU backend lets replicas meet in a collective by the number of the compiled module, and replicas that compile the
-same program at the same time get two. So programs with a collective are launched in the order of ranks: the first replica
-compiles, the others find its module in the cache. Two settings go with that: a pool thread for each blocked execution, and
-no donation of inputs, where freeing one waits for the peers.
+XLA's CPU backend lets replicas meet in a collective by the number of the compiled module, and replicas that
+compile the same program at the same time get two. So programs with a collective are launched in the order of
+ranks: the first replica compiles, the others find its module in the cache. Two settings go with that: a pool
+thread for each blocked execution, and no donation of inputs, where freeing one waits for the peers.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from torch import nn
 from xla_cases import device
 
 import pyengine as pe
+from pyengine.ops.device import flush
 
 
 def _refused(rank: int, make, error: type[Exception]) -> str:
@@ -24,6 +25,10 @@ def _make(rank: int, **kwargs) -> pe.GradSync:
 
 def _differ(rank: int) -> pe.GradSync:
     return pe.GradSync(nn.Linear(3, 2 + rank).to(device()), accumulate=2)
+
+
+def _grouped(rank: int) -> pe.GradSync:
+    return _make(rank, group=torch.distributed.ProcessGroup(0, 1))
 
 
 def _attach(rank: int) -> pe.Sync:
@@ -47,15 +52,12 @@ def _attach(rank: int) -> pe.Sync:
             partial(_make, wire=pe.wire.BF16()),
             "XLA's CPU backend has no all-reduce of bfloat16; use wire.FP32",
         ),
-        (
-            1,
-            partial(_make, group="mine"),
-            "group=mine: parameters on xla:0 are reduced by torch_xla over all",
-        ),
+        (1, partial(_make, group="mine"), "group='mine' is a str: need a torch.distributed.ProcessGroup"),
+        (1, _grouped, ": parameters on xla:0 are reduced by torch_xla over all"),
         (1, _attach, "ddp_model lies on xla:0: DDP reduces from inside the backward"),
         (2, _differ, "parameter 0: rank 0 has 'weight' [2, 3] float32; rank 1 has 'weight' [3, 3] float32"),
     ],
-    ids=["exact", "bf16", "group", "ddp", "other model"],
+    ids=["exact", "bf16", "no group", "group", "ddp", "other model"],
 )
 def test_what_cannot_work_is_refused_on_every_replica(replicas, world, make, said):
     for text in replicas(world).run(_refused, make, ValueError):
@@ -143,7 +145,7 @@ def _sum(rank: int) -> list[float]:
         dtype=torch.float64,
     ).to(device())
     comm.all_reduce(flat).wait()
-    comm.launch()
+    flush(device())
     return flat.cpu().tolist()
 
 

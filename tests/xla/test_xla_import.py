@@ -19,7 +19,7 @@ sys.meta_path.insert(0, Refuse())
 """
 _TRAIN = """
 import torch, torch_xla, pyengine as pe
-from pyengine import _native
+from pyengine.ops import native
 param = torch.nn.Parameter(torch.ones(3).to(torch_xla.device()))
 sync = pe.GradSync([param], accumulate=2)
 optimizer = torch.optim.SGD([param], lr=0.5)
@@ -27,7 +27,7 @@ for window in sync.windows([1.0, 2.0, 3.0]):
     for factor in window:
         sync.backward((param * factor).sum())
     sync.step(optimizer)
-print(param.tolist(), _native._core is not None)
+print(param.tolist(), native._core is not None)
 """
 
 
@@ -48,7 +48,7 @@ def test_importing_the_package_asks_for_no_torch_xla():
     assert _run("import pyengine; print(pyengine.__version__)", {"torch_xla"})
 
 
-@pytest.mark.parametrize("refused", [{"pyengine._core"}, set()], ids=["without core", "as installed"])
+@pytest.mark.parametrize("refused", [{"pyengine.ops._core"}, set()], ids=["without core", "as installed"])
 def test_training_needs_no_native_core_and_warns_of_none(refused):
     assert _run(_TRAIN, refused).startswith("[-1.25, -1.25, -1.25]")
 

@@ -36,7 +36,7 @@ def _nobody_waits(rank: int) -> tuple[int, int, int]:
     before = toy.reads()
     for _ in range(70):
         toy.window()
-    after, unread = toy.reads(), len(toy.sync._engine.outcomes._unread)
+    after, unread = toy.reads(), len(toy.sync._engine.verdicts._unread)
     toy.sync.synchronize()
     return after - before, unread, toy.reads() - after
 
@@ -116,6 +116,7 @@ def test_a_record_holds_what_all_replicas_brought(replicas):
 
 def _abandon(rank: int) -> list[float]:
     toy = _Toy()
+    toy.sync.close()
     toy.sync = pe.GradSync([toy.param], accumulate=2)
     with pytest.raises(KeyError), toy.sync.accumulate():
         toy.sync.backward(toy.param.sum())

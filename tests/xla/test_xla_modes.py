@@ -1,4 +1,6 @@
-"""torch_xla's other ways to run: SPMD, where the compiler partitions one replica, and a reduction of a single replica."""
+"""torch_xla's other ways to run: SPMD, where the compiler partitions one replica,
+and a reduction of a single replica.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ from xla_cases import ACCUMULATE, OPTIMIZERS, PLANS, Job, device, reference, tra
 
 import pyengine as pe
 
-# Unit roundoff of float32 is 6e-8; a parameter of size 0.3 takes a few dozen roundings in at most three steps.
+# Unit roundoff of float32 is 6e-8; a parameter of size 0.3 takes a few dozen roundings in at most three
+# steps.
 TOLERANCE = 1e-6
 
 
@@ -42,7 +43,8 @@ def test_counts_that_are_tensors_give_the_same(replicas, world):
         assert all(map(torch.equal, one.params, other.params))
 
 
-# bfloat16 and float16 keep 8 and 11 bits: gradients of about 1, and parameters of 0.3 after three steps of 0.05.
+# bfloat16 and float16 keep 8 and 11 bits: gradients of about 1, and parameters of 0.3 after three steps of
+# 0.05.
 @pytest.mark.parametrize(
     ("job", "tolerance"),
     [

@@ -1,4 +1,6 @@
-"""Windows that must not be used: skipped on every replica, optimizer state and all, without anybody reading why."""
+"""Windows that must not be used: skipped on every replica, optimizer state and all,
+without anybody reading why.
+"""
 
 from __future__ import annotations
 

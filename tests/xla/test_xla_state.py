@@ -27,6 +27,7 @@ def _train(rank: int, cut: int | None, nonfinite: str) -> list[torch.Tensor]:
     for index in range(LENGTH):
         if index == cut:
             states = copy.deepcopy((_on_host(sync.state_dict()), optimizer.state_dict()))
+            sync.close()
             sync, optimizer = make()
             optimizer.load_state_dict(states[1])
             sync.load_state_dict(states[0])

@@ -1,5 +1,5 @@
-"""Models, data and the float64 reference that the tests on XLA replicas share. Nothing here draws random numbers: threads
-of one process would share them.
+"""Models, data and the float64 reference that the tests on XLA replicas share. Nothing here draws random
+numbers: threads of one process would share them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import pyengine as pe
 
-# Micro-batches of each rank, by rank; accumulate is 3, so windows are short, missing, or absent on some ranks.
+# Micro-batches of each rank, by rank; accumulate is 3, so windows are short, missing, or absent on some
+# ranks.
 PLANS = {
     "equal": [6, 6, 6, 6],
     "short last window": [5, 5, 5, 5],

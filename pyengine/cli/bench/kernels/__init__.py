@@ -1,0 +1,1 @@
+"""`<stem>.py` are the cases of an op; `processor.py` and `cuda.py` measure them."""

@@ -1,0 +1,115 @@
+"""ExactSum against adding in float32.
+
+The torch expression of a deposit is `torch._foreach_add_` on float32 sums, which is what an exact sum
+replaces: *x torch* below 1 is the price of order-free sums, not a slow kernel. `align_` and `round_` have no
+counterpart in a float32 sum; they are held against the torch expressions of the same work.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from pyengine.cli.bench.kernels.case import Build, Case, Sizes, Slots, check
+from pyengine.cli.bench.timing import Run
+from pyengine.ops.exact import ExactSum
+from pyengine.ops.exact_reference import BLOCK
+
+F32, BF16 = torch.float32, torch.bfloat16
+TERMS = 64
+
+
+class _Operands:
+    """One layout: gradients in tensors of their own, an exact sum and a float32 one."""
+
+    def __init__(self, slots: Slots, dtype: torch.dtype) -> None:
+        self.plan, self.slots = slots.plan(), slots
+        self.total = ExactSum(self.plan, numel=slots.numel, terms=TERMS, device=torch.device(slots.device))
+        # Integers up to 64: sums are exact in float32 too, so that all contestants must agree.
+        self.grads = [(64 * grad).clamp(-64, 64).round() for grad in slots.tensors(dtype)]
+        self.pointers = self.plan.pointers(self.grads)
+        self.acc = slots.empty(F32).zero_()
+        self.parts = self.acc.split(slots.each)
+        self.flags = slots.flags()
+
+    def deposit(self, *, first: bool) -> None:
+        self.total.deposit_(self.pointers, first=first, nonfinite=self.flags)
+
+
+def deposit_case(name: str, slots: Slots, dtype: torch.dtype, first: bool) -> Case:
+    b = _Operands(slots, dtype)
+
+    def torch_run() -> None:
+        if first:
+            b.acc.zero_()
+        torch._foreach_add_(b.parts, b.grads)
+
+    b.deposit(first=True)
+    b.deposit(first=first)
+    torch_run()
+    torch_run()
+    got = slots.empty(F32)
+    b.total.round_(got)
+    check(torch.equal(got, b.acc), name)
+    # More deposits than the sum has room for: integers wrap round, which costs what adding costs.
+    read = slots.numel * (b.grads[0].element_size() + (0 if first else 8))
+    run = partial(b.deposit, first=first)
+    others: dict[str, Run] = {"raw lists": lambda: b.total.deposit_(b.grads, first=first, nonfinite=b.flags)}
+    return Case(name, run, torch_run, read, slots.numel * 8, "copy" if first else "update", others)
+
+
+def align_case(name: str, slots: Slots) -> Case:
+    """Every block moves one bin up, and is put back by a fill of the bins alone: limbs are as good as any."""
+    b = _Operands(slots, F32)
+    b.deposit(first=True)
+    low, high = b.total.bins.clone(), b.total.bins + 1
+    hi, lo = b.total.hi.clone(), b.total.lo.clone()
+
+    def run() -> None:
+        b.total.bins.copy_(low)
+        b.total.align_(high)
+
+    def torch_run() -> None:
+        lo.copy_(hi)
+        hi.zero_()
+
+    run()
+    torch_run()
+    check(torch.equal(b.total.hi, hi) and torch.equal(b.total.lo, lo), name)
+    return Case(name, run, torch_run, slots.numel * 4, slots.numel * 8, "copy")
+
+
+def round_case(name: str, slots: Slots, dtype: torch.dtype) -> Case:
+    b = _Operands(slots, F32)
+    b.deposit(first=True)
+    out, width = slots.empty(dtype), b.total.width
+    units = torch.exp2((b.total.bins.double() - 2) * width - 125).unsqueeze(1)
+    hi, lo = b.total.hi.view(-1, BLOCK), b.total.lo.view(-1, BLOCK)
+
+    def torch_run() -> Tensor:
+        value: Tensor = (hi.double() * 2.0**width + lo) * units
+        return value.to(dtype)
+
+    b.total.round_(out)
+    check(torch.equal(out, torch_run().view(-1)), name)
+    return Case(name, partial(b.total.round_, out), torch_run, slots.numel * 8, out.nbytes, "copy")
+
+
+def cases(sizes: Sizes) -> list[Build]:
+    # Each slot begins at a multiple of 64, as exact sums want it.
+    large = sizes.large
+    few, many, tiny = (Slots(n, numel // n // BLOCK * BLOCK, sizes.device)
+                       for n, numel in ((8, large), (400, large), (1000, 1000 * 256)))  # fmt: skip
+    return [
+        partial(deposit_case, "first deposit of fp32, 8 tensors", few, F32, True),
+        partial(deposit_case, "first deposit of bf16, 8 tensors", few, BF16, True),
+        partial(deposit_case, "later deposit of fp32, 8 tensors", few, F32, False),
+        partial(deposit_case, "later deposit of bf16, 8 tensors", few, BF16, False),
+        partial(deposit_case, "later deposit of bf16, 400 tensors", many, BF16, False),
+        partial(deposit_case, "later deposit of fp32, small: 1000 of 1 KB", tiny, F32, False),
+        partial(align_case, "align, every block by one bin", few),
+        partial(round_case, "round to fp32", few, F32),
+        partial(round_case, "round to bf16", few, BF16),
+    ]

@@ -1,0 +1,133 @@
+"""What a benchmark has shown, in plain sentences that do not claim more than its noise allows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pyengine.cli.bench.kernels.on_cuda import OURS
+from pyengine.cli.bench.windows.measure import Times
+from pyengine.cli.bench.windows.variants import VARIANTS
+
+_BUSY = 0.3  # a spread above it says that something else runs here
+_ENOUGH = 5  # rounds: by chance all of them agree once in 16
+_SLOWER = 0.95  # times faster than torch, below which a kernel is called slower
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One variant's windows over another's of the same rounds.
+
+    Attributes:
+        is_clear: whether there are enough rounds and nearly all (all of fewer than ten) agree which one is
+            faster.
+    """
+
+    low: float
+    middle: float
+    high: float
+    is_clear: bool
+
+    def __str__(self) -> str:
+        noise = "" if self.is_clear else ", within noise"
+        return f"{self.middle:.2f} × as long ({self.low:.2f} to {self.high:.2f}{noise})"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel's row, whatever device it is of: milliseconds, and how it stands."""
+
+    case: str
+    min_ms: float
+    p50_ms: float
+    times_roof: float
+    times_torch: float
+
+
+def ratio(times: Times, variant: str, other: str) -> Ratio:
+    """Compare two variants round by round, so that slow drift of the machine drops out."""
+    pairs = zip(times[variant], times[other], strict=True)
+    ratios = sorted(mine["window"] / theirs["window"] for mine, theirs in pairs)
+    odd_ones = min(sum(each < 1 for each in ratios), sum(each > 1 for each in ratios))
+    is_clear = len(ratios) >= _ENOUGH and odd_ones <= len(ratios) // 10
+    return Ratio(ratios[0], statistics.median(ratios), ratios[-1], is_clear)
+
+
+def spread(rounds: Sequence[dict[str, float]]) -> float:
+    """Return the largest window minus the smallest, over the median."""
+    windows = [each["window"] for each in rounds]
+    return (max(windows) - min(windows)) / statistics.median(windows)
+
+
+def kernel(row: dict[str, Any]) -> Kernel:
+    """Read a row of a result file."""
+    if "contestants" not in row:
+        names = ("min_ms", "p50_ms", "times_roof", "times_torch")
+        return Kernel(row["case"], *(row[name] for name in names))
+    ours, theirs = row["contestants"][OURS], row["contestants"]["torch"]
+    times_torch = theirs["p50_us"] / ours["p50_us"]
+    return Kernel(
+        row["case"], ours["min_us"] / 1e3, ours["p50_us"] / 1e3, 1 / ours["share_of_copy"], times_torch
+    )
+
+
+def on_windows(times: Times) -> list[str]:
+    """Say which variant was fastest, how the fastest of ours stands against the others,
+    and how noisy it was.
+    """
+    medians = {
+        name: statistics.median(each["window"] for each in rounds)
+        for name, rounds in times.items()
+        if VARIANTS[name].is_synced
+    }
+    ranking = sorted(medians, key=medians.__getitem__)
+    ours = next((name for name in ranking if VARIANTS[name].is_ours), None)
+    peers = [name for name in ranking if not VARIANTS[name].is_ours]
+    said = [_fastest(times, ranking, medians[ranking[0]])] if len(ranking) > 1 else []
+    if ours is not None and peers:
+        against = "; ".join(f"{_label(peer)} {ratio(times, peer, ours)}" for peer in peers)
+        said.append(f"Against {_label(ours)} in the same rounds a window took: {against}.")
+    typical = statistics.median(spread(rounds) for rounds in times.values())
+    if typical > _BUSY:
+        said.append(
+            f"Windows of one variant differ by {typical:.0%} between rounds, so something else was running: "
+            "small differences mean nothing here; more --rounds, or an idle machine."
+        )
+    return said
+
+
+def on_kernels(kernels: Sequence[Kernel]) -> list[str]:
+    """Say how near the kernels are to the memory's rate, how they stand against torch,
+    and how noisy it was.
+    """
+    roof, torchs, noise = (
+        statistics.median(values)
+        for values in (
+            [each.times_roof for each in kernels],
+            [each.times_torch for each in kernels],
+            [each.p50_ms / each.min_ms for each in kernels],
+        )
+    )
+    slower = [each.case for each in kernels if each.times_torch < _SLOWER]
+    return [
+        (
+            f"Kernels: over {len(kernels)} cases the median is {roof:.2f} × the roof and {torchs:.1f} × as "
+            "fast as torch."
+        ),
+        f"Slower than torch: {'; '.join(slower) if slower else 'none'}.",
+        f"Noise: a median call took {noise:.2f} × the best one.",
+    ]
+
+
+def _fastest(times: Times, ranking: Sequence[str], seconds: float) -> str:
+    first, *others = ranking
+    near = [_label(name) for name in others if not ratio(times, name, first).is_clear]
+    rounds = len(times[first])
+    rest = f"within noise of it: {'; '.join(near)}" if near else f"clearly, over {rounds} rounds"
+    return f"{_label(first)} had the shortest windows, {1e3 * seconds:.0f} ms in the median; {rest}."
+
+
+def _label(variant: str) -> str:
+    return VARIANTS[variant].label

@@ -1,0 +1,259 @@
+"""The contestants of the window benchmark: each runs whole windows of the same model on the same
+micro-batches.
+
+A window is forward and backward of A micro-batches, the reduction, unscaling, clipping and the optimizer.
+Every peer is used as its own documentation says, with the loss divided by A.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+
+MAX_NORM = 0.5
+
+
+class Variant:
+    """One way to train; `window` returns seconds by phase: early, last, epilogue, optimizer.
+
+    Attributes:
+        label: what tables call it.
+        needs: module that has to be installed, if not torch's or ours.
+        is_synced: whether ranks end a window with the same gradient.
+        is_ours: whether it is pyengine's.
+        grad_norm: of the last window, before clipping.
+    """
+
+    label: ClassVar[str]
+    needs: ClassVar[str | None] = None
+    is_synced: ClassVar[bool] = True
+    is_ours: ClassVar[bool] = False
+    grad_norm: Tensor
+
+    def __init__(self, model: nn.Module, micro_batches: list[Tensor], optimizer: str) -> None:
+        self.model, self.micro_batches = model, micro_batches
+        self.forward: Callable[[Tensor], Tensor] = model
+        self.optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=optimizer == "fused")
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        self.setup()
+
+    def setup(self) -> None:
+        """Wrap the model."""
+
+    def micro_batch(self, x: Tensor, *, last: bool) -> None:
+        """Run one forward and backward."""
+        del last
+        self.scaler.scale(self.forward(x) / len(self.micro_batches)).backward()
+
+    def epilogue(self) -> Tensor:
+        """Unscale and clip; return the norm before."""
+        self.scaler.unscale_(self.optimizer)
+        return nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+
+    def step(self) -> None:
+        """Step and clear."""
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def window(self) -> dict[str, float]:
+        """Train one window; return seconds by phase and of all."""
+        times = [time.perf_counter()]
+        *early, last = self.micro_batches
+        for x in early:
+            self.micro_batch(x, last=False)
+        times.append(time.perf_counter())
+        self.micro_batch(last, last=True)
+        times.append(time.perf_counter())
+        self.grad_norm = self.epilogue()
+        times.append(time.perf_counter())
+        self.step()
+        times.append(time.perf_counter())
+        names = ("early", "last", "epilogue", "optimizer")
+        return {name: b - a for name, a, b in zip(names, times, times[1:], strict=False)} | {
+            "window": times[-1] - times[0]
+        }
+
+
+class Floor(Variant):
+    """No engine and no communication at all."""
+
+    label = "no communication at all"
+    is_synced = False
+
+
+class DDP(Variant):
+    """DistributedDataParallel that syncs every micro-batch."""
+
+    label = "DDP, sync every micro-batch"
+    view = False
+    hook: Any = None
+
+    def setup(self) -> None:
+        self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=self.view)
+        if self.hook is not None:
+            self.ddp.register_comm_hook(None, self.hook)
+        self.forward = self.ddp
+
+
+class NoSync(DDP):
+    """DistributedDataParallel with no_sync on all but the last micro-batch."""
+
+    label = "DDP + no_sync"
+
+    def micro_batch(self, x: Tensor, *, last: bool) -> None:
+        with contextlib.nullcontext() if last else self.ddp.no_sync():
+            super().micro_batch(x, last=last)
+
+
+class NoSyncView(NoSync):
+    """The same with gradient_as_bucket_view."""
+
+    label = "DDP + no_sync, bucket views"
+    view = True
+
+
+def _bf16_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses string annotations
+    """Call torch's bf16_compress_hook under another name: DDP refuses it on gloo by name only."""
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
+class NoSyncBF16(NoSync):
+    """no_sync, bucket views, and torch's bf16 compression hook."""
+
+    label = "DDP + no_sync, views, bf16 hook"
+    view = True
+    hook = staticmethod(_bf16_hook)
+
+
+class Accelerate(Variant):
+    """Accelerate's accumulate()."""
+
+    label = "Accelerate"
+    needs = "accelerate"
+
+    def setup(self) -> None:
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+        from accelerate.utils import GradientAccumulationPlugin
+
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        plugin = GradientAccumulationPlugin(num_steps=len(self.micro_batches), sync_with_dataloader=False)
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+        self.forward, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+
+    def micro_batch(self, x: Tensor, *, last: bool) -> None:
+        with self.accelerator.accumulate(self.forward):
+            self.accelerator.backward(self.scaler.scale(self.forward(x)))
+
+    def epilogue(self) -> Tensor:
+        self.scaler.unscale_(self.optimizer.optimizer)
+        return nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer.optimizer)
+        self.scaler.update()
+        self.optimizer.optimizer.zero_grad(set_to_none=True)
+
+
+class Engine(Variant):
+    """pyengine.GradSync."""
+
+    label = "GradSync"
+    is_ours = True
+    wire: pe.wire.Wire = pe.wire.FP32()
+    accumulator = "fp32"
+
+    def make(self) -> pe.Sync:
+        return pe.GradSync(
+            self.model, accumulate=len(self.micro_batches), wire=self.wire, accumulator=self.accumulator
+        )
+
+    def setup(self) -> None:
+        self.sync = self.make()
+        self.sync.scaler = pe.GradScaler("cpu", init_scale=1024.0)
+
+    def micro_batch(self, x: Tensor, *, last: bool) -> None:
+        with self.sync.accumulate():
+            self.sync.backward(self.forward(x))
+
+    def epilogue(self) -> Tensor:
+        return self.sync.clip_grad_norm_(MAX_NORM)
+
+    def step(self) -> None:
+        self.sync.step(self.optimizer)
+
+
+class EngineBF16(Engine):
+    """GradSync with a bf16 wire."""
+
+    label = "GradSync, bf16 wire"
+    wire = pe.wire.BF16()
+
+
+class EngineNative(EngineBF16):
+    """GradSync that sums in the parameters' own type, bf16 wire."""
+
+    label = "GradSync, native sums, bf16 wire"
+    accumulator = "native"
+
+
+class EngineExact(Engine):
+    """GradSync with exact sums: the same bits for every world size."""
+
+    label = "GradSync, exact sums"
+    accumulator = "exact"
+
+
+class Attach(Engine):
+    """pyengine.attach on DistributedDataParallel."""
+
+    label = "attach"
+
+    def make(self) -> pe.Sync:
+        self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        self.forward = self.ddp
+        return pe.attach(
+            self.ddp, accumulate=len(self.micro_batches), wire=self.wire, accumulator=self.accumulator
+        )
+
+
+class AttachExact(Attach):
+    """attach with exact sums."""
+
+    label = "attach, exact sums"
+    accumulator = "exact"
+
+
+class AttachBF16(Attach):
+    """attach with a bf16 wire."""
+
+    label = "attach, bf16 wire"
+    wire = pe.wire.BF16()
+
+
+VARIANTS: dict[str, type[Variant]] = {
+    "floor": Floor,
+    "ddp": DDP,
+    "no_sync": NoSync,
+    "no_sync_view": NoSyncView,
+    "no_sync_bf16": NoSyncBF16,
+    "accelerate": Accelerate,
+    "engine": Engine,
+    "engine_bf16": EngineBF16,
+    "engine_native_bf16": EngineNative,
+    "engine_exact": EngineExact,
+    "attach": Attach,
+    "attach_bf16": AttachBF16,
+    "attach_exact": AttachExact,
+}

@@ -1,0 +1,1 @@
+"""`doctor`: what works here, what does not, and how to mend it."""

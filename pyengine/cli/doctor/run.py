@@ -1,0 +1,99 @@
+"""`doctor`: what of this machine and installation works, what does not, and how to mend it.
+
+Needs no package beside torch: a doctor that cannot come is none.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+
+from pyengine.cli.doctor import machine as doctor_machine
+from pyengine.cli.doctor import native as doctor_native
+from pyengine.cli.doctor import pytorch as doctor_torch
+from pyengine.cli.doctor.arguments import Settings
+from pyengine.cli.doctor.finding import Finding, fail
+from pyengine.cli.doctor.workers import workers
+from pyengine.cli.terminal import print_json
+
+Check = Callable[[], Finding | list[Finding]]
+
+CHECKS: dict[str, Check] = {
+    "python": doctor_torch.python,
+    "torch": doctor_torch.torch_itself,
+    "compiler": doctor_native.compiler,
+    "core": doctor_native.core,
+    "cuda": doctor_native.cuda,
+    "backends": doctor_torch.backends,
+    "torch_xla": doctor_torch.xla,
+    "packages": doctor_torch.packages,
+    "threads": doctor_machine.threads,
+    "shared memory": doctor_machine.shared_memory,
+    "files": doctor_machine.files,
+    "host": doctor_machine.host,
+    "settings": doctor_machine.settings,
+    "workers": workers,
+}
+_LABELS = {"ok": "ok", "warn": "WARN", "fail": "FAIL"}
+_INDENT = 21
+
+
+def run(settings: Settings) -> int:
+    """Run every check and print what it finds; return the exit code."""
+    show = _print_json if settings.json else _print_lines
+    findings = []
+    for finding in examine(CHECKS):
+        show(finding)
+        findings.append(finding)
+    (_conclude_json if settings.json else _conclude)(findings)
+    return int(any(finding.status == "fail" for finding in findings))
+
+
+def examine(checks: dict[str, Check]) -> Iterator[Finding]:
+    """Yield what the checks find; one that raises is a finding too, and the others go on."""
+    for name, check in checks.items():
+        try:
+            found = check()
+        except Exception as error:  # noqa: BLE001 - a broken machine breaks in ways nobody has thought of
+            text = f"the check itself failed: {type(error).__name__}: {error}"
+            found = fail(name, text, "report it, with this output")
+        yield from found if isinstance(found, list) else [found]
+
+
+def _print_lines(finding: Finding) -> None:
+    head = f"{_LABELS[finding.status]:<5} {finding.name:<14} "
+    _print_wrapped(head, finding.text)
+    if finding.remedy:
+        _print_wrapped(" " * (_INDENT - 2) + "→ ", finding.remedy)
+
+
+def _print_wrapped(head: str, text: str) -> None:
+    width = max(60, min(120, shutil.get_terminal_size().columns))
+    indent = " " * _INDENT
+    for number, line in enumerate(text.splitlines()):
+        first = head if number == 0 else indent
+        wrapped = textwrap.fill(
+            line, width, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False
+        )
+        print(wrapped or first, flush=True)
+
+
+def _print_json(finding: Finding) -> None:
+    print_json("finding", **asdict(finding))
+
+
+def _conclude(findings: Iterable[Finding]) -> None:
+    broken, warned = _names(findings, "fail"), _names(findings, "warn")
+    print("\n" + (f"Broken: {', '.join(broken)}." if broken else "Healthy: pyengine works here."), end="")
+    print(f" Could be better: {', '.join(warned)}." if warned else "")
+
+
+def _conclude_json(findings: Iterable[Finding]) -> None:
+    broken, warned = _names(findings, "fail"), _names(findings, "warn")
+    print_json("verdict", healthy=not broken, broken=broken, warned=warned)
+
+
+def _names(findings: Iterable[Finding], status: str) -> list[str]:
+    return [finding.name for finding in findings if finding.status == status]

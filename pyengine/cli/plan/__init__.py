@@ -1,0 +1,1 @@
+"""`plan`: a global batch on several numbers of workers."""

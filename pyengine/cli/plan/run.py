@@ -1,0 +1,158 @@
+"""`plan`: one global batch on several numbers of workers, and what its learning rate is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from pyengine.cli.arguments import Conflict
+from pyengine.cli.output import add_numbers
+from pyengine.cli.plan.arguments import Settings
+from pyengine.cli.terminal import print_json
+from pyengine.data.batch_plan import BatchPlan, Rule, plan_batch, scale_lr
+
+
+@dataclass(frozen=True)
+class Row:
+    """One global batch on one number of workers.
+
+    Attributes:
+        micro_batch: None if the global batch has no whole part for each rank.
+        accumulate: micro-batches a window, by rank; empty if it cannot be run.
+        idle: part of a window that ranks with one micro-batch less wait, 0 to 1.
+        lr_linear, lr_sqrt: learning rates of this global batch.
+        steps_per_epoch: None if the dataset's size is not known, or it cannot be run.
+        problem: why it cannot be run; empty if it can.
+    """
+
+    global_batch: int
+    workers: int
+    micro_batch: int | None
+    accumulate: tuple[int, ...]
+    idle: float
+    lr_linear: float
+    lr_sqrt: float
+    steps_per_epoch: int | None
+    problem: str
+
+
+def run(settings: Settings) -> int:
+    """Print the plan; return the exit code."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rows = make_rows(settings)
+    cautions = list(dict.fromkeys(str(warning.message) for warning in caught))
+    (_print_json if settings.json else _print_table)(rows, cautions, settings)
+    return int(any(row.problem for row in rows))
+
+
+def make_rows(settings: Settings) -> list[Row]:
+    """Return a row for each global batch and number of workers.
+
+    Raises:
+        Conflict: the learning rate is not finite.
+    """
+    return [
+        _row(batch, workers, settings) for batch in settings.global_batches for workers in settings.workers
+    ]
+
+
+def _row(global_batch: int, workers: int, settings: Settings) -> Row:
+    plan, problem = None, ""
+    micro_batch = settings.micro_batch or (None if global_batch % workers else global_batch // workers)
+    try:
+        plan = _plan(global_batch, micro_batch, workers)
+    except ValueError as error:
+        problem = str(error)
+    size = settings.dataset_size
+    return Row(
+        global_batch=global_batch,
+        workers=workers,
+        micro_batch=micro_batch,
+        accumulate=plan.shares if plan else (),
+        idle=plan.idle / (plan.idle + plan.micro_batches) if plan else 0.0,
+        lr_linear=_lr(global_batch, "linear", settings),
+        lr_sqrt=_lr(global_batch, "sqrt", settings),
+        steps_per_epoch=plan.steps_per_epoch(size) if plan and size else None,
+        problem=problem,
+    )
+
+
+def _plan(global_batch: int, micro_batch: int | None, workers: int) -> BatchPlan:
+    if micro_batch is None:
+        lower = global_batch // workers * workers
+        nearest = f"{lower} and {lower + workers}" if lower else f"{workers}"
+        raise ValueError(
+            f"{workers} ranks have no equal parts of {global_batch}; nearest: {nearest}; or give "
+            "--micro-batch"
+        )
+    return plan_batch(global_batch=global_batch, micro_batch=micro_batch, world_size=workers, uneven=True)
+
+
+def _lr(global_batch: int, rule: Rule, settings: Settings) -> float:
+    try:
+        return scale_lr(settings.lr, from_batch=settings.from_batch, to_batch=global_batch, rule=rule)
+    except ValueError as error:
+        raise Conflict(f"argument --lr: {error}") from None
+
+
+def _print_json(rows: Sequence[Row], cautions: Sequence[str], settings: Settings) -> None:
+    for row in rows:
+        print_json("plan", **asdict(row))
+    for caution in cautions:
+        print_json("caution", text=caution)
+
+
+def _print_table(rows: Sequence[Row], cautions: Sequence[str], settings: Settings) -> None:
+    console = Console()
+    table = Table(caption=_caption(settings), caption_justify="left")
+    names = ["global\nbatch", "workers", "micro-\nbatch", "accumulate", "lr\nlinear", "lr\nsqrt"]
+    add_numbers(table, [*names, "steps"] if settings.dataset_size else names)
+    for before, row in zip([None, *rows], rows, strict=False):
+        if before and before.global_batch != row.global_batch:
+            table.add_section()
+        table.add_row(*_cells(row)[: len(table.columns)])
+    console.print(table)
+    for text in [*_sentences(rows), *cautions]:
+        console.print(text, highlight=False, markup=False)
+
+
+def _caption(settings: Settings) -> str:
+    text = f"lr {settings.lr:g} at a global batch of {settings.from_batch}"
+    return f"{text}; steps an epoch of {settings.dataset_size} samples" if settings.dataset_size else text
+
+
+def _cells(row: Row) -> list[str]:
+    few, many = min(row.accumulate, default=0), max(row.accumulate, default=0)
+    accumulate = f"{few} or {many}" if few < many else f"{many or '-'}"
+    lrs = f"{row.lr_linear:.4g}", f"{row.lr_sqrt:.4g}"
+    steps = "-" if row.steps_per_epoch is None else str(row.steps_per_epoch)
+    return [str(row.global_batch), str(row.workers), str(row.micro_batch or "-"), accumulate, *lrs, steps]
+
+
+def _sentences(rows: Sequence[Row]) -> list[str]:
+    """Return what the table cannot say: what is equal, what does not come out even, what cannot be run."""
+    found = []
+    for batch in dict.fromkeys(row.global_batch for row in rows):
+        parts = [
+            f"{batch // row.workers} × {row.workers}"
+            for row in rows
+            if row.global_batch == batch and row.accumulate and not row.idle
+        ]
+        if len(parts) > 1:
+            found.append(f"{' = '.join(parts)}: samples a rank × ranks, the same step.")
+    for row in rows:
+        where = f"{row.global_batch} on {row.workers}"
+        if row.problem:
+            found.append(f"{where}: cannot be run. {row.problem}")
+        elif row.idle:
+            found.append(
+                f"{where}: uneven, {100 * row.idle:.0f} % of the time is spent waiting. Use "
+                "pe.WindowSampler, or GradSync(accumulate=plan.shares[rank]) with plan_batch(..., "
+                "uneven=True)."
+            )
+    return found

@@ -1,0 +1,1 @@
+"""`study`: what more workers and larger batches buy, run by run."""

@@ -1,0 +1,84 @@
+"""The grid of a study: which runs it is made of, and how each shares its batch out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pyengine.cli.study.arguments import Settings
+from pyengine.data.batch_plan import plan_batch
+
+WARM_UP_STEPS = 3  # allocations, lazy initialisation, and the second window's re-ordering of buckets
+_LEAST_STEPS = WARM_UP_STEPS + 9
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """A number of workers and a batch, as on the command line."""
+
+    workers: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.workers} worker{'s' if self.workers > 1 else ''} × batch {self.batch}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a cell's workers do.
+
+    Attributes:
+        global_batch: samples a step, of all workers.
+        micro_batch: samples a backward; `accumulate` of them are a worker's share of a step.
+        steps: optimizer steps of a run.
+    """
+
+    global_batch: int
+    micro_batch: int
+    accumulate: int
+    steps: int
+
+    @property
+    def worker_batch(self) -> int:
+        """Samples a step and worker."""
+        return self.micro_batch * self.accumulate
+
+
+class Impossible(ValueError):
+    """A cell that cannot be run as asked for; says why."""
+
+
+def cells(settings: Settings) -> list[Cell]:
+    """Return the grid, small worlds first."""
+    return [Cell(workers, batch) for workers in settings.workers for batch in settings.batches]
+
+
+def plan(cell: Cell, settings: Settings) -> Plan:
+    """Share a cell's batch out, and count its steps: every cell trains on the same number of samples.
+
+    Raises:
+        Impossible: the batch does not come out even, or is larger than the data.
+    """
+    worker_batch = cell.batch if settings.fixed == "per-worker" else _share(cell.batch, cell.workers)
+    micro_batch = min(worker_batch, settings.micro_batch or worker_batch)
+    global_batch = worker_batch * cell.workers
+    try:
+        split = plan_batch(global_batch=global_batch, micro_batch=micro_batch, world_size=cell.workers)
+    except ValueError as error:
+        raise Impossible(str(error)) from None
+    if global_batch > settings.dataset_size:
+        raise Impossible(
+            f"a global batch of {global_batch} is more than the {settings.dataset_size} samples there are"
+        )
+    steps = max(_LEAST_STEPS, math.ceil(settings.epochs * settings.dataset_size / global_batch))
+    return Plan(global_batch, micro_batch, split.accumulate, steps)
+
+
+def _share(batch: int, workers: int) -> int:
+    share, rest = divmod(batch, workers)
+    if rest:
+        nearest = f"{share * workers} and {(share + 1) * workers}" if share else f"{workers}"
+        raise Impossible(
+            f"a global batch of {batch} is not a multiple of {workers} workers; nearest: {nearest}"
+        )
+    return share

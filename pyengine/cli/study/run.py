@@ -1,0 +1,194 @@
+"""`study`: what more workers and larger batches buy on this machine, measured with real local workers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pyengine.cli import terminal
+from pyengine.cli.study import machine as study_machine
+from pyengine.cli.study import plots as study_plots
+from pyengine.cli.study import report as study_report
+from pyengine.cli.study.advice import advise
+from pyengine.cli.study.analysis import analyse
+from pyengine.cli.study.arguments import Settings
+from pyengine.cli.study.grid import Cell, Impossible, Plan, cells, plan
+from pyengine.cli.study.probe import Run
+from pyengine.cli.study.progress import Display, JsonLines, Tables
+from pyengine.cli.study.store import Record, Store
+from pyengine.cli.study.supervise import Limits, Outcome, Watch, execute, log_path
+from pyengine.cli.target import check
+
+_SOME_FAILED, _NOTHING_MEASURED, _NOT_WRITTEN = 1, 2, 3
+
+# Makes a run: what it is, when to end it, where its log goes, who hears of its steps.
+Execute = Callable[[Run, Limits, Path, Watch], Outcome]
+
+
+def run(settings: Settings) -> int:
+    """Study, write the report, and return the exit code."""
+    check(settings.target)
+    display = JsonLines() if settings.json else Tables()
+    try:
+        return study(settings, execute, display)
+    except KeyboardInterrupt:
+        print(
+            f"interrupted: every worker has ended; what was measured is in {settings.folder}, and the same "
+            "command goes on",
+            file=sys.stderr,
+        )
+        return terminal.INTERRUPTED
+    except OSError as error:
+        if error.filename is None:
+            raise  # not a file of the study: its output, say
+        print(
+            f"the study ended early: {error}; what was measured is in {settings.folder}, and the same "
+            "command goes on",
+            file=sys.stderr,
+        )
+        return _NOT_WRITTEN
+
+
+def study(settings: Settings, execute: Execute, display: Display) -> int:
+    """Make the runs that are missing, and write the report over all of them; return the exit code.
+
+    Args:
+        execute: how a run is made.
+        display: hears of everything.
+    """
+    plans, impossible = _plans(settings)
+    machine = study_machine.card()
+    store = Store(settings.folder, {**settings.binding(), "machine": machine})
+    try:
+        with display.live():
+            _make_runs(settings, plans, impossible, store, execute, display)
+        wanted = {(cell.workers, cell.batch, repeat) for cell in plans for repeat in range(settings.repeats)}
+        records = [record for key, record in store.records.items() if key in wanted]
+    finally:
+        store.close()
+    content = _content(settings, machine, records, impossible)
+    page = settings.folder / "report.html"
+    study_report.write(content, page)
+    display.conclude(content.analysis, content.advice, page)
+    if not content.analysis.cells:
+        return _NOTHING_MEASURED
+    return _SOME_FAILED if content.analysis.ended else 0
+
+
+def _plans(settings: Settings) -> tuple[dict[Cell, Plan], dict[Cell, str]]:
+    plans, impossible = {}, {}
+    for cell in cells(settings):
+        try:
+            plans[cell] = plan(cell, settings)
+        except Impossible as reason:
+            impossible[cell] = str(reason)
+    return plans, impossible
+
+
+def _make_runs(
+    settings: Settings,
+    plans: dict[Cell, Plan],
+    impossible: dict[Cell, str],
+    store: Store,
+    execute: Execute,
+    display: Display,
+) -> None:
+    """Go through the whole grid once, then again: what drifts over hours then meets every cell alike."""
+    wanted = [(cell, repeat) for repeat in range(settings.repeats) for cell in plans]
+    missing = [(cell, repeat) for cell, repeat in wanted if not _is_kept(store, cell, repeat, settings.retry)]
+    display.plan(runs=len(missing), kept=len(wanted) - len(missing), impossible=impossible)
+    limits = Limits(settings.stall_timeout_s, settings.run_timeout_s)
+    (settings.folder / "logs").mkdir(exist_ok=True)
+    for cell, repeat in missing:
+        display.begin(cell, repeat)
+        steps, log = plans[cell].steps, settings.folder / log_path(cell, repeat)
+        watch = _watch(display, steps)
+        outcome = execute(_run(settings, cell, plans[cell], repeat), limits, log, watch)
+        record = _record(cell, repeat, plans[cell], outcome)
+        store.add(record)
+        display.ran(record)
+
+
+def _watch(display: Display, steps: int) -> Watch:
+    return lambda done, accuracy: display.step(done, steps, accuracy)
+
+
+def _is_kept(store: Store, cell: Cell, repeat: int, retry: bool) -> bool:
+    record = store.records.get((cell.workers, cell.batch, repeat))
+    return record is not None and (record.is_done or not retry)
+
+
+def _run(settings: Settings, cell: Cell, plan: Plan, repeat: int) -> Run:
+    return Run(
+        target=settings.target,
+        workers=cell.workers,
+        global_batch=plan.global_batch,
+        micro_batch=plan.micro_batch,
+        accumulate=plan.accumulate,
+        steps=plan.steps,
+        dataset_size=settings.dataset_size,
+        seed=settings.seed + repeat,
+        threads=settings.threads,
+        evaluate_every=max(1, plan.steps // settings.evaluations),
+        beats="",
+    )
+
+
+def _record(cell: Cell, repeat: int, plan: Plan, outcome: Outcome) -> Record:
+    traces = outcome.traces
+    first = traces[0] if traces else None
+    return Record(
+        workers=cell.workers,
+        batch=cell.batch,
+        repeat=repeat,
+        status=outcome.status,
+        reason=outcome.reason,
+        steps=outcome.steps,
+        global_batch=plan.global_batch,
+        micro_batch=plan.micro_batch,
+        accumulate=plan.accumulate,
+        wall_s=round(outcome.wall_s, 3),
+        busy=round(outcome.busy, 3),
+        seconds=_rounded(first.seconds if first else ()),
+        sync_s=_rounded(
+            [statistics.fmean(step) for step in zip(*(trace.sync_s for trace in traces), strict=True)]
+        ),
+        losses=[_finite(loss) for loss in (first.losses if first else ())],
+        accuracy=[(step, _finite(value)) for step, value in (first.accuracy if first else ())],
+        cpu_share=_rounded([trace.cpu_s / sum(trace.seconds) for trace in traces]),
+        peak_rss_bytes=[trace.peak_rss_bytes for trace in traces],
+        bytes_on_wire=first.bytes_on_wire if first else 0,
+    )
+
+
+def _content(
+    settings: Settings, machine: dict[str, str | int], records: Sequence[Record], impossible: dict[Cell, str]
+) -> study_report.Content:
+    analysis = analyse(
+        records,
+        fixed=settings.fixed,
+        threads=settings.threads,
+        cores=int(machine["cores"]),
+        goal=settings.goal,
+    )
+    return study_report.Content(
+        settings=settings,
+        machine=machine,
+        records=records,
+        impossible=impossible,
+        analysis=analysis,
+        advice=advise(analysis, records, impossible),
+        plots=study_plots.draw(analysis, settings.folder / "plots") if analysis.cells else [],
+    )
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [round(value, 6) for value in values]  # microseconds
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no nan; a loss that is none is not there."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,65 @@
+"""The built-in training functions of `study`: the models of `train`, on as many samples as asked for."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from pyengine.cli.study.probe import Probe
+from pyengine.cli.tasks.base import Task
+from pyengine.cli.tasks.cnn import DigitsTask
+from pyengine.cli.tasks.gpt import TextTask
+from pyengine.data.batch_plan import scale_lr
+from pyengine.data.sampler import WindowSampler
+from pyengine.engine.grad_sync import GradSync
+
+_BATCH = 64  # that the learning rates below are for
+_WARM_UP = 0.1  # share of a run's steps in which the learning rate rises
+
+
+def gpt(study: Probe) -> None:
+    """Train the GPT."""
+    _train(TextTask(), study, lr=2e-3)
+
+
+def cnn(study: Probe) -> None:
+    """Train the convolutional network."""
+    _train(DigitsTask(), study, lr=5e-3)
+
+
+def _train(task: Task, study: Probe, *, lr: float) -> None:
+    torch.manual_seed(study.seed)
+    model = task.build()
+    sync = GradSync(model, accumulate=study.accumulate)
+    lr = scale_lr(lr, from_batch=_BATCH, to_batch=study.global_batch, rule="sqrt")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+    schedule = LambdaLR(optimizer, partial(_shape, steps=study.steps))
+    sampler = WindowSampler(
+        study.dataset_size,
+        seed=study.seed,
+        micro_batch=study.micro_batch,
+        global_batch=study.global_batch,
+        drop_last=True,  # every step is of the same size, so that steps can be compared
+    )
+    study.watch(sync, quality=partial(_accuracy, task, model))
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        for window in sync.windows(sampler):
+            for rows in window:
+                loss, count = task.loss(model, task.batch(torch.tensor(rows)))
+                sync.backward(loss, count=count)
+            sync.clip_grad_norm_(1.0)
+            sync.step(optimizer, schedule)
+
+
+def _accuracy(task: Task, model: nn.Module) -> float | None:
+    return task.quality(model)["accuracy"] if dist.get_rank() == 0 else None
+
+
+def _shape(step: int, steps: int) -> float:
+    return min(1.0, (step + 1) / (_WARM_UP * steps)) * (1 - 0.9 * step / steps)

@@ -1,0 +1,131 @@
+"""A small GPT over bytes, trained on the sources of Python's own standard library."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from pyengine.cli.tasks.base import Batch
+
+VOCAB = 256  # bytes
+CONTEXT = 64
+_TEXT_BYTES = 2 * 2**20
+_HELD_OUT_BYTES = 64 * 2**10
+_IGNORED = -100  # cross_entropy's own mark for targets that do not count
+
+
+class Block(nn.Module):
+    """Attention, then an MLP, each on a normed residual stream `[batch, time, width]`."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_attention = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm_mlp = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[batch, time, width]` to the same shape."""
+        qkv = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        attended = scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        x = x + self.mlp(self.norm_mlp(x))
+        return x
+
+
+class GPT(nn.Module):
+    """Bytes `[batch, time]` to logits `[batch, time, 256]`; about 1.4 million parameters."""
+
+    def __init__(self, *, width: int = 192, heads: int = 6, layers: int = 3) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(VOCAB, width)
+        self.places = nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCAB, bias=False)
+        for embedding in (self.bytes, self.places):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits of the next byte at every place."""
+        places = torch.arange(x.shape[1], device=x.device)
+        logits: Tensor = self.head(self.norm(self.blocks(self.bytes(x) + self.places(places))))
+        return logits
+
+
+class TextTask:
+    """Predict the next byte of Python source."""
+
+    name = "gpt"
+    unit = "tokens"
+
+    def __init__(self) -> None:
+        text = _standard_library()
+        self._text, self._held_out = text[:-_HELD_OUT_BYTES], text[-_HELD_OUT_BYTES:]
+        self.num_samples = (len(self._text) - 1) // CONTEXT
+
+    def build(self) -> nn.Module:
+        """Return a fresh GPT."""
+        return GPT()
+
+    def batch(self, rows: Tensor) -> Batch:
+        """Return pieces that do not overlap."""
+        return _pieces(self._text, rows * CONTEXT)
+
+    def batches(self, *, rank: int, world_size: int, micro_batch: int, seed: int) -> Iterator[Batch]:
+        """Yield random pieces; every rank draws all ranks' places and takes its own."""
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            places = torch.randint(len(self._text) - CONTEXT, (world_size, micro_batch), generator=generator)
+            yield _pieces(self._text, places[rank])
+
+    def short(self, batch: Batch, rank: int) -> Batch:
+        """Let only the first few targets of each piece count, as in a padded batch."""
+        x, y = batch
+        y = y.clone()
+        y[:, CONTEXT // (4 + 2 * rank) :] = _IGNORED
+        return x, y
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        """Return cross entropy in nats, summed, and the number of tokens."""
+        x, y = batch
+        logits = model(x).flatten(0, 1)
+        logits = logits.float() if logits.dtype is torch.bfloat16 else logits
+        return cross_entropy(logits, y.flatten(), reduction="sum", ignore_index=_IGNORED), int((y >= 0).sum())
+
+    @torch.no_grad()
+    def quality(self, model: nn.Module) -> dict[str, float]:
+        """Return the loss, and the share of bytes named right, on text that training never reads."""
+        places = torch.arange(0, len(self._held_out) - CONTEXT, 8 * CONTEXT)
+        x, y = _pieces(self._held_out, places)
+        logits = model(x).float().flatten(0, 1)
+        right = (logits.argmax(1) == y.flatten()).float().mean()
+        return {"held_out_loss": float(cross_entropy(logits, y.flatten())), "accuracy": float(right)}
+
+
+def _pieces(text: Tensor, places: Tensor) -> Batch:
+    piece = text[places[:, None] + torch.arange(CONTEXT + 1)].long()
+    return piece[:, :-1], piece[:, 1:]
+
+
+def _standard_library() -> Tensor:
+    folder = Path(sysconfig.get_path("stdlib"))
+    text = bytearray()
+    for path in sorted(folder.glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= _TEXT_BYTES:
+            break
+    if len(text) < 2 * _HELD_OUT_BYTES:
+        raise RuntimeError(
+            f"{folder} holds {len(text)} bytes of Python sources, need {2 * _HELD_OUT_BYTES}: this Python "
+            "was installed without them; install its library package, or use --model cnn"
+        )
+    return torch.frombuffer(text[:_TEXT_BYTES], dtype=torch.uint8)

@@ -1,0 +1,1 @@
+"""`train`: small real models on local workers, compared with plain DDP."""

@@ -1,0 +1,1 @@
+"""`verify`: the same few steps on several world sizes, compared bit by bit."""

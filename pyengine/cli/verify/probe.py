@@ -1,0 +1,172 @@
+"""What a training function under `verify` is given: `watch` records every optimizer step as digests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from pyengine.cli.target import Enough
+from pyengine.engine.sync import Sync
+from pyengine.step.step_record import StepRecord
+
+# In the order in which a step makes them.
+KINDS = ("window", "buffer", "gradient", "norm", "parameter", "state")
+START = -1  # the step before the first
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: how many workers, and how training is to be set up in them.
+
+    Attributes:
+        label: what tables call it.
+        last: step after which training ends.
+        keep: folder for the tensors of that step; None keeps digests only.
+    """
+
+    label: str
+    workers: int
+    steps: int
+    micro_batches: int
+    accumulator: str
+    bucket_cap_mb: float
+    last: int
+    keep: str | None = None
+
+
+@dataclass
+class Trace:
+    """What one rank saw.
+
+    Attributes:
+        entries: digest (kind "window": text) by step, kind and name.
+        steps: optimizer steps recorded.
+        threads: torch's threads at the end.
+        takes_bucket_cap: whether the function asked for `bucket_cap_mb`.
+        stopped: the error that ended the function before its last step; empty if none did.
+    """
+
+    entries: dict[tuple[int, str, str], str] = field(default_factory=dict)
+    steps: int = 0
+    threads: int = 1
+    takes_bucket_cap: bool = False
+    stopped: str = ""
+
+
+class Probe:
+    """Watches a training function.
+
+    Args:
+        run: what the function is to do.
+
+    Attributes:
+        steps, micro_batches, accumulator: of the command line, for functions that want to follow it.
+        trace: what has been recorded.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.steps, self.micro_batches, self.accumulator = run.steps, run.micro_batches, run.accumulator
+        self.trace = Trace()
+        self._run = run
+        self._step = START
+        self._kept: dict[tuple[str, str], Tensor] = {}
+        self._is_watching = False
+
+    @property
+    def bucket_cap_mb(self) -> float:
+        """For `GradSync` or DDP; asking for it adds a run with small buckets."""
+        self.trace.takes_bucket_cap = True
+        return self._run.bucket_cap_mb
+
+    def watch(self, model: nn.Module, *, optimizer: Optimizer, sync: Sync | None = None) -> None:
+        """Record the model as it is, and then every step of the optimizer; call it once, before the loop.
+
+        Args:
+            model: what is trained, bare or in DDP.
+            optimizer: its step hooks tell when a step begins (gradients are read) and ends (everything else
+                is).
+            sync: the engine, whose step records hold the norm and the number of items; None if there is none.
+
+        Raises:
+            RuntimeError: at a second call.
+        """
+        if self._is_watching:
+            raise RuntimeError(
+                "verify.watch was called twice: it follows one model and one optimizer; watch the one to "
+                "be compared, or put several models into a ModuleDict"
+            )
+        self._is_watching = True
+        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        self._optimizer, self._has_sync = optimizer, sync is not None
+        self._note_all("parameter", self._model.named_parameters())
+        self._note_all("buffer", self._model.named_buffers())
+        self._advance()
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+        if sync is not None:
+            sync.on_step(self._on_step)
+
+    def _before(self, *_: object) -> None:
+        self._note_all("gradient", ((name, param.grad) for name, param in self._model.named_parameters()))
+
+    def _after(self, *_: object) -> None:
+        self._note_all("buffer", self._model.named_buffers())
+        self._note_all("parameter", self._model.named_parameters())
+        for name, param in self._model.named_parameters():
+            self._note_all("state", _tensors(name, self._optimizer.state.get(param, {})))
+        if not self._has_sync:
+            self._advance()
+
+    def _on_step(self, record: StepRecord) -> None:
+        skipped = ", skipped" if record.skipped else ""
+        text = f"{record.micro_batches} micro-batches, {record.count:.17g} items{skipped}"
+        self.trace.entries[self._step, "window", "window"] = text
+        self._note_all("norm", [("norm", torch.tensor(record.grad_norm, dtype=torch.float64))])
+        self._advance()
+
+    def _note_all(self, kind: str, tensors: Any) -> None:
+        for name, tensor in tensors:
+            if tensor is None:
+                continue
+            self.trace.entries[self._step, kind, name] = digest(tensor)
+            if self._run.keep is not None and self._step == self._run.last:
+                self._kept[kind, name] = tensor.detach().cpu().clone()
+
+    def _advance(self) -> None:
+        self.trace.threads, self.trace.steps = torch.get_num_threads(), self._step + 1
+        if self._step == self._run.last:
+            if self._run.keep is not None:
+                torch.save(self._kept, Path(self._run.keep) / f"{dist.get_rank()}.pt")
+            raise Enough
+        self._step += 1
+
+
+def digest(tensor: Tensor) -> str:
+    """Return a digest of a tensor's type, shape and bits."""
+    dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+    hashed = blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=16)
+    hashed.update(dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors and numbers in an optimizer's state of one parameter."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, (bool, int, float)):
+        yield name, torch.tensor(value, dtype=torch.float64)
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from _tensors(f"{name}.{key}", part)
+    elif isinstance(value, (list, tuple)):
+        for index, part in enumerate(value):
+            yield from _tensors(f"{name}.{index}", part)

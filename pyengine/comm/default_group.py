@@ -1,0 +1,28 @@
+"""The end of torch's default process group, so that no thread of it outlives it.
+
+The threads of a gloo group may be the last to hold a tensor of a collective, and need the interpreter to free
+it. In one that is ending they abort or hang the process, so they have to be joined before, by the end of the
+group itself, while this thread does not hold the interpreter.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import torch.distributed as dist
+
+# Its functions keep the default group that they find when the module is first imported (as an optimizer does)
+# as the default of an argument, and with it the group's threads: it has to be imported before there is one.
+import torch.distributed.nn.functional  # noqa: F401
+
+
+def destroy_default_group() -> None:
+    """Destroy torch's default group, and join its threads unless somebody still holds the group.
+
+    Cost: a collection of garbage, of what holds the group in cycles (models under DDP). Such an object must
+    not be its last holder: it would join the threads without giving the interpreter away.
+    """
+    group = dist.group.WORLD
+    dist.destroy_process_group()
+    gc.collect()
+    del group

@@ -1,0 +1,220 @@
+"""One global batch on any number of workers: how it is split, and what its learning rate is.
+
+A plan is what `WindowSampler` deals: its arithmetic is asked for, and not done again here.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
+
+from pyengine.data.rng import whole
+from pyengine.data.sampler import WindowSampler
+from pyengine.window.counter import share
+
+Rule = Literal["linear", "sqrt"]
+
+# From 256 to 8192 in Goyal et al. 2017 (figure 1: the error rises beyond), from 128 to 4096 in Hoffer et al.
+# 2017.
+_LARGEST_SHOWN = 32
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How every rank takes its part of a global batch; made by `plan_batch`.
+
+    Attributes:
+        global_batch: samples an optimizer step, over all ranks.
+        micro_batch: samples a backward.
+        world_size: ranks.
+        shares: micro-batches a window, by rank; they differ by at most one.
+    """
+
+    global_batch: int
+    micro_batch: int
+    world_size: int
+    shares: tuple[int, ...] = field(repr=False)
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches a window on each rank, for `GradSync`;
+        raises ValueError if ranks differ (see `shares`).
+        """
+        if self.idle:
+            raise ValueError(
+                f"accumulate: ranks have {min(self.shares)} or {max(self.shares)} micro-batches a window "
+                f"({self.micro_batches} on world_size={self.world_size}): use shares[rank], or let "
+                "WindowSampler deal"
+            )
+        return self.shares[0]
+
+    @property
+    def micro_batches(self) -> int:
+        """In a window, over all ranks."""
+        return sum(self.shares)
+
+    @property
+    def idle(self) -> int:
+        """Micro-batches for which there would have been time in a window, on the ranks that have one less."""
+        return self.world_size * max(self.shares) - self.micro_batches
+
+    def steps_per_epoch(self, dataset_size: int, *, drop_last: bool = False) -> int:
+        """Return the optimizer steps in an epoch, which are its windows; the same for every world size.
+
+        Args:
+            dataset_size: samples in the dataset.
+            drop_last: leave out the samples that do not fill a window, or let the last window be short.
+
+        Raises:
+            TypeError, ValueError: as `WindowSampler`, whose `num_windows` this is.
+
+        Example:
+            >>> pe.plan_batch(global_batch=256, micro_batch=8, world_size=4).steps_per_epoch(50_000)
+            196
+        """
+        return _sampler(self.global_batch, self.micro_batch, dataset_size, drop_last).num_windows
+
+
+def plan_batch(*, global_batch: int, micro_batch: int, world_size: int, uneven: bool = False) -> BatchPlan:
+    """Split a global batch into micro-batches and share them between ranks.
+
+    The result of training depends on the global batch, not on how it is split: keep it, and its learning
+    rate, when workers come or go, and let `accumulate` change.
+
+    Args:
+        global_batch: samples an optimizer step, over all ranks; a multiple of `micro_batch`.
+        micro_batch: samples a backward; as many as the device holds.
+        world_size: ranks.
+        uneven: let some ranks have one micro-batch more than others, if it does not come out even. `GradSync`
+            takes `shares[rank]` then and keeps the mean right; `WindowSampler` deals the samples so.
+
+    Raises:
+        TypeError: an argument is not a whole number.
+        ValueError: the batch cannot be split so; the message names the nearest that can.
+
+    Example:
+        >>> plan = pe.plan_batch(global_batch=4096, micro_batch=8, world_size=64)
+        >>> plan.accumulate, plan.micro_batches
+        (8, 512)
+        >>> pe.plan_batch(global_batch=80, micro_batch=8, world_size=4, uneven=True).shares  # 2 ranks wait
+        (2, 3, 2, 3)
+    """
+    _positive(global_batch=global_batch, micro_batch=micro_batch, world_size=world_size)
+    if not uneven and global_batch % (micro_batch * world_size):
+        raise ValueError(_not_even(global_batch, micro_batch, world_size))
+    num = _sampler(global_batch, micro_batch, dataset_size=global_batch).micro_batches
+    if num < world_size:
+        raise ValueError(
+            f"world_size={world_size} with global_batch={global_batch} in micro-batches of {micro_batch}: "
+            f"only {num} of the ranks would have any; need world_size of at most {num}, or a smaller "
+            "micro_batch"
+        )
+    shares = tuple(len(share(num, rank=rank, world_size=world_size)) for rank in range(world_size))
+    return BatchPlan(int(global_batch), int(micro_batch), int(world_size), shares)
+
+
+def scale_lr(lr: float, *, from_batch: int, to_batch: int, rule: Rule) -> float:
+    """Return the learning rate for another global batch.
+
+    With k = to_batch / from_batch, "linear" is lr × k (Goyal et al. 2017, §2.1; for SGD, with a warm-up:
+    `warm_up`), "sqrt" is lr × √k (for Adam: Malladi et al. 2022, who scale its betas and eps too). Both are
+    rules of thumb for batches that are small against what the data can use. Very large ones converge worse,
+    whatever the rule; how large that is depends on model and data, and is found by trying (Shallue et al.
+    2019). docs/batch.md has the sources.
+
+    Args:
+        lr: that is right for `from_batch`.
+        from_batch, to_batch: samples an optimizer step, over all ranks (`BatchPlan.global_batch`).
+        rule: "linear" or "sqrt".
+
+    Raises:
+        TypeError, ValueError: an argument is off.
+
+    Warns:
+        UserWarning: to_batch is over 32 × from_batch, the largest step that the papers behind the rules have
+            shown.
+
+    Example:
+        >>> pe.scale_lr(0.1, from_batch=256, to_batch=1024, rule="linear")
+        0.4
+        >>> pe.scale_lr(3e-4, from_batch=256, to_batch=1024, rule="sqrt")
+        0.0006
+    """
+    _positive(from_batch=from_batch, to_batch=to_batch)
+    if not (0 < lr < math.inf):
+        raise ValueError(f"lr={lr}: need a finite number above 0")
+    if rule not in get_args(Rule):
+        raise ValueError(f"rule={rule!r}: need 'linear' (SGD) or 'sqrt' (Adam)")
+    factor = to_batch / from_batch
+    if factor > _LARGEST_SHOWN:
+        warnings.warn(
+            f"to_batch={to_batch} is {factor:g} × from_batch={from_batch}; the papers behind the rules go "
+            f"up to × {_LARGEST_SHOWN}. Very large batches converge worse: compare with a smaller one "
+            "before relying on it (docs/batch.md)",
+            stacklevel=2,
+        )
+    return lr * (factor if rule == "linear" else math.sqrt(factor))
+
+
+def warm_up(after: LRScheduler, *, steps: int, start_factor: float) -> SequentialLR:
+    """Ramp the learning rate up over the first optimizer steps, then go on with a scheduler of torch.
+
+    The gradual warm-up of Goyal et al. 2017, §2.2: from the small batch's learning rate to the large one's in
+    a line, there over five epochs.
+
+    Args:
+        after: goes on from its own beginning after the warm-up, so its length is without these steps;
+            `ConstantLR(optimizer, factor=1.0)` keeps the learning rate.
+        steps: optimizer steps of the warm-up, at least 1.
+        start_factor: the first step's part of the learning rate, above 0 and at most 1; from_batch / to_batch
+            begins with what was right for the small batch under the linear rule.
+
+    Returns:
+        torch's own `SequentialLR`. Step it once an optimizer step: `sync.step(optimizer, scheduler)`.
+
+    Raises:
+        TypeError, ValueError: an argument is off.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
+        >>> cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=900)
+        >>> scheduler = pe.warm_up(cosine, steps=100, start_factor=256 / 1024)
+        >>> scheduler.get_last_lr()
+        [0.1]
+    """
+    _positive(steps=steps)
+    if not 0 < start_factor <= 1:
+        raise ValueError(f"start_factor={start_factor}: need a number above 0 and at most 1")
+    ramp = LinearLR(after.optimizer, start_factor=start_factor, total_iters=steps)
+    return SequentialLR(after.optimizer, [ramp, after], milestones=[steps])
+
+
+def _sampler(
+    global_batch: int, micro_batch: int, dataset_size: int, drop_last: bool = False
+) -> WindowSampler:
+    return WindowSampler(
+        dataset_size, seed=0, micro_batch=micro_batch, global_batch=global_batch, drop_last=drop_last
+    )
+
+
+def _positive(**values: Any) -> None:
+    for name, value in values.items():
+        if whole(**{name: value}) == [0]:
+            raise ValueError(f"{name}=0: need a whole number of at least 1")
+
+
+def _not_even(global_batch: int, micro_batch: int, world_size: int) -> str:
+    together = micro_batch * world_size
+    lower = global_batch // together * together
+    nearest = f"nearest are {lower} and {lower + together}" if lower else f"nearest is {together}"
+    text = (
+        f"global_batch={global_batch} is not a multiple of micro_batch × world_size = {together}; {nearest}"
+    )
+    micro_batches, remainder = divmod(global_batch, micro_batch)
+    if remainder or micro_batches < world_size:
+        return text
+    return f"{text}, or share its {micro_batches} micro-batches out with uneven=True"

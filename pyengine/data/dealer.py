@@ -1,0 +1,91 @@
+"""Windows whose micro-batches go to whoever is free: a slow worker takes fewer of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from pyengine.data.sampler import WindowSampler
+
+# One micro-batch of a window over all ranks: (its index in the window, the samples it is made of).
+Dealt = tuple[int, list[int]]
+
+
+class Dealer:
+    """Deal a sampler's windows out by a counter that all ranks share, instead of in fixed shares.
+
+    A rank draws its next micro-batch while it still has one to compute, so it knows which is its last and its
+    reduction overlaps as usual. With accumulator="exact" the result, BatchNorm's running statistics included,
+    has the same bits as with any other assignment; with other accumulators it is right, and changes in the
+    last bits from run to run.
+
+    After an exception every rank must leave the loop and begin a new one from a checkpoint: what a rank has
+    drawn is lost to the others.
+
+    Args:
+        sampler: says which samples make a micro-batch and a window. Its rank and world size do not matter.
+        store: holds the counters; None takes the default process group's. Dealers that share a store need
+            other names.
+        name: what the counters are called. A run that goes on after a failure has a store of its own.
+
+    Cost: one addition in the store a micro-batch, about 0.1 ms on one machine.
+
+    Example:
+        >>> dealer = pe.Dealer(sampler)  # doctest: +SKIP
+        >>> exact = pe.Exact(micro_batches=sampler.micro_batches)  # doctest: +SKIP
+        >>> sync = pe.GradSync(model, accumulate=sampler.micro_batches, accumulator=exact)  # doctest: +SKIP
+        >>> for step, window in enumerate(sync.windows(dealer)):  # doctest: +SKIP
+        ...     for index, rows in window:
+        ...         with pe.micro_batch_rng(seed, step=step, index=index):
+        ...             sync.backward(loss_sum(model(data[rows])), count=len(rows))
+        ...     sync.step(optimizer)
+    """
+
+    def __init__(self, sampler: WindowSampler, *, store: Any = None, name: str = "pyengine/deal") -> None:
+        self._sampler = sampler.shard(rank=0, world_size=1)
+        self._name = name
+        if store is None and dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+        self._store = dist.HashStore() if store is None else store
+        self._rounds = 0
+        self._left = list(range(self.micro_batches))
+
+    @property
+    def micro_batches(self) -> int:
+        """In a full window, over all ranks."""
+        return self._sampler.micro_batches
+
+    def set_epoch(self, epoch: int, *, window: int = 0, done: Collection[int] = ()) -> None:
+        """Choose the epoch of the next round, and where it begins: to resume, in any world size.
+
+        Args:
+            epoch: the order of the samples depends on it.
+            window: the first one, counted in the epoch.
+            done: micro-batches of that window that nobody needs to compute again: `sync.done` after
+                `sync.load_state_dict`.
+        """
+        left = [place for place in range(self.micro_batches) if place not in done]
+        self._sampler.set_epoch(epoch, window=window, due=left)
+        self._left = left
+
+    def __len__(self) -> int:
+        """Windows left in the epoch: the same on every rank."""
+        return self._sampler.num_windows - self._sampler.window
+
+    def windows(self) -> Iterator[Iterator[Dealt]]:
+        """Yield each window's micro-batches, as far as this rank gets them;
+        every rank goes through all windows.
+        """
+        self._rounds += 1
+        rows = list(self._sampler)
+        left = self._left
+        for number in range(len(self)):
+            places, left = left, list(range(self.micro_batches))
+            window, rows = rows[: len(places)], rows[len(places) :]
+            yield self._draw(f"{self._name}/{self._rounds}/{number}", list(zip(places, window, strict=False)))
+
+    def _draw(self, key: str, window: list[Dealt]) -> Iterator[Dealt]:
+        while (turn := self._store.add(key, 1) - 1) < len(window):
+            yield window[turn]

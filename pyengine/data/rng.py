@@ -1,0 +1,335 @@
+"""Randomness that depends on what is computed, never on who computes it.
+
+Every stream starts at `derive(purpose, generator, *key)`. So a micro-batch or a sample draws the same numbers
+on whichever rank or worker it is computed, in a world of any size, and whatever was drawn before.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from hashlib import blake2b
+from importlib import import_module
+from importlib.util import find_spec
+from numbers import Integral
+from typing import Any, NamedTuple, SupportsIndex
+
+import torch
+import torch.distributed as dist
+
+
+def seed_everything(seed: int) -> int:
+    """Seed Python's random, numpy, torch on every device, and XLA, each as its own plain call does.
+
+    Nothing in pyengine calls it. It does not initialise CUDA, whose generators are seeded when something else
+    does. numpy is seeded where it is installed (torch imports it there anyway); XLA if torch_xla has been
+    imported, which opens its device: in spawned processes, call it there.
+
+    Args:
+        seed: 0 to 2**64 - 1. numpy takes 32 bits: from 2**32 on it gets words of the seed.
+
+    Returns:
+        The seed.
+
+    Raises:
+        TypeError: the seed is not a whole number.
+        ValueError: it is out of range.
+
+    Example:
+        >>> seed_everything(42)
+        42
+    """
+    (seed,) = whole(seed=seed)
+    _seed_all(lambda generator: seed)
+    return seed
+
+
+def seed_rank(seed: int) -> None:
+    """Seed the generators of `seed_everything`, each with a stream of this rank's own.
+
+    For what draws outside `micro_batch_rng`: after `seed_everything` all ranks draw alike, so that the
+    micro-batches they compute at the same time get the same dropout masks. Call it when the process group is
+    there; a model built after it differs between ranks (`GradSync` copies rank 0's). Results then depend on
+    the world size, which with `micro_batch_rng` they do not.
+
+    Args:
+        seed: of the run. The rank is this process's in the default group, 0 without one.
+
+    Raises:
+        TypeError, ValueError: as `seed_everything`.
+
+    Example:
+        >>> seed_rank(42)
+    """
+    (seed,) = whole(seed=seed)
+    rank = rank_and_world_size()[0]
+    _seed_all(lambda generator: derive("rank", generator, seed, rank))
+
+
+@contextmanager
+def micro_batch_rng(seed: int, *, step: int, index: int) -> Iterator[None]:
+    """Run one micro-batch in random streams of its own, and give the previous ones back, also after an
+    exception.
+
+    Put it round forward and backward; activation checkpointing inside it draws alike in its recomputation. It
+    covers Python's random, numpy, torch's CPU generator, the current device's (CUDA, XPU, MTIA) once that
+    backend has been initialised, and XLA's. A generator object that you made yourself is yours.
+
+    Args:
+        seed: of the run.
+        step: optimizer step, or whatever else tells windows apart over the whole run.
+        index: of the micro-batch in its window, over all ranks; `WindowSampler.first` is this rank's first.
+
+    torch's CPU generator looks at 32 bits of its seed, the others at 64 or more; so on a CPU any two
+    micro-batches share torch's stream with a chance of 2**-32. A device's numbers also depend on how many
+    multiprocessors it has (pytorch #87992): equal masks need GPUs of one model.
+
+    Cost: about 0.2 ms on the host, most of it numpy's state; a device is not waited for.
+
+    Example:
+        >>> with micro_batch_rng(42, step=7, index=3):
+        ...     mask = torch.rand(4)
+        >>> with micro_batch_rng(42, step=7, index=3):  # another rank, another day
+        ...     assert torch.equal(mask, torch.rand(4))
+    """
+    key = whole(seed=seed, step=step, index=index)
+    with _streams([*_host(), *_accelerator(), *_xla()], "micro_batch", key):
+        yield
+
+
+@contextmanager
+def sample_rng(seed: int, *, epoch: int, index: int) -> Iterator[None]:
+    """Augment one sample in random streams of its own, and give the previous ones back, also after an
+    exception.
+
+    Covers Python's random, numpy and torch's CPU generator: it belongs into a dataset, in a worker or not.
+
+    Args:
+        seed: of the run.
+        epoch: a sample changes with it.
+        index: of the sample in the dataset.
+
+    Cost: as `micro_batch_rng`.
+
+    Example:
+        >>> class Noisy(torch.utils.data.Dataset):
+        ...     def __init__(self, data, *, seed):
+        ...         self.data, self.seed = data, seed
+        ...         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers see it too
+        ...
+        ...     def __len__(self):
+        ...         return len(self.data)
+        ...
+        ...     def __getitem__(self, index):
+        ...         with sample_rng(self.seed, epoch=int(self.epoch), index=index):
+        ...             return self.data[index] + torch.randn(())
+        >>> data = Noisy(torch.zeros(4), seed=42)
+        >>> assert data[2] == data[2] != data[3]
+        >>> first = data[2]
+        >>> _ = data.epoch.fill_(1)  # before the epoch's loop, with sampler.set_epoch(1)
+        >>> assert data[2] != first
+    """
+    with _streams(_host(), "sample", whole(seed=seed, epoch=epoch, index=index)):
+        yield
+
+
+def worker_init(seed: int) -> Callable[[int], None]:
+    """Return a picklable `worker_init_fn`: a DataLoader worker's streams start from seed, rank and the
+    worker's seed.
+
+    For what draws outside `sample_rng`: no two ranks, workers or epochs draw alike, and a run repeats itself
+    after `seed_everything` (or with the DataLoader's `generator`). Which worker gets a sample depends on the
+    world size, so only `sample_rng` makes augmentation independent of it.
+
+    Args:
+        seed: of the run. The rank is this process's in the default group, 0 without one.
+
+    Example:
+        >>> loader = torch.utils.data.DataLoader(range(8), num_workers=2, worker_init_fn=worker_init(42))
+    """
+    (seed,) = whole(seed=seed)
+    return partial(_seed_worker, seed, rank_and_world_size()[0])
+
+
+def rng_states() -> dict[str, Any]:
+    """Return the states of the generators that `micro_batch_rng` covers, by name,
+    as tensors and plain values.
+    """
+    states = {source.name: source.get() for source in [*_host(), *_accelerator(), *_xla()]}
+    if "numpy" in states:
+        kind, keys, *rest = states["numpy"]
+        states["numpy"] = [kind, keys.tolist(), *rest]  # so that torch.load needs no permission
+    return states
+
+
+def set_rng_states(states: dict[str, Any]) -> None:
+    """Put back what `rng_states` returned; generators that are not there now are left out."""
+    for source in [*_host(), *_accelerator(), *_xla()]:
+        if source.name in states:
+            _put(source, states[source.name])
+
+
+def rng_problem(states: dict[str, Any]) -> str:
+    """Say why `rng_states` cannot have returned something; empty if it can."""
+    names = set(states)
+    if not names.issuperset(_ALWAYS) or not names.issubset(_GENERATORS):
+        return (
+            f"states of the generators {sorted(names)}, need {', '.join(_ALWAYS)} and others of "
+            f"{', '.join(_GENERATORS)}"
+        )
+    wrong = [name for name in states if not _GENERATORS[name](states[name])]
+    return f"rng[{wrong[0]!r}] of another kind than that generator's states" if wrong else ""
+
+
+def rng_refusal(states: dict[str, Any]) -> str:
+    """Say why `set_rng_states` cannot put states back here; empty if it can.
+    The generators stay as they are.
+    """
+    sources = [source for source in [*_host(), *_accelerator()] if source.name in states]
+    before = [source.get() for source in sources]
+    try:
+        for source in sources:
+            _put(source, states[source.name])
+    except Exception as error:  # noqa: BLE001 - whatever a generator says
+        return f"rng[{source.name!r}], which the generator here does not take ({error})"
+    finally:
+        for source, state in zip(sources, before, strict=True):
+            source.put(state)
+    return ""
+
+
+def derive(purpose: str, generator: str, *key: int) -> int:
+    """Return the 128 bits from which a generator's stream starts.
+
+    BLAKE2b-128 of the key as little-endian 64-bit words, with `purpose` as its personalisation and
+    `generator` as its salt. The numbers are part of the format: a checkpoint of an older version must go on
+    as it began.
+
+    Args:
+        purpose: what draws, at most 16 bytes: "micro_batch", "sample", "worker", "epoch", "rank".
+        generator: whose stream, at most 16 bytes: "random", "numpy", "torch", "accelerator", "xla".
+        key: whole numbers from 0 to 2**64 - 1.
+    """
+    words = struct.pack(f"<{len(key)}Q", *key)
+    digest = blake2b(words, digest_size=16, person=purpose.encode(), salt=generator.encode())
+    return int.from_bytes(digest.digest(), "little")
+
+
+def whole(**values: SupportsIndex) -> list[int]:
+    """Return the values as ints; raise if one is not a whole number from 0 to 2**64 - 1."""
+    need = "need a whole number from 0 to 2**64 - 1"
+    for name, value in values.items():
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} is a {type(value).__name__}: {need}, 42 say")
+        if not 0 <= int(value) < 2**64:
+            raise ValueError(f"{name}={value}: {need}; modulo 2**64 it is {int(value) % 2**64}")
+    return [int(value) for value in values.values()]
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Return (rank, world_size) in the default process group; (0, 1) if there is none."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _seed_all(seed_of: Callable[[str], int]) -> None:
+    """Seed every generator, on all devices; `seed_of` tells by its name from where."""
+    random.seed(seed_of("random"))
+    torch.manual_seed(seed_of("torch") % 2**64)  # of every device
+    for source in (*_numpy(), *_xla()):
+        source.seed(seed_of(source.name))
+
+
+class _Source(NamedTuple):
+    """A generator of random numbers: how its state is read, started from up to 128 bits, and put back."""
+
+    name: str
+    get: Callable[[], Any]
+    seed: Callable[[int], Any]
+    put: Callable[[Any], Any]
+
+
+@contextmanager
+def _streams(sources: list[_Source], purpose: str, key: list[int]) -> Iterator[None]:
+    states = [source.get() for source in sources]
+    try:
+        for source in sources:
+            source.seed(derive(purpose, source.name, *key))
+        yield
+    finally:
+        for source, state in zip(sources, states, strict=True):
+            source.put(state)
+
+
+def _seed_worker(seed: int, rank: int, worker_id: int) -> None:
+    # The worker's own seed is the epoch's base seed + worker_id: without it every epoch would draw alike.
+    for source in _host():
+        source.seed(derive("worker", source.name, seed, rank, torch.initial_seed() - worker_id, worker_id))
+
+
+def _put(source: _Source, state: Any) -> None:
+    # What was loaded with map_location may lie anywhere; generators take it from the host.
+    source.put(state.cpu() if isinstance(state, torch.Tensor) else state)
+
+
+def _are_bytes(state: Any) -> bool:
+    return isinstance(state, torch.Tensor) and state.dtype == torch.uint8 and state.dim() == 1
+
+
+# The generators that a state may name, and what their states are.
+_GENERATORS: dict[str, Callable[[Any], bool]] = {
+    "random": lambda state: isinstance(state, tuple),
+    "numpy": lambda state: isinstance(state, list),
+    "torch": _are_bytes,
+    "accelerator": _are_bytes,
+    "xla": lambda state: type(state) is int,
+}
+_ALWAYS = ("random", "torch")
+
+
+def _host() -> list[_Source]:
+    python = _Source("random", random.getstate, random.seed, random.setstate)
+    return [python, *_numpy(), _torch("torch", torch.default_generator)]
+
+
+def _torch(name: str, generator: torch.Generator) -> _Source:
+    return _Source(
+        name, generator.get_state, lambda key: generator.manual_seed(key % 2**64), generator.set_state
+    )
+
+
+def _numpy() -> list[_Source]:
+    if find_spec("numpy") is None:
+        return []
+    legacy = import_module("numpy.random")  # the global state; a Generator object belongs to its maker
+
+    def seed(key: int) -> None:
+        # Four words, also of a short key: Python's random, the same algorithm, starts from as few as there
+        # are.
+        legacy.seed(key if key < 2**32 else struct.unpack("<4I", key.to_bytes(16, "little")))
+
+    return [_Source("numpy", legacy.get_state, seed, legacy.set_state)]
+
+
+def _accelerator() -> list[_Source]:
+    """The current device's generator; none before the backend is initialised,
+    which asking it would bring about.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return []
+    generators = getattr(torch.get_device_module(accelerator), "default_generators", ())
+    return [_torch("accelerator", generators[torch.accelerator.current_device_index()])] if generators else []
+
+
+def _xla() -> list[_Source]:
+    if "torch_xla" not in sys.modules:
+        return []
+    model = import_module("torch_xla.core.xla_model")
+    get, put = model.get_rng_state, model.set_rng_state
+    return [_Source("xla", get, lambda key: put(key % 2**64), put)]

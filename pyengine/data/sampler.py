@@ -1,0 +1,167 @@
+"""Which samples make a micro-batch, which micro-batches make a window, and which of them are this rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from copy import copy
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from pyengine.data.rng import derive, rank_and_world_size, whole
+from pyengine.window.counter import share
+
+
+class WindowSampler(Sampler[list[int]]):
+    """Deal an epoch out in windows of micro-batches that are the same for every world size.
+
+    A DataLoader's `batch_sampler`, in place of DistributedSampler. The order of an epoch depends on seed and
+    epoch alone. It is cut into micro-batches, these into windows of `micro_batches` = global_batch /
+    micro_batch, and rank r of W takes [r * micro_batches // W, (r + 1) * micro_batches // W) of every window.
+    Nothing is padded, repeated or dropped: the last micro-batch and the last window of an epoch may be short,
+    and `count` keeps the mean right.
+
+    In the short window ranks keep their places, so the last ones may have less or nothing. `sync.windows`
+    deals with that, and keeps ranks in step for every pair of world size and `micro_batches` as long as each
+    rank passes its own `accumulate`, which differs between ranks where W does not divide `micro_batches`.
+    With `sync.accumulate()` every rank has to bring the same number of windows: use `drop_last`, and W <=
+    micro_batches.
+
+    Args:
+        dataset_size: samples in the dataset.
+        seed: of the run, the same on every rank.
+        micro_batch: samples in a micro-batch.
+        global_batch: samples in a window, over all ranks; a multiple of `micro_batch`.
+        shuffle: permute every epoch (the same way for one version of PyTorch), or keep the dataset's order.
+        drop_last: leave out the samples at the end of an epoch that do not fill a window.
+
+    Attributes:
+        rank, world_size: this process's in the default process group, as it is now; else 0 and 1. See
+            `shard`.
+        micro_batches: in a full window, over all ranks.
+        num_windows: in an epoch; the same on every rank.
+
+    Raises:
+        TypeError, ValueError: an argument is off, or `drop_last` would leave nothing.
+
+    Example:
+        >>> sampler = WindowSampler(len(data), seed=42, micro_batch=8, global_batch=96)  # doctest: +SKIP
+        >>> loader = DataLoader(data, batch_sampler=sampler, num_workers=2)  # doctest: +SKIP
+        >>> exact = pe.Exact(micro_batches=sampler.micro_batches)  # doctest: +SKIP
+        >>> sync = pe.GradSync(model, accumulate=sampler.accumulate, accumulator=exact)  # doctest: +SKIP
+        >>> for epoch in range(epochs):  # doctest: +SKIP
+        ...     sampler.set_epoch(epoch)
+        ...     for step, window in enumerate(sync.windows(loader), start=epoch * sampler.num_windows):
+        ...         for x, y in window:
+        ...             with pe.micro_batch_rng(42, step=step, index=sync.place):
+        ...                 sync.backward(loss_sum(model(x), y), count=len(y))
+        ...         sync.step(optimizer)
+    """
+
+    def __init__(
+        self,
+        dataset_size: int,
+        *,
+        seed: int,
+        micro_batch: int,
+        global_batch: int,
+        shuffle: bool = True,
+        drop_last: bool = False,
+    ) -> None:
+        self.seed, self.dataset_size = whole(seed=seed, dataset_size=dataset_size)
+        self.micro_batch, global_batch = whole(micro_batch=micro_batch, global_batch=global_batch)
+        self.micro_batches = _micro_batches(self.micro_batch, global_batch)
+        self._kept = self.dataset_size - (self.dataset_size % global_batch if drop_last else 0)
+        if self._kept == 0:
+            raise ValueError(
+                f"dataset_size={dataset_size} gives no window of global_batch={global_batch} with "
+                f"drop_last={drop_last}: need {global_batch if drop_last else 1} samples or more"
+            )
+        self.shuffle = shuffle
+        self.num_windows = -(-self._kept // global_batch)
+        self.rank, self.world_size = rank_and_world_size()
+        self.set_epoch(0)
+
+    def shard(self, *, rank: int, world_size: int) -> WindowSampler:
+        """Return the same sampler for another rank or world: of a process group of your own,
+        or to look on.
+        """
+        whole(rank=rank, world_size=world_size)
+        if rank >= world_size:
+            raise ValueError(f"rank={rank}: need 0 to {world_size - 1}, since world_size={world_size}")
+        other = copy(self)
+        other.rank, other.world_size, other._due = rank, world_size, None
+        return other
+
+    def set_epoch(self, epoch: int, *, window: int = 0, due: Collection[int] | None = None) -> None:
+        """Choose the epoch of the next iteration, and where it begins: to resume, in any world size.
+
+        Args:
+            epoch: the order of the samples depends on it.
+            window: the first one, counted in the epoch.
+            due: this rank's micro-batches of that window, by their index in it over all ranks: `sync.due`
+                after `sync.load_state_dict`. None: its ordinary share.
+        """
+        whole(epoch=epoch, window=window)
+        if window >= self.num_windows:
+            raise ValueError(
+                f"window={window}: an epoch has {self.num_windows}; go on with set_epoch({epoch + 1})"
+            )
+        if due is not None and not all(index in range(self.micro_batches) for index in due):
+            raise ValueError(f"due={sorted(due)}: need indices from 0 to {self.micro_batches - 1}")
+        self.epoch, self.window, self._due = epoch, window, None if due is None else sorted(due)
+
+    @property
+    def first(self) -> int:
+        """Index in its window, over all ranks, of this rank's first micro-batch."""
+        return self._own.start
+
+    @property
+    def accumulate(self) -> int:
+        """This rank's micro-batches in a full window, for `GradSync`;
+        1 on a rank that gets none (its loader is empty).
+        """
+        return max(1, len(self._own))
+
+    def __len__(self) -> int:
+        windows = range(self.window, self.num_windows)
+        ends = {windows[0], windows[-1]}  # only these can be short
+        return sum(len(self._share(window)) for window in ends) + len(self._own) * (len(windows) - len(ends))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order, size = self._order(), self.micro_batch
+        for window in range(self.window, self.num_windows):
+            for index in self._share(window):
+                yield order[index * size : (index + 1) * size].tolist()
+
+    @property
+    def _own(self) -> range:
+        """This rank's micro-batches of a full window, counted in the window."""
+        return share(self.micro_batches, rank=self.rank, world_size=self.world_size)
+
+    def _share(self, window: int) -> list[int]:
+        """This rank's micro-batches of a window, counted from the beginning of the epoch."""
+        begin, there_are = window * self.micro_batches, -(-self._kept // self.micro_batch)
+        own = self._own if window != self.window or self._due is None else self._due
+        return [begin + index for index in own if begin + index < there_are]
+
+    def _order(self) -> Tensor:
+        """The epoch's samples, int64 [kept]."""
+        if not self.shuffle:
+            return torch.arange(self._kept)
+        generator = torch.Generator().manual_seed(derive("epoch", "torch", self.seed, self.epoch) % 2**64)
+        return torch.randperm(self.dataset_size, generator=generator)[: self._kept]
+
+
+def _micro_batches(micro_batch: int, global_batch: int) -> int:
+    """Return the micro-batches in a window."""
+    if micro_batch < 1:
+        raise ValueError(f"micro_batch={micro_batch}: need 1 sample or more")
+    if global_batch < micro_batch or global_batch % micro_batch:
+        lower = global_batch // micro_batch * micro_batch
+        nearest = f"{lower} and {lower + micro_batch}" if lower else f"{micro_batch}"
+        raise ValueError(
+            f"global_batch={global_batch} is not a multiple of micro_batch={micro_batch}; nearest: {nearest}"
+        )
+    return global_batch // micro_batch

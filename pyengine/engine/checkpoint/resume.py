@@ -1,0 +1,247 @@
+"""Engines into snapshots, and back: on as many ranks as there are now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pyengine.data.rng import rng_refusal, rng_states
+from pyengine.engine.checkpoint.fit import problems
+from pyengine.engine.checkpoint.snapshot import Snapshot, disjoint, in_order, merge
+from pyengine.engine.engine import Engine
+from pyengine.engine.handshake import raise_problems
+from pyengine.gradients.base import RefusesLoad, Reorders
+from pyengine.window.counter import State, share_of_rest
+
+
+def take_snapshot(engine: Engine) -> Snapshot:
+    """Return this rank's part; every rank calls this where it could call `synchronize`.
+
+    Returns:
+        Copies, on the device where the sums lie; a snapshot that was loaded and not gone on with is handed
+        back as it was.
+
+    Raises:
+        RuntimeError: gradients are on their way or unused, or a micro-batch has been handed out and not come
+            back.
+
+    Cost: copies the sums: 4 bytes an element (2 of narrow native ones), 8 of exact ones.
+    """
+    engine.reach_verdicts()
+    counter = engine.counter
+    if counter.is_sent and not engine.is_between_windows:
+        raise RuntimeError(
+            f"state_dict: the gradients of window {counter.index} have been sent and not been used: call it "
+            "before the window's last backward, or after sync.step"
+        )
+    is_open = counter.state is State.OPEN
+    if is_open and counter.done != counter.handed:
+        raise RuntimeError(
+            f"state_dict: {counter.handed} micro-batches of window {counter.index} were handed out and "
+            f"{counter.done} came to sync.backward: call it between two micro-batches"
+        )
+    scaler = engine.parts.scaler
+    snapshot = Snapshot(
+        counter.index + (counter.is_sent),
+        engine.verdicts.steps_taken,
+        engine.comm.rank,
+        engine.comm.world_size,
+        engine.identity,
+        counter.accumulate,
+        engine.is_between_loops,
+        list(dict.fromkeys(engine.reducer.order())) if isinstance(engine.reducer, Reorders) else [],
+        carry=engine.kept_grads.save(),
+        scaler={} if scaler is None else scaler.state_dict(),
+        rng=rng_states(),
+    )
+    if is_open and counter.done:
+        snapshot.places = list(counter.places)
+        snapshot.counts = [float(count) for count in engine.current.counts.counts]
+        snapshot.losses = [float(loss) for loss in engine.current.counts.losses]
+        loaded = engine.current.resumed
+        snapshot.sums = engine.reducer.save() if loaded is None else loaded.sums
+        snapshot.batch_norm = engine.batch_norms.save() if loaded is None else loaded.batch_norm
+    return snapshot
+
+
+def load_states(engine: Engine, states: object) -> list[int]:
+    """Go on from one's own snapshot, or share those of all ranks out among the ranks there are now.
+
+    Args:
+        engine: between windows, best new; parameters and optimizer are the caller's to restore.
+        states: this rank's `state_dict()`, or a list of those of every rank, the same on every rank.
+
+    Returns:
+        Places of the open window that are done, over all ranks.
+
+    Raises:
+        ValueError: states do not fit the engine, each other, or those of other ranks; on every rank, nothing
+            has changed.
+    """
+    engine.reach_verdicts()
+    found, said, part = _prepare(engine, states)
+    everybody = _agree(engine, found, said)
+    # What could fail has been tried: from here on every rank does the same.
+    done = sorted({place for other in everybody for *_, places, _ in other.parts for place in places})
+    if isinstance(engine.reducer, Reorders) and (order := _order(everybody)):
+        engine.reducer.lay_out_as(order)
+    assert part is not None
+    if engine.parts.scaler is not None and part.scaler:
+        engine.parts.scaler.load_state_dict(part.scaler)
+    engine.resume(part, due=_due(engine, done, part, is_own=said.is_own))
+    return done
+
+
+# Rank, world size, places and checksum of a part.
+_Part = tuple[int, int, tuple[int, ...], int]
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What ranks tell each other of their parts.
+
+    Attributes:
+        is_own: whether each loads its own.
+        position: windows and steps.
+        parts: of the window.
+        scaler: state of the loss scaler, which all ranks share.
+        orders: rank, and the order of buckets, of those parts that know one.
+    """
+
+    is_own: bool
+    position: tuple[int, int] | None
+    parts: tuple[_Part, ...]
+    scaler: tuple[tuple[str, float], ...]
+    orders: tuple[tuple[int, tuple[int, ...]], ...]
+
+    def __str__(self) -> str:
+        parts = [
+            f"rank {r} of {w} with micro-batches {list(places)} ({crc})" for r, w, places, crc in self.parts
+        ]
+        scaler = f", loss scaler {dict(self.scaler)}" if self.scaler else ""
+        whose = "its own" if self.is_own else "a list"
+        return ", ".join([f"{whose} at (windows, steps) = {self.position}{scaler}", *parts])
+
+    @classmethod
+    def of(cls, parts: Sequence[Snapshot], *, is_own: bool) -> _Said:
+        return cls(
+            is_own,
+            (parts[0].window, parts[0].steps) if parts else None,
+            tuple((s.rank, s.world_size, tuple(s.places), s.checksum) for s in parts),
+            tuple(sorted(parts[0].scaler.items())) if parts else (),
+            tuple((s.rank, tuple(s.order)) for s in parts if s.order and s.world_size > 1),
+        )
+
+
+def _prepare(engine: Engine, states: object) -> tuple[list[str], _Said, Snapshot | None]:
+    """Read, check and merge, and change nothing.
+
+    Returns:
+        Complaints, in place of any exception, since other ranks wait; what to tell the others; and what this
+        rank goes on from, None if it complains.
+    """
+    is_own = isinstance(states, dict) or not engine.is_exact
+    try:
+        found, snapshots = _read(engine, states)
+        is_own = not engine.is_exact or (isinstance(states, dict) and len(snapshots) < 2)
+        own = [s for s in snapshots if (s.rank, s.world_size) == (engine.comm.rank, engine.comm.world_size)]
+        found = found or _misfits(engine, snapshots, own, is_own=is_own)
+        if not found:
+            parts = own if is_own else in_order(snapshots)
+            return [], _Said.of(parts, is_own=is_own), _put_together(engine, parts, own, is_own=is_own)
+    except Exception as error:  # noqa: BLE001 - the others would wait for this rank's answer
+        found = [str(error) if isinstance(error, ValueError) else f"states cannot be read: {error!r}"]
+    return found, _Said.of([], is_own=is_own), None
+
+
+def _read(engine: Engine, states: object) -> tuple[list[str], list[Snapshot]]:
+    if not isinstance(states, Sequence | dict):
+        return [f"states is a {type(states).__name__}: need a state_dict, or a list of them"], []
+    if not engine.is_between_windows:
+        index = engine.counter.index
+        return [f"load_state_dict in the middle of window {index}: call it between windows"], []
+    listed = [states] if isinstance(states, dict) else states
+    return [], [snapshot for state in listed for snapshot in Snapshot.read(state)]
+
+
+def _put_together(engine: Engine, parts: list[Snapshot], own: list[Snapshot], *, is_own: bool) -> Snapshot:
+    """Put together what this rank goes on from."""
+    mine = own if is_own else _mine(engine, disjoint(parts))
+    part = merge([s for s in mine if s.places], parts[0], engine.device)
+    part.rng = own[0].rng if own else {}
+    return part
+
+
+def _misfits(engine: Engine, snapshots: list[Snapshot], own: list[Snapshot], *, is_own: bool) -> list[str]:
+    found = problems(engine, snapshots)
+    here = f"rank {engine.comm.rank} of {engine.comm.world_size}"
+    if is_own and len(own) != 1:
+        owners = ", ".join(s.owner for s in snapshots)
+        hint = (
+            "pass the states of all ranks in a list"
+            if engine.is_exact
+            else "start as many ranks as there were; only accumulator='exact' goes on with other numbers of "
+            "ranks"
+        )
+        found.append(f"states of {owners or 'nobody'} on {here}: {hint}")
+    elif is_own and own[0].places and own[0].accumulate != engine.counter.accumulate:
+        found.append(
+            f"state of accumulate={own[0].accumulate}, and this engine has "
+            f"accumulate={engine.counter.accumulate}: the open window ends as it began; make the engine as "
+            "it was, or load between windows"
+        )
+    has_scaler = engine.parts.scaler is not None
+    scaled = [bool(s.scaler) for s in snapshots if s.places]
+    if any(is_scaled != has_scaler for is_scaled in scaled):
+        with_it = "no loss scale and this engine one" if has_scaler else "a loss scale and this engine none"
+        found.append(f"states have {with_it}: set sync.scaler as it was before sync.load_state_dict")
+    if any(s.places for s in snapshots) and isinstance(engine.reducer, RefusesLoad):
+        found += engine.reducer.refuses_load()
+    if own and not found:
+        refusal = rng_refusal(own[0].rng)
+        found += [f"state of {own[0].owner} has {refusal}"] if refusal else []
+    return found
+
+
+def _agree(engine: Engine, found: list[str], said: _Said) -> list[_Said]:
+    """Raise on every rank if any rank has a complaint, or if ranks were given different things."""
+    everybody = engine.comm.all_gather_object((found, said))
+    raise_problems([texts for texts, _ in everybody])
+    all_said: list[_Said] = [other for _, other in everybody]
+    shared = [(s.is_own, s.position, s.scaler, () if s.is_own else s.parts) for s in all_said]
+    places = [place for s in all_said if s.is_own for *_, places, _ in s.parts for place in places]
+    if len(set(shared)) > 1 or len(set(places)) < len(places):
+        listed = "; ".join(f"rank {rank} got {said}" for rank, said in enumerate(all_said))
+        raise ValueError(
+            f"states differ between ranks, or hold a micro-batch twice: {listed}. Pass every rank its own "
+            "state, or all of them the same list"
+        )
+    return all_said
+
+
+def _order(everybody: Sequence[_Said]) -> list[int]:
+    """Return the order of buckets that the run had agreed on, or was about to: the longest-known,
+    rank 0's first.
+    """
+    orders = sorted((rank, order) for said in everybody for rank, order in said.orders)
+    return list(orders[0][1]) if orders else []
+
+
+def _mine(engine: Engine, parts: Sequence[Snapshot]) -> list[Snapshot]:
+    """Return this rank's share: its own part, if it has one, and some of those whose ranks are no more."""
+    rank, world_size = engine.comm.rank, engine.comm.world_size
+    orphans = [s for s in parts if s.world_size != world_size]
+    return [s for s in parts if (s.rank, s.world_size) == (rank, world_size)] + orphans[rank::world_size]
+
+
+def _due(engine: Engine, done: list[int], part: Snapshot, *, is_own: bool) -> list[int] | None:
+    """Return what this rank still has to do of an open window; None if none is."""
+    if is_own:
+        share = engine.counter.share
+        # Another rank may hold some, from an earlier sharing out.
+        rest = [place for place in share if place not in done]
+        return rest if part.places or len(rest) < len(share) else None
+    if not done:
+        return None
+    everything = {place for places in engine.shares.places for place in places}
+    return share_of_rest(everything, done, rank=engine.comm.rank, world_size=engine.comm.world_size)

@@ -1,0 +1,260 @@
+"""What an engine holds at a micro-batch, as plain data, and how the snapshots of several ranks become one.
+
+A window's sums are cut by parameter and its micro-batches named by their places, so a snapshot knows nothing
+of buckets. Exact sums merge: snapshots of any ranks of one window may be loaded by any number of ranks, each
+by one of them.
+
+As a state, a snapshot is `{"version", "window", "steps", "rank 0 of 2": (content, checksum)}`. The name of
+the rank keeps ranks apart where equal names are taken for copies, and a tuple is what
+torch.distributed.checkpoint saves and loads whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from pyengine.engine.checkpoint.checksum import checksum
+from pyengine.engine.checkpoint.fields import unlike_saved
+from pyengine.gradients.slots import Saved, dense_strides
+from pyengine.ops.exact import ExactSum
+from pyengine.ops.exact_reference import BLOCK
+from pyengine.ops.plan import BucketPlan
+
+VERSION = 2
+_FLAT = 1  # had all fields side by side, and no checksum
+_POSITION = ("window", "steps")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What has to be equal for a snapshot to fit an engine.
+
+    Attributes:
+        accumulator: "native", "fp32" or "exact".
+        terms: micro-batches of a full window over all ranks, where an exact sum's grid depends on it; else
+            None.
+        batch_norms: modules whose running statistics are replayed.
+        params: name, shape, strides and dtype of every parameter.
+    """
+
+    accumulator: str
+    terms: int | None
+    batch_norms: int
+    params: list[tuple[str, list[int], list[int], str]]
+
+
+@dataclass
+class Snapshot:
+    """One rank's part of a run, between two micro-batches.
+
+    Attributes:
+        window: windows completed.
+        steps: optimizer steps that changed parameters.
+        rank, world_size: whose part it is.
+        identity: what it fits.
+        accumulate: micro-batches a full window, on that rank.
+        is_between_loops: whether it was taken after a loop over `windows` had run out.
+        order: of the buckets; see `Reducer.order`.
+        places: indices, in the window over all ranks, of the micro-batches in `sums`.
+        counts, losses: theirs.
+        sums: see `Saved`.
+        batch_norm: rows of running statistics, one a micro-batch; see `BatchNormReplay.save`.
+        carry: gradients kept from the window before, by name: the parameter's shape and dtype.
+        scaler: state of the loss scaler; empty without one.
+        rng: states of the random generators, by name.
+        checksum: of a snapshot that was read, of all its other fields.
+    """
+
+    window: int
+    steps: int
+    rank: int
+    world_size: int
+    identity: Identity
+    accumulate: int = 1
+    is_between_loops: bool = False
+    order: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    counts: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    sums: Saved = field(default_factory=dict)
+    batch_norm: list[Tensor] = field(default_factory=list)
+    carry: dict[str, Tensor] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)
+    rng: dict[str, Any] = field(default_factory=dict)
+    checksum: int = 0
+
+    @property
+    def owner(self) -> str:
+        """Whose part it is, in words."""
+        return f"rank {self.rank} of {self.world_size}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as tensors and plain values, which `torch.load` reads with `weights_only=True`."""
+        content = {name: getattr(self, name) for name in _CONTENT}
+        content["identity"] = dict(vars(self.identity))
+        position = {name: content[name] for name in _POSITION}
+        return {"version": VERSION, **position, self.owner: (content, checksum(content))}
+
+    @classmethod
+    def read(cls, state: Any) -> list[Snapshot]:
+        """Read what `to_dict` returned, or several of it with the parts of several ranks in one."""
+        version = state.get("version") if isinstance(state, dict) else f"of a {type(state).__name__}"
+        if version == _FLAT:
+            content = {name: value for name, value in state.items() if name != "version"}
+            return [_of(content, _checksum(content))]
+        if version != VERSION:
+            raise ValueError(f"state is version {version}: {_NEED}")
+        parts = {name: part for name, part in state.items() if name not in ("version", *_POSITION)}
+        if not parts:
+            raise ValueError(f"state is not whole (no rank's part): {_NEED}")
+        return [_part(state, owner, part) for owner, part in parts.items()]
+
+
+_CONTENT = [f.name for f in fields(Snapshot) if f.name != "checksum"]
+_NEED = f"need what sync.state_dict() returned, version {VERSION} or {_FLAT}"
+
+
+def _part(state: dict[str, Any], owner: str, part: Any) -> Snapshot:
+    """Read the part of one rank, if nothing has changed it."""
+    if not (isinstance(part, tuple | list) and len(part) == 2 and isinstance(part[0], dict)):
+        raise ValueError(
+            f"state has {owner!r}, a {type(part).__name__}: {_NEED}, and keep what is yours beside it"
+        )
+    content, saved = part
+    found = _checksum(content)
+    if found != saved:
+        raise ValueError(
+            f"state of {owner} was damaged or changed after it was saved (its checksum was {saved}, and is "
+            f"{found}): go on from another one"
+        )
+    snapshot = _of(content, found)
+    here = (snapshot.owner, *(getattr(snapshot, name) for name in _POSITION))
+    outside = (owner, *(state.get(name) for name in _POSITION))
+    if here != outside:
+        raise ValueError(
+            f"state was damaged or changed after it was saved: (rank, windows, steps) are {outside}, and "
+            f"{here} in its part; go on from another one"
+        )
+    return snapshot
+
+
+def _checksum(content: dict[str, Any]) -> int:
+    try:
+        return checksum(content)
+    except TypeError as error:
+        raise ValueError(f"state is not whole ({error}): {_NEED}") from None
+
+
+def _of(content: dict[str, Any], found: int) -> Snapshot:
+    """Make a snapshot of its content, if every field is of its kind."""
+    differ = sorted(set(_CONTENT) ^ set(content), key=str)
+    if differ:
+        what = ", ".join(f"{name} {'is too much' if name in content else 'is missing'}" for name in differ)
+        raise ValueError(f"state is not whole ({what}): {_NEED}")
+    wrong = unlike_saved(content)
+    if wrong:
+        raise ValueError("; ".join(f"state has {text}" for text in wrong))
+    params = [(name, shape, strides, dtype) for name, shape, strides, dtype in content["identity"]["params"]]
+    identity = Identity(**{**content["identity"], "params": params})
+    return Snapshot(**{**content, "identity": identity}, checksum=found)
+
+
+def identify(
+    accumulator: str,
+    micro_batches: int,
+    batch_norms: int,
+    names: Sequence[str],
+    params: Sequence[Parameter],
+) -> Identity:
+    """Describe an engine, as it was made.
+
+    Args:
+        accumulator: "native", "fp32" or "exact".
+        micro_batches: of a full window over all ranks.
+        batch_norms: modules whose running statistics are replayed.
+        names, params: in registration order.
+    """
+    described = [
+        (name, list(p.shape), list(dense_strides(p)), str(p.dtype).removeprefix("torch."))
+        for name, p in zip(names, params, strict=True)
+        if p.requires_grad
+    ]
+    return Identity(accumulator, micro_batches if accumulator == "exact" else None, batch_norms, described)
+
+
+def in_order(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
+    """Return them in an order that every rank finds, the largest first."""
+    return sorted(snapshots, key=lambda s: (-len(s.places), s.places, s.world_size, s.rank, s.checksum))
+
+
+def disjoint(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
+    """Return those with micro-batches, without the ones that share some with a larger one.
+
+    A rank that goes on from others' snapshots holds their micro-batches in its own. Whatever is left out is
+    computed again, so any choice is right; this one does not depend on the order of the list.
+    """
+    kept: list[Snapshot] = []
+    for snapshot in in_order(snapshots):
+        if snapshot.places and not any(set(snapshot.places) & set(other.places) for other in kept):
+            kept.append(snapshot)
+    return kept
+
+
+def merge(snapshots: Sequence[Snapshot], about: Snapshot, device: torch.device) -> Snapshot:
+    """Return the parts of one window as one part.
+
+    Args:
+        snapshots: none, one, or several of exact sums; `fit.problems` has found nothing.
+        about: whose position, carried gradients and so on to take.
+        device: where sums are to lie.
+
+    Returns:
+        A snapshot of its own lists; `carry` is copied, other tensors only where they are put together or lie
+        on another device, so they may be the snapshots' own.
+    """
+    whole = replace(about, places=[], counts=[], losses=[], sums={}, batch_norm=[])
+    for snapshot in snapshots:
+        whole.places += snapshot.places
+        whole.counts += snapshot.counts
+        whole.losses += snapshot.losses
+    rows = [s.batch_norm for s in snapshots if s.batch_norm]
+    whole.batch_norm = [
+        torch.cat([part.detach().to(device) for part in parts]) for parts in zip(*rows, strict=True)
+    ]
+    names = dict.fromkeys(name for snapshot in snapshots for name in snapshot.sums)
+    whole.sums = {name: _merge_sums(name, snapshots, device) for name in names}
+    # Copies: they become somebody's `.grad`, and the state may be loaded again.
+    whole.carry = {name: grad.detach().to(device, copy=True) for name, grad in about.carry.items()}
+    return whole
+
+
+def _merge_sums(name: str, snapshots: Sequence[Snapshot], device: torch.device) -> dict[str, Tensor]:
+    everybody = [{part: t.detach().to(device) for part, t in s.sums.get(name, {}).items()} for s in snapshots]
+    flags = [
+        parts.get("nonfinite", torch.zeros(len(s.places), dtype=torch.uint8, device=device))
+        for s, parts in zip(snapshots, everybody, strict=True)
+    ]
+    if len(everybody) == 1:
+        return {**everybody[0], "nonfinite": flags[0]}
+    terms = snapshots[0].identity.terms
+    assert terms is not None
+    total, *others = (_exact(parts, terms) for parts in everybody if parts)
+    for other in others:
+        total.merge_(other)
+    numel = next(parts["bins"].numel() * BLOCK for parts in everybody if parts)
+    return {**total.parts(0, numel), "nonfinite": torch.cat(flags)}
+
+
+def _exact(parts: dict[str, Tensor], terms: int) -> ExactSum:
+    blocks = parts["bins"].numel()
+    numel = max(1, blocks) * BLOCK
+    total = ExactSum(BucketPlan([0], [numel]), numel=numel, terms=terms, device=parts["limbs"].device)
+    for name, part in total.parts(0, blocks * BLOCK).items():
+        part.copy_(parts[name])
+    return total

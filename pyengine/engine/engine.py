@@ -1,0 +1,358 @@
+"""Windows one after the other: opened, left, dropped, resumed, on every rank alike."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyengine.comm.base import Comm
+from pyengine.data.rng import set_rng_states
+from pyengine.engine.batch_norm import BatchNormReplay
+from pyengine.engine.checkpoint.snapshot import Snapshot, identify
+from pyengine.engine.handshake import Shares, resized
+from pyengine.engine.kept_grads import KeptGrads
+from pyengine.engine.open_window import OpenWindow, Parts
+from pyengine.engine.ownership import Ownership
+from pyengine.gradients.base import Reducer, SeesForwards
+from pyengine.gradients.settings import Settings
+from pyengine.ops.device import flush, is_lazy, runs_ahead
+from pyengine.step.step_record import StepCallback
+from pyengine.step.window_optimizer import OptimizerCheck
+from pyengine.window.counter import State, WindowCounter
+from pyengine.window.final_pass import FinalPass
+from pyengine.window.header import Count, make_local_window
+from pyengine.window.verdict import Verdict, check_agreement
+from pyengine.window.verdict_queue import VerdictQueue
+
+
+class Engine:
+    """A window after the other, behind `GradSync` and `attach`; what happens in one is `OpenWindow`'s.
+
+    Attributes:
+        counter: where ranks stand, and in which state the window is.
+        current: the window that is open, or was last.
+        parts: what its windows share, the loss scaler among it.
+        reducer, comm, batch_norms, kept_grads, final, verdicts, device: see `Parts`.
+        is_late: whether the host lets the device run ahead, and learns of a window's outcome in the next one.
+        identity: what a state has to fit.
+        is_exact: whether sums are exact.
+        shares: how a full window is dealt out.
+        is_between_loops: whether a loop over `windows` has run out and no other one has begun.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        comm: Comm,
+        settings: Settings,
+        batch_norms: BatchNormReplay,
+        *,
+        shares: Shares,
+    ) -> None:
+        self.reducer, self.comm, self.batch_norms = reducer, comm, batch_norms
+        self.shares = shares
+        self.counter = WindowCounter(settings.accumulate, share=shares.places[comm.rank])
+        self.is_exact = settings.kind == "exact"
+        self.device = device = reducer.params[0].device
+        names, params = reducer.names, reducer.params
+        self.identity = identify(settings.kind, shares.micro_batches, batch_norms.num_modules, names, params)
+        self.final = FinalPass(len(params), device)
+        self.is_late = not settings.raises and runs_ahead(device)
+        self.verdicts = VerdictQueue(comm, device)
+        self.kept_grads = KeptGrads(names, params)
+        self.parts = Parts(
+            name=f"{len(params)} parameters, the first {names[0]!r} (engine {shares.engine_id:08x})",
+            reducer=reducer,
+            comm=comm,
+            counter=self.counter,
+            batch_norms=batch_norms,
+            kept_grads=self.kept_grads,
+            final=self.final,
+            verdicts=self.verdicts,
+            new_counts=make_local_window(
+                device,
+                is_exact=self.is_exact,
+                max_micro_batches=shares.micro_batches if self.is_exact else math.inf,
+            ),
+            device=device,
+            largest=min(torch.finfo(param.dtype).max for param in params),
+            raises=settings.raises,
+        )
+        self._opened_at = -1
+        self.is_between_loops = False
+        self._rng: dict[str, Any] = {}
+        self._ownership = Ownership(params, self)
+        self._running = Lock()
+        self.current = OpenWindow(self.parts)
+        flush(device)
+
+    def open(self) -> None:
+        """Open a window, or go on with the one that was resumed; the previous one must have been used."""
+        if self.counter.is_resumed:
+            self.counter.is_resumed = False
+        else:
+            self.close_window()
+            self.current = OpenWindow(self.parts)
+            self._opened_at = self.counter.index
+            self.counter.open()
+        self.reducer.open()
+        self.batch_norms.open()
+        if (resumed := self.current.resumed) is not None:
+            self.batch_norms.load(resumed.places, resumed.batch_norm)
+        if self._rng:
+            set_rng_states(self._rng)
+            self._rng = {}
+
+    def hand_out(self, place: int, *, last: bool, more: bool) -> None:
+        """Count a micro-batch given to the loop; `more` says that another window follows the current one."""
+        self.counter.hand_out(place, last=last)
+        self.current.has_more_windows = more
+        self.batch_norms.hand_out(place)
+        if isinstance(self.reducer, SeesForwards):
+            self.reducer.before_forward(syncs=last)
+
+    def backward(self, loss: Tensor, count: Count) -> None:
+        """Run one micro-batch's backward; see `OpenWindow.backward`.
+
+        Raises:
+            RuntimeError: another backward is running; or as there.
+        """
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError(
+                "backward while another backward of this engine is running, in another thread or around "
+                "this one: a window's backwards run one after the other; give each thread an engine of its "
+                "own, or add the losses up"
+            )
+        try:
+            self.current.backward(loss, count)
+        finally:
+            self._running.release()
+
+    def exhaust(self) -> None:
+        """Note the end of the window's loop; backwards that are still due may follow."""
+        self.counter.is_exhausted = True
+        if self.counter.is_sent:
+            self.finish()
+
+    def flush(self) -> None:
+        """Send what has been accumulated, without a backward. Does nothing if the window has been sent.
+
+        Raises:
+            RuntimeError: no window is open.
+        """
+        if self.counter.state is State.IDLE:
+            raise RuntimeError(
+                "flush outside a window: there is nothing to send; open one with sync.windows(loader)"
+            )
+        if self.counter.is_resumed:
+            self.open()
+        if self.counter.state is State.OPEN:
+            self.current.send()
+
+    def finish(self) -> Verdict:
+        """Let the window land: `.grad` is published on the device, and the host learns the outcome unless it
+        is late.
+
+        Raises:
+            RuntimeError: the window has not been sent.
+            ValueError, FloatingPointError, RuntimeError: what any rank got wrong, on every rank; late that
+                happens at the next `reach_verdicts`.
+        """
+        if self.counter.state is State.OPEN and self.counter.is_exhausted:
+            self.flush()  # some micro-batches had no backward
+        if not self.counter.is_sent:
+            raise RuntimeError(
+                f"no synchronised gradients: {self.counter.state.value} "
+                f"({self.counter.done} of {self.counter.accumulate} backwards done). "
+                "Finish the window, or call sync.flush() to end it here"
+            )
+        verdict = self.current.land()
+        if not self.is_late:
+            self.reach_verdicts()
+        return verdict
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        check: OptimizerCheck,
+        callbacks: Sequence[StepCallback],
+    ) -> Tensor:
+        """Let an optimizer use the window; see `OpenWindow.step`.
+
+        Args:
+            optimizer, scheduler, callbacks: as there.
+            check: says what is about to be stepped, or refuses it.
+        """
+        self.finish()
+        claim = check.of(optimizer, is_pending=self.final.is_pending)
+        if self.reducer.stepper.needs_host(optimizer):
+            self.reach_verdicts()
+        return self.current.step(optimizer, scheduler, claim, callbacks)
+
+    def reach_verdicts(self) -> None:
+        """Learn the outcome of every window that landed; every rank calls this at the same point.
+
+        Raises:
+            RuntimeError, ValueError, FloatingPointError: as `Verdict.reach`, each time until the window is
+            dropped.
+        """
+        self.verdicts.reach_all()
+        if self.current.verdict is not None:
+            self.current.verdict.reach()  # raises again what was wrong with it
+
+    def compare(self) -> None:
+        """Raise on every rank unless all have used the last window alike; every rank calls this between
+        windows.
+
+        The header of a window tells how the one before was used, and no header follows the last.
+
+        Cost: one all-reduce of 168 bytes, for which the host waits; nothing on a lazy device, nor alone.
+
+        Raises:
+            RuntimeError: ranks have stepped, clipped or scaled differently, or are at different places.
+        """
+        if self.comm.world_size > 1 and not is_lazy(self.device):
+            header = self.parts.send_header(self.parts.new_counts(), more=False, stage="has ended its loop")
+            check_agreement(header, header.totals(), self.comm)
+
+    def is_still_needed(self) -> bool:
+        """Whether another rank still needs this one: for a window that was dropped before it was sent,
+        or further ones.
+        """
+        return self.counter.index == self._opened_at or self.verdicts.some_rank_has_more()
+
+    def unscale_(self) -> None:
+        """Give `.grad` to the caller: final values now, and what is left there counts into the next
+        window.
+
+        Cost: one pass that reads and writes every gradient, if something is still pending.
+        """
+        self.finish()
+        if self.final.is_pending:
+            self.current.write()
+        self.batch_norms.apply(self.final.found_inf == 0)
+        self.kept_grads.is_callers = True
+        flush(self.device)
+
+    @property
+    def is_between_windows(self) -> bool:
+        """Whether no window is open, and the last one's gradients have been used or are the caller's."""
+        return self.counter.state in (State.IDLE, State.USED) or (
+            self.counter.is_sent and self.kept_grads.is_callers
+        )
+
+    def close_window(self) -> None:
+        """Close the window.
+
+        Raises:
+            RuntimeError: it was never sent, or nobody used its gradients.
+        """
+        counter = self.counter
+        if counter.state is State.OPEN:
+            raise RuntimeError(
+                f"window {counter.index} was left after {counter.done} backwards and never sent: call "
+                "sync.flush() and sync.step to use it, or sync.abandon() to drop it"
+            )
+        if not self.is_between_windows:
+            raise RuntimeError(
+                f"the gradients of window {counter.index} were reduced and never used (1/count and clipping "
+                "are still pending): call sync.step(optimizer), or sync.unscale_() to use .grad yourself, "
+                "or sync.abandon()"
+            )
+        counter.close(completed=counter.is_sent)
+
+    def abandon_unfinished(self) -> None:
+        """Abandon a window that an exception left half-way, or that was refused: a new loop begins."""
+        current = self.current
+        refused = current.verdict is not None and current.verdict.error is not None
+        left = self.counter.state is State.OPEN and not self.counter.is_resumed
+        if left or current.gave_up or refused:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Drop the current window on this rank; the engine is clean afterwards.
+
+        Before the window was sent, nobody notices: the next window takes its place. Afterwards this rank
+        still waits for the reductions it owes the others.
+        """
+        current = self.current
+        if self.counter.state is State.SENT:
+            try:
+                self.finish()
+            except (ValueError, FloatingPointError, RuntimeError):
+                # The others learn what was wrong with it; here the window goes anyway. What broke a
+                # collective stays.
+                if current.verdict is None:
+                    raise
+        scaler = None if current.is_scale_updated else self.parts.scaler
+        if scaler is not None and current.verdict is not None and not current.verdict.was_refused:
+            scaler.follow()  # the others update theirs when they step
+        flush(self.device)
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop the current window without waiting for anybody."""
+        self.batch_norms.close()
+        current = self.current
+        said = current.header if current.verdict is None else current.verdict
+        was_refused = said is not None and said.was_refused  # no window of all ranks
+        self.counter.close(completed=self.counter.is_sent and not was_refused)
+        self.kept_grads.clear()
+        self.current = OpenWindow(self.parts)
+
+    def close(self) -> None:
+        """Give the parameters up; nobody is asked or waited for."""
+        counter = self.counter
+        if counter.state is State.OPEN and counter.done:
+            text = (
+                f"close: {counter.done} micro-batches of window {counter.index} had been accumulated and "
+                "were never stepped"
+            )
+            warnings.warn(f"{text}; sync.flush() and sync.step(optimizer) use them", stacklevel=3)
+        if self.is_late:
+            self.verdicts.read_all()
+        keeps = self.kept_grads.is_callers
+        self.drop()
+        self.batch_norms.release()
+        self.reducer.release(keeps_grad=keeps)
+        self._ownership.release()
+        if self.parts.scaler is not None:
+            self.parts.scaler.unbind()
+
+    def resize(self, accumulate: int) -> None:
+        """Let windows have another size from the next one on; every rank calls this with the same number."""
+        if not self.is_between_windows:
+            raise RuntimeError(
+                f"accumulate={accumulate} in the middle of window {self.counter.index}, or before its step: "
+                "set it behind a step, or drop the window by sync.abandon() first"
+            )
+        self.shares = resized(self.shares, accumulate, is_exact=self.is_exact)
+        self.counter.accumulate, self.counter.share = accumulate, self.shares.places[self.comm.rank]
+
+    def resume(self, part: Snapshot, *, due: Sequence[int] | None) -> None:
+        """Go on from a snapshot, whose sums are loaded at the first backward.
+
+        Args:
+            part: what is this rank's now; the gradients that it carries over are the engine's from here on,
+                its sums are only read.
+            due: places that this rank has still to compute in the window that is open in it; None if none is.
+        """
+        self.counter.go_to(part.window)
+        self.current = OpenWindow(self.parts, part if due is not None else None)
+        self.kept_grads.load(part.carry, is_open=due is not None)
+        self.verdicts.restart(part.steps)
+        self._opened_at = part.window
+        if due is not None:
+            self.counter.resume(part.places, due)
+        if part.is_between_loops:
+            set_rng_states(part.rng)  # before the loader draws
+        else:
+            self._rng = part.rng  # which goes on behind what the loader has drawn
+        flush(self.device)

@@ -1,0 +1,125 @@
+"""`GradSync`: a loop of one's own, whose gradients the engine owns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pyengine.comm import comm_for
+from pyengine.engine.handshake import group_problems, sharded_modules, wrapped_problems
+from pyengine.engine.make import make_engine
+from pyengine.engine.sync import Sync
+from pyengine.gradients.accumulator import Exact
+from pyengine.gradients.buckets import BucketReducer
+from pyengine.gradients.layout import Layout, ParamSpec
+from pyengine.gradients.settings import Settings
+from pyengine.gradients.xla import XlaReducer, problems_of_device
+from pyengine.ops.device import is_lazy
+from pyengine.wire import FP32, Wire
+
+
+class GradSync(Sync):
+    """Own the gradients of a model in flat buckets, and reduce each bucket once a window.
+
+    Every rank makes it over the same parameters; rank 0's values (and a module's buffers) are copied to the
+    others.
+
+    Args:
+        params_or_module: a module, or its parameters, or `(name, parameter)` pairs. All that require a
+            gradient.
+        accumulate: micro-batches a window, per rank.
+        wire: how a bucket travels: `pe.wire.FP32()`, `BF16()`, `FP16()`.
+        accumulator: "fp32" sums in fp32 whatever the parameters' type; "native" sums in their own type;
+            "exact" gives the same bits for every world size (docs/reproducible.md), over the fp32 wire only,
+            with whole-numbered counts; given a module, not its parameters, it keeps BatchNorm's running
+            statistics alike too. `pe.Exact( micro_batches=...)` is the same where the window is not the sum
+            of `accumulate` over ranks.
+        group: the process group; None is the default group, or this process alone if there is none. On an XLA
+            device all replicas (docs/xla.md).
+        bucket_cap_mb: size of a bucket in MiB of gradients; on an XLA device all gradients of a type are one
+            bucket.
+        nonfinite: "skip" leaves the parameters alone in a step with inf or nan; "raise" raises
+            FloatingPointError on every rank, and has every micro-batch checked so that the message names it.
+
+    Raises:
+        ValueError: an argument is off, or the ranks' parameters differ, or "exact" meets a SyncBatchNorm;
+            raised on every rank.
+
+    Cost: fp32 parameters need one buffer of their size, which `.grad` views. Narrow parameters with
+    `accumulator="fp32"` need 4 bytes an element for the sum and their own size for the wire.
+    """
+
+    def __init__(
+        self,
+        params_or_module: nn.Module | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+        *,
+        accumulate: int,
+        wire: Wire = FP32(),  # noqa: B008 - frozen
+        accumulator: str | Exact = "fp32",
+        group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float = 25,
+        nonfinite: str = "skip",
+    ) -> None:
+        named, buffers = _named(params_or_module)
+        params = [param for _, param in named]
+        device = params[0].device if params else torch.get_default_device()
+        wrong_group = group_problems(group)
+        comm = comm_for(device, None if wrong_group else group)
+        settings = Settings(accumulate, wire, accumulator, nonfinite, bucket_cap_mb)
+        problems = [*sharded_modules(params_or_module), *wrong_group, *wrapped_problems(params_or_module)]
+        problems += problems_of_device(device, comm, settings)
+
+        def reducer(specs: list[ParamSpec], micro_batches: int) -> BucketReducer | XlaReducer:
+            comm.broadcast_([*params, *buffers])
+            if is_lazy(device):
+                return XlaReducer(specs, params, comm=comm, settings=settings)
+            return BucketReducer(specs, params, comm=comm, settings=settings, terms=micro_batches)
+
+        source = params_or_module
+        super().__init__(make_engine(named, comm, settings, reducer, source=source, problems=problems))
+
+    @property
+    def layout(self) -> Layout:
+        """Where every gradient lies, by bucket and slot."""
+        reducer = self._engine.reducer
+        assert isinstance(reducer, BucketReducer | XlaReducer)
+        return reducer.layout
+
+
+def _named(source: Any) -> tuple[list[tuple[str, nn.Parameter]], list[Tensor]]:
+    if isinstance(source, nn.Module):
+        return list(source.named_parameters()), list(source.buffers())
+    return _unique(_pairs(source)), []
+
+
+def _pairs(source: Any) -> list[tuple[str, nn.Parameter]]:
+    if isinstance(source, Tensor) or not isinstance(source, Iterable):
+        raise TypeError(
+            f"params_or_module is a {type(source).__name__}: need a module, its parameters, or (name, "
+            "parameter) pairs"
+        )
+    pairs = []
+    for index, item in enumerate(source):
+        pair = item if isinstance(item, tuple) else (f"param{index}", item)
+        if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], Tensor):
+            raise TypeError(
+                f"params_or_module: got a {type(item).__name__} at index {index}; need parameters or (name, "
+                "parameter) pairs: model.parameters(), say, not a state_dict or param_groups"
+            )
+        pairs.append(pair)
+    return pairs
+
+
+def _unique(named: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+    """Number names that come again, as those of two modules do."""
+    seen: Counter[str] = Counter()
+    unique = []
+    for name, param in named:
+        seen[name] += 1
+        unique.append((name if seen[name] == 1 else f"{name}#{seen[name]}", param))
+    return unique

@@ -1,0 +1,249 @@
+"""The handshake at construction: what ranks must have in common, and what is wrong on any of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from uuid import uuid4
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from pyengine.comm.base import Comm
+from pyengine.gradients.accumulator import Exact
+from pyengine.gradients.layout import ParamSpec, first_difference
+from pyengine.gradients.settings import Settings
+from pyengine.ops.exact import MAX_TERMS
+from pyengine.ops.pointers import DTYPE_CODES
+from pyengine.window.counter import share
+
+
+def agree(comm: Comm, specs: Sequence[ParamSpec], settings: Settings, problems: Sequence[str]) -> Shares:
+    """Raise on every rank what any rank has to complain of, or in what ranks differ.
+
+    Args:
+        comm: transport.
+        specs: this rank's parameters, in registration order.
+        settings: this rank's arguments.
+        problems: this rank's own complaints of the parameters.
+
+    Returns:
+        How a full window is dealt out, and the engine's identity.
+
+    Raises:
+        ValueError: names the rank and the argument, or the first parameter that differs and who has what.
+    """
+    problems = [*settings.problems(), *problems]
+    # What is wrong need not even pickle.
+    everybody = comm.all_gather_object(
+        (problems, None if problems else settings, list(specs), uuid4().int % 2**32)
+    )
+    raise_problems([texts for texts, *_ in everybody])
+    difference = first_difference([specs for _, _, specs, _ in everybody])
+    if difference is not None:
+        raise ValueError(
+            f"params_or_module differs between ranks: {difference}. Build the same model, in the same "
+            "order, on every rank"
+        )
+    shared = [settings.shared() for _, settings, *_ in everybody]
+    if len(set(shared)) > 1:
+        values = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(shared))
+        raise ValueError(f"ranks have different settings: {values}. Pass the same ones on every rank")
+    return _shares([settings for _, settings, *_ in everybody], engine_id=everybody[0][-1])
+
+
+def raise_problems(problems: Sequence[Sequence[str]]) -> None:
+    """Raise ValueError if any rank has a problem; `problems` are gathered, by rank."""
+    found = [
+        text if len(problems) == 1 else f"rank {rank}: {text}"
+        for rank, texts in enumerate(problems)
+        for text in texts
+    ]
+    if found:
+        raise ValueError("; ".join(found))
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How a full window is dealt out.
+
+    Attributes:
+        places: by rank, the indices of its micro-batches in the window.
+        micro_batches: over all ranks.
+        by_rank: each rank's `accumulate`.
+        engine_id: a random number of 32 bits that all ranks of this engine have in common, and other engines
+            do not.
+    """
+
+    places: list[range]
+    micro_batches: int
+    by_rank: list[int]
+    engine_id: int
+
+    @property
+    def total(self) -> int:
+        """Places that any rank may name."""
+        return max(self.micro_batches, sum(self.by_rank))
+
+    @property
+    def most(self) -> int:
+        """Micro-batches that a rank may get, also in a window of which a part is done and the rest dealt out
+        anew.
+        """
+        return max(*self.by_rank, -(-self.micro_batches // len(self.by_rank)))
+
+
+def resized(shares: Shares, accumulate: int, *, is_exact: bool) -> Shares:
+    """Return how a full window is dealt out if every rank has `accumulate` micro-batches of it."""
+    if is_exact and set(shares.by_rank) == {accumulate}:
+        return shares
+    if is_exact:
+        raise ValueError(
+            f"accumulate={accumulate}: accumulator='exact' was made for {shares.micro_batches} micro-batches "
+            "a window over all ranks, on which its bits depend; make a new engine"
+        )
+    by_rank = [accumulate] * len(shares.by_rank)
+    return replace(shares, places=_places(by_rank, sum(by_rank)), micro_batches=sum(by_rank), by_rank=by_rank)
+
+
+def _shares(everybody: Sequence[Settings], *, engine_id: int) -> Shares:
+    first, by_rank = everybody[0], [settings.accumulate for settings in everybody]
+    if isinstance(first.accumulator, Exact):
+        total, origin = first.accumulator.micro_batches, f"accumulator={first.accumulator}"
+        if max(by_rank) > total:
+            raise ValueError(
+                f"{origin} with accumulate={max(by_rank)}: need at least as many micro-batches in the "
+                "window over all ranks as on one of them"
+            )
+    else:
+        total, origin = sum(by_rank), f"accumulate={by_rank} by rank"
+    if first.kind == "exact" and not 1 <= total <= MAX_TERMS:
+        raise ValueError(
+            f"{origin} makes {total} micro-batches a window over all ranks: accumulator='exact' takes 1 to "
+            f"{MAX_TERMS}; make micro-batches larger or windows shorter"
+        )
+    return Shares(_places(by_rank, total), total, by_rank, engine_id)
+
+
+def _places(by_rank: Sequence[int], total: int) -> list[range]:
+    """Deal places out as `WindowSampler` does, if that is what the ranks' numbers come from;
+    else one after the other.
+    """
+    world_size = len(by_rank)
+    even = [share(total, rank=rank, world_size=world_size) for rank in range(world_size)]
+    if [max(1, len(places)) for places in even] == list(by_rank):
+        return even
+    ends = list(itertools.accumulate(by_rank, initial=0))
+    return [range(start, end) for start, end in itertools.pairwise(ends)]
+
+
+def problems_of(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
+    """Say which parameters no engine can take."""
+    if not named:
+        return ["params_or_module: got no parameter; pass a module or its parameters (a generator only once)"]
+    devices = sorted({str(p.device) for _, p in named})
+    found = []
+    if not any(p.requires_grad for _, p in named):
+        found.append(
+            f"params_or_module: none of {len(named)} parameters requires a gradient; pass trainable ones"
+        )
+    if len(devices) > 1:
+        found.append(
+            f"params_or_module: parameters on {', '.join(devices)}; need one device an engine: make one each"
+        )
+    found += [*_repeated(named), *_not_plain(named)]
+    known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_CODES)
+    found += [
+        f"parameter {name!r} is {p.dtype}: need one of {known}; convert it or freeze it"
+        for name, p in named
+        if p.requires_grad and p.dtype not in DTYPE_CODES
+    ]
+    return found
+
+
+def _repeated(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
+    """Say which parameters come twice, and which are results of others."""
+    first: dict[int, str] = {}
+    found = []
+    for name, param in named:
+        if not param.is_leaf:
+            found.append(
+                f"parameter {name!r} is not a leaf: it is computed from others, and gets no .grad; pass those"
+            )
+        if first.setdefault(id(param), name) != name:
+            found.append(f"parameter {name!r} is {first[id(param)]!r} once more: pass each once")
+    return found
+
+
+def _not_plain(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
+    """Say whether parameters are tensors within tensors: sharded, quantized."""
+    odd = [(name, type(param).__name__) for name, param in named if is_traceable_wrapper_subclass(param)]
+    if not odd:
+        return []
+    more = f" (and {len(odd) - 1} more parameters)" if len(odd) > 1 else ""
+    return [
+        (
+            f"parameter {odd[0][0]!r} is a {odd[0][1]}{more}, which no bucket here can hold: need plain "
+            f"tensors. {_SHARDED}"
+        )
+    ]
+
+
+_SHARDED = (
+    "Take the model before it is sharded, bare for pe.GradSync or in a DistributedDataParallel for "
+    "pe.attach; a sharded one reduces its own gradients, once a window by its set_requires_gradient_sync "
+    "(FSDP2) or no_sync (FSDP1)"
+)
+
+
+def sharded_modules(source: Any) -> list[str]:
+    """Say whether a module is sharded by FSDP1, whose parameters do not show it."""
+    if not isinstance(source, nn.Module):
+        return []
+    wrapper = "FullyShardedDataParallel"  # by name: to import it takes longer than this package
+    names = [
+        name for name, m in source.named_modules() if any(c.__name__ == wrapper for c in type(m).__mro__)
+    ]
+    where = f" at {names[0]!r}" if names and names[0] else ""
+    return [f"params_or_module has a {wrapper}{where}: {_SHARDED}"] if names else []
+
+
+def group_problems(group: Any) -> list[str]:
+    """Say whether something else was given for a process group;
+    that one is not a member of it is said elsewhere.
+    """
+    if group is None or not dist.is_available() or group is dist.GroupMember.NON_GROUP_MEMBER:
+        return []
+    need = (
+        "need a torch.distributed.ProcessGroup (of a DeviceMesh: mesh.get_group()), or None for the "
+        "default group"
+    )
+    is_one = isinstance(group, dist.ProcessGroup)
+    return [] if is_one else [f"group={group!r} is a {type(group).__name__}: {need}"]
+
+
+def sparse_modules(ddp: DistributedDataParallel) -> list[str]:
+    """Say which modules would make DDP send sparse gradients."""
+    return [
+        f"{name or type(module).__name__} has sparse=True: DDP would give its gradient a bucket that no "
+        "wire here can carry. Build it with sparse=False, or use pe.GradSync, which sums sparse gradients "
+        "densely"
+        for name, module in ddp.module.named_modules()
+        if getattr(module, "sparse", False) and f"{name}.weight" not in ddp.parameters_to_ignore
+    ]
+
+
+def wrapped_problems(source: object) -> list[str]:
+    """Say which wrapper already reduces the gradients that `GradSync` is asked to own."""
+    modules = source.modules() if isinstance(source, nn.Module) else ()
+    kinds = (DistributedDataParallel, nn.DataParallel)
+    return [
+        f"params_or_module holds a {type(module).__name__}, which reduces gradients by itself, so that they "
+        "would be summed twice: pass ddp_model.module, or keep the wrapper and use pe.attach(ddp_model)"
+        for module in modules
+        if isinstance(module, kinds)
+    ]

@@ -1,0 +1,118 @@
+"""Loops over windows: where they are cut, and what happens when a body raises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+from pyengine.data.dealer import Dealer, Dealt
+from pyengine.engine.engine import Engine
+from pyengine.window.counter import State
+
+Batch = TypeVar("Batch")
+
+
+def windows(engine: Engine, loader: Iterable[Batch] | Dealer) -> Iterator[Iterator[Any]]:
+    """Cut a loader into windows, and go on with empty ones until every rank has run out;
+    a dealer has cut them.
+    """
+    engine.abandon_unfinished()
+    engine.is_between_loops = False
+    yield from _dealt(engine, loader) if isinstance(loader, Dealer) else _cut(engine, loader)
+    engine.reach_verdicts()
+    engine.compare()
+    engine.is_between_loops = True
+
+
+def _cut(engine: Engine, loader: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
+    source = _Lookahead(loader)
+    # A rank without any data still has to meet the others, or to send what it has resumed.
+    others = engine.comm.world_size > 1 or engine.counter.is_resumed
+    while source.has_next or others:
+        engine.open()
+        if source.has_next and not (engine.counter.share or engine.counter.due):
+            raise ValueError(
+                "loader has micro-batches on a rank that gets none, since there are more ranks than "
+                "micro-batches in a window: pass the loader of this rank's WindowSampler, which is empty"
+            )
+        yield _micro_batches(engine, source)
+        engine.close_window()
+        others = not source.has_next and engine.comm.world_size > 1 and engine.is_still_needed()
+
+
+def _dealt(engine: Engine, dealer: Dealer) -> Iterator[Iterator[Dealt]]:
+    if engine.counter.accumulate < dealer.micro_batches:
+        raise ValueError(
+            f"accumulate={engine.counter.accumulate} with a Dealer of {dealer.micro_batches} micro-batches a "
+            f"window: a rank may get all of them; make the engine with accumulate={dealer.micro_batches}"
+        )
+    for window in dealer.windows():
+        engine.open()
+        yield _dealt_micro_batches(engine, _Lookahead(window))
+        engine.close_window()
+
+
+@contextmanager
+def micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
+    """Make the body one micro-batch, the window's last one if it is full or `last` is set."""
+    if engine.counter.state is not State.OPEN or engine.counter.is_resumed:
+        engine.open()
+    if not engine.counter.due:
+        raise RuntimeError(
+            f"accumulate: this rank has no micro-batch left in window {engine.counter.index}, which others "
+            "finish: call sync.flush() and sync.step() first"
+        )
+    place, *rest = engine.counter.due
+    ends = last or not rest
+    engine.hand_out(place, last=ends, more=not last)
+    try:
+        yield
+        if ends:
+            engine.exhaust()
+    except (Exception, KeyboardInterrupt):
+        engine.abandon()
+        raise
+    except BaseException:  # the process is about to end: nobody is waited for
+        engine.drop()
+        raise
+
+
+def _micro_batches(engine: Engine, source: _Lookahead[Batch]) -> Iterator[Batch]:
+    due = engine.counter.due
+    engine.current.has_more_windows = source.has_next
+    for place in due:
+        if not source.has_next:
+            break
+        batch = source.pop()
+        engine.hand_out(place, last=place == due[-1] or not source.has_next, more=source.has_next)
+        yield batch
+    engine.exhaust()
+
+
+def _dealt_micro_batches(engine: Engine, source: _Lookahead[Dealt]) -> Iterator[Dealt]:
+    while source.has_next:
+        place, rows = source.pop()
+        engine.hand_out(place, last=not source.has_next, more=source.has_next)
+        yield place, rows
+    engine.exhaust()
+
+
+class _Lookahead(Generic[Batch]):
+    """An iterator that knows whether it has a next item."""
+
+    def __init__(self, items: Iterable[Batch]) -> None:
+        self._items = iter(items)
+        self._advance()
+
+    def pop(self) -> Batch:
+        item = self._next
+        self._advance()
+        return item
+
+    def _advance(self) -> None:
+        try:
+            self._next = next(self._items)
+            self.has_next = True
+        except StopIteration:
+            self.has_next = False

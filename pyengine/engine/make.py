@@ -1,0 +1,51 @@
+"""The one recipe of an engine: ranks agree on everything before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+from torch.nn import Parameter
+
+from pyengine.comm.base import Comm
+from pyengine.engine.batch_norm import BatchNormReplay, batch_norm_problems
+from pyengine.engine.engine import Engine
+from pyengine.engine.handshake import agree, problems_of
+from pyengine.engine.ownership import owned_problems
+from pyengine.gradients.base import Reducer
+from pyengine.gradients.layout import ParamSpec
+from pyengine.gradients.settings import Settings
+
+
+def make_engine(
+    named: Sequence[tuple[str, Parameter]],
+    comm: Comm,
+    settings: Settings,
+    make_reducer: Callable[[list[ParamSpec], int], Reducer],
+    *,
+    source: object,
+    problems: Sequence[str],
+) -> Engine:
+    """Make an engine over parameters, or raise on every rank what any rank has to complain of.
+
+    Args:
+        named: the parameters, in registration order.
+        comm: transport; every rank of it calls this.
+        settings: this rank's arguments.
+        make_reducer: given the parameters' descriptions and the micro-batches of a full window over all
+            ranks, return who owns the gradients; called once all ranks have agreed.
+        source: the module, if there is one, whose BatchNorms exact sums keep alike.
+        problems: what else is wrong here.
+
+    Raises:
+        ValueError: an argument or a parameter is off, or ranks differ; on every rank, and nothing has
+            changed.
+    """
+    specs = [ParamSpec.of(name, param) for name, param in named]
+    is_exact = settings.kind == "exact"
+    module = source if is_exact and isinstance(source, nn.Module) else nn.Module()
+    found = [*problems_of(named), *problems, *owned_problems(named), *batch_norm_problems(module)]
+    shares = agree(comm, specs, settings, found)
+    reducer = make_reducer(specs, shares.micro_batches)
+    batch_norms = BatchNormReplay(module, most=shares.most, total=shares.total)
+    return Engine(reducer, comm, settings, batch_norms, shares=shares)

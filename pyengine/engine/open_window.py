@@ -1,0 +1,314 @@
+"""One window in the order in which it happens: begin, backward, send, land, conclude, step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyengine.comm.base import Comm
+from pyengine.engine.batch_norm import BatchNormReplay
+from pyengine.engine.checkpoint.snapshot import Snapshot
+from pyengine.engine.kept_grads import KeptGrads
+from pyengine.gradients.base import Reducer, SeesForwards
+from pyengine.ops.device import Readback, flush, is_lazy
+from pyengine.ops.trace import span
+from pyengine.step.clock import Clock
+from pyengine.step.grad_scaler import GradScaler
+from pyengine.step.step_record import StepCallback, StepRecord
+from pyengine.window.callbacks import call_all
+from pyengine.window.claims import Claims, OptimizerStep
+from pyengine.window.counter import State, WindowCounter
+from pyengine.window.final_pass import FinalPass
+from pyengine.window.header import Count, Header, LocalWindow, Totals
+from pyengine.window.verdict import Evidence, Verdict
+from pyengine.window.verdict_queue import VerdictQueue
+
+
+@dataclass
+class Parts:
+    """What all windows of an engine share.
+
+    Attributes:
+        name: of the engine, with an identity that all ranks of it have in common.
+        reducer: owns the gradients.
+        comm: transport.
+        counter: where ranks stand, and in which state the window is.
+        batch_norms: the replay of running statistics.
+        kept_grads: gradients that the caller keeps from one window to the next.
+        final: what is still to be multiplied into the gradients, their norm and finite flags.
+        verdicts: on this window and earlier ones, and the steps taken.
+        new_counts: makes what a window's counts and losses are noted in.
+        device: where the gradients lie.
+        largest: finite number of their narrowest type.
+        raises: whether inf and nan are an error.
+        scaler: the loss scaler, if there is one.
+    """
+
+    name: str
+    reducer: Reducer
+    comm: Comm
+    counter: WindowCounter
+    batch_norms: BatchNormReplay
+    kept_grads: KeptGrads
+    final: FinalPass
+    verdicts: VerdictQueue
+    new_counts: Callable[[], LocalWindow]
+    device: torch.device
+    largest: float
+    raises: bool
+    scaler: GradScaler | None = None
+
+    def send_header(self, local: LocalWindow, *, more: bool, stage: str) -> Header:
+        """Launch a header: where this rank is, what it counted, and what must be alike everywhere.
+
+        Args:
+            local: this rank's counts and losses.
+            more: whether it has another window after this one.
+            stage: what the header is for.
+
+        Cost: one all-reduce of 168 bytes, not waited for.
+        """
+        scaler, scale = self.scaler, None
+        if scaler is not None and not is_lazy(self.device):
+            scale = scaler.current_scale()
+        settings = "" if scaler is None else scaler.settings()
+        claims = Claims(stage, self.name, settings, scale, self.verdicts.last_use())
+        position = (self.counter.index, self.verdicts.steps_taken)
+        return Header(self.comm, self.device, local=local, position=position, more=more, claims=claims)
+
+
+class OpenWindow:
+    """One window, made when it opens and dropped when the next one does; its methods stand in their order.
+
+    The counter's state tells which comes next: OPEN (`backward`, `send`), SENT (`land`),
+    LANDED (`step`), USED.
+
+    Args:
+        parts: what it shares with the others.
+        resumed: the snapshot to go on from, whose sums the first backward loads.
+
+    Attributes:
+        resumed: as given, until then.
+        counts: this rank's counts and losses.
+        has_more_windows: whether another window follows, as far as this rank knows.
+        header: None until it is sent.
+        verdict: the outcome, None until it has landed; the host may not know it yet.
+        gave_up: the exception that ended its last backward, as text; empty if none did.
+        is_scale_updated: whether the loss scale has followed its outcome.
+    """
+
+    clock: Clock
+
+    def __init__(self, parts: Parts, resumed: Snapshot | None = None) -> None:
+        self._parts, self.resumed = parts, resumed
+        self.counts = parts.new_counts()
+        for loss, count in [] if resumed is None else zip(resumed.losses, resumed.counts, strict=True):
+            self.counts.append(torch.tensor(loss, dtype=torch.float64), count)
+        self.has_more_windows = self.is_scale_updated = self._has_begun = False
+        self.header: Header | None = None
+        self.verdict: Verdict | None = None
+        self.gave_up = ""
+        parts.final.reset()
+
+    def backward(self, loss: Tensor, count: Count) -> None:
+        """Run one micro-batch's backward; the window's last one also sends the gradients.
+
+        Args:
+            loss: 0-dim, of any floating type; kept detached until the verdict is read.
+            count: items in it; a tensor stays on its device, unread.
+
+        Raises:
+            RuntimeError: no window is open, or it has been sent.
+        """
+        parts = self._parts
+        syncs = parts.counter.next_backward_syncs
+        parts.counter.count_backward()
+        self.counts.append(loss, count)
+        scaled = loss if parts.scaler is None else parts.scaler.scale(loss)
+        self._begin()
+        due = parts.counter.done < parts.counter.handed
+        with self.clock.phase("backward"), parts.batch_norms.backward(due=due):
+            if syncs and parts.reducer.overlaps:
+                self._send(scaled.backward, scaled)
+                return
+            parts.reducer.add(scaled.backward)
+            if syncs:
+                self._send(None, None)
+
+    def send(self) -> None:
+        """Send what has been accumulated, without a backward."""
+        self._begin()
+        with self.clock.phase("exposed_sync"):
+            self._send(None, None)
+
+    def land(self) -> Verdict:
+        """Publish `.grad` on the device, and decide there whether it may be used; once.
+
+        The verdict is the same on every rank. The host waits for the collectives where these are not ordered
+        by a stream.
+        """
+        parts = self._parts
+        if self.verdict is None:
+            assert self.header is not None  # the counter says SENT
+            with self.clock.phase("exposed_sync"):
+                parts.reducer.finish(parts.final)
+                parts.batch_norms.wait()
+            self.verdict = self._conclude(self.header)
+            parts.counter.state = State.LANDED
+            parts.verdicts.append(self.verdict)
+        return self.verdict
+
+    def write(self) -> None:
+        """Multiply the pending scalar into the gradients: one fused pass, one read and write each."""
+        self._parts.reducer.scale_(self._parts.final.factor.float())
+        self._parts.final.mark_written()
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        claim: tuple[OptimizerStep, Sequence[Tensor]],
+        callbacks: Sequence[StepCallback],
+    ) -> Tensor:
+        """Let an optimizer use the gradients, unless they were not finite on some rank.
+
+        Args:
+            optimizer: over parameters of this engine.
+            scheduler: stepped once it is known that the optimizer was; or None.
+            claim: what this step does, and 0-dim tensors that must be alike on every rank; kept, unread,
+                until the next header.
+            callbacks: called with the record of the window's first step, in order.
+
+        Returns:
+            Whether the parameters changed, bool, 0-dim, on their device; the same on every rank.
+        """
+        parts, verdict = self._parts, self.verdict
+        assert verdict is not None  # it has landed
+        done, alike = claim
+        scaler = None if self.is_scale_updated else parts.scaler
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        norm, factor = parts.final.norm_before_clipping(), parts.final.whole_factor()
+        try:
+            with span("optimizer"):
+                parts.reducer.stepper.step(optimizer, parts.final, self.write)
+        except BaseException:
+            # It may have changed parameters: a rank that steps it again is found out.
+            verdict.use.steps.append(replace(done, name=f"{done.name}, which raised,"))
+            raise
+        finally:
+            if scaler is not None:
+                scaler.update()
+                self.is_scale_updated = True
+        stepped = parts.final.found_inf == 0
+        report = None if parts.counter.state is State.USED else self._report(verdict, norm, callbacks)
+        self._use(verdict, done, [factor, *alike])
+        # The window has been used, whatever the user's own code does from here on.
+        actions: list[Callable[[], None]] = []
+        if scheduler is not None:
+            actions.append(partial(verdict.once_known, lambda skips: None if skips else scheduler.step()))
+        if report is not None:
+            actions.append(partial(verdict.then, report, awaits=bool(callbacks)))
+        call_all(actions)
+        return stepped
+
+    def _begin(self) -> None:
+        """Start with sums of zero, or with those that were loaded; before the first backward."""
+        if self._has_begun:
+            return
+        parts = self._parts
+        self.clock = Clock(parts.device)
+        self._traffic = (parts.comm.traffic.collectives, parts.comm.traffic.bytes_sent)
+        parts.kept_grads.keep()
+        parts.reducer.begin()
+        self._has_begun = True
+        if self.resumed is not None:
+            parts.reducer.load(self.resumed.sums, done=len(self.resumed.places))
+            self.resumed = None
+
+    def _send(self, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
+        """Send the header, then the buckets, inside the last backward if there is one."""
+        parts = self._parts
+        if isinstance(parts.reducer, SeesForwards):
+            parts.reducer.before_header()
+        # The previous window's, if the host has let it run ahead: this header tells of its step. Here, behind
+        # every collective that a forward may launch, all ranks are at the same point.
+        parts.verdicts.reach_earlier(parts.counter.index)
+        self.header = header = parts.send_header(
+            self.counts, more=self.has_more_windows, stage="sends a window"
+        )
+        parts.batch_norms.stop_counting()
+        parts.counter.state = State.SENT
+        try:
+            parts.reducer.reduce(header, backward, loss)
+        except BaseException as error:
+            self.gave_up = repr(error)
+            parts.reducer.give_up()
+            parts.batch_norms.start_exchange(parts.comm, header)
+            raise
+        parts.batch_norms.start_exchange(parts.comm, header)
+
+    def _conclude(self, header: Header) -> Verdict:
+        """Decide on the device whether the window may be used, and keep what tells the host why not."""
+        parts, final = self._parts, self._parts.final
+        if parts.scaler is not None:
+            final.multiply(parts.scaler.inv_scale())
+        if parts.kept_grads.is_pending:
+            self.write()
+            final.replace_norm(parts.kept_grads.add())
+        final.check_range(parts.largest)
+        final.forbid(header.forbids())
+        reducer = parts.reducer
+        evidence = Evidence(parts.counter.index, self.counts, self.gave_up, reducer.names, reducer.blame())
+        return Verdict(header, final, evidence, comm=parts.comm, raises=parts.raises)
+
+    def _use(self, verdict: Verdict, step: OptimizerStep, factors: Sequence[Tensor]) -> None:
+        """Note that an optimizer has used the window: the next one starts from zero."""
+        parts = self._parts
+        # On a lazy device nobody looks, and what is kept would be one more output of the program.
+        if not is_lazy(parts.device):
+            verdict.use.steps.append(step)
+            verdict.use.factors += factors
+        if parts.counter.state is not State.USED:
+            parts.batch_norms.apply(parts.final.found_inf == 0)
+            parts.verdicts.count_step()
+        parts.counter.state = State.USED
+        parts.kept_grads.clear()
+        flush(parts.device)
+
+    def _report(
+        self, verdict: Verdict, norm: Tensor, callbacks: Sequence[StepCallback]
+    ) -> Callable[[Totals, bool], None]:
+        """Stop the clock, and return what makes this window's record once the numbers are known."""
+        parts, clock = self._parts, self.clock
+        collectives = parts.comm.traffic.collectives - self._traffic[0]
+        sent = parts.comm.traffic.bytes_sent - self._traffic[1]
+        # Also without callbacks: ranks whose programs differ cannot meet.
+        index, grad_norm = parts.counter.index, Readback(norm.reshape(1))
+        clock.stop()
+
+        def emit(totals: Totals, skips: bool) -> None:
+            if not callbacks:
+                return  # the seconds would wait for the device
+            record = StepRecord(
+                step=index,
+                micro_batches=totals.micro_batches,
+                count=totals.count,
+                loss=totals.loss / totals.count if totals.count else None,
+                grad_norm=grad_norm.get()[0],
+                skipped=skips,
+                reason=verdict.reason,
+                bytes_on_wire=sent,
+                collectives=collectives,
+                backward_s=clock.seconds("backward"),
+                exposed_sync_s=clock.seconds("exposed_sync"),
+                step_s=clock.elapsed(),
+            )
+            call_all([partial(callback, record) for callback in callbacks])
+
+        return emit

@@ -1,0 +1,345 @@
+"""The public loop: windows of micro-batches whose gradients travel once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from pyengine.data.dealer import Dealer
+from pyengine.engine.checkpoint.resume import load_states, take_snapshot
+from pyengine.engine.engine import Engine
+from pyengine.engine.loop import Batch, micro_batch, windows
+from pyengine.ops.device import flush
+from pyengine.step.grad_scaler import GradScaler
+from pyengine.step.step_record import StepCallback
+from pyengine.step.window_optimizer import OptimizerCheck, WindowOptimizer, check_step
+from pyengine.window.counter import State
+from pyengine.window.final_pass import check_max_norm
+from pyengine.window.header import Count, checked_count
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Sync:
+    """Windows, counts and the step over gradients that somebody owns; made by `GradSync` and `attach`.
+
+    Example:
+        >>> for window in sync.windows(loader):                      # doctest: +SKIP
+        ...     for x, y in window:
+        ...         loss = cross_entropy(model(x), y, reduction="sum")
+        ...         sync.backward(loss, count=y.numel())
+        ...     sync.clip_grad_norm_(1.0)
+        ...     sync.step(optimizer, scheduler)
+    """
+
+    def __init__(self, engine: Engine, *, ignored: Sequence[Parameter] = ()) -> None:
+        self._open_engine: Engine | None = engine
+        self._callbacks: list[StepCallback] = []
+        self._check = OptimizerCheck(engine.reducer.params, ignored)
+        self._scaler: GradScaler | None = None
+        self._done: list[int] = []
+
+    def close(self) -> None:
+        """Let the model go: hooks off, buffers freed, DDP's settings as they were; every later call here
+        raises.
+
+        `.grad` is kept where it is the caller's (after `unscale_`), as memory of its own, and None elsewhere.
+        The model is then as it was before the engine was made, and another engine may be made over it. Talks
+        to no other rank. Does nothing the second time. `with pe.GradSync(...) as sync:` closes at the end of
+        the block, also after an exception.
+
+        Warns:
+            UserWarning: micro-batches of an open window are dropped.
+        """
+        engine, self._open_engine = self._open_engine, None
+        if engine is not None:
+            engine.close()
+            self._check = OptimizerCheck([])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def _engine(self) -> Engine:
+        if self._open_engine is None:
+            raise RuntimeError("this engine has been closed: make a new one over the model")
+        return self._open_engine
+
+    @property
+    def is_sync_step(self) -> bool:
+        """Whether the window gets no further micro-batch: this is its last one, it has none left,
+        or it was flushed.
+        """
+        return self._engine.counter.ends
+
+    @property
+    def landed(self) -> object | None:
+        """What tells this window from every other one, once it has landed; None before."""
+        return self._engine.current.verdict
+
+    @property
+    def window(self) -> int:
+        """Index of the window, from 0; it goes up when the next one begins."""
+        return self._engine.counter.index
+
+    @property
+    def place(self) -> int:
+        """Index, in its window over all ranks, of the micro-batch handed out last;
+        see `pe.micro_batch_rng`.
+        """
+        places = self._engine.counter.places
+        if not places:
+            raise RuntimeError("place: no micro-batch has been handed out in this window")
+        return places[-1]
+
+    @property
+    def due(self) -> list[int]:
+        """Places of the window's micro-batches that this rank is still to compute,
+        for `WindowSampler.set_epoch`.
+        """
+        counter = self._engine.counter
+        return list(counter.due if counter.state is State.OPEN else counter.share)
+
+    @property
+    def done(self) -> list[int]:
+        """Places that were done on any rank when `load_state_dict` was called, for `Dealer.set_epoch`."""
+        return list(self._done)
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The loss scaler, or None. Assign a `pe.GradScaler` to train in fp16; `backward` scales,
+        `step` updates.
+        """
+        return self._scaler
+
+    @scaler.setter
+    def scaler(self, scaler: GradScaler | None) -> None:
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise TypeError(
+                f"scaler is a {type(scaler).__name__}: need a pyengine.GradScaler (same arguments and state "
+                "as torch.amp.GradScaler), which takes its finite check from the engine"
+            )
+        enabled = scaler if scaler is not None and scaler.is_enabled() else None
+        if self._scaler is not None and self._scaler is not scaler:
+            self._scaler.unbind()
+        if enabled is not None:
+            enabled.bind(self._engine.final)
+            flush(self._engine.device)
+        self._scaler, self._engine.parts.scaler = scaler, enabled
+
+    def windows(self, loader: Iterable[Batch] | Dealer) -> Iterator[Iterator[Any]]:
+        """Cut a loader into windows of `accumulate` micro-batches; the last one may be shorter.
+
+        Ranks may have different numbers of micro-batches and of windows: one that has run out goes on with
+        empty windows, in which it contributes zeros, until all have. The loader is read one micro-batch
+        ahead. A `Dealer` has cut its windows already, and deals their micro-batches to whoever is free.
+
+        Yields:
+            One iterator of micro-batches a window. Every micro-batch handed out counts; its backward may run
+            later (several forwards first), or never (it then contributes nothing).
+        """
+        return windows(self._engine, loader)
+
+    def accumulate(self, *, last: bool = False) -> AbstractContextManager[None]:
+        """Wrap one micro-batch of a loop that cannot be nested: forward, backward, and a step that may be a
+        no-op.
+
+        Args:
+            last: end the window with this micro-batch, however short it is (the end of the data).
+
+        An exception in the body abandons the window on this rank and goes on.
+        """
+        return micro_batch(self._engine, last=last)
+
+    def backward(self, loss: Tensor, *, count: Count = 1) -> None:
+        """Run the backward of one micro-batch; the window's last one also reduces, overlapped.
+
+        Args:
+            loss: 0-dim, summed over the micro-batch's items; or their mean, with `count` left at 1.
+            count: items in `loss`: a number or a 0-dim tensor (never read on the host). The window's gradient
+                is divided by the sum of counts over all ranks and micro-batches. 0 adds nothing to that sum.
+
+        Raises:
+            RuntimeError: outside a window, or after the window was sent.
+            ValueError, TypeError: the loss or the count is none; nothing has run.
+        """
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"loss: got {shape}, need a 0-dim tensor; reduce it with sum (count=items) or mean"
+            )
+        if not loss.requires_grad:
+            raise ValueError(
+                "loss: requires no gradient: it was detached or computed under no_grad, or every parameter "
+                "in it is frozen"
+            )
+        self._engine.backward(loss, checked_count(count))
+
+    def flush(self) -> None:
+        """End the window here: reduce what has been accumulated, without another forward or backward.
+
+        Raises:
+            RuntimeError: no window is open.
+        """
+        self._engine.flush()
+
+    def unscale_(self) -> None:
+        """Write everything pending (1/count, loss scale, clipping) into `.grad`, which is then yours.
+
+        Gradients that you do not zero are carried into the next window, as in a plain PyTorch loop.
+
+        Raises:
+            RuntimeError: the window has not been sent; or as `step`.
+
+        Cost: one pass that reads and writes every gradient, if something is pending.
+        """
+        self._engine.unscale_()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Fold min(1, max_norm / norm) into the step and return the norm before clipping; no pass of its own.
+
+        Args:
+            max_norm: the largest allowed 2-norm of the mean gradient.
+
+        Returns:
+            The 2-norm over all parameters and ranks, float64, 0-dim; the same bits on every rank.
+
+        Raises:
+            TypeError: no number.
+            ValueError: a negative number, or nan.
+        """
+        check_max_norm(max_norm)
+        self._engine.finish()
+        return self._engine.final.clip(max_norm)
+
+    def grad_norm(self) -> Tensor:
+        """Return the 2-norm of the gradients, clipping included; float64, 0-dim, on their device. Costs
+        nothing.
+        """
+        self._engine.finish()
+        return self._engine.final.grad_norm()
+
+    def step(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> Tensor:
+        """Step the optimizer with the window's gradients, unless they were not finite on some rank.
+
+        A fused optimizer takes 1/count, loss scale and clipping through `grad_scale` (no pass over the
+        gradients); any other gets one fused write before it. The next window starts from zero gradients.
+        Several optimizers over one engine are stepped one after the other.
+
+        On an accelerator a fused optimizer decides on the device and the host does not wait: the scheduler's
+        step, the StepRecord and errors follow when the next window is sent, when the loop over `windows` runs
+        out, or at `synchronize()`, whichever comes first.
+
+        Args:
+            optimizer: over parameters of this engine.
+            scheduler: stepped once, if the optimizer was.
+
+        Returns:
+            Whether the parameters changed, bool, 0-dim, on their device; the same on every rank. Looking at
+            it waits.
+
+        Raises:
+            TypeError: what is given cannot be stepped.
+            ValueError: a count is off on some rank, or the optimizer holds a gradient not reduced here.
+            RuntimeError: the window has not been sent, or ranks differ.
+            FloatingPointError: inf or nan under nonfinite="raise".
+
+        Cost: nothing but a fused optimizer's own pass; one more over the gradients for any other.
+        """
+        check_step(optimizer, scheduler)
+        return self._engine.step(optimizer, scheduler, self._check, self._callbacks)
+
+    def synchronize(self) -> None:
+        """Wait for the outcome of the last step, and compare what the ranks have done in it.
+
+        Its scheduler steps, its StepRecord is emitted, its errors are raised. Between windows ranks also tell
+        each other how they have used the last one, as the next window's header would; the end of a loop over
+        `windows` does the same. Call it after a loop that does not use `windows` or was left by `break`, and
+        on accelerators before the scheduler's state is read. Every rank calls it at the same point.
+
+        Raises:
+            RuntimeError: ranks have stepped, clipped or scaled differently; on every rank.
+        """
+        self._engine.reach_verdicts()
+        if self._engine.is_between_windows:
+            self._engine.compare()
+
+    def wrap(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> WindowOptimizer:
+        """Return an optimizer whose `step` and `zero_grad` do nothing except where a window ends.
+
+        A scheduler given here is stepped with it, where a step was not skipped; one that is made over what
+        this returns is yours to step, where `is_sync_step`.
+        """
+        return WindowOptimizer(self, optimizer, scheduler)
+
+    def abandon(self) -> None:
+        """Drop the current window on this rank, after an exception, say; the next one starts clean."""
+        self._engine.abandon()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank's engine holds, also in the middle of a window, as tensors and plain values.
+
+        `{"version", "window", "steps", "rank 0 of 2": (content, checksum)}`; so
+        `torch.distributed.checkpoint`, for which an engine is a `Stateful`, keeps ranks apart. The content:
+        windows and steps completed, the sums, counts, losses and running statistics of the open window's
+        micro-batches that are done here, with their places; the loss scale, gradients carried over, and the
+        states of the random generators. Parameters, optimizer and scheduler are the caller's to save, as
+        ever. On an accelerator every rank calls this at the same point, as `synchronize`.
+
+        With accumulator="exact" the last states of any ranks in a window fit together, whenever each was
+        saved.
+
+        Raises:
+            RuntimeError: between a micro-batch's hand-out and its backward (so also after one that had no
+                backward, for the rest of the window), or between the window's last backward and the step.
+
+        Cost: copies the sums: 4 bytes an element (2 of narrow "native" ones), 8 for "exact". Their checksum
+        reads the copy once on the host, about 2 GB/s (a device's is copied there), and so does
+        `load_state_dict`.
+        """
+        return take_snapshot(self._engine).to_dict()
+
+    def load_state_dict(self, states: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Go on where `state_dict` was called, bit for bit; every rank calls this before its loop.
+
+        Args:
+            states: this rank's own state, on as many ranks as there were; or, with accumulator="exact", a
+                list of the states of all ranks, the same on every rank, whose sums and remaining
+                micro-batches are then shared out among the ranks there are now. All of one window, that of
+                the parameters (`state["window"]`). A state may be missing, or older than others that hold its
+                micro-batches: what is missing is computed again. One dict may hold the parts of several
+                ranks.
+
+        Nothing of a rank's own is needed but its loader, which goes on behind what is done:
+        `sampler.set_epoch(..., due=sync.due)`, or `dealer.set_epoch(..., done=sync.done)`. The generators go
+        on from where they were when the loop takes the first micro-batch, if this rank's own state of as many
+        ranks is there. (The loader reads one micro-batch ahead: what it draws in this process from them is
+        not repeated; see `pe.sample_rng`.) What has to be alike on every world size starts from
+        `pe.micro_batch_rng`.
+
+        Raises:
+            ValueError: a state is damaged or does not fit, or ranks got different ones; on every rank, and
+                nothing has changed. All of a state is checked before any rank loads it.
+
+        Example:
+            >>> states = [torch.load(path) for path in sorted(folder.glob("sync-*.pt"))]  # doctest: +SKIP
+            >>> sync.load_state_dict([s for s in states if s["window"] == window])  # doctest: +SKIP
+            >>> sampler.set_epoch(0, window=window, due=sync.due)  # doctest: +SKIP
+        """
+        self._done = load_states(self._engine, states)
+
+    def on_step(self, callback: StepCallback) -> StepCallback:
+        """Call `callback(record)` after every optimizer step; usable as a decorator."""
+        if not callable(callback):
+            raise TypeError(f"callback is a {type(callback).__name__}: need a function of a StepRecord")
+        self._callbacks.append(callback)
+        return callback

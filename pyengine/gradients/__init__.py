@@ -1,0 +1,1 @@
+"""Who owns gradients, where they lie, how they are summed and sent."""

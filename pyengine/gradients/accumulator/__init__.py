@@ -1,0 +1,50 @@
+"""Accumulators: where the sum of a window's gradients lives, bucket by bucket.
+A new kind is a file here and a line below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import Parameter
+
+from pyengine.gradients.accumulator.base import BucketAccumulator
+from pyengine.gradients.accumulator.exact import Exact, ExactBucket
+from pyengine.gradients.accumulator.fp32 import Fp32Bucket
+from pyengine.gradients.accumulator.native import NativeBucket
+from pyengine.gradients.layout import Bucket
+from pyengine.wire import Wire
+
+KINDS = ("fp32", "native", "exact")
+
+__all__ = ["KINDS", "BucketAccumulator", "Exact", "bucket_accumulator", "sum_dtype"]
+
+
+def sum_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which gradients of `dtype` are summed: narrow ones in float32, unless "native" keeps
+    their own.
+
+    What "exact" sums them in has no type: it is a number of bits.
+    """
+    return torch.float32 if kind == "fp32" and dtype.itemsize < torch.float32.itemsize else dtype
+
+
+def bucket_accumulator(
+    kind: str, bucket: Bucket, params: Sequence[Parameter], *, wire: Wire, terms: int, watch: bool
+) -> BucketAccumulator:
+    """Make the accumulator of one bucket.
+
+    Args:
+        kind: one of `KINDS`.
+        bucket: its place in the layout.
+        params: the bucket's, in slot order.
+        wire: how it travels.
+        terms: micro-batches of a full window, over all ranks.
+        watch: whether every micro-batch is checked for inf and nan.
+    """
+    if kind == "exact":
+        return ExactBucket(bucket, params, terms=terms)
+    if sum_dtype(kind, bucket.dtype) != bucket.dtype:
+        return Fp32Bucket(bucket, params, wire=wire)
+    return NativeBucket(bucket, params, wire=wire, watch=watch)

@@ -1,0 +1,283 @@
+"""What an accumulator is, and what all kinds share: slot views, the used flags, the norm."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from pyengine.comm.base import Comm, Work
+from pyengine.gradients.accumulator.main_grad import withdraw
+from pyengine.gradients.accumulator.slot_group import SlotGroup, cut
+from pyengine.gradients.arrival import Watch
+from pyengine.gradients.layout import Bucket
+from pyengine.gradients.slots import Saved, load_parts, saved_flags, slots_of, views_of
+from pyengine.gradients.sums import SlotNorms
+from pyengine.ops.device import Readback, send
+from pyengine.ops.plan import BucketPlan
+from pyengine.window.final_pass import FinalPass
+from pyengine.wire import Wire
+
+
+class BucketAccumulator(ABC):
+    """The window's sum for the parameters of one bucket, and its way to the wire and back.
+
+    Flat buffers are `[bucket.numel]`, on the parameters' device and owned by this object as long as it lives;
+    the sum and `.grad` are valid until the next window's first backward overwrites them.
+
+    Life of a window: `begin`, `add` after every earlier backward, `arm` before the last one, `has_arrived`
+    during it, `rounds` once the bucket is complete, `from_wire` after the last of them.
+
+    Args:
+        bucket: place in the layout.
+        params: the bucket's parameters in slot order, on one device.
+
+    Attributes:
+        num_rounds: collectives that `rounds` launches.
+        in_place: whether what lands is `.grad`, without another pass.
+    """
+
+    num_rounds = 1
+    in_place = False
+    _sum: Tensor
+
+    def __init__(self, bucket: Bucket, params: Sequence[Parameter]) -> None:
+        device = params[0].device
+        self.bucket = bucket
+        self.params: Sequence[Parameter] = list(params)
+        self.plan = BucketPlan([s.offset for s in bucket.slots], [s.numel for s in bucket.slots])
+        self.one = torch.ones((), device=device)
+        self.norms = SlotNorms(self.plan, [s.param for s in bucket.slots], device)
+        self._made = [(param.dtype, param.device, param.shape, param.stride()) for param in self.params]
+        self._groups = [SlotGroup(bucket, params, slots) for slots in cut(bucket, device)]
+
+    def set_buffers(self, wire: Tensor, result: Tensor) -> None:
+        """Say where the sum over ranks lands, and what `.grad` views.
+
+        Args:
+            wire: of the wire's type, `[bucket.numel]`, owned by this bucket.
+            result: of the parameters' type, `[bucket.numel]`; owned too, and may be `wire`.
+        """
+        self._wire, self._result = wire, result
+        self._wire_slots = self.plan.pointers(slots_of(wire, self.bucket.slots))
+        self._slots = (
+            self._wire_slots if result is wire else self.plan.pointers(slots_of(result, self.bucket.slots))
+        )
+        self.bind()
+
+    def bind(self) -> None:
+        """Make the views of `result` that `.grad` is set to, and what else parameters get to see."""
+        self._grads = views_of(self._result, self.params, self.bucket.slots)
+        self._addresses = [grad.data_ptr() for grad in self._grads]
+
+    def begin(self) -> None:
+        """Start a window with a sum of zero: the first gradients overwrite it.
+
+        Raises:
+            ValueError: a parameter is not what the bucket was made for. (A cast or move of the model and back
+                leaves it as it was, and gives the views of `.grad` other memory: they are made anew.)
+        """
+        for param, slot, made in zip(self.params, self.bucket.slots, self._made, strict=True):
+            param.grad = None
+            if (param.dtype, param.device, param.shape, param.stride()) != made:
+                raise ValueError(
+                    f"parameter {slot.name!r} is "
+                    f"{_described(param.dtype, param.device, param.shape, param.stride())} now, and was "
+                    f"{_described(*made)} when this engine was made: cast, move or convert the model first, "
+                    "then make the engine (sync.close() lets the old one go)"
+                )
+        if [grad.data_ptr() for grad in self._grads] != self._addresses:
+            self.bind()
+        self._used = [False] * len(self.params)
+        self._set_first(True)
+
+    def watches(self) -> list[Watch]:
+        """Return what is to be watched during the coming earlier backward, so that a group's gradients are
+        accumulated while the cache has them. (Not kept: it refers to this bucket.)
+        """
+        return [Watch(group.params, group.has_arrived, partial(self._store, group)) for group in self._groups]
+
+    @abstractmethod
+    def add(self) -> None:
+        """Accumulate what `watches` has not, once the backward of an earlier micro-batch has returned."""
+
+    @abstractmethod
+    def arm(self) -> None:
+        """Get ready to tell which gradients the coming backward has delivered."""
+
+    @abstractmethod
+    def has_arrived(self, slot: int) -> bool:
+        """Whether the armed backward has delivered this slot's gradient."""
+
+    @abstractmethod
+    def seal(self) -> None:
+        """Note that the armed backward has delivered every gradient, before it has ended."""
+
+    @abstractmethod
+    def late(self) -> list[int]:
+        """Return the slots that the armed backward has added to after `seal`,
+        whether or not `rounds` has begun.
+        """
+
+    @abstractmethod
+    def rounds(self, inv_count: Tensor | None, wire: Wire, comm: Comm, *, poison: bool) -> Iterator[Work]:
+        """Launch the bucket's collectives one after the other; go on only when the last one has landed.
+
+        Args:
+            inv_count: float32, 0-dim, multiplied in on the way to the wire; None for nothing.
+            wire: of the type that the bucket was made for.
+            poison: void the window.
+
+        Cost: the last backward's gradients, which are accumulated in the pass that casts where there is one,
+        and the all-reduces: an element on the wire for every element of the bucket.
+        """
+
+    def round_tensors(self) -> list[Tensor]:
+        """Return every tensor that `rounds` uses, so that a side stream keeps its memory."""
+        return [self._sum, self._wire, *(param.grad for param in self.params if param.grad is not None)]
+
+    def from_wire(self, inv_count: Tensor | None, final: FinalPass) -> None:
+        """Publish the reduced buffer as `.grad` with its norm and finite flags.
+
+        Also for parameters that no rank used: `drop_unused` then takes their `.grad` away.
+
+        Args:
+            inv_count: float32, 0-dim, multiplied in; None for nothing.
+            final: gets `sumsq` and `nonfinite` of these parameters, and `void`.
+
+        Cost: a read of an element on the wire; a write of `.grad` unless that is the same memory, times one.
+        """
+        out = None if self._slots is self._wire_slots and inv_count is None else self._slots
+        self.norms.read(self._wire_slots, out, self.one if inv_count is None else inv_count, final)
+        final.void = self.void(final.void)
+
+    def scale_(self, scale: Tensor) -> None:
+        """Multiply the published gradients in place.
+
+        Args:
+            scale: float32, 0-dim.
+
+        Cost: reads and writes one element each, in one pass.
+        """
+        self.plan.unpack_(self._slots, self._result, scale)
+
+    def used_anywhere(self) -> Tensor | None:
+        """Return which slots any rank used, bool `[slots]`, the caller's; None where this rank used all."""
+        return None if all(self._used) else self._landed_flags() != 0
+
+    @abstractmethod
+    def blame(self) -> Callable[[int], list[int] | None]:
+        """Return what tells the micro-batches of this window in which a slot was not finite; None: not
+        watched.
+
+        It outlives the window and holds none of its buffers.
+        """
+
+    def release(self) -> None:
+        """Take everything off the parameters but `.grad`."""
+        withdraw(self.params)
+
+    def allocate(self, dtype: torch.dtype) -> Tensor:
+        """Return a flat buffer of zeros, `[bucket.numel]`."""
+        return torch.zeros(self.bucket.numel, dtype=dtype, device=self.one.device)
+
+    def save(self) -> Saved:
+        """Return what earlier micro-batches of this window have left, as `Reducer.save`."""
+        rows = self._rows()
+        return {
+            slot.name: {
+                name: part.clone() for name, part in {**self.parts(index), **_column(rows, index)}.items()
+            }
+            for index, slot in enumerate(self.bucket.slots)
+            if self._is_used(index)
+        }
+
+    def load(self, saved: Saved, *, done: int) -> None:
+        """Go on, in a window that has just begun, as `Reducer.load`."""
+        names = [slot.name for slot in self.bucket.slots]
+        for index, name in enumerate(names):
+            load_parts(self.parts(index), saved.get(name))
+        rows = saved_flags(saved, names, done, self.one.device)
+        self._restore(rows, [name in saved for name in names])
+
+    @abstractmethod
+    def parts(self, index: int) -> dict[str, Tensor]:
+        """Return the memory of one slot's sum, by name (see `Saved`)."""
+
+    @abstractmethod
+    def _store(self, group: SlotGroup) -> None:
+        """Accumulate a group's gradients; overwrite its sum if `group.is_first`, which they end."""
+
+    @abstractmethod
+    def _is_used(self, index: int) -> bool:
+        """Whether this rank has computed a gradient of the slot in this window."""
+
+    @abstractmethod
+    def _rows(self) -> list[Tensor]:
+        """Return the flags of the micro-batches done, uint8 `[slots]` each; none if they are not watched."""
+
+    @abstractmethod
+    def _restore(self, rows: Tensor, used: list[bool]) -> None:
+        """Go on from a sum that has been loaded: flags of its micro-batches, uint8 `[micro_batches, slots]`,
+        and which slots have one.
+        """
+
+    def _set_first(self, is_first: bool) -> None:
+        for group in self._groups:
+            group.is_first = is_first
+
+    def write_used(self, flat: Tensor, used: Sequence[bool], *, poison: bool) -> None:
+        """Write the used flags behind the slots of a flat buffer.
+
+        Args:
+            flat: `[bucket.numel]`, of which `[slots]` elements from `bucket.flags` on are written: 0 or 1.
+            used: by slot.
+            poison: write nan, for a window that this rank had to give up.
+        """
+        flags = self._flags(flat)
+        if poison:
+            flags.fill_(float("nan"))
+        elif all(used):
+            flags.fill_(1)
+        else:
+            flags.copy_(send(used, flat.dtype, flat.device))
+
+    def void(self, before: Tensor) -> Tensor:
+        """Return `before`, or nan if a landed flag is nan: some rank gave the window up. Both float32,
+        0-dim.
+        """
+        return before + self._landed_flags().float().sum() * 0
+
+    def _landed_flags(self) -> Tensor:
+        """Return the used flags as all ranks have them, `[slots]`; the bucket's memory."""
+        return self._flags(self._wire)
+
+    def _flags(self, flat: Tensor) -> Tensor:
+        return flat[self.bucket.flags : self.bucket.flags + len(self.params)]
+
+
+def _described(dtype: torch.dtype, device: torch.device, shape: torch.Size, strides: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)} with strides {list(strides)} on {device}"
+
+
+def drop_unused(buckets: Sequence[BucketAccumulator]) -> None:
+    """Set `.grad` to None where no rank used the parameter, once all buckets are published.
+
+    Cost: the host waits once, if this rank left some parameter unused.
+    """
+    partly = [(bucket, used) for bucket in buckets if (used := bucket.used_anywhere()) is not None]
+    if not partly:
+        return
+    kept = iter(Readback(torch.cat([used for _, used in partly])).get())
+    for bucket, _ in partly:
+        for param in bucket.params:
+            if not next(kept):
+                param.grad = None
+
+
+def _column(rows: Sequence[Tensor], index: int) -> dict[str, Tensor]:
+    return {"nonfinite": torch.stack(list(rows))[:, index]} if rows else {}

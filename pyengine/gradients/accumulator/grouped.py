@@ -1,0 +1,110 @@
+"""Buckets that accumulate gradients and release them, group by group, from inside the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from pyengine.gradients.accumulator.base import BucketAccumulator
+from pyengine.gradients.accumulator.slot_group import SlotGroup
+from pyengine.gradients.sums import WindowSum
+from pyengine.window.final_pass import FinalPass
+from pyengine.window.nonfinite import flagged_in
+
+# Which gradient tensor a parameter has, and how often it has been written to.
+_Mark = tuple[int, int] | None
+
+
+class GroupedBucket(BucketAccumulator):
+    """A bucket whose sum is not where autograd adds; a kind says by `set_sum` where that is.
+
+    In earlier micro-batches gradients are accumulated about a megabyte at a time: they are still in the
+    cache, and no second set of gradients ever exists. The flags of every micro-batch are kept, so a report
+    can name it.
+    """
+
+    def set_sum(self, total: WindowSum) -> None:
+        """Let gradients be accumulated in `total`, a sum over the bucket's plan."""
+        self._total = total
+        self._over = {group.start: total.over(group.plan) for group in self._groups}
+
+    def begin(self) -> None:
+        super().begin()
+        self._sealed: list[_Mark] | None = None
+        self._late: list[int] = []
+        self._flagged = [self.new_flags()]
+
+    def add(self) -> None:
+        """Accumulate what the backward left: groups that never became complete."""
+        self._store_rest()
+        self._flagged.append(self.new_flags())
+
+    def arm(self) -> None:
+        """Do nothing: a gradient that is there has arrived."""
+
+    def has_arrived(self, slot: int) -> bool:
+        return self.params[slot].grad is not None
+
+    def seal(self) -> None:
+        """Note which gradients are there: all of them, if the backward has no other one inside it."""
+        self._sealed = list(map(_mark, self.params))
+
+    def late(self) -> list[int]:
+        if self._sealed is None:
+            return self._late + [slot for slot, param in enumerate(self.params) if param.grad is not None]
+        return self._changed()
+
+    def unseal(self) -> None:
+        """Note, before gradients are accumulated, which of them have changed since `seal`."""
+        self._late, self._sealed = self._changed(), None
+
+    def _changed(self) -> list[int]:
+        if self._sealed is None:
+            return self._late
+        pairs = zip(self.params, self._sealed, strict=True)
+        return [slot for slot, (param, mark) in enumerate(pairs) if _mark(param) != mark]
+
+    def blame(self) -> Callable[[int], list[int] | None]:
+        return partial(flagged_in, self._flagged)
+
+    def from_wire(self, inv_count: Tensor | None, final: FinalPass) -> None:
+        super().from_wire(inv_count, final)
+        for param, grad in zip(self.params, self._grads, strict=True):
+            param.grad = grad
+
+    def parts(self, index: int) -> dict[str, Tensor]:
+        slot = self.bucket.slots[index]
+        return self._total.parts(slot.offset, slot.numel)
+
+    def _is_used(self, index: int) -> bool:
+        return self._used[index]
+
+    def _rows(self) -> list[Tensor]:
+        return self._flagged[:-1]
+
+    def _restore(self, rows: Tensor, used: list[bool]) -> None:
+        self._used = used
+        self._flagged = [*rows, self.new_flags()]
+        self._set_first(False)
+
+    def new_flags(self) -> Tensor:
+        """Return a flag a slot, all zero: uint8 `[slots]`."""
+        return torch.zeros(len(self.params), dtype=torch.uint8, device=self.one.device)
+
+    def _store_rest(self) -> None:
+        for group in self._groups:
+            if group.is_first or any(param.grad is not None for param in group.params):
+                self._store(group)
+
+    def _store(self, group: SlotGroup) -> None:
+        total, flags = self._over[group.start], self._flagged[-1][group.start : group.stop]
+        total.deposit_(group.pop(self._used), first=group.is_first, nonfinite=flags)
+        group.is_first = False
+
+
+def _mark(param: Parameter) -> _Mark:
+    return None if param.grad is None else (id(param.grad), param.grad._version)

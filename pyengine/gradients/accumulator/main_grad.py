@@ -1,0 +1,47 @@
+"""`main_grad`: the sum, for layers whose backward adds to it by itself (Megatron's and TransformerEngine's
+fused GEMMs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+_OFFERED = ("main_grad", "grad_added_to_main_grad", "__getstate__")
+
+
+def offer(params: Sequence[Parameter], views: Sequence[Tensor]) -> None:
+    """Let parameters have these `main_grad`s; files and pickles of the model hold none of it.
+
+    Args:
+        views: of the sums, shaped and strided like the parameters, in the sum's dtype; the bucket's memory,
+            valid until `withdraw`.
+    """
+    for param, view in zip(params, views, strict=True):
+        param.main_grad = view  # type: ignore[attr-defined]
+        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        param.__getstate__ = partial(_state, vars(param))  # type: ignore[method-assign]
+
+
+def withdraw(params: Sequence[Parameter]) -> None:
+    """Remove what `offer` has set."""
+    for param in params:
+        for name in _OFFERED:
+            vars(param).pop(name, None)
+
+
+def pop_written(params: Sequence[Parameter]) -> list[int]:
+    """Return, once, the indices of those whose layer has added to `main_grad` itself."""
+    written = [i for i, param in enumerate(params) if getattr(param, "grad_added_to_main_grad", False)]
+    for index in written:
+        params[index].grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    return written
+
+
+def _state(attributes: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what pickle is to keep of a parameter besides its values: what others have set on it."""
+    return {name: value for name, value in attributes.items() if name not in _OFFERED} or None

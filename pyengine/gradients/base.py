@@ -1,0 +1,152 @@
+"""What the engine asks of whoever owns the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from pyengine.gradients.slots import Saved
+from pyengine.step.stepper import Stepper
+from pyengine.window.final_pass import FinalPass
+from pyengine.window.header import Header
+
+
+class Reducer(Protocol):
+    """What the engine asks of whoever owns the gradients: flat buckets of ours, DDP's, or sums on a lazy
+    device.
+
+    All tensors lie on the parameters' device. `.grad` has its parameter's shape and dtype; its memory is the
+    reducer's (under `attach` DDP's), holds a sum from `finish` on, and is overwritten from the next `begin`
+    on.
+
+    Attributes:
+        params: in registration order, or DDP's; what is indexed by parameter below is in this order.
+        names: theirs.
+        overlaps: whether reductions run inside the window's last backward; if not, that one is like the
+            others.
+        stepper: how an optimizer is stepped over these gradients.
+    """
+
+    params: Sequence[Parameter]
+    names: Sequence[str]
+    overlaps: bool
+    stepper: Stepper
+
+    def open(self) -> None:
+        """A window opens; nothing has been computed yet."""
+
+    def begin(self) -> None:
+        """Start the window's first backward with gradients of zero: `.grad` is None, the next sum
+        overwrites.
+        """
+
+    def add(self, backward: Callable[[], None]) -> None:
+        """Run the backward of an earlier micro-batch and accumulate its gradients. Nothing may travel.
+
+        Cost: an element of a sum of the parameters' own type, a read and a write in the first micro-batch,
+        which autograd adds to in place in later ones; of a narrow gradient with an fp32 sum 6 and 10 bytes;
+        of an exact sum 12 and 20 for float32, 10 and 18 for others.
+        """
+
+    def reduce(self, header: Header, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
+        """Start every reduction of the window, overlapped with `backward` if there is one.
+
+        Args:
+            header: sent already; its 1/count is multiplied in where the window's `Divisor` says.
+            backward: of the last micro-batch; None where `add` has run it, or there is none.
+            loss: 0-dim, what `backward` starts from; its graph is read, not the value.
+
+        Cost: an all-reduce a bucket, of an element of the wire's type for every element and used flag (exact
+        sums: two, of 8 bytes an element and a byte for every 64 elements and flag).
+        """
+
+    def give_up(self) -> None:
+        """After a failure inside `reduce`: start what is still missing, voided,
+        so that no rank hangs or steps.
+        """
+
+    def finish(self, final: FinalPass) -> None:
+        """Wait for the reductions; publish `.grad`, norm and finite flags.
+
+        Args:
+            final: gets `sumsq`, `nonfinite`, `void` and what is still to be multiplied in.
+
+        Cost: one read of an element on the wire; one write of `.grad` where that is other memory or 1/count
+        comes in here; 12 bytes an element more to round an exact sum.
+        """
+
+    def scale_(self, scale: Tensor) -> None:
+        """Multiply the published gradients in one fused pass.
+
+        Args:
+            scale: float32, 0-dim.
+
+        Cost: a read and a write of `.grad`.
+        """
+
+    def blame(self) -> Callable[[int], list[int] | None]:
+        """Return what tells, by a parameter's index, in which micro-batches of this window its gradient was
+        not finite here; None: not watched.
+
+        It outlives the window. Calling what it returns waits for the device.
+        """
+
+    def save(self) -> Saved:
+        """Return what earlier micro-batches of this window have left; nothing for unused parameters.
+
+        Returns:
+            By parameter name, the caller's: copies on the parameters' device (see `Saved`).
+
+        Cost: a read and a write of the sums.
+        """
+
+    def load(self, saved: Saved, *, done: int) -> None:
+        """Go on, in a window that has just begun, from what `save` returned after `done` micro-batches.
+
+        Args:
+            saved: read, on any device.
+
+        Cost: a read and a write of the sums.
+        """
+
+    def release(self, *, keeps_grad: bool) -> None:
+        """Leave the parameters as they were before; with `keeps_grad`, `.grad` stays,
+        in memory of its own.
+        """
+
+
+@runtime_checkable
+class SeesForwards(Protocol):
+    """A reducer whose owner launches collectives of its own, in forwards."""
+
+    def before_forward(self, *, syncs: bool) -> None:
+        """Note that a micro-batch was handed out, and whether it is known to be the window's last."""
+
+    def before_header(self) -> None:
+        """Launch whatever collective must come before the window's header."""
+
+
+@runtime_checkable
+class Reorders(Protocol):
+    """A reducer that lays its buckets out in the order in which gradients come."""
+
+    def order(self) -> list[int]:
+        """Return the order of the buckets' parameters, as registration indices: agreed or observed here;
+        empty if it is not known.
+        """
+
+    def lay_out_as(self, order: list[int]) -> None:
+        """Lay the buckets out as an `order` says, between windows; every rank alike. Parameters that it
+        leaves out come last.
+        """
+
+
+@runtime_checkable
+class RefusesLoad(Protocol):
+    """A reducer that cannot always go on from a saved window."""
+
+    def refuses_load(self) -> list[str]:
+        """Say why `load` cannot work here; empty if it can."""

@@ -1,0 +1,264 @@
+"""Buckets of a custom loop: when each becomes ready, in what order they travel,
+and how their results land.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import Parameter
+
+from pyengine.comm.base import Comm
+from pyengine.gradients.accumulator import BucketAccumulator, bucket_accumulator
+from pyengine.gradients.accumulator.base import drop_unused
+from pyengine.gradients.arrival import Arrivals, Watch, may_nest
+from pyengine.gradients.in_flight import Transfers
+from pyengine.gradients.layout import ParamSpec, backward_order, build
+from pyengine.gradients.settings import Settings
+from pyengine.gradients.slots import Saved
+from pyengine.step.stepper import PlainStepper, Stepper
+from pyengine.window.divisor import Divisor
+from pyengine.window.final_pass import FinalPass
+from pyengine.window.header import Header
+
+
+class BucketReducer:
+    """Gradients in flat buckets that we own.
+
+    Reductions start in bucket order on every rank, whatever the order of readiness, so collectives always
+    match. The first window uses the reverse of the registration order; rank 0 notes the order in which its
+    gradients really come, and before the second window all ranks lay their buckets out in that.
+
+    Args:
+        specs: descriptions of `params`, in registration order.
+        params: all parameters; those that require no gradient are left alone.
+        comm: transport.
+        settings: how buckets sum and travel, and how large they are.
+        terms: micro-batches of a full window, over all ranks.
+    """
+
+    overlaps = True
+    stepper: Stepper = PlainStepper()
+
+    def __init__(
+        self,
+        specs: Sequence[ParamSpec],
+        params: Sequence[Parameter],
+        *,
+        comm: Comm,
+        settings: Settings,
+        terms: int,
+    ) -> None:
+        self.params: Sequence[Parameter] = list(params)
+        self.names: Sequence[str] = [spec.name for spec in specs]
+        self._specs, self._settings, self._terms = list(specs), settings, terms
+        self._wire, self._comm = settings.wire, comm
+        self._tensors = [param._cdata for param in self.params]
+        self._has_sent = False
+        self._agreed: list[int] | None = None
+        self._arrivals: Arrivals | None = None
+        self._repeated: set[int] = set()
+        self._order_is_final = comm.world_size == 1
+        # A parameter's gradient is accumulated on the stream that was current when this node was made. Kept
+        # alive, all nodes have one stream, and autograd makes it wait for whichever streams a backward runs
+        # on.
+        self._nodes = [get_gradient_edge(param).node for param in self.params if param.requires_grad]
+        self._lay_out(backward_order(specs))
+
+    def _lay_out(self, order: Sequence[int]) -> None:
+        # Old buffers go before new ones come.
+        self._buckets: list[BucketAccumulator] = []
+        self._transfers: Transfers | None = None
+        self.layout = build(
+            self._specs, order, cap_bytes=self._settings.cap_bytes, world_size=self._comm.world_size
+        )
+        kind, watch = self._settings.kind, self._settings.raises
+        made = []
+        for bucket in self.layout.buckets:
+            mine = [self.params[slot.param] for slot in bucket.slots]
+            made.append(
+                bucket_accumulator(kind, bucket, mine, wire=self._wire, terms=self._terms, watch=watch)
+            )
+        self._buckets = made
+        self._slot_of = {
+            slot.param: (bucket.index, position)
+            for bucket in self.layout.buckets
+            for position, slot in enumerate(bucket.slots)
+        }
+
+    def open(self) -> None:
+        """Do nothing: the first backward overwrites old sums, so that a zero_grad before it does no harm."""
+
+    def begin(self) -> None:
+        self._check_present()
+        if self._agreed is not None and not self._order_is_final:
+            self.lay_out_as(self._agreed)
+        for bucket in self._buckets:
+            bucket.begin()
+
+    def add(self, backward: Callable[[], None]) -> None:
+        """Accumulate what needs a pass of ours from inside the backward, while the cache has it."""
+        with (
+            self._observed_once(),
+            _watching([watch for bucket in self._buckets for watch in bucket.watches()]),
+        ):
+            backward()
+        for bucket in self._buckets:
+            bucket.add()
+
+    def reduce(self, header: Header, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
+        held = {self._slot_of[param][0] for param in self._repeated}
+        if self._arrivals is None and loss is not None and may_nest(loss):
+            held = set(range(len(self._buckets)))  # it is not known yet whether gradients come more than once
+        in_place = all(bucket.in_place for bucket in self._buckets)
+        self._divisor = Divisor(header.inv_count, self._wire, in_place=in_place)
+        self._transfers = Transfers(
+            self._buckets, header, self._divisor, wire=self._wire, comm=self._comm, held=held
+        )
+        if backward is not None:
+            self._overlap(self._transfers, backward)
+            self._refuse_late(self._transfers)
+        self._send_rest(poison=False)
+
+    def give_up(self) -> None:
+        self._send_rest(poison=True)
+
+    def finish(self, final: FinalPass) -> None:
+        if self._transfers is not None:
+            self._transfers.header.vector()  # waits for it, which tells why if nothing behind it can land
+        transfers, self._transfers = self._transfers, None
+        if transfers is None:
+            raise RuntimeError(
+                "gradients were not reduced: a collective failed on this rank, and some buckets have "
+                "landed. Nothing is stepped here, and other ranks may have gone on: start all ranks anew, "
+                "from a checkpoint"
+            )
+        for bucket in transfers.landed():
+            bucket.from_wire(self._divisor.after_wire(), final)
+        self._divisor.leave_to(final)
+        final.compute_norm()
+        drop_unused(self._buckets)
+
+    def scale_(self, scale: Tensor) -> None:
+        for bucket in self._buckets:
+            bucket.scale_(scale)
+
+    def blame(self) -> Callable[[int], list[int] | None]:
+        slot_of, tell = self._slot_of, [bucket.blame() for bucket in self._buckets]
+
+        def blame(param: int) -> list[int] | None:
+            bucket, slot = slot_of[param]
+            return tell[bucket](slot)
+
+        return blame
+
+    def save(self) -> Saved:
+        return {name: parts for bucket in self._buckets for name, parts in bucket.save().items()}
+
+    def load(self, saved: Saved, *, done: int) -> None:
+        for bucket in self._buckets:
+            bucket.load(saved, done=done)
+
+    def release(self, *, keeps_grad: bool) -> None:
+        self._transfers = None
+        for bucket in self._buckets:
+            bucket.release()
+        self._buckets = []
+        for param in map(self.params.__getitem__, self._slot_of):
+            param.grad = param.grad.clone() if keeps_grad and param.grad is not None else None
+
+    def order(self) -> list[int]:
+        if self._comm.world_size > 1 and self._order_is_final:
+            return [*self._slot_of]
+        if not self._has_sent:
+            return []
+        return backward_order(self._specs) if self._arrivals is None else self._arrivals.order
+
+    def lay_out_as(self, order: list[int]) -> None:
+        self._order_is_final = True
+        expected, seen = backward_order(self._specs), set(order)
+        order = [*order, *(index for index in expected if index not in seen)]
+        if order != [*self._slot_of]:
+            # What views the old buffers must go before new ones come.
+            self.release(keeps_grad=False)
+            self._lay_out(order)
+
+    def _overlap(self, transfers: Transfers, backward: Callable[[], None]) -> None:
+        """Run the last backward and start each bucket from inside it."""
+        for bucket in self._buckets:
+            bucket.arm()
+        watches = [
+            Watch(transfer.bucket.params, transfer.bucket.has_arrived, partial(transfers.complete, transfer))
+            for transfer in transfers.all
+        ]
+        with self._observed_once(), _watching(watches):
+            backward()
+
+    def _send_rest(self, *, poison: bool) -> None:
+        """Start what the backward has not; from then on all ranks have sent a window, or none has."""
+        if self._transfers is not None:
+            self._transfers.start_rest(poison=poison)
+            if not self._transfers.header.is_refused() and not self._has_sent:
+                self._has_sent = True
+                if not self._order_is_final:
+                    # Behind the buckets all ranks are at the same point of this engine.
+                    self._agreed = self._comm.all_gather_object(self.order())[0]
+
+    def _refuse_late(self, transfers: Transfers) -> None:
+        """Raise if the backward has changed a bucket that might have left;
+        from the next window on that one waits.
+        """
+        late = {bucket.bucket.slots[slot].param for bucket, slot in transfers.late()}
+        if late:
+            self._repeated |= late
+            names = ", ".join(repr(self.names[param]) for param in sorted(late)[:5])
+            raise RuntimeError(
+                f"the gradient of {names} was accumulated again after its bucket could leave: a backward "
+                "ran inside the backward (reentrant checkpointing, a hook, a custom Function), and no "
+                "earlier one had shown it. This rank cannot use the window: call sync.abandon() on every "
+                "rank and go on; from now on these buckets wait for the backward's end. (A rank on which "
+                "it did not happen may have stepped: the next header says so)"
+            )
+
+    @contextmanager
+    def _observed_once(self) -> Iterator[None]:
+        """Observe, in the first backward here, in which order gradients come and which come more than
+        once.
+        """
+        if self._arrivals is not None:
+            yield
+            return
+        arrivals = Arrivals({index: self.params[index] for index in backward_order(self._specs)})
+        with arrivals.noted():
+            yield
+        self._arrivals = arrivals  # a backward that failed tells nothing
+        self._repeated |= arrivals.repeated
+
+    def _check_present(self) -> None:
+        """Refuse parameters whose object holds another tensor now,
+        with which what is set on them has gone.
+        """
+        tensors = [param._cdata for param in self.params]
+        if tensors != self._tensors:
+            name = next(n for n, a, b in zip(self.names, tensors, self._tensors, strict=True) if a != b)
+            raise RuntimeError(
+                f"parameter {name!r} has been exchanged since the engine was made (swap_tensors, or a "
+                "conversion under torch.__future__.set_swap_module_params_on_conversion): make the "
+                "engine after it"
+            )
+
+
+@contextmanager
+def _watching(watches: Sequence[Watch]) -> Iterator[None]:
+    """Watch during the body, a backward."""
+    try:
+        for watch in watches:
+            watch.start()
+        yield
+    finally:
+        for watch in watches:
+            watch.stop()

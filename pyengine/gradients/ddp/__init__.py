@@ -1,0 +1,1 @@
+"""Gradients that DDP owns: its buckets, its hook, its reducer."""

@@ -1,0 +1,345 @@
+"""The DDP communication hook: one bucket over a wire, as DDP hands it out.
+
+Used alone (`register_comm_hook`), it averages over ranks as DDP itself does. Driven by `attach`, it hands
+each bucket to the window's `Reduction`. No string annotations here: DDP inspects the hook's signature.
+"""
+
+import atexit
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from pyengine.comm import TorchDist
+from pyengine.comm.base import Work
+from pyengine.ops.device import runs_ahead
+from pyengine.ops.plan import BucketPlan
+from pyengine.ops.pointers import DTYPE_CODES
+from pyengine.ops.trace import span
+from pyengine.wire import FP32, Wire
+
+# A bucket under way, and what is to be done when it has landed: returns the bucket's buffer, `[numel]`,
+# DDP's.
+Launched = tuple[Work, Callable[[], Tensor]]
+# What to multiply in, 0-dim, given a 0-dim one of the type in which the bucket is multiplied; None for
+# nothing.
+Scale = Callable[[Tensor], Tensor | None]
+
+
+class WireBuffer:
+    """What is kept of a bucket from one reduction to the next: memory of the wire's type, and the pass into
+    it.
+
+    Args:
+        flat: the bucket's buffer, `[numel]`; not kept.
+        wire: how it travels.
+        params: the bucket's.
+
+    Attributes:
+        params: their ids.
+        plan: the buffer, as one slot.
+        one: float32, 0-dim, 1.
+    """
+
+    def __init__(self, flat: Tensor, wire: Wire, params: Sequence[Tensor]) -> None:
+        self.numel = flat.numel()
+        self.params = {id(param) for param in params}
+        self.plan = BucketPlan([0], [self.numel])
+        self.one = torch.ones((), device=flat.device)
+        self._dtype = wire.dtype
+
+    @cached_property
+    def flat(self) -> Tensor:
+        """Of the wire's type, `[numel]`, owned by this object; made at its first use."""
+        return torch.empty(self.numel, dtype=self._dtype, device=self.one.device)
+
+
+_STATES: WeakSet["HookState"] = WeakSet()
+
+
+@atexit.register
+def _await_all_threads() -> None:
+    for state in list(_STATES):
+        state.await_threads()
+
+
+class HookState:
+    """State of `comm_hook`: the wire, the group, and what it keeps for each bucket.
+
+    One state may serve several models of one group. It may be copied and pickled; a pickled one comes back on
+    the default group.
+
+    Args:
+        wire: how a bucket travels.
+        group: the process group DDP was built with; None is the default group.
+
+    Example:
+        >>> ddp_model.register_comm_hook(pe.HookState(wire=pe.wire.BF16()), pe.comm_hook)  # doctest: +SKIP
+    """
+
+    def __init__(self, *, wire: Wire, group: dist.ProcessGroup | None = None) -> None:
+        self.wire, self.group = wire, group
+        self.reduce: Callable[[Any], Future[Tensor]] | None = (
+            None  # what an engine does with a bucket, instead of the mean
+        )
+        self.is_released = False  # by an engine that has been closed
+        self._callbacks: WeakSet[Callable[..., Tensor]] = WeakSet()
+        _STATES.add(self)
+        self._wire_buffers: dict[int, WireBuffer] = {}
+        self._comms: dict[torch.device, TorchDist] = {}
+
+    def serve(self, wire: Wire) -> None:
+        """Let an engine, which sets `reduce`, have its buckets sent over this wire."""
+        self.wire, self.is_released = wire, False
+        self._wire_buffers = {}
+
+    def release(self) -> None:
+        """Average over ranks in fp32, as DDP itself does: no hook can be taken off DDP."""
+        self.wire, self.reduce, self.is_released = FP32(), None, True
+        self._wire_buffers = {}
+
+    def call_back(self, future: Future[Any], callback: Callable[[Future[Any]], Tensor]) -> Future[Tensor]:
+        """Return a future of the tensor that `callback` returns for another one, on the thread that completes
+        it.
+        """
+        self._callbacks.add(callback)
+        return future.then(callback)
+
+    def await_threads(self, within_s: float = 1.0) -> None:
+        """Wait until the backend's threads have freed the callbacks that they have run.
+
+        A future completes before its callback is freed, for which that thread needs the interpreter: by then
+        the process might be ending, and would be aborted.
+        """
+        end = time.monotonic() + within_s
+        while self._callbacks and time.monotonic() < end:  # kept for good by the traceback of a failure
+            time.sleep(1e-4)
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Reduce nothing during the body, a backward that only DDP needs."""
+        before, self.reduce = self.reduce, leave_unreduced
+        try:
+            yield
+        finally:
+            self.reduce = before
+
+    def comm(self, device: torch.device) -> TorchDist:
+        """Return the transport for buckets on a device."""
+        if device not in self._comms:
+            self._comms[device] = TorchDist(self.group, device)
+        return self._comms[device]
+
+    def wire_buffer(self, bucket: dist.GradBucket) -> WireBuffer:
+        """Return what is kept for a bucket; made anew when DDP has rebuilt its buckets."""
+        # By parameter: DDP numbers the buckets of every model from 0, and those of static_graph's first
+        # backward all 0.
+        flat, params = bucket.buffer(), bucket.parameters()
+        buffer = self._wire_buffers.get(id(params[0]))
+        if buffer is None or buffer.numel != flat.numel():
+            buffer = WireBuffer(flat, self.wire, params)
+            others = {key: old for key, old in self._wire_buffers.items() if not old.params & buffer.params}
+            self._wire_buffers = others | {id(params[0]): buffer}
+        return buffer
+
+    def __copy__(self) -> "HookState":
+        self._check_own()
+        return HookState(wire=self.wire, group=self.group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HookState":
+        del memo  # a process group has no copies
+        return self.__copy__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_own()
+        if self.group is not None:
+            warnings.warn(
+                "HookState: a process group cannot be pickled; the state comes back on the default group",
+                stacklevel=2,
+            )
+        return {"wire": self.wire}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        HookState.__init__(self, wire=state["wire"])
+
+    def _check_own(self) -> None:
+        if self.reduce is not None:
+            raise TypeError(
+                "this model is driven by pe.attach, and its copy would never be synchronised: copy or save "
+                "ddp_model.module, or its state_dict()"
+            )
+
+
+def comm_hook(state: HookState, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    """Reduce one DDP bucket over `state.wire`.
+
+    Args:
+        state: a `HookState`.
+        bucket: DDP's bucket (under torch.compile's python_reducer a `(grad, param)` tuple, reduced in place).
+
+    Returns:
+        A future of the bucket's buffer, `[numel]` in the gradients' type, holding the mean over ranks. The
+        memory is DDP's, in which it expects the result.
+
+    Cost: an all-reduce of an element on the wire for every element; a read and a write an element before and
+    after it where the wire has another type or folds the division in.
+    """
+    if isinstance(bucket, tuple):
+        future = _mean(state, _SingleGradient(*bucket))
+        future.wait()
+        return future
+    return _mean(state, bucket) if state.reduce is None else state.reduce(bucket)
+
+
+def _mean(state: HookState, bucket: Any) -> Future[torch.Tensor]:
+    """Reduce a bucket to DDP's own meaning, the mean over ranks: divided before a narrow cast,
+    or after a wide sum.
+    """
+    world_size, folds = dist.get_world_size(state.group), state.wire.folds_count
+
+    def start(comm: TorchDist) -> Launched:
+        return launch(
+            state,
+            bucket,
+            comm,
+            before=lambda one: one / world_size if folds else None,
+            after=lambda one: None if folds else one / world_size,
+        )
+
+    return exchange(state, bucket, start, failures=[])
+
+
+def exchange(
+    state: HookState, bucket: Any, start: Callable[[TorchDist], Launched], *, failures: list[Exception]
+) -> Future[torch.Tensor]:
+    """Start to sum a bucket over ranks, and return a future of its buffer.
+
+    Args:
+        state: the hook's.
+        bucket: DDP's, whose buffer is read until the sum has landed, and written then.
+        start: launches the collective; it may wait for other ranks without holding up the backward.
+        failures: what breaks the collective is appended, for whoever does not look at the future.
+
+    Returns:
+        A future of the bucket's buffer, `[numel]`: DDP's memory, which holds the sum when the future is done.
+    """
+    flat: Tensor = bucket.buffer()
+    if flat.layout is not torch.strided:
+        raise ValueError(
+            "the bucket holds a sparse gradient, which no wire here can carry: build the embedding with "
+            "sparse=False"
+        )
+    comm = state.comm(flat.device)
+    with span("launch bucket", bucket.index()), comm.side_stream([flat]):
+        work, land = start(comm)
+
+    # Not the state or the transport: a backend's thread must not be the last to hold the process group.
+    roll_call = comm.roll_call
+
+    def finish(result: Callable[[], object]) -> Tensor:
+        try:
+            with roll_call.named():
+                result()  # raises what went wrong: torch calls back all the same
+        except Exception as error:
+            failures.append(error)
+            raise
+        return land()
+
+    if runs_ahead(flat.device) and not comm.is_stream_ordered:
+        # gloo's future is complete before the stream that copies the result back to the device is.
+        return completed(finish(work.wait))
+    return state.call_back(work.get_future(), lambda future: finish(future.value))
+
+
+def launch(
+    state: HookState,
+    bucket: Any,
+    comm: TorchDist,
+    *,
+    before: Scale,
+    after: Scale,
+    fill: Callable[[Tensor, Tensor], bool] = lambda flat, scale: False,
+) -> Launched:
+    """Start to sum a bucket over `state.wire`.
+
+    Args:
+        state: the hook's.
+        bucket: DDP's.
+        comm: transport.
+        before, after: what to multiply in on the way to the wire and from it.
+        fill: writes the bucket into a flat buffer, `[numel]` in the wire's type, times a float32 0-dim scale;
+            False leaves that to us.
+
+    Returns:
+        The all-reduce, and what writes its result back into the bucket's buffer.
+
+    Cost: where the wire has another type or folds in a scale, a read and a write an element on each way; an
+    all-reduce of an element on the wire for every element.
+    """
+    flat: Tensor = bucket.buffer()
+    wire = state.wire
+    if flat.dtype not in DTYPE_CODES:
+        return _launch_wide(state, bucket, comm, before, after)
+    buffer = state.wire_buffer(bucket)
+    into, out_of = before(buffer.one), after(buffer.one)
+    is_moved = wire.folds_count or wire.dtype != flat.dtype
+    moved = buffer.flat if is_moved else flat
+    scale = buffer.one if into is None else into
+    if not fill(moved, scale) and is_moved:
+        buffer.plan.pack_(moved, [flat], scale)
+
+    def land() -> Tensor:
+        if is_moved or out_of is not None:
+            buffer.plan.unpack_([flat], moved, buffer.one if out_of is None else out_of)
+        return flat
+
+    return wire.all_reduce_(moved, comm), land
+
+
+def _launch_wide(state: HookState, bucket: Any, comm: TorchDist, before: Scale, after: Scale) -> Launched:
+    """Send gradients wider than every wire (float64): as they are,
+    unless the wire is there to make them narrow.
+    """
+    flat: Tensor = bucket.buffer()
+    one = torch.ones((), dtype=flat.dtype, device=flat.device)
+    into, out_of = before(one), after(one)
+    if into is not None:
+        moved = state.wire_buffer(bucket).flat.copy_(flat * into)
+        return state.wire.all_reduce_(moved, comm), lambda: flat.copy_(moved)
+    return comm.all_reduce(flat), lambda: flat if out_of is None else flat.mul_(out_of)
+
+
+def leave_unreduced(bucket: Any) -> Future[torch.Tensor]:
+    """Leave a bucket as it is: nothing travels. As `comm_hook`."""
+    return completed(bucket.buffer())
+
+
+def completed(flat: Tensor) -> Future[torch.Tensor]:
+    """Return a future that holds a buffer already, on the stream that is current now."""
+    future: Future[Tensor] = Future(devices=[flat.device] if runs_ahead(flat.device) else [])
+    future.set_result(flat)
+    return future
+
+
+class _SingleGradient:
+    """A gradient that torch.compile's python_reducer hands over by itself, seen as a bucket."""
+
+    def __init__(self, grad: Tensor, param: Tensor) -> None:
+        self._grad, self._param = grad, param
+
+    def buffer(self) -> Tensor:
+        return self._grad.view(-1)
+
+    def index(self) -> int:
+        return id(self._param)
+
+    def parameters(self) -> Sequence[Tensor]:
+        return [self._param]

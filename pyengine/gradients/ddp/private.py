@@ -1,0 +1,294 @@
+"""What is asked of DDP's own reducer, private calls and all; checked against torch 2.9 to 2.13.
+
+Here DDP is told when to expect gradients, which parameters a backward has left out, and to forget one that
+failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from pyengine.gradients.ddp.hook import HookState, comm_hook
+from pyengine.gradients.slots import dense_strides
+
+
+def visible_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Parameter]]:
+    """Return the named parameters that DDP was not told to ignore, in its order and by its own rule."""
+    found: dict[int, tuple[str, Parameter]] = {}
+    for prefix, module in ddp.module.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            if f"{prefix}.{name}" not in ddp.parameters_to_ignore:
+                found.setdefault(id(param), (f"{prefix}.{name}".lstrip("."), param))
+    return list(found.values())
+
+
+def ignored_parameters(ddp: DistributedDataParallel) -> list[Parameter]:
+    """Return the parameters that DDP was told to ignore: their gradients are the caller's."""
+    visible = {id(param) for _, param in visible_parameters(ddp)}
+    return [param for param in ddp.module.parameters() if id(param) not in visible]
+
+
+def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Parameter]]:
+    """Return the parameters in DDP's buckets, in the order of its indices: those that it was made for."""
+    buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    reduced = {id(param) for bucket in buckets for param in bucket.parameters()}
+    return [(name, param) for name, param in visible_parameters(ddp) if id(param) in reduced]
+
+
+def problems_of_ddp(ddp: DistributedDataParallel) -> list[str]:
+    """Say which of DDP's other ways to reduce would go past the engine."""
+    found = []
+    if ddp._use_python_reducer:
+        found.append(
+            "ddp_model was made under torch._dynamo.config.optimize_ddp='python_reducer', which takes "
+            "DDP's buckets off the backward: nothing would be reduced; make it under 'ddp_optimizer', the "
+            "default"
+        )
+    if ddp._delay_all_reduce_params:
+        found.append(
+            "ddp_model was made with delay_all_reduce_named_params, whose gradients DDP reduces by itself "
+            "in every backward: leave it out, the engine sends gradients once a window anyway"
+        )
+    if ddp.mixed_precision is not None:
+        found.append(
+            "ddp_model was made with mixed_precision, which is a communication hook of its own: leave it "
+            "out, and use torch.autocast or narrow parameters"
+        )
+    elif ddp._comm_hooks and released_state(ddp) is None:
+        found.append(
+            "ddp_model has a communication hook, and DDP takes only one: wrap the module anew, without "
+            "register_comm_hook and other engines"
+        )
+    if any(hasattr(param, "_in_backward_optimizers") for _, param in visible_parameters(ddp)):
+        found.append(
+            "ddp_model has optimizers that step inside the backward (_apply_optimizer_in_backward), before "
+            "gradients are divided: step them by sync.step"
+        )
+    return found
+
+
+def released_state(ddp: DistributedDataParallel) -> HookState | None:
+    """Return the state of our hook that a closed engine has left on DDP, which takes one hook for good."""
+    states = [state for hook, state in ddp._comm_hooks if hook is comm_hook]
+    return next((state for state in states if isinstance(state, HookState) and state.is_released), None)
+
+
+def outside_buckets(ddp: DistributedDataParallel) -> list[str]:
+    """Say which trained parameters DDP does not know."""
+    reduced = {id(param) for _, param in reduced_parameters(ddp)}
+    return [
+        f"parameter {name!r} requires a gradient and is in none of DDP's buckets: it was added or unfrozen "
+        "after DistributedDataParallel was made; wrap the complete model"
+        for name, param in visible_parameters(ddp)
+        if param.requires_grad and id(param) not in reduced
+    ]
+
+
+class Drive:
+    """Drives DDP's reducer over one window after the other.
+
+    Args:
+        ddp: the wrapped model.
+        state: of the communication hook.
+        params: the reduced parameters, in DDP's order.
+
+    Attributes:
+        searches: whether DDP looks for parameters that its backward will not reach.
+        is_ready: whether DDP can reduce: with static_graph it has to learn the graph first, by one backward.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, state: HookState, params: Sequence[Parameter]) -> None:
+        self._ddp, self._state, self._params = ddp, state, params
+        self._reducer: Any = ddp.reducer
+        self._index = {param: index for index, param in enumerate(params)}
+        self._anchor = torch.zeros((), device=params[0].device, requires_grad=True)
+        self.searches = ddp.find_unused_parameters and not ddp.static_graph
+        self.is_ready = not ddp.static_graph
+        self._can_learn = True
+        self._counts = [1] * len(params)  # how often a backward reaches each
+        self._stats: list[int] = []
+        self._alone = _Alone()
+        # DDP would learn in whichever backward is a rank's first, and wait for the other ranks there.
+        ddp._static_graph_delay_allreduce_enqueued = True
+
+    def release(self) -> None:
+        """Let DDP learn a static graph by itself, if it has not here."""
+        self._ddp._static_graph_delay_allreduce_enqueued = self.is_ready
+
+    def rebuild(self) -> bool:
+        """Let DDP lay its buckets out in the order in which gradients came, once; say whether it did."""
+        rebuilt: bool = self._reducer._rebuild_buckets()
+        self._ddp._has_rebuilt_buckets = self._ddp._has_rebuilt_buckets or rebuilt
+        return rebuilt
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """Let DDP learn the graph from the body if that is this rank's first backward; nothing travels."""
+        if self.is_ready or not self._can_learn:
+            yield
+            return
+        reducer = self._reducer
+        self._can_learn = (
+            False  # it cannot forget half a backward: after an exception this rank reduces by hand
+        )
+        reducer._update_process_group(self._alone)
+        try:
+            with self._state.silent():
+                reducer.prepare_for_forward()
+                reducer.prepare_for_backward([])
+                with self._counting():
+                    yield
+                reducer._delay_all_reduce()
+            self.is_ready = True
+        finally:
+            if not self.is_ready and not self._ddp._has_rebuilt_buckets:
+                reducer._reset_state()  # DDP lays out no buckets while it expects gradients
+            reducer._update_process_group(self._ddp.process_group)
+
+    def expect(self, loss: Tensor | None) -> None:
+        """Let DDP expect the gradients of a backward from `loss`."""
+        self._reducer.prepare_for_forward()
+        self._reducer.prepare_for_backward([loss] if self.searches and loss is not None else [])
+        self._stats = self._reducer.get_backward_stats()
+
+    def complete(self, candidates: Sequence[Parameter]) -> None:
+        """Mark those of the candidates that DDP was not notified of, so that its buckets complete; no hook of
+        theirs runs.
+        """
+        # A custom Function may bring no gradient for a parameter that it reached: nothing has changed, and
+        # DDP was notified.
+        stats = self._reducer.get_backward_stats()
+        indices = [self._index[param] for param in candidates]
+        self._mark([index for index in indices if stats[index] == self._stats[index]])
+
+    def reduce_all(self) -> None:
+        """Let DDP reduce what `.grad` holds, without a backward."""
+        if not self.is_ready:
+            self.send_by_hand(0)
+            return
+        params = self._params
+        if self.searches:
+            trained = [param for param in params if param.requires_grad]
+            params = [param for param in trained if param.grad is not None] or trained[:1]
+        with torch.enable_grad():
+            self.expect(_Reaches.apply(*params))  # type: ignore[no-untyped-call]
+        self._mark([self._index[param] for param in params])
+
+    def send_by_hand(self, num_sent: int) -> None:
+        """Reduce the buckets behind the first `num_sent` past DDP, and write the results into `.grad`.
+
+        Cost: two copies of these buckets, and their reductions.
+        """
+        for bucket in self._reducer._get_zeros_like_grad_buckets()[num_sent:]:
+            for param, slot in _slots(bucket):
+                if param.grad is not None:
+                    slot.copy_(param.grad)
+            comm_hook(self._state, bucket).wait()
+            publish(bucket, bucket.parameters())
+        self._reducer._push_all_rebuilt_params()  # as on the other ranks, for whose orders rank 0's stands
+
+    def match_used_map(self) -> None:
+        """Take part in DDP's all-reduce of its map of used parameters, int32 `[params]`."""
+        if self.searches:
+            dist.all_reduce(self._reducer._get_local_used_map(), group=self._ddp.process_group)
+
+    def unpublished(self) -> list[Parameter]:
+        """Return the parameters whose results DDP does not put into `.grad`:
+        it takes them for unused for good.
+        """
+        return [param for param, times in zip(self._params, self._counts, strict=True) if not times]
+
+    def forget(self) -> None:
+        """Let DDP forget a backward that was not finished, after everything that was sent has landed."""
+        if self.searches or not self._ddp._has_rebuilt_buckets:
+            self._reducer._reset_state()
+            self._reducer._push_all_rebuilt_params()
+        elif self.is_ready:
+            # A reset would have this rank alone rebuild its buckets. So DDP finishes, and nothing travels.
+            with self._state.silent():
+                self.expect(None)
+                self._mark(range(len(self._params)))
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Count how often the body, a backward, reaches each parameter."""
+        counts = [0] * len(self._params)
+
+        def count(index: int, *_: Any) -> None:
+            counts[index] += 1
+
+        edges = [(i, get_gradient_edge(p).node) for i, p in enumerate(self._params) if p.requires_grad]
+        hooks = [node.register_hook(partial(count, index)) for index, node in edges]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._counts = counts
+
+    def _mark(self, indices: Sequence[int]) -> None:
+        """Tell DDP that parameters are ready as they are, from inside a backward,
+        where alone it can finish.
+        """
+        calls = [index for index in indices for _ in range(self._counts[index])]
+
+        def mark(_: Tensor) -> None:
+            for index in calls:
+                self._reducer._autograd_hook(index)
+
+        with torch.enable_grad():
+            zero = self._anchor.clone()
+        zero.register_hook(mark)
+        zero.backward()
+        self._anchor.grad = None
+
+
+class _Alone(dist.ProcessGroup):
+    """A process group of this rank only."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]
+
+    def allreduce(self, tensors: Any, *_: Any) -> dist.Work:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(tensors)
+        work: dist.Work = _create_work_from_future(future)
+        return work
+
+
+def publish(bucket: Any, params: Sequence[Parameter]) -> None:
+    """Write a landed bucket into `.grad` of those of its parameters."""
+    wanted = {id(param) for param in params}
+    for param, value in _slots(bucket) if wanted else ():
+        if id(param) in wanted:
+            if param.grad is None:
+                param.grad = torch.empty_like(param)
+            param.grad.copy_(value)
+
+
+def _slots(bucket: Any) -> Iterator[tuple[Parameter, Tensor]]:
+    """Return each parameter of a bucket with its part of the buffer, strided as DDP does it."""
+    flat, offset = bucket.buffer(), 0
+    for param in bucket.parameters():
+        yield param, flat.as_strided(param.size(), dense_strides(param), offset)
+        offset += param.numel()
+
+
+class _Reaches(torch.autograd.Function):
+    """A zero from which a backward would reach every given parameter; it is never run."""
+
+    @staticmethod
+    def forward(ctx: Any, *params: Tensor) -> Tensor:
+        del ctx
+        return params[0].new_zeros(())

@@ -1,0 +1,300 @@
+"""DDP's buckets under the engine: `attach` drives when DDP reduces, the hook says how.
+
+Every forward runs as under `no_sync`. Right before the window's last backward the reducer is told to expect
+gradients; after it, parameters that this backward did not touch are marked as ready with what earlier
+micro-batches left in `.grad`, which completes DDP's buckets. So no `find_unused_parameters`, and nothing
+depends on where forwards ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from pyengine.comm.base import Work, by_dtype
+from pyengine.gradients.accumulator import sum_dtype
+from pyengine.gradients.ddp.hook import HookState, comm_hook, leave_unreduced
+from pyengine.gradients.ddp.private import Drive, publish, reduced_parameters
+from pyengine.gradients.ddp.reduction import Reduction
+from pyengine.gradients.ddp.sums import ExactBucketSum, Fp32BucketSum, Sums, Watched, packed
+from pyengine.gradients.settings import Settings
+from pyengine.gradients.slots import Saved, slot_gradient
+from pyengine.gradients.sums import SlotNorms
+from pyengine.ops.device import send
+from pyengine.step.stepper import PlainStepper, Stepper
+from pyengine.window.divisor import Divisor
+from pyengine.window.final_pass import FinalPass
+from pyengine.window.header import Header
+from pyengine.window.nonfinite import flagged_in
+
+
+class DDPReducer:
+    """Gradients that DDP owns.
+
+    Args:
+        ddp: the wrapped model; without another communication hook.
+        state: hook state; `attach` registers it.
+        settings: its accumulator "fp32" sums narrow gradients in fp32 buffers of our own, 4 bytes an element
+            more than DDP's; "exact" sums all of them there, exactly, in 8.02; "native" leaves sums to
+            autograd.
+        terms: micro-batches of a full window, over all ranks.
+    """
+
+    overlaps = True
+    stepper: Stepper = PlainStepper()
+
+    def __init__(
+        self, ddp: DistributedDataParallel, state: HookState, *, settings: Settings, terms: int
+    ) -> None:
+        named = reduced_parameters(ddp)
+        self.names: Sequence[str] = [name for name, _ in named]
+        self.params: Sequence[Parameter] = [p for _, p in named]
+        self._name_of = {p: name for name, p in named}
+        self._ddp, self._state = ddp, state
+        self._comm = state.comm(self.params[0].device)
+        self._one = torch.ones((), device=self.params[0].device)
+        index = {p: i for i, p in enumerate(self.params)}
+        self._norms = [  # of the parameters of each dtype
+            (
+                group,
+                SlotNorms(packed([p.numel() for p in group]), [index[p] for p in group], self._one.device),
+            )
+            for group in by_dtype(self.params)
+        ]
+        self._in_place = all(p.dtype == state.wire.dtype for p in self.params)
+        self._is_exact = settings.kind == "exact"
+        self._summed = summed = {
+            p.dtype for p in self.params if self._is_exact or sum_dtype(settings.kind, p.dtype) != p.dtype
+        }
+        make = partial(ExactBucketSum, terms=terms) if self._is_exact else Fp32BucketSum
+        self._sums = Sums(ddp, make, summed) if summed else None
+        rest = [p for p in self.params if p.dtype not in summed]
+        self._watched = Watched(rest) if settings.raises and rest else None
+        # DDP does it itself if it looks for unused ones, and knows no sums but its own.
+        self._shares_used = self._sums is not None or not (
+            ddp.find_unused_parameters and not ddp.static_graph
+        )
+        self._reduction: Reduction | None = None
+        if all(other is not state for _, other in ddp._comm_hooks):
+            ddp.register_comm_hook(state, comm_hook)
+        self._ddp_flags = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
+        ddp.require_backward_grad_sync = False
+        self._drive = Drive(ddp, state, self.params)
+
+    def open(self) -> None:
+        """Note that the window's buffer broadcast is still to come."""
+        if self._ddp._join_config.enable:
+            raise RuntimeError(
+                "ddp_model.join() around a loop over windows: both would keep ranks without data in step; "
+                "leave join out, ranks that have run out send zeros"
+            )
+        if self._reduction is not None:  # the last window was sent, and dropped before it landed
+            self._drive.forget()
+            self._state.reduce = leave_unreduced
+            self._reduction = None
+        self._buffers_due = bool(self._ddp.broadcast_buffers and self._ddp.modules_buffers)
+        self._announced = False
+        self._ddp.require_forward_param_sync = False
+
+    def begin(self) -> None:
+        for param in self.params:
+            param.grad = None
+        for sums in (self._sums, self._watched):
+            if sums is not None:
+                sums.begin()
+
+    def before_forward(self, *, syncs: bool) -> None:
+        """Let DDP broadcast buffers in the window's last forward only."""
+        if syncs:
+            self._announced = True
+            self._ddp.require_forward_param_sync = True
+
+    def before_header(self) -> None:
+        """Launch those of forwards that this rank did not run: every rank launches the same ones."""
+        if self._drive.rebuild() and self._sums is not None:
+            self._sums.lay_out()
+        travelled = self._announced and not self._ddp.require_forward_param_sync
+        if self._buffers_due and not travelled:
+            self._ddp.require_forward_param_sync = True
+            self._ddp._sync_buffers()
+        self._buffers_due = False
+        self._ddp.require_forward_param_sync = False
+
+    def add(self, backward: Callable[[], None]) -> None:
+        """Run the backward as under no_sync, then move gradients to their sums, or check them in `.grad`."""
+        with self._drive.learning():
+            backward()
+        if self._watched is not None:
+            self._watched.add()
+        if self._sums is not None:
+            self._sums.add()
+
+    def reduce(self, header: Header, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
+        if self._sums is not None and self._is_exact:
+            # Also where no earlier micro-batch has made them: every rank sums the same way.
+            self._sums.match_buckets()
+        divisor = Divisor(header.inv_count, self._state.wire, in_place=self._in_place)
+        reduction = Reduction(self._state, header, divisor, self._sums, self._watched)
+        if self._shares_used and self._drive.searches:
+            # What earlier micro-batches used: they have left no `.grad`, which DDP would want to see.
+            self._drive.forget()
+        self._reduction = reduction
+        self._state.reduce = reduction.reduce
+        if backward is None or not self._drive.is_ready:
+            if backward is not None:
+                with self._drive.learning():
+                    backward()
+            self._drive.reduce_all()
+            reduction.is_complete = reduction.is_complete or not self._drive.is_ready
+        else:
+            before = [_version(param) for param in self.params]
+            self._drive.expect(loss)
+            backward()
+            if not reduction.is_complete:
+                versions = zip(self.params, before, strict=True)
+                self._drive.complete([param for param, version in versions if _version(param) == version])
+        if not reduction.is_complete:
+            raise RuntimeError(
+                "DDP has not reduced the gradients of this backward, which did not run through its hooks "
+                "(compiled autograd, say): use pe.GradSync on the bare model"
+            )
+        self._send_used(reduction)
+
+    def give_up(self) -> None:
+        """Leave it to `finish` to raise what fails here too."""
+        reduction = self._reduction
+        if reduction is None or reduction.failures:
+            return
+        reduction.poison = True
+        try:
+            self._send_rest(reduction)
+            self._send_used(reduction)
+        except Exception as error:  # noqa: BLE001 - `finish` raises it
+            reduction.failures.append(error)
+
+    def finish(self, final: FinalPass) -> None:
+        """Read `.grad` once: DDP has waited and written it already."""
+        reduction = self._reduction
+        if reduction is not None and reduction.failures:
+            self._state.reduce = leave_unreduced
+            raise RuntimeError(
+                f"gradients were not reduced: a collective failed on this rank ({reduction.failures[0]}). "
+                "Nothing is stepped here, and other ranks may have gone on: start all ranks anew, from a "
+                "checkpoint"
+            ) from reduction.failures[0]
+        self._state.reduce = leave_unreduced
+        if reduction is not None and reduction.used is not None:
+            self._drop_unused(reduction, *reduction.used)
+        self._reduction = None
+        for params, norms in self._norms:
+            norms.read([slot_gradient(param) for param in params], None, self._one, final)
+        if reduction is not None:
+            reduction.divisor.leave_to(final)
+        final.compute_norm()
+        self._state.await_threads()
+
+    def scale_(self, scale: Tensor) -> None:
+        for params, norms in self._norms:
+            norms.scale_([slot_gradient(param) for param in params], scale)
+
+    def blame(self) -> Callable[[int], list[int] | None]:
+        flagged = [] if self._sums is None else self._sums.flagged()
+        watched = [] if self._watched is None else self._watched.rows
+        places = {} if self._watched is None else self._watched.index
+
+        def blame(index: int) -> list[int] | None:
+            slot = places.get(self.params[index])
+            if slot is not None:  # what autograd has added to stays so: the first one
+                return flagged_in(watched, slot)[:1]
+            for params, flags in flagged:
+                for slot, param in enumerate(params):
+                    if param is self.params[index]:
+                        return flagged_in(flags, slot)
+            return None
+
+        return blame
+
+    def save(self) -> Saved:
+        saved: Saved = {}
+        for param, name in self._name_of.items():
+            grad = slot_gradient(param)
+            if grad is not None:
+                flags = {} if self._watched is None else self._watched.save(param)
+                saved[name] = {"sum": grad.clone().reshape(-1), **flags}
+        return saved if self._sums is None else saved | self._sums.save(self._name_of)
+
+    def load(self, saved: Saved, *, done: int) -> None:
+        if self._sums is not None:
+            self._sums.load(saved, self._name_of, done=done)
+        if self._watched is not None:
+            self._watched.load(saved, self._name_of, done=done)
+        for param, name in self._name_of.items():
+            if name in saved and param.dtype not in self._summed:
+                param.grad = torch.empty_like(param)
+                slot = param.grad.as_strided((param.numel(),), (1,), param.grad.storage_offset())
+                slot.copy_(saved[name]["sum"])
+
+    def refuses_load(self) -> list[str]:
+        """Refuse what DDP would forget: that a parameter was used before."""
+        if not self._drive.searches:
+            return []
+        why = (
+            "DDP with find_unused_parameters=True would not reduce what only earlier micro-batches have used"
+        )
+        return [f"states are of an open window, and {why}: make it without, which attach does not need"]
+
+    def release(self, *, keeps_grad: bool) -> None:
+        """Leave DDP as it was: it syncs in every backward again, by the same hook,
+        as the mean over ranks in fp32.
+        """
+        if self._reduction is not None and not self._reduction.failures:
+            self._drive.forget()
+        self._sums = self._watched = self._reduction = None
+        if not keeps_grad:
+            for param in self.params:
+                param.grad = None
+        self._state.release()
+        self._drive.release()
+        self._ddp.require_backward_grad_sync, self._ddp.require_forward_param_sync = self._ddp_flags
+
+    def _send_rest(self, reduction: Reduction) -> None:
+        """Send past DDP what it has not sent, and let it forget this backward."""
+        for bucket, future in reduction.under_way:
+            future.wait()
+            publish(bucket, bucket.parameters())
+        if not reduction.is_complete:
+            self._drive.send_by_hand(len(reduction.under_way))
+            self._drive.match_used_map()
+        self._drive.forget()
+
+    def _send_used(self, reduction: Reduction) -> None:
+        """Start to tell the other ranks which parameters were used here."""
+        if not self._shares_used or reduction.used is not None or reduction.header.is_refused():
+            return
+        used = set() if self._sums is None else self._sums.used
+        unused = {id(param) for param in reduction.without_grad if param not in used}
+        flags = send([id(param) not in unused for param in self.params], torch.uint8, self._one.device)
+        reduction.used = flags, self._comm.all_reduce_max(flags)
+
+    def _drop_unused(self, reduction: Reduction, flags: Tensor, work: Work) -> None:
+        """Leave no gradient where no rank has used a parameter, as the flags say once `work` has landed."""
+        work.wait()
+        for bucket, _ in reduction.under_way:
+            publish(bucket, reduction.without_grad if self._drive.searches else self._drive.unpublished())
+        if reduction.without_grad:  # a host read, only here
+            for param, is_used in zip(self.params, flags.tolist(), strict=True):
+                if not is_used:
+                    param.grad = None
+
+
+def _version(param: Parameter) -> tuple[int, int] | None:
+    """Describe the state of a gradient, without keeping it alive:
+    a backward changes its version or its place.
+    """
+    grad = param.grad
+    return None if grad is None else (grad.data_ptr(), grad._version)

@@ -1,0 +1,94 @@
+"""The communication hook's part in one window of `attach`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.futures import Future
+
+from pyengine.comm import TorchDist
+from pyengine.comm.base import Work
+from pyengine.gradients.ddp.hook import HookState, Launched, completed, exchange, launch
+from pyengine.gradients.ddp.sums import ExactBucketSum, Fp32BucketSum, Sums, Watched
+from pyengine.window.divisor import Divisor
+from pyengine.window.header import Header
+
+
+class Reduction:
+    """What becomes of a window's buckets: sums over ranks, with the window's divisor.
+
+    Args:
+        state: the hook's.
+        header: of the window; nothing follows one in which ranks disagree.
+        divisor: of the window.
+        sums: of earlier micro-batches, in memory of their own; None if autograd keeps them in `.grad`.
+        watched: looks at every micro-batch for inf and nan.
+
+    Attributes:
+        header, divisor: as given.
+        is_complete: whether every bucket has been handed out.
+        poison: whether what is sent from now on voids the window.
+        failures: what has broken collectives: nobody knows then what the other ranks have.
+        under_way: buckets that were sent, with their futures.
+        used: which parameters were used here, uint8 `[params]`, and the all-reduce that makes it their
+            maximum over ranks; None where that was not sent.
+        without_grad: parameters that had no `.grad` when DDP handed their bucket out.
+    """
+
+    def __init__(
+        self, state: HookState, header: Header, divisor: Divisor, sums: Sums | None, watched: Watched | None
+    ) -> None:
+        self._state, self.header, self.divisor = state, header, divisor
+        self._sums, self._watched = sums, watched
+        self.is_complete = self.poison = False
+        self.failures: list[Exception] = []
+        self.under_way: list[tuple[Any, Any]] = []
+        self.without_grad: list[Any] = []
+        self.used: tuple[Tensor, Work] | None = None
+
+    def reduce(self, bucket: Any) -> Future[Tensor]:
+        """Start to sum a bucket that DDP hands out.
+
+        Returns:
+            A future of the bucket's buffer, `[numel]` in the gradients' type: DDP's memory, summed over ranks
+            and times what the divisor leaves to this place. Behind a header in which ranks disagree: as it
+            is.
+        """
+        self.without_grad += [param for param in bucket.parameters() if param.grad is None]
+        if self._watched is not None:
+            self._watched.add_last(bucket)
+        flat = bucket.buffer()
+        start = partial(self._start, bucket)
+        if self.header.is_refused():
+            future = completed(flat)
+        else:
+            future = exchange(self._state, bucket, start, failures=self.failures)
+        self.under_way.append((bucket, future))
+        self.is_complete = self.is_complete or bucket.is_last()
+        return future
+
+    def _start(self, bucket: Any, comm: TorchDist) -> Launched:
+        total = None if self._sums is None else self._sums.of(bucket)
+        if isinstance(total, ExactBucketSum):
+            try:
+                return total.launch(bucket.buffer(), comm, self.divisor.after_wire, poison=self.poison)
+            except Exception as error:
+                self.failures.append(error)  # it waits for a collective of its own
+                raise
+
+        def fill(flat: Tensor, scale: Tensor) -> bool:
+            if self.poison:
+                flat.fill_(float("nan"))
+                return True
+            return isinstance(total, Fp32BucketSum) and total.fill(bucket.buffer(), flat, scale)
+
+        return launch(
+            self._state,
+            bucket,
+            comm,
+            before=lambda _: self.divisor.before_wire(),
+            after=lambda _: self.divisor.after_wire(),
+            fill=fill,
+        )

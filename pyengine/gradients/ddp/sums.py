@@ -1,0 +1,312 @@
+"""Sums of what earlier micro-batches brought, in buffers that are not DDP's, until DDP hands out the last
+one's gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from pyengine.comm.base import Comm, by_dtype
+from pyengine.gradients.ddp.hook import Launched
+from pyengine.gradients.slots import Saved, load_parts, saved_flags, slot_gradient
+from pyengine.gradients.sums import ExactOverRanks, Fp32Sum, SlotNorms, WindowSum
+from pyengine.ops.exact_reference import BLOCK
+from pyengine.ops.plan import BucketPlan
+
+
+class BucketSum:
+    """The sum of one DDP bucket.
+
+    Args:
+        params: DDP's, in its order.
+        plan: where they lie in the sum.
+        total: the sum, over that plan.
+
+    Attributes:
+        params, device: as given, and where they lie.
+        flagged: for each micro-batch of this window uint8 `[params]`, 1 where a gradient was not finite.
+        is_filled: whether something of this window is in it.
+    """
+
+    def __init__(self, params: Sequence[Any], plan: BucketPlan, total: WindowSum) -> None:
+        self.params = list(params)
+        self._plan, self._total = plan, total
+        self.device = self.params[0].device
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a window: the first gradients overwrite."""
+        self.is_filled = False
+        self.flagged: list[Tensor] = []
+
+    def add(self, grads: Sequence[Tensor | None]) -> None:
+        """Accumulate a micro-batch.
+
+        Args:
+            grads: one entry a parameter, `[numel]`, read; None adds nothing.
+
+        Cost: as `deposit_` of the sum.
+        """
+        self._total.deposit_(grads, first=not self.is_filled, nonfinite=self.new_flags())
+        self.is_filled = True
+
+    def new_flags(self) -> Tensor:
+        """Begin a micro-batch: return its flags, uint8 `[params]`, all zero; this object's."""
+        self.flagged.append(torch.zeros(len(self.params), dtype=torch.uint8, device=self.device))
+        return self.flagged[-1]
+
+    def parts(self, index: int) -> dict[str, Tensor]:
+        """Return the memory of one parameter's sum, by name, so that it can move or be saved."""
+        return self._total.parts(self._plan.offsets[index], self._plan.numels[index])
+
+
+class Sums:
+    """The sums of all of DDP's buckets, in DDP's own order.
+
+    Args:
+        ddp: the wrapped model.
+        make: makes the sum of a bucket from its parameters.
+        dtypes: of the buckets that have a sum here.
+
+    Attributes:
+        used: parameters that have brought something in this window.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        make: Callable[[Sequence[Any]], BucketSum],
+        dtypes: Collection[torch.dtype],
+    ) -> None:
+        self._ddp, self._make, self._dtypes = ddp, make, dtypes
+        # By the bucket's first parameter, as `HookState.wire_buffer`.
+        self._sums: dict[int, BucketSum] = {}
+        self._is_rebuilt = False
+        self.used: set[Any] = set()
+
+    def begin(self) -> None:
+        self.used = set()
+        for total in self._sums.values():
+            total.begin()
+
+    def add(self) -> None:
+        """Accumulate the gradients of an earlier micro-batch, and set `.grad` to None."""
+        self.match_buckets()
+        for total in self._sums.values():
+            total.add([slot_gradient(p) for p in total.params])
+            self.used.update(param for param in total.params if param.grad is not None)
+            for param in total.params:
+                param.grad = None
+
+    def match_buckets(self) -> None:
+        """Make the sums, or make them anew, if they are not those of DDP's present buckets."""
+        if not self._sums or self._is_rebuilt != self._ddp._has_rebuilt_buckets:
+            self.lay_out()
+
+    def of(self, bucket: Any) -> BucketSum | None:
+        """Return the sum of a bucket that DDP hands out."""
+        return self._sums.get(id(bucket.parameters()[0]))
+
+    def flagged(self) -> list[tuple[list[Any], list[Tensor]]]:
+        """Return (parameters, their flags for each micro-batch of this window) of every sum."""
+        return [(total.params, total.flagged) for total in self._sums.values()]
+
+    def save(self, names: Mapping[Any, str]) -> Saved:
+        """Return copies of what earlier micro-batches of this window have left; nothing if there were
+        none.
+        """
+        return {
+            names[param]: {
+                **{name: part.clone() for name, part in total.parts(index).items()},
+                "nonfinite": flags,
+            }
+            for total in self._sums.values()
+            if total.is_filled
+            for index, (param, flags) in enumerate(
+                zip(total.params, torch.stack(total.flagged, 1), strict=True)
+            )
+            if param in self.used
+        }
+
+    def load(self, saved: Saved, names: Mapping[Any, str], *, done: int) -> None:
+        self.match_buckets()
+        for total in self._sums.values():
+            total.is_filled = True
+            total.flagged = [*saved_flags(saved, [names[p] for p in total.params], done, total.device)]
+            self.used.update(param for param in total.params if names[param] in saved)
+            for index, param in enumerate(total.params):
+                load_parts(total.parts(index), saved.get(names[param]))
+
+    def lay_out(self) -> None:
+        """Make the sums anew for DDP's buckets, which it rebuilds once; what has been summed is copied.
+
+        Cost: a read and a write of the old sums.
+        """
+        old = {
+            id(param): (total.parts(index), [flags[index] for flags in total.flagged])
+            for total in self._sums.values()
+            for index, param in enumerate(total.params)
+        }
+        was_filled = any(total.is_filled for total in self._sums.values())
+        self._is_rebuilt = self._ddp._has_rebuilt_buckets
+        self._sums = {
+            id(bucket.parameters()[0]): self._make(bucket.parameters())
+            for bucket in self._ddp.reducer._get_zeros_like_grad_buckets()
+            if bucket.buffer().dtype in self._dtypes
+        }
+        for total in self._sums.values():
+            total.is_filled = was_filled
+            for index, param in enumerate(total.params):
+                before, flags = old.get(id(param), ({}, []))
+                for name, part in before.items():
+                    total.parts(index)[name].copy_(part)
+                while len(total.flagged) < len(flags):
+                    total.new_flags()
+                for row, flag in zip(total.flagged, flags, strict=False):
+                    row[index] = flag
+
+
+class Fp32BucketSum(BucketSum):
+    """Narrow gradients summed in fp32."""
+
+    def __init__(self, params: Sequence[Any]) -> None:
+        plan = packed([p.numel() for p in params])
+        self._fp32 = Fp32Sum(plan, numel=plan.flat_numel, device=params[0].device)
+        super().__init__(params, plan, self._fp32)
+
+    def fill(self, last: Tensor, flat: Tensor, scale: Tensor) -> bool:
+        """Write (sum + last gradients) * scale into a wire buffer.
+
+        Args:
+            last: the gradients, `[numel]`, DDP's, read.
+            flat: of the wire's type, `[numel]`, written.
+            scale: float32, 0-dim.
+
+        Returns:
+            False if there is no sum; nothing is written then.
+
+        Cost: reads 4 bytes and a gradient, writes one wire element.
+        """
+        if self.is_filled:
+            earlier = torch.stack(self.flagged).amax(0).bool() if self.flagged else None
+            flags, grads = self.new_flags(), last.split(self._plan.numels)
+            self._fp32.deposit_into_wire_(flat, grads, scale, first=False, nonfinite=flags)
+            if earlier is not None:  # the flags are of the sum: what was in it before does not count
+                flags.masked_fill_(earlier, 0)
+        return self.is_filled
+
+
+class ExactBucketSum(BucketSum):
+    """Gradients of any type summed exactly; see `pyengine.gradients.accumulator.exact` for the rounds on the
+    wire.
+
+    Args:
+        terms: micro-batches of a full window, over all ranks.
+    """
+
+    def __init__(self, params: Sequence[Any], *, terms: int) -> None:
+        numels = [p.numel() for p in params]
+        *offsets, end = itertools.accumulate([-(-n // BLOCK) * BLOCK for n in numels], initial=0)
+        plan, device = BucketPlan(offsets, numels), params[0].device
+        self._one = torch.ones((), device=device)
+        self._exact = ExactOverRanks(plan, numel=max(BLOCK, end), terms=terms, device=device)
+        super().__init__(params, plan, self._exact)
+
+    def launch(
+        self, flat: Tensor, comm: Comm, after: Callable[[], Tensor | None], *, poison: bool
+    ) -> Launched:
+        """Add the last gradients, which lie in DDP's buffer, and start to sum over all ranks into it.
+
+        Args:
+            flat: DDP's buffer, `[numel]`, read and later written.
+            comm: transport.
+            after: returns what is still to be multiplied in, float32, 0-dim; None for nothing.
+            poison: void the window.
+
+        Cost: the deposit and the rounds of `ExactOverRanks`; when they have landed, 20 bytes an element to
+        round the sum and write a float32 gradient.
+        """
+        grads = flat.split(self._plan.numels)
+        self.add(grads)
+        rounds = self._exact.rounds(comm, poison=poison)
+        next(rounds).wait()
+        scale = after()  # before the collective, behind which `land` is ordered
+        work = next(rounds)
+
+        def land() -> Tensor:
+            self._plan.unpack_(grads, self._exact.rounded_(), self._one if scale is None else scale)
+            return flat
+
+        return work, land
+
+
+class Watched:
+    """Which micro-batches brought inf or nan to parameters whose sums are autograd's own.
+
+    Args:
+        params: the parameters.
+
+    Attributes:
+        rows: flags of each micro-batch of this window, uint8 `[params]`; what was flagged once stays so.
+        index: a parameter's place in them.
+    """
+
+    def __init__(self, params: Sequence[Any]) -> None:
+        self.index = {param: index for index, param in enumerate(params)}
+        self._device = params[0].device
+        self._one = torch.ones((), device=self._device)
+        self._norms: dict[tuple[int, ...], SlotNorms] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        self.rows: list[Tensor] = []
+        self._last: Tensor | None = None
+
+    def add(self) -> None:
+        """Check what an earlier micro-batch has left in `.grad`: reads one element."""
+        flags = self._new_row()
+        for params in by_dtype(self.index):
+            self._look(params, [slot_gradient(param) for param in params], flags)
+
+    def add_last(self, bucket: Any) -> None:
+        """Check a bucket of the last micro-batch, which DDP has handed out and nobody has sent yet: reads one
+        element.
+        """
+        if self._last is None:
+            self._last = self._new_row()
+        params = bucket.parameters()
+        if params[0] in self.index:
+            self._look(params, bucket.buffer().split([p.numel() for p in params]), self._last)
+
+    def save(self, param: Any) -> dict[str, Tensor]:
+        """Return the flags of a parameter so far, uint8 `[micro_batches]`, the caller's; nothing if it is not
+        here.
+        """
+        return {"nonfinite": torch.stack(self.rows)[:, self.index[param]]} if param in self.index else {}
+
+    def load(self, saved: Saved, names: Mapping[Any, str], *, done: int) -> None:
+        """Go on from what was saved after `done` micro-batches."""
+        self.rows = [*saved_flags(saved, [names[param] for param in self.index], done, self._device)]
+
+    def _new_row(self) -> Tensor:
+        self.rows.append(torch.zeros(len(self.index), dtype=torch.uint8, device=self._device))
+        return self.rows[-1]
+
+    def _look(self, params: Sequence[Any], grads: Sequence[Tensor | None], flags: Tensor) -> None:
+        places = tuple(self.index[param] for param in params)
+        if places not in self._norms:
+            plan = packed([param.numel() for param in params])
+            self._norms[places] = SlotNorms(plan, places, self._device)
+        norms = self._norms[places]
+        flags.index_copy_(0, norms.params, norms.flags(grads, self._one))
+
+
+def packed(numels: Sequence[int]) -> BucketPlan:
+    """Return the plan of slots one after the other, as DDP lays them out."""
+    return BucketPlan(list(itertools.accumulate(numels, initial=0))[:-1], numels)

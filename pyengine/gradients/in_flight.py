@@ -1,0 +1,129 @@
+"""A window's buckets on their way: started in bucket order on every rank,
+each as soon as a backward has completed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from pyengine.comm.base import Comm, Work
+from pyengine.gradients.accumulator import BucketAccumulator
+from pyengine.ops.trace import span
+from pyengine.window.divisor import Divisor
+from pyengine.window.header import Header
+from pyengine.wire import Wire
+
+
+class Transfer:
+    """One bucket under way.
+
+    Attributes:
+        bucket: what travels.
+        is_complete: whether every gradient of the running backward has come.
+        is_held: whether it waits for the end of the backward: some gradient may come again.
+        rounds: starts its collectives, one after the other.
+        rounds_left: collectives still to be started.
+        work: the one started last.
+    """
+
+    rounds: Iterator[Work]
+    work: Work
+
+    def __init__(self, bucket: BucketAccumulator, *, is_held: bool) -> None:
+        self.bucket = bucket
+        self.is_complete = False
+        self.is_held = is_held
+        self.rounds_left = bucket.num_rounds
+
+    def launch(self) -> None:
+        """Start the next round; the one before has landed."""
+        self.work = next(self.rounds)
+        self.rounds_left -= 1
+
+
+class Transfers:
+    """All buckets of one window.
+
+    Collectives start in the same order on every rank, whatever the order of readiness. A bucket's later
+    rounds follow when the next bucket starts, so that its first one has had time to land. None starts before
+    the header has come, and none at all if ranks disagree in it.
+
+    Args:
+        buckets: in the order of the layout.
+        header: of the window.
+        divisor: what comes in on the way to the wire.
+        wire, comm: how buckets travel.
+        held: indices of buckets that wait for the end of the backward.
+
+    Attributes:
+        header: as given.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[BucketAccumulator],
+        header: Header,
+        divisor: Divisor,
+        *,
+        wire: Wire,
+        comm: Comm,
+        held: Collection[int] = (),
+    ) -> None:
+        self.all = [Transfer(bucket, is_held=index in held) for index, bucket in enumerate(buckets)]
+        self.header, self._divisor, self._wire, self._comm = header, divisor, wire, comm
+        self._next = 0
+
+    def complete(self, transfer: Transfer) -> None:
+        """Note that the running backward has completed a bucket, and start what can start."""
+        if transfer.is_held:
+            return
+        transfer.is_complete = True
+        transfer.bucket.seal()
+        while self._next < len(self.all) and self._may_start(self.all[self._next]):
+            self._start(poison=False)
+
+    def start_rest(self, *, poison: bool) -> None:
+        """Start every bucket that has not been; `poison` voids the window."""
+        if self.header.is_refused():
+            return
+        while self._next < len(self.all):
+            self._start(poison=poison)
+        if self.all:
+            self._finish_rounds(self.all[-1])
+
+    def late(self) -> list[tuple[BucketAccumulator, int]]:
+        """Return the slots, with their buckets, that the backward has added to after it had seemed to
+        complete them.
+        """
+        complete = [transfer.bucket for transfer in self.all if transfer.is_complete]
+        return [(bucket, slot) for bucket in complete for slot in bucket.late()]
+
+    def landed(self) -> Iterator[BucketAccumulator]:
+        """Wait for each bucket in turn, while later ones still travel."""
+        for index, transfer in enumerate(self.all[: self._next]):
+            with span("land bucket", index):
+                transfer.work.wait()
+                yield transfer.bucket
+
+    def _may_start(self, transfer: Transfer) -> bool:
+        """Whether a bucket may go now. The backward never stalls for the header:
+        the bucket goes with the next one.
+        """
+        return transfer.is_complete and self.header.is_ready() and not self.header.is_refused()
+
+    def _start(self, *, poison: bool) -> None:
+        transfer = self.all[self._next]
+        # A narrow wire needs the count of all ranks: waiting for it must not hold up the backward.
+        with span("launch bucket", self._next), self._comm.side_stream(transfer.bucket.round_tensors()):
+            inv_count = self._divisor.before_wire()
+            transfer.rounds = transfer.bucket.rounds(inv_count, self._wire, self._comm, poison=poison)
+            transfer.launch()
+        self._next += 1
+        if self._next > 1:
+            self._finish_rounds(self.all[self._next - 2])
+
+    def _finish_rounds(self, transfer: Transfer) -> None:
+        while transfer.rounds_left:
+            with self._comm.side_stream([]):
+                transfer.work.wait()
+                transfer.launch()

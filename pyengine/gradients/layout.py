@@ -1,0 +1,150 @@
+"""Where every gradient lies: slots, the buckets that hold them, and how two ranks find out that they
+disagree.
+
+A layout is plain data. It is a pure function of the parameters' descriptions, the bucket cap and the world
+size, so ranks that describe the same parameters build the same layout without talking.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+# 64 elements are 128 bytes of a 2-byte wire and 256 bytes of fp32: one offset serves both buffers of a
+# bucket, and every slot starts on a cache-line pair (and on NCCL's 128-byte fast path).
+ALIGN_ELEMENTS = 64
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What a layout needs to know of one parameter.
+
+    Attributes:
+        strides: of a parameter that is not contiguous (channels_last, say), whose elements lie in another
+            order in its slot; empty for others.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = True
+    strides: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, param: torch.nn.Parameter) -> ParamSpec:
+        """Describe a parameter."""
+        strides = () if param.is_contiguous() else param.stride()
+        return cls(name, tuple(param.shape), param.dtype, param.requires_grad, strides)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in a bucket; `offset` counts elements, `param` is the registration index."""
+
+    param: int
+    name: str
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A flat range of gradients reduced together.
+
+    Elements `[0, flags)` hold the slots, `[flags, flags + len(slots))` one *used* flag a slot (they travel
+    with the gradients, so ranks agree on unused parameters without another collective), the rest pads the
+    bucket to `numel`.
+    """
+
+    index: int
+    dtype: torch.dtype
+    slots: tuple[Slot, ...]
+    flags: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Buckets in the order in which backward fills them."""
+
+    params: tuple[ParamSpec, ...]
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all buckets, padding included."""
+        return sum(bucket.numel for bucket in self.buckets)
+
+
+def backward_order(params: Sequence[ParamSpec]) -> list[int]:
+    """Return the order in which a backward is expected to deliver gradients: last registered first."""
+    return [index for index in reversed(range(len(params))) if params[index].requires_grad]
+
+
+def build(params: Sequence[ParamSpec], order: Sequence[int], *, cap_bytes: int, world_size: int) -> Layout:
+    """Lay out parameters in the order in which a backward delivers their gradients.
+
+    Args:
+        params: descriptions in registration order.
+        order: registration indices of the parameters to lay out; `backward_order`, or what was observed.
+        cap_bytes: a bucket is closed once it holds this many bytes of gradients; parameters are never split.
+        world_size: every bucket is padded to a multiple of `lcm(world_size, 128)` elements, so that it can be
+            cut into equal, aligned shards.
+    """
+    open_slots: dict[torch.dtype, list[Slot]] = {}
+    closed: list[tuple[torch.dtype, list[Slot]]] = []
+    for index in order:
+        spec = params[index]
+        slots = open_slots.setdefault(spec.dtype, [])
+        slots.append(Slot(index, spec.name, _end(slots), spec.numel))
+        if _end(slots) * spec.dtype.itemsize >= cap_bytes:
+            closed.append((spec.dtype, open_slots.pop(spec.dtype)))
+    closed.extend(open_slots.items())
+    unit = math.lcm(world_size, 128)
+    return Layout(
+        tuple(params),
+        tuple(_bucket(i, dtype, slots, unit) for i, (dtype, slots) in enumerate(closed)),
+    )
+
+
+def first_difference(params: Sequence[Sequence[ParamSpec]]) -> str | None:
+    """Name the first parameter on which ranks differ and who has what; None when all ranks agree."""
+    lengths = {rank: len(specs) for rank, specs in enumerate(params)}
+    for index in range(max(lengths.values())):
+        specs = [_describe(specs[index]) if index < len(specs) else "no such parameter" for specs in params]
+        if len(set(specs)) > 1:
+            return f"parameter {index}: {_by_rank(specs)}"
+    return None
+
+
+def _bucket(index: int, dtype: torch.dtype, slots: list[Slot], unit: int) -> Bucket:
+    flags = _end(slots)
+    return Bucket(index, dtype, tuple(slots), flags, _round_up(flags + len(slots), unit))
+
+
+def _end(slots: list[Slot]) -> int:
+    return _round_up(slots[-1].offset + slots[-1].numel, ALIGN_ELEMENTS) if slots else 0
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _describe(spec: ParamSpec) -> str:
+    frozen = "" if spec.requires_grad else ", requires_grad=False"
+    strides = f" with strides {list(spec.strides)}" if spec.strides else ""
+    return f"{spec.name!r} {list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}{strides}{frozen}"
+
+
+def _by_rank(specs: Sequence[str]) -> str:
+    owners: dict[str, list[int]] = {}
+    for rank, text in enumerate(specs):
+        owners.setdefault(text, []).append(rank)
+    return "; ".join(f"rank {', '.join(map(str, ranks))} has {text}" for text, ranks in owners.items())

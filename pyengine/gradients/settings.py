@@ -1,0 +1,84 @@
+"""The arguments that every engine takes, and what is wrong with them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+
+from pyengine.gradients.accumulator import KINDS, Exact
+from pyengine.window.counter import check_accumulate
+from pyengine.wire import FP32, Wire
+
+NONFINITE_POLICIES = ("skip", "raise")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `GradSync`, which `attach` and the adapters share; DDP has buckets of its own size."""
+
+    accumulate: int
+    wire: Wire = FP32()  # noqa: RUF009 - frozen
+    accumulator: str | Exact = "fp32"
+    nonfinite: str = "skip"
+    bucket_cap_mb: float = 25
+
+    @property
+    def kind(self) -> str:
+        """The accumulator's name; empty if it has none."""
+        if isinstance(self.accumulator, Exact):
+            return "exact"
+        return self.accumulator if isinstance(self.accumulator, str) else ""
+
+    @property
+    def raises(self) -> bool:
+        """Whether inf and nan are an error, so that every micro-batch is watched for them."""
+        return self.nonfinite == "raise"
+
+    @property
+    def cap_bytes(self) -> int:
+        """Size of a bucket."""
+        return int(self.bucket_cap_mb * 2**20)
+
+    def shared(self) -> str:
+        """Describe what has to be equal on every rank (micro-batches a window need not be)."""
+        return f"wire={self.wire}, accumulator={self.accumulator!r}, nonfinite={self.nonfinite!r}, " + (
+            f"bucket_cap_mb={float(self.bucket_cap_mb)}"
+        )
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the values."""
+        found = [*check_accumulate(self.accumulate), *_wire_problems(self.wire)]
+        if isinstance(self.accumulator, Exact) and type(self.accumulator.micro_batches) is not int:
+            found.append(f"accumulator={self.accumulator}: need a whole number of micro-batches")
+        if self.kind not in KINDS:
+            found.append(f"accumulator={self.accumulator!r}: need one of {', '.join(map(repr, KINDS))}")
+        elif self.kind == "exact" and not _wire_problems(self.wire) and self.wire != FP32():
+            found.append(
+                f"wire={self.wire}: need wire.FP32() with accumulator='exact', whose sums travel as "
+                "integers of their own"
+            )
+        if not isinstance(self.nonfinite, str) or self.nonfinite not in NONFINITE_POLICIES:
+            found.append(
+                f"nonfinite={self.nonfinite!r}: need one of {', '.join(map(repr, NONFINITE_POLICIES))}"
+            )
+        size = self.bucket_cap_mb
+        if not isinstance(size, Real) or isinstance(size, bool) or not 0 < size * 2**20 < math.inf:
+            found.append(
+                f"bucket_cap_mb={size!r}: need a size above 0, in MiB, and a finite one; 25 is a good start"
+            )
+        return found
+
+
+def _wire_problems(wire: Any) -> list[str]:
+    """Say what is wrong with a wire; a name, a type or a dtype in its place is taken for a hint."""
+    made = not isinstance(wire, type) and callable(getattr(wire, "all_reduce_", None))
+    if made and isinstance(getattr(wire, "dtype", None), torch.dtype):
+        return []
+    name = (wire.__name__ if isinstance(wire, type) else str(wire)).removeprefix("torch.").upper()
+    name = name.replace("BFLOAT", "BF").replace("FLOAT", "FP")
+    meant = name if name in ("FP32", "BF16", "FP16") else "FP32"
+    return [f"wire={wire!r}: need a wire; use pe.wire.{meant}(), of FP32(), BF16() and FP16()"]

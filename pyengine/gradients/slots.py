@@ -1,0 +1,79 @@
+"""A gradient as a slot of a flat buffer: 1-D, in the order in which the parameter is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from pyengine.gradients.layout import Slot
+
+# By parameter name: the parts of its sum in storage order, and "nonfinite", uint8 [micro-batches], if
+# watched. Parts are "sum", float32 or the parameter's dtype [numel], or of an exact sum "limbs", int32 [2,
+# blocks, 64], and "bins", uint8 [blocks].
+Saved = dict[str, dict[str, Tensor]]
+
+
+def slots_of(flat: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
+    """Return the slots of a flat buffer, in storage order: views `[slot.numel]` of its memory."""
+    return [flat[slot.offset : slot.offset + slot.numel] for slot in slots]
+
+
+def views_of(flat: Tensor, params: Sequence[Parameter], slots: Sequence[Slot]) -> list[Tensor]:
+    """Return the slots of a flat buffer, shaped and strided like their parameters: views of its memory.
+
+    `.data` gives each its own version counter, so a single counter tells whether autograd has added to a
+    slot.
+    """
+    return [
+        flat.as_strided(param.size(), dense_strides(param), slot.offset).data
+        for param, slot in zip(params, slots, strict=True)
+    ]
+
+
+def load_parts(parts: Mapping[str, Tensor], kept: Mapping[str, Tensor] | None) -> None:
+    """Overwrite a sum's parts with what was saved of it, of the same shapes and dtypes; with zeros if nothing
+    was.
+    """
+    for name, part in parts.items():
+        part.zero_() if kept is None else part.copy_(kept[name])
+
+
+def saved_flags(saved: Saved, names: Sequence[str], done: int, device: torch.device) -> Tensor:
+    """Return the flags of the micro-batches done, as saved: uint8 `[done, len(names)]`, the caller's, 0 where
+    none were.
+    """
+    rows = torch.zeros(done, len(names), dtype=torch.uint8, device=device)
+    for index, name in enumerate(names):
+        if "nonfinite" in saved.get(name, {}):
+            rows[:, index] = saved[name]["nonfinite"]
+    return rows
+
+
+def dense_strides(param: Tensor) -> tuple[int, ...]:
+    """Return the parameter's own strides if it is dense (channels_last, say), else the contiguous ones."""
+    return torch.empty_like(param, device="meta").stride()
+
+
+def slot_gradient(param: Parameter) -> Tensor | None:
+    """Return `param.grad` in the slot's order, or None.
+
+    Returns:
+        In the gradient's dtype: 1-D `[numel]`, or as it is where that is contiguous. Autograd's own memory,
+        valid until somebody replaces `.grad`; a copy of gradients that are sparse, strided otherwise or
+        negated.
+    """
+    grad = param.grad
+    if grad is None:
+        return None
+    if grad.layout is not torch.strided:
+        grad = grad.to_dense()
+    grad = grad.resolve_neg()  # autograd negates lazily: the imaginary part of a conjugate
+    if grad.is_contiguous() and param.is_contiguous():
+        return grad
+    like = torch.empty_like(param, dtype=grad.dtype)
+    if grad.stride() != like.stride():
+        grad = like.copy_(grad)
+    return grad.as_strided((grad.numel(),), (1,), grad.storage_offset())

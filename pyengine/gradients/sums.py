@@ -1,0 +1,205 @@
+"""The sums of a window, wherever its gradients lie: flat buffers over a plan's slots, without `.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pyengine.comm.base import Comm, Work
+from pyengine.ops.exact import ExactSum
+from pyengine.ops.exact_reference import POISONED
+from pyengine.ops.plan import BucketPlan
+from pyengine.ops.pointers import Pointers, TensorList
+from pyengine.window.final_pass import FinalPass
+
+
+class WindowSum(Protocol):
+    """A sum over a plan's slots, in memory that it owns as long as it lives: `Fp32Sum`, `ExactSum`."""
+
+    def over(self, plan: BucketPlan) -> WindowSum:
+        """Return the same sum, in the same memory, for gradients of some of its slots, which `plan` names."""
+
+    def parts(self, offset: int, numel: int) -> dict[str, Tensor]:
+        """Return the memory of one slot's sum, by name: what a checkpoint holds of it (see `Saved`).
+
+        Args:
+            offset, numel: of the slot.
+        """
+
+    def deposit_(self, grads: TensorList | Pointers, /, *, first: bool, nonfinite: Tensor) -> None:
+        """Add a micro-batch's gradients, one a slot.
+
+        Args:
+            grads: one entry a slot, `[slot.numel]`, read; None adds nothing.
+            first: True overwrites: the sum holds nothing of this window yet.
+            nonfinite: uint8 `[slots]`, OR-ed with 1 where a gradient was not finite, or too large for an
+                exact sum (2^126).
+
+        Cost: reads a gradient, writes an element of the sum, and reads one unless `first`.
+        """
+
+
+class Fp32Sum:
+    """Narrow gradients summed in float32: nothing stops growing after 256 micro-batches.
+
+    Gradients are bfloat16 or float16; `deposit_` moves 10 bytes an element, or 6 if `first`.
+
+    Args:
+        plan: slots of the buffer.
+        numel: elements of the buffer.
+        device: where it lies.
+
+    Attributes:
+        flat: float32 `[numel]`, owned by this object.
+    """
+
+    def __init__(self, plan: BucketPlan, *, numel: int, device: torch.device) -> None:
+        self._plan = plan
+        self.flat = torch.zeros(numel, device=device)
+        self._one = torch.ones((), device=device)
+
+    def over(self, plan: BucketPlan) -> Fp32Sum:
+        other = copy(self)
+        other._plan = plan
+        return other
+
+    def parts(self, offset: int, numel: int) -> dict[str, Tensor]:
+        return {"sum": self.flat[offset : offset + numel]}
+
+    def deposit_(self, grads: TensorList | Pointers, /, *, first: bool, nonfinite: Tensor) -> None:
+        self._plan.accumulate_(self.flat, grads, self._one, first=first, nonfinite=nonfinite)
+
+    def deposit_into_wire_(
+        self, wire: Tensor, grads: TensorList | Pointers, scale: Tensor, *, first: bool, nonfinite: Tensor
+    ) -> None:
+        """Write (sum + gradients) times `scale` into a wire buffer.
+
+        Args:
+            wire: of the wire's type, `[numel]`, written; where it is `flat` itself, nothing is scaled.
+            grads, first: as for `deposit_`.
+            scale: float32, 0-dim.
+            nonfinite: uint8 `[slots]`, OR-ed with 1 where a value on the wire is not finite; where that is
+                `flat` itself, where a gradient is not.
+
+        Cost: one pass; reads 4 bytes (0 if `first`) and a gradient, writes one wire element.
+        """
+        if wire is self.flat:
+            self.deposit_(grads, first=first, nonfinite=nonfinite)
+        else:
+            self._plan.accumulate_cast_(
+                wire, self.flat, grads, self._one, scale, first=first, nonfinite=nonfinite
+            )
+
+
+class ExactOverRanks(ExactSum):
+    """An exact sum, and the two rounds in which ranks merge theirs.
+
+    Args:
+        plan, numel, terms, device: as for `ExactSum`.
+        num_flags: flags that travel with the first round.
+
+    Attributes:
+        flags: uint8 `[num_flags]`, written before `rounds`; the largest over all ranks after the first.
+    """
+
+    def __init__(
+        self, plan: BucketPlan, *, numel: int, terms: int, device: torch.device, num_flags: int = 0
+    ) -> None:
+        super().__init__(plan, numel=numel, terms=terms, device=device)
+        self._marks = torch.zeros(self.bins.numel() + num_flags, dtype=torch.uint8, device=device)
+        self._merged_bins = self._marks[: self.bins.numel()]
+        self.flags = self._marks[self.bins.numel() :]
+
+    def rounds(self, comm: Comm, *, poison: bool = False) -> Iterator[Work]:
+        """Agree on the largest bin of every block, then add the integers; go on only when a round has landed.
+
+        Args:
+            poison: make the sum nan on every rank.
+
+        Cost: an all-reduce of a byte a block and flag, then one of 8 bytes an element; between them 2 bytes a
+        block are read, and where a bin grows 4 read and 8 written an element.
+        """
+        if poison:
+            self._merged_bins.fill_(POISONED)
+        else:
+            self._merged_bins.copy_(self.bins)
+        yield comm.all_reduce_max(self._marks)
+        self.align_(self._merged_bins)
+        yield comm.all_reduce(self.limbs)
+
+    def rounded_(self) -> Tensor:
+        """Round in place, once all rounds have landed.
+
+        Returns:
+            The sum, float32 `[numel]`, in the memory of `hi`: valid until the next deposit, a first one.
+
+        Cost: reads 8 bytes an element and writes 4.
+        """
+        total: Tensor = self.hi.view(torch.float32)
+        self.round_(total)
+        return total
+
+    def round_tensors(self) -> list[Tensor]:
+        """Return every tensor that `rounds` uses."""
+        return [self.limbs, self.bins, self._marks]
+
+
+class SlotNorms:
+    """One read of reduced gradients: their norm and finite flags.
+
+    Args:
+        plan: their slots.
+        params: indices of the slots' parameters, in the order of registration.
+        device: where they lie.
+
+    Attributes:
+        params: int64 `[slots]`, as given.
+    """
+
+    def __init__(self, plan: BucketPlan, params: Sequence[int], device: torch.device) -> None:
+        self._plan = plan
+        self.params = torch.tensor(params, device=device)
+        self._sumsq = torch.zeros(len(params), dtype=torch.float64, device=device)
+        self._nonfinite = torch.zeros(len(params), dtype=torch.uint8, device=device)
+
+    def read(
+        self,
+        sources: TensorList | Pointers,
+        out: TensorList | Pointers | None,
+        scale: Tensor,
+        final: FinalPass,
+    ) -> None:
+        """Read the slots once, times `scale`; leave norm and finite flags in `final`.
+
+        Args:
+            sources: one entry a slot, `[slot.numel]`, read.
+            out: written, in its own dtype; may be `sources`. None writes nothing.
+            scale: float32, 0-dim.
+            final: its `sumsq` and `nonfinite` are written at `params`.
+
+        Cost: reads one element; writes one if `out` is given.
+        """
+        self._plan.unscale_norm(sources, out, scale, sumsq=self._sumsq, nonfinite=self._nonfinite.zero_())
+        final.sumsq.index_copy_(0, self.params, self._sumsq)
+        final.nonfinite.index_copy_(0, self.params, self._nonfinite)
+
+    def scale_(self, tensors: TensorList | Pointers, scale: Tensor) -> None:
+        """Multiply the slots in place by `scale`, float32, 0-dim: reads and writes one element each."""
+        self._plan.unscale_norm(tensors, tensors, scale, sumsq=self._sumsq, nonfinite=self._nonfinite)
+
+    def flags(self, sources: TensorList | Pointers, one: Tensor) -> Tensor:
+        """Return which slots are not finite, uint8 `[slots]`, the caller's.
+
+        Args:
+            sources: as for `read`.
+            one: float32, 0-dim, 1.
+
+        Cost: reads one element.
+        """
+        flags = torch.zeros_like(self._nonfinite)
+        self._plan.unscale_norm(sources, None, one, sumsq=self._sumsq, nonfinite=flags)
+        return flags

@@ -1,0 +1,227 @@
+"""Gradients on an XLA device: two programs, one for every micro-batch and one for the update.
+
+A program is what was recorded between two launches. A micro-batch's is its forward and backward and the
+addition to the sums; none depends on how many there are. The update's is everything else: header, reductions,
+norm, clipping, and the optimizer's step, behind which it is launched.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from pyengine.comm.base import Comm, RefusesTypes, Work
+from pyengine.gradients.accumulator import sum_dtype
+from pyengine.gradients.layout import ParamSpec, backward_order, build
+from pyengine.gradients.settings import Settings
+from pyengine.gradients.slots import Saved, saved_flags
+from pyengine.ops.device import flush, is_lazy, send
+from pyengine.step.rollback import RollbackStepper
+from pyengine.step.stepper import Stepper
+from pyengine.window.divisor import Divisor
+from pyengine.window.final_pass import FinalPass
+from pyengine.window.header import Header
+from pyengine.window.nonfinite import flagged_in
+
+
+def problems_of_device(device: torch.device, comm: Comm, settings: Settings) -> list[str]:
+    """Say which arguments make no sense where the parameters lie."""
+    if not is_lazy(device) or settings.problems():
+        return []
+    found = []
+    if settings.kind == "exact":
+        found.append(
+            "accumulator='exact' needs sums of integers in memory that XLA does not let one address: use "
+            "'fp32' on an XLA device, whose result is the same on every replica but not for every number "
+            "of replicas"
+        )
+    if isinstance(comm, RefusesTypes) and (reason := comm.refuses(settings.wire.dtype)):
+        found.append(f"wire={settings.wire}: {reason}; use wire.FP32()")
+    return found
+
+
+class XlaReducer:
+    """Gradients in sums that we own, one tensor a parameter, in its shape and the type of `sum_dtype`;
+    `.grad` exists from the reduction to the step.
+
+    Nothing overlaps by our doing: the compiler orders a program.
+
+    Args:
+        specs: descriptions of `params`, in registration order.
+        params: all parameters; those that require no gradient are left alone.
+        comm: transport.
+        settings: how sums travel, and whether every micro-batch is watched for inf and nan; all gradients of
+            a type are reduced by one operation, whatever the size of a bucket.
+    """
+
+    overlaps = False
+
+    def __init__(
+        self,
+        specs: Sequence[ParamSpec],
+        params: Sequence[Parameter],
+        *,
+        comm: Comm,
+        settings: Settings,
+    ) -> None:
+        self.params: Sequence[Parameter] = list(params)
+        self.names: Sequence[str] = [spec.name for spec in specs]
+        self._comm, self._wire = comm, settings.wire
+        self._order = backward_order(specs)
+        self.layout = build(specs, self._order, cap_bytes=sys.maxsize, world_size=comm.world_size)
+        self.stepper: Stepper = RollbackStepper(
+            {id(params[index]): index for index in self._order}, always_waits=settings.raises
+        )
+        self._device = device = params[0].device
+        self._sums = {
+            index: torch.zeros_like(
+                params[index], dtype=sum_dtype(settings.kind, params[index].dtype), requires_grad=False
+            )
+            for index in self._order
+        }
+        self._zero = torch.zeros((), dtype=torch.float64, device=device)
+        self._usage: tuple[list[bool], Tensor] | None = None
+        self._is_watching = settings.raises
+        self._watched: list[Tensor] = []
+        # A sum that is rounded to another type on its way is rewritten anyway.
+        kinds = [(self._sums[index].dtype, params[index].dtype) for index in self._order]
+        self._in_place = all(a == b == self._wire.dtype for a, b in kinds)
+        self._is_clean = True
+        self._used = [False] * len(self.params)
+        self._works: list[Work] = []
+        self._flat: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def open(self) -> None:
+        """Zero what a dropped window has left; in a program of its own, since no other one does that."""
+        if not self._is_clean:
+            for total in self._sums.values():
+                total.zero_()
+            flush(self._device)
+            self._is_clean = True
+
+    def begin(self) -> None:
+        self._clear()
+        self._used = [False] * len(self.params)
+        self._watched = []
+
+    def add(self, backward: Callable[[], None]) -> None:
+        """Launch the micro-batch's program at the end."""
+        self._is_clean = False
+        backward()
+        with torch.no_grad():
+            for index, total in self._sums.items():
+                grad = self.params[index].grad
+                if grad is not None:
+                    self._used[index] = True
+                    total.add_(grad)
+            if self._is_watching:
+                self._watched.append(_flags([param.grad for param in self.params], self._zero))
+        self._clear()
+        flush(self._device)
+
+    @torch.no_grad()
+    def reduce(self, header: Header, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
+        """Queue every reduction, and zero the sums."""
+        assert backward is None
+        del loss
+        self._divisor = Divisor(header.inv_count, self._wire, in_place=self._in_place)
+        self._used_anywhere = self._usage_here().clone()
+        self._works = [
+            self._comm.all_reduce(self._used_anywhere)
+        ]  # travels with the header, if that goes first
+        inv_count = self._divisor.before_wire()
+        self._flat = {}
+        for index, total in self._sums.items():
+            wide = total.clone() if inv_count is None else total.float() * inv_count
+            self._flat[index] = wide.to(self._wire.dtype)
+            total.zero_()
+        self._works += [self._wire.all_reduce_(flat, self._comm) for flat in self._flat.values()]
+        self._is_clean = True
+
+    def give_up(self) -> None:
+        """Do nothing: without a backward in it, no reduction fails half-way."""
+
+    @torch.no_grad()
+    def finish(self, final: FinalPass) -> None:
+        """Record what publishes `.grad`; all of it is still to be computed."""
+        for work in self._works:
+            work.wait()
+        inv_count = self._divisor.after_wire()
+        values = [self._zero] * len(self.params)
+        grads: list[Tensor | None] = [None] * len(self.params)
+        for index, flat in self._flat.items():
+            wide = flat.float() if inv_count is None else flat.float() * inv_count
+            values[index] = wide.double().square().sum()
+            grads[index] = wide
+            self.params[index].grad = wide.to(self.params[index].dtype)
+        final.sumsq = torch.stack(values)
+        final.nonfinite = _flags(grads, self._zero)
+        final.used = self._used_anywhere > 0
+        self._flat, self._works = {}, []
+        self._divisor.leave_to(final)
+        final.compute_norm()
+
+    @torch.no_grad()
+    def scale_(self, scale: Tensor) -> None:
+        """Leave it to the compiler to make this part of what uses the gradients."""
+        for index in self._order:
+            param = self.params[index]
+            if param.grad is not None:
+                param.grad = (param.grad.float() * scale).to(param.dtype)
+
+    def blame(self) -> Callable[[int], list[int] | None]:
+        is_watching, watched = self._is_watching, self._watched
+        return lambda param: flagged_in(watched, param) if is_watching else None
+
+    @torch.no_grad()
+    def save(self) -> Saved:
+        saved = {
+            self.names[index]: {"sum": total.reshape(-1).clone()}
+            for index, total in self._sums.items()
+            if self._used[index]
+        }
+        if self._watched:
+            flags = torch.stack(self._watched)
+            for index in filter(self._used.__getitem__, self._order):
+                saved[self.names[index]]["nonfinite"] = flags[:, index].clone()
+        flush(self._device)
+        return saved
+
+    @torch.no_grad()
+    def load(self, saved: Saved, *, done: int) -> None:
+        rows = saved_flags(saved, self.names, done, torch.get_default_device())
+        for index, total in self._sums.items():
+            kept = saved.get(self.names[index])
+            self._used[index] = kept is not None
+            total.zero_() if kept is None else total.copy_(kept["sum"].view_as(total))
+        self._watched = list(rows.to(self._device)) if self._is_watching else []
+        self._is_clean = False
+        flush(self._device)
+
+    def release(self, *, keeps_grad: bool) -> None:
+        self._sums, self._flat, self._works = {}, {}, []
+        if not keeps_grad:
+            self._clear()
+
+    def _clear(self) -> None:
+        for index in self._order:
+            self.params[index].grad = None
+
+    def _usage_here(self) -> Tensor:
+        """Return which parameters this replica has used, float32 `[num_params]`;
+        sent again only when that changes.
+        """
+        if self._usage is None or self._usage[0] != self._used:
+            self._usage = self._used, send(self._used, torch.float32, self._device)
+        return self._usage[1]
+
+
+def _flags(grads: Sequence[Tensor | None], zero: Tensor) -> Tensor:
+    """Return which gradients hold inf or nan, uint8 `[num_params]`; 0 for None."""
+    none = zero.to(torch.uint8)
+    return torch.stack([none if g is None else (~torch.isfinite(g)).any().to(torch.uint8) for g in grads])

@@ -1,0 +1,10 @@
+"""One pass over memory, and what a device can do.
+
+Public are the ops without an engine (`functional.py`) and the plans beneath them.
+"""
+
+from pyengine.ops.exact import ExactSum
+from pyengine.ops.functional import accumulate_, flatten, unflatten_, unscale_norm, unscale_norm_
+from pyengine.ops.plan import BucketPlan
+
+__all__ = ["BucketPlan", "ExactSum", "accumulate_", "flatten", "unflatten_", "unscale_norm", "unscale_norm_"]

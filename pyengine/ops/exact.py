@@ -1,0 +1,243 @@
+"""Sums of gradients whose bits do not depend on order, grouping or the number of ranks: `ExactSum`."""
+
+from __future__ import annotations
+
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from pyengine.ops import exact_reference, native
+from pyengine.ops.exact_reference import BLOCK
+from pyengine.ops.overlap import check_into
+from pyengine.ops.plan import BucketPlan
+from pyengine.ops.pointers import DTYPE_CODES, Pointers, TensorList, check_each, check_flat
+
+MAX_TERMS = 4096
+
+
+def _check(plan: BucketPlan, numel: int, terms: int) -> None:
+    if not 1 <= terms <= MAX_TERMS:
+        raise ValueError(
+            f"terms={terms}; needed 1 to {MAX_TERMS}, the micro-batches of a window over all ranks: let a "
+            "rank add several micro-batches in float32 and deposit their sum as one term"
+        )
+    if numel % BLOCK or numel < plan.flat_numel:
+        raise ValueError(
+            f"numel={numel}; needed a multiple of {BLOCK}, at least flat_numel={plan.flat_numel}; nearest is "
+            f"{-(-max(numel, plan.flat_numel) // BLOCK) * BLOCK}"
+        )
+    for slot, offset in enumerate(plan.offsets):
+        if offset % BLOCK:
+            raise ValueError(
+                f"slot {slot} has offset {offset}; needed a multiple of {BLOCK}, so that no block has two "
+                "slots"
+            )
+
+
+class ExactSum:
+    """Order-free sum of gradients over a plan's slots: the same bits whatever the order, grouping or number
+    of ranks.
+
+    Every element is held as two integers on an absolute grid, which each block of 64 elements chooses by its
+    largest magnitude. Integers are added exactly, so sums of any parts of the terms, on any ranks, can be
+    merged in any order:
+
+        torch.distributed.all_reduce(bins := total.bins.clone(), ReduceOp.MAX)
+        total.align_(bins)
+        torch.distributed.all_reduce(total.hi)
+        torch.distributed.all_reduce(total.lo)
+
+    A term errs by at most max(2^-width · the largest magnitude in its block over all terms, 2^-126); no error
+    depends on the number of deposits or ranks. Terms of one block that span fewer than `width` binades are
+    added exactly.
+
+    Args:
+        plan: slots; every offset a multiple of 64.
+        numel: elements of the flat buffer, a multiple of 64 and at least `plan.flat_numel`.
+        terms: the most terms that the sum may take before it starts anew, over all ranks that will be merged;
+            1 to 4096. More terms leave fewer bits for each: `width` is 31 - ceil(log2 terms). More deposits
+            than that can overflow; counting them is the caller's.
+        device: where the sum lies. CPU and CUDA run in the native core, everything else in
+            `exact_reference.py`.
+
+    Attributes:
+        limbs: int32 [2, numel], owned by this object: hi and lo.
+        hi, lo: int32 [numel], its rows. Zero where there is no slot and beyond a slot's last element.
+        bins: uint8 [numel // 64], owned too. 0 is an empty block (or zeros, or denormals), 255 a poisoned
+            one: some term had an inf, a NaN or a magnitude of 2^126 or more there. Limbs are zero in both.
+        width: bits of a limb that one term fills.
+
+    Raises:
+        ValueError, TypeError: from the constructor and every method, for arguments that do not fit; nothing
+            has been written then.
+
+    Example:
+        >>> plan, flags = BucketPlan([0], [3]), torch.zeros(1, dtype=torch.uint8)
+        >>> total = ExactSum(plan, numel=64, terms=3, device=torch.device("cpu"))
+        >>> total.deposit_([torch.tensor([1.0, 2.0, 1e8])], first=True, nonfinite=flags)
+        >>> total.deposit_([torch.tensor([1.0, 2.0, 1.0])], first=False, nonfinite=flags)
+        >>> total.deposit_([torch.tensor([1.0, 2.0, -1e8])], first=False, nonfinite=flags)
+        >>> out = torch.empty(64)
+        >>> total.round_(out)
+        >>> out[:3]
+        tensor([3., 6., 1.])
+    """
+
+    def __init__(self, plan: BucketPlan, *, numel: int, terms: int, device: torch.device) -> None:
+        _check(plan, numel, terms)
+        self.width = 31 - (terms - 1).bit_length()
+        self.limbs = torch.zeros(2, numel, dtype=torch.int32, device=device)
+        self.hi, self.lo = self.limbs
+        self.bins = torch.zeros(numel // BLOCK, dtype=torch.uint8, device=device)
+        self._plan = plan
+        self._runner = plan._runner(self.hi.device)
+        if self._runner is not None:
+            hi, lo, bins = (limb.data_ptr() for limb in self._limbs)
+            self._native = native._core.ExactSum(hi, lo, bins, self.bins.numel(), self.width)
+
+    def __repr__(self) -> str:
+        return f"ExactSum({self._plan}, width {self.width}, on {self.hi.device})"
+
+    def over(self, plan: BucketPlan) -> ExactSum:
+        """Return the same sum, in the same memory, for deposits into the slots of another plan.
+
+        Args:
+            plan: slots within `numel`, every offset a multiple of 64.
+
+        Cost: nothing.
+        """
+        _check(plan, self.hi.numel(), 1)
+        other = copy(self)
+        other._plan, other._runner = plan, plan._runner(self.hi.device)
+        return other
+
+    def parts(self, offset: int, numel: int) -> dict[str, Tensor]:
+        """Return the memory of a slot's sum, which stays this object's.
+
+        Args:
+            offset, numel: of the slot; blocks is numel / 64, rounded up.
+
+        Returns:
+            limbs: int32 [2, blocks, 64], a view.
+            bins: uint8 [blocks], a view.
+
+        Cost: nothing.
+        """
+        blocks = slice(offset // BLOCK, -(-(offset + numel) // BLOCK))
+        return {"limbs": self.limbs.view(2, -1, BLOCK)[:, blocks], "bins": self.bins[blocks]}
+
+    def deposit_(self, tensors: TensorList | Pointers, *, first: bool, nonfinite: Tensor) -> None:
+        """Add one term: every slot's tensor.
+
+        Args:
+            tensors: one entry a slot, read. None contributes nothing.
+            first: True forgets what was there and starts with this term; slots without a tensor are empty
+                then. No other pass has to clear the sum.
+            nonfinite: uint8 [n], OR-ed with 1 where this term poisoned a block.
+
+        Cost: reads the gradient, writes 8 bytes, and reads 8 unless `first`: 20 (12) for float32, 18 (10) for
+        bfloat16; and a byte a block.
+
+        Example:
+            >>> plan, flags = BucketPlan([0], [3]), torch.zeros(1, dtype=torch.uint8)
+            >>> total = ExactSum(plan, numel=64, terms=8, device=torch.device("cpu"))
+            >>> total.deposit_([torch.ones(3)], first=True, nonfinite=flags)
+        """
+        sources = self._plan._gather("tensors", tensors, self.hi)
+        check_each("nonfinite", nonfinite, torch.uint8, len(self._plan.numels), self.hi.device)
+        check_into(self._plan, [("limbs", self.limbs), ("bins", self.bins)], ("tensors", sources))
+        if self._runner is None:
+            return exact_reference.deposit_(
+                self._plan._slots, self._limbs, sources.tensors, self.width, first=first, nonfinite=nonfinite
+            )
+        self._runner.exact_deposit_(self._native, sources.table, first, nonfinite.data_ptr())
+
+    def align_(self, bins: Tensor) -> None:
+        """Shift the limbs of every block to a larger bin, as if all terms had been deposited there.
+
+        Afterwards `self.bins` equals `bins`, and limbs of sums with equal bins may be added.
+
+        Args:
+            bins: uint8 [numel // 64], read; nowhere smaller than `self.bins`: the maximum over all ranks. A
+                poisoned block of any rank is poisoned in all.
+
+        Cost: reads 2 bytes a block; where a bin grows, reads 4 and writes 8 an element.
+
+        Example:
+            >>> total = ExactSum(BucketPlan([0], [3]), numel=64, terms=8, device=torch.device("cpu"))
+            >>> total.align_(torch.full((1,), 5, dtype=torch.uint8))
+            >>> total.bins
+            tensor([5], dtype=torch.uint8)
+        """
+        check_each("bins", bins, torch.uint8, self.bins.numel(), self.hi.device, of="block")
+        if self._runner is None:
+            return exact_reference.align_(self._limbs, bins)
+        self._runner.exact_align_(self._native, bins.data_ptr())
+
+    def merge_(self, other: ExactSum) -> None:
+        """Add another sum, as if its terms had been deposited here; it is aligned with this one by it.
+
+        Args:
+            other: over the same elements, made for as many terms; both together have taken no more.
+
+        Cost: reads 16 and writes 8 bytes an element, and aligns both.
+
+        Example:
+            >>> plan, flags = BucketPlan([0], [3]), torch.zeros(1, dtype=torch.uint8)
+            >>> one, two = (ExactSum(plan, numel=64, terms=2, device=torch.device("cpu")) for _ in range(2))
+            >>> one.deposit_([torch.full((3,), 1e8)], first=True, nonfinite=flags)
+            >>> two.deposit_([torch.ones(3)], first=True, nonfinite=flags)
+            >>> one.merge_(two)
+            >>> out = torch.empty(64)
+            >>> one.round_(out)
+            >>> float(out[0].double())
+            100000000.0
+        """
+        if (self.width, self.limbs.shape) != (other.width, other.limbs.shape):
+            raise ValueError(
+                f"other is {other} of {other.limbs.shape[1]} elements; needed the like of {self}"
+            )
+        bins = torch.maximum(self.bins, other.bins)
+        self.align_(bins)
+        other.align_(bins)
+        self.limbs += other.limbs
+
+    def round_(self, out: Tensor) -> None:
+        """Write the sum, rounded once from the exact integer; empty blocks are +0, poisoned ones NaN.
+
+        There is no denominator: whoever divides multiplies the rounded sum by one scalar, the same on all
+        ranks. A function of each element alone keeps what is equal equal, so the invariance holds at the
+        price of one more rounding.
+
+        Args:
+            out: float32, bfloat16 or float16 [at least numel]; all of the sum's elements are written. A
+                float32 `out` may be the memory of `hi`, whose limbs are gone then: the next deposit must be a
+                first one.
+
+        Cost: reads 8 bytes and writes one element.
+
+        Example:
+            >>> total = ExactSum(BucketPlan([0], [3]), numel=64, terms=8, device=torch.device("cpu"))
+            >>> total.round_(total.hi.view(torch.float32))
+        """
+        check_flat("out", out, self.hi.numel(), self.hi.device)
+        self._check_place(out)
+        if self._runner is None:
+            return exact_reference.round_(self._limbs, out, self.width)
+        self._runner.exact_round_(self._native, out.data_ptr(), DTYPE_CODES[out.dtype])
+
+    @property
+    def _limbs(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.hi, self.lo, self.bins
+
+    def _check_place(self, out: Tensor) -> None:
+        """In place every element must lie on its own limb: threads overtake each other."""
+        for name, limb in (("hi", self.hi), ("lo", self.lo)):
+            ahead = out.data_ptr() - limb.data_ptr()
+            overlaps = -out.nbytes < ahead < limb.nbytes
+            if overlaps and not (ahead == 0 and out.dtype == torch.float32):
+                raise ValueError(
+                    f"out is {out.dtype} and begins {ahead} bytes into {name}; needed memory of its own, or "
+                    f"float32 from the first element of {name} on: {name}.view(torch.float32)"
+                )

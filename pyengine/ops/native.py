@@ -1,0 +1,66 @@
+"""Find the native core, pyengine.ops._core, or do without it."""
+
+import functools
+import warnings
+from types import ModuleType
+
+import torch  # before _core: the core looks torch's thread pool up by name in the loaded library
+
+__all__ = ["_core", "can_gather", "core", "cuda_core"]
+
+try:
+    from pyengine.ops import _core
+
+    _missing: ImportError | None = None
+except ImportError as error:
+    _core, _missing = None, error  # type: ignore[assignment]
+
+
+@functools.cache
+def core() -> ModuleType | None:
+    """Return the native module, or None after a single warning; call it at an op's first use."""
+    if _core is None:
+        warnings.warn(
+            f"pyengine runs without its native core ({_missing}): results are the same, ops are slower. "
+            "Build it with `pip install .` (needs a C++20 compiler) and PYENGINE_NO_EXT unset.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return _core
+
+
+@functools.cache
+def cuda_core() -> ModuleType | None:
+    """Return the native module if it has CUDA kernels, or None after a single warning."""
+    found = core()
+    if found is None or found.has_cuda:
+        return found
+    warnings.warn(
+        "pyengine's native core was built without CUDA, so CUDA tensors take plain PyTorch: results are "
+        "the same but for the rounding of norms, ops are slower. Build it with `PYENGINE_CUDA=1 pip "
+        "install .` (needs nvcc).",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return None
+
+
+# The dispatch keys of tensors whose elements lie at their address as they are. A key beyond these (a lazy
+# negation, a subclass that dispatches, a fake) is looked at from Python.
+_PLAIN_KEYS = ("CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA")
+
+
+@functools.cache
+def can_gather() -> bool:
+    """Tell whether the core can read tensors itself, instead of through attributes from Python."""
+    if _core is None:
+        return False
+    plain = 0
+    for name in _PLAIN_KEYS:
+        plain |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
+    # Numbers that nothing else in these objects is equal to.
+    probe = torch.empty(1237, dtype=torch.uint8)[1013:]
+    storage, keys = probe.untyped_storage(), torch._C._dispatch_keys(probe).raw_repr()
+    return _core.learn_tensor_object(
+        probe, probe._cdata, storage._cdata, keys, 1013, storage.data_ptr(), 1237, plain
+    )

@@ -1,0 +1,175 @@
+"""Refuse ops that would read what they have overwritten: threads overtake each other.
+
+What an op writes may lie exactly where it reads the same slot, in the same dtype: in place, element by
+element. Any other shared memory is an error. The core looks at all addresses first, in a microsecond; what it
+cannot rule out is looked at here, one by one, and told in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pyengine.ops.pointers import ADDRESSED, DTYPE_CODES, Pointers
+
+# A tensor, or the tensors of a list, one a slot, and what the caller calls them.
+Named: TypeAlias = tuple[str, Tensor]
+NamedList: TypeAlias = tuple[str, Pointers]
+
+
+class Plan(Protocol):
+    """What is needed of a `BucketPlan`: (offset, numel) of every slot, and the native plan,
+    None without the core.
+    """
+
+    _slots: tuple[tuple[int, int], ...]
+    _native: Any
+
+
+class _Span(NamedTuple):
+    begin: int
+    end: int
+    name: str
+    dtype: torch.dtype
+    slot: int  # -1: no slot
+    written: bool
+
+    def is_in_place_of(self, other: _Span) -> bool:
+        return (self.begin, self.end, self.dtype, self.slot) == (
+            other.begin, other.end, other.dtype, other.slot
+        ) and self.slot >= 0  # fmt: skip
+
+
+def check_into_flat(plan: Plan, flat: Named, tensors: NamedList, *others: Named) -> None:
+    """Check an op that writes the slots of `flat` and reads `tensors`, one a slot, and `others`.
+
+    Args:
+        flat: one of three dtypes [at least flat_numel].
+        others: scales, float32 [], or buffers with the slots of `flat`, float32 [at least flat_numel].
+
+    Raises:
+        ValueError: as the checks below: with both names, and what is needed.
+    """
+    (_, target), (_, sources) = flat, tensors
+    if _has_no_addresses(plan, sources):
+        return
+    core, begin = plan._native, target.data_ptr()
+    if core is not None and core.flat_is_apart(begin, DTYPE_CODES[target.dtype], sources.table):
+        end = begin + target.nbytes
+        if all(_is_outside(other, begin, end) or _is_same(other, target) for _, other in others):
+            return
+    spans = [*_of_slots(plan, flat, written=True), *_of_list(tensors)]
+    for name, other in others:
+        spans += [_span(name, other)] if other.dim() == 0 else _of_slots(plan, (name, other))
+    _refuse(spans)
+
+
+def check_out_of_flat(plan: Plan, tensors: NamedList, flat: Named, scale: Named) -> None:
+    """Check an op that writes `tensors`, one a slot, and reads the slots of `flat` and a scale."""
+    (_, targets), (_, source), (_, scalar) = tensors, flat, scale
+    if _has_no_addresses(plan, targets):
+        return
+    core, table = plan._native, targets.table
+    if (
+        core is not None
+        and core.flat_is_apart(source.data_ptr(), DTYPE_CODES[source.dtype], table)
+        and core.is_disjoint(table)
+        and core.is_outside(table, *_range(scalar))
+    ):
+        return
+    _refuse([*_of_list(tensors, written=True), *_of_slots(plan, flat), _span(*scale)])
+
+
+def check_into_list(plan: Plan, out: NamedList, tensors: NamedList, scale: Named) -> None:
+    """Check an op that reads `tensors`, one a slot, and a scale, and writes `out`,
+    which may be the same list.
+    """
+    (_, targets), (_, sources), (_, scalar) = out, tensors, scale
+    if _has_no_addresses(plan, targets):
+        return
+    core, in_place = plan._native, targets is sources
+    if (
+        core is not None
+        and core.is_disjoint(targets.table)
+        and (in_place or core.lists_are_apart(targets.table, sources.table))
+        and core.is_outside(targets.table, *_range(scalar))
+    ):
+        return
+    _refuse([*_of_list(out, written=True), *([] if in_place else _of_list(tensors)), _span(*scale)])
+
+
+def check_into(plan: Plan, targets: Sequence[Named], tensors: NamedList) -> None:
+    """Check an op that writes whole tensors and reads `tensors`, one a slot,
+    none of which may lie in them.
+    """
+    _, sources = tensors
+    if _has_no_addresses(plan, sources):
+        return
+    core = plan._native
+    if core is None or not all(core.is_outside(sources.table, *_range(target)) for _, target in targets):
+        _refuse([*(_span(*target, written=True) for target in targets), *_of_list(tensors)])
+
+
+def _has_no_addresses(plan: Plan, tensors: Pointers) -> bool:
+    """Whether the tensors are of a device whose programs are not about addresses (lazy, meta),
+    or there is none.
+    """
+    if plan._native is not None:
+        return tensors.table is None
+    return tensors.device is None or tensors.device.type not in ADDRESSED
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    begin = tensor.data_ptr()
+    return begin, begin + tensor.nbytes
+
+
+def _is_outside(tensor: Tensor, first: int, last: int) -> bool:
+    begin, end = _range(tensor)
+    return end <= first or begin >= last
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype
+
+
+def _span(name: str, tensor: Tensor, *, slot: int = -1, written: bool = False) -> _Span:
+    return _Span(*_range(tensor), name, tensor.dtype, slot, written)
+
+
+def _of_slots(plan: Plan, flat: Named, *, written: bool = False) -> list[_Span]:
+    name, tensor = flat
+    return [
+        _span(f"slot {slot} of {name}", tensor[offset : offset + numel], slot=slot, written=written)
+        for slot, (offset, numel) in enumerate(plan._slots)
+    ]
+
+
+def _of_list(tensors: NamedList, *, written: bool = False) -> list[_Span]:
+    name, pointers = tensors
+    return [
+        _span(f"{name}[{slot}]", tensor, slot=slot, written=written)
+        for slot, tensor in enumerate(pointers.tensors)
+        if tensor is not None
+    ]
+
+
+def _refuse(spans: list[_Span]) -> None:
+    """Raise if a span that is written shares memory with another one, and not in place."""
+    near: list[_Span] = []
+    for span in sorted(span for span in spans if span.begin < span.end):
+        near = [other for other in near if other.end > span.begin]
+        for other in near:
+            if not (span.written or other.written):
+                continue
+            if span.written == other.written or not span.is_in_place_of(other):
+                one, two = (span, other) if span.written else (other, span)
+                raise ValueError(
+                    f"{one.name} shares memory with {two.name}, {abs(one.begin - two.begin)} bytes from its "
+                    f"beginning, and {one.name} is written; needed memory of its own, or exactly that of "
+                    "its slot in the same dtype: pass a clone() of one of them"
+                )
+        near.append(span)

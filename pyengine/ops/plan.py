@@ -1,0 +1,306 @@
+"""The fused operations over a flat buffer of gradients, as methods of `BucketPlan`; `functional.py` has them
+without one.
+
+A plan names n *slots* of a flat 1-D buffer; an op does the same thing to every slot in one call, in one pass
+over the memory. CPU and CUDA tensors run in the native core, everything else in `reference.py`. Results have
+the same bits on every instruction set, thread count and GPU; only which NaN a NaN is may differ. Autograd
+sees nothing: ops read and write data only.
+
+On CUDA an op is one kernel launch on the current stream, whatever the number of slots, and waits for nothing.
+A list of more than 256 tensors costs a second launch, for its addresses, unless it is a `Pointers`. Ops can
+be captured in CUDA graphs after one op of the same plan has run on that device; keep the plan, the `Pointers`
+and the tensors as long as the graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyengine.ops import cuda, native, reference
+from pyengine.ops.device import runs_ahead
+from pyengine.ops.overlap import check_into_flat, check_into_list, check_out_of_flat
+from pyengine.ops.pointers import (
+    DTYPE_CODES,
+    Pointers,
+    TensorList,
+    check_each,
+    check_flat,
+    check_layout,
+    check_scale,
+    check_tensor,
+    gather,
+)
+
+_FLOAT32 = (torch.float32,)
+
+
+class BucketPlan:
+    """Where n tensors lie in a flat buffer, ready for the fused ops.
+
+    Args:
+        offsets: int [n], first element of each slot in the flat buffer.
+        numels: int [n], elements of each slot; 0 is allowed. Gaps between slots are never read or written.
+
+    Every list of tensors below has one entry a slot, all of one dtype (float32, bfloat16, float16) and
+    device, each contiguous with its slot's numel, at any alignment; `None` is a parameter without a gradient.
+    Pass `pointers(tensors)` instead of the list to check it once and reuse it. What an op writes has memory
+    of its own, or exactly that of the same slot of what it reads, in the same dtype: in place. Every scale is
+    a 0-dim float32 tensor on the device of the rest; products are rounded to float32. The caller owns all
+    memory.
+
+    Raises:
+        ValueError, TypeError: from the constructor and every op, for arguments that do not fit; nothing has
+            been written then.
+
+    Example:
+        >>> plan = BucketPlan([0, 4], [3, 2])
+        >>> flat = torch.zeros(6)
+        >>> plan.pack_(flat, [torch.ones(3), torch.ones(2)], torch.tensor(2.0))
+        >>> flat
+        tensor([2., 2., 2., 0., 2., 2.])
+    """
+
+    def __init__(self, offsets: Sequence[int], numels: Sequence[int]) -> None:
+        self.offsets, self.numels = tuple(map(operator.index, offsets)), tuple(map(operator.index, numels))
+        self.flat_numel = check_layout(self.offsets, self.numels)
+        self._slots = tuple(zip(self.offsets, self.numels, strict=True))
+        core = native.core()
+        self._native: native._core.BucketPlan | None = (
+            None if core is None else core.BucketPlan(self.offsets, self.numels)
+        )
+        self._runners: dict[torch.device, native._core.BucketPlan | cuda.CudaPlan | None] = {
+            torch.device("cpu"): self._native
+        }
+
+    def __repr__(self) -> str:
+        return f"BucketPlan({len(self.numels)} slots, {sum(self.numels)} of {self.flat_numel} elements)"
+
+    def pointers(self, tensors: TensorList) -> Pointers:
+        """Check a list of tensors once, for many calls.
+
+        Args:
+            tensors: one entry a slot. The result keeps them alive; an op refuses it once a tensor has other
+                memory.
+
+        Cost: nothing on the device; one launch for more than 256 CUDA tensors.
+
+        Example:
+            >>> plan = BucketPlan([0], [2])
+            >>> plan.pointers([torch.ones(2)]).dtype
+            torch.float32
+        """
+        # A list of our own: who changes theirs would free what the addresses point to.
+        pointers = gather("tensors", [*tensors], self.numels, self._native)
+        return pointers if pointers.device is None else cuda.uploaded(pointers, pointers.device)
+
+    def pack_(self, flat: Tensor, tensors: TensorList | Pointers, scale: Tensor) -> None:
+        """Write `cast(tensor * scale)` into every slot of `flat`; zeros where the entry is None.
+
+        Args:
+            flat: float32, bfloat16 or float16 [at least flat_numel], written.
+            tensors: one entry a slot, read.
+            scale: float32 [].
+
+        Cost: reads and writes one element each; nothing else (non-temporal stores above 8 MiB).
+
+        Example:
+            >>> flat = torch.empty(2, dtype=torch.bfloat16)
+            >>> BucketPlan([0], [2]).pack_(flat, [torch.ones(2)], torch.tensor(0.5))
+        """
+        sources = self._gather("tensors", tensors, flat)
+        check_flat("flat", flat, self.flat_numel, flat.device)
+        check_scale("scale", scale, flat.device)
+        check_into_flat(self, ("flat", flat), ("tensors", sources), ("scale", scale))
+        runner = self._runner(flat.device)
+        if runner is None:
+            return reference.pack_(self._slots, flat, sources.tensors, scale)
+        runner.pack_(flat.data_ptr(), DTYPE_CODES[flat.dtype], sources.table, scale.data_ptr())
+
+    def unpack_(self, tensors: TensorList | Pointers, flat: Tensor, scale: Tensor) -> None:
+        """Write `cast(flat[slot] * scale)` into every tensor; None entries are skipped.
+
+        Args:
+            tensors: one entry a slot, written.
+            flat: float32, bfloat16 or float16 [at least flat_numel], read.
+            scale: float32 [].
+
+        Cost: as `pack_`.
+
+        Example:
+            >>> grad = torch.empty(2)
+            >>> BucketPlan([0], [2]).unpack_([grad], torch.ones(2), torch.tensor(0.5))
+        """
+        targets = self._gather("tensors", tensors, flat)
+        check_flat("flat", flat, self.flat_numel, flat.device)
+        check_scale("scale", scale, flat.device)
+        check_out_of_flat(self, ("tensors", targets), ("flat", flat), ("scale", scale))
+        runner = self._runner(flat.device)
+        if runner is None:
+            return reference.unpack_(self._slots, targets.tensors, flat, scale)
+        runner.unpack_(targets.table, flat.data_ptr(), DTYPE_CODES[flat.dtype], scale.data_ptr())
+
+    def accumulate_(
+        self, acc: Tensor, grads: TensorList | Pointers, scale: Tensor, *, first: bool, nonfinite: Tensor
+    ) -> None:
+        """Set `acc[slot] = grad * scale` if `first`, else add it: product and sum are rounded one by one.
+
+        Args:
+            acc: float32 [at least flat_numel], written; not read when `first`.
+            grads: one entry a slot, read. None: zeros when `first`, otherwise the slot is left alone.
+            scale: float32 [].
+            first: True in a window's first micro-batch.
+            nonfinite: uint8 [n], OR-ed with 1 where some `grad * scale` is inf or NaN.
+
+        Cost: reads the gradient, writes 4 bytes, and reads 4 unless `first`: 10 (6) for bfloat16.
+
+        Example:
+            >>> plan, acc, flags = BucketPlan([0], [2]), torch.empty(2), torch.zeros(1, dtype=torch.uint8)
+            >>> plan.accumulate_(acc, [torch.ones(2)], torch.tensor(1.0), first=True, nonfinite=flags)
+        """
+        sources = self._gather("grads", grads, acc)
+        check_tensor("acc", acc, _FLOAT32, self.flat_numel, acc.device)
+        check_scale("scale", scale, acc.device)
+        check_each("nonfinite", nonfinite, torch.uint8, len(self.numels), acc.device)
+        check_into_flat(self, ("acc", acc), ("grads", sources), ("scale", scale))
+        runner = self._runner(acc.device)
+        if runner is None:
+            return reference.accumulate_(
+                self._slots, acc, sources.tensors, scale, first=first, nonfinite=nonfinite
+            )
+        runner.accumulate_(acc.data_ptr(), sources.table, scale.data_ptr(), first, nonfinite.data_ptr())
+
+    def accumulate_cast_(
+        self,
+        wire: Tensor,
+        acc: Tensor,
+        grads: TensorList | Pointers,
+        grad_scale: Tensor,
+        wire_scale: Tensor,
+        *,
+        first: bool,
+        nonfinite: Tensor,
+    ) -> None:
+        """Write `cast((acc[slot] + grad * grad_scale) * wire_scale)`: the window's last micro-batch and its
+        cast.
+
+        Args:
+            wire: float32, bfloat16 or float16 [at least flat_numel], written. May be `acc` itself.
+            acc: float32 [at least flat_numel], read; neither read nor written when `first`.
+            grads: one entry a slot, read. None: `acc * wire_scale` alone, zeros when `first`.
+            grad_scale, wire_scale: float32 [].
+            first: True when the window has a single micro-batch; then `(grad * grad_scale) * wire_scale`.
+            nonfinite: uint8 [n], OR-ed with 1 where some value on the wire is inf or NaN: fp16 may overflow.
+
+        Cost: reads 4 bytes (0 when `first`) and the gradient, writes one wire element: 8 (4) for bfloat16.
+
+        Example:
+            >>> plan, flags, one = BucketPlan([0], [2]), torch.zeros(1, dtype=torch.uint8), torch.tensor(1.0)
+            >>> wire, acc = torch.empty(2, dtype=torch.bfloat16), torch.ones(2)
+            >>> plan.accumulate_cast_(wire, acc, [torch.ones(2)], one, one, first=False, nonfinite=flags)
+        """
+        sources = self._gather("grads", grads, wire)
+        check_flat("wire", wire, self.flat_numel, wire.device)
+        check_tensor("acc", acc, _FLOAT32, self.flat_numel, wire.device)
+        check_scale("grad_scale", grad_scale, wire.device)
+        check_scale("wire_scale", wire_scale, wire.device)
+        check_each("nonfinite", nonfinite, torch.uint8, len(self.numels), wire.device)
+        scales = ("grad_scale", grad_scale), ("wire_scale", wire_scale)
+        read = scales if first else (*scales, ("acc", acc))
+        check_into_flat(self, ("wire", wire), ("grads", sources), *read)
+        runner = self._runner(wire.device)
+        if runner is None:
+            return reference.accumulate_cast_(
+                self._slots,
+                wire,
+                acc,
+                sources.tensors,
+                grad_scale,
+                wire_scale,
+                first=first,
+                nonfinite=nonfinite,
+            )
+        runner.accumulate_cast_(
+            wire.data_ptr(), DTYPE_CODES[wire.dtype], acc.data_ptr(), sources.table,
+            grad_scale.data_ptr(), wire_scale.data_ptr(), first, nonfinite.data_ptr(),
+        )  # fmt: skip
+
+    def unscale_norm(
+        self,
+        tensors: TensorList | Pointers,
+        out: TensorList | Pointers | None,
+        scale: Tensor,
+        *,
+        sumsq: Tensor,
+        nonfinite: Tensor,
+    ) -> None:
+        """Take `y = tensor * scale`, its sum of squares and its finite check; store y on request.
+
+        Args:
+            tensors: one entry a slot, read. None: the slot's sum is 0.
+            out: None reads only; the same list works in place; another list gets y in its own dtype.
+            scale: float32 [].
+            sumsq: float64 [n], overwritten with Σ y² of each slot, y as stored (after the cast to `out`). The
+                order of the sum is fixed, so the bits depend on the values alone.
+            nonfinite: uint8 [n], OR-ed with 1 where some y is inf or NaN.
+
+        Cost: reads one element; writes one more if `out` is given.
+
+        Example:
+            >>> plan, flags = BucketPlan([0], [2]), torch.zeros(1, dtype=torch.uint8)
+            >>> sumsq = torch.empty(1, dtype=torch.float64)
+            >>> plan.unscale_norm([torch.ones(2)], None, torch.tensor(2.0), sumsq=sumsq, nonfinite=flags)
+            >>> sumsq
+            tensor([8.], dtype=torch.float64)
+        """
+        sources = self._gather("tensors", tensors, sumsq)
+        targets = sources if out is tensors else None if out is None else self._gather("out", out, sumsq)
+        check_scale("scale", scale, sumsq.device)
+        check_each("sumsq", sumsq, torch.float64, len(self.numels), sumsq.device)
+        check_each("nonfinite", nonfinite, torch.uint8, len(self.numels), sumsq.device)
+        if targets is not None:
+            name = "tensors" if targets is sources else "out"
+            check_into_list(self, (name, targets), ("tensors", sources), ("scale", scale))
+        runner = self._runner(sumsq.device)
+        if runner is None:
+            stored = [None] * len(self.numels) if targets is None else targets.tensors
+            return reference.unscale_norm(sources.tensors, stored, scale, sumsq=sumsq, nonfinite=nonfinite)
+        runner.unscale_norm(
+            sources.table, None if targets is None else targets.table,
+            scale.data_ptr(), sumsq.data_ptr(), nonfinite.data_ptr(),
+        )  # fmt: skip
+
+    def _gather(self, name: str, tensors: TensorList | Pointers, beside: Tensor) -> Pointers:
+        """Collect a list that must lie on the device of `beside`."""
+        pointers = gather(name, tensors, self.numels, self._native)
+        if pointers.device is not None and pointers.device != beside.device:
+            raise ValueError(
+                f"{name} lie on {pointers.device}; needed {beside.device}, where the other tensors are"
+            )
+        return cuda.uploaded(pointers, beside.device)
+
+    def _runner(self, device: torch.device) -> native._core.BucketPlan | cuda.CudaPlan | None:
+        """Return what runs raw addresses on a device; None leaves the tensors to the reference."""
+        if device not in self._runners:
+            has_kernels = device.type == "cuda" and native.cuda_core() is not None
+            plan = self._native if has_kernels else None
+            self._runners[device] = None if plan is None else cuda.CudaPlan(plan, device)
+        return self._runners[device]
+
+
+def add_up(sumsq: Tensor) -> Tensor:
+    """Add the slots' sums of squares in their order, whatever the instruction set.
+
+    Args:
+        sumsq: float64 [n], n at least 1, read.
+
+    Returns:
+        float64 [], new memory on the same device.
+
+    Cost: 8 bytes a slot.
+    """
+    # A device's sum has one order for one length, its cumsum need not.
+    return sumsq.sum() if runs_ahead(sumsq.device) else sumsq.cumsum(0)[-1]

@@ -1,0 +1,147 @@
+"""Each op in plain PyTorch: the definition of right.
+
+Serves builds without the native core and devices it does not know. Elementwise results equal the core's bit
+for bit, except that which NaN a NaN is, is nobody's promise. Sums of squares equal it bit for bit on the CPU,
+where cumsum adds in order; elsewhere they differ by rounding of a float64 sum, at most numel · 2^-52
+relative. Arguments have been checked by `plan.py`, where their dtypes and shapes stand; all memory is the
+caller's. Costs are those of several passes, in float32 temporaries as large as a slot.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+Slots = Sequence[tuple[int, int]]  # (offset, numel) in elements
+
+# The order of a sum of squares, as csrc/plan.h defines it.
+_LANES = 16
+_SEGMENT = 256
+_BLOCK = 8192
+_BLOCK_LANES = 256
+
+
+def _parts(flat: Tensor, slots: Slots) -> Iterator[Tensor]:
+    return (flat[offset : offset + numel] for offset, numel in slots)
+
+
+def _scaled(tensor: Tensor, scale: Tensor) -> Tensor:
+    return tensor.detach().view(-1).to(torch.float32) * scale
+
+
+def _flag(nonfinite: Tensor, slot: int, values: Tensor) -> None:
+    nonfinite[slot : slot + 1].bitwise_or_((~torch.isfinite(values)).any().to(torch.uint8))
+
+
+@torch.no_grad()
+def pack_(slots: Slots, flat: Tensor, tensors: Iterable[Tensor | None], scale: Tensor) -> None:
+    """flat[slot] = cast(tensor * scale); zeros where there is no tensor."""
+    for part, tensor in zip(_parts(flat, slots), tensors, strict=True):
+        if tensor is None:
+            part.zero_()
+        else:
+            part.copy_(_scaled(tensor, scale))
+
+
+@torch.no_grad()
+def unpack_(slots: Slots, tensors: Iterable[Tensor | None], flat: Tensor, scale: Tensor) -> None:
+    """tensor = cast(flat[slot] * scale) where there is a tensor."""
+    for part, tensor in zip(_parts(flat, slots), tensors, strict=True):
+        if tensor is not None:
+            tensor.detach().view(-1).copy_(_scaled(part, scale))
+
+
+@torch.no_grad()
+def accumulate_(
+    slots: Slots,
+    acc: Tensor,
+    grads: Iterable[Tensor | None],
+    scale: Tensor,
+    *,
+    first: bool,
+    nonfinite: Tensor,
+) -> None:
+    """acc[slot] = grad * scale if first, else acc[slot] += grad * scale."""
+    for slot, (part, grad) in enumerate(zip(_parts(acc, slots), grads, strict=True)):
+        if grad is None:
+            if first:
+                part.zero_()
+            continue
+        term = _scaled(grad, scale)
+        _flag(nonfinite, slot, term)
+        if first:
+            part.copy_(term)
+        else:
+            part.add_(term)
+
+
+@torch.no_grad()
+def accumulate_cast_(
+    slots: Slots,
+    wire: Tensor,
+    acc: Tensor,
+    grads: Iterable[Tensor | None],
+    grad_scale: Tensor,
+    wire_scale: Tensor,
+    *,
+    first: bool,
+    nonfinite: Tensor,
+) -> None:
+    """wire[slot] = cast((acc[slot] + grad * grad_scale) * wire_scale); without acc if first."""
+    sums = zip(_parts(wire, slots), _parts(acc, slots), grads, strict=True)
+    for slot, (out, part, grad) in enumerate(sums):
+        if grad is None:
+            total = torch.zeros_like(part) if first else part * wire_scale
+        else:
+            term = _scaled(grad, grad_scale)
+            total = (term if first else part + term) * wire_scale
+        out.copy_(total)
+        _flag(nonfinite, slot, out)
+
+
+@torch.no_grad()
+def unscale_norm(
+    tensors: Iterable[Tensor | None],
+    out: Iterable[Tensor | None],
+    scale: Tensor,
+    *,
+    sumsq: Tensor,
+    nonfinite: Tensor,
+) -> None:
+    """y = tensor * scale, stored where out has a tensor; sumsq[slot] = Σ y² of the stored y, in float64."""
+    for slot, (tensor, target) in enumerate(zip(tensors, out, strict=True)):
+        if tensor is None:
+            sumsq[slot] = 0
+            continue
+        y = _scaled(tensor, scale)
+        if target is not None:
+            y = target.detach().view(-1).copy_(y).to(torch.float32)
+        sumsq[slot] = _sum_squares(y)
+        _flag(nonfinite, slot, sumsq[slot])
+
+
+def _add_rows(terms: Tensor, num: int) -> Tensor:
+    """Add every `num` rows in order; rows missing at the end are zeros."""
+    terms = torch.nn.functional.pad(terms, (0, 0, 0, -len(terms) % num))
+    return terms.view(-1, num, terms.shape[1]).cumsum(1)[:, -1]
+
+
+def _add_halves(lanes: Tensor) -> Tensor:
+    """Add the second half of each row onto the first until one lane is left."""
+    while lanes.shape[1] > 1:
+        width = lanes.shape[1] // 2
+        lanes = lanes[:, :width] + lanes[:, width:]
+    return lanes[:, 0]
+
+
+def _sum_squares(y: Tensor) -> Tensor:
+    """Add as the native kernel does: lanes of segments, of blocks, halves of the lanes;
+    then lanes of blocks.
+    """
+    if y.numel() == 0:
+        return torch.zeros((), dtype=torch.float64, device=y.device)
+    squares = torch.nn.functional.pad(y, (0, -y.numel() % _SEGMENT)).to(torch.float64).square()
+    segments = _add_rows(squares.view(-1, _LANES), _SEGMENT // _LANES)
+    blocks = _add_halves(_add_rows(segments, _BLOCK // _SEGMENT))
+    block_lanes = torch.nn.functional.pad(blocks, (0, -len(blocks) % _BLOCK_LANES)).view(-1, _BLOCK_LANES)
+    return _add_halves(_add_rows(block_lanes, len(block_lanes)))[0]

@@ -1,0 +1,27 @@
+"""Named ranges for profilers: torch.profiler's events while it runs, NVTX ranges on CUDA otherwise."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.autograd.profiler import record_function
+
+_NOTHING = nullcontext()
+
+
+def span(name: str, index: int | None = None) -> AbstractContextManager[object]:
+    """Make the body a range called `pyengine: <name> <index>` in the profile that is being taken, if one is.
+
+    Cost: a record_function costs some 10 µs also where nobody looks, so there is none then: asking costs 0.3
+    µs. On CUDA nothing says whether a tool looks, and an NVTX range costs about 1 µs.
+    """
+    if torch.autograd._profiler_enabled():
+        return record_function(_title(name, index))
+    if torch.cuda.is_initialized():
+        return torch.cuda.nvtx.range(_title(name, index))
+    return _NOTHING
+
+
+def _title(name: str, index: int | None) -> str:
+    return f"pyengine: {name}" if index is None else f"pyengine: {name} {index}"

@@ -1,0 +1,144 @@
+"""Steps that can be taken back on the device, for optimizers that cannot skip and devices whose values nobody
+reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from pyengine.window.final_pass import FinalPass
+
+
+class RollbackStepper:
+    """Steps any optimizer, then lets every parameter and its state keep the old values where they should.
+
+    That is in a window that must not be used, and for a parameter that no rank used, whose gradient is zeros
+    here and not None. What a step creates cannot be taken back: the first step over a parameter without state
+    waits for the host. The optimizer's gradients are gone after a step, and their memory with them.
+
+    Args:
+        index: in `FinalPass.used`, by `id(parameter)`; other parameters of an optimizer must have no
+            gradient.
+        always_waits: let every step wait for the host, which then needs no roll-back.
+
+    Raises:
+        RuntimeError: from `step`: a gradient is gone, or the optimizer made state after its first step.
+        ValueError: from `step`: the optimizer keeps something on the host, which cannot be taken back.
+
+    Cost: a step that can be taken back copies the parameters and their state before, and reads and writes
+    both once more after.
+    """
+
+    def __init__(self, index: Mapping[int, int], *, always_waits: bool) -> None:
+        self._index, self._always_waits = index, always_waits
+        self._met: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()
+
+    def needs_host(self, optimizer: Optimizer) -> bool:
+        met = self._met.get(optimizer, set())
+        return self._always_waits or any(
+            id(param) not in met and not optimizer.state.get(param) for param in self._mine(optimizer)
+        )
+
+    def step(self, optimizer: Optimizer, final: FinalPass, write: Callable[[], None]) -> None:
+        mine = list(self._mine(optimizer))
+        if any(param.grad is None for param in mine):
+            raise RuntimeError(
+                f"a parameter of this {type(optimizer).__name__} has no gradient any more: on this device a "
+                "step uses gradients up. Let each parameter have one optimizer, and leave zero_grad to the "
+                "engine"
+            )
+        if final.is_pending:
+            write()
+        if self.needs_host(optimizer):
+            self._step_knowing(optimizer, mine, final)
+        else:
+            self._step_and_take_back(optimizer, mine, final)
+        for param in mine:
+            param.grad = None
+
+    def _mine(self, optimizer: Optimizer) -> Iterator[Parameter]:
+        for group in optimizer.param_groups:
+            yield from (param for param in group["params"] if id(param) in self._index)
+
+    def _step_knowing(self, optimizer: Optimizer, mine: list[Parameter], final: FinalPass) -> None:
+        """Step once the host knows what may be stepped: nothing is created for what was not used."""
+        if bool(final.found_inf):
+            return
+        assert final.used is not None
+        used = final.used.tolist()
+        for param in mine:
+            if not used[self._index[id(param)]]:
+                param.grad = None
+        self._step(optimizer, [param for param in mine if param.grad is not None])
+
+    @torch.no_grad()
+    def _step_and_take_back(self, optimizer: Optimizer, mine: list[Parameter], final: FinalPass) -> None:
+        assert final.used is not None
+        is_good = (final.found_inf == 0) & final.used
+        before = {param: _tensors(optimizer, param) for param in mine}
+        old = {param: [tensor.clone() for tensor in tensors] for param, tensors in before.items()}
+        self._step(optimizer, mine)
+        for param, tensors in before.items():
+            if len(_tensors(optimizer, param)) != len(tensors):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} made state in a later step than its first: it cannot be "
+                    "taken back on this device; use GradSync(nonfinite='raise'), where the host reads "
+                    "every window"
+                )
+            for tensor, kept in zip(tensors, old[param], strict=True):
+                tensor.copy_(torch.where(is_good[self._index[id(param)]], tensor, kept))
+
+    def _step(self, optimizer: Optimizer, params: list[Parameter]) -> None:
+        """Step, and look once at each parameter whether that changes anything on the host."""
+        met = self._met.setdefault(optimizer, set())
+        new = [param for param in params if id(param) not in met]
+        if not new or self._always_waits:
+            optimizer.step()
+            return
+        _check_state(optimizer, new)
+        numbers = _numbers(optimizer)
+        optimizer.step()
+        _check_state(optimizer, new)
+        if _numbers(optimizer) != numbers:
+            raise ValueError(
+                f"{type(optimizer).__name__} counts in its param_groups, on the host, so that a skipped "
+                "step cannot be taken back on this device: use GradSync(nonfinite='raise'), where the host "
+                "reads every window"
+            )
+        met.update(map(id, new))
+
+
+def _tensors(optimizer: Optimizer, param: Parameter) -> list[Tensor]:
+    """Return the parameter and the tensors of its state."""
+    state = optimizer.state.get(param, {})
+    return [param.detach(), *(value for value in state.values() if isinstance(value, Tensor))]
+
+
+def _check_state(optimizer: Optimizer, mine: list[Parameter]) -> None:
+    """Raise ValueError if a step changes something that lives on the host."""
+    name = type(optimizer).__name__
+    if any(group.get("capturable") is False for group in optimizer.param_groups):
+        raise ValueError(
+            f"{name} with capturable=False counts its steps on the host, so that a skipped one cannot be "
+            f"taken back on this device: make it with {name}(..., capturable=True)"
+        )
+    for param in mine:
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, int | float) or (isinstance(value, Tensor) and value.device != param.device):
+                raise ValueError(
+                    f"{name} keeps {key!r} on the host, so that a skipped step cannot be taken back on this "
+                    "device: use another optimizer, or GradSync(nonfinite='raise'), where the host reads "
+                    "every window"
+                )
+
+
+def _numbers(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the plain numbers of every param_group."""
+    return [{k: v for k, v in g.items() if isinstance(v, int | float)} for g in optimizer.param_groups]

@@ -1,0 +1,223 @@
+"""Optimizers over an engine's gradients: what they may step, and when a step is due."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from pyengine.ops.device import runs_ahead
+from pyengine.window.claims import OptimizerStep
+
+
+class _Steps(Protocol):
+    @property
+    def is_sync_step(self) -> bool: ...
+
+    @property
+    def landed(self) -> object | None: ...
+
+    def step(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> torch.Tensor: ...
+
+
+def check_step(optimizer: Any, scheduler: Any) -> None:
+    """Raise TypeError for what cannot be stepped, before anything is."""
+    if getattr(optimizer, "steps_with_windows", False):
+        raise TypeError(
+            "optimizer is wrapped already, and steps where its window ends: call optimizer.step(), or give "
+            "the plain one, optimizer.optimizer"
+        )
+    if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}: need a torch.optim.Optimizer")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise TypeError(
+            "scheduler is a ReduceLROnPlateau, whose step takes a metric: leave it out, and call "
+            "scheduler.step(metric) yourself"
+        )
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise TypeError(f"scheduler is a {type(scheduler).__name__}: need one with a step(), or None")
+
+
+def _of_the_wrapped(name: str) -> Any:
+    """Return a property that is the wrapped optimizer's attribute, to read and to write."""
+    return property(
+        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value)
+    )
+
+
+class WindowOptimizer(torch.optim.Optimizer):
+    """Steps where a window ends and does nothing elsewhere; made by `sync.wrap`.
+
+    Everything but `step` and `zero_grad` is the wrapped optimizer's own. Gradients are cleared by the engine
+    at the next window's first backward, so `zero_grad` never does anything.
+
+    A copy (`copy.deepcopy`, `pickle`) holds a copy of the wrapped optimizer and belongs to no engine: its
+    `step` raises until `sync.wrap(copy.optimizer)` gives it one.
+
+    Attributes:
+        optimizer: the wrapped optimizer.
+    """
+
+    steps_with_windows = True
+    # What a stock GradScaler would set here, the wrapped one would not see.
+    _step_supports_amp_scaling = False
+
+    state = _of_the_wrapped("state")
+    param_groups = _of_the_wrapped("param_groups")
+    defaults = _of_the_wrapped("defaults")
+    state_dict = _of_the_wrapped("state_dict")
+    load_state_dict = _of_the_wrapped("load_state_dict")
+    add_param_group = _of_the_wrapped("add_param_group")
+    register_step_pre_hook = _of_the_wrapped("register_step_pre_hook")
+    register_step_post_hook = _of_the_wrapped("register_step_post_hook")
+    register_state_dict_pre_hook = _of_the_wrapped("register_state_dict_pre_hook")
+    register_state_dict_post_hook = _of_the_wrapped("register_state_dict_post_hook")
+    register_load_state_dict_pre_hook = _of_the_wrapped("register_load_state_dict_pre_hook")
+    register_load_state_dict_post_hook = _of_the_wrapped("register_load_state_dict_post_hook")
+
+    def __init__(self, sync: _Steps, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+        # Not super().__init__, which would give this one groups and a state of its own.
+        check_step(optimizer, scheduler)
+        self.optimizer = optimizer
+        self._stepped: torch.Tensor | None = None
+        self._stepped_in: object | None = None
+        self._sync: _Steps | None = sync
+        self._scheduler = scheduler
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step that was due left the parameters alone;
+        on an accelerator looking at it waits.
+        """
+        return self._stepped is not None and not bool(self._stepped)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # nothing to return
+        """Step the optimizer, and the scheduler with it, if this micro-batch ends its window: once."""
+        if self._sync is None:
+            raise RuntimeError(
+                "step: this optimizer is a copy, and belongs to no engine: step "
+                "`sync.wrap(copy.optimizer)` instead"
+            )
+        if closure is not None:
+            raise ValueError(
+                "step: got a closure, and the gradients are there already: call backward before step()"
+            )
+        landed = self._sync.landed
+        if self._sync.is_sync_step and (landed is None or landed is not self._stepped_in):
+            self._stepped = self._sync.step(self.optimizer, self._scheduler)
+            self._stepped_in = self._sync.landed
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: the engine starts every window from zero."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)  # of an object that copy or pickle has not filled yet
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer, "_scheduler": self._scheduler, "_stepped": self._stepped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _sync=None, _stepped_in=None)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+
+class OptimizerCheck:
+    """Knows which parameters an engine reduces, and refuses to step others.
+
+    Args:
+        params: the engine's parameters, in registration order.
+        ignored: parameters that DDP was told to ignore: their gradients are the caller's.
+    """
+
+    def __init__(self, params: Sequence[Parameter], ignored: Sequence[Parameter] = ()) -> None:
+        self._ignored = {id(param) for param in ignored}
+        self._index = {id(param): index for index, param in enumerate(params) if param.requires_grad}
+        self._looked: WeakKeyDictionary[Any, _Looked] = WeakKeyDictionary()
+
+    def of(self, optimizer: torch.optim.Optimizer, *, is_pending: bool) -> tuple[OptimizerStep, list[Tensor]]:
+        """Return what is about to be stepped, and hyperparameters that are tensors on an accelerator.
+
+        These are copies of one element each, unread.
+
+        Args:
+            optimizer: about to be stepped.
+            is_pending: whether something is still to be multiplied into the engine's gradients, and only into
+                those.
+
+        Raises:
+            ValueError: a parameter that no bucket holds has a gradient.
+
+        Cost: an optimizer's parameters are looked through again when they are not the same ones as last time.
+        """
+        ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
+        looked = self._looked.get(optimizer)
+        if looked is None or looked.ids != ids:
+            looked = self._looked[optimizer] = self._look(optimizer, ids)
+        for param in looked.foreign:
+            if param.grad is not None:
+                self._refuse(param, is_pending=is_pending)
+        numbers, tensors = _hyperparameters(optimizer)
+        return OptimizerStep(type(optimizer).__name__, looked.indices, numbers), tensors
+
+    def _refuse(self, param: Parameter, *, is_pending: bool) -> None:
+        """Raise ValueError for a gradient that the engine does not own,
+        unless it is known and comes to no harm.
+        """
+        if id(param) not in self._ignored:
+            raise ValueError(
+                f"optimizer has a parameter of shape {list(param.shape)} with a gradient that this engine "
+                "does not reduce (added, exchanged or unfrozen after it was made): make the GradSync after "
+                "the model is complete"
+            )
+        if is_pending:
+            raise ValueError(
+                f"optimizer has a parameter of shape {list(param.shape)} that DDP was told to ignore: its "
+                "gradient is yours, and 1/count, loss scale and clipping of the others must not be "
+                "multiplied into it. Give such parameters an optimizer of their own, or call "
+                "sync.unscale_() first and bring their gradients to the same scale yourself"
+            )
+
+    def _look(self, optimizer: torch.optim.Optimizer, ids: list[int]) -> _Looked:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        # In no order of theirs: sets and dicts of parameters have another one in every process.
+        indices = tuple(
+            tuple(sorted(self._index[id(param)] for param in group["params"] if id(param) in self._index))
+            for group in optimizer.param_groups
+        )
+        return _Looked(ids, indices, [param for param in params if id(param) not in self._index])
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """An optimizer's parameters: all of them by identity, the engine's by index, and the others."""
+
+    ids: list[int]
+    indices: tuple[tuple[int, ...], ...]
+    foreign: list[Parameter]
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[tuple[tuple[str, float], ...], list[Tensor]]:
+    """Return the numbers of every group, and those that only an accelerator knows."""
+    numbers: list[tuple[str, float]] = []
+    tensors: list[Tensor] = []
+    for group in optimizer.param_groups:
+        for name in getattr(optimizer, "defaults", ()):
+            value = group.get(name)
+            for item in value if isinstance(value, tuple | list) else [value]:
+                if isinstance(item, Tensor) and item.numel() != 1:
+                    continue
+                if isinstance(item, Tensor) and runs_ahead(item.device):
+                    tensors.append(item.clone())
+                elif isinstance(item, int | float | Tensor):
+                    numbers.append((name, float(item)))
+    return tuple(numbers), tensors

@@ -1,0 +1,1 @@
+"""What ranks say and conclude of one window."""

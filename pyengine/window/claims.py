@@ -1,0 +1,174 @@
+"""What a rank says with a header and every rank must say alike: its engine, its loss scale, the last steps.
+
+Ranks that run another engine's window, scale or clip by another factor, or step an optimizer with another
+learning rate would diverge in silence. All of that is one number of 60 bits here, which the header carries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pyengine.ops.device import runs_ahead
+
+# A header compares whole numbers by their sum and sum of squares, which is exact up to 20 bits over 8192
+# ranks.
+PIECE_BITS = 20
+NUM_PIECES = 3
+_PIECE = 2**PIECE_BITS
+_WORD, _FACTOR = 2.0**32, 1000003.0  # of a rolling hash that stays below 2^53, where float64 counts exactly
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """One call of an optimizer's step.
+
+    Attributes:
+        name: of its class.
+        params: by group, the registration indices of the engine's parameters that it holds.
+        numbers: its groups' hyperparameters, one after the other.
+    """
+
+    name: str
+    params: tuple[tuple[int, ...], ...]
+    numbers: tuple[tuple[str, float], ...]
+
+    def __str__(self) -> str:
+        numbers = ", ".join(f"{name}={value:g}" for name, value in self.numbers[:12])
+        more = ", ..." if len(self.numbers) > 12 else ""
+        indices = [index for group in self.params for index in group]
+        first = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+        return f"{self.name}({numbers}{more}) of {len(indices)} parameters (number {first})"
+
+
+@dataclass
+class Use:
+    """What this rank has done with the gradients of a window that landed.
+
+    Attributes:
+        steps: of optimizers, in order.
+        factors: what multiplied the sum of the gradients in each of them, and hyperparameters that are
+            tensors on an
+            accelerator: 0-dim, on the host or on a device, unread.
+    """
+
+    steps: list[OptimizerStep] = field(default_factory=list)
+    factors: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What one rank says at a header.
+
+    Attributes:
+        stage: what the header is for.
+        engine: which one, with the identity that its ranks agreed on when it was made.
+        scaler: settings of its loss scaler; empty without one.
+        scale: of the window's losses, 0-dim; None without a scaler, or where nobody may look.
+        use: of the window before, if it was used.
+    """
+
+    stage: str
+    engine: str
+    scaler: str = ""
+    scale: Tensor | None = None
+    use: Use = field(default_factory=Use)
+
+    def pieces(self) -> list[int]:
+        """Return the number, in pieces of 20 bits, without what lies on an accelerator; see `add_to`."""
+        steps = [(step.name, step.params, step.numbers) for step in self.use.steps]
+        text = repr((self.stage, self.engine, self.scaler, steps, len(self.use.factors))).encode()
+        here = [struct.pack("<f", float(scalar)) for scalar in self._scalars() if not _is_far(scalar)]
+        digest = int.from_bytes(hashlib.blake2b(text + b"".join(here), digest_size=8).digest(), "little")
+        return [digest >> PIECE_BITS * index & _PIECE - 1 for index in range(NUM_PIECES)]
+
+    def add_to(self, pieces: Tensor) -> None:
+        """Add what lies on an accelerator, unread.
+
+        Args:
+            pieces: float64 `[NUM_PIECES]`, on the accelerator; changed in place, still whole numbers of 20
+                bits.
+        """
+        far = [scalar for scalar in self._scalars() if _is_far(scalar)]
+        if not far:
+            return
+        bits = torch.stack([scalar.to(pieces.device).float().reshape(()) for scalar in far]).view(torch.int32)
+        total = pieces.new_zeros(())
+        for word in bits.double():
+            total = torch.remainder(total * _FACTOR + word, _WORD)
+        pieces[0] = torch.remainder(pieces[0] + total, _PIECE)
+        pieces[1] = torch.remainder(pieces[1] + torch.floor(total / _PIECE), _PIECE)
+
+    def describe(self) -> dict[str, str]:
+        """Describe everything, by what to say if ranks differ in it. Reads devices:
+        for error reports only.
+        """
+        scale = "no loss scale" if self.scale is None else f"a loss scale of {float(self.scale):g}"
+        factors = ", ".join(f"{float(factor):g}" for factor in self.use.factors)
+        steps = "; ".join(map(str, self.use.steps)) or "no step"
+        return {
+            "engine": self.engine,
+            "stage": self.stage,
+            "scaler": f"{scale} ({self.scaler})" if self.scaler else scale,
+            "use": f"{steps}, factors {factors}" if factors else steps,
+        }
+
+    def _scalars(self) -> Iterator[Tensor]:
+        if self.scale is not None:
+            yield self.scale
+        yield from self.use.factors
+
+
+def difference(described: Sequence[dict[str, str]]) -> str:
+    """Say in what the ranks differ, and how to mend it.
+
+    Args:
+        described: what `Claims.describe` returned, by rank.
+    """
+    for part, (what, remedy) in _PARTS.items():
+        texts = [claims[part] for claims in described]
+        if len(set(texts)) > 1:
+            return f"{what}: {_by_rank(texts)}. {remedy}"
+    return "ranks say different things that read alike: restore all ranks from one checkpoint"
+
+
+_PARTS = {
+    "engine": (
+        "ranks have sent windows of different engines",
+        (
+            "Call the engines in the same order on every rank. Nothing was stepped; call sync.abandon() on "
+            "all of them and go on"
+        ),
+    ),
+    "stage": (
+        "ranks are at different points of their loops",
+        (
+            "Let every rank leave its loop over sync.windows where the others do. Restore all ranks from one "
+            "checkpoint"
+        ),
+    ),
+    "scaler": (
+        "ranks have different loss scales",
+        "Give sync.scaler the same arguments and state on every rank. Nothing was stepped",
+    ),
+    "use": (
+        "ranks have used the last window differently",
+        (
+            "Clip, step and set the learning rate alike on every rank. Parameters have parted: restore all "
+            "from one checkpoint"
+        ),
+    ),
+}
+
+
+def _by_rank(texts: Sequence[str]) -> str:
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+
+
+def _is_far(scalar: Tensor) -> bool:
+    return runs_ahead(scalar.device)

@@ -1,0 +1,153 @@
+"""The one counter: which micro-batch of a window synchronises.
+
+A micro-batch is *handed out* (the loop got it) and later *done* (its backward ran). The backward that
+synchronises is the one that brings `done` up to `handed` after the last micro-batch has been handed out; so
+several forwards may run before their backwards, and a micro-batch without a backward only costs the overlap,
+never the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from enum import Enum
+
+
+def share(num: int, *, rank: int, world_size: int) -> range:
+    """Return which of `num` things fall to a rank: neighbours, and as many as to any other rank,
+    or one more.
+    """
+    return range(rank * num // world_size, (rank + 1) * num // world_size)
+
+
+def share_of_rest(all_: Collection[int], done: Collection[int], *, rank: int, world_size: int) -> list[int]:
+    """Return which places of a window fall to a rank when those in `done` need nobody any more."""
+    rest = sorted(set(all_) - set(done))
+    return [rest[index] for index in share(len(rest), rank=rank, world_size=world_size)]
+
+
+class State(Enum):
+    IDLE = "no window is open"
+    OPEN = "gradients are being accumulated"
+    SENT = "the window's gradients have been sent"
+    LANDED = "the window's gradients have landed"
+    USED = "an optimizer has used the window's gradients"
+
+
+class WindowCounter:
+    """Position in the current window of one engine.
+
+    A micro-batch's *place* is its index in the window over all ranks, so that others can tell which ones are
+    done.
+
+    Args:
+        accumulate: micro-batches a full window, per rank.
+        share: this rank's places in it; None: the first `accumulate`. Empty where there are more ranks than
+            places.
+
+    Attributes:
+        accumulate, share: as given.
+        index: windows completed so far; ranks count alike.
+        due: places that this rank is still to hand out, if its data lasts.
+        places: of the micro-batches handed out in this window, in order.
+        done: backwards run in this window.
+        is_complete: the last micro-batch of this window has been handed out.
+        is_exhausted: the loop has come to the end of this window (backwards may still follow).
+        is_resumed: the open window comes from `resume`, and no loop goes on with it yet.
+    """
+
+    def __init__(self, accumulate: int, *, share: Sequence[int] | None = None) -> None:
+        self.accumulate = accumulate
+        self.share = range(accumulate) if share is None else share
+        self._replacement: list[int] = []
+        self.index = 0
+        self.state = State.IDLE
+        self.places: list[int] = []
+        self._clear()
+
+    def open(self) -> None:
+        """Open a window."""
+        self._clear()
+        self.state = State.OPEN
+
+    def go_to(self, index: int) -> None:
+        """Stand between windows, with so many completed; nothing of an open one is left."""
+        self._replacement = []
+        self.close(completed=False)
+        self.index = index
+
+    def resume(self, places: Sequence[int], due: Sequence[int]) -> None:
+        """Open a window in its middle: with micro-batches that are done, and those still due."""
+        # If this is dropped, what takes its place must not claim micro-batches that other ranks hold.
+        self._replacement = [*places, *due][: self.accumulate]
+        self.open()
+        self.places, self.due, self.done = list(places), list(due), len(places)
+        self.is_resumed = True
+
+    def hand_out(self, place: int, *, last: bool) -> None:
+        """Count a micro-batch that the loop receives; `last` says that the window gets no further one."""
+        self.places.append(place)
+        self.due = [other for other in self.due if other != place]
+        self.is_complete = last
+
+    @property
+    def handed(self) -> int:
+        """Micro-batches handed out in this window."""
+        return len(self.places)
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the open window's gradients have been sent, whatever has become of them since."""
+        return self.state in (State.SENT, State.LANDED, State.USED)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the window gets no further micro-batch: the last one is out, its loop is over,
+        or it has been sent.
+        """
+        return self.is_sent or (self.state is State.OPEN and (self.is_complete or self.is_exhausted))
+
+    @property
+    def next_backward_syncs(self) -> bool:
+        """Whether the backward about to run is the window's last."""
+        return self.state is State.OPEN and self.is_complete and self.done + 1 >= self.handed
+
+    def count_backward(self) -> int:
+        """Count a backward and return its micro-batch index, 0-based."""
+        if self.state is State.IDLE:
+            raise RuntimeError(
+                "backward outside a window: iterate `for window in sync.windows(loader): for batch in "
+                "window:` or put the micro-batch into `with sync.accumulate():`"
+            )
+        if self.is_sent:
+            raise RuntimeError(
+                f"backward after window {self.index} was sent: its gradients are already being reduced. "
+                "Call sync.backward once a micro-batch (add up several losses first), and sync.step before "
+                "the next window"
+            )
+        self.done += 1
+        return self.done - 1
+
+    def close(self, *, completed: bool) -> None:
+        """End the window; only a completed (synchronised) one counts."""
+        self.state, self.is_resumed = State.IDLE, False
+        self.index += completed
+        if completed:
+            self._replacement = []
+
+    def _clear(self) -> None:
+        self.places = []
+        self.due = list(self._replacement or self.share)
+        self.done = 0
+        self.is_complete = self.is_exhausted = self.is_resumed = False
+
+
+MAX_ACCUMULATE = 2**20  # places are listed
+
+
+def check_accumulate(accumulate: object) -> list[str]:
+    """Say what is wrong with a number of micro-batches a window."""
+    if type(accumulate) is int and 1 <= accumulate <= MAX_ACCUMULATE:
+        return []
+    kind = "" if type(accumulate) is int else f", and not a {type(accumulate).__name__}"
+    need = f"accumulate={accumulate!r}: need a whole number of micro-batches a window, an int from 1 to 2**20"
+    return [f"{need}{kind}; 1 synchronises after every backward"]

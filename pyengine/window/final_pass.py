@@ -1,0 +1,123 @@
+"""The final pass: everything that still multiplies a reduced gradient meets in one scalar and is applied
+once.
+
+The scalar collects 1/count (where the wire has not folded it in), the inverse loss scale and the clip factor.
+A fused optimizer takes it through its `grad_scale` attribute (no pass over the gradients at all); any other
+optimizer gets one fused write. The norm and the finite check come from one read, taken bucket by bucket while
+later buckets travel.
+"""
+
+from __future__ import annotations
+
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from pyengine.ops.plan import add_up
+
+CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+_LARGEST = torch.finfo(torch.float32).max  # of the type in which the pending scalar is applied
+
+
+class FinalPass:
+    """The pending scalar, the norm and the finite flags of one window.
+
+    Args:
+        num_params: parameters that the sums of squares are kept for, in registration order.
+        device: where the scalars live.
+
+    Attributes:
+        sumsq: float64 `[num_params]`, sum of squares of each parameter's reduced gradient, before `factor`.
+        nonfinite: uint8 `[num_params]`, 1 where a reduced gradient holds inf or nan.
+        factor: float64 0-dim, what still multiplies the gradients.
+        overflow: float32 0-dim, 1 if a gradient holds inf or nan: what a loss scale follows.
+        found_inf: float32 0-dim, 1 if the step must be skipped, for that or another reason.
+        void: float32 0-dim, nan if a rank gave the window up, else 0.
+        used: bool `[num_params]`, which parameters any rank used; None where `.grad is None` says it.
+    """
+
+    def __init__(self, num_params: int, device: torch.device) -> None:
+        self.sumsq = torch.zeros(num_params, dtype=torch.float64, device=device)
+        self.nonfinite = torch.zeros(num_params, dtype=torch.uint8, device=device)
+        self._one = torch.ones((), dtype=torch.float64, device=device)
+        self._zero = torch.zeros((), device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the window: no work for the device. Sums of squares and flags are overwritten when it
+        lands.
+        """
+        self.factor = self._written = self._one
+        self.overflow = self.found_inf = self.void = self._zero
+        self.used: Tensor | None = None
+        self.is_pending = False
+        self._before_clipping: Tensor | None = None
+
+    def compute_norm(self) -> None:
+        """Derive norm and skip decision from the sums of squares that the kernels left, and `void`."""
+        total = add_up(self.sumsq)  # in registration order: not a matter of buckets or threads
+        self._root = total.sqrt()
+        self.overflow = self.found_inf = (~torch.isfinite(total + self.void)).float()
+
+    def forbid(self, flag: Tensor) -> None:
+        """Let the step be skipped if `flag` (bool, 0-dim, on the device) is set."""
+        self.found_inf = torch.where(flag, 1.0, self.found_inf)
+
+    def check_range(self, largest: float) -> None:
+        """Let the step be skipped if finite sums times the pending scalar leave the range of the gradients'
+        type.
+
+        Args:
+            largest: finite number of that type. No element is larger than the norm; a scalar of at most 1
+                takes nothing out of range.
+        """
+        size, norm = self.factor.abs(), self.grad_norm()
+        is_out = ((size > 1) & ((norm > largest) | (size > _LARGEST))) | ~torch.isfinite(norm)
+        self.overflow = torch.where(is_out, 1.0, self.overflow)
+        self.found_inf = torch.where(is_out, 1.0, self.found_inf)
+
+    def multiply(self, scalar: Tensor) -> None:
+        """Let `scalar` (0-dim float, on the device) multiply the gradients, later, with everything else."""
+        self.factor = self.factor * scalar
+        self.is_pending = True
+
+    def grad_norm(self) -> Tensor:
+        """Return the 2-norm of the gradients with all that is pending applied; float64 0-dim."""
+        return self._root * self.factor.abs()
+
+    def norm_before_clipping(self) -> Tensor:
+        """Return the 2-norm as the first `clip` found it, or as it is now; float64 0-dim."""
+        return self.grad_norm() if self._before_clipping is None else self._before_clipping
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Fold in min(1, max_norm / (norm + 1e-6)) and return the norm before; float64 0-dim."""
+        norm = self.grad_norm()
+        self._before_clipping = norm if self._before_clipping is None else self._before_clipping
+        self.multiply((max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0))
+        return norm
+
+    def replace_norm(self, norm: Tensor) -> None:
+        """Replace the norm by one computed elsewhere, float64 0-dim; nothing may be pending."""
+        self._root = norm
+
+    def mark_written(self) -> None:
+        """Note that the pending scalar has been written into the gradients."""
+        self._root = self._root * self.factor.abs()
+        self._written = self._written * self.factor
+        self.factor = torch.ones_like(self.factor)
+        self.is_pending = False
+
+    def whole_factor(self) -> Tensor:
+        """Return all that has multiplied the sum so far, written or pending; float64 0-dim."""
+        return self._written * self.factor
+
+
+def check_max_norm(max_norm: object) -> None:
+    """Refuse what would make every gradient nan, or turn it round; a 0-dim tensor is not read on the host."""
+    if isinstance(max_norm, Tensor) and max_norm.numel() == 1:
+        return
+    if not isinstance(max_norm, Real) or isinstance(max_norm, bool):
+        raise TypeError(f"max_norm={max_norm!r} is a {type(max_norm).__name__}: need a number of at least 0")
+    if not float(max_norm) >= 0:
+        raise ValueError(f"max_norm={max_norm!r}: need a number of at least 0; inf only measures")

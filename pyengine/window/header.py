@@ -1,0 +1,319 @@
+"""The header: one short all-reduce a window in which ranks agree on count, loss, position and mistakes.
+
+It is launched just before the window's last backward (everything in it is known by then), so it overlaps with
+that backward, and it turns disagreement into an error on every rank instead of a hang or a wrong divisor. On
+the CPU nothing follows a header in which ranks disagree: another engine's buckets would have other sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from pyengine.comm.base import Comm, Work
+from pyengine.ops.device import is_lazy, runs_ahead, send
+from pyengine.window import exact_scalars
+from pyengine.window.claims import NUM_PIECES, Claims
+
+# Sums in float64 are exact up to 2^53: squares of 20-bit numbers over up to 8192 ranks stay below it.
+_STEP_MODULUS = 2**20
+
+# The vector: four numbers, what must be equal on every rank (positions, then the pieces of the claims), each
+# with its square, and the losses as lanes of `exact_scalars`.
+_COUNT, _MICRO_BATCHES, _, _INVALID, _POSITIONS = range(5)
+_CLAIMS = _POSITIONS + 4
+_LOSSES = _CLAIMS + 2 * NUM_PIECES
+
+Count = int | float | Tensor
+
+# A micro-batch's: beyond it float64 cannot count one by one, and sums over many could become inf.
+MAX_COUNT = 2.0**53
+
+
+def checked_count(count: object) -> Count:
+    """Return a count that can be added up, or raise before anything has run;
+    the header tells whether it makes sense.
+    """
+    if isinstance(count, Tensor):
+        if count.numel() != 1:
+            raise ValueError(
+                f"count: got a tensor of shape {list(count.shape)}, need one number; use count.sum()"
+            )
+        if count.dtype is torch.bool or count.is_complex():
+            raise TypeError(f"count: got a tensor of {count.dtype}, need a real number of items")
+        return count
+    if not isinstance(count, Real) or isinstance(count, bool):
+        raise TypeError(
+            f"count={count!r} is a {type(count).__name__}: need the number of items in the loss, or a 0-dim "
+            "tensor of it; leave it out where the loss is a mean"
+        )
+    try:
+        value = float(count)
+    except OverflowError:
+        return math.inf
+    return count if isinstance(count, int | float) else value
+
+
+@dataclass
+class LocalWindow:
+    """What one rank says of its window: one entry a micro-batch.
+
+    Attributes:
+        is_exact: whether sums of gradients are exact. Counts have to be whole numbers then, so that their sum
+            does not depend on its order either.
+        max_micro_batches: the most, over all ranks, that the window may have; inf: any number.
+        counts: items each loss was summed over; numbers, or 0-dim tensors that stay on their device.
+        losses: the losses, detached 0-dim tensors.
+    """
+
+    is_exact: bool = False
+    max_micro_batches: float = math.inf
+    counts: list[Count] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+
+    def append(self, loss: Tensor, count: Count) -> None:
+        """Note a micro-batch, whose backward is about to run.
+
+        Args:
+            loss: 0-dim, of any floating type; kept detached.
+            count: checked by `checked_count`; a tensor is kept as it is, unread.
+        """
+        self.counts.append(count)
+        self.losses.append(loss.detach())
+
+    def add_to(self, vector: Tensor) -> None:
+        """Add to a header's vector what lives on its device, unread: the losses, and counts that are tensors.
+
+        Args:
+            vector: float64 `[21]`, changed in place; see `Totals.of`.
+        """
+        if self.losses:
+            vector[_LOSSES:] = exact_scalars.lanes(_stack(self.losses, vector.device))
+        unread = [count for count in self.counts if isinstance(count, Tensor)]
+        if unread:
+            counts = _stack(unread, vector.device)
+            valid = self.are_valid(counts)
+            vector[_COUNT] += torch.where(valid, counts, 0.0).sum()
+            vector[_INVALID] += (~valid).sum()
+
+    def problems(self) -> list[str]:
+        """Describe the invalid counts. Reads device counts: for error reports only."""
+        return [
+            f"count of micro-batch {index} is {float(count)}"
+            for index, count in enumerate(self.counts)
+            if not self.is_valid(float(count))
+        ]
+
+    def is_valid(self, count: float) -> bool:
+        """Whether a count may be summed."""
+        return 0 <= count <= MAX_COUNT and (not self.is_exact or count == math.floor(count))
+
+    def are_valid(self, counts: Tensor) -> Tensor:
+        """Tell the same of counts on a device: float64 of any shape in, bool of that shape out."""
+        valid = (counts >= 0) & (counts <= MAX_COUNT)
+        return valid & (counts == counts.floor()) if self.is_exact else valid
+
+    def nonfinite_losses(self) -> list[int]:
+        """Return the micro-batches whose loss is inf or nan. Reads device losses: for error reports only."""
+        return [index for index, loss in enumerate(self.losses) if not math.isfinite(loss)]
+
+
+class RunningWindow(LocalWindow):
+    """Adds losses and counts up as they come, so that what a micro-batch adds never depends on how many there
+    are.
+
+    Args:
+        is_exact, max_micro_batches: as for `LocalWindow`.
+        zeros: three 0-dim float64 tensors, each a buffer of its own on the device; not written to.
+    """
+
+    def __init__(self, is_exact: bool, max_micro_batches: float, zeros: Sequence[Tensor]) -> None:
+        super().__init__(is_exact, max_micro_batches)
+        self._loss, self._count, self._invalid = zeros
+
+    def append(self, loss: Tensor, count: Count) -> None:
+        super().append(loss, count)
+        self._loss = self._loss + _stack([loss], self._loss.device)[0]
+        if isinstance(count, Tensor):
+            (value,) = _stack([count], self._loss.device)
+            valid = self.are_valid(value)
+            self._count = self._count + torch.where(valid, value, 0.0)
+            self._invalid = self._invalid + (~valid).double()
+
+    def add_to(self, vector: Tensor) -> None:
+        vector[_LOSSES:] = exact_scalars.rounded(self._loss)
+        vector[_COUNT] += self._count
+        vector[_INVALID] += self._invalid
+
+
+def make_local_window(
+    device: torch.device, *, is_exact: bool, max_micro_batches: float
+) -> Callable[[], LocalWindow]:
+    """Return what makes, for each window of an engine, an empty one to note counts and losses in.
+
+    Args:
+        device: where the losses lie.
+        is_exact, max_micro_batches: as for `LocalWindow`.
+    """
+    if not is_lazy(device):
+        return partial(LocalWindow, is_exact, max_micro_batches)
+    zeros = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(3)]
+    return partial(RunningWindow, is_exact, max_micro_batches, zeros)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over all ranks of a window, on the host.
+
+    Attributes:
+        count: items of the window.
+        loss: sum of its losses, rounded once.
+        micro_batches: backwards run for it.
+        more: ranks that have another window after it.
+        invalid_counts: micro-batches whose count cannot be summed.
+        differ: whether ranks are at different places, or say different things.
+    """
+
+    count: float
+    loss: float
+    micro_batches: int
+    more: int
+    invalid_counts: int
+    differ: bool
+
+    @classmethod
+    def of(cls, numbers: Sequence[float], world_size: int) -> Totals:
+        """Read a reduced header.
+
+        Args:
+            numbers: 21: count, micro-batches, ranks with more, invalid counts; the sum and the sum of squares
+                of each of five numbers that must be equal on every rank; seven lanes of the losses.
+            world_size: of the ranks that were summed over.
+        """
+        count, micro_batches, more, invalid = numbers[:_POSITIONS]
+        equal, losses = numbers[_POSITIONS:_LOSSES], numbers[_LOSSES:]
+        differ = any(
+            world_size * squares != total * total
+            for total, squares in zip(equal[::2], equal[1::2], strict=True)
+        )
+        loss = exact_scalars.total(losses)
+        return cls(count, loss, int(micro_batches), int(more), int(invalid), differ)
+
+
+class Header:
+    """The header of one window.
+
+    Args:
+        comm: transport; making a header launches its all-reduce on every rank.
+        device: where the vector lives.
+        local: this rank's counts and losses; complete.
+        position: (windows completed, optimizer steps taken), which must be equal on every rank.
+        more: whether this rank has another window after this one.
+        claims: what must be equal on every rank, too.
+
+    Cost: one all-reduce of 168 bytes, not waited for.
+
+    Attributes:
+        position, claims: as given.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        device: torch.device,
+        *,
+        local: LocalWindow,
+        position: tuple[int, int],
+        more: bool,
+        claims: Claims,
+    ) -> None:
+        self._comm, self._max_micro_batches = comm, local.max_micro_batches
+        self.position, self.claims = position, claims
+        self._vector = _pack(device, local, position, more, claims)
+        self._work: Work | None = comm.all_reduce(self._vector)
+        self._inv_count: Tensor | None = None
+        self._is_refused: bool | None = None if _host_may_look(comm, device) else False
+
+    def is_ready(self) -> bool:
+        """Whether the totals may be used without stalling anybody:
+        waiting for a stream costs the host nothing.
+        """
+        return self._work is None or self._comm.is_stream_ordered or self._work.is_completed()
+
+    def is_refused(self) -> bool:
+        """Wait, and return whether ranks disagree, so that nothing may follow;
+        False where only a device could tell.
+        """
+        if self._is_refused is None:
+            self._is_refused = self.totals().differ
+        return self._is_refused
+
+    @property
+    def was_refused(self) -> bool:
+        """The same, as far as it is known: nobody waits."""
+        return self._is_refused is True
+
+    def totals(self) -> Totals:
+        """Wait, and read the reduced numbers on the host."""
+        return Totals.of(self.vector().tolist(), self._comm.world_size)
+
+    def inv_count(self) -> Tensor:
+        """Wait, and return 1 / total count as a 0-dim float32 tensor on the device;
+        0 when nothing was counted.
+        """
+        vector = self.vector()
+        if self._inv_count is None:
+            count = vector[_COUNT]
+            self._inv_count = torch.where(count > 0, 1.0 / count, torch.zeros_like(count)).float()
+        return self._inv_count
+
+    def forbids(self) -> Tensor:
+        """Return, as a 0-dim bool on the device, whether the window must not be used: `Totals` says why."""
+        vector = self.vector()
+        totals, squares = vector[_POSITIONS:_LOSSES:2], vector[_POSITIONS + 1 : _LOSSES : 2]
+        differ = (self._comm.world_size * squares != totals * totals).any()
+        too_many = vector[_MICRO_BATCHES] > self._max_micro_batches
+        return (vector[_COUNT] == 0) | (vector[_INVALID] > 0) | differ | too_many
+
+    def vector(self) -> Tensor:
+        """Wait, and return the reduced numbers, float64 `[21]`; not to be written to. See `Totals.of`."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._vector
+
+
+def _host_may_look(comm: Comm, device: torch.device) -> bool:
+    """Whether reading a header costs no wait for a device:
+    there nothing follows one in which ranks disagree.
+    """
+    return comm.world_size > 1 and not runs_ahead(device)
+
+
+def _pack(
+    device: torch.device, local: LocalWindow, position: tuple[int, int], more: bool, claims: Claims
+) -> Tensor:
+    """Write this rank's numbers; those that live on the device are added there, unread."""
+    known = [float(count) for count in local.counts if not isinstance(count, Tensor)]
+    valid = [count for count in known if local.is_valid(count)]
+    numbers = [math.fsum(valid), len(local.counts), more, len(known) - len(valid)]
+    for value in (*(value % _STEP_MODULUS for value in position), *claims.pieces()):
+        numbers += [value, value * value]
+    vector = send([*map(float, numbers), *[0.0] * exact_scalars.NUM_LANES], torch.float64, device)
+    local.add_to(vector)
+    pieces = vector[_CLAIMS:_LOSSES:2]
+    claims.add_to(pieces)
+    vector[_CLAIMS + 1 : _LOSSES : 2] = pieces * pieces
+    return vector
+
+
+def _stack(values: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.stack(
+        [value.detach().to(device, torch.float64, non_blocking=True).reshape(()) for value in values]
+    )

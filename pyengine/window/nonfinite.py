@@ -1,0 +1,92 @@
+"""Who brought a value that is not finite: gathered from all ranks, only in a window that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+MAX_NAMED = 5
+
+
+@dataclass(frozen=True)
+class RankFindings:
+    """What one rank knows of a failed window.
+
+    Attributes:
+        gave_up: the exception that ended this rank's last backward, as text; empty if none did.
+        losses: micro-batches whose loss was not finite.
+        blamed: per non-finite parameter (same order on every rank) the micro-batches in which this rank's
+            gradient was not finite; None where micro-batches were not watched.
+    """
+
+    gave_up: str
+    losses: list[int]
+    blamed: list[list[int] | None]
+
+
+def nonfinite_params(flags: Tensor) -> list[int]:
+    """Return the registration indices of the flagged parameters; waits for the device.
+
+    Args:
+        flags: uint8 `[num_params]`, 1 where a gradient is not finite.
+    """
+    return flags.nonzero().flatten().tolist()
+
+
+def describe(names: Sequence[str], findings: Sequence[RankFindings]) -> str:
+    """Say which parameters were not finite, and which rank and micro-batch they came from.
+
+    Args:
+        names: the parameters whose reduced gradient is not finite; none where only the mean is not.
+        findings: what each rank knows, by rank.
+    """
+    quitters = [
+        f"rank {rank} gave the window up: {f.gave_up}" for rank, f in enumerate(findings) if f.gave_up
+    ]
+    if quitters:
+        return "; ".join(quitters)
+    if not names:
+        return (
+            "finite sums leave the range of the gradients' type when 1/count, the inverse loss scale or "
+            "kept gradients come in: count is the number of items that the losses were summed over"
+        )
+    sources = [
+        f"rank {rank}, micro-batch {index} (its loss)"
+        for rank, f in enumerate(findings)
+        for index in f.losses
+    ]
+    sources += sorted({place for rank, f in enumerate(findings) for place in _blamed(rank, f)})
+    return f"inf or nan in the gradient of {_some(names)}, from {_origin(sources, findings)}"
+
+
+def _blamed(rank: int, findings: RankFindings) -> list[str]:
+    known = {index for places in findings.blamed for index in places or []}
+    return [f"rank {rank}, micro-batch {index}" for index in known - set(findings.losses)]
+
+
+def _origin(sources: list[str], findings: Sequence[RankFindings]) -> str:
+    if sources:
+        return "; ".join(sources[:MAX_NAMED])
+    if any(None in f.blamed for f in findings):
+        return (
+            "a backward whose loss was finite, or from the sum over ranks; nonfinite='raise' watches every "
+            "micro-batch and names it"
+        )
+    return "the sum: every rank's own gradients were finite"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(map(repr, names[:MAX_NAMED])) + more
+
+
+def flagged_in(flagged: Sequence[Tensor], slot: int) -> list[int]:
+    """Return the micro-batches in which a slot's gradient was not finite; waits for the device.
+
+    Args:
+        flagged: uint8 `[num_slots]`, one a micro-batch.
+        slot: index in each of them.
+    """
+    return [index for index, flags in enumerate(flagged) if flags[slot]]

@@ -1,0 +1,225 @@
+"""What the ranks conclude together of a window that has landed:
+outcomes and errors are the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from pyengine.comm.base import Comm
+from pyengine.ops.device import Readback
+from pyengine.window.callbacks import call_all
+from pyengine.window.claims import Use, difference
+from pyengine.window.final_pass import FinalPass
+from pyengine.window.header import Header, LocalWindow, Totals
+from pyengine.window.nonfinite import RankFindings, describe, nonfinite_params
+
+# Returns the micro-batches in which this rank saw a parameter's gradient not finite; None: not watched.
+Blame = Callable[[int], list[int] | None]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What one rank can say of its window.
+
+    Attributes:
+        index: the window.
+        local: this rank's counts and losses.
+        gave_up: the exception that ended its last backward, as text; empty if none did.
+        names: parameters, in registration order.
+        blame: which micro-batches brought a parameter's inf or nan.
+    """
+
+    index: int
+    local: LocalWindow
+    gave_up: str
+    names: Sequence[str]
+    blame: Blame
+
+
+class Verdict:
+    """The outcome of one landed window.
+
+    The device knows at once whether the step may happen (`FinalPass.found_inf`). The host learns it from
+    `reach`, which waits for the device, and which every rank calls at the same point of its program: in the
+    bad case ranks talk.
+
+    Args:
+        header: landed.
+        final: with its norm computed; its flags are copied, so that the next window may overwrite them.
+        evidence: this rank's.
+        comm: transport, used only in the bad case.
+        raises: whether inf and nan are an error (the policy "raise") and not merely a reason to skip.
+
+    Attributes:
+        totals: sums over all ranks; None until read.
+        is_reached: whether the ranks have concluded it.
+        is_awaited: whether somebody on this rank waits for the numbers.
+        reason: why the step is skipped; empty if it is not.
+        error: what `reach` raises; None if nothing, or not reached.
+        use: what this rank did with the window.
+    """
+
+    def __init__(
+        self, header: Header, final: FinalPass, evidence: Evidence, *, comm: Comm, raises: bool
+    ) -> None:
+        self.totals: Totals | None = None
+        self.reason = ""
+        self._header, self._evidence, self._comm, self._raises = header, evidence, comm, raises
+        self._numbers = Readback(torch.cat([header.vector(), final.found_inf.double().reshape(1)]))
+        self._nonfinite = final.nonfinite.clone()
+        self._waiting: list[Callable[[Totals, bool], None]] = []
+        self._waiting_to_know: list[Callable[[bool], None]] = []
+        self._skips = self.is_reached = self.is_awaited = False
+        self.error: Exception | None = None
+        self.use = Use()
+
+    def then(self, action: Callable[[Totals, bool], None], *, awaits: bool = True) -> None:
+        """Call `action(totals, skipped)` once the verdict is reached; now if it has been.
+
+        Args:
+            awaits: whether the action is worth reading the numbers for, where that is not free.
+        """
+        self.is_awaited = self.is_awaited or awaits
+        if self.is_reached:
+            assert self.totals is not None
+            action(self.totals, self._skips)
+        else:
+            self._waiting.append(action)
+
+    def once_known(self, action: Callable[[bool], None]) -> None:
+        """Call `action(skipped)` once this rank knows, whatever the others say; now if it does."""
+        self.is_awaited = True
+        if self.totals is None:
+            self._waiting_to_know.append(action)
+        else:
+            action(self._skips)
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether ranks are known to have disagreed in the header, so that no window was theirs together."""
+        return self._header.was_refused or (self.totals is not None and self.totals.differ)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the verdict was read and leaves the ranks nothing to talk about."""
+        return self.totals is not None and not self._skips
+
+    def reach(self) -> Totals:
+        """Wait for the outcome, and call what waited for it; later calls return or raise the same at once.
+
+        Raises:
+            RuntimeError: ranks are at different windows or steps.
+            ValueError: a count is negative or not finite.
+            FloatingPointError: inf or nan under the policy "raise".
+
+        Cost: no collective in a good window; in a bad one a gather of what each rank knows.
+        """
+        totals = self._look()
+        if not self.is_reached:
+            self.is_reached = True
+            try:
+                self._judge(totals)
+            except (ValueError, RuntimeError, FloatingPointError) as error:
+                self.error = error.with_traceback(None)  # which would keep every frame alive, this one too
+        actions = self._pop_waiting_to_know()
+        waiting, self._waiting = self._waiting, []
+        if self.error is None:
+            actions += [partial(action, totals, self._skips) for action in waiting]
+        call_all(actions)
+        if self.error is not None:
+            raise type(self.error)(*self.error.args)
+        return totals
+
+    def read(self) -> Totals:
+        """Wait for the numbers only: no rank talks, nothing is concluded."""
+        totals = self._look()
+        call_all(self._pop_waiting_to_know())
+        return totals
+
+    def _look(self) -> Totals:
+        if self.totals is None:
+            *numbers, found_inf = self._numbers.get()
+            self._skips = found_inf != 0
+            self.totals = Totals.of(numbers, self._comm.world_size)
+        return self.totals
+
+    def _pop_waiting_to_know(self) -> list[Callable[[], object]]:
+        """Return, and remove, what waits for this rank to know."""
+        waiting, self._waiting_to_know = self._waiting_to_know, []
+        return [partial(action, self._skips) for action in waiting]
+
+    def _judge(self, totals: Totals) -> None:
+        if not self._skips:
+            return
+        evidence = self._evidence
+        check_agreement(self._header, totals, self._comm)
+        check_counts(totals, self._comm, local=evidence.local)
+        most = evidence.local.max_micro_batches
+        if totals.micro_batches > most:
+            raise ValueError(
+                f"window of {totals.micro_batches} micro-batches over all ranks, and accumulator='exact' "
+                f"was made for {most}: its integers may overflow. Nothing was stepped; name the window's "
+                f"size: pe.Exact(micro_batches={totals.micro_batches})"
+            )
+        if totals.count == 0:
+            self.reason = "count is 0 on every rank: nothing to average over"
+            return
+        self.reason = self._why_not_finite()
+        if self._raises:
+            raise FloatingPointError(f"window {self._evidence.index}: {self.reason}")
+
+    def _why_not_finite(self) -> str:
+        """Gather what every rank knows, and say where inf and nan came from."""
+        evidence = self._evidence
+        params = nonfinite_params(self._nonfinite)
+        mine = RankFindings(
+            evidence.gave_up, evidence.local.nonfinite_losses(), [evidence.blame(param) for param in params]
+        )
+        findings: Sequence[RankFindings] = self._comm.all_gather_object(mine)
+        return describe([evidence.names[param] for param in params], findings)
+
+
+def check_agreement(header: Header, totals: Totals, comm: Comm) -> None:
+    """Raise RuntimeError on every rank if ranks are at different places or say different things.
+
+    Args:
+        header: of this rank.
+        totals: what it brought.
+        comm: transport; used only to say who differs, by one gather.
+    """
+    if not totals.differ:
+        return
+    everybody: Sequence[tuple[tuple[int, int], dict[str, str]]] = comm.all_gather_object(
+        (header.position, header.claims.describe())
+    )
+    positions, described = zip(*everybody, strict=True)
+    if len({claims["engine"] for claims in described}) == 1 and len(set(positions)) > 1:
+        places = "; ".join(f"rank {r}: {w} windows, {s} steps" for r, ((w, s), _) in enumerate(everybody))
+        raise RuntimeError(
+            f"ranks are not at the same place ({places}): some rank abandoned a window that was already "
+            "reduced, or stepped without the others. Restore all ranks from one checkpoint"
+        )
+    raise RuntimeError(difference(described))
+
+
+def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
+    """Raise ValueError on every rank if any of them gave an invalid count.
+
+    Args:
+        totals: what the header brought.
+        comm: transport; used only to say who differs, by one gather.
+        local: this rank's counts.
+    """
+    if totals.invalid_counts:
+        problems = comm.all_gather_object(local.problems())
+        places = "; ".join(f"rank {r}: {text}" for r, texts in enumerate(problems) for text in texts)
+        raise ValueError(
+            f"{places}: count must be finite{', whole' if local.is_exact else ''} and not negative, "
+            "and at most 2**53 (0 leaves a micro-batch out of the divisor). Nothing was stepped; call "
+            "sync.abandon() and go on"
+        )

@@ -1,0 +1,88 @@
+"""Verdicts on the windows that landed, until the host has read them and the ranks have concluded them."""
+
+from __future__ import annotations
+
+import torch
+
+from pyengine.comm.base import Comm
+from pyengine.ops.device import flush, is_lazy
+from pyengine.window.claims import Use
+from pyengine.window.header import Totals
+from pyengine.window.verdict import Verdict
+
+# On a lazy device, where the host asks for outcomes only if somebody waits for them: how many windows it lets
+# pass.
+MAX_UNREAD = 64
+
+
+class VerdictQueue:
+    """The verdicts of landed windows, in order, each kept until the ranks have concluded it.
+
+    Attributes:
+        steps_taken: optimizer steps that changed parameters, as far as all ranks have reached the verdicts.
+    """
+
+    def __init__(self, comm: Comm, device: torch.device) -> None:
+        self._comm, self._device = comm, device
+        self._last: Verdict | None = None
+        self._unread: list[Verdict] = []
+        self.steps_taken = self._new_steps = 0
+
+    def append(self, verdict: Verdict) -> None:
+        """Append the verdict on a window that has just landed; a refused one says nothing of its use."""
+        if not verdict.was_refused:
+            self._last = verdict
+        self._unread.append(verdict)
+
+    def count_step(self) -> None:
+        """Count the optimizer step of the window that landed last, unless it turns out to be skipped."""
+        assert self._last is not None
+        self._last.then(self._count, awaits=False)
+
+    def reach_all(self) -> None:
+        """Reach every verdict; every rank calls this at the same point. Raises as `Verdict.reach`."""
+        flush(self._device)
+        while self._unread:
+            self._unread.pop(0).reach()
+        self.steps_taken, self._new_steps = self.steps_taken + self._new_steps, 0
+
+    def reach_earlier(self, window: int) -> None:
+        """Reach the verdicts on earlier windows: all; on a lazy device, until those are due, what is awaited
+        here.
+        """
+        if not is_lazy(self._device) or window % MAX_UNREAD == 0:
+            self.reach_all()
+        elif any(verdict.is_awaited for verdict in self._unread):
+            for verdict in self._unread:
+                verdict.read()
+            while self._unread and self._unread[0].is_good:
+                self._unread.pop(0).reach()
+
+    def last_use(self) -> Use:
+        """Return what this rank did with the window before, if that was good; nothing on a lazy device.
+
+        After `reach_earlier`, so that all ranks know alike whether it was.
+        """
+        known = self._last is not None and self._last.is_good and not is_lazy(self._device)
+        return self._last.use if known and self._last is not None else Use()
+
+    def restart(self, steps_taken: int) -> None:
+        """Start anew behind so many optimizer steps: what was said of earlier windows is of no run that goes
+        on.
+        """
+        self.steps_taken, self._last = steps_taken, None
+
+    def read_all(self) -> None:
+        """Learn what this rank can know alone of every window that landed: schedulers step, no rank talks."""
+        for verdict in self._unread:
+            verdict.read()
+
+    def some_rank_has_more(self) -> bool:
+        """Whether some rank said, in the window that landed last, that it has another one; waits for that.
+
+        The same on every rank, without a collective.
+        """
+        return self._last is not None and self._last.read().more > 0
+
+    def _count(self, _: Totals, skips: bool) -> None:
+        self._new_steps += not skips

@@ -1,0 +1,101 @@
+"""A run has processes of its own: however it ends, the study hears of it and nothing is left behind."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from study_records import asked
+from study_subjects import goes, lives
+
+from pyengine.cli.study.supervise import Beats, Limits, Outcome, Watch, execute
+
+
+def ran(
+    function: str, folder: Path, watch: Watch = lambda done, accuracy: None, run_s: float = 60.0
+) -> Outcome:
+    """Run a training function on two workers; return how it ended."""
+    limits = Limits(stall_s=60.0, run_s=run_s)
+    return execute(asked(f"study_subjects:{function}"), limits, folder / "log.txt", watch)
+
+
+def test_worker_that_is_killed_is_a_failure_that_names_it(tmp_path: Path) -> None:
+    outcome = ran("killed", tmp_path)
+    assert (outcome.status, outcome.traces, outcome.steps) == ("failed", [], 0)
+    assert "of 2 failed (exit code -9)" in outcome.reason
+
+
+def test_interrupt_ends_every_process_also_those_of_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their files go as well."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # looks again
+
+    def interrupt(done: int, accuracy: float | None) -> None:
+        if len(_pids(tmp_path)) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ran("beats_for_ever", tmp_path, interrupt)
+    assert all(goes(pid) for pid in _pids(tmp_path))
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def _pids(folder: Path) -> list[int]:
+    return [int(pid) for pid in re.findall(r"pid (\d+)\n", (folder / "log.txt").read_text())]
+
+
+def test_processes_end_when_the_study_was_killed() -> None:
+    run = (
+        "import os; from pyengine.cli.study.supervise import _end_with; parent = os.getppid(); os.setsid(); "
+    )
+    run += "print(os.getpid(), flush=True); _end_with(parent)"
+    study = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {run!r}])"
+    process = subprocess.Popen([sys.executable, "-c", study], stdout=subprocess.PIPE, text=True)
+    pid = int(process.stdout.readline())
+    assert lives(pid)
+    process.kill()
+    process.wait()
+    assert goes(pid)
+
+
+def test_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    outcome = ran("right", tmp_path, run_s=0.5)
+    assert (outcome.status, outcome.steps) == ("timed out", 0)
+    assert outcome.reason == "not done after 0.5 s, at step 0 (--run-timeout)"
+
+
+@pytest.mark.parametrize(
+    ("text", "new", "done", "accuracy"),
+    [
+        ("", False, 0, None),
+        ('{"done": 3}\n', True, 3, None),
+        ('{"done": 3}\n{"done": 3, "accuracy": 0.5}\n{"done": 4}\n', True, 4, 0.5),
+        ('{"done": 3}\n{"do', True, 3, None),
+        ('{"do', False, 0, None),
+    ],
+)
+def test_beats_are_read_as_far_as_they_are_whole(
+    tmp_path: Path, text: str, new: bool, done: int, accuracy: float | None
+) -> None:
+    beats = Beats(tmp_path / "beats")
+    beats.path.write_text(text)
+    assert (beats.read(), beats.done, beats.accuracy) == (new, done, accuracy)
+
+
+def test_beats_are_read_on(tmp_path: Path) -> None:
+    beats = Beats(tmp_path / "beats")
+    assert not beats.read()
+    beats.path.write_text('{"done": 1}\n{"do')
+    assert beats.read()
+    with beats.path.open("a") as file:
+        file.write('ne": 2}\n')
+    assert beats.read()
+    assert beats.done == 2
+    assert not beats.read()

@@ -1,0 +1,125 @@
+"""What commands print comes out whatever stdout is: without signs beyond ASCII, closed, or full."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from study_records import made
+
+from pyengine.cli.doctor import run as doctor
+from pyengine.cli.doctor.finding import Finding, warn
+from pyengine.cli.main import build_parser, main
+from pyengine.cli.study import run as study
+from pyengine.cli.study.arguments import settings
+from pyengine.cli.study.store import Store
+
+PLAN = ["plan", "--global-batch", "64", "--micro-batch", "8"]
+Patch = pytest.MonkeyPatch
+
+
+@contextmanager
+def stdout(patch: Patch, raw: io.BufferedIOBase, encoding: str = "ascii") -> Iterator[io.TextIOWrapper]:
+    with patch.context() as patched:
+        stream = io.TextIOWrapper(raw, encoding=encoding, errors="strict")  # type: ignore[type-var]
+        patched.setattr(sys, "stdout", stream)
+        yield stream
+
+
+def some_finding() -> Finding:
+    return warn("host", "3 × slower", "mend → it")
+
+
+def test_plan_prints_to_a_terminal_of_ascii(monkeypatch: Patch) -> None:
+    with stdout(monkeypatch, io.BytesIO()) as stream:
+        assert main(PLAN) == 0
+        assert "64 ? 1 = 32 ? 2" in stream.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["lines", "json"])
+def test_doctor_prints_to_a_terminal_of_ascii(monkeypatch: Patch, options: list[str]) -> None:
+    monkeypatch.setattr(doctor, "CHECKS", {"host": some_finding})
+    with stdout(monkeypatch, io.BytesIO()) as stream:
+        assert main(["doctor", *options]) == 0
+        said = stream.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+    assert ("3 \\u00d7 slower" if options else "3 ? slower") in said
+
+
+@pytest.mark.slow
+def test_study_prints_and_writes_its_report_on_a_system_of_ascii(tmp_path: Path) -> None:
+    """Of runs that are there already: none is started."""
+    arguments = ["--workers", "1,2", "--batch", "64", "--repeats", "1", "--out", str(tmp_path)]
+    options = study_settings(arguments)
+    store = Store(tmp_path, {**options.binding(), "machine": study.study_machine.card()})
+    for workers in options.workers:
+        store.add(made(workers, 64))
+    store.close()
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    done = run("study", *arguments, **ascii_only)
+    assert done.returncode == 0, done.stderr
+    assert "<html" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def study_settings(arguments: list[str]) -> study.Settings:
+    return settings(build_parser().parse_args(["study", *arguments]))
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pyengine", *arguments]
+    return subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=300, env=os.environ | environment
+    )
+
+
+TINY = {
+    "train": "--model cnn --steps 2 --accumulate 2 --micro-batch 2",
+    "verify": "--model cnn --workers 2 --steps 1 --micro-batches 2",
+    "bench": "step --rounds 3 --variants floor,engine --model small0",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", TINY)
+def test_commands_print_from_their_workers_to_a_terminal_of_ascii(command: str) -> None:
+    done = run(command, *TINY[command].split(), PYTHONIOENCODING="ascii")
+    assert (done.returncode, "UnicodeEncodeError" in done.stderr) == (0, False), done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+def test_output_on_a_full_disk_is_told_without_a_traceback(
+    monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with stdout(monkeypatch, Path("/dev/full").open("wb")):
+        assert main([*PLAN, "--json"]) == 1
+        sys.stdout.flush()  # what is left goes nowhere, and without an error when the interpreter ends
+    assert capsys.readouterr().err == "cannot write the output: No space left on device\n"
+
+
+def test_output_that_nobody_takes_any_more_ends_the_command_quietly(
+    monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with stdout(monkeypatch, os.fdopen(writer, "wb")):
+        assert main([*PLAN, "--json"]) == 141
+        sys.stdout.flush()
+    assert capsys.readouterr().err == ""
+
+
+def test_study_on_a_full_disk_says_that_what_was_measured_stays(
+    monkeypatch: Patch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device", str(tmp_path / "runs.jsonl"))
+
+    monkeypatch.setattr(study, "study", fail)
+    assert main(["study", "--workers", "1", "--out", str(tmp_path)]) == 3
+    said = capsys.readouterr().err
+    assert "the study ended early: [Errno 28] No space left on device" in said
+    assert f"what was measured is in {tmp_path}, and the same command goes on" in said

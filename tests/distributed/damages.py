@@ -1,0 +1,200 @@
+"""Every way to spoil a state: by name, what it does to the content of one, in place."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Content = dict[str, Any]
+
+
+def _set(*path: Any, to: Any) -> Callable[[Content], None]:
+    def spoil(fields: Content) -> None:
+        *outer, last = path
+        for name in outer:
+            fields = fields[name]
+        fields[last] = to(fields.get(last)) if callable(to) else to
+
+    return spoil
+
+
+def _rename(*path: str, to: str) -> Callable[[Content], None]:
+    def spoil(fields: Content) -> None:
+        *outer, last = path
+        for name in outer:
+            fields = fields[name]
+        fields[to] = fields.pop(last)
+
+    return spoil
+
+
+def _parts(change: Callable[[str, Tensor], Any]) -> Callable[[Content], None]:
+    """Change every part of the sum of one parameter, whatever the accumulator calls them,
+    but not its flags.
+    """
+
+    def spoil(fields: Content) -> None:
+        parts = fields["sums"]["last.weight"]
+        for name in parts.keys() - {"nonfinite"}:
+            parts[name] = change(name, parts[name])
+
+    return spoil
+
+
+def _flags(change: Callable[[Tensor], Any]) -> Callable[[Content], None]:
+    def spoil(fields: Content) -> None:
+        for parts in fields["sums"].values():
+            parts["nonfinite"] = change(parts.get("nonfinite", torch.zeros(2, dtype=torch.uint8)))
+
+    return spoil
+
+
+def _one_flag(fields: Content) -> None:
+    parts = fields["sums"]["last.weight"]
+    if parts.pop("nonfinite", None) is None:
+        parts["nonfinite"] = torch.zeros(2, dtype=torch.uint8)
+
+
+FIELDS = (
+    *(
+        "window",
+        "steps",
+        "rank",
+        "world_size",
+        "identity",
+        "accumulate",
+        "is_between_loops",
+        "order",
+        "places",
+    ),
+    *("counts", "losses", "sums", "batch_norm", "carry", "scaler", "rng"),
+)
+WHOLE = ("window", "steps", "rank", "world_size", "accumulate")
+LISTS = ("order", "places", "counts", "losses", "batch_norm")
+ANY_STATE: dict[str, Callable[[Content], Any]] = {
+    **{f"no {name}": lambda fields, name=name: fields.pop(name) for name in FIELDS},
+    **{f"{name}=None": _set(name, to=None) for name in FIELDS},
+    **{f"{name} is a word": _set(name, to="x") for name in FIELDS},
+    **{f"{name} is another name": _rename(name, to=name + "_") for name in FIELDS},
+    **{f"{name}=-1": _set(name, to=-1) for name in WHOLE},
+    **{f"{name}=True": _set(name, to=True) for name in WHOLE},
+    **{f"{name}=1.0": _set(name, to=1.0) for name in WHOLE},
+    **{f"{name} holds None": _set(name, to=[None, None]) for name in LISTS},
+    **{f"{name} is a tensor": _set(name, to=torch.zeros(2)) for name in FIELDS},
+    "one field more": _set("more", to=1),
+    "rank beyond its world": _set("rank", to=1),
+    "no ranks": _set("world_size", to=0),
+    "accumulate=0": _set("accumulate", to=0),
+    "another accumulate": _set("accumulate", to=4),
+    "a place twice": _set("places", to=[0, 0]),
+    "a negative place": _set("places", to=[0, -1]),
+    "a place beyond the window": _set("places", to=[0, 3]),
+    "a place that is no whole number": _set("places", to=[0, 1.0]),
+    "a place too much": _set("places", to=[0, 1, 2]),
+    "no places": _set("places", to=[]),
+    "a count of nan": _set("counts", to=[4.0, float("nan")]),
+    "a count of inf": _set("counts", to=[4.0, float("inf")]),
+    "a negative count": _set("counts", to=[4.0, -4.0]),
+    "a count too few": _set("counts", to=[4.0]),
+    "a loss too much": _set("losses", to=[1.0, 1.0, 1.0]),
+    "a loss that is a tensor": _set("losses", to=[1.0, torch.ones(())]),
+    "an index twice in the order": _set("order", to=[0, 0]),
+    "an unknown index in the order": _set("order", to=[9]),
+    "a sum of an unknown parameter": _rename("sums", "last.weight", to="last.weihgt"),
+    "parts of a sum renamed": _set(
+        "sums", "last.weight", to=lambda parts: {f"{n}_": p for n, p in parts.items()}
+    ),
+    "no parts of a sum": _set("sums", "last.weight", to={}),
+    "a part too much": _set("sums", "last.weight", "more", to=torch.zeros(2)),
+    "a sum that is None": _set("sums", "last.weight", to=None),
+    "a sum that is a tensor": _set("sums", "last.weight", to=torch.zeros(5)),
+    "a sum of one element": _parts(lambda name, part: part.flatten()[:1]),
+    "a sum with an element more": _parts(lambda name, part: torch.cat([part, part[:1]])),
+    "a sum of another type": _parts(lambda name, part: part.double()),
+    "a sum that is a list": _parts(lambda name, part: part.tolist()),
+    "a sum without memory": _parts(lambda name, part: part.to("meta")),
+    "a sum that is sparse": _parts(lambda name, part: part.to_sparse()),
+    "flags of other micro-batches": _flags(lambda flags: flags[:1]),
+    "flags without a shape": _flags(lambda flags: flags[0]),
+    "flags of another type": _flags(lambda flags: flags.float()),
+    "flags of one parameter only": _one_flag,
+    "a gradient of an unknown parameter": _rename("carry", "last.weight", to="last"),
+    "a kept gradient of one element": _set("carry", "last.weight", to=torch.ones(1)),
+    "a kept gradient of another type": _set("carry", "last.weight", to=torch.ones(1, 5).double()),
+    "a kept gradient that is None": _set("carry", "last.weight", to=None),
+    "no scale": lambda fields: fields["scaler"].pop("scale"),
+    "a scale of nan": _set("scaler", "scale", to=float("nan")),
+    "a negative scale": _set("scaler", "scale", to=-4.0),
+    "a scale that is None": _set("scaler", "scale", to=None),
+    "a broken interval": _set("scaler", "growth_interval", to=2.5),
+    "one number more in the scaler": _set("scaler", "more", to=1.0),
+    "no scaler": _set("scaler", to={}),
+    "no generators": _set("rng", to={}),
+    "an unknown generator": _rename("rng", "torch", to="troch"),
+    "no state of torch's generator": lambda fields: fields["rng"].pop("torch"),
+    "torch's generator is None": _set("rng", "torch", to=None),
+    "torch's generator is short": _set("rng", "torch", to=lambda state: state[:1]),
+    "torch's generator is of another type": _set("rng", "torch", to=lambda state: state.float()),
+    "torch's generator is all zeros": _set("rng", "torch", to=torch.zeros_like),
+    "Python's generator is a list": _set("rng", "random", to=list),
+    "Python's generator is short": _set("rng", "random", to=lambda state: (state[0], state[1][:3], state[2])),
+    "numpy's generator is None": _set("rng", "numpy", to=None),
+    "numpy's generator is short": _set("rng", "numpy", to=lambda state: [state[0], state[1][:3], *state[2:]]),
+    "another accumulator": _set("identity", "accumulator", to="magic"),
+    "accumulator=None": _set("identity", "accumulator", to=None),
+    "terms of another type": _set("identity", "terms", to="3"),
+    "other terms": _set("identity", "terms", to=7),
+    "other BatchNorms": _set("identity", "batch_norms", to=7),
+    "BatchNorms=None": _set("identity", "batch_norms", to=None),
+    "parameters=None": _set("identity", "params", to=None),
+    "a parameter less": _set("identity", "params", to=lambda params: params[1:]),
+    "a parameter without a type": _set("identity", "params", to=lambda params: [p[:3] for p in params]),
+    "parameters of other shapes": _set(
+        "identity", "params", to=lambda params: [(p[0], [9], [1], p[3]) for p in params]
+    ),
+    "one fact more of the engine": _set("identity", "more", to=1),
+}
+EXACT: dict[str, Callable[[Content], Any]] = {
+    "half a count": _set("counts", to=[4.0, 0.5]),
+    "no tables": _set("batch_norm", to=[]),
+    "a table less": _set("batch_norm", to=lambda tables: tables[:1]),
+    "a table more": _set("batch_norm", to=lambda tables: [*tables, tables[0]]),
+    "a row less": _set("batch_norm", to=lambda tables: [table[:1] for table in tables]),
+    "a column less": _set("batch_norm", to=lambda tables: [table[:, 1:] for table in tables]),
+    "tables of another type": _set("batch_norm", to=lambda tables: [table.half() for table in tables]),
+    "a table without a shape": _set("batch_norm", to=lambda tables: [tables[0], tables[1][0, 0]]),
+    "negative calls": _set("batch_norm", to=lambda tables: [tables[0], -tables[1]]),
+}
+# In the form of a good one, so that only a checksum tells.
+HIDDEN: dict[str, Callable[[Content], Any]] = {
+    "a sum deleted": lambda fields: fields["sums"].pop("last.weight"),
+    "a kept gradient deleted": lambda fields: fields["carry"].pop("last.weight"),
+    "another place": _set("places", to=[0, 2]),
+    "another count": _set("counts", to=[4.0, 5.0]),
+    "another scale": _set("scaler", "scale", to=8.0),
+    "another loss": _set("losses", to=[0.0, 0.0]),
+    "two sums exchanged": lambda fields: fields["sums"].update(
+        {"first.bias": fields["sums"]["last.weight"], "last.weight": fields["sums"]["first.bias"]}
+    ),
+    "another order": _set("order", to=[1, 0]),
+    "another state of Python's generator": _set("rng", "random", to=lambda _: random.Random(1).getstate()),
+    "not between loops": _set("is_between_loops", to=True),
+}
+# Not the content: what stands round it.
+OUTSIDE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no version": lambda state: state.pop("version"),
+    "another version": _set("version", to=3),
+    "no window": lambda state: state.pop("window"),
+    "another window": _set("window", to=2),
+    "other steps": _set("steps", to=1),
+    "no part": lambda state: state.pop("rank 0 of 1"),
+    "a part that is None": _set("rank 0 of 1", to=None),
+    "a part without a checksum": _set("rank 0 of 1", to=lambda part: part[:1]),
+    "a checksum of None": _set("rank 0 of 1", to=lambda part: (part[0], None)),
+    "a part of another rank": _rename("rank 0 of 1", to="rank 1 of 2"),
+    "something else beside it": _set("epoch", to=3),
+}

@@ -1,0 +1,346 @@
+"""What DDP, autograd and hooks do behind `attach`: gradients are those of one big batch all the same,
+or it refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+
+import pytest
+import torch
+from cases import Inject, me
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+
+ACCUMULATE, WINDOWS = 2, 3
+SUMS = [("fp32", torch.float32), ("fp32", torch.bfloat16), ("exact", torch.float32)]
+DDPS = {"plain": {}, "view": {"gradient_as_bucket_view": True}, "unused": {"find_unused_parameters": True}}
+
+
+class NoGradient(torch.autograd.Function):
+    """Identity that takes a weight and brings no gradient for it unless told to."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, brings: bool) -> Tensor:
+        ctx.brings, ctx.shape = brings, weight.shape
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        return grad, grad.new_ones(ctx.shape) if ctx.brings else None, None
+
+
+class Layers(nn.Module):
+    """A layer that is always used, one of some micro-batches only, one without a gradient,
+    one that nobody uses.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        for name in ("always", "some", "none", "never"):
+            self.register_parameter(name, nn.Parameter(torch.ones(5, dtype=dtype)))
+
+    def forward(self, x: Tensor, some: bool, brings: bool) -> Tensor:
+        """Return a sum whose gradient is `x` for every used layer."""
+        x = x.to(self.always.dtype)
+        total = (self.always * x).sum() + ((self.some * x).sum() if some else 0)
+        return NoGradient.apply(total, self.none, brings)
+
+
+def _attach(model: nn.Module, ddp: str, accumulator: str, **options: object):
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=1e-5, **DDPS[ddp])
+    return pe.attach(wrapped, accumulate=ACCUMULATE, accumulator=accumulator, **options), wrapped
+
+
+def _x(rank: int, window: int, place: int) -> Tensor:
+    return torch.arange(5.0) + rank + 2 * window + place
+
+
+def _mean(dtype: torch.dtype, values: list[Tensor], count: int) -> Tensor | None:
+    inverse = torch.tensor(1 / count, dtype=torch.float64).float()
+    return sum(v.double() for v in values).float().mul(inverse).to(dtype) if values else None
+
+
+def _windows(ddp: str, accumulator: str, dtype: torch.dtype, brings: list[bool], hooked: bool) -> None:
+    """`some` is used in the first place only; a hook adds 1 to each of its gradients, if it is there."""
+    rank, world = me()
+    model = Layers(dtype)
+    calls = []
+    sync, wrapped = _attach(model, ddp, accumulator)
+    if hooked:
+        for param in model.parameters():
+            param.register_hook(lambda grad: grad + 1)
+        model.some.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    data = [(window, place) for window in range(WINDOWS) for place in range(ACCUMULATE)]
+    if rank == world - 1 and world > 1:
+        data = data[:3]  # the last window has none, the one before it one
+    for number, window in enumerate(sync.windows(data)):
+        for where in window:
+            place = where[1]
+            sync.backward(wrapped(_x(rank, *where), place == 0, brings[place]))
+        members = [(r, number, k) for r in range(world) for k in range(ACCUMULATE)]
+        if world > 1:
+            left = 3 - ACCUMULATE * number
+            members = [(r, w, k) for r, w, k in members if r < world - 1 or k < left]
+        sync.unscale_()
+        values = {
+            "always": [_x(*m) + hooked for m in members],
+            "some": [_x(*m) + hooked for m in members if m[2] == 0],
+            "none": [torch.ones(5) + hooked for m in members if brings[m[2]]],
+            "never": [],
+        }
+        for name, param in model.named_parameters():
+            want = _mean(dtype, values[name], len(members))
+            got = param.grad
+            assert (got is None) == (want is None), (name, got)
+            assert want is None or torch.equal(got, want), (name, got, want)
+        before = model.never.detach().clone()
+        assert sync.step(optimizer)
+        assert torch.equal(before, model.never)
+    if hooked:
+        assert len(calls) == sum(place == 0 for _, place in data)
+
+
+@pytest.mark.parametrize("brings", [[False, False], [True, False], [False, True]], ids=str)
+@pytest.mark.parametrize(("accumulator", "dtype"), SUMS)
+@pytest.mark.parametrize("ddp", DDPS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_what_nobody_used_has_no_gradient_also_where_a_function_brings_none(
+    ranks, world, ddp, accumulator, dtype, brings
+):
+    ranks(world).run(_windows, ddp, accumulator, dtype, brings, False)
+
+
+@pytest.mark.parametrize(("accumulator", "dtype"), SUMS)
+@pytest.mark.parametrize("ddp", DDPS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_hooks_of_the_users_see_no_gradients_but_those_of_their_backwards(
+    ranks, world, ddp, accumulator, dtype
+):
+    ranks(world).run(_windows, ddp, accumulator, dtype, [True, True], True)
+
+
+class Chain(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(3, 3, bias=False, dtype=dtype) for _ in range(3)])
+        self.unused = nn.Linear(3, 3, bias=False, dtype=dtype)
+        for layer in self.layers:
+            nn.init.eye_(layer.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).sum().float()
+
+
+def _raise(*_: object) -> None:
+    raise KeyError("in a hook")
+
+
+def _break(model: Chain, how: str, layer: int):
+    weight = model.layers[layer].weight
+    if how == "gradient":
+        return weight.register_hook(_raise)
+    if how == "accumulated":
+        return weight.register_post_accumulate_grad_hook(_raise)
+    return torch.autograd.graph.get_gradient_edge(weight).node.register_hook(_raise)
+
+
+def _hook_raises(ddp: str, accumulator: str, dtype: torch.dtype, how: str, layer: int) -> list[bool]:
+    """In windows 0 and 2 a hook raises in the last backward, on one rank."""
+    rank, world = me()
+    model = Chain(dtype)
+    sync, wrapped = _attach(model, ddp, accumulator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    stepped = []
+    for number in range(5):
+        for place in range(ACCUMULATE):
+            breaks = (rank, place) == (world - 1, 1) and number in (0, 2)
+            loss = None
+            with contextlib.suppress(KeyError), sync.accumulate():
+                loss = wrapped(torch.full((1, 3), float(rank + 1), dtype=dtype))
+                hook = _break(model, how, layer) if breaks else None
+                try:
+                    sync.backward(loss)
+                finally:
+                    if hook is not None:
+                        hook.remove()
+        stepped.append(not breaks and bool(sync.step(optimizer)))
+        if stepped[-1]:
+            for one in model.layers:
+                assert torch.equal(one.weight.grad.float(), torch.full((3, 3), (world + 1) / 2))
+            assert model.unused.weight.grad is None
+    return stepped
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("how", ["gradient", "accumulated"])
+@pytest.mark.parametrize(("accumulator", "dtype"), SUMS)
+@pytest.mark.parametrize("ddp", DDPS)
+def test_a_hook_that_raises_in_the_last_backward_voids_that_window_only(
+    ranks, ddp, accumulator, dtype, how, layer
+):
+    outcomes = ranks(2).run(_hook_raises, ddp, accumulator, dtype, how, layer)
+    assert outcomes == [[False, True, False, True, True]] * 2
+
+
+def _raises_behind_the_last_bucket(ddp: str, accumulator: str) -> None:
+    """The others have everything then: this rank ends with the same gradients."""
+    rank, world = me()
+    model = nn.Linear(3, 3, bias=False)
+    wrapped = DistributedDataParallel(model, **DDPS[ddp])
+    sync = pe.attach(wrapped, accumulate=1, accumulator=accumulator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for number in range(4):
+        window = sync.accumulate()
+        window.__enter__()
+        x = torch.full((1, 3), float(rank + 1), requires_grad=True)
+        if number % 2 == 0 and rank == 0:
+            # Autograd runs what was made first last: DDP has every gradient of its own by then.
+            x = x.clone()
+            x.register_hook(_raise)
+        with contextlib.suppress(KeyError):
+            sync.backward(wrapped(x).sum())
+        assert sync.step(optimizer)
+        assert torch.equal(model.weight.grad, torch.full((3, 3), (world + 1) / 2))
+        window.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+@pytest.mark.parametrize("ddp", DDPS)
+def test_a_failure_behind_the_last_bucket_leaves_the_gradients_of_the_other_ranks(ranks, ddp, accumulator):
+    ranks(2).run(_raises_behind_the_last_bucket, ddp, accumulator)
+
+
+def _named(ddp: str, accumulator: str, dtype: torch.dtype, where: tuple[int, int], saved: bool) -> str:
+    rank, _ = me()
+    model = nn.Sequential(nn.Linear(3, 2, dtype=dtype), nn.Linear(2, 1, dtype=dtype))
+    sync, wrapped = _attach(model, ddp, accumulator, nonfinite="raise")
+    for place in range(ACCUMULATE):
+        try:
+            with sync.accumulate():
+                loss = wrapped(torch.ones(1, 3, dtype=dtype)).float().sum()
+                sync.backward(Inject.apply(loss, math.nan if (rank, place) == where else 1.0))
+        except FloatingPointError as error:
+            return str(error)
+        if saved and place == 0:
+            state = sync.state_dict()
+            sync, wrapped = _attach(copy.deepcopy(model), ddp, accumulator, nonfinite="raise")
+            sync.load_state_dict(state)
+    return "no error"
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(("accumulator", "dtype"), [*SUMS, ("native", torch.bfloat16)])
+@pytest.mark.parametrize("ddp", DDPS)
+def test_a_backward_that_breaks_under_a_finite_loss_is_named_by_raise(ranks, ddp, accumulator, dtype, place):
+    for message in ranks(2).run(_named, ddp, accumulator, dtype, (1, place), False):
+        assert message.endswith(f"from rank 1, micro-batch {place}"), message
+
+
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+def test_what_an_earlier_micro_batch_brought_is_named_also_behind_a_saved_state(ranks, accumulator):
+    for message in ranks(2).run(_named, "plain", accumulator, torch.float32, (1, 0), True):
+        assert message.endswith("from rank 1, micro-batch 0"), message
+
+
+def _frozen_later() -> None:
+    """A parameter that is frozen between two windows is an unused one; so is one frozen before attach."""
+    rank, world = me()
+    model = Chain(torch.float32)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=1e-5)
+    model.layers[2].weight.requires_grad_(False)
+    sync = pe.attach(wrapped, accumulate=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for number, window in enumerate(sync.windows([torch.full((1, 3), float(rank + 1))] * 4)):
+        model.layers[1].weight.requires_grad_(number != 2)
+        for x in window:
+            sync.backward(wrapped(x))
+        assert sync.step(optimizer)
+        assert torch.equal(model.layers[0].weight.grad, torch.full((3, 3), (world + 1) / 2))
+        assert model.layers[2].weight.grad is None
+        assert (model.layers[1].weight.grad is None) == (number == 2)
+
+
+def test_a_parameter_frozen_after_ddp_was_made_is_an_unused_one(ranks):
+    ranks(2).run(_frozen_later)
+
+
+def _refused(what: str) -> str:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    options: dict[str, object] = {}
+    if what == "delayed":
+        options = {
+            "delay_all_reduce_named_params": [("0.weight", model[0].weight)],
+            "param_to_hook_all_reduce": model[1].weight,
+        }
+    if what == "unfrozen":
+        model[0].requires_grad_(False)
+    mode = "python_reducer" if what == "python_reducer" else "ddp_optimizer"
+    with torch._dynamo.config.patch(optimize_ddp=mode):
+        ddp: nn.Module = DistributedDataParallel(model, **options)
+    if what == "unfrozen":
+        model[0].requires_grad_(True)
+    if what == "hook":
+        ddp.register_comm_hook(pe.HookState(wire=pe.wire.BF16()), pe.comm_hook)
+    if what == "inside":
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    if what == "sharded":
+        ddp = type("FSDPLinear", (nn.Linear,), {})(2, 2)
+    try:
+        sync = pe.attach(ddp, accumulate=1)
+        if what == "join":
+            with ddp.join(), sync.accumulate():
+                pass
+    except (ValueError, TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    "what, needle",
+    [
+        ("python_reducer", "optimize_ddp='python_reducer', which takes DDP's buckets off the backward"),
+        ("delayed", "made with delay_all_reduce_named_params"),
+        ("unfrozen", "parameter '0.weight' requires a gradient and is in none of DDP's buckets"),
+        ("hook", "ddp_model has a communication hook"),
+        ("inside", "optimizers that step inside the backward"),
+        ("sharded", "TypeError: ddp_model is a FSDPLinear: a sharded model"),
+        ("join", "RuntimeError: ddp_model.join() around a loop over windows"),
+    ],
+)
+def test_what_would_go_past_the_engine_is_refused_by_name(ranks, what, needle):
+    for message in ranks(2).run(_refused, what):
+        assert needle in message
+
+
+def _past_the_hooks() -> list[str]:
+    """DDP loses its hooks on one rank: it says so, and the others do not step either."""
+    rank, _ = me()
+    ddp = DistributedDataParallel(nn.Linear(2, 1))
+    sync = pe.attach(ddp, accumulate=1)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    before = ddp.module.weight.detach().clone()
+    if rank == 1:
+        ddp.reducer._remove_autograd_hooks()
+    errors = []
+    for _ in range(2):
+        try:
+            with sync.accumulate():
+                sync.backward(ddp(torch.ones(1, 2)).sum())
+            sync.step(optimizer)
+        except RuntimeError as error:
+            errors.append(str(error))
+    assert torch.equal(before, ddp.module.weight)
+    return errors
+
+
+def test_a_backward_that_ddp_has_not_noticed_is_an_error_and_no_step(ranks):
+    others, lost = ranks(2).run(_past_the_hooks)
+    assert others == [] and len(lost) == 2 and "DDP has not reduced the gradients" in lost[0]

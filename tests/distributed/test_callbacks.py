@@ -1,0 +1,78 @@
+"""Callbacks and schedulers that fail: the window has been used before they run, so nobody steps it twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import engine, me
+from torch import nn
+
+import pyengine as pe
+
+
+class _Full(torch.optim.lr_scheduler.LRScheduler):
+    """A schedule that fails once, in the second window of one rank."""
+
+    def get_lr(self) -> list[float]:
+        if self.last_epoch == 2 and me()[0] == 1:
+            raise OSError("no space left on device")
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def _fails(kind: str, where: str) -> tuple[list[str], list[int], list[int], list[float]]:
+    """Return what each window raised, the records of two listeners, and where the parameters ended."""
+    rank, _ = me()
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    sync, forward = engine(kind, model, accumulate=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = _Full(optimizer) if where == "scheduler" else None
+    first: list[int] = []
+    second: list[int] = []
+    raised = []
+
+    def full(record: pe.StepRecord) -> None:
+        if where == "callback" and record.step == 1 and rank == 1:
+            raise OSError("no space left on device")
+        first.append(record.step)
+
+    sync.on_step(full)
+    sync.on_step(lambda record: second.append(record.step))
+    for window in sync.windows([torch.ones(1, 2)] * 4):
+        for x in window:
+            sync.backward(forward(x).sum())
+        try:
+            sync.step(optimizer, scheduler)
+            raised.append("")
+        except OSError as error:
+            raised.append(str(error))
+    return raised, first, second, model.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("where", ["callback", "scheduler"])
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_a_callback_or_schedule_that_fails_leaves_a_window_that_was_stepped_once(ranks, kind, where):
+    other, failing = ranks(2).run(_fails, kind, where)
+    assert failing[0] == ["", "no space left on device", "", ""] and other[0] == [""] * 4
+    assert other[1] == other[2] == failing[2] == [0, 1, 2, 3]  # the second listener is called all the same
+    assert failing[1] == ([0, 2, 3] if where == "callback" else [0, 1, 2, 3])
+    assert other[3] == failing[3] == [-4.0, -4.0]  # four steps of 1, on both
+
+
+def _exchanged() -> str:
+    model = nn.Linear(2, 1, bias=False)
+    sync = pe.GradSync(model, accumulate=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with sync.accumulate():
+        sync.backward(model(torch.ones(1, 2)).sum())
+    sync.step(optimizer)
+    model.weight = optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(1, 2))
+    with sync.accumulate():
+        sync.backward(model(torch.ones(1, 2)).sum() + 0 * sum(p.sum() for p in sync._engine.reducer.params))
+    with pytest.raises(ValueError, match="with a gradient that this engine does not reduce") as error:
+        sync.step(optimizer)
+    return str(error.value)
+
+
+def test_a_parameter_exchanged_in_model_and_optimizer_is_found_by_identity():
+    assert "exchanged" in _exchanged()

@@ -1,0 +1,231 @@
+"""An engine that lets its model go, and engines over parameters that another one has."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+
+import pytest
+import torch
+from cases import Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+
+KINDS = ("own", "own-native", "own-exact", "attach", "attach-view")
+
+
+def _engine(kind: str, model: nn.Module) -> tuple[pe.Sync, nn.Module]:
+    if kind == "own-exact":
+        return pe.GradSync(model, accumulate=2, accumulator="exact"), model
+    return engine(kind, model, accumulate=2)
+
+
+def _window(sync: pe.Sync, forward: nn.Module) -> None:
+    for k in range(2):
+        with sync.accumulate():
+            sync.backward(forward(*integers(10 * me()[0] + k)), count=3)
+
+
+def _right(model: Integers) -> None:
+    batches = [integers(10 * r + k) for r in range(me()[1]) for k in range(2)]
+    assert_same(grads(model), mean_of_integers(model, batches, 6 * me()[1]))
+
+
+def _closed(kind: str, dtype: torch.dtype) -> None:
+    model = Integers(dtype)
+    untouched = {name: set(vars(p)) for name, p in model.named_parameters()}
+    sync, forward = _engine(kind, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    _window(sync, forward)
+    sync.step(optimizer)
+    sync.close()
+    sync.close()  # again does nothing
+    for name, p in model.named_parameters():
+        assert p.grad is None and set(vars(p)) == untouched[name]
+    with pytest.raises(RuntimeError, match="has been closed"):
+        sync.step(optimizer)
+    forward(*integers(0)).backward()  # the model's own life goes on
+    model.zero_grad()
+    with pe.GradSync(model, accumulate=2) as other:
+        _window(other, model)
+        other.unscale_()
+        _right(model)
+        other.step(optimizer)
+        _window(other, model)
+        other.unscale_()
+        buffers = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+    _right(model)  # the caller's gradients stay, in memory of their own
+    assert not buffers & {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["own", "own-native", "own-exact"])
+def test_a_closed_engine_leaves_the_model_as_it_was(ranks, kind, dtype):
+    ranks(2).run(_closed, kind, dtype)
+
+
+def _detached(again: str) -> None:
+    rank, world = me()
+    model = Integers(torch.float32)
+    ddp = DistributedDataParallel(model)
+    sync = pe.attach(ddp, accumulate=2, wire=pe.wire.BF16())
+    _window(sync, ddp)
+    sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    sync.close()
+    assert ddp.require_backward_grad_sync and ddp.require_forward_param_sync
+    for _ in range(2):
+        model.zero_grad()
+        ddp(*integers(rank)).backward()  # DDP syncs by itself again: the mean over ranks
+        assert_same(grads(model), mean_of_integers(model, [integers(r) for r in range(world)], world))
+    if again == "attach":
+        with pe.attach(ddp, accumulate=2) as sync:
+            _window(sync, ddp)
+            sync.unscale_()
+            _right(model)
+    else:
+        del ddp
+        with pe.GradSync(model, accumulate=2) as sync:
+            _window(sync, model)
+            sync.unscale_()
+            _right(model)
+
+
+@pytest.mark.parametrize("again", ["attach", "GradSync"])
+def test_a_closed_attach_gives_ddp_back(ranks, again):
+    ranks(2).run(_detached, again)
+
+
+def test_a_window_that_was_never_stepped_is_told_when_the_engine_closes():
+    model = nn.Linear(2, 1)
+    sync = pe.GradSync(model, accumulate=3)
+    with sync.accumulate():
+        sync.backward(model(torch.ones(1, 2)).sum())
+    with pytest.warns(
+        UserWarning, match="1 micro-batches of window 0 had been accumulated and were never stepped"
+    ):
+        sync.close()
+
+
+def test_a_scaler_outlives_its_engine():
+    model, scaler = nn.Linear(2, 1), pe.GradScaler("cpu", init_scale=4.0)
+    for _ in range(2):
+        with pe.GradSync(model, accumulate=1) as sync:
+            sync.scaler = scaler
+            with sync.accumulate():
+                sync.backward(model(torch.ones(1, 2)).sum())
+            assert sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+
+
+def _second(kind: str, other: str) -> str:
+    _rank, _ = me()
+    model = nn.Linear(4, 2)
+    sync, forward = _engine(kind, model)
+    if other == "attach" and not isinstance(forward, DistributedDataParallel):
+        forward = DistributedDataParallel(model)
+    with pytest.raises(ValueError, match="belongs to an engine") as error:
+        pe.attach(forward, accumulate=1) if other == "attach" else pe.GradSync(model, accumulate=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        with sync.accumulate():
+            sync.backward(model(torch.ones(1, 4)).sum())
+    assert sync.step(optimizer)  # the first one is as it was
+    return str(error.value)
+
+
+@pytest.mark.parametrize("other", ["GradSync", "attach"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_over_parameters_of_a_live_one_is_refused_by_name(ranks, kind, other):
+    for message in ranks(2).run(_second, kind, other):
+        assert "rank 1: parameter" in message and "weight' and 1 more belongs to an engine" in message
+        assert "sync.close()" in message
+
+
+def test_an_engine_that_nobody_has_any_more_is_no_obstacle():
+    model = nn.Linear(2, 1)
+    for _ in range(3):
+        sync = pe.GradSync(model, accumulate=1)
+        with sync.accumulate():
+            sync.backward(model(torch.ones(1, 2)).sum())
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+        del sync
+
+
+def _wrapped() -> str:
+    model = nn.Linear(4, 2)
+    with pytest.raises(ValueError, match="holds a DistributedDataParallel") as error:
+        pe.GradSync(DistributedDataParallel(model), accumulate=1)
+    return str(error.value)
+
+
+def test_grad_sync_over_a_ddp_model_is_refused(ranks):
+    for message in ranks(2).run(_wrapped):
+        assert (
+            "holds a DistributedDataParallel" in message
+            and "pe.attach(ddp_model)" in message
+            and ".module" in message
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_is_saved_and_copied_at_its_own_size(dtype):
+    model = nn.Linear(300, 300).to(dtype)
+    model.weight.is_expert = True  # what others have put there travels
+
+    def size() -> int:
+        file = io.BytesIO()
+        torch.save(model, file)
+        return len(file.getvalue())
+
+    alone = size()
+    sync = pe.GradSync(model, accumulate=1)
+    with sync.accumulate():
+        sync.backward(model(torch.ones(1, 300, dtype=dtype)).sum().float())
+    assert size() == alone
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not hasattr(twin.weight, "main_grad")
+        assert torch.equal(twin.weight, model.weight)
+        with pe.GradSync(twin, accumulate=1) as other, other.accumulate():
+            other.backward(twin(torch.ones(1, 300, dtype=dtype)).sum().float())
+    assert pickle.loads(pickle.dumps(model)).weight.is_expert
+
+
+def test_backwards_of_one_engine_in_several_threads_are_refused():
+    model = nn.Linear(2, 1)
+    sync = pe.GradSync(model, accumulate=3)
+    began, may_end = threading.Event(), threading.Event()
+    errors: list[str] = []
+
+    def wait(grad: torch.Tensor) -> torch.Tensor:
+        began.set()
+        may_end.wait(20)
+        return grad
+
+    def slow() -> None:
+        x = torch.ones(1, 2, requires_grad=True)
+        x.register_hook(wait)
+        sync.backward(model(x).sum())
+
+    def run() -> None:
+        for window in sync.windows([0, 1, 2]):
+            for index in window:
+                if index:
+                    sync.backward(model(torch.ones(1, 2)).sum())
+                    continue
+                thread = threading.Thread(target=slow)
+                thread.start()
+                began.wait(20)
+                try:
+                    sync.backward(model(torch.ones(1, 2)).sum())
+                except RuntimeError as error:
+                    errors.append(str(error))
+                may_end.set()
+                thread.join()
+            sync.unscale_()
+
+    run()
+    assert len(errors) == 1 and "another backward of this engine is running" in errors[0]
+    assert torch.equal(model.weight.grad, torch.ones(1, 2))  # the refused one left nothing

@@ -1,0 +1,56 @@
+"""Threads of a gloo group end with it: one that is left at the end of the process may abort or hang it."""
+
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pyengine as pe
+from pyengine.comm.default_group import destroy_default_group
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads names of threads from /proc")
+@pytest.mark.parametrize("wrapped", [False, True], ids=["GradSync", "attach"])
+def test_no_thread_of_the_group_is_left_after_training(wrapped: bool) -> None:
+    before = _threads()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        _train(wrapped)
+        assert _threads() > before
+    finally:
+        destroy_default_group()
+    end = time.monotonic() + 10  # a thread that has been joined stays listed for a moment
+    while _threads() != before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert _threads() == before
+
+
+def test_what_would_keep_the_group_has_been_imported_before_there_is_one() -> None:
+    kept = sys.modules["torch.distributed.nn.functional"].all_reduce.__defaults__
+    assert not any(isinstance(value, dist.ProcessGroup) for value in kept)
+
+
+def _train(wrapped: bool) -> None:
+    model: nn.Module = nn.Linear(4, 4)
+    if wrapped:
+        model = nn.parallel.DistributedDataParallel(model)
+    sync = pe.attach(model, accumulate=2) if wrapped else pe.GradSync(model, accumulate=2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for window in sync.windows([torch.ones(2, 4)] * 4):
+        for batch in window:
+            sync.backward(model(batch).sum(), count=2)
+        sync.step(optimizer)
+
+
+def _threads() -> int:
+    num = 0
+    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+            num += "gloo" in (task / "comm").read_text()
+    return num

@@ -1,0 +1,162 @@
+"""A parameter that is frozen after the engine was made is unused until it is trained again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import me
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+
+ACCUMULATE = 2
+# What is frozen in each window: the order of gradients is observed in the first one that is sent with a
+# backward.
+PLANS = {
+    "from the first window": ["b", "b", "", "b", ""],
+    "later": ["", "b", "", "a", "b"],
+    "all but one": ["ab", "", "abc", "c", ""],
+}
+
+
+class Sums(nn.Module):
+    """Parameters of two buckets' worth, each with the gradient `x.sum(0)`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        for name in "abcd":
+            self.register_parameter(name, nn.Parameter(torch.zeros(3, dtype=dtype)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a summed loss."""
+        return sum((x.to(p.dtype) * p).sum().float() for p in self.parameters())
+
+
+def _made(kind: str, model: Sums) -> tuple[pe.Sync, nn.Module]:
+    how, _, accumulator = kind.partition("-")
+    if how == "own":
+        return pe.GradSync(model, accumulate=ACCUMULATE, accumulator=accumulator, bucket_cap_mb=1e-5), model
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5, find_unused_parameters=kind == "attach-unused")
+    accumulator = "fp32" if accumulator == "unused" else accumulator
+    return pe.attach(ddp, accumulate=ACCUMULATE, accumulator=accumulator), ddp
+
+
+def _freeze(model: Sums, frozen: str) -> None:
+    for name, param in model.named_parameters():
+        param.requires_grad_(name not in frozen)
+
+
+def _train(kind: str, dtype: torch.dtype, plan: str, short: bool) -> list[dict]:
+    """Return each window's gradients by name; the optimizer decays what it steps."""
+    rank, _ = me()
+    model = Sums(dtype)
+    sync, forward = _made(kind, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen = []
+    for window, frozen in enumerate(PLANS[plan]):
+        _freeze(model, frozen)
+        for k in range(1 if short else ACCUMULATE):
+            with sync.accumulate(last=short):
+                x = torch.full((1, 3), float(1 + window + k + rank))
+                sync.backward(forward(x), count=1)
+        sync.unscale_()
+        seen.append(
+            {n: None if p.grad is None else p.grad.float().clone() for n, p in model.named_parameters()}
+        )
+        sync.step(optimizer)
+    return seen
+
+
+def _check(answers: list[list[dict]], plan: str, short: bool) -> None:
+    world, num = len(answers), 1 if short else ACCUMULATE
+    for seen in answers:
+        for window, (frozen, grads) in enumerate(zip(PLANS[plan], seen, strict=True)):
+            total = sum(1 + window + k + rank for k in range(num) for rank in range(world))
+            mean = torch.full((3,), total / (num * world))
+            for name, grad in grads.items():
+                if name in frozen:
+                    assert grad is None or not grad.any(), (window, name, grad)
+                else:
+                    torch.testing.assert_close(grad, mean, rtol=2**-8, atol=0)
+
+
+KINDS = [
+    ("own-fp32", torch.float32),
+    ("own-fp32", torch.bfloat16),
+    ("own-native", torch.bfloat16),
+    ("own-exact", torch.float32),
+    ("attach-fp32", torch.float32),
+    ("attach-fp32", torch.bfloat16),
+    ("attach-exact", torch.float32),
+    ("attach-unused", torch.float32),
+]
+
+
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_frozen_parameters_are_unused_and_come_back(ranks, world, kind, dtype, plan, short):
+    _check(ranks(world).run(_train, kind, dtype, plan, short), plan, short)
+
+
+def _frozen_inside(kind: str) -> list:
+    """Freeze between the micro-batches of a window: what came before counts."""
+    rank, _ = me()
+    model = Sums(torch.float32)
+    sync, forward = _made(kind, model)
+    for _ in range(2):
+        _freeze(model, "")
+        for k in range(ACCUMULATE):
+            with sync.accumulate():
+                sync.backward(forward(torch.full((1, 3), float(1 + k + rank))), count=1)
+            _freeze(model, "b")
+        sync.unscale_()
+        grads = [model.a.grad.clone(), model.b.grad.clone()]
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    return grads
+
+
+@pytest.mark.parametrize("kind", ["own-fp32", "own-exact", "attach-fp32", "attach-exact"])
+def test_what_a_parameter_brought_before_it_was_frozen_counts(ranks, kind):
+    for a, b in ranks(2).run(_frozen_inside, kind):
+        assert torch.equal(a, torch.full((3,), (1 + 2 + 2 + 3) / 4))
+        assert torch.equal(b, torch.full((3,), (1 + 2) / 4))
+
+
+def _nothing_flushed(kind: str) -> list:
+    """End a window without a backward, with a frozen parameter."""
+    model = Sums(torch.float32)
+    sync, forward = _made(kind, model)
+    _freeze(model, "b")
+    with sync.accumulate():
+        sync.backward(forward(torch.ones(1, 3)), count=1)
+    sync.flush()
+    sync.unscale_()
+    return [model.a.grad.clone(), model.b.grad is None or not model.b.grad.any(), model.b.requires_grad]
+
+
+@pytest.mark.parametrize("kind", ["own-fp32", "own-exact", "attach-fp32", "attach-exact"])
+def test_a_flushed_window_leaves_a_frozen_parameter_frozen(ranks, kind):
+    for a, is_unused, requires_grad in ranks(2).run(_nothing_flushed, kind):
+        assert torch.equal(a, torch.ones(3)) and is_unused and not requires_grad
+
+
+def _on_one_rank(kind: str) -> list:
+    rank, _ = me()
+    model = Sums(torch.float32)
+    sync, forward = _made(kind, model)
+    _freeze(model, "b" if rank == 1 else "")
+    for k in range(ACCUMULATE):
+        with sync.accumulate():
+            sync.backward(forward(torch.full((1, 3), float(1 + k + rank))), count=1)
+    sync.unscale_()
+    return [model.a.grad.clone(), model.b.grad.clone()]
+
+
+@pytest.mark.parametrize("kind", ["own-fp32", "own-exact", "attach-fp32", "attach-exact"])
+def test_a_parameter_frozen_on_one_rank_has_the_same_gradient_on_all(ranks, kind):
+    for a, b in ranks(2).run(_on_one_rank, kind):
+        assert torch.equal(a, torch.full((3,), (1 + 2 + 2 + 3) / 4))
+        assert torch.equal(b, torch.full((3,), (1 + 2) / 4))

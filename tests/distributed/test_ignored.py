@@ -1,0 +1,120 @@
+"""Parameters that DDP was told to ignore (experts, sharded tables) are the caller's:
+the engine neither reads nor writes them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import me
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+
+ACCUMULATE = 2
+
+
+class WithExpert(nn.Module):
+    """A shared layer and one of each rank's own."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shared = nn.Linear(3, 1, bias=False, dtype=dtype)
+        self.expert = nn.Linear(3, 1, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared(x).sum() + self.expert(x).sum()
+
+
+def _ddp(dtype: torch.dtype, **options: object) -> DistributedDataParallel:
+    model = WithExpert(dtype)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["expert.weight"])
+    return DistributedDataParallel(model, bucket_cap_mb=1e-5, **options)
+
+
+def _x(rank: int, k: int) -> Tensor:
+    return torch.full((1, 3), float(1 + k + 10 * rank))
+
+
+def _separately(accumulator: str, dtype: torch.dtype, unused: bool, bad: float) -> None:
+    """The shared layer is the engine's, the expert has an optimizer of its own; one expert meets inf."""
+    rank, world = me()
+    ddp = _ddp(dtype, find_unused_parameters=unused)
+    model = ddp.module
+    nn.init.zeros_(model.shared.weight)
+    sync = pe.attach(ddp, accumulate=ACCUMULATE, accumulator=accumulator)
+    shared = torch.optim.SGD([model.shared.weight], lr=1.0, fused=True)
+    mine = sum(_x(rank, k).double() for k in range(ACCUMULATE)).to(dtype)
+    total = sum(_x(r, k).double() for r in range(world) for k in range(ACCUMULATE)) / (ACCUMULATE * world)
+    step = torch.zeros(1, 3, dtype=torch.float64)
+    for number, window in enumerate(sync.windows([_x(rank, k) for k in range(ACCUMULATE)] * 3)):
+        model.expert.weight.grad = None
+        for k, x in enumerate(window):
+            sync.backward(ddp(x.to(dtype)).float())
+            if (number, rank, k) == (1, world - 1, 1):
+                model.expert.weight.grad.fill_(bad)
+        norm = sync.clip_grad_norm_(1.0)
+        assert norm.item() == pytest.approx(total.norm().item(), rel=1e-2)
+        assert sync.step(shared)
+        step = step - total / (total.norm() + 1e-6)
+        assert torch.allclose(model.shared.weight.double(), step, rtol=2e-2)
+        if (number, rank) != (1, world - 1):
+            assert torch.equal(model.expert.weight.grad, mine)
+
+
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize(
+    ("accumulator", "dtype"), [("fp32", torch.float32), ("fp32", torch.bfloat16), ("exact", torch.float32)]
+)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_norm_clipping_and_finite_check_are_of_the_shared_parameters_alone(
+    ranks, world, accumulator, dtype, unused
+):
+    ranks(world).run(_separately, accumulator, dtype, unused, math.inf)
+
+
+def _together(fused: bool, unscaled: bool) -> str:
+    rank, _ = me()
+    ddp = _ddp(torch.float32)
+    sync = pe.attach(ddp, accumulate=1)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0, fused=fused)
+    before = ddp.module.expert.weight.detach().clone()
+    for window in sync.windows([_x(rank, 0)]):
+        for x in window:
+            sync.backward(ddp(x), count=4)
+        if unscaled:
+            sync.unscale_()
+        try:
+            sync.step(optimizer)
+        except ValueError as error:
+            assert torch.equal(ddp.module.expert.weight, before)
+            sync.abandon()
+            return str(error)
+    assert torch.equal(before - ddp.module.expert.weight, _x(rank, 0))
+    return "stepped"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_over_ignored_parameters_too_steps_only_after_unscale(ranks, fused):
+    for message in ranks(2).run(_together, fused, False):
+        assert "that DDP was told to ignore" in message and "sync.unscale_()" in message
+    assert ranks(2).run(_together, fused, True) == ["stepped"] * 2
+
+
+def _sparse_table() -> str:
+    """An ignored table whose gradient is sparse, as sharded tables have it."""
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+    ddp = DistributedDataParallel(model)
+    sync = pe.attach(ddp, accumulate=1)
+    with sync.accumulate():
+        sync.backward(ddp(torch.tensor([1, 2])).sum())
+    assert sync.step(torch.optim.SGD(model[1].parameters(), lr=1.0))
+    return str(model[0].weight.grad.layout)
+
+
+def test_an_ignored_table_may_have_sparse_gradients(ranks):
+    assert ranks(2).run(_sparse_table) == ["torch.sparse_coo"] * 2

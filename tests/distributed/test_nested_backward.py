@@ -1,0 +1,176 @@
+"""Gradients that come more than once in one backward: no bucket leaves before the last of them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from cases import me
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import pyengine as pe
+
+WIDTH = 32
+
+
+class Twice(nn.Module):
+    """A layer used in two reentrant checkpoints, as ALBERT's is; with `tied` a third time outside of them.
+
+    Its second gradient comes late: the other ranks' buckets would be on their way by then.
+    """
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self._tied = tied
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self._slow, x, use_reentrant=True)
+        x = checkpoint(self._slow, x, use_reentrant=True)
+        return (self.layer(self.head(x)) if self._tied else self.head(x)).float().square().sum()
+
+    def _slow(self, x: Tensor) -> Tensor:
+        return self.layer(_Slow.apply(x))
+
+
+class _Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        time.sleep(0.002)
+        return grad
+
+
+class Sharded(nn.Module):
+    """A layer whose backward goes over its input in pieces, each with a backward of its own,
+    as TiledMLP's does.
+    """
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        del tied
+        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(_Pieces.apply(x, self.layer, self.layer.weight)).float().square().sum()
+
+
+class _Pieces(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, layer: nn.Module, weight: Tensor) -> Tensor:
+        ctx.x, ctx.layer = x.detach(), layer
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        found = []
+        for x, piece in zip(ctx.x.chunk(4), grad.chunk(4), strict=True):
+            x = x.detach().requires_grad_()
+            with torch.enable_grad():
+                out = ctx.layer(x)
+            torch.autograd.backward(out, piece)
+            time.sleep(0.001)
+            found.append(x.grad)
+        return torch.cat(found), None, None
+
+
+MODELS = {"checkpoints": (Twice, False), "checkpoints, tied": (Twice, True), "pieces": (Sharded, False)}
+
+
+def _errors(case: str, options: dict[str, object], accumulate: int, dtype: torch.dtype) -> list[float]:
+    """Return the distance from float64, by window."""
+    rank, world = me()
+    kind, tied = MODELS[case]
+    torch.manual_seed(0)
+    model = kind(tied=tied).to(dtype)
+    truth = kind(tied=tied).double()
+    truth.load_state_dict(model.state_dict())
+    sync = pe.GradSync(model, accumulate=accumulate, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    errors = []
+    for window in range(3):
+        truth.zero_grad()
+        for r in range(world):
+            for k in range(accumulate):
+                x = _input(window, r, k)
+                (truth(x.double().requires_grad_()) / (world * accumulate)).backward()
+                if r == rank:
+                    with sync.accumulate():
+                        sync.backward(model(x.to(dtype).requires_grad_()))
+        sync.unscale_()
+        pairs = zip(model.parameters(), truth.parameters(), strict=True)
+        errors.append(
+            max(float((p.grad - t.grad).norm() / t.grad.norm()) for p, t in pairs if t.grad is not None)
+        )
+        sync.step(optimizer)
+    return errors
+
+
+def _input(window: int, rank: int, micro_batch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * window + 10 * rank + micro_batch)
+    return torch.randn(8, WIDTH, generator=generator)
+
+
+@pytest.mark.parametrize("world, accumulate", [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+@pytest.mark.parametrize("case", MODELS)
+def test_gradients_that_come_twice_are_summed_before_their_bucket_leaves(
+    ranks, case, accumulator, world, accumulate
+):
+    options = {"accumulator": accumulator, "bucket_cap_mb": 1e-6}
+    for errors in ranks(world).run(_errors, case, options, accumulate, torch.float32):
+        assert max(errors) < 1e-5  # float32's rounding over sums of some hundred terms
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_gradients_of_narrow_parameters_that_come_twice_are_summed(ranks, case):
+    options = {"wire": pe.wire.BF16(), "bucket_cap_mb": 1e-6}
+    for errors in ranks(2).run(_errors, case, options, 1, torch.bfloat16):
+        assert max(errors) < 0.05  # of a few bfloat16 roundings of 2^-8
+
+
+class Sometimes(nn.Module):
+    """Uses its layer twice, in a backward inside the backward, only when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.nests = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.nests:
+            x = checkpoint(self.layer, checkpoint(self.layer, x, use_reentrant=True), use_reentrant=True)
+        return self.layer(x).square().sum()
+
+
+def _surprise(accumulator: str, dtype: torch.dtype) -> tuple[str, bool, list[bool]]:
+    torch.manual_seed(0)
+    model = Sometimes().to(dtype)
+    sync = pe.GradSync(model, accumulate=1, accumulator=accumulator, bucket_cap_mb=1e-6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    message, stepped = "", []
+    for window in range(4):
+        model.nests = window >= 2
+        before = model.layer.weight.detach().clone()
+        try:
+            with sync.accumulate():
+                sync.backward(model(torch.ones(2, WIDTH, dtype=dtype, requires_grad=True)).float())
+            stepped.append(bool(sync.step(optimizer)))
+        except RuntimeError as error:
+            message = str(error)
+            untouched = torch.equal(before, model.layer.weight)
+    return message, untouched, stepped
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+def test_a_gradient_that_comes_again_after_its_bucket_left_is_an_error_once(ranks, accumulator, dtype):
+    for message, untouched, stepped in ranks(2).run(_surprise, accumulator, dtype):
+        assert "accumulated again after its bucket could leave" in message and "'layer.weight'" in message
+        assert untouched and stepped == [True, True, True]

@@ -1,0 +1,168 @@
+"""DDP's static_graph under `attach`: ranks that begin with other numbers of micro-batches,
+and what it is there for.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import pyengine as pe
+
+ACCUMULATE = 4
+
+
+def _train(plan: list[int], options: dict[str, object]) -> None:
+    """Compare every window's gradient with that of one big batch."""
+    rank, world = me()
+    model = Integers(torch.float32, mixed="mixed" in options)
+    options = {key: value for key, value in options.items() if key != "mixed"}
+    sync, forward = engine("attach-static", model, accumulate=ACCUMULATE, **options)
+    windows = -(-max(plan[:world]) // ACCUMULATE)
+    for number, window in enumerate(sync.windows([integers(100 * rank + k) for k in range(plan[rank])])):
+        for x, t in window:
+            sync.backward(forward(x, t), count=3)
+        sync.unscale_()
+        size = range(ACCUMULATE * number, ACCUMULATE * (number + 1))
+        batches = [integers(100 * r + k) for r in range(world) for k in size if k < plan[r]]
+        assert_same(grads(model), mean_of_integers(model, batches, 3 * len(batches)))
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+        windows -= 1
+    assert windows == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mixed": True}, {"accumulator": "exact"}], ids=["fp32", "mixed", "exact"]
+)
+@pytest.mark.parametrize(
+    "plan", [[16, 16, 16], [13, 16, 16], [16, 1, 5], [1, 16, 9], [16, 0, 2], [0, 16, 0], [4, 1, 0]]
+)
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_may_begin_with_different_numbers_of_micro_batches(ranks, world, plan, options):
+    ranks(world).run(_train, plan, options)
+
+
+def _late_data() -> None:
+    """Windows without a micro-batch anywhere, then data on one rank only, then on both."""
+    rank, _ = me()
+    model = Integers(torch.float32)
+    sync, forward = engine("attach-static", model, accumulate=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for number in range(6):
+        with sync.accumulate():
+            if number >= 2 + 2 * rank:
+                sync.backward(forward(*integers(10 * rank + number)), count=3)
+        if number >= 2:
+            sync.unscale_()
+            batches = [integers(10 * r + number) for r in range(2) if number >= 2 + 2 * r]
+            assert_same(grads(model), mean_of_integers(model, batches, 3 * len(batches)))
+        assert sync.step(optimizer) == (number >= 2)
+
+
+def test_a_rank_without_data_learns_the_graph_when_it_gets_some(ranks):
+    ranks(2).run(_late_data)
+
+
+class Twice(nn.Module):
+    """A layer used twice in two reentrant checkpoints: one backward accumulates its gradient twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False)
+        for layer in (self.layer, self.last):
+            nn.init.ones_(layer.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return self.last(x).sum()
+
+
+def _reentrant(short: bool) -> None:
+    rank, world = me()
+    ddp = DistributedDataParallel(Twice(), static_graph=True, bucket_cap_mb=1e-5)
+    sync = pe.attach(ddp, accumulate=2)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    size = 2 if short and rank == 1 else 8
+    data = [torch.full((1, 3), float(k + rank), requires_grad=True) for k in range(size)]
+    for number, window in enumerate(sync.windows(data)):
+        for x in window:
+            sync.backward(ddp(x))
+        sync.unscale_()
+        total, count = 0.0, 0
+        for r in range(world):
+            for k in range(2 * number, 2 * number + 2):
+                if k < (2 if short and r == 1 else 8):
+                    total, count = total + k + r, count + 1
+        # d/dW of 1ᵀ W W x, W = 1: outer(1, W x) + outer(Wᵀ 1, x) = 3 x + 3 x in every element
+        assert torch.equal(ddp.module.layer.weight.grad, torch.full((3, 3), 6 * total / count))
+        assert torch.equal(ddp.module.last.weight.grad, torch.full((1, 3), 9 * total / count))
+        sync.step(optimizer)
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_a_layer_in_two_reentrant_checkpoints_is_reduced_when_both_have_run(ranks, short):
+    ranks(2).run(_reentrant, short)
+
+
+class Breaks(nn.Module):
+    """A model whose backward fails where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False)
+        for layer in (self.first, self.last):
+            nn.init.ones_(layer.weight)
+
+    def forward(self, x: Tensor, fails: bool) -> Tensor:
+        hidden = self.first(x)
+        if fails:
+            hidden.register_hook(_fail)
+        return self.last(hidden).sum()
+
+
+def _fail(_: Tensor) -> None:
+    raise KeyError("in the backward")
+
+
+def _fails_at_first(at: int, where: int) -> list[bool]:
+    rank, world = me()
+    ddp = DistributedDataParallel(Breaks(), static_graph=True, bucket_cap_mb=1e-5)
+    sync = pe.attach(ddp, accumulate=2)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    stepped = []
+    for number in range(5):
+        failed = False
+        done = 0
+        while done < 2:
+            fails = (rank, number, done) == (0, at, where) and not failed
+            try:
+                with sync.accumulate():
+                    sync.backward(ddp(torch.full((1, 3), float(rank + 1)), fails))
+                done += 1
+            except KeyError:
+                failed = True
+                if where == 1:
+                    break
+                done = 0  # that window was dropped on this rank, and nobody has noticed
+        if failed and where == 1:
+            stepped.append(False)
+            continue
+        stepped.append(bool(sync.step(optimizer)))
+        if stepped[-1]:
+            assert torch.equal(ddp.module.first.weight.grad, torch.full((3, 3), (world + 1) / 2))
+    return stepped
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_a_failure_in_an_earlier_backward_is_made_up_for(ranks, at):
+    assert ranks(2).run(_fails_at_first, at, 0) == [[True] * 5] * 2
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_a_failure_in_the_last_backward_voids_the_window_only(ranks, at):
+    assert ranks(2).run(_fails_at_first, at, 1) == [[number != at for number in range(5)]] * 2

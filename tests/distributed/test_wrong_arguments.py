@@ -1,0 +1,214 @@
+"""Arguments of the wrong kind are named on every rank, with what was got, what is needed, and the remedy."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from cases import me
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+
+
+def _error(fn, *args: object) -> str:
+    try:
+        fn(*args)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+SETTINGS = {
+    "cap inf": ({"bucket_cap_mb": float("inf")}, "bucket_cap_mb=inf: need a size above 0"),
+    "cap nan": ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb=nan: need a size above 0"),
+    "cap bool": ({"bucket_cap_mb": True}, "bucket_cap_mb=True: need a size above 0"),
+    "cap huge": ({"bucket_cap_mb": 1e308}, "bucket_cap_mb=1e+308: need a size above 0"),
+    "cap text": ({"bucket_cap_mb": "25"}, "bucket_cap_mb='25': need a size above 0"),
+    "wire name": ({"wire": "bf16"}, "wire='bf16': need a wire; use pe.wire.BF16()"),
+    "wire class": ({"wire": pe.wire.FP16}, "need a wire; use pe.wire.FP16()"),
+    "wire dtype": ({"wire": torch.bfloat16}, "wire=torch.bfloat16: need a wire; use pe.wire.BF16()"),
+    "wire none": ({"wire": None}, "wire=None: need a wire; use pe.wire.FP32()"),
+    "wire unpicklable": ({"wire": lambda: 0}, "need a wire; use pe.wire.FP32()"),
+    "nonfinite list": ({"nonfinite": ["skip"]}, "nonfinite=['skip']: need one of 'skip', 'raise'"),
+    "nonfinite array": ({"nonfinite": np.ones(2)}, "need one of 'skip', 'raise'"),
+    "accumulator array": ({"accumulator": np.ones(2)}, "need one of 'fp32', 'native', 'exact'"),
+    "accumulator class": ({"accumulator": pe.Exact}, "need one of 'fp32', 'native', 'exact'"),
+    "exact bool": ({"accumulator": pe.Exact(micro_batches=True)}, "need a whole number of micro-batches"),
+    "accumulate tensor": ({"accumulate": torch.tensor(2)}, "an int from 1 to 2**20, and not a Tensor"),
+    "accumulate numpy": ({"accumulate": np.int64(2)}, "an int from 1 to 2**20, and not a int64"),
+    "accumulate float": ({"accumulate": 2.0}, "an int from 1 to 2**20, and not a float"),
+    "accumulate huge": ({"accumulate": 10**12}, "accumulate=1000000000000: need a whole number"),
+    "group": ({"group": "dp"}, "group='dp' is a str: need a torch.distributed.ProcessGroup"),
+}
+
+
+def _settings(case: str, on: int) -> str:
+    options = {"accumulate": 2, **(SETTINGS[case][0] if me()[0] >= on else {})}
+    return _error(lambda: pe.GradSync(nn.Linear(2, 2), **options))
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+@pytest.mark.parametrize("on", [0, 1])
+def test_a_wrong_setting_on_all_ranks_or_on_one_is_named_on_every_rank(ranks, case, on):
+    for message in ranks(2).run(_settings, case, on):
+        assert message.startswith("ValueError") and SETTINGS[case][1] in message and "rank 1: " in message
+
+
+@pytest.mark.parametrize("case", [case for case in SETTINGS if not case.startswith(("cap", "group"))])
+def test_attach_names_them_too(ranks, case):
+    for message in ranks(2).run(_attached, case):
+        assert message.startswith("ValueError") and SETTINGS[case][1] in message and "rank 1: " in message
+
+
+def _attached(case: str) -> str:
+    options = {"accumulate": 2, **(SETTINGS[case][0] if me()[0] == 1 else {})}
+    return _error(lambda: pe.attach(DistributedDataParallel(nn.Linear(2, 2)), **options))
+
+
+def test_equal_sizes_of_another_type_are_the_same_setting(ranks):
+    assert ranks(2).run(_sizes) == ["no error"] * 2
+
+
+def _sizes() -> str:
+    size = (25, np.float32(25.0))[me()[0]]
+    return _error(lambda: pe.GradSync(nn.Linear(2, 2), accumulate=1, bucket_cap_mb=size))
+
+
+SOURCES = {
+    "names": (lambda m: list(m.state_dict()), "TypeError: params_or_module: got a str at index 0"),
+    "groups": (lambda m: [{"params": list(m.parameters())}], "TypeError: params_or_module: got a dict"),
+    "number": (lambda m: 3, "TypeError: params_or_module is a int"),
+    "tensor": (lambda m: m.weight, "TypeError: params_or_module is a Parameter"),
+    "not a leaf": (lambda m: [m.weight * 2], "ValueError: rank 0: parameter 'param0' is not a leaf"),
+    "twice": (
+        lambda m: [m.weight, m.bias, m.weight],
+        "ValueError: rank 0: parameter 'param2' is 'param0' once more",
+    ),
+}
+
+
+def _source(case: str) -> str:
+    return _error(lambda: pe.GradSync(SOURCES[case][0](nn.Linear(2, 2)), accumulate=1))
+
+
+@pytest.mark.parametrize("case", SOURCES)
+def test_what_is_no_set_of_parameters_is_named(ranks, case):
+    for message in ranks(2).run(_source, case):
+        assert message.startswith(SOURCES[case][1])
+
+
+def _engine() -> tuple[nn.Module, pe.Sync]:
+    model = nn.Linear(2, 1, bias=False)
+    return model, pe.GradSync(model, accumulate=1)
+
+
+def _window(model: nn.Module, sync: pe.Sync, count: object) -> None:
+    with sync.accumulate():
+        sync.backward(model(torch.ones(1, 2)).sum(), count=count)
+    sync.unscale_()
+
+
+@pytest.mark.parametrize(
+    "count",
+    [None, "4", True, 1 + 2j, [3], torch.tensor(True), torch.tensor(1j), torch.ones(2), np.bool_(True)],
+    ids=repr,
+)
+def test_a_count_that_is_no_number_is_refused_before_the_backward(count):
+    model, sync = _engine()
+    with pytest.raises((TypeError, ValueError), match="^count"):
+        _window(model, sync, count)
+    _window(model, sync, 2)
+    assert torch.equal(model.weight.grad, torch.full((1, 2), 0.5))
+
+
+@pytest.mark.parametrize(
+    "count", [2, 2.0, np.int64(2), np.float32(2), Fraction(2), torch.tensor(2)], ids=repr
+)
+def test_every_real_number_counts(count):
+    model, sync = _engine()
+    _window(model, sync, count)
+    assert torch.equal(model.weight.grad, torch.full((1, 2), 0.5))
+
+
+def _too_large(count: float) -> tuple[str, float]:
+    model, sync = _engine()
+    before = model.weight.detach().clone()
+    mine = count if me()[0] == 1 else 2
+    message = _error(_window, model, sync, mine)
+    sync.abandon()
+    assert torch.equal(model.weight, before)
+    _window(model, sync, 2)
+    return message, model.weight.grad[0, 0].item()
+
+
+@pytest.mark.parametrize("count", [1e308, 10**400, 2.0**53 + 2, torch.tensor(1e308, dtype=torch.float64)])
+def test_a_count_too_large_to_be_added_up_is_named_on_every_rank(ranks, count):
+    for message, grad in ranks(2).run(_too_large, count):
+        assert (
+            message.startswith("ValueError: rank 1: count of micro-batch 0 is") and "at most 2**53" in message
+        )
+        assert grad == 0.5
+
+
+def test_a_loss_without_a_graph_is_refused_before_it_is_counted():
+    model, sync = _engine()
+    with sync.accumulate():
+        with pytest.raises(ValueError, match="loss: requires no gradient"):
+            sync.backward(model(torch.ones(1, 2)).sum().detach())
+        sync.backward(model(torch.ones(1, 2)).sum(), count=2)
+    sync.unscale_()
+    assert torch.equal(model.weight.grad, torch.full((1, 2), 0.5))
+
+
+def test_an_exchanged_parameter_is_named():
+    model, sync = _engine()
+    torch.utils.swap_tensors(model.weight, nn.Parameter(torch.ones(1, 2)))
+    with pytest.raises(RuntimeError, match="parameter 'weight' has been exchanged"):
+        _window(model, sync, 1)
+
+
+def _sharded(case: str) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor import distribute_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model: nn.Module = nn.Sequential(nn.Linear(4, 4))
+    if case == "fully_shard":
+        fully_shard(model, mesh=mesh)
+    elif case == "DTensor":
+        model = distribute_module(model, mesh)
+    else:
+        options = {"device_id": torch.device("cpu"), "use_orig_params": case.endswith("originals")}
+        model = FullyShardedDataParallel(model, **options)
+    return _error(lambda: pe.GradSync(model, accumulate=1))
+
+
+@pytest.mark.parametrize("case", ["fully_shard", "DTensor", "FSDP1", "FSDP1 with originals"])
+def test_a_sharded_model_is_refused_with_what_it_got_and_what_works(ranks, case):
+    for message in ranks(2).run(_sharded, case):
+        assert message.startswith("ValueError") and "DistributedDataParallel" in message
+        assert ("FullyShardedDataParallel" if case.startswith("FSDP1") else "DTensor") in message
+
+
+@pytest.mark.parametrize("max_norm", [float("nan"), -1.0, None, "1", True, torch.ones(2)], ids=repr)
+def test_a_norm_that_gradients_cannot_be_clipped_to_is_refused_and_the_window_goes_on(max_norm):
+    model, sync = _engine()
+    with sync.accumulate():
+        sync.backward(model(torch.ones(1, 2)).sum())
+    with pytest.raises((TypeError, ValueError), match="^max_norm"):
+        sync.clip_grad_norm_(max_norm)
+    sync.clip_grad_norm_(float("inf"))  # as torch's, to measure only
+    sync.unscale_()
+    assert torch.equal(model.weight.grad, torch.ones(1, 2))
+
+
+def test_a_callback_that_cannot_be_called_is_refused_before_any_step():
+    _, sync = _engine()
+    with pytest.raises(TypeError, match="callback is a dict"):
+        sync.on_step({})

@@ -1,0 +1,243 @@
+"""The table: which fault, in which phase of a window, in which way into the engine, and how it has to end.
+
+To add a case, add a line to `TABLE`: phase, fault, end, ways; each line is tried in every way. Where nothing
+else is said the fault is on rank 1 of 2 and on rank 0 of 3: `make test` takes one of the two, `make
+test-faults` both. A phase is a trap in `fault_scenario.py` (add one there for a new phase: one call of
+`trap.at`), a fault is an entry of its `FAULTS`, and an end is a check in `fault_outcomes.py`. One line alone:
+`pytest tests/faults -k "loader and attach"`.
+
+Phases, in the order of a window ("early" and "last" are its two micro-batches; there is one bucket a
+parameter):
+
+    open            the loop begins: `iter(loader)`, or the first thing in `sync.accumulate()`
+    loader          `next(loader)`
+    loader ahead    `next(loader)` for the next window, which is read before this one's last micro-batch
+    early forward   last forward
+    early backward  last backward: before any gradient has come
+    early hook      last hook: in a parameter's tensor hook, when the other parameters' gradients have come
+    early bucket    last bucket: in the backward, when all buckets but one are complete, and in the last one
+                    have left (not in DDP's first window, which has one bucket)
+    flush           before `sync.flush()` in a window that is ended early; "flushed" is behind it
+    clip            before `sync.clip_grad_norm_`; "clipped" is behind it
+    step            inside `sync.step`, before `optimizer.step`
+    optimizer       inside `optimizer.step`, before anything has changed; "stepped" is after everything has
+    callback        in a function given to `sync.on_step`
+    scheduler       in `scheduler.step`
+
+Faults; behind a comma stands what the rank does next, if it is not simply the rest of its data:
+
+    exception       the user's code raises, catches it around the loop, and goes on
+    interrupt       KeyboardInterrupt, caught likewise, as in a notebook
+    uncaught        an exception that ends the rank's program; its process group is destroyed
+    sys.exit, os._exit, kill (SIGKILL)
+    stop            SIGSTOP, until every other rank has ended; then SIGCONT
+    pause           SIGSTOP and SIGCONT well within the group's timeout
+
+Ends, see `fault_outcomes.py`:
+
+    replaced        nobody else notices: the rank's next window takes the place
+    voided          every other rank skips the window and says who gave it up, and why; all go on
+    used            the window is stepped, once, on every rank, and all go on
+    unnoticed       as if nothing had been
+    raises          every rank that lives gets an error, and none has stepped the window
+    used, raises    every other rank has stepped the window, once; in the next one all get an error
+    used or raises  either of the two: what was done twice is done once, or all get an error
+    breaks          every rank that lives gets an error; between its last collective's launch and the end of
+                    it a rank that goes leaves the others in doubt, and one may have stepped the window where
+                    another has not
+    parted          as "used, raises", and the error says that ranks are not at the same place
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+ACCUMULATE = 2
+LOOPS = (2, 3)  # windows of each loop over a loader
+PAUSE_S = 0.2
+# Phases by which a bucket has left.
+BEHIND_A_BUCKET = ("last bucket", "last hook")
+
+DEADLY = ("sys.exit", "os._exit", "kill")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault.
+
+    Attributes:
+        phase, fault, end: as above.
+        way: into the engine: "hook", "attach" or "GradSync", and options: "accumulate" for the loop that is
+            not nested, "view" for DDP's gradient_as_bucket_view, "exact", "bf16".
+        rank, world: which rank of how many has the fault.
+        window: in which it has it. From 2 on they belong to the second loop.
+        is_slow: whether `make test` leaves it out. `make test-slow` runs what costs a process or the group's
+            timeout, `make test-faults` everything.
+    """
+
+    phase: str
+    fault: str
+    end: str
+    way: str
+    rank: int
+    world: int
+    window: int = 2
+    is_slow: bool = False
+
+    @property
+    def group_s(self) -> float:
+        """The process group's timeout: the case waits for it only if a rank neither goes on nor closes its
+        connections.
+        """
+        return 3.0 if self.fault == "stop" else 8.0
+
+    def has(self, word: str) -> bool:
+        """Whether the way in has an option."""
+        return word in self.way.split()
+
+    def __str__(self) -> str:
+        where = "" if self.window == 2 else f", window {self.window}"
+        return f"{self.phase}: {self.fault}, {self.way}, rank {self.rank} of {self.world}{where}"
+
+
+# Ways in. Narrow sums are exact on two ranks, if every window is full.
+GRADSYNC = ("GradSync", "GradSync accumulate")
+ATTACH = ("attach", "attach accumulate")
+ENGINES = (*GRADSYNC, *ATTACH)
+HOOK = ("hook",)
+ALL = (*ENGINES, *HOOK)
+SPECIAL = ("attach view", "GradSync exact", "attach exact")
+NARROW = ("GradSync bf16 accumulate", "attach bf16 accumulate")
+NESTED = ("GradSync", "attach", *SPECIAL)  # loops over `sync.windows`
+
+
+def _line(
+    phase: str,
+    fault: str,
+    end: str,
+    ways: tuple[str, ...],
+    *,
+    at: str = "1/2 0/3",
+    window: int = 2,
+    quick: bool = True,
+) -> Iterator[Case]:
+    """Spell a line out: one case a way and place; the quick ones take the places in turn, and leave the rest.
+
+    Args:
+        phase, fault, end, ways, window: of the cases.
+        at: places, as rank/world.
+        quick: whether `make test` runs the line, at one place a way; `make test-faults` runs all.
+    """
+    places = [tuple(map(int, place.split("/"))) for place in at.split()]
+    for number, way in enumerate(ways):
+        for other, (rank, world) in enumerate(places):
+            is_slow = not quick or other != number % len(places)
+            yield Case(phase, fault, end, way, rank, world, window=window, is_slow=is_slow)
+
+
+TABLE = [
+    # Before the window was sent: it is this rank's own affair.
+    *_line("open", "exception", "replaced", ENGINES),
+    *_line("loader", "exception", "replaced", ALL),
+    *_line("loader", "interrupt", "replaced", ALL, quick=False),
+    *_line("loader ahead", "exception", "replaced", NESTED),
+    *_line("early forward", "exception", "replaced", ALL),
+    *_line("last forward", "exception", "replaced", ALL),
+    *_line("last forward", "interrupt", "replaced", ALL, quick=False),
+    *_line("early backward", "exception", "replaced", ALL),
+    *_line("early hook", "exception", "replaced", ALL),
+    *_line("early hook", "interrupt", "replaced", ALL, quick=False),
+    *_line("early bucket", "exception", "replaced", (*ALL, *SPECIAL)),
+    *_line("early bucket", "exception", "replaced", NARROW, at="0/2 1/2"),
+    *_line("early bucket", "exception", "replaced", ENGINES, window=0),
+    *_line("flush", "exception", "replaced", NESTED),
+    *_line("flush", "exception, abandon", "replaced", ENGINES),
+    # While it is being sent: nobody may wait, and nobody may use it.
+    *_line("last backward", "exception", "voided", (*ENGINES, *SPECIAL)),
+    *_line("last backward", "exception", "voided", ENGINES, window=0),
+    *_line("last hook", "exception", "voided", ENGINES),
+    *_line("last bucket", "exception", "voided", (*ENGINES, *SPECIAL)),
+    *_line("last bucket", "exception", "voided", NARROW, at="0/2 1/2"),
+    *_line("last bucket", "exception", "voided", ENGINES, window=0),
+    *_line("last bucket", "interrupt", "voided", ENGINES),
+    # Plain DDP cannot go on: it says so, if a gradient has come. (If none has, it reduces once too often
+    # afterwards.)
+    *_line("last hook", "exception", "raises", HOOK),
+    *_line("last bucket", "exception", "raises", HOOK),
+    # After it was sent: it has to be stepped, or all have to hear that this rank has not.
+    *_line("flushed", "exception", "breaks", ENGINES, quick=False),
+    *_line("flushed", "exception, step again", "used", ENGINES),
+    *_line("clip", "exception", "used, raises", ENGINES),
+    *_line("clip", "exception, step again", "used", ENGINES),
+    *_line("clip", "exception, abandon", "parted", ENGINES),
+    *_line("clipped", "exception", "used, raises", ENGINES, quick=False),
+    *_line("clipped", "exception, step again", "used", ENGINES, quick=False),
+    *_line("clipped", "exception, abandon", "parted", ENGINES, quick=False),
+    # In the optimizer nobody else knows what has changed: stepping again may do the same twice.
+    *_line("step", "exception", "used, raises", ENGINES),
+    *_line("step", "exception, step again", "used or raises", ENGINES),
+    *_line("step", "exception, abandon", "parted", ENGINES, quick=False),
+    *_line("optimizer", "exception", "used, raises", ENGINES),
+    *_line("optimizer", "exception, step again", "used or raises", ENGINES),
+    *_line("optimizer", "exception, abandon", "parted", ENGINES),
+    *_line("stepped", "exception", "used, raises", ENGINES),
+    *_line("stepped", "exception, step again", "used, raises", ENGINES),
+    *_line("stepped", "exception, abandon", "parted", ENGINES),
+    # Behind the optimizer the window has been used.
+    *_line("callback", "exception", "used", (*ENGINES, *SPECIAL, *NARROW), at="1/2"),
+    *_line("callback", "exception", "used", ENGINES, at="0/3", quick=False),
+    *_line("callback", "exception, step again", "used or raises", ENGINES),
+    *_line("callback", "interrupt", "used", ENGINES),
+    *_line("scheduler", "exception", "used", ENGINES),
+    *_line("scheduler", "exception, step again", "used or raises", ENGINES),
+    *_line("scheduler", "interrupt", "used", ENGINES, quick=False),
+    # A rank whose program ends by an exception.
+    *_line("loader", "uncaught", "raises", ALL),
+    *_line("early backward", "uncaught", "raises", ALL, quick=False),
+    *_line("last backward", "uncaught", "raises", ALL),
+    *_line("last bucket", "uncaught", "raises", ALL),
+    *_line("clip", "uncaught", "breaks", ENGINES),
+    *_line("clipped", "uncaught", "used, raises", ENGINES, quick=False),
+    *_line("callback", "uncaught", "used, raises", ENGINES),
+    # A rank that is held up for a while.
+    *_line("last forward", "pause", "unnoticed", ALL, quick=False),
+    *_line("last bucket", "pause", "unnoticed", ("attach", "GradSync", "hook")),
+    # A rank that hangs: the others wait for the group's timeout, seconds a case.
+    *_line("last bucket", "stop", "raises", ("attach",), at="1/2"),
+    *_line("early backward", "stop", "raises", ("hook",), at="1/2"),
+    *_line("loader", "stop", "raises", ALL, at="1/2", quick=False),
+    *_line("early backward", "stop", "raises", ENGINES, at="0/3", quick=False),
+    *_line("last backward", "stop", "raises", ALL, at="1/2", quick=False),
+    *_line("last bucket", "stop", "raises", ("GradSync", *HOOK), at="0/3", quick=False),
+    *_line("clip", "stop", "breaks", ENGINES, at="1/2", quick=False),
+    *_line("clipped", "stop", "used, raises", ENGINES, at="0/3", quick=False),
+    *_line("scheduler", "stop", "used, raises", ALL, at="1/2", quick=False),
+    # A rank that dies: a process a case, which takes seconds to start again.
+    *_line("last bucket", "kill", "raises", ("GradSync", "attach", "hook")),
+    *_line("stepped", "kill", "used, raises", ("attach accumulate",), at="1/2"),
+    *_line("loader", "kill", "raises", ALL, at="0/3", quick=False),
+    *_line("early backward", "kill", "raises", ALL, at="1/2", quick=False),
+    *_line("last backward", "kill", "raises", ALL, at="0/3", quick=False),
+    *_line("last bucket", "kill", "raises", (*GRADSYNC[1:], *ATTACH[1:], *SPECIAL), at="1/2", quick=False),
+    *_line("clip", "kill", "breaks", ENGINES, at="0/3", quick=False),
+    *_line("clipped", "kill", "used, raises", ENGINES, at="1/2", quick=False),
+    *_line("optimizer", "kill", "used, raises", ALL, at="0/3", quick=False),
+    *_line("callback", "kill", "used, raises", ENGINES, at="1/2", quick=False),
+    *_line("last bucket", "os._exit", "raises", ALL, at="0/3", quick=False),
+    *_line("last bucket", "sys.exit", "raises", ALL, at="1/2", quick=False),
+    *_line("scheduler", "sys.exit", "used, raises", ALL, at="0/3", quick=False),
+]  # fmt: skip
+
+
+def drawn(num: int, *, seed: int) -> list[Case]:
+    """Return cases of the table at random places and windows; "open" is where a loop begins."""
+    generator = random.Random(seed)
+    cases = []
+    for _ in range(num):
+        case = generator.choice(TABLE)
+        world = 2 if case.has("bf16") else generator.choice((2, 3))
+        window = generator.choice((0, LOOPS[0]) if case.phase == "open" else (0, LOOPS[0], LOOPS[0] + 1))
+        cases.append(replace(case, rank=generator.randrange(world), world=world, window=window))
+    return cases

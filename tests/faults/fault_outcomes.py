@@ -1,0 +1,210 @@
+"""What a case has to end in, checked against what every rank told of its run.
+
+Whatever the end: no rank hangs, nobody dies but whom the case kills, the fault did strike where the case
+says, and the parameters have the bits that come out when the steps that ranks took are computed again in one
+process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from fault_cases import ACCUMULATE, BEHIND_A_BUCKET, DEADLY, LOOPS, Case
+from fault_scenario import LEARNING_RATE, Integers, Told, batch, items
+from ranks import Ended
+
+EXIT_CODES = {"sys.exit": 3, "os._exit": 4, "kill": -9}
+
+
+class Outcome:
+    """How the ranks of a case ended.
+
+    Attributes:
+        told: what each rank told, by rank; ranks that died are missing.
+    """
+
+    def __init__(self, case: Case, ends: Sequence[Ended]) -> None:
+        self._case = case
+        self._check_ends(ends)
+        self.told: dict[int, Told] = {
+            rank: end.value for rank, end in enumerate(ends) if end.value is not None
+        }
+        self._others = {rank: told for rank, told in self.told.items() if rank != case.rank}
+        if case.rank in self.told:
+            self._check_fault(self.told[case.rank])
+
+    def __str__(self) -> str:
+        """Return one line a rank."""
+        return "".join(
+            f"\n  rank {rank}: windows stepped {t.windows}, skipped {t.skipped}, caught {t.caught!r}, error "
+            f"{t.error!r}"
+            for rank, t in self.told.items()
+        )
+
+    def replaced(self) -> None:
+        """The others have not noticed."""
+        self._goes_on(skipped=0)
+
+    def voided(self) -> None:
+        """The others skipped the window, and know whose fault it was."""
+        self._goes_on(skipped=1)
+        error = self._fault().partition(":")[0]
+        for told in self._others.values():
+            assert (
+                len(told.skipped) == 1 and f"rank {self._case.rank} gave the window up" in told.skipped[0]
+            ), self
+            assert error in told.skipped[0], self
+
+    def used(self) -> None:
+        """The window was stepped everywhere, and the fault's rank goes on behind it."""
+        self._goes_on(skipped=0)
+        assert self._case.window in self._told_of_fault().windows, self
+
+    def unnoticed(self) -> None:
+        """All went on as if nothing had been."""
+        self._goes_on(skipped=0)
+
+    def raises(self) -> None:
+        """Everybody got an error, and nobody has stepped the window."""
+        self._ends_with_errors(steps={self._case.window})
+        self._check_steps_of_fault(at_most=self._case.window)
+
+    def used_raises(self) -> None:
+        """The others have stepped the window, and got an error in the next one."""
+        self._ends_with_errors(steps={self._case.window + 1})
+
+    def breaks(self) -> None:
+        """Everybody got an error, in this window or in the next one."""
+        self._ends_with_errors(steps={self._case.window, self._case.window + 1})
+
+    def parted(self) -> None:
+        """Everybody heard in the next window that the ranks are not at the same place."""
+        self._ends_with_errors(steps={self._case.window + 1})
+        for told in self.told.values():
+            assert "ranks are not at the same place" in told.error, self
+
+    def used_or_raises(self) -> None:
+        """Either is right; never that ranks go on apart."""
+        if any(told.error for told in self.told.values()):
+            self.used_raises()
+        else:
+            self.used()
+
+    def _check_ends(self, ends: Sequence[Ended]) -> None:
+        for rank, end in enumerate(ends):
+            is_faulty = rank == self._case.rank
+            assert not end.is_silent, f"rank {rank} hangs; the others: {[e.value for e in ends]}"
+            assert not end.error, f"rank {rank} could not run the case:\n{end.error}"
+            dies = is_faulty and self._case.fault in DEADLY
+            assert end.exit_code == (EXIT_CODES[self._case.fault] if dies else None), f"rank {rank}: {end}"
+            assert end.was_stopped == (is_faulty and self._case.fault == "stop"), f"rank {rank}: {end}"
+
+    def _check_fault(self, told: Told) -> None:
+        """Make sure that the fault struck, and that as much had been sent by then as the phase says."""
+        assert told.sent >= 0, f"the fault never struck: {self}"
+        header = 0 if self._case.has("hook") else 1
+        if self._case.phase == "last backward":
+            assert told.sent == header, self
+        elif self._case.phase in BEHIND_A_BUCKET and not self._may_wait:
+            assert told.sent > header, self
+        elif self._case.phase.startswith("early"):
+            assert told.sent == 0, self
+
+    @property
+    def _may_wait(self) -> bool:
+        """Whether buckets need not leave as soon as they are complete: narrow ones need the count; in the
+        first window DDP has one bucket, and `GradSync` has still to learn what this model's custom Functions
+        do inside a backward.
+        """
+        return self._case.has("bf16") or self._case.window == 0
+
+    def _goes_on(self, *, skipped: int) -> None:
+        """Every rank came to the end of its loops, with the same steps and the right bits."""
+        assert not any(told.error for told in self.told.values()), self
+        if self._case.fault != "pause":
+            assert self._told_of_fault().caught == self._fault(), self
+        for rank, told in self.told.items():
+            assert len(told.windows) == len(set(told.windows)) == self._num_windows() - skipped, self
+            assert len(told.skipped) == skipped or rank == self._case.rank, self
+        assert len({tuple(told.windows) for told in self.told.values()}) == 1, self
+        want = _trained(self._case, [told.steps for told in self.told.values()])
+        for rank, told in self.told.items():
+            assert told.params == want, f"rank {rank} has other parameters than its steps give: {self}"
+
+    def _ends_with_errors(self, *, steps: set[int]) -> None:
+        """Every rank that lives raised, and the others had taken as many steps, each once,
+        with the right bits.
+        """
+        assert all(told.error for told in self.told.values()), self
+        for rank, told in self._others.items():
+            assert len(told.windows) in steps and len(told.windows) == len(set(told.windows)), self
+            assert told.params == _trained(self._case, self._planned(len(told.windows))), (
+                f"rank {rank}: {self}"
+            )
+
+    def _check_steps_of_fault(self, *, at_most: int) -> None:
+        if self._case.rank in self.told:
+            assert len(self._told_of_fault().windows) <= at_most, self
+
+    def _told_of_fault(self) -> Told:
+        return self.told[self._case.rank]
+
+    def _fault(self) -> str:
+        kind = "KeyboardInterrupt" if self._case.fault == "interrupt" else "Boom"
+        return f"{kind}: user's code failed"
+
+    def _num_windows(self) -> int:
+        """Return how many windows there are to step: where one is cut short, its loop has one more."""
+        is_cut = self._case.phase in ("flush", "flushed") and not self._case.has("accumulate")
+        return sum(LOOPS) + is_cut
+
+    def _planned(self, steps: int) -> list[list[list[int]]]:
+        """Return, by rank, what the first windows are made of where no rank has lost any data."""
+        is_cut = self._case.phase in ("flush", "flushed")
+        sizes = [1 if is_cut and window == self._case.window else ACCUMULATE for window in range(steps)]
+        starts = [ACCUMULATE * window for window in range(steps)]
+        return [
+            [
+                [1000 * rank + start + k for k in range(size)]
+                for start, size in zip(starts, sizes, strict=True)
+            ]
+            for rank in range(self._case.world)
+        ]
+
+
+def _trained(case: Case, steps: Sequence[Sequence[Sequence[int]]]) -> list[float]:
+    """Return the parameters after steps made of these micro-batches, by rank: integer sums,
+    one float32 product a step.
+    """
+    model = Integers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    for parts in zip(*steps, strict=True):
+        twin = Integers().double()
+        for index in [index for part in parts for index in part]:
+            _, x, t = batch(index)
+            twin(x.double(), t.double()).backward()
+        count = (
+            case.world
+            if case.has("hook")
+            else sum(items(rank) * len(part) for rank, part in enumerate(parts))
+        )
+        inverse = torch.tensor(1.0 / count, dtype=torch.float64).float()
+        for param, exact in zip(model.parameters(), twin.parameters(), strict=True):
+            assert exact.grad is not None
+            param.grad = exact.grad.float() * inverse
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+ENDS = {
+    "replaced": Outcome.replaced,
+    "voided": Outcome.voided,
+    "used": Outcome.used,
+    "unnoticed": Outcome.unnoticed,
+    "raises": Outcome.raises,
+    "used, raises": Outcome.used_raises,
+    "used or raises": Outcome.used_or_raises,
+    "breaks": Outcome.breaks,
+    "parted": Outcome.parted,
+}

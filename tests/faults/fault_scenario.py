@@ -1,0 +1,322 @@
+"""A short training run on one rank, with a trap at every phase of a window: the same run for every way in.
+
+The first loop has two windows, the second three. A rank that meets an exception does what a careful user
+does: it catches it and goes on with what is left of its loader. What each optimizer step was made of is noted
+apart from the engine, so that what came of a run can be computed again (`fault_outcomes.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fault_cases import ACCUMULATE, LOOPS, Case
+from fault_trap import Boom, Trap, hang_up, watched
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+from pyengine.comm import roll_call
+
+Batch = tuple[int, Tensor, Tensor]
+
+TURNS = ("early", "last")
+assert len(TURNS) == ACCUMULATE
+
+LEARNING_RATE = 2.0**-4
+LARGE = 2.0**20  # norms stay below it: clipping is passed through, and changes nothing
+
+
+@dataclass
+class Told:
+    """What a rank tells of its run.
+
+    Attributes:
+        steps: one entry an optimizer step that was taken: the micro-batches that this rank has put into it.
+        windows: `sync.window` in each of them.
+        skipped: reasons of the steps that were not taken.
+        params: the parameters at the end, one list.
+        caught: the fault, as it came out where the user's code caught it.
+        error: what ended the run; empty if it came to its end.
+        sent: collectives that had been launched in the fault's window when it struck; -1 if it never did.
+    """
+
+    steps: list[list[int]] = field(default_factory=list)
+    windows: list[int] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    params: list[float] = field(default_factory=list)
+    caught: str = ""
+    error: str = ""
+    sent: int = -1
+
+
+def train(case: Case) -> Told:
+    """Run a case on this rank."""
+    run = Run(case)
+    roll_call.WAIT_S = 0.2  # the others have failed within milliseconds
+    dist.barrier()  # a process that has just been started is slow until here
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=case.group_s))
+    with watched(run.trap) as works:
+        try:
+            run.loops()
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the table says what is due
+            run.told.error = f"{type(error).__name__}: {error}"
+    if run.told.error:
+        hang_up(works)
+    run.told.sent = run.trap.sent
+    run.told.params = torch.cat([p.detach().flatten() for p in run.model.parameters()]).tolist()
+    return run.told
+
+
+class Point(torch.autograd.Function):
+    """Identity; its backward passes a trap."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, trap: Trap, phase: str) -> Tensor:
+        ctx.trap, ctx.phase = trap, phase
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.trap.in_turn(ctx.phase)
+        return grad, None, None
+
+
+class Integers(nn.Module):
+    """Four parameters whose gradients are small integers and do not depend on the parameters.
+
+    A backward comes first to `d`, last to `a`.
+    """
+
+    def __init__(self, trap: Trap | None = None) -> None:
+        super().__init__()
+        for name, shape in {"a": (5, 3), "b": (3,), "c": (), "d": (131,)}.items():
+            setattr(self, name, nn.Parameter(torch.ones(shape)))
+        self._trap = trap
+        if trap is not None:
+            self.a.register_hook(lambda _: trap.in_turn("hook"))
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        """Return a 0-dim loss, summed over items."""
+        first = ((x @ self.a) * t).sum()
+        if self._trap is not None:
+            self._trap.in_turn("forward")
+            first = Point.apply(first, self._trap, "bucket")
+        terms = [first, (self.b * t).sum(), self.c * t.sum(), (self.d * x[:, :1]).sum()]
+        loss = torch.stack(terms).sum()
+        return loss if self._trap is None else Point.apply(loss, self._trap, "backward")
+
+
+def items(rank: int) -> int:
+    """Return the size of a rank's micro-batches; a full window of any number of ranks counts to a power of
+    two.
+    """
+    return 8 if rank == 2 else 4
+
+
+def batch(index: int) -> Batch:
+    """Return micro-batch `index` of all: a thousand belong to each rank."""
+    generator = torch.Generator().manual_seed(index)
+    size = items(index // 1000)
+    x = torch.randint(-2, 3, (size, 5), generator=generator).float()
+    t = torch.randint(-2, 3, (size, 3), generator=generator).float()
+    return index, x, t
+
+
+class Loader:
+    """A rank's micro-batches of one loop. After a fault it goes on where it was."""
+
+    def __init__(self, trap: Trap, first_window: int, windows: int | None) -> None:
+        self._trap, self._next = trap, first_window * ACCUMULATE
+        self._end = None if windows is None else self._next + windows * ACCUMULATE
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._trap.at("open", number=self._next // ACCUMULATE)
+        return self
+
+    def __next__(self) -> Batch:
+        if self._next == self._end:
+            raise StopIteration
+        index, self._next = self._next, self._next + 1
+        window, micro_batch = divmod(index, ACCUMULATE)
+        # The loop reads one micro-batch ahead: the next window's first one while this window still waits for
+        # its last.
+        self._trap.at("loader", number=window if micro_batch else -1)
+        self._trap.at("loader ahead", number=-1 if micro_batch else window - 1)
+        return batch(1000 * dist.get_rank() + index)
+
+
+class Optimizer(torch.optim.SGD):
+    """SGD that notes what its steps were made of, and passes traps."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run.model.parameters(), lr=LEARNING_RATE)
+        self._run = run
+        self.register_step_pre_hook(lambda *_: run.trap.at("step"))
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step, between two traps."""
+        self._run.trap.at("optimizer")
+        super().step(closure)
+        self._run.note_step()
+        self._run.trap.at("stepped")
+
+
+class Scheduler(torch.optim.lr_scheduler.ConstantLR):
+    """Keeps the learning rate, and passes a trap."""
+
+    trap: Trap | None = None
+
+    def step(self, epoch: Any = None) -> None:
+        """Step behind the trap."""
+        if self.trap is not None:
+            self.trap.at("scheduler")
+        super().step()
+
+
+class Run:
+    """One rank's run of a case: model, engine, optimizer, and the loops over windows."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.told = case, Told()
+        self.trap = Trap(case)
+        self.model = Integers(self.trap)
+        self.optimizer = Optimizer(self)
+        self.scheduler = Scheduler(self.optimizer, factor=1.0, total_iters=1)
+        self.scheduler.trap = self.trap
+        self._made_of: list[int] = []
+        self.sync, self.forward = self._engine()
+
+    def loops(self) -> None:
+        """Run every loop to its end."""
+        first = 0
+        for windows in LOOPS:
+            if self.sync is None:
+                self._plain_loop(first, windows)
+            elif self.case.has("accumulate"):
+                self._accumulate_loop(self.sync, first, windows)
+            else:
+                self._windows_loop(self.sync, first, windows)
+            first += windows
+
+    def note_step(self) -> None:
+        """The optimizer has stepped."""
+        self.told.steps.append(list(self._made_of))
+        self.told.windows.append(len(self.told.windows) if self.sync is None else self.sync.window)
+
+    def react(self, sync: pe.Sync | None, error: BaseException) -> None:
+        """Do what the case says after a fault that was caught."""
+        self.told.caught = f"{type(error).__name__}: {error}"
+        if self.case.fault.endswith(", abandon"):
+            assert sync is not None
+            sync.abandon()
+        elif self.case.fault.endswith(", step again"):
+            assert sync is not None
+            sync.step(self.optimizer, self.scheduler)
+
+    def _engine(self) -> tuple[pe.Sync | None, nn.Module]:
+        wire = pe.wire.BF16() if self.case.has("bf16") else pe.wire.FP32()
+        options: dict[str, Any] = {"accumulate": ACCUMULATE, "wire": wire}
+        if self.case.has("exact"):
+            options["accumulator"] = pe.Exact(micro_batches=ACCUMULATE * self.case.world)
+        if self.case.has("GradSync"):
+            sync = pe.GradSync(self.model, bucket_cap_mb=1e-5, **options)
+            return self._listening(sync), self.model
+        ddp = DistributedDataParallel(
+            self.model, bucket_cap_mb=1e-5, gradient_as_bucket_view=self.case.has("view")
+        )
+        if self.case.has("attach"):
+            return self._listening(pe.attach(ddp, **options)), ddp
+        ddp.register_comm_hook(pe.HookState(wire=wire), pe.comm_hook)
+        return None, ddp
+
+    def _listening(self, sync: pe.Sync) -> pe.Sync:
+        @sync.on_step
+        def listen(record: pe.StepRecord) -> None:
+            if record.skipped:
+                self.told.skipped.append(record.reason)
+            self.trap.at("callback")
+
+        return sync
+
+    def _windows_loop(self, sync: pe.Sync, first: int, windows: int) -> None:
+        loader = Loader(self.trap, first, windows)
+        while True:
+            try:
+                for window in sync.windows(loader):
+                    self._begin()
+                    for micro_batch, item in enumerate(window):
+                        self._backward(sync, TURNS[micro_batch], item)
+                        if self._is_short:
+                            break
+                    self._step(sync)
+                return
+            except (Boom, KeyboardInterrupt) as error:
+                self.react(sync, error)
+
+    def _accumulate_loop(self, sync: pe.Sync, first: int, windows: int) -> None:
+        loader = Loader(self.trap, first, None)
+        while sync.window + sync.is_sync_step < first + windows:  # a sent window counts
+            try:
+                self._begin()
+                for turn in TURNS:
+                    with sync.accumulate():
+                        if turn == "early":
+                            self.trap.at("open")
+                        self._backward(sync, turn, next(loader))
+                    if self._is_short:
+                        break
+                self._step(sync)
+            except (Boom, KeyboardInterrupt) as error:
+                self.react(sync, error)
+
+    def _plain_loop(self, first: int, windows: int) -> None:
+        """Plain DDP: nothing of pyengine but the hook."""
+        loader = Loader(self.trap, first, None)
+        end = len(self.told.steps) + windows
+        while len(self.told.steps) < end:
+            try:
+                self._begin()
+                for self.trap.turn in TURNS:
+                    index, x, t = next(loader)
+                    with self.forward.no_sync() if self.trap.turn == "early" else nullcontext():
+                        self._made_of.append(index)
+                        self.forward(x, t).backward()
+                self.trap.at("clip")
+                nn.utils.clip_grad_norm_(self.model.parameters(), LARGE)
+                self.optimizer.step()
+                self.scheduler.step()
+            except (Boom, KeyboardInterrupt) as error:
+                self.react(None, error)
+            self.optimizer.zero_grad()
+
+    def _begin(self) -> None:
+        self.trap.next_window()
+        self._made_of = []
+
+    def _backward(self, sync: pe.Sync, turn: str, item: Batch) -> None:
+        self.trap.turn = turn
+        index, x, t = item
+        loss = self.forward(x, t)
+        self._made_of.append(index)
+        sync.backward(loss, count=items(dist.get_rank()))
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether this is the window that every rank ends after one micro-batch."""
+        return self.case.phase in ("flush", "flushed") and self.trap.number == self.case.window
+
+    def _step(self, sync: pe.Sync) -> None:
+        if self._is_short:
+            self.trap.at("flush")
+            sync.flush()
+            self.trap.at("flushed")
+        self.trap.at("clip")
+        sync.clip_grad_norm_(LARGE)
+        self.trap.at("clipped")
+        sync.step(self.optimizer, self.scheduler)

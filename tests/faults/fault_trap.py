@@ -1,0 +1,127 @@
+"""What goes wrong in a case: a trap in every phase, and what it does to its rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from fault_cases import BEHIND_A_BUCKET, PAUSE_S, Case
+
+
+class Boom(Exception):
+    """What the user's code raises, and catches."""
+
+
+class Quit(Exception):
+    """What the user's code raises and does not catch."""
+
+
+@contextmanager
+def watched(trap: Trap) -> Iterator[list[dist.Work]]:
+    """Tell the trap of every all-reduce of the body; give the list of them."""
+    launch = dist.all_reduce
+    works: list[dist.Work] = []
+
+    def all_reduce(*args: Any, **kwargs: Any) -> Any:
+        works.append(launch(*args, **kwargs))
+        trap.launched(works[-1])
+        return works[-1]
+
+    dist.all_reduce = all_reduce
+    try:
+        yield works
+    finally:
+        dist.all_reduce = launch
+
+
+def _close(descriptor: int) -> None:
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.getpeername()  # raises where nobody is connected: gloo's listener, which must live on
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def hang_up(works: Sequence[dist.Work]) -> None:
+    """Close this rank's connections, as the end of its program would,
+    and wait until its collectives have noticed.
+    """
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                _close(descriptor)
+    for work in works:
+        with suppress(RuntimeError):
+            work.wait()
+
+
+class Trap:
+    """Does a case's fault, once, where and when the case says.
+
+    Attributes:
+        turn: "early" or "last": which micro-batch of its window this is.
+        number: of the window that this rank is at, the one that it gave up included.
+        sent: collectives that had been launched in that window when the fault struck; -1 if it has not.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self._case, self.sent = case, -1
+        self._is_set = dist.get_rank() == case.rank
+        self._count = 0
+        self._latest: dist.Work | None = None
+        self.turn, self.number = "", -1
+
+    def next_window(self) -> None:
+        """A window begins."""
+        self.number += 1
+        self._count = 0
+
+    def launched(self, work: dist.Work) -> None:
+        """A collective was launched."""
+        self._count += 1
+        self._latest = work
+
+    def at(self, phase: str, *, number: int | None = None) -> None:
+        """Do the fault if this is its phase."""
+        number = self.number if number is None else number
+        if self._is_set and (phase, number) == (self._case.phase, self._case.window):
+            self._is_set = False
+            self.sent = self._count
+            FAULTS[self._case.fault.partition(",")[0]]()
+
+    def in_turn(self, phase: str) -> None:
+        """Do the fault if this is its phase and its micro-batch."""
+        is_first = (self.turn, phase) == ("last", "backward")
+        if is_first and self._is_set and self._latest is not None and self._case.phase in BEHIND_A_BUCKET:
+            self._latest.wait()  # buckets leave behind the header only
+        self.at(f"{self.turn} {phase}")
+
+
+def _raise(error: type[BaseException]) -> NoReturn:
+    raise error("user's code failed")
+
+
+def _pause() -> None:
+    """Stop for less than the group's timeout."""
+    subprocess.Popen(["sh", "-c", f"sleep {PAUSE_S}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+# What comes behind a comma in a case is what the rank does next; see `Run.react`.
+FAULTS = {
+    "exception": lambda: _raise(Boom),
+    "interrupt": lambda: _raise(KeyboardInterrupt),
+    "uncaught": lambda: _raise(Quit),
+    "sys.exit": lambda: sys.exit(3),
+    "os._exit": lambda: os._exit(4),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "pause": _pause,
+}

@@ -1,0 +1,34 @@
+"""Faults on one rank, in every phase of a window and every way in:
+all ranks end as the table in `fault_cases.py` says.
+"""
+
+from __future__ import annotations
+
+import pytest
+from fault_cases import DEADLY, TABLE, Case, drawn
+from fault_outcomes import ENDS, Outcome
+from fault_scenario import train
+
+# No rank waits longer for another than the group's timeout. What comes on top is a busy machine.
+MARGIN_S = 25
+
+
+def _id(case: Case) -> str:
+    return f"{case} -> {case.end}"
+
+
+def _param(case: Case) -> object:
+    costs = case.fault in DEADLY or case.fault == "stop"
+    rest = pytest.mark.slow if costs else pytest.mark.exhaustive
+    return pytest.param(case, id=_id(case), marks=[rest] if case.is_slow else [])
+
+
+@pytest.mark.parametrize("case", [_param(case) for case in TABLE])
+def test_a_fault_ends_on_every_rank_as_the_table_says(ranks, case):
+    ENDS[case.end](Outcome(case, ranks(case.world).ends(case.group_s + MARGIN_S, train, case)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", drawn(50, seed=12), ids=_id)
+def test_a_fault_at_a_random_place_ends_as_the_table_says(ranks, case):
+    ENDS[case.end](Outcome(case, ranks(case.world).ends(case.group_s + MARGIN_S, train, case)))

@@ -1,0 +1,63 @@
+"""What ranks must say alike, as a number: equal where they agree, and another one where they differ."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from pyengine.window.claims import NUM_PIECES, PIECE_BITS, Claims, OptimizerStep, Use, difference
+
+
+def _claims(**changes: object) -> Claims:
+    step = OptimizerStep("SGD", ((0, 1),), (("lr", changes.pop("lr", 0.1)),))
+    use = Use(
+        [step] * changes.pop("steps", 1), [torch.tensor(changes.pop("factor", 0.5), dtype=torch.float64)]
+    )
+    said = {"stage": "sends", "engine": "one", "scaler": "", "scale": torch.tensor(8.0), "use": use}
+    return Claims(**{**said, **changes})
+
+
+def _number(claims: Claims, *, far: bool) -> list[float]:
+    """Return the pieces as a header holds them; `far`: as if scalars lay on an accelerator."""
+    with mock.patch("pyengine.window.claims._is_far", lambda _: far):
+        pieces = torch.tensor(claims.pieces(), dtype=torch.float64)
+        claims.add_to(pieces)
+    return pieces.tolist()
+
+
+CHANGES = [
+    {"stage": "ends"},
+    {"engine": "other"},
+    {"scaler": "growth_factor=2.0"},
+    {"scale": None},
+    {"scale": torch.tensor(8.000001)},
+    {"lr": 0.1 + 1e-9},
+    {"steps": 2},
+    {"factor": 0.50001},
+    {"factor": float("inf")},
+    {"factor": float("nan")},
+]
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_claims_have_the_same_number_if_and_only_if_they_are_alike(change, far):
+    assert _number(_claims(**change), far=far) == _number(_claims(**change), far=far)
+    assert _number(_claims(**change), far=far) != _number(_claims(), far=far)
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_pieces_are_whole_numbers_whose_squares_a_header_can_sum(far):
+    pieces = _number(_claims(), far=far)
+    assert len(pieces) == NUM_PIECES
+    assert all(piece == int(piece) and 0 <= piece < 2**PIECE_BITS for piece in pieces)
+
+
+def test_a_difference_says_who_has_what():
+    text = difference([_claims().describe(), _claims(lr=0.2).describe()])
+    assert text.startswith(
+        "ranks have used the last window differently: rank 0: SGD(lr=0.1) of 2 parameters (number 0, 1), "
+        "factors 0.5; rank 1: SGD(lr=0.2)"
+    )

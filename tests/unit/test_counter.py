@@ -1,0 +1,84 @@
+"""The counter."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyengine.window.counter import State, WindowCounter, check_accumulate
+
+
+def _syncs(counter: WindowCounter) -> bool:
+    syncs = counter.next_backward_syncs
+    counter.count_backward()
+    return syncs
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_only_the_last_backward_of_a_window_syncs(size):
+    counter = WindowCounter(size)
+    counter.open()
+    flags = []
+    for k in range(size):
+        counter.hand_out(k, last=k + 1 == size)
+        flags.append(_syncs(counter))
+    assert flags == [False] * (size - 1) + [True]
+
+
+def test_forwards_first_leaves_the_sync_to_the_last_backward():
+    counter = WindowCounter(3)
+    counter.open()
+    for k in range(3):
+        counter.hand_out(k, last=k == 2)
+    assert [_syncs(counter) for _ in range(3)] == [False, False, True]
+
+
+def test_a_skipped_backward_leaves_the_window_unsynced():
+    counter = WindowCounter(2)
+    counter.open()
+    counter.hand_out(0, last=False)
+    counter.hand_out(0, last=True)
+    assert not _syncs(counter)
+
+
+def test_more_backwards_than_micro_batches_never_sync_too_early():
+    counter = WindowCounter(3)
+    counter.open()
+    counter.hand_out(0, last=False)
+    assert not _syncs(counter) and not _syncs(counter)
+
+
+def test_a_backward_outside_a_window_is_refused():
+    with pytest.raises(RuntimeError, match="outside a window"):
+        WindowCounter(2).count_backward()
+
+
+def test_a_backward_after_the_window_was_sent_is_refused():
+    counter = WindowCounter(2)
+    counter.open()
+    counter.state = State.SENT
+    with pytest.raises(RuntimeError, match="after window 0 was sent"):
+        counter.count_backward()
+
+
+@pytest.mark.parametrize("completed, index", [(True, 1), (False, 0)])
+def test_only_a_completed_window_counts(completed, index):
+    counter = WindowCounter(2)
+    counter.open()
+    counter.close(completed=completed)
+    assert counter.index == index and counter.state is State.IDLE
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "2", None])
+def test_a_bad_window_length_is_named(value):
+    assert f"accumulate={value!r}" in check_accumulate(value)[0]
+
+
+def test_what_replaces_a_dropped_resumed_window_takes_its_places_until_one_is_completed_or_loaded():
+    counter = WindowCounter(3, share=range(3, 6))
+    counter.resume([0, 7], [4])
+    counter.close(completed=False)
+    counter.open()
+    assert counter.due == [0, 7, 4]
+    counter.go_to(5)
+    counter.open()
+    assert (counter.index, counter.due) == (5, [3, 4, 5])

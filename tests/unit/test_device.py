@@ -1,0 +1,91 @@
+"""What a kind of device can do is asked in one place, and every accelerator gets the same answer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pyengine.comm import Local, comm_for
+from pyengine.ops import device as devices
+from pyengine.ops.device import Readback, as_current, has_events, is_lazy, runs_ahead
+from pyengine.step import clock
+from pyengine.step.clock import Clock
+
+# torch-tpu's device "tpu" is a privateuseone that has been given a name.
+ACCELERATORS = ["cuda", "mps", "xpu", "hpu", "mtia", "privateuseone"]
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_any_accelerator_runs_ahead_and_has_events(name):
+    device = torch.device(name)
+    assert (runs_ahead(device), has_events(device), is_lazy(device)) == (True, True, False)
+
+
+@pytest.mark.parametrize("name", ["cpu", *ACCELERATORS])
+def test_one_process_without_a_group_needs_no_transport_wherever_its_parameters_lie(name):
+    assert isinstance(comm_for(torch.device(name), None), Local)
+
+
+def test_the_host_does_what_it_is_told_at_once():
+    device = torch.device("cpu")
+    assert (runs_ahead(device), has_events(device), is_lazy(device)) == (False, False, False)
+
+
+def test_an_xla_device_runs_ahead_and_has_no_events():
+    device = torch.device("xla")
+    assert (runs_ahead(device), has_events(device), is_lazy(device)) == (True, False, True)
+
+
+class FakeEvent:
+    """An accelerator's event: notes where it was recorded. Without a stream that is the current device's,
+    not its own.
+    """
+
+    def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
+        self.device, self.enable_timing, self.stream = device, enable_timing, "the current device's"
+
+    def record(self, stream: object = "the current device's") -> None:
+        self.stream = stream
+
+    def synchronize(self) -> None:
+        assert self.stream == f"of {self.device}"
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """Let device tensors pass for those of an accelerator, and return the events that are made."""
+    made: list[FakeEvent] = []
+
+    def make(device: torch.device, *, enable_timing: bool = True) -> FakeEvent:
+        made.append(FakeEvent(device, enable_timing=enable_timing))
+        return made[-1]
+
+    for module in (devices, clock):
+        monkeypatch.setattr(module, "has_events", lambda device: True)
+    monkeypatch.setattr(torch, "Event", make)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"of {device}")
+    return made
+
+
+def test_a_copy_to_the_host_is_awaited_on_its_own_device(events):
+    assert Readback(torch.tensor([1.0, 2.0])).get() == [1.0, 2.0]
+    assert [(event.stream, event.enable_timing) for event in events] == [("of cpu", False)]
+
+
+def test_phases_are_timed_on_the_device_that_computes_them(events):
+    clock = Clock(torch.device("privateuseone", 1))
+    with clock.phase("backward"):
+        pass
+    clock.stop()
+    assert [(event.stream, event.enable_timing) for event in events] == [("of privateuseone:1", True)] * 4
+
+
+def test_a_device_is_made_the_current_one_where_there_is_such_a_thing(monkeypatch):
+    made: list[int | None] = []
+    monkeypatch.setattr(
+        torch.accelerator, "device_index", lambda index: made.append(index) or torch.no_grad()
+    )
+    for name in ("cpu", "xla:1", "cuda:1"):
+        with as_current(torch.device(name)):
+            pass
+    assert made == [1]

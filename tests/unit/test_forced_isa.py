@@ -1,0 +1,73 @@
+"""PYENGINE_ISA forces the instruction set of the tests, in every process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import forced_isa
+import pytest
+
+from pyengine.ops import native
+
+TESTS = Path(__file__).parents[1]
+pytestmark = pytest.mark.skipif(native._core is None, reason="there is no native core")
+# What a test may do: use the core itself, on a rank, and in a process that another one starts.
+INSIDE = """
+import subprocess, sys
+from pyengine.ops import native
+
+def named():
+    return native.core().isa()
+
+def test_it(ranks):
+    code = "from pyengine.ops import native; print(native.core().isa())"
+    nesting = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+    nested = [sys.executable, "-c", nesting]
+    third = subprocess.run(nested, check=True, capture_output=True, text=True).stdout.strip()
+    assert [named(), *ranks(1).run(named), third] == ["generic"] * 3
+"""
+
+
+@pytest.mark.slow
+def test_the_switch_holds_here_on_ranks_and_in_started_processes(tmp_path):
+    (tmp_path / "test_inside.py").write_text(INSIDE)
+    conftest = (TESTS / "conftest.py").read_text().replace("Path(__file__).parent", f"Path({str(TESTS)!r})")
+    (tmp_path / "conftest.py").write_text(conftest)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        check=False, capture_output=True, text=True, cwd=TESTS.parent,
+        env={**os.environ, "PYENGINE_ISA": "generic"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def _restored(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "before")
+    core = native.core()
+    before = core.isa()
+    yield core
+    core.set_isa(before)
+
+
+@pytest.mark.parametrize("level", forced_isa.LEVELS)
+def test_a_level_is_forced_here_and_on_whatever_is_started_or_is_an_error(_restored, monkeypatch, level):
+    monkeypatch.setenv("PYENGINE_ISA", level)
+    problem = forced_isa.everywhere()
+    assert (problem is None) == (level in forced_isa.available(_restored))
+    if problem is None:
+        assert _restored.isa() == level
+        assert os.environ["PYTHONPATH"] == os.pathsep.join([str(TESTS / "isa"), "before"])
+
+
+@pytest.mark.parametrize("level", ["avx1024", "auto"])
+def test_an_unknown_level_is_an_error_that_names_those_that_are_there(_restored, monkeypatch, level):
+    monkeypatch.setenv("PYENGINE_ISA", level)
+    before, found = _restored.isa(), ", ".join(forced_isa.available(_restored))
+    assert forced_isa.everywhere() == (
+        f"PYENGINE_ISA={level}: needed one of {found}, which this build and machine have"
+    )
+    assert (_restored.isa(), os.environ["PYTHONPATH"]) == (before, "before")

@@ -1,0 +1,100 @@
+"""How ranks that have agreed deal a full window out."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pyengine.engine.handshake import Shares, agree, resized
+from pyengine.gradients.accumulator import Exact
+from pyengine.gradients.settings import Settings
+
+
+class Said(Exception):
+    """A rank has said what it has to say."""
+
+
+def agreed(by_rank: list[int], **options: Any) -> Shares:
+    """Return what ranks with these numbers of micro-batches agree on."""
+    said: list[Any] = []
+
+    def gather(words: Any) -> list[Any]:
+        if len(said) == len(by_rank):
+            return said
+        said.append(words)
+        raise Said
+
+    comm = SimpleNamespace(world_size=len(by_rank), all_gather_object=gather)
+    ranks = [Settings(accumulate, **options) for accumulate in by_rank]
+    for settings in ranks:
+        with suppress(Said):
+            agree(comm, [], settings, [])
+    first, *others = [agree(comm, [], settings, []) for settings in ranks]
+    assert all(other == first for other in others)
+    return first
+
+
+# By rank: micro-batches; then which micro-batches of the window those are.
+DEALT = [
+    ([4], [range(4)]),
+    ([2, 2], [range(2), range(2, 4)]),
+    ([1, 2], [range(1), range(1, 3)]),  # as `WindowSampler` deals 3 out
+    ([2, 1], [range(2), range(2, 3)]),
+    ([1, 3], [range(1), range(1, 4)]),
+    ([1, 1, 2, 1], [range(1), range(1, 2), range(2, 4), range(4, 5)]),
+]
+
+
+@pytest.mark.parametrize(("by_rank", "places"), DEALT, ids=str)
+def test_a_window_is_as_long_as_all_ranks_say_together(by_rank, places):
+    shares = agreed(by_rank)
+    assert shares.places == places
+    assert (shares.micro_batches, shares.total, shares.by_rank) == (sum(by_rank), sum(by_rank), by_rank)
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "by_rank", "places", "total", "most"),
+    [
+        (5, [2, 3], [range(2), range(2, 5)], 5, 3),
+        (5, [3, 3], [range(3), range(3, 6)], 6, 3),  # a place beyond the window is named by a short one
+        (2, [1, 1, 1], [range(0), range(1), range(1, 2)], 3, 1),  # more ranks than micro-batches
+        (12, [2, 2], [range(2), range(2, 4)], 12, 6),  # most: where the rest is dealt out anew
+    ],
+)
+def test_an_exact_window_is_as_long_as_it_was_made_for(micro_batches, by_rank, places, total, most):
+    shares = agreed(by_rank, accumulator=Exact(micro_batches))
+    assert (shares.places, shares.micro_batches, shares.total, shares.most) == (
+        places,
+        micro_batches,
+        total,
+        most,
+    )
+
+
+@pytest.mark.parametrize(
+    ("accumulator", "by_rank", "message"),
+    [
+        (Exact(2), [1, 3], r"accumulate=3: need at least as many micro-batches"),
+        (Exact(4097), [1, 1], r"makes 4097 micro-batches a window over all ranks: .* takes 1 to 4096"),
+        ("exact", [2049, 2048], r"accumulate=\[2049, 2048\] by rank makes 4097 micro-batches"),
+    ],
+)
+def test_a_window_that_exact_sums_cannot_hold_is_refused(accumulator, by_rank, message):
+    with pytest.raises(ValueError, match=message):
+        agreed(by_rank, accumulator=accumulator)
+
+
+@pytest.mark.parametrize("by_rank", [[2, 2], [1, 3]], ids=str)
+def test_a_window_of_another_size_is_dealt_out_anew(by_rank):
+    shares = resized(agreed(by_rank), 3, is_exact=False)
+    assert (shares.places, shares.micro_batches, shares.by_rank) == ([range(3), range(3, 6)], 6, [3, 3])
+
+
+def test_an_exact_window_keeps_its_size():
+    shares = agreed([2, 2], accumulator="exact")
+    assert resized(shares, 2, is_exact=True) is shares
+    with pytest.raises(ValueError, match=r"accumulate=3: .* was made for 4 micro-batches"):
+        resized(shares, 3, is_exact=True)

@@ -1,0 +1,115 @@
+"""What ranks find out of one another in a header."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from pyengine.comm import Local
+from pyengine.window.claims import Claims
+from pyengine.window.header import MAX_COUNT, Header, LocalWindow, Totals, checked_count
+
+CPU = torch.device("cpu")
+NAN, INF = math.nan, math.inf
+
+
+def _header(
+    counts: list[Any], *, loss: float = 0.0, is_exact: bool = False, most: float = INF, **changes: Any
+) -> Header:
+    """Return the header of a rank with these counts, of which every micro-batch has the same loss."""
+    local = LocalWindow(is_exact, most)
+    for count in counts:
+        local.append(torch.tensor(loss), count)
+    said = {"position": (5, 4), "more": False, "claims": Claims("sends", "one")}
+    return Header(Local(), CPU, local=local, **{**said, **changes})
+
+
+def _totals(*headers: Header) -> Totals:
+    """Return what the ranks of these headers read."""
+    return Totals.of(sum(header.vector() for header in headers).tolist(), len(headers))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_counts_losses_and_micro_batches_are_summed(world):
+    headers = [_header([2, torch.tensor(0.5)], loss=rank + 0.25) for rank in range(world)]
+    totals = _totals(*headers)
+    assert (totals.count, totals.micro_batches) == (2.5 * world, 2 * world)
+    assert totals.loss == 2 * sum(rank + 0.25 for rank in range(world))
+    assert (totals.invalid_counts, totals.more, totals.differ) == (0, 0, False)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"position": (6, 4)},
+        {"position": (5, 3)},
+        {"claims": Claims("sends", "two")},
+        {"claims": Claims("ends", "one")},
+    ],
+    ids=str,
+)
+def test_one_rank_that_says_something_else_is_found(world, changes):
+    assert _totals(_header([1], **changes), *[_header([1])] * (world - 1)).differ
+
+
+def test_more_counts_the_ranks_that_go_on():
+    assert _totals(_header([1], more=True), _header([]), _header([1], more=True)).more == 2
+
+
+# A count, and whether it may be summed: of any sum, and of an exact one.
+COUNTS = [(0, True, True), (3, True, True), (0.5, True, False), (MAX_COUNT, True, True)]
+COUNTS += [(2 * MAX_COUNT, False, False), (-1, False, False), (NAN, False, False), (INF, False, False)]
+
+
+@pytest.mark.parametrize("wrap", [float, torch.tensor], ids=["number", "tensor"])
+@pytest.mark.parametrize(("count", "any_sum", "exact_sum"), COUNTS)
+def test_a_count_that_makes_no_sense_is_left_out_and_told(wrap, count, any_sum, exact_sum):
+    for is_exact, is_valid in ((False, any_sum), (True, exact_sum)):
+        header = _header([1, wrap(count)], is_exact=is_exact)
+        totals = _totals(header)
+        assert totals.invalid_counts == (not is_valid)
+        assert totals.count == (1 + count if is_valid else 1)
+        assert bool(header.forbids()) is not is_valid
+
+
+@pytest.mark.parametrize(
+    ("counts", "most", "inv_count", "forbids"),
+    [([4], INF, 0.25, False), ([], INF, 0.0, True), ([0], INF, 0.0, True), ([1, 3], 1, 0.25, True)],
+)
+def test_a_window_without_items_or_with_too_many_micro_batches_may_not_be_used(
+    counts, most, inv_count, forbids
+):
+    header = _header(counts, most=most)
+    assert (float(header.inv_count()), bool(header.forbids())) == (inv_count, forbids)
+
+
+@pytest.mark.parametrize("count", [3, 0.5, torch.tensor(2), torch.tensor([[7.0]]), INF])
+def test_one_number_is_a_count(count):
+    assert checked_count(count) is count
+
+
+def test_a_number_beyond_any_float_is_a_count_that_the_header_refuses():
+    assert checked_count(10**400) == INF
+
+
+@pytest.mark.parametrize(
+    ("count", "error"),
+    [
+        (torch.ones(2), ValueError),
+        (torch.empty(0), ValueError),
+        (torch.tensor(True), TypeError),
+        (torch.tensor(1j), TypeError),
+        (True, TypeError),
+        (None, TypeError),
+        ("8", TypeError),
+        (1j, TypeError),
+    ],
+    ids=str,
+)
+def test_what_is_no_number_is_refused_before_anything_runs(count, error):
+    with pytest.raises(error, match=r"^count"):
+        checked_count(count)

@@ -1,0 +1,57 @@
+"""Gradients that stay with the caller count into one further window, once."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import Parameter
+
+from pyengine.engine.kept_grads import KeptGrads
+
+
+def _kept() -> tuple[KeptGrads, Parameter, Parameter]:
+    first, second = Parameter(torch.zeros(2)), Parameter(torch.zeros(1))
+    first.grad = torch.tensor([3.0, 4.0])
+    return KeptGrads(["first", "second"], [first, second]), first, second
+
+
+def test_what_the_caller_does_not_own_is_not_kept():
+    kept, *_ = _kept()
+    kept.keep()
+    assert not kept.is_pending
+    assert kept.save() == {}
+
+
+def test_kept_gradients_are_added_once_and_change_the_norm():
+    kept, first, second = _kept()
+    kept.is_callers = True
+    kept.keep()
+    first.grad, second.grad = torch.tensor([-3.0, 0.0]), torch.tensor([3.0])
+    assert kept.is_pending
+    assert kept.add() == 5.0
+    assert first.grad.tolist() == [0, 4]
+    assert second.grad.tolist() == [3]
+    assert not kept.is_pending
+
+
+def test_a_saved_gradient_is_a_copy_and_goes_back_to_the_caller_or_into_the_window():
+    kept, first, _ = _kept()
+    kept.is_callers = True
+    saved = kept.save()
+    first.grad.zero_()
+    assert saved["first"].tolist() == [3, 4]
+
+    kept.load(saved, is_open=True)
+    assert (kept.is_callers, kept.is_pending) == (False, True)
+    assert first.grad.tolist() == [0, 0]
+
+    kept.load(saved, is_open=False)
+    assert (kept.is_callers, kept.is_pending) == (True, False)
+    assert first.grad.tolist() == [3, 4]
+
+
+def test_loading_nothing_leaves_the_callers_grad_alone_and_forgets_what_was_kept():
+    kept, first, _ = _kept()
+    kept.is_callers = True
+    kept.load({}, is_open=False)
+    assert not kept.is_callers
+    assert first.grad.tolist() == [3, 4]

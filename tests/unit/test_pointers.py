@@ -1,0 +1,186 @@
+"""Ops take tensors whose elements are what lies at their address, and say what is wrong with all others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from pyengine.ops import native
+from pyengine.ops.plan import BucketPlan
+from pyengine.ops.pointers import Upload
+
+ONE = torch.tensor(1.0)
+PLAN = BucketPlan([0], [4])
+
+
+def _fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(4)
+
+
+def _freed() -> torch.Tensor:
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _freed_view() -> torch.Tensor:
+    """FSDP's: a view into a flat parameter that has no memory now; its address is a small number."""
+    whole = torch.ones(12)
+    view = whole[8:]
+    whole.untyped_storage().resize_(0)
+    return view
+
+
+def _cut() -> torch.Tensor:
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(12)
+    return tensor
+
+
+ODD = {
+    "fake": (_fake, "is a FakeTensor, which keeps its elements elsewhere or nowhere"),
+    "freed": (_freed, "whose storage holds 0 bytes; needed 16"),
+    "freed view": (_freed_view, "whose storage holds 0 bytes; needed 48"),
+    "cut": (_cut, "whose storage holds 12 bytes; needed 16"),
+    "negated": (lambda: torch._neg_view(torch.ones(4)), "a view that is negated, conjugated or zero only"),
+    "imaginary": (lambda: torch.ones(4, dtype=torch.complex64).conj().imag, "is negated|dense contiguous"),
+    "zero": (lambda: torch._efficientzerotensor(4), "a view that is negated, conjugated or zero only"),
+    "meta": (lambda: torch.ones(4, device="meta"), "on meta; needed cpu|needed meta"),
+    "expanded": (lambda: torch.ones(1).expand(4), "needed a dense contiguous tensor"),
+}  # fmt: skip
+
+
+@pytest.fixture(params=ODD)
+def odd(request):
+    make, message = ODD[request.param]
+    return make(), message
+
+
+def test_an_odd_flat_is_refused(odd):
+    flat, message = odd
+    for run in (
+        lambda: PLAN.pack_(flat, [torch.ones(4)], ONE),
+        lambda: PLAN.unpack_([torch.ones(4)], flat, ONE),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run()
+
+
+def test_an_odd_tensor_of_a_list_is_refused_and_nothing_is_written(odd):
+    tensor, message = odd
+    flat, sumsq, flags = (
+        torch.full((4,), 7.0),
+        torch.zeros(1, dtype=torch.float64),
+        torch.zeros(1, dtype=torch.uint8),
+    )
+    for run in (
+        lambda: PLAN.pack_(flat, [tensor], ONE),
+        lambda: PLAN.accumulate_(flat, [tensor], ONE, first=True, nonfinite=flags),
+        lambda: PLAN.unscale_norm([tensor], None, ONE, sumsq=sumsq, nonfinite=flags),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run()
+    assert torch.equal(flat, torch.full((4,), 7.0))
+
+
+def test_an_odd_scale_is_refused():
+    freed = torch.tensor(1.0)
+    freed.untyped_storage().resize_(0)
+    for scale, message in (
+        (torch._neg_view(torch.tensor(1.0)), "is negated"),
+        (freed, "storage holds 0 bytes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PLAN.pack_(torch.zeros(4), [torch.ones(4)], scale)
+
+
+def test_an_empty_tensor_needs_no_memory():
+    BucketPlan([0, 0], [0, 1]).pack_(torch.zeros(1), [torch.ones(0), torch.ones(1)], ONE)
+
+
+def test_plain_tensors_parameters_and_inference_tensors_need_no_look_from_python():
+    if not native.can_gather():
+        pytest.skip("the core cannot read tensors here")
+    with torch.inference_mode():
+        inference = torch.ones(4)
+    tensors = [torch.ones(4), torch.nn.Parameter(torch.ones(4)), torch.ones(8)[4:], inference]
+    plan = BucketPlan(range(0, 16, 4), [4] * 4)
+    kinds = torch.Tensor, torch.nn.Parameter
+    assert native.core().gather(plan._native, tensors, kinds) is not None
+    odd = [make() for make, _ in ODD.values()]
+    assert [native.core().is_plain(tensor, kinds) for tensor in odd] == [False] * len(odd)
+
+
+@pytest.mark.parametrize("change", ["resize", "data"])
+def test_pointers_of_a_tensor_that_has_other_memory_by_now_are_refused(change):
+    if not native.can_gather():
+        pytest.skip("the core cannot read tensors here")
+    plan, tensors = BucketPlan([0, 4], [4, 4]), [torch.ones(4), torch.ones(4)]
+    pointers, flat = plan.pointers(tensors), torch.zeros(8)
+    plan.pack_(flat, pointers, ONE)
+    if change == "resize":
+        tensors[1].untyped_storage().resize_(0)
+    else:
+        tensors[1].data = torch.ones(4)
+    with pytest.raises(ValueError, match=r"tensors\[1\] has other memory than when its Pointers was made"):
+        plan.pack_(flat, pointers, ONE)
+
+
+def test_pointers_keep_their_tensors_when_the_list_is_emptied():
+    tensors = [torch.ones(4)]
+    pointers = PLAN.pointers(tensors)
+    tensors.clear()
+    assert torch.equal(pointers.tensors[0], torch.ones(4))
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_addresses_that_only_a_replay_writes_serve_the_capture_alone(monkeypatch, captures):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+    upload = Upload(torch.zeros(300, dtype=torch.int64), "stream", None, captured=True)
+    with (
+        nullcontext()
+        if captures
+        else pytest.raises(RuntimeError, match="Pointers of 300 tensors were made during")
+    ):
+        upload.wait()
+
+
+def test_the_core_refuses_a_dtype_that_it_does_not_know():
+    core = native.core()
+    if core is None:
+        pytest.skip("there is no native core")
+    with pytest.raises(ValueError, match="dtype code 3; needed 0"):
+        core.Table([0], 3)
+    flat, table = torch.zeros(4), core.Table([torch.ones(4).data_ptr()], 0)
+    with pytest.raises(ValueError, match="dtype code -1; needed 0"):
+        PLAN._native.pack_(flat.data_ptr(), -1, table, ONE.data_ptr())
+
+
+@pytest.mark.slow
+def test_the_core_gathers_nothing_before_it_knows_tensor_objects():
+    if native.core() is None:
+        pytest.skip("there is no native core")
+    code = (
+        "import torch; from pyengine.ops import _core; plan = _core.BucketPlan([0], [1]); "
+        "assert _core.gather(plan, [torch.ones(1)], (torch.Tensor,)) is None"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("offsets, numels", [([2**41], [1]), ([0], [2**62]), ([2**70], [1])])
+def test_a_plan_beyond_any_memory_is_refused(offsets, numels):
+    with pytest.raises(ValueError, match=r"needed at most 2\*\*40"):
+        BucketPlan(offsets, numels)
+
+
+def test_a_plan_takes_whole_numbers_only():
+    with pytest.raises(TypeError, match="integer"):
+        BucketPlan([0.5], [2])
