@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from pyengine.comm.base import Comm
 from pyengine.engine.batch_norm import BatchNormReplay
 from pyengine.engine.checkpoint.snapshot import Snapshot
 from pyengine.engine.kept_grads import KeptGrads
-from pyengine.gradients.base import Reducer, SeesForwards
+from pyengine.gradients.base import Overlaps, Reducer, SeesForwards
 from pyengine.ops.device import Readback, flush, is_lazy
 from pyengine.ops.trace import span
 from pyengine.step.clock import Clock
@@ -133,18 +134,20 @@ class OpenWindow:
         self._begin()
         due = parts.counter.done < parts.counter.handed
         with self.clock.phase("backward"), parts.batch_norms.backward(due=due):
-            if syncs and parts.reducer.overlaps:
-                self._send(scaled.backward, scaled)
+            if syncs and isinstance(parts.reducer, Overlaps):
+                with self._sending() as header, parts.reducer.overlap(header, [scaled]):
+                    scaled.backward()
                 return
-            parts.reducer.add(scaled.backward)
+            with parts.reducer.add():
+                scaled.backward()
             if syncs:
-                self._send(None, None)
+                self._send()
 
     def send(self) -> None:
         """Send what has been accumulated, without a backward."""
         self._begin()
         with self.clock.phase("exposed_sync"):
-            self._send(None, None)
+            self._send()
 
     def land(self) -> Verdict:
         """Publish `.grad` on the device, and decide there whether it may be used; once.
@@ -231,8 +234,14 @@ class OpenWindow:
             parts.reducer.load(self.resumed.sums, done=len(self.resumed.places))
             self.resumed = None
 
-    def _send(self, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
-        """Send the header, then the buckets, inside the last backward if there is one."""
+    def _send(self) -> None:
+        """Send the header, then the buckets: every backward has run."""
+        with self._sending() as header:
+            self._parts.reducer.reduce(header)
+
+    @contextmanager
+    def _sending(self) -> Iterator[Header]:
+        """Send the header, for the body to send the buckets."""
         parts = self._parts
         if isinstance(parts.reducer, SeesForwards):
             parts.reducer.before_header()
@@ -245,7 +254,7 @@ class OpenWindow:
         parts.batch_norms.stop_counting()
         parts.counter.state = State.SENT
         try:
-            parts.reducer.reduce(header, backward, loss)
+            yield header
         except BaseException as error:
             self.gave_up = repr(error)
             parts.reducer.give_up()

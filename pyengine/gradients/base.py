@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -25,46 +26,44 @@ class Reducer(Protocol):
     Attributes:
         params: in registration order, or DDP's; what is indexed by parameter below is in this order.
         names: theirs.
-        overlaps: whether reductions run inside the window's last backward; if not, that one is like the
-            others.
         stepper: how an optimizer is stepped over these gradients.
     """
 
     params: Sequence[Parameter]
     names: Sequence[str]
-    overlaps: bool
     stepper: Stepper
 
     def open(self) -> None:
         """A window opens; nothing has been computed yet."""
 
     def begin(self) -> None:
-        """Start the window's first backward with gradients of zero: `.grad` is None, the next sum
+        """Start the window's first micro-batch with gradients of zero: `.grad` is None, the next sum
         overwrites.
         """
 
-    def add(self, backward: Callable[[], None]) -> None:
-        """Run the backward of an earlier micro-batch and accumulate its gradients. Nothing may travel.
+    def add(self) -> AbstractContextManager[None]:
+        """Accumulate a micro-batch: what its backwards have brought to `.grad` by the end of the body.
+
+        The body is the last of its backwards, or empty; others may have run before it. Once a micro-batch,
+        and nothing may travel. When the body raises, the window is dropped.
 
         Cost: an element of a sum of the parameters' own type, a read and a write in the first micro-batch,
         which autograd adds to in place in later ones; of a narrow gradient with an fp32 sum 6 and 10 bytes;
         of an exact sum 12 and 20 for float32, 10 and 18 for others.
         """
 
-    def reduce(self, header: Header, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
-        """Start every reduction of the window, overlapped with `backward` if there is one.
+    def reduce(self, header: Header) -> None:
+        """Start every reduction of the window; `add` has accumulated all of its micro-batches.
 
         Args:
             header: sent already; its 1/count is multiplied in where the window's `Divisor` says.
-            backward: of the last micro-batch; None where `add` has run it, or there is none.
-            loss: 0-dim, what `backward` starts from; its graph is read, not the value.
 
         Cost: an all-reduce a bucket, of an element of the wire's type for every element and used flag (exact
         sums: two, of 8 bytes an element and a byte for every 64 elements and flag).
         """
 
     def give_up(self) -> None:
-        """After a failure inside `reduce`: start what is still missing, voided,
+        """After a failure inside `reduce` or `overlap`: start what is still missing, voided,
         so that no rank hangs or steps.
         """
 
@@ -115,6 +114,26 @@ class Reducer(Protocol):
     def release(self, *, keeps_grad: bool) -> None:
         """Leave the parameters as they were before; with `keeps_grad`, `.grad` stays,
         in memory of its own.
+        """
+
+
+@runtime_checkable
+class Overlaps(Protocol):
+    """A reducer whose reductions run inside the window's last backward."""
+
+    def overlap(self, header: Header, roots: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Accumulate the window's last micro-batch, in place of `add`, and start every reduction as soon as
+        the body has completed it.
+
+        The body is the last of its backwards; others may have run before it.
+
+        Args:
+            header: as for `reduce`, whose cost this has.
+            roots: what the body's backward starts from, any shape; their graph is read, not their values.
+                Empty where that is not known: then less may overlap.
+
+        Raises:
+            RuntimeError: a gradient came after its reduction could start.
         """
 
 

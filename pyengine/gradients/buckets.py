@@ -4,7 +4,7 @@ and how their results land.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -41,7 +41,6 @@ class BucketReducer:
         terms: micro-batches of a full window, over all ranks.
     """
 
-    overlaps = True
     stepper: Stepper = PlainStepper()
 
     def __init__(
@@ -100,28 +99,36 @@ class BucketReducer:
         for bucket in self._buckets:
             bucket.begin()
 
-    def add(self, backward: Callable[[], None]) -> None:
-        """Accumulate what needs a pass of ours from inside the backward, while the cache has it."""
+    @contextmanager
+    def add(self) -> Iterator[None]:
+        """Accumulate what needs a pass of ours from inside the body, while the cache has it."""
         with (
             self._observed_once(),
             _watching([watch for bucket in self._buckets for watch in bucket.watches()]),
         ):
-            backward()
+            yield
         for bucket in self._buckets:
             bucket.add()
 
-    def reduce(self, header: Header, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
+    def reduce(self, header: Header) -> None:
+        self._prepare(header)
+        self._send_rest(poison=False)
+
+    @contextmanager
+    def overlap(self, header: Header, roots: Sequence[Tensor]) -> Iterator[None]:
         held = {self._slot_of[param][0] for param in self._repeated}
-        if self._arrivals is None and loss is not None and may_nest(loss):
+        if self._arrivals is None and (not roots or any(map(may_nest, roots))):
             held = set(range(len(self._buckets)))  # it is not known yet whether gradients come more than once
-        in_place = all(bucket.in_place for bucket in self._buckets)
-        self._divisor = Divisor(header.inv_count, self._wire, in_place=in_place)
-        self._transfers = Transfers(
-            self._buckets, header, self._divisor, wire=self._wire, comm=self._comm, held=held
-        )
-        if backward is not None:
-            self._overlap(self._transfers, backward)
-            self._refuse_late(self._transfers)
+        transfers = self._prepare(header, held=held)
+        for bucket in self._buckets:
+            bucket.arm()
+        watches = [
+            Watch(transfer.bucket.params, transfer.bucket.has_arrived, partial(transfers.complete, transfer))
+            for transfer in transfers.all
+        ]
+        with self._observed_once(), _watching(watches):
+            yield
+        self._refuse_late(transfers)
         self._send_rest(poison=False)
 
     def give_up(self) -> None:
@@ -187,16 +194,14 @@ class BucketReducer:
             self.release(keeps_grad=False)
             self._lay_out(order)
 
-    def _overlap(self, transfers: Transfers, backward: Callable[[], None]) -> None:
-        """Run the last backward and start each bucket from inside it."""
-        for bucket in self._buckets:
-            bucket.arm()
-        watches = [
-            Watch(transfer.bucket.params, transfer.bucket.has_arrived, partial(transfers.complete, transfer))
-            for transfer in transfers.all
-        ]
-        with self._observed_once(), _watching(watches):
-            backward()
+    def _prepare(self, header: Header, *, held: Collection[int] = ()) -> Transfers:
+        """Get ready to send the buckets; those `held` wait for the end of the backward."""
+        in_place = all(bucket.in_place for bucket in self._buckets)
+        self._divisor = Divisor(header.inv_count, self._wire, in_place=in_place)
+        self._transfers = Transfers(
+            self._buckets, header, self._divisor, wire=self._wire, comm=self._comm, held=held
+        )
+        return self._transfers
 
     def _send_rest(self, *, poison: bool) -> None:
         """Start what the backward has not; from then on all ranks have sent a window, or none has."""

@@ -8,7 +8,8 @@ norm, clipping, and the optimizer's step, behind which it is launched.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -57,8 +58,6 @@ class XlaReducer:
         settings: how sums travel, and whether every micro-batch is watched for inf and nan; all gradients of
             a type are reduced by one operation, whatever the size of a bucket.
     """
-
-    overlaps = False
 
     def __init__(
         self,
@@ -109,10 +108,11 @@ class XlaReducer:
         self._used = [False] * len(self.params)
         self._watched = []
 
-    def add(self, backward: Callable[[], None]) -> None:
+    @contextmanager
+    def add(self) -> Iterator[None]:
         """Launch the micro-batch's program at the end."""
         self._is_clean = False
-        backward()
+        yield
         with torch.no_grad():
             for index, total in self._sums.items():
                 grad = self.params[index].grad
@@ -125,10 +125,8 @@ class XlaReducer:
         flush(self._device)
 
     @torch.no_grad()
-    def reduce(self, header: Header, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
+    def reduce(self, header: Header) -> None:
         """Queue every reduction, and zero the sums."""
-        assert backward is None
-        del loss
         self._divisor = Divisor(header.inv_count, self._wire, in_place=self._in_place)
         self._used_anywhere = self._usage_here().clone()
         self._works = [

@@ -156,10 +156,10 @@ class Drive:
                 reducer._reset_state()  # DDP lays out no buckets while it expects gradients
             reducer._update_process_group(self._ddp.process_group)
 
-    def expect(self, loss: Tensor | None) -> None:
-        """Let DDP expect the gradients of a backward from `loss`."""
+    def expect(self, roots: Sequence[Tensor]) -> None:
+        """Let DDP expect the gradients of a backward from `roots`, which it reads if it searches."""
         self._reducer.prepare_for_forward()
-        self._reducer.prepare_for_backward([loss] if self.searches and loss is not None else [])
+        self._reducer.prepare_for_backward(list(roots) if self.searches else [])
         self._stats = self._reducer.get_backward_stats()
 
     def complete(self, candidates: Sequence[Parameter]) -> None:
@@ -182,7 +182,7 @@ class Drive:
             trained = [param for param in params if param.requires_grad]
             params = [param for param in trained if param.grad is not None] or trained[:1]
         with torch.enable_grad():
-            self.expect(_Reaches.apply(*params))  # type: ignore[no-untyped-call]
+            self.expect([_Reaches.apply(*params)])  # type: ignore[no-untyped-call]
         self._mark([self._index[param] for param in params])
 
     def send_by_hand(self, num_sent: int) -> None:
@@ -217,7 +217,7 @@ class Drive:
         elif self.is_ready:
             # A reset would have this rank alone rebuild its buckets. So DDP finishes, and nothing travels.
             with self._state.silent():
-                self.expect(None)
+                self.expect([])
                 self._mark(range(len(self._params)))
 
     @contextmanager

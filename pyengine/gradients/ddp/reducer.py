@@ -8,7 +8,8 @@ depends on where forwards ran.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -45,7 +46,6 @@ class DDPReducer:
         terms: micro-batches of a full window, over all ranks.
     """
 
-    overlaps = True
     stepper: Stepper = PlainStepper()
 
     def __init__(
@@ -125,16 +125,41 @@ class DDPReducer:
         self._buffers_due = False
         self._ddp.require_forward_param_sync = False
 
-    def add(self, backward: Callable[[], None]) -> None:
-        """Run the backward as under no_sync, then move gradients to their sums, or check them in `.grad`."""
+    @contextmanager
+    def add(self) -> Iterator[None]:
+        """Let the body run as under no_sync, then move gradients to their sums, or check them in `.grad`."""
         with self._drive.learning():
-            backward()
+            yield
         if self._watched is not None:
             self._watched.add()
         if self._sums is not None:
             self._sums.add()
 
-    def reduce(self, header: Header, backward: Callable[[], None] | None, loss: Tensor | None) -> None:
+    def reduce(self, header: Header) -> None:
+        reduction = self._prepare(header)
+        self._drive.reduce_all()
+        reduction.is_complete = reduction.is_complete or not self._drive.is_ready
+        self._conclude(reduction)
+
+    @contextmanager
+    def overlap(self, header: Header, roots: Sequence[Tensor]) -> Iterator[None]:
+        reduction = self._prepare(header)
+        if not self._drive.is_ready or (self._drive.searches and not roots):
+            with self._drive.learning():
+                yield
+            self._drive.reduce_all()
+            reduction.is_complete = reduction.is_complete or not self._drive.is_ready
+        else:
+            before = [_version(param) for param in self.params]
+            self._drive.expect(roots)
+            yield
+            if not reduction.is_complete:
+                versions = zip(self.params, before, strict=True)
+                self._drive.complete([param for param, version in versions if _version(param) == version])
+        self._conclude(reduction)
+
+    def _prepare(self, header: Header) -> Reduction:
+        """Let the hook send what DDP hands out from here on."""
         if self._sums is not None and self._is_exact:
             # Also where no earlier micro-batch has made them: every rank sums the same way.
             self._sums.match_buckets()
@@ -145,19 +170,10 @@ class DDPReducer:
             self._drive.forget()
         self._reduction = reduction
         self._state.reduce = reduction.reduce
-        if backward is None or not self._drive.is_ready:
-            if backward is not None:
-                with self._drive.learning():
-                    backward()
-            self._drive.reduce_all()
-            reduction.is_complete = reduction.is_complete or not self._drive.is_ready
-        else:
-            before = [_version(param) for param in self.params]
-            self._drive.expect(loss)
-            backward()
-            if not reduction.is_complete:
-                versions = zip(self.params, before, strict=True)
-                self._drive.complete([param for param, version in versions if _version(param) == version])
+        return reduction
+
+    def _conclude(self, reduction: Reduction) -> None:
+        """Make sure that every bucket has been sent, and say what was used here."""
         if not reduction.is_complete:
             raise RuntimeError(
                 "DDP has not reduced the gradients of this backward, which did not run through its hooks "
