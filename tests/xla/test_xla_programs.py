@@ -13,6 +13,7 @@ import torch
 from xla_cases import FP32, OPTIMIZERS, device, loss_sum, micro_batch, mlp
 
 import pyengine as pe
+from pyengine.comm import comm_for
 
 # Where the replicas of one process, which are its threads, meet: what they count is the process's.
 MEETINGS = {world: threading.Barrier(world, timeout=60) for world in (1, 2)}
@@ -121,3 +122,17 @@ def test_a_micro_batch_has_no_collective_and_an_update_one_for_each_type(replica
     # The micro-batch, the first reduction, the first step, the update. Those without a collective are
     # compiled by both replicas, at the same time.
     assert _collectives(pair.programs() - before) == [0, 0, of_an_update, 0, 0, of_an_update]
+
+
+def _gather(rank: int, length: int) -> list[str]:
+    return comm_for(device(), None).all_gather_object(f"{rank}" * (length + rank))
+
+
+def test_objects_of_other_lengths_travel_by_the_same_program(replicas):
+    pair = replicas(2)
+    pair.run(_gather, 5)
+    before = pair.programs()
+    for length in (0, 6, 500, 901):
+        assert pair.run(_gather, length) == [["0" * length, "1" * (length + 1)]] * 2
+    assert _collectives(pair.programs() - before) == []
+    assert pair.run(_gather, 5000)[0] == ["0" * 5000, "1" * 5001]
