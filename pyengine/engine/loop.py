@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from pyengine.data.dealer import Dealer, Dealt
+from pyengine.engine.ahead import Lookahead
 from pyengine.engine.engine import Engine
 from pyengine.window.counter import State
 
@@ -26,7 +27,7 @@ def windows(engine: Engine, loader: Iterable[Batch] | Dealer) -> Iterator[Iterat
 
 
 def _cut(engine: Engine, loader: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
-    source = _Lookahead(loader)
+    source = Lookahead(loader)
     # A rank without any data still has to meet the others, or to send what it has resumed.
     others = engine.comm.world_size > 1 or engine.counter.is_resumed
     while source.has_next or others:
@@ -49,7 +50,7 @@ def _dealt(engine: Engine, dealer: Dealer) -> Iterator[Iterator[Dealt]]:
         )
     for window in dealer.windows():
         engine.open()
-        yield _dealt_micro_batches(engine, _Lookahead(window))
+        yield _dealt_micro_batches(engine, Lookahead(window))
         engine.close_window()
 
 
@@ -78,7 +79,7 @@ def micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
         raise
 
 
-def _micro_batches(engine: Engine, source: _Lookahead[Batch]) -> Iterator[Batch]:
+def _micro_batches(engine: Engine, source: Lookahead[Batch]) -> Iterator[Batch]:
     due = engine.counter.due
     engine.current.has_more_windows = source.has_next
     for place in due:
@@ -90,29 +91,9 @@ def _micro_batches(engine: Engine, source: _Lookahead[Batch]) -> Iterator[Batch]
     engine.exhaust()
 
 
-def _dealt_micro_batches(engine: Engine, source: _Lookahead[Dealt]) -> Iterator[Dealt]:
+def _dealt_micro_batches(engine: Engine, source: Lookahead[Dealt]) -> Iterator[Dealt]:
     while source.has_next:
         place, rows = source.pop()
         engine.hand_out(place, last=not source.has_next, more=source.has_next)
         yield place, rows
     engine.exhaust()
-
-
-class _Lookahead(Generic[Batch]):
-    """An iterator that knows whether it has a next item."""
-
-    def __init__(self, items: Iterable[Batch]) -> None:
-        self._items = iter(items)
-        self._advance()
-
-    def pop(self) -> Batch:
-        item = self._next
-        self._advance()
-        return item
-
-    def _advance(self) -> None:
-        try:
-            self._next = next(self._items)
-            self.has_next = True
-        except StopIteration:
-            self.has_next = False

@@ -70,12 +70,14 @@ class LocalWindow:
         max_micro_batches: the most, over all ranks, that the window may have; inf: any number.
         counts: items each loss was summed over; numbers, or 0-dim tensors that stay on their device.
         losses: the losses, detached 0-dim tensors.
+        refusals: why else this rank refuses the window, in words; every rank raises them.
     """
 
     is_exact: bool = False
     max_micro_batches: float = math.inf
     counts: list[Count] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
 
     def append(self, loss: Tensor, count: Count) -> None:
         """Note a micro-batch, whose backward is about to run.
@@ -176,7 +178,7 @@ class Totals:
         loss: sum of its losses, rounded once.
         micro_batches: backwards run for it.
         more: ranks that have another window after it.
-        invalid_counts: micro-batches whose count cannot be summed.
+        invalid_counts: micro-batches whose count cannot be summed, and refusals.
         differ: whether ranks are at different places, or say different things.
     """
 
@@ -302,7 +304,8 @@ def _pack(
     """Write this rank's numbers; those that live on the device are added there, unread."""
     known = [float(count) for count in local.counts if not isinstance(count, Tensor)]
     valid = [count for count in known if local.is_valid(count)]
-    numbers = [math.fsum(valid), len(local.counts), more, len(known) - len(valid)]
+    invalid = len(known) - len(valid) + len(local.refusals)
+    numbers = [math.fsum(valid), len(local.counts), more, invalid]
     for value in (*(value % _STEP_MODULUS for value in position), *claims.pieces()):
         numbers += [value, value * value]
     vector = send([*map(float, numbers), *[0.0] * exact_scalars.NUM_LANES], torch.float64, device)

@@ -208,18 +208,25 @@ def check_agreement(header: Header, totals: Totals, comm: Comm) -> None:
 
 
 def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
-    """Raise ValueError on every rank if any of them gave an invalid count.
+    """Raise ValueError on every rank if any of them gave an invalid count, or refuses the window.
 
     Args:
         totals: what the header brought.
         comm: transport; used only to say who differs, by one gather.
-        local: this rank's counts.
+        local: this rank's counts and refusals.
     """
     if totals.invalid_counts:
-        problems = comm.all_gather_object(local.problems())
-        places = "; ".join(f"rank {r}: {text}" for r, texts in enumerate(problems) for text in texts)
+        everybody = comm.all_gather_object((local.problems(), local.refusals))
+        refusals = _by_rank([texts for _, texts in everybody])
+        if refusals:
+            raise ValueError(f"{refusals}. Nothing was stepped; call sync.abandon() on all ranks and go on")
+        places = _by_rank([texts for texts, _ in everybody])
         raise ValueError(
             f"{places}: count must be finite{', whole' if local.is_exact else ''} and not negative, "
             "and at most 2**53 (0 leaves a micro-batch out of the divisor). Nothing was stepped; call "
             "sync.abandon() and go on"
         )
+
+
+def _by_rank(everybody: Sequence[Sequence[str]]) -> str:
+    return "; ".join(f"rank {rank}: {text}" for rank, texts in enumerate(everybody) for text in texts)

@@ -1,0 +1,59 @@
+"""Micro-batches are read as far ahead as they are asked for, and no further than one otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pyengine.engine.ahead import Lookahead
+
+
+def _counted(num: int, read: list[int]) -> Iterator[int]:
+    for item in range(num):
+        read.append(item)
+        yield item
+
+
+def test_one_item_is_read_ahead():
+    read: list[int] = []
+    source = Lookahead(_counted(3, read))
+    assert (source.has_next, read) == (True, [0])
+    assert (source.pop(), read) == (0, [0, 1])
+
+
+@pytest.mark.parametrize("asked", [0, 1, 2, 3, 5])
+def test_what_was_shown_is_taken_in_its_order(asked):
+    read: list[int] = []
+    source = Lookahead(_counted(3, read))
+    assert source.peek(asked) == list(range(min(asked, 3)))
+    assert read == list(range(max(1, min(asked, 3))))
+    assert [source.pop() for _ in range(3)] == [0, 1, 2]
+    assert not source.has_next
+
+
+def test_the_last_item_shown_tells_whether_another_one_follows():
+    source = Lookahead(range(3))
+    source.peek(2)
+    source.pop()
+    assert source.has_next
+    source.pop()
+    assert (source.has_next, source.peek(2)) == (True, [2])
+    source.pop()
+    assert (source.has_next, source.peek(2)) == (False, [])
+
+
+def test_an_empty_loader_shows_nothing():
+    source = Lookahead([])
+    assert (source.has_next, source.peek(2)) == (False, [])
+
+
+def test_an_error_of_the_loader_comes_when_it_is_read_and_leaves_what_was_read():
+    def items() -> Iterator[int]:
+        yield 0
+        raise OSError("gone")
+
+    source = Lookahead(items())
+    with pytest.raises(OSError, match="gone"):
+        source.peek(2)
+    assert source.peek(1) == [0]
