@@ -19,7 +19,7 @@ from pyengine.engine.handshake import Shares, resized
 from pyengine.engine.kept_grads import KeptGrads
 from pyengine.engine.open_window import OpenWindow, Parts
 from pyengine.engine.ownership import Ownership
-from pyengine.gradients.base import Reducer, SeesForwards
+from pyengine.gradients.base import HoldsParts, Reducer, SeesForwards
 from pyengine.gradients.settings import Settings
 from pyengine.ops.device import flush, is_lazy, runs_ahead
 from pyengine.step.step_record import StepCallback
@@ -27,6 +27,7 @@ from pyengine.step.window_optimizer import OptimizerCheck
 from pyengine.window.counter import State, WindowCounter
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Count, make_local_window
+from pyengine.window.holdings import Holdings
 from pyengine.window.verdict import Verdict, check_agreement
 from pyengine.window.verdict_queue import VerdictQueue
 
@@ -62,7 +63,9 @@ class Engine:
         self.device = device = reducer.params[0].device
         names, params = reducer.names, reducer.params
         self.identity = identify(settings.kind, shares.micro_batches, batch_norms.num_modules, names, params)
-        self.final = FinalPass(len(params), device)
+        counted = reducer.counted if isinstance(reducer, HoldsParts) else None
+        holdings = None if counted is None else Holdings(counted, comm, device)
+        self.final = FinalPass(len(params), device, holdings)
         self.is_late = not settings.raises and runs_ahead(device)
         self.verdicts = VerdictQueue(comm, device)
         self.kept_grads = KeptGrads(names, params)

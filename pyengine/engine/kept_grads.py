@@ -45,7 +45,7 @@ class KeptGrads:
         """Add what was kept to the final gradients of a window, in place.
 
         Returns:
-            The 2-norm of the sums, float64, 0-dim, on their device.
+            The 2-norm of every sum, float64 `[parameters]`, on their device; 0 where there is none.
 
         Cost: reads what was kept and every gradient, writes that, and copies it to float64 for the norm.
         """
@@ -53,9 +53,8 @@ class KeptGrads:
             if kept is not None:
                 param.grad = kept if param.grad is None else param.grad.add_(kept)
         self._kept = []
-        norms = [p.grad.double().norm() for p in self._params if p.grad is not None]
-        total: Tensor = torch.stack(norms).norm()
-        return total
+        none = torch.zeros((), dtype=torch.float64, device=self._params[0].device)
+        return torch.stack([none if p.grad is None else p.grad.double().norm() for p in self._params])
 
     def clear(self) -> None:
         """Forget everything: it was used, or dropped."""

@@ -160,6 +160,7 @@ class OpenWindow:
             assert self.header is not None  # the counter says SENT
             with self.clock.phase("exposed_sync"):
                 parts.reducer.finish(parts.final)
+                parts.final.compute_norm(is_refused=self.header.is_refused())
                 parts.batch_norms.wait()
             self.verdict = self._conclude(self.header)
             parts.counter.state = State.LANDED

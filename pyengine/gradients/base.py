@@ -68,7 +68,7 @@ class Reducer(Protocol):
         """
 
     def finish(self, final: FinalPass) -> None:
-        """Wait for the reductions; publish `.grad`, norm and finite flags.
+        """Wait for the reductions; publish `.grad`, sums of squares and finite flags.
 
         Args:
             final: gets `sumsq`, `nonfinite`, `void` and what is still to be multiplied in.
@@ -135,6 +135,18 @@ class Overlaps(Protocol):
         Raises:
             RuntimeError: a gradient came after its reduction could start.
         """
+
+
+@runtime_checkable
+class HoldsParts(Protocol):
+    """A reducer of parameters that are not the same on every rank: shards, or experts.
+
+    Attributes:
+        counted: by parameter, whether this rank counts what it holds of it in the norm: over all ranks every
+            element once; see `Holdings`.
+    """
+
+    counted: Sequence[bool]
 
 
 @runtime_checkable

@@ -147,7 +147,6 @@ class BucketReducer:
         for bucket in transfers.landed():
             bucket.from_wire(self._divisor.after_wire(), final)
         self._divisor.leave_to(final)
-        final.compute_norm()
         drop_unused(self._buckets)
 
     def scale_(self, scale: Tensor) -> None:

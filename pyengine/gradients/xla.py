@@ -162,7 +162,6 @@ class XlaReducer:
         final.used = self._used_anywhere > 0
         self._flat, self._works = {}, []
         self._divisor.leave_to(final)
-        final.compute_norm()
 
     @torch.no_grad()
     def scale_(self, scale: Tensor) -> None:

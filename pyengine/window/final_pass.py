@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pyengine.ops.plan import add_up
+from pyengine.window.holdings import Holdings
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _LARGEST = torch.finfo(torch.float32).max  # of the type in which the pending scalar is applied
@@ -26,6 +27,7 @@ class FinalPass:
     Args:
         num_params: parameters that the sums of squares are kept for, in registration order.
         device: where the scalars live.
+        holdings: what this rank counts, where ranks hold different elements; None where all hold the same.
 
     Attributes:
         sumsq: float64 `[num_params]`, sum of squares of each parameter's reduced gradient, before `factor`.
@@ -37,7 +39,8 @@ class FinalPass:
         used: bool `[num_params]`, which parameters any rank used; None where `.grad is None` says it.
     """
 
-    def __init__(self, num_params: int, device: torch.device) -> None:
+    def __init__(self, num_params: int, device: torch.device, holdings: Holdings | None = None) -> None:
+        self._holdings = holdings
         self.sumsq = torch.zeros(num_params, dtype=torch.float64, device=device)
         self.nonfinite = torch.zeros(num_params, dtype=torch.uint8, device=device)
         self._one = torch.ones((), dtype=torch.float64, device=device)
@@ -54,9 +57,18 @@ class FinalPass:
         self.is_pending = False
         self._before_clipping: Tensor | None = None
 
-    def compute_norm(self) -> None:
-        """Derive norm and skip decision from the sums of squares that the kernels left, and `void`."""
+    def compute_norm(self, *, is_refused: bool = False) -> None:
+        """Derive norm and skip decision from the sums of squares that the kernels left, and `void`.
+
+        Args:
+            is_refused: ranks disagree in the header, so that nothing may follow it; the window is not used.
+
+        Cost: where ranks hold different elements one all-reduce of 8 bytes a rank, waited for.
+        """
         total = add_up(self.sumsq)  # in registration order: not a matter of buckets or threads
+        if self._holdings is not None and not is_refused:
+            total, void = self._holdings.whole(self.sumsq, self.void)
+            self.void = void.float()
         self._root = total.sqrt()
         self.overflow = self.found_inf = (~torch.isfinite(total + self.void)).float()
 
@@ -97,9 +109,18 @@ class FinalPass:
         self.multiply((max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0))
         return norm
 
-    def replace_norm(self, norm: Tensor) -> None:
-        """Replace the norm by one computed elsewhere, float64 0-dim; nothing may be pending."""
-        self._root = norm
+    def replace_norm(self, norms: Tensor) -> None:
+        """Replace the norm by that of gradients whose norms were computed elsewhere; nothing may be pending.
+
+        Args:
+            norms: float64 `[num_params]`.
+
+        Cost: as `compute_norm`.
+        """
+        self._root = norms.norm()
+        if self._holdings is not None:
+            total, _ = self._holdings.whole(norms.square(), self._zero)
+            self._root = total.sqrt()
 
     def mark_written(self) -> None:
         """Note that the pending scalar has been written into the gradients."""

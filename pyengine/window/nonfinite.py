@@ -17,13 +17,13 @@ class RankFindings:
     Attributes:
         gave_up: the exception that ended this rank's last backward, as text; empty if none did.
         losses: micro-batches whose loss was not finite.
-        blamed: per non-finite parameter (same order on every rank) the micro-batches in which this rank's
-            gradient was not finite; None where micro-batches were not watched.
+        blamed: by the name of a parameter whose reduced gradient is not finite here, the micro-batches in
+            which this rank's own was not; None where micro-batches were not watched.
     """
 
     gave_up: str
     losses: list[int]
-    blamed: list[list[int] | None]
+    blamed: dict[str, list[int] | None]
 
 
 def nonfinite_params(flags: Tensor) -> list[int]:
@@ -35,13 +35,14 @@ def nonfinite_params(flags: Tensor) -> list[int]:
     return flags.nonzero().flatten().tolist()
 
 
-def describe(names: Sequence[str], findings: Sequence[RankFindings]) -> str:
-    """Say which parameters were not finite, and which rank and micro-batch they came from.
+def describe(findings: Sequence[RankFindings]) -> str:
+    """Say which parameters were not finite (none where only the mean is not), and which rank and micro-batch
+    they came from.
 
     Args:
-        names: the parameters whose reduced gradient is not finite; none where only the mean is not.
         findings: what each rank knows, by rank.
     """
+    names = list(dict.fromkeys(name for f in findings for name in f.blamed))
     quitters = [
         f"rank {rank} gave the window up: {f.gave_up}" for rank, f in enumerate(findings) if f.gave_up
     ]
@@ -62,14 +63,14 @@ def describe(names: Sequence[str], findings: Sequence[RankFindings]) -> str:
 
 
 def _blamed(rank: int, findings: RankFindings) -> list[str]:
-    known = {index for places in findings.blamed for index in places or []}
+    known = {index for places in findings.blamed.values() for index in places or []}
     return [f"rank {rank}, micro-batch {index}" for index in known - set(findings.losses)]
 
 
 def _origin(sources: list[str], findings: Sequence[RankFindings]) -> str:
     if sources:
         return "; ".join(sources[:MAX_NAMED])
-    if any(None in f.blamed for f in findings):
+    if any(None in f.blamed.values() for f in findings):
         return (
             "a backward whose loss was finite, or from the sum over ranks; nonfinite='raise' watches every "
             "micro-batch and names it"

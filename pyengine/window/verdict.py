@@ -176,12 +176,10 @@ class Verdict:
     def _why_not_finite(self) -> str:
         """Gather what every rank knows, and say where inf and nan came from."""
         evidence = self._evidence
-        params = nonfinite_params(self._nonfinite)
-        mine = RankFindings(
-            evidence.gave_up, evidence.local.nonfinite_losses(), [evidence.blame(param) for param in params]
-        )
+        blamed = {evidence.names[param]: evidence.blame(param) for param in nonfinite_params(self._nonfinite)}
+        mine = RankFindings(evidence.gave_up, evidence.local.nonfinite_losses(), blamed)
         findings: Sequence[RankFindings] = self._comm.all_gather_object(mine)
-        return describe([evidence.names[param] for param in params], findings)
+        return describe(findings)
 
 
 def check_agreement(header: Header, totals: Totals, comm: Comm) -> None:

@@ -211,7 +211,6 @@ class DDPReducer:
             norms.read([slot_gradient(param) for param in params], None, self._one, final)
         if reduction is not None:
             reduction.divisor.leave_to(final)
-        final.compute_norm()
         self._state.await_threads()
 
     def scale_(self, scale: Tensor) -> None:
