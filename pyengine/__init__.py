@@ -15,6 +15,7 @@ from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.sync import Sync
 from pyengine.gradients.accumulator import Exact
 from pyengine.gradients.ddp.hook import HookState, comm_hook
+from pyengine.gradients.ddp.narrow_hooks import bf16_hook, bf16_wrapper, fp16_hook, fp16_wrapper
 from pyengine.step.grad_scaler import GradScaler
 from pyengine.step.step_record import StepRecord
 
@@ -31,7 +32,11 @@ __all__ = [
     "Sync",
     "WindowSampler",
     "attach",
+    "bf16_hook",
+    "bf16_wrapper",
     "comm_hook",
+    "fp16_hook",
+    "fp16_wrapper",
     "launch",
     "micro_batch_rng",
     "ops",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.engine.handshake import sparse_modules
 from pyengine.engine.make import make_engine
 from pyengine.engine.sync import Sync
-from pyengine.gradients.accumulator import Exact
+from pyengine.gradients.accumulator import Exact, as_accumulator
 from pyengine.gradients.ddp.hook import HookState
 from pyengine.gradients.ddp.private import (
     ignored_parameters,
@@ -21,14 +22,15 @@ from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.settings import Settings
 from pyengine.ops.device import is_lazy
 from pyengine.wire import FP32, Wire
+from pyengine.wire.cast import as_wire
 
 
 def attach(
     ddp_model: DistributedDataParallel,
     *,
-    accumulate: int,
-    wire: Wire = FP32(),  # noqa: B008 - frozen
-    accumulator: str | Exact = "fp32",
+    accumulate: int = 1,
+    wire: Wire | torch.dtype = FP32(),  # noqa: B008 - frozen
+    accumulator: str | Exact | torch.dtype = "fp32",
     nonfinite: str = "skip",
 ) -> Sync:
     """Let DDP's buckets travel once a window: registers the hook and drives DDP's no_sync.
@@ -55,13 +57,13 @@ def attach(
             f"ddp_model lies on {named[0][1].device}: DDP reduces from inside the backward, which a "
             "recorded program does not have; use pe.GradSync on the bare model"
         )
-    state = released_state(ddp_model) or HookState(wire=wire, group=ddp_model.process_group)
-    settings = Settings(accumulate, wire, accumulator, nonfinite)
+    state = released_state(ddp_model) or HookState(ddp_model.process_group)
+    settings = Settings(accumulate, as_wire(wire), as_accumulator(accumulator), nonfinite)
     problems = [*problems_of_ddp(ddp_model), *(sparse_modules(ddp_model) or outside_buckets(ddp_model))]
 
     def reducer(specs: list[ParamSpec], micro_batches: int) -> DDPReducer:
         del specs  # DDP has laid its buckets out
-        state.serve(wire)
+        state.serve(settings.wire)
         return DDPReducer(ddp_model, state, settings=settings, terms=micro_batches)
 
     comm = state.comm(named[0][1].device)

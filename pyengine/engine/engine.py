@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from threading import Lock
 from typing import Any
 
@@ -185,7 +185,7 @@ class Engine:
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
         check: OptimizerCheck,
-        callbacks: Sequence[StepCallback],
+        callbacks: Collection[StepCallback],
     ) -> Tensor:
         """Let an optimizer use the window; see `OpenWindow.step`.
 

@@ -14,13 +14,14 @@ from pyengine.comm import comm_for
 from pyengine.engine.handshake import group_problems, sharded_modules, wrapped_problems
 from pyengine.engine.make import make_engine
 from pyengine.engine.sync import Sync
-from pyengine.gradients.accumulator import Exact
+from pyengine.gradients.accumulator import Exact, as_accumulator
 from pyengine.gradients.buckets import BucketReducer
 from pyengine.gradients.layout import Layout, ParamSpec
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.xla import XlaReducer, problems_of_device
 from pyengine.ops.device import is_lazy
 from pyengine.wire import FP32, Wire
+from pyengine.wire.cast import as_wire
 
 
 class GradSync(Sync):
@@ -33,12 +34,12 @@ class GradSync(Sync):
         params_or_module: a module, or its parameters, or `(name, parameter)` pairs. All that require a
             gradient.
         accumulate: micro-batches a window, per rank.
-        wire: how a bucket travels: `pe.wire.FP32()`, `BF16()`, `FP16()`.
-        accumulator: "fp32" sums in fp32 whatever the parameters' type; "native" sums in their own type;
-            "exact" gives the same bits for every world size (docs/reproducible.md), over the fp32 wire only,
-            with whole-numbered counts; given a module, not its parameters, it keeps BatchNorm's running
-            statistics alike too. `pe.Exact( micro_batches=...)` is the same where the window is not the sum
-            of `accumulate` over ranks.
+        wire: how a bucket travels: `pe.wire.FP32()`, `BF16()`, `FP16()`; or their dtypes.
+        accumulator: "fp32", or torch.float32, sums in fp32 whatever the parameters' type; "native" sums in
+            their own type; "exact" gives the same bits for every world size (docs/reproducible.md), over the
+            fp32 wire only, with whole-numbered counts; given a module, not its parameters, it keeps
+            BatchNorm's running statistics alike too. `pe.Exact(micro_batches=...)` is the same where the
+            window is not the sum of `accumulate` over ranks.
         group: the process group; None is the default group, or this process alone if there is none. On an XLA
             device all replicas (docs/xla.md).
         bucket_cap_mb: size of a bucket in MiB of gradients; on an XLA device all gradients of a type are one
@@ -58,9 +59,9 @@ class GradSync(Sync):
         self,
         params_or_module: nn.Module | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
         *,
-        accumulate: int,
-        wire: Wire = FP32(),  # noqa: B008 - frozen
-        accumulator: str | Exact = "fp32",
+        accumulate: int = 1,
+        wire: Wire | torch.dtype = FP32(),  # noqa: B008 - frozen
+        accumulator: str | Exact | torch.dtype = "fp32",
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = 25,
         nonfinite: str = "skip",
@@ -70,7 +71,7 @@ class GradSync(Sync):
         device = params[0].device if params else torch.get_default_device()
         wrong_group = group_problems(group)
         comm = comm_for(device, None if wrong_group else group)
-        settings = Settings(accumulate, wire, accumulator, nonfinite, bucket_cap_mb)
+        settings = Settings(accumulate, as_wire(wire), as_accumulator(accumulator), nonfinite, bucket_cap_mb)
         problems = [*sharded_modules(params_or_module), *wrong_group, *wrapped_problems(params_or_module)]
         problems += problems_of_device(device, comm, settings)
 

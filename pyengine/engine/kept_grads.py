@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from pyengine.gradients import published
 
 
 class KeptGrads:
@@ -53,8 +54,7 @@ class KeptGrads:
             if kept is not None:
                 param.grad = kept if param.grad is None else param.grad.add_(kept)
         self._kept = []
-        none = torch.zeros((), dtype=torch.float64, device=self._params[0].device)
-        return torch.stack([none if p.grad is None else p.grad.double().norm() for p in self._params])
+        return published.norms(self._params)
 
     def clear(self) -> None:
         """Forget everything: it was used, or dropped."""

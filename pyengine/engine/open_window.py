@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -177,7 +177,7 @@ class OpenWindow:
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
         claim: tuple[OptimizerStep, Sequence[Tensor]],
-        callbacks: Sequence[StepCallback],
+        callbacks: Collection[StepCallback],
     ) -> Tensor:
         """Let an optimizer use the gradients, unless they were not finite on some rank.
 
@@ -292,7 +292,7 @@ class OpenWindow:
         flush(parts.device)
 
     def _report(
-        self, verdict: Verdict, norm: Tensor, callbacks: Sequence[StepCallback]
+        self, verdict: Verdict, norm: Tensor, callbacks: Collection[StepCallback]
     ) -> Callable[[Totals, bool], None]:
         """Stop the clock, and return what makes this window's record once the numbers are known."""
         parts, clock = self._parts, self.clock

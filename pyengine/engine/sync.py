@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -12,21 +13,23 @@ from torch.nn import Parameter
 
 from pyengine.data.dealer import Dealer
 from pyengine.engine.checkpoint.resume import load_states, take_snapshot
+from pyengine.engine.clipping import Clipping
 from pyengine.engine.engine import Engine
 from pyengine.engine.loop import Batch, micro_batch, windows
+from pyengine.engine.torch_names import TorchNames
 from pyengine.ops.device import flush
 from pyengine.step.grad_scaler import GradScaler
+from pyengine.step.step_handle import StepHandle
 from pyengine.step.step_record import StepCallback
 from pyengine.step.window_optimizer import OptimizerCheck, WindowOptimizer, check_step
 from pyengine.window.counter import State
-from pyengine.window.final_pass import check_max_norm
 from pyengine.window.header import Count, checked_count
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Sync:
+class Sync(Clipping, TorchNames):
     """Windows, counts and the step over gradients that somebody owns; made by `GradSync` and `attach`.
 
     Example:
@@ -40,7 +43,7 @@ class Sync:
 
     def __init__(self, engine: Engine, *, ignored: Sequence[Parameter] = ()) -> None:
         self._open_engine: Engine | None = engine
-        self._callbacks: list[StepCallback] = []
+        self._callbacks: OrderedDict[int, StepCallback] = OrderedDict()
         self._check = OptimizerCheck(engine.reducer.params, ignored)
         self._scaler: GradScaler | None = None
         self._done: list[int] = []
@@ -147,6 +150,7 @@ class Sync:
             One iterator of micro-batches a window. Every micro-batch handed out counts; its backward may run
             later (several forwards first), or never (it then contributes nothing).
         """
+        self._begin_loop("windows")
         return windows(self._engine, loader)
 
     def accumulate(self, *, last: bool = False) -> AbstractContextManager[None]:
@@ -158,6 +162,7 @@ class Sync:
 
         An exception in the body abandons the window on this rank and goes on.
         """
+        self._begin_loop("accumulate")
         return micro_batch(self._engine, last=last)
 
     def backward(self, loss: Tensor, *, count: Count = 1) -> None:
@@ -182,7 +187,9 @@ class Sync:
                 "loss: requires no gradient: it was detached or computed under no_grad, or every parameter "
                 "in it is frozen"
             )
-        self._engine.backward(loss, checked_count(count))
+        count = checked_count(count)
+        with self._micro_batch_of_backward():
+            self._engine.backward(loss, count)
 
     def flush(self) -> None:
         """End the window here: reduce what has been accumulated, without another forward or backward.
@@ -203,30 +210,6 @@ class Sync:
         Cost: one pass that reads and writes every gradient, if something is pending.
         """
         self._engine.unscale_()
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Fold min(1, max_norm / norm) into the step and return the norm before clipping; no pass of its own.
-
-        Args:
-            max_norm: the largest allowed 2-norm of the mean gradient.
-
-        Returns:
-            The 2-norm over all parameters and ranks, float64, 0-dim; the same bits on every rank.
-
-        Raises:
-            TypeError: no number.
-            ValueError: a negative number, or nan.
-        """
-        check_max_norm(max_norm)
-        self._engine.finish()
-        return self._engine.final.clip(max_norm)
-
-    def grad_norm(self) -> Tensor:
-        """Return the 2-norm of the gradients, clipping included; float64, 0-dim, on their device. Costs
-        nothing.
-        """
-        self._engine.finish()
-        return self._engine.final.grad_norm()
 
     def step(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> Tensor:
         """Step the optimizer with the window's gradients, unless they were not finite on some rank.
@@ -256,7 +239,7 @@ class Sync:
         Cost: nothing but a fused optimizer's own pass; one more over the gradients for any other.
         """
         check_step(optimizer, scheduler)
-        return self._engine.step(optimizer, scheduler, self._check, self._callbacks)
+        return self._engine.step(optimizer, scheduler, self._check, self._callbacks.values())
 
     def synchronize(self) -> None:
         """Wait for the outcome of the last step, and compare what the ranks have done in it.
@@ -337,9 +320,13 @@ class Sync:
         """
         self._done = load_states(self._engine, states)
 
-    def on_step(self, callback: StepCallback) -> StepCallback:
-        """Call `callback(record)` after every optimizer step; usable as a decorator."""
+    def on_step(self, callback: StepCallback) -> StepHandle:
+        """Call `callback(record)` after every optimizer step; usable as a decorator.
+
+        Returns:
+            A handle like those of PyTorch's hooks: `handle.remove()` takes the callback off. Callable as the
+            callback.
+        """
         if not callable(callback):
             raise TypeError(f"callback is a {type(callback).__name__}: need a function of a StepRecord")
-        self._callbacks.append(callback)
-        return callback
+        return StepHandle(self._callbacks, callback)

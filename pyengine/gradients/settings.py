@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
-
-import torch
 
 from pyengine.gradients.accumulator import KINDS, Exact
 from pyengine.window.counter import check_accumulate
 from pyengine.wire import FP32, Wire
+from pyengine.wire.cast import wire_problems
 
 NONFINITE_POLICIES = ("skip", "raise")
 
@@ -51,12 +49,15 @@ class Settings:
 
     def problems(self) -> list[str]:
         """Say what is wrong with the values."""
-        found = [*check_accumulate(self.accumulate), *_wire_problems(self.wire)]
+        found = [*check_accumulate(self.accumulate), *wire_problems(self.wire)]
         if isinstance(self.accumulator, Exact) and type(self.accumulator.micro_batches) is not int:
             found.append(f"accumulator={self.accumulator}: need a whole number of micro-batches")
         if self.kind not in KINDS:
-            found.append(f"accumulator={self.accumulator!r}: need one of {', '.join(map(repr, KINDS))}")
-        elif self.kind == "exact" and not _wire_problems(self.wire) and self.wire != FP32():
+            found.append(
+                f"accumulator={self.accumulator!r}: need one of {', '.join(map(repr, KINDS))}, or "
+                "torch.float32 for 'fp32'"
+            )
+        elif self.kind == "exact" and not wire_problems(self.wire) and self.wire != FP32():
             found.append(
                 f"wire={self.wire}: need wire.FP32() with accumulator='exact', whose sums travel as "
                 "integers of their own"
@@ -71,14 +72,3 @@ class Settings:
                 f"bucket_cap_mb={size!r}: need a size above 0, in MiB, and a finite one; 25 is a good start"
             )
         return found
-
-
-def _wire_problems(wire: Any) -> list[str]:
-    """Say what is wrong with a wire; a name, a type or a dtype in its place is taken for a hint."""
-    made = not isinstance(wire, type) and callable(getattr(wire, "all_reduce_", None))
-    if made and isinstance(getattr(wire, "dtype", None), torch.dtype):
-        return []
-    name = (wire.__name__ if isinstance(wire, type) else str(wire)).removeprefix("torch.").upper()
-    name = name.replace("BFLOAT", "BF").replace("FLOAT", "FP")
-    meant = name if name in ("FP32", "BF16", "FP16") else "FP32"
-    return [f"wire={wire!r}: need a wire; use pe.wire.{meant}(), of FP32(), BF16() and FP16()"]

@@ -95,6 +95,11 @@ class WindowCounter:
         return len(self.places)
 
     @property
+    def has_micro_batch_out(self) -> bool:
+        """Whether a micro-batch of the open window has been handed out and is not done."""
+        return self.state is State.OPEN and self.handed > self.done
+
+    @property
     def is_sent(self) -> bool:
         """Whether the open window's gradients have been sent, whatever has become of them since."""
         return self.state in (State.SENT, State.LANDED, State.USED)
@@ -116,7 +121,9 @@ class WindowCounter:
         if self.state is State.IDLE:
             raise RuntimeError(
                 "backward outside a window: iterate `for window in sync.windows(loader): for batch in "
-                "window:` or put the micro-batch into `with sync.accumulate():`"
+                "window:` or put the micro-batch into `with sync.accumulate():`. In DDP's manner all but a "
+                "window's last one stand in `with sync.no_sync():`, or behind "
+                "sync.set_requires_gradient_sync(False)"
             )
         if self.is_sent:
             raise RuntimeError(

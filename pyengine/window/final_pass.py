@@ -102,12 +102,34 @@ class FinalPass:
         """Return the 2-norm as the first `clip` found it, or as it is now; float64 0-dim."""
         return self.grad_norm() if self._before_clipping is None else self._before_clipping
 
-    def clip(self, max_norm: float) -> Tensor:
-        """Fold in min(1, max_norm / (norm + 1e-6)) and return the norm before; float64 0-dim."""
-        norm = self.grad_norm()
-        self._before_clipping = norm if self._before_clipping is None else self._before_clipping
+    def inf_norm(self, largest: Tensor) -> Tensor:
+        """Return the largest absolute value of the gradients with all that is pending applied.
+
+        Args:
+            largest: float64 0-dim, of the published gradients of this rank.
+
+        Returns:
+            float64 0-dim, the same bits on every rank.
+
+        Cost: where ranks hold different elements one all-reduce of 8 bytes a rank, waited for.
+        """
+        whole = largest if self._holdings is None else self._holdings.largest(largest)
+        return whole * self.factor.abs()
+
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        """Fold in min(1, max_norm / (norm + 1e-6)).
+
+        Args:
+            max_norm: the largest allowed norm.
+            norm: what is held to it, of the gradients as they are now; float64 0-dim.
+        """
+        self._keep_norm()
         self.multiply((max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0))
-        return norm
+
+    def mark_clipped(self, norms: Tensor) -> None:
+        """Note that the gradients, with nothing pending, were clipped elsewhere; else as `replace_norm`."""
+        self._keep_norm()
+        self.replace_norm(norms)
 
     def replace_norm(self, norms: Tensor) -> None:
         """Replace the norm by that of gradients whose norms were computed elsewhere; nothing may be pending.
@@ -128,6 +150,11 @@ class FinalPass:
         self._written = self._written * self.factor
         self.factor = torch.ones_like(self.factor)
         self.is_pending = False
+
+    def _keep_norm(self) -> None:
+        """Keep the norm before the first clipping."""
+        if self._before_clipping is None:
+            self._before_clipping = self.grad_norm()
 
     def whole_factor(self) -> Tensor:
         """Return all that has multiplied the sum so far, written or pending; float64 0-dim."""

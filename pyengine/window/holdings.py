@@ -50,3 +50,19 @@ class Holdings:
         parts[-1] = add_up(uncounted) * 0 + void
         self._comm.all_reduce(parts).wait()
         return add_up(parts[:-1]), parts[-1]
+
+    def largest(self, value: Tensor) -> Tensor:
+        """Return the largest of all ranks' values, nan if one is.
+
+        Args:
+            value: float64 0-dim, of what this rank holds, counted or not; read.
+
+        Returns:
+            float64 0-dim, the same bits on every rank.
+
+        Cost: one all-reduce of 8 bytes a rank, waited for.
+        """
+        values = value.new_zeros(self._comm.world_size)
+        values[self._comm.rank] = value
+        self._comm.all_reduce(values).wait()  # a sum: what a maximum makes of nan is the backend's own affair
+        return values.amax()

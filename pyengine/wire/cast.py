@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pyengine.comm.base import Comm, Work, ring_bytes
+from pyengine.wire.base import Wire
 
 
 @dataclass(frozen=True)
@@ -50,3 +51,23 @@ class FP16(_Cast):
 
     dtype: ClassVar[torch.dtype] = torch.float16
     folds_count: ClassVar[bool] = True
+
+
+_OF_DTYPE: dict[torch.dtype, Wire] = {kind.dtype: kind() for kind in (FP32, BF16, FP16)}
+
+
+def as_wire(wire: Wire | torch.dtype) -> Wire:
+    """Return the wire of a dtype, `BF16()` for torch.bfloat16; anything else stays as given."""
+    return _OF_DTYPE.get(wire, wire) if isinstance(wire, torch.dtype) else wire  # type: ignore[arg-type]
+
+
+def wire_problems(wire: Any) -> list[str]:
+    """Say what is wrong with a wire; a name, a type or another dtype in its place is taken for a hint."""
+    made = not isinstance(wire, type) and callable(getattr(wire, "all_reduce_", None))
+    if made and isinstance(getattr(wire, "dtype", None), torch.dtype):
+        return []
+    name = (wire.__name__ if isinstance(wire, type) else str(wire)).removeprefix("torch.").upper()
+    name = name.replace("BFLOAT", "BF").replace("FLOAT", "FP")
+    meant = name if name in ("FP32", "BF16", "FP16") else "FP32"
+    text = f"wire={wire!r}: need a wire; use pe.wire.{meant}(), of FP32(), BF16() and FP16(), or their dtypes"
+    return [f"{text}, torch.bfloat16 say"]

@@ -100,3 +100,29 @@ def _refused() -> float:
 
 def test_nothing_is_exchanged_behind_a_header_in_which_ranks_disagree(ranks):
     assert ranks(2).run(_refused) == [2.0, 2.0]
+
+
+def _largest(values: list[float], clipped: bool) -> float:
+    """The inf-norm over ranks that hold different elements, times what is pending."""
+    rank, _ = me()
+    final = _final([True, True])
+    final.sumsq.copy_(torch.tensor([1.0, float(rank)]))
+    final.compute_norm()
+    final.multiply(torch.tensor(-0.5))
+    if clipped:
+        final.mark_written()
+        final.mark_clipped(torch.tensor([3.0, 4.0 * rank], dtype=torch.float64))
+        return final.grad_norm().item()
+    return final.inf_norm(torch.tensor(values[rank], dtype=torch.float64)).item()
+
+
+@pytest.mark.parametrize(
+    "values", [[1.0, 8.0, 2.0], [0.0, 0.0, 0.0], [1.0, math.inf, 2.0], [1.0, math.nan, math.inf]], ids=str
+)
+def test_the_largest_value_of_any_rank_counts_and_nan_stays_nan(ranks, values):
+    want = math.nan if any(map(math.isnan, values)) else 0.5 * max(values)
+    assert ranks(3).run(_largest, values, False) == pytest.approx([want] * 3, rel=0, abs=0, nan_ok=True)
+
+
+def test_the_norm_behind_clipped_values_is_that_of_all_ranks(ranks):
+    assert ranks(2).run(_largest, [], True) == [math.sqrt(9 + 9 + 16)] * 2

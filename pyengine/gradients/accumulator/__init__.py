@@ -18,7 +18,12 @@ from pyengine.wire import Wire
 
 KINDS = ("fp32", "native", "exact")
 
-__all__ = ["KINDS", "BucketAccumulator", "Exact", "bucket_accumulator", "sum_dtype"]
+__all__ = ["KINDS", "BucketAccumulator", "Exact", "as_accumulator", "bucket_accumulator", "sum_dtype"]
+
+
+def as_accumulator(accumulator: str | Exact | torch.dtype) -> str | Exact:
+    """Return "fp32" for torch.float32; anything else stays as given, for `Settings` to judge."""
+    return "fp32" if accumulator is torch.float32 else accumulator  # type: ignore[return-value]
 
 
 def sum_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:

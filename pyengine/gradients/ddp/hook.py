@@ -4,14 +4,11 @@ Used alone (`register_comm_hook`), it averages over ranks as DDP itself does. Dr
 each bucket to the window's `Reduction`. No string annotations here: DDP inspects the hook's signature.
 """
 
-import atexit
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -20,11 +17,13 @@ from torch.futures import Future
 
 from pyengine.comm import TorchDist
 from pyengine.comm.base import Work
+from pyengine.gradients.ddp.callbacks import Callbacks
 from pyengine.ops.device import runs_ahead
 from pyengine.ops.plan import BucketPlan
 from pyengine.ops.pointers import DTYPE_CODES
 from pyengine.ops.trace import span
 from pyengine.wire import FP32, Wire
+from pyengine.wire.cast import as_wire, wire_problems
 
 # A bucket under way, and what is to be done when it has landed: returns the bucket's buffer, `[numel]`,
 # DDP's.
@@ -62,37 +61,40 @@ class WireBuffer:
         return torch.empty(self.numel, dtype=self._dtype, device=self.one.device)
 
 
-_STATES: WeakSet["HookState"] = WeakSet()
-
-
-@atexit.register
-def _await_all_threads() -> None:
-    for state in list(_STATES):
-        state.await_threads()
-
-
 class HookState:
     """State of `comm_hook`: the wire, the group, and what it keeps for each bucket.
 
-    One state may serve several models of one group. It may be copied and pickled; a pickled one comes back on
-    the default group.
+    One state may serve several models of one group. It may be made before there is a process group, copied
+    and pickled; a pickled one comes back on the default group.
 
     Args:
-        wire: how a bucket travels.
-        group: the process group DDP was built with; None is the default group.
+        process_group: the one DDP was built with; None is the default group.
+        wire: how a bucket travels: `pe.wire.FP32()`, `BF16()`, `FP16()`; or their dtypes.
+        group: the same as `process_group`.
+
+    Raises:
+        TypeError, ValueError: no process group, or two; no wire.
 
     Example:
-        >>> ddp_model.register_comm_hook(pe.HookState(wire=pe.wire.BF16()), pe.comm_hook)  # doctest: +SKIP
+        >>> ddp_model.register_comm_hook(pe.HookState(wire=torch.bfloat16), pe.comm_hook)  # doctest: +SKIP
     """
 
-    def __init__(self, *, wire: Wire, group: dist.ProcessGroup | None = None) -> None:
-        self.wire, self.group = wire, group
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        wire: Wire | torch.dtype = FP32(),  # noqa: B008 - frozen
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.group = _one_group(process_group, group)
+        self.wire = as_wire(wire)
+        if problems := wire_problems(self.wire):
+            raise ValueError(problems[0])
         self.reduce: Callable[[Any], Future[Tensor]] | None = (
             None  # what an engine does with a bucket, instead of the mean
         )
         self.is_released = False  # by an engine that has been closed
-        self._callbacks: WeakSet[Callable[..., Tensor]] = WeakSet()
-        _STATES.add(self)
+        self._callbacks = Callbacks()
         self._wire_buffers: dict[int, WireBuffer] = {}
         self._comms: dict[torch.device, TorchDist] = {}
 
@@ -107,21 +109,12 @@ class HookState:
         self._wire_buffers = {}
 
     def call_back(self, future: Future[Any], callback: Callable[[Future[Any]], Tensor]) -> Future[Tensor]:
-        """Return a future of the tensor that `callback` returns for another one, on the thread that completes
-        it.
-        """
-        self._callbacks.add(callback)
-        return future.then(callback)
+        """Return a future of the tensor that `callback` returns for another one; see `Callbacks`."""
+        return self._callbacks.call_back(future, callback)
 
-    def await_threads(self, within_s: float = 1.0) -> None:
-        """Wait until the backend's threads have freed the callbacks that they have run.
-
-        A future completes before its callback is freed, for which that thread needs the interpreter: by then
-        the process might be ending, and would be aborted.
-        """
-        end = time.monotonic() + within_s
-        while self._callbacks and time.monotonic() < end:  # kept for good by the traceback of a failure
-            time.sleep(1e-4)
+    def await_threads(self) -> None:
+        """Wait until the backend's threads have freed the callbacks that they have run; see `Callbacks`."""
+        self._callbacks.await_threads()
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -152,7 +145,7 @@ class HookState:
 
     def __copy__(self) -> "HookState":
         self._check_own()
-        return HookState(wire=self.wire, group=self.group)
+        return HookState(self.group, wire=self.wire)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HookState":
         del memo  # a process group has no copies
@@ -178,11 +171,12 @@ class HookState:
             )
 
 
-def comm_hook(state: HookState, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+def comm_hook(state: HookState | dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[torch.Tensor]:
     """Reduce one DDP bucket over `state.wire`.
 
     Args:
-        state: a `HookState`.
+        state: a `HookState`; or as PyTorch's own hooks take it, a process group or None for the default one,
+            which is a state with the wire `FP32()`, made anew for every bucket.
         bucket: DDP's bucket (under torch.compile's python_reducer a `(grad, param)` tuple, reduced in place).
 
     Returns:
@@ -192,6 +186,8 @@ def comm_hook(state: HookState, bucket: dist.GradBucket) -> Future[torch.Tensor]
     Cost: an all-reduce of an element on the wire for every element; a read and a write an element before and
     after it where the wire has another type or folds the division in.
     """
+    if not isinstance(state, HookState):
+        state = HookState(state)
     if isinstance(bucket, tuple):
         future = _mean(state, _SingleGradient(*bucket))
         future.wait()
@@ -343,3 +339,18 @@ class _SingleGradient:
 
     def parameters(self) -> Sequence[Tensor]:
         return [self._param]
+
+
+def _one_group(
+    process_group: dist.ProcessGroup | None, group: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
+    """Return the group that was given by one of its two names."""
+    if process_group is not None and group is not None:
+        raise ValueError("process_group and group are both given, and mean the same: pass process_group")
+    given = group if process_group is None else process_group
+    if given is not None and not isinstance(given, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group={given!r} is a {type(given).__name__}: need a torch.distributed.ProcessGroup, or "
+            "None for the default group; a wire goes in as wire="
+        )
+    return given

@@ -1,0 +1,339 @@
+"""Loops in DDP's and FSDP's manner: `no_sync` and `set_requires_gradient_sync` say which backward ends a
+window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from cases import Collectives, Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+
+KINDS = ("own", "own-exact", "attach", "attach-view")
+# micro-batches of every window, by rank: unequal, of one, longer on another rank
+PLANS = {"equal": [[3, 3, 2]] * 4, "unequal": [[3, 1, 2], [1, 3, 1], [2, 2, 4], [4, 1, 1]]}
+
+
+def _seeds(rank: int, window: int, plan: list[list[int]]) -> list[int]:
+    return [100 * rank + 10 * window + k for k in range(plan[rank][window])]
+
+
+def _no_sync(sync: pe.Sync, forward: nn.Module, seeds: list[int]) -> None:
+    """DDP's loop of one micro-batch at a time."""
+    for seed in seeds:
+        with nullcontext() if seed == seeds[-1] else sync.no_sync():
+            sync.backward(forward(*integers(seed)), count=3)
+
+
+def _one_block(sync: pe.Sync, forward: nn.Module, seeds: list[int]) -> None:
+    """The example of DDP.no_sync's docstring: one block around all but the last."""
+    with sync.no_sync():
+        for seed in seeds[:-1]:
+            sync.backward(forward(*integers(seed)), count=3)
+    sync.backward(forward(*integers(seeds[-1])), count=3)
+
+
+def _setter(sync: pe.Sync, forward: nn.Module, seeds: list[int]) -> None:
+    """FSDP2's loop."""
+    for seed in seeds:
+        sync.set_requires_gradient_sync(seed == seeds[-1])
+        sync.backward(forward(*integers(seed)), count=3)
+
+
+def _late(sync: pe.Sync, forward: nn.Module, seeds: list[int]) -> None:
+    """Forwards outside of the block: only backwards matter."""
+    losses = [forward(*integers(seed)) for seed in seeds]
+    with sync.no_sync():
+        for loss in losses[:-1]:
+            sync.backward(loss, count=3)
+    sync.backward(losses[-1], count=3)
+
+
+def _flushed(sync: pe.Sync, forward: nn.Module, seeds: list[int]) -> None:
+    """The end of the data was not known before: the window is ended by hand."""
+    sync.set_requires_gradient_sync(False)
+    for seed in seeds:
+        sync.backward(forward(*integers(seed)), count=3)
+    sync.flush()
+
+
+LOOPS: dict[str, Callable[[pe.Sync, nn.Module, list[int]], None]] = {
+    "no_sync": _no_sync,
+    "one block": _one_block,
+    "setter": _setter,
+    "late": _late,
+    "flushed": _flushed,
+}
+
+
+def _train(kind: str, loop: str, plan: list[list[int]], wrapped: bool) -> None:
+    rank, world = me()
+    model = Integers(torch.float32)
+    sync, forward = engine(kind, model, accumulate=5)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sync.wrap(sgd) if wrapped else None
+    if plan[rank][0] == 1:
+        sync.set_requires_gradient_sync(True)  # else nothing would tell that it is no mistake
+    for window in range(3):
+        LOOPS[loop](sync, forward, _seeds(rank, window, plan))
+        assert sync.is_sync_step and sync.window == window
+        sync.unscale_()
+        seeds = [seed for r in range(world) for seed in _seeds(r, window, plan)]
+        assert_same(grads(model), mean_of_integers(model, list(map(integers, seeds)), 3 * len(seeds)))
+        if optimizer is None:
+            sync.step(sgd)
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_a_loop_of_torchs_manner_gives_the_mean_of_its_windows(ranks, kind, loop, plan):
+    ranks(2).run(_train, kind, loop, PLANS[plan], False)
+
+
+@pytest.mark.parametrize(
+    "kind, world", [("own", 1), ("own", 3), ("own", 4), ("own-exact", 3), ("attach-view", 3), ("attach", 4)]
+)
+def test_it_does_so_on_every_number_of_ranks(ranks, kind, world):
+    ranks(world).run(_train, kind, "no_sync", PLANS["unequal"], True)
+
+
+def _plain() -> None:
+    """A loop without accumulation needs neither."""
+    rank, world = me()
+    model = Integers(torch.float32)
+    sync = pe.GradSync(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for number in range(3):
+        sync.backward(model(*integers(10 * rank + number)), count=3)
+        sync.unscale_()
+        batches = [integers(10 * r + number) for r in range(world)]
+        assert_same(grads(model), mean_of_integers(model, batches, 3 * world))
+        sync.step(optimizer)
+    for window in sync.windows([integers(rank)]):
+        for x, t in window:
+            sync.backward(model(x, t), count=3)
+            with pytest.raises(RuntimeError, match="backward after window 3 was sent"):
+                sync.backward(model(x, t), count=3)
+        sync.step(optimizer)
+        with pytest.raises(RuntimeError, match="backward after window 3 was sent"):
+            sync.backward(model(x, t), count=3)
+    sync.backward(model(*integers(rank)), count=3)
+    sync.step(optimizer)
+    assert sync.window == 4
+
+
+def test_with_one_micro_batch_a_window_a_bare_backward_is_one(ranks):
+    ranks(2).run(_plain)
+
+
+def _traffic(kind: str) -> list[list[str]]:
+    model = Integers(torch.float32)
+    sync, forward = engine(kind, model, accumulate=3)
+    seen = []
+    for window in range(4):
+        for k in range(3):
+            with nullcontext() if k == 2 else sync.no_sync(), Collectives() as collectives:
+                sync.backward(forward(*integers(k)))
+            if window != 1:  # in which DDP rebuilds its buckets, before its first forward
+                seen.append(collectives.names)
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_nothing_crosses_the_network_inside_no_sync(ranks, kind):
+    for seen in ranks(2).run(_traffic, kind):
+        assert [bool(names) for names in seen] == [False, False, True] * 3
+
+
+def _buffers(kind: str) -> None:
+    """DDP broadcasts buffers once a window, also where no forward was known to be the last."""
+    rank, world = me()
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    ddp = DistributedDataParallel(model)
+    sync = pe.attach(ddp, accumulate=4)
+    for _ in range(3):
+        _no_sync_over(sync, ddp, [torch.randn(4, 2) + rank for _ in range(2 + rank)])
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    means = [torch.zeros(2) for _ in range(world)]
+    torch.distributed.all_gather(means, next(model[0].parameters())[0].detach())
+    assert all(torch.equal(mean, means[0]) for mean in means)
+
+
+def _no_sync_over(sync: pe.Sync, forward: nn.Module, batches: list[torch.Tensor]) -> None:
+    for index, x in enumerate(batches):
+        with nullcontext() if index + 1 == len(batches) else sync.no_sync():
+            sync.backward(forward(x).square().sum(), count=len(x))
+
+
+def test_buffers_of_ddp_travel_in_such_a_loop_too(ranks):
+    ranks(2).run(_buffers, "attach")
+
+
+def _resumed(folder: str, *, stop: bool) -> list[torch.Tensor]:
+    """Save between two micro-batches of such a loop, and go on."""
+    rank, _ = me()
+    model = Integers(torch.float32)
+    sync = pe.GradSync(model, accumulate=3)
+    path = f"{folder}/{rank}"
+    if not stop:
+        sync.load_state_dict(torch.load(path))
+    for place in range(3 - len(sync.due), 3):
+        sync.set_requires_gradient_sync(place == 2)
+        sync.backward(model(*integers(10 * rank + place)), count=3)
+        if stop and place == 1:
+            torch.save(sync.state_dict(), path)
+    sync.unscale_()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_such_a_loop_goes_on_from_a_state(ranks, tmp_path):
+    whole = ranks(2).run(_resumed, str(tmp_path), stop=True)
+    for one, other in zip(whole, ranks(2).run(_resumed, str(tmp_path), stop=False), strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+class _Error(Exception):
+    """An exception of the user's."""
+
+
+def _raises(where: str) -> None:
+    """Sync is on again behind a block that raised, and what the window had is kept or dropped with it."""
+    model = nn.Linear(1, 1, bias=False)
+    sync = pe.GradSync(model, accumulate=4)
+
+    def backward(value: float, *, fails: bool = False) -> None:
+        loss = model(torch.full((1, 1), value)).sum()
+        if fails:
+            loss.register_hook(_fail)
+        sync.backward(loss)
+
+    with sync.no_sync():
+        backward(1.0)
+    with pytest.raises(_Error), sync.no_sync():
+        if where == "forward":
+            raise _Error
+        backward(50.0, fails=True)
+    backward(3.0)
+    sync.unscale_()
+    # An exception in a forward leaves the window as it is, one in a backward drops it, as under accumulate().
+    assert model.weight.grad.item() == (2.0 if where == "forward" else 3.0)
+    sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+
+
+def _fail(grad: torch.Tensor) -> torch.Tensor:
+    raise _Error
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_sync_is_on_again_behind_a_block_that_raised(ranks, where):
+    ranks(2).run(_raises, where)
+
+
+# What is refused.
+
+
+def _engine(**options: object) -> tuple[nn.Module, pe.Sync]:
+    model = nn.Linear(2, 1)
+    return model, pe.GradSync(model, **options)
+
+
+def test_no_sync_in_the_windows_last_micro_batch_is_refused_and_the_window_goes_on():
+    model, sync = _engine(accumulate=2)
+    with sync.no_sync():
+        sync.backward(model(torch.ones(1, 2)).sum())
+        with pytest.raises(RuntimeError, match="last micro-batch of window 0, by accumulate=2: sync in it"):
+            sync.backward(model(torch.ones(1, 2)).sum())
+    sync.backward(model(torch.ones(1, 2)).sum())
+    assert sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+def test_by_default_a_window_is_one_micro_batch_and_no_sync_says_so():
+    model, sync = _engine()
+    with sync.no_sync(), pytest.raises(RuntimeError, match="accumulate=1: .* of your longest window"):
+        sync.backward(model(torch.ones(1, 2)).sum())
+
+
+@pytest.mark.parametrize("loop", ["windows", "accumulate"])
+@pytest.mark.parametrize("name", ["no_sync", "set_requires_gradient_sync"])
+def test_inside_a_loop_that_knows_the_last_micro_batch_both_are_refused(loop, name):
+    model, sync = _engine(accumulate=2)
+
+    def refused() -> None:
+        with pytest.raises(RuntimeError, match=r"inside a micro-batch of sync.windows or sync.accumulate"):
+            if name == "no_sync":
+                with sync.no_sync():
+                    pass
+            else:
+                sync.set_requires_gradient_sync(True)
+        sync.backward(model(torch.ones(1, 2)).sum())
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if loop == "windows":
+        for window in sync.windows([0, 1]):
+            for _ in window:
+                refused()
+            assert sync.step(optimizer)
+    else:
+        for _ in range(2):
+            with sync.accumulate():
+                refused()
+        assert sync.step(optimizer)
+
+
+@pytest.mark.parametrize("loop", ["windows", "accumulate"])
+def test_a_loop_of_ours_while_sync_is_off_is_refused_and_takes_over_where_it_is_on(loop):
+    model, sync = _engine(accumulate=2)
+    with sync.no_sync(), pytest.raises(RuntimeError, match=f"^{loop} while gradient sync is off"):
+        sync.windows([0]) if loop == "windows" else sync.accumulate()
+    for window in sync.windows([0, 1, 2]):
+        for _ in window:
+            sync.backward(model(torch.ones(1, 2)).sum())
+        sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
+    with pytest.raises(RuntimeError, match="backward outside a window"):
+        sync.backward(model(torch.ones(1, 2)).sum())
+
+
+def test_a_bare_backward_in_a_longer_window_stays_an_error():
+    model, sync = _engine(accumulate=2)
+    with pytest.raises(RuntimeError, match=r"backward outside a window.*no_sync"):
+        sync.backward(model(torch.ones(1, 2)).sum())
+
+
+def test_a_window_that_nobody_stepped_is_told_by_the_next_backward():
+    model, sync = _engine(accumulate=2)
+    sync.set_requires_gradient_sync(True)
+    sync.backward(model(torch.ones(1, 2)).sum())
+    with pytest.raises(RuntimeError, match="were reduced and never used"):
+        sync.backward(model(torch.ones(1, 2)).sum())
+
+
+@pytest.mark.parametrize("value", [None, 1, 0, "True", torch.tensor(True)], ids=repr)
+def test_what_is_no_bool_is_refused(value):
+    _, sync = _engine()
+    with pytest.raises(TypeError, match="^requires_gradient_sync="):
+        sync.set_requires_gradient_sync(value)
+
+
+def test_exact_sums_over_batch_norms_need_to_know_the_forward():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    sync = pe.GradSync(model, accumulate=2, accumulator="exact")
+    with pytest.raises(ValueError, match="over BatchNorms, whose statistics belong to a micro-batch"):
+        sync.set_requires_gradient_sync(False)
+
+
+def test_a_closed_engine_takes_neither():
+    _, sync = _engine()
+    sync.detach()
+    with pytest.raises(RuntimeError, match="has been closed"), sync.no_sync():
+        pass
