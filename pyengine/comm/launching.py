@@ -23,7 +23,13 @@ from pyengine.comm.default_group import destroy_default_group
 _PROCESS = uuid.uuid4().hex  # torchrun's store outlives its workers: who of them wrote a key
 
 
-def launch(fn: Callable[..., Any], *, workers: int, args: tuple[Any, ...] = ()) -> list[Any]:
+def launch(
+    fn: Callable[..., Any],
+    *,
+    workers: int | None = None,
+    args: tuple[Any, ...] = (),
+    num_processes: int | None = None,
+) -> list[Any]:
     """Run `fn(*args)` on every worker of a fresh process group, and wait for all of them.
 
     In a process that torchrun has started, on one host or on many, this is one of its workers: `fn` runs
@@ -41,12 +47,14 @@ def launch(fn: Callable[..., Any], *, workers: int, args: tuple[Any, ...] = ()) 
         workers: processes to start, which get equal shares of torch's threads. Under torchrun its own options
             say how many there are.
         args: picklable; in a notebook anything.
+        num_processes: the same as `workers`, as Accelerate's notebook_launcher calls it; one of the two.
 
     Returns:
         What `fn` returned, by rank; picklable. Under torchrun every worker gets it: print on one rank, in
         `fn`.
 
     Raises:
+        TypeError: neither `workers` nor `num_processes`, or both.
         ValueError: `workers` or `fn` cannot be used, or this machine has too few cores for so many. Or this
             is torchrun's worker, and an earlier call wanted another number: such a script has to start its
             workers itself.
@@ -60,8 +68,7 @@ def launch(fn: Callable[..., Any], *, workers: int, args: tuple[Any, ...] = ()) 
     Example:
         >>> pe.launch(train, workers=2, args=(config,))  # doctest: +SKIP
     """
-    if not isinstance(workers, int) or workers < 1:
-        raise ValueError(f"workers={workers!r}: need a whole number of at least 1; 2 is a good start")
+    workers = _number(workers, num_processes)
     if getattr(current_process(), "_inheriting", False):  # as multiprocessing asks itself
         raise RuntimeError(
             "launch was called while a worker imports the script that calls it, which would start workers "
@@ -71,6 +78,19 @@ def launch(fn: Callable[..., Any], *, workers: int, args: tuple[Any, ...] = ()) 
     if dist.is_torchelastic_launched():
         return _join(fn, workers, args)
     return _start(fn, workers, args)
+
+
+def _number(workers: int | None, num_processes: int | None) -> int:
+    """Return how many workers are wanted, by either name."""
+    if (workers is None) == (num_processes is None):
+        given = "neither" if workers is None else "both"
+        raise TypeError(
+            f"workers, num_processes: got {given}, and they mean the same; pass one of them, workers=2 say"
+        )
+    name, number = ("workers", workers) if num_processes is None else ("num_processes", num_processes)
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ValueError(f"{name}={number!r}: need a whole number of at least 1; 2 is a good start")
+    return number
 
 
 def _join(fn: Callable[..., Any], workers: int, args: tuple[Any, ...]) -> list[Any]:

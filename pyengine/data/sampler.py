@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sized
 from copy import copy
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -29,16 +30,19 @@ class WindowSampler(Sampler[list[int]]):
     micro_batches.
 
     Args:
-        dataset_size: samples in the dataset.
+        dataset: the dataset, of which only its length is asked; or that, a whole number.
         seed: of the run, the same on every rank.
         micro_batch: samples in a micro-batch.
         global_batch: samples in a window, over all ranks; a multiple of `micro_batch`.
         shuffle: permute every epoch (the same way for one version of PyTorch), or keep the dataset's order.
         drop_last: leave out the samples at the end of an epoch that do not fill a window.
+        num_replicas, rank: as DistributedSampler's: of how many loaders this is the one at `rank`. None: the
+            default process group's, as it is now; without one 1 and 0. Ranks that share a batch (tensor
+            parallel ones) pass the place and size of their data-parallel group. See `shard`.
+        dataset_size: the same as `dataset`, as a number.
 
     Attributes:
-        rank, world_size: this process's in the default process group, as it is now; else 0 and 1. See
-            `shard`.
+        rank, world_size: as given, or found.
         micro_batches: in a full window, over all ranks.
         num_windows: in an epoch; the same on every rank.
 
@@ -46,7 +50,7 @@ class WindowSampler(Sampler[list[int]]):
         TypeError, ValueError: an argument is off, or `drop_last` would leave nothing.
 
     Example:
-        >>> sampler = WindowSampler(len(data), seed=42, micro_batch=8, global_batch=96)  # doctest: +SKIP
+        >>> sampler = WindowSampler(data, seed=42, micro_batch=8, global_batch=96)  # doctest: +SKIP
         >>> loader = DataLoader(data, batch_sampler=sampler, num_workers=2)  # doctest: +SKIP
         >>> exact = pe.Exact(micro_batches=sampler.micro_batches)  # doctest: +SKIP
         >>> sync = pe.GradSync(model, accumulate=sampler.accumulate, accumulator=exact)  # doctest: +SKIP
@@ -61,26 +65,30 @@ class WindowSampler(Sampler[list[int]]):
 
     def __init__(
         self,
-        dataset_size: int,
+        dataset: Sized | int | None = None,
         *,
         seed: int,
         micro_batch: int,
         global_batch: int,
         shuffle: bool = True,
         drop_last: bool = False,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        dataset_size: int | None = None,
     ) -> None:
-        self.seed, self.dataset_size = whole(seed=seed, dataset_size=dataset_size)
+        self.dataset_size = _size(dataset, dataset_size)
+        (self.seed,) = whole(seed=seed)
         self.micro_batch, global_batch = whole(micro_batch=micro_batch, global_batch=global_batch)
         self.micro_batches = _micro_batches(self.micro_batch, global_batch)
         self._kept = self.dataset_size - (self.dataset_size % global_batch if drop_last else 0)
         if self._kept == 0:
             raise ValueError(
-                f"dataset_size={dataset_size} gives no window of global_batch={global_batch} with "
+                f"dataset_size={self.dataset_size} gives no window of global_batch={global_batch} with "
                 f"drop_last={drop_last}: need {global_batch if drop_last else 1} samples or more"
             )
         self.shuffle = shuffle
         self.num_windows = -(-self._kept // global_batch)
-        self.rank, self.world_size = rank_and_world_size()
+        self.rank, self.world_size = _place(rank, num_replicas)
         self.set_epoch(0)
 
     def shard(self, *, rank: int, world_size: int) -> WindowSampler:
@@ -165,3 +173,39 @@ def _micro_batches(micro_batch: int, global_batch: int) -> int:
             f"global_batch={global_batch} is not a multiple of micro_batch={micro_batch}; nearest: {nearest}"
         )
     return global_batch // micro_batch
+
+
+def _size(dataset: Sized | int | None, dataset_size: int | None) -> int:
+    """Return the samples in what was given as a dataset, as its length, or by its older name."""
+    if (dataset is None) == (dataset_size is None):
+        raise TypeError(
+            "dataset: need the dataset or its length, once: as the first argument, or as dataset_size="
+        )
+    if dataset is None or isinstance(dataset, Integral):
+        (size,) = whole(dataset_size=dataset_size if dataset is None else dataset)  # type: ignore[arg-type]
+        return size
+    try:
+        return len(dataset)  # type: ignore[arg-type]  # what has none is told below
+    except TypeError:
+        raise TypeError(
+            f"dataset is a {type(dataset).__name__} without a length: need one that has it, or the number of "
+            "samples; an iterable one has no order that could be dealt out"
+        ) from None
+
+
+def _place(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
+    """Return rank and world size, as given or as the default process group has them."""
+    own_rank, own_size = rank_and_world_size()
+    place, size = (
+        own_rank if rank is None else rank,
+        own_size if num_replicas is None else num_replicas,
+    )
+    place, size = whole(rank=place, num_replicas=size)
+    if size < 1:
+        raise ValueError(f"num_replicas={size}: need a whole number of at least 1")
+    if place >= size:
+        raise ValueError(
+            f"rank={place}: need 0 to {size - 1}, since num_replicas={size}; where they are not given, the "
+            f"default process group's are taken, here {own_rank} and {own_size}"
+        )
+    return place, size

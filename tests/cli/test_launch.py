@@ -33,6 +33,26 @@ def test_results_come_by_rank() -> None:
     assert launch(rank_and, workers=2, args=(7,)) == [(0, 7), (1, 7)]
 
 
+def test_workers_may_be_called_num_processes() -> None:
+    assert launch(rank_and, num_processes=1, args=(7,)) == [(0, 7)]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({}, TypeError, "workers, num_processes: got neither"),
+        ({"workers": 2, "num_processes": 2}, TypeError, "workers, num_processes: got both"),
+        ({"workers": 0}, ValueError, "workers=0: need a whole number"),
+        ({"num_processes": 0}, ValueError, "num_processes=0: need a whole number"),
+        ({"num_processes": True}, ValueError, "num_processes=True: need a whole number"),
+        ({"num_processes": 2.0}, ValueError, "num_processes=2.0: need a whole number"),
+    ],
+)
+def test_a_number_of_workers_is_needed_once(given, error, message) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        launch(rank_and, **given)
+
+
 def test_error_names_the_worker_and_carries_its_traceback() -> None:
     with pytest.raises(
         RuntimeError, match=r"worker 1 of 2 failed(?s:.)*fail_on_rank_1(?s:.)*ValueError: boom"

@@ -272,14 +272,14 @@ def _differently() -> str:
     rank, _ = me()
     model = nn.Linear(2, 1)
     sync = pe.GradSync(model)
-    for _ in range(2):
-        with sync.accumulate():
-            sync.backward(model(torch.ones(1, 2)).sum())
-        try:
+    try:
+        for _ in range(2):
+            with sync.accumulate():
+                sync.backward(model(torch.ones(1, 2)).sum())
             sync.clip_grad_value_(0.5 + rank)
-        except RuntimeError as error:
-            return str(error)
-        sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
+            sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
+    except RuntimeError as error:
+        return str(error)
     raise AssertionError("nobody noticed")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -125,13 +126,19 @@ def test_a_data_loader_gives_the_same_batches(workers):
         ({"seed": None}, TypeError, "seed=None is a NoneType"),
         ({"seed": -1}, ValueError, "seed=-1"),
         ({"dataset_size": 0}, ValueError, "dataset_size=0 gives no window .* need 1 samples"),
+        ({"dataset_size": 1.5}, TypeError, "dataset_size=1.5 is a float"),
         ({"dataset_size": [1]}, TypeError, r"dataset_size=\[1\] is a list"),
+        ({"rank": 2, "num_replicas": 2}, ValueError, "rank=2: need 0 to 1, since num_replicas=2"),
+        ({"rank": 1}, ValueError, "rank=1: need 0 to 0, since num_replicas=1; .* here 0 and 1"),
+        ({"num_replicas": 0}, ValueError, "num_replicas=0: need a whole number of at"),
+        ({"num_replicas": 2.0}, TypeError, "num_replicas=2.0 is a float"),
+        ({"rank": -1}, ValueError, "rank=-1"),
     ],
 )
 def test_a_bad_argument_is_named(changes, error, message):
     options = {"dataset_size": 2000, "seed": 1, "micro_batch": 16, "global_batch": 64} | changes
     with pytest.raises(error, match=f"^{message}"):
-        WindowSampler(options.pop("dataset_size"), **options)
+        WindowSampler(**options)
 
 
 @pytest.mark.parametrize("window", [3, 4])
@@ -148,3 +155,56 @@ def test_a_place_outside_the_world_is_refused(rank, world):
 
 def test_alone_a_sampler_is_rank_0_of_1():
     assert (build(50).rank, build(50).world_size) == (0, 1)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_place_may_be_given_by_the_names_of_distributed_sampler(world):
+    for rank in range(world):
+        named = build(148, num_replicas=world, rank=rank)
+        assert list(named) == list(build(148).shard(rank=rank, world_size=world))
+        assert named.accumulate == build(148).shard(rank=rank, world_size=world).accumulate
+
+
+class _Sized:
+    """A map-style dataset of which only the length is asked."""
+
+    def __len__(self) -> int:
+        return 50
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [range(50), [0] * 50, torch.zeros(50, 2), _Sized(), np.int64(50)],
+    ids=lambda d: type(d).__name__,
+)
+def test_a_dataset_may_stand_for_its_length(dataset):
+    options = {"seed": 42, "micro_batch": SIZE, "global_batch": 24}
+    assert list(WindowSampler(dataset, **options)) == list(build(50))
+    assert list(WindowSampler(dataset=dataset, **options)) == list(build(50))
+    assert list(WindowSampler(dataset_size=50, **options)) == list(build(50))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dataset": iter([1])}, "dataset is a list_iterator without a length"),
+        ({"dataset": torch.tensor(4)}, "dataset is a Tensor without a length"),
+        ({"dataset": "x", "dataset_size": 1}, "dataset: need the dataset or its length, once"),
+        ({}, "dataset: need the dataset or its length, once"),
+        ({"dataset": True}, "dataset_size=True is a bool"),
+    ],
+)
+def test_what_has_no_length_is_refused(given, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        WindowSampler(**given, seed=1, micro_batch=1, global_batch=1)
+
+
+def _default() -> tuple[int, int, list[list[int]]]:
+    sampler = build(20)
+    return sampler.rank, sampler.world_size, list(build(20, rank=0, num_replicas=1))
+
+
+def test_the_default_group_says_what_is_not_given(ranks):
+    found = ranks(2).run(_default)
+    assert [place[:2] for place in found] == [(0, 2), (1, 2)]
+    assert found[0][2] == found[1][2] == list(build(20))
