@@ -185,7 +185,7 @@ class WindowAccelerator:
             )
         return self.sync.accumulate(last=_has_ended(self._accelerator.gradient_state, self._loaders))
 
-    def backward(self, loss: Tensor, *, count: Count = 1, **options: Any) -> None:
+    def backward(self, loss: Tensor, *, count: Count | None = None, **options: Any) -> None:
         """Run the backward of one micro-batch: of a mean loss, or of a sum over `count` items;
         see `pe.Sync.backward`.
         """

@@ -141,7 +141,7 @@ class _TrainerAccelerator(WindowAccelerator):
 
     items: Tensor | None = None
 
-    def backward(self, loss: Tensor, *, count: Count = 1, **options: Any) -> None:
+    def backward(self, loss: Tensor, *, count: Count | None = None, **options: Any) -> None:
         """Run the backward of a mean over `items`, handed on as the sum that it stands for."""
         if self.items is not None:
             loss, count = loss * self.items, self.items

@@ -8,25 +8,29 @@ from typing import Any, TypeVar
 
 from pyengine.data.dealer import Dealer, Dealt
 from pyengine.engine.ahead import Lookahead
+from pyengine.engine.counting import Counting, CountOf, check_uncounted
 from pyengine.engine.engine import Engine
 from pyengine.window.counter import State
 
 Batch = TypeVar("Batch")
 
 
-def windows(engine: Engine, loader: Iterable[Batch] | Dealer) -> Iterator[Iterator[Any]]:
+def windows(
+    engine: Engine, loader: Iterable[Batch] | Dealer, count: CountOf | None
+) -> Iterator[Iterator[Any]]:
     """Cut a loader into windows, and go on with empty ones until every rank has run out;
     a dealer has cut them.
     """
+    counting = None if count is None else Counting(engine, loader, count)
     engine.abandon_unfinished()
     engine.is_between_loops = False
-    yield from _dealt(engine, loader) if isinstance(loader, Dealer) else _cut(engine, loader)
+    yield from _dealt(engine, loader) if isinstance(loader, Dealer) else _cut(engine, loader, counting)
     engine.reach_verdicts()
     engine.compare()
     engine.is_between_loops = True
 
 
-def _cut(engine: Engine, loader: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
+def _cut(engine: Engine, loader: Iterable[Batch], counting: Counting | None) -> Iterator[Iterator[Batch]]:
     source = Lookahead(loader)
     # A rank without any data still has to meet the others, or to send what it has resumed.
     others = engine.comm.world_size > 1 or engine.counter.is_resumed
@@ -37,6 +41,10 @@ def _cut(engine: Engine, loader: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
                 "loader has micro-batches on a rank that gets none, since there are more ranks than "
                 "micro-batches in a window: pass the loader of this rank's WindowSampler, which is empty"
             )
+        if counting is None:
+            check_uncounted(engine)
+        else:
+            counting.begin(source.peek(len(engine.counter.due)))
         yield _micro_batches(engine, source)
         engine.close_window()
         others = not source.has_next and engine.comm.world_size > 1 and engine.is_still_needed()

@@ -24,6 +24,7 @@ from pyengine.step.step_record import StepCallback, StepRecord
 from pyengine.window.callbacks import call_all
 from pyengine.window.claims import Claims, OptimizerStep
 from pyengine.window.counter import State, WindowCounter
+from pyengine.window.denominators import Denominators
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Count, Header, LocalWindow, Totals
 from pyengine.window.verdict import Evidence, Verdict
@@ -96,6 +97,7 @@ class OpenWindow:
     Attributes:
         resumed: as given, until then.
         counts: this rank's counts and losses.
+        denominators: what its losses are means over, if that was read ahead; else None.
         has_more_windows: whether another window follows, as far as this rank knows.
         header: None until it is sent.
         verdict: the outcome, None until it has landed; the host may not know it yet.
@@ -111,9 +113,11 @@ class OpenWindow:
         for loss, count in [] if resumed is None else zip(resumed.losses, resumed.counts, strict=True):
             self.counts.append(torch.tensor(loss, dtype=torch.float64), count)
         self.has_more_windows = self.is_scale_updated = self._has_begun = False
+        self.denominators: Denominators | None = None
         self.header: Header | None = None
         self.verdict: Verdict | None = None
         self.gave_up = ""
+        self._traffic = (parts.comm.traffic.collectives, parts.comm.traffic.bytes_sent)
         parts.final.reset()
 
     def backward(self, loss: Tensor, count: Count) -> None:
@@ -227,7 +231,6 @@ class OpenWindow:
             return
         parts = self._parts
         self.clock = Clock(parts.device)
-        self._traffic = (parts.comm.traffic.collectives, parts.comm.traffic.bytes_sent)
         parts.kept_grads.keep()
         parts.reducer.begin()
         self._has_begun = True
@@ -249,6 +252,9 @@ class OpenWindow:
         # The previous window's, if the host has let it run ahead: this header tells of its step. Here, behind
         # every collective that a forward may launch, all ranks are at the same point.
         parts.verdicts.reach_earlier(parts.counter.index)
+        if self.denominators is not None:
+            counter = parts.counter
+            self.counts.refusals += self.denominators.problems(counter.done, handed=counter.handed)
         self.header = header = parts.send_header(
             self.counts, more=self.has_more_windows, stage="sends a window"
         )

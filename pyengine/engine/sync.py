@@ -14,6 +14,8 @@ from torch.nn import Parameter
 from pyengine.data.dealer import Dealer
 from pyengine.engine.checkpoint.resume import load_states, take_snapshot
 from pyengine.engine.clipping import Clipping
+from pyengine.engine.counted import Counted
+from pyengine.engine.counting import CountOf, loss_and_count
 from pyengine.engine.engine import Engine
 from pyengine.engine.loop import Batch, micro_batch, windows
 from pyengine.engine.torch_names import TorchNames
@@ -23,13 +25,14 @@ from pyengine.step.step_handle import StepHandle
 from pyengine.step.step_record import StepCallback
 from pyengine.step.window_optimizer import OptimizerCheck, WindowOptimizer, check_step
 from pyengine.window.counter import State
-from pyengine.window.header import Count, checked_count
+from pyengine.window.denominators import Loss
+from pyengine.window.header import Count
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Sync(Clipping, TorchNames):
+class Sync(Clipping, Counted, TorchNames):
     """Windows, counts and the step over gradients that somebody owns; made by `GradSync` and `attach`.
 
     Example:
@@ -139,19 +142,33 @@ class Sync(Clipping, TorchNames):
             flush(self._engine.device)
         self._scaler, self._engine.parts.scaler = scaler, enabled
 
-    def windows(self, loader: Iterable[Batch] | Dealer) -> Iterator[Iterator[Any]]:
+    def windows(
+        self, loader: Iterable[Batch] | Dealer, *, count: CountOf | None = None
+    ) -> Iterator[Iterator[Any]]:
         """Cut a loader into windows of `accumulate` micro-batches; the last one may be shorter.
 
         Ranks may have different numbers of micro-batches and of windows: one that has run out goes on with
         empty windows, in which it contributes zeros, until all have. The loader is read one micro-batch
         ahead. A `Dealer` has cut its windows already, and deals their micro-batches to whoever is free.
 
+        Args:
+            loader: of this rank's micro-batches.
+            count: `count(batch)` says how many items a micro-batch's loss is summed over: a number or 0-dim
+                tensor, or a dict of them by loss. The window is then read ahead as a whole and its counts
+                are summed over all ranks before its first forward (`totals`); `backward` takes no `count`,
+                and a dict of losses, each for its own mean: see the page on counts.
+
         Yields:
             One iterator of micro-batches a window. Every micro-batch handed out counts; its backward may run
             later (several forwards first), or never (it then contributes nothing).
+
+        Raises:
+            ValueError, TypeError: what `count` gave on some rank is no count, or ranks count different
+                things; on every rank, before anything has run.
+            RuntimeError: with `count`, some rank begins this window anew in the middle of it.
         """
         self._begin_loop("windows")
-        return windows(self._engine, loader)
+        return windows(self._engine, loader, count)
 
     def accumulate(self, *, last: bool = False) -> AbstractContextManager[None]:
         """Wrap one micro-batch of a loop that cannot be nested: forward, backward, and a step that may be a
@@ -165,18 +182,21 @@ class Sync(Clipping, TorchNames):
         self._begin_loop("accumulate")
         return micro_batch(self._engine, last=last)
 
-    def backward(self, loss: Tensor, *, count: Count = 1) -> None:
+    def backward(self, loss: Loss, *, count: Count | None = None) -> None:
         """Run the backward of one micro-batch; the window's last one also reduces, overlapped.
 
         Args:
-            loss: 0-dim, summed over the micro-batch's items; or their mean, with `count` left at 1.
-            count: items in `loss`: a number or a 0-dim tensor (never read on the host). The window's gradient
-                is divided by the sum of counts over all ranks and micro-batches. 0 adds nothing to that sum.
+            loss: 0-dim, summed over the micro-batch's items; or their mean, without a `count`. Where
+                `windows` counts several losses: a dict of them, with 0 for what a micro-batch has nothing of.
+            count: items in `loss`: a number or a 0-dim tensor (never read on the host); None: what
+                `windows` has read ahead, or 1. The window's gradient is divided by the sum of counts over all
+                ranks and micro-batches. 0 adds nothing to that sum.
 
         Raises:
             RuntimeError: outside a window, or after the window was sent.
             ValueError, TypeError: the loss or the count is none; nothing has run.
         """
+        loss, count = loss_and_count(self._engine, loss, count)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
@@ -187,7 +207,6 @@ class Sync(Clipping, TorchNames):
                 "loss: requires no gradient: it was detached or computed under no_grad, or every parameter "
                 "in it is frozen"
             )
-        count = checked_count(count)
         with self._micro_batch_of_backward():
             self._engine.backward(loss, count)
 

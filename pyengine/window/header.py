@@ -96,10 +96,10 @@ class LocalWindow:
             vector: float64 `[21]`, changed in place; see `Totals.of`.
         """
         if self.losses:
-            vector[_LOSSES:] = exact_scalars.lanes(_stack(self.losses, vector.device))
+            vector[_LOSSES:] = exact_scalars.lanes(stacked(self.losses, vector.device))
         unread = [count for count in self.counts if isinstance(count, Tensor)]
         if unread:
-            counts = _stack(unread, vector.device)
+            counts = stacked(unread, vector.device)
             valid = self.are_valid(counts)
             vector[_COUNT] += torch.where(valid, counts, 0.0).sum()
             vector[_INVALID] += (~valid).sum()
@@ -141,9 +141,9 @@ class RunningWindow(LocalWindow):
 
     def append(self, loss: Tensor, count: Count) -> None:
         super().append(loss, count)
-        self._loss = self._loss + _stack([loss], self._loss.device)[0]
+        self._loss = self._loss + stacked([loss], self._loss.device)[0]
         if isinstance(count, Tensor):
-            (value,) = _stack([count], self._loss.device)
+            (value,) = stacked([count], self._loss.device)
             valid = self.are_valid(value)
             self._count = self._count + torch.where(valid, value, 0.0)
             self._invalid = self._invalid + (~valid).double()
@@ -316,7 +316,8 @@ def _pack(
     return vector
 
 
-def _stack(values: Sequence[Tensor], device: torch.device) -> Tensor:
+def stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return tensors of one element each, of any real types and devices, as float64 `[n]` on `device`."""
     return torch.stack(
         [value.detach().to(device, torch.float64, non_blocking=True).reshape(()) for value in values]
     )

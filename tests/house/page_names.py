@@ -83,6 +83,31 @@ def engine() -> Iterator[Names]:
 
 
 @contextmanager
+def counts() -> Iterator[Names]:
+    """An engine over a model of tokens, sequences of them by prompt, and losses."""
+    with loop() as names:
+        labels = torch.randint(3, (24, 5))
+        labels[::2, 3:] = -100
+        batch = {"x": torch.randn(24, 5, 4), "labels": labels, "prompt_tokens": torch.full((24,), 9)}
+        names["loader"] = [
+            {name: value[i : i + 3] for name, value in batch.items()} | {"num_prompts": i % 2}
+            for i in range(0, 24, 3)
+        ]
+        names |= {"token_losses": _token_losses, "losses": _losses}
+        yield names | {"sync": pe.GradSync(names["model"], accumulate=4)}
+
+
+def _token_losses(model: nn.Module, batch: Names) -> tuple[torch.Tensor, torch.Tensor]:
+    labels = batch["labels"]
+    return cross_entropy(model(batch["x"]).mT, labels, reduction="none"), labels != -100
+
+
+def _losses(model: nn.Module, batch: Names) -> list[torch.Tensor]:
+    per_token, _ = _token_losses(model, batch)
+    return [per_token.sum(), per_token[:, 1:].sum(), model(batch["x"]).square().mean()]
+
+
+@contextmanager
 def exact() -> Iterator[Names]:
     """A sampler, and parts of the third window, which was interrupted."""
     with loop() as names, _shared_folder() as folder:
@@ -192,6 +217,7 @@ def adapters() -> Iterator[Names]:
 NAMES = {
     "README.md": (ddp, 2),
     "docs/adapters.md": (adapters, 1),
+    "docs/counts.md": (counts, 2),
     "docs/migrate.md": (plain_ddp, 2),
     "docs/reproducible.md": (exact, 2),
     "docs/study.md": (study, 2),

@@ -95,6 +95,7 @@ _KINDS: dict[str, _Kind] = {
     "places": _DISTINCT,
     "counts": _NUMBERS,
     "losses": _NUMBERS,
+    "totals": (lambda value: _is_dict_of(value, is_number), "numbers by loss"),
     "sums": (lambda value: _is_dict_of(value, _are_tensors), "tensors by part by parameter"),
     "batch_norm": (lambda value: _is_list_of(value, _is_dense), "a list of tensors"),
     "carry": (lambda value: _is_dict_of(value, _is_tensor), "tensors by parameter"),

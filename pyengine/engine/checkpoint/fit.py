@@ -82,7 +82,10 @@ class Form:
         numbers = _numbers_differ(snapshot)
         if numbers:
             return [numbers]
-        looks = (self._place, self._count, self._sum, self._row, self._carry, self._order, self._scaler, _rng)
+        looks = (
+            *(self._place, self._count, self._totals, self._sum, self._row),
+            *(self._carry, self._order, self._scaler, _rng),
+        )
         return [f"state of {snapshot.owner} has {text}" for look in looks for text in look(snapshot)]
 
     def _place(self, s: Snapshot) -> Iterator[str]:
@@ -99,6 +102,11 @@ class Form:
                     f"count={count} at place {place}: no step could use this window, so go on from an "
                     "earlier state"
                 )
+
+    def _totals(self, s: Snapshot) -> Iterator[str]:
+        for name, total in s.totals.items():
+            if not (math.isfinite(total) and total >= 0):
+                yield f"totals[{name!r}]={total}, need a finite number of at least 0"
 
     def _sum(self, s: Snapshot) -> Iterator[str]:
         if s.sums and not s.places:

@@ -58,7 +58,8 @@ def take_snapshot(engine: Engine) -> Snapshot:
         snapshot.places = list(counter.places)
         snapshot.counts = [float(count) for count in engine.current.counts.counts]
         snapshot.losses = [float(loss) for loss in engine.current.counts.losses]
-        loaded = engine.current.resumed
+        loaded, known = engine.current.resumed, engine.current.denominators
+        snapshot.totals = dict(known.totals if known else loaded.totals if loaded else {})
         snapshot.sums = engine.reducer.save() if loaded is None else loaded.sums
         snapshot.batch_norm = engine.batch_norms.save() if loaded is None else loaded.batch_norm
     return snapshot

@@ -63,6 +63,7 @@ class Snapshot:
         order: of the buckets; see `Reducer.order`.
         places: indices, in the window over all ranks, of the micro-batches in `sums`.
         counts, losses: theirs.
+        totals: of the open window, by loss, if its counts were read ahead; then saved, else left out.
         sums: see `Saved`.
         batch_norm: rows of running statistics, one a micro-batch; see `BatchNormReplay.save`.
         carry: gradients kept from the window before, by name: the parameter's shape and dtype.
@@ -82,6 +83,7 @@ class Snapshot:
     places: list[int] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    totals: dict[str, float] = field(default_factory=dict)
     sums: Saved = field(default_factory=dict)
     batch_norm: list[Tensor] = field(default_factory=list)
     carry: dict[str, Tensor] = field(default_factory=dict)
@@ -96,7 +98,7 @@ class Snapshot:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as tensors and plain values, which `torch.load` reads with `weights_only=True`."""
-        content = {name: getattr(self, name) for name in _CONTENT}
+        content = {name: getattr(self, name) for name in _CONTENT if name != _OPTIONAL or self.totals}
         content["identity"] = dict(vars(self.identity))
         position = {name: content[name] for name in _POSITION}
         return {"version": VERSION, **position, self.owner: (content, checksum(content))}
@@ -117,6 +119,7 @@ class Snapshot:
 
 
 _CONTENT = [f.name for f in fields(Snapshot) if f.name != "checksum"]
+_OPTIONAL = "totals"
 _NEED = f"need what sync.state_dict() returned, version {VERSION} or {_FLAT}"
 
 
@@ -153,6 +156,7 @@ def _checksum(content: dict[str, Any]) -> int:
 
 def _of(content: dict[str, Any], found: int) -> Snapshot:
     """Make a snapshot of its content, if every field is of its kind."""
+    content = {_OPTIONAL: {}, **content}
     differ = sorted(set(_CONTENT) ^ set(content), key=str)
     if differ:
         what = ", ".join(f"{name} {'is too much' if name in content else 'is missing'}" for name in differ)

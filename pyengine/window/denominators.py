@@ -1,0 +1,139 @@
+"""Losses of one window that are means over different things: tokens, sequences, prompts.
+
+There is one divisor. With totals known before the first backward, a loss that is to be divided by another
+total than the window's is multiplied by the ratio of the two, so that one division serves all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# What a number is called that is counted alone.
+ONLY = "count"
+
+Loss = Tensor | Mapping[str, Tensor | float]
+
+
+def base_of(totals: Mapping[str, float]) -> str:
+    """Return the loss whose total is the divisor: the first one that anything was counted for."""
+    return next((name for name, total in totals.items() if total), next(iter(totals), ONLY))
+
+
+@dataclass
+class Denominators:
+    """What the losses of a window are means over, on all ranks together.
+
+    Attributes:
+        totals: by loss, the count over all ranks and micro-batches; the order of the names is the order in
+            which losses are added up. Empty where no rank has data.
+        counts: by micro-batch of this rank, in the order of their hand-out, the count of each loss.
+        first: micro-batches of the window that were done before these.
+    """
+
+    totals: Mapping[str, float]
+    counts: Sequence[Mapping[str, float]]
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        self.base = base_of(self.totals)
+        self._has_several_out = False
+
+    def take(self, done: int, *, handed: int) -> float:
+        """Return what a micro-batch adds to the divisor, whose backward is about to run.
+
+        Args:
+            done: backwards before it; what is beyond those counted (padding) adds nothing.
+            handed: micro-batches handed out.
+        """
+        self._has_several_out |= handed - done > 1
+        index = done - self.first
+        return self.counts[index][self.base] if index < len(self.counts) else 0.0
+
+    def problems(self, done: int, *, handed: int) -> list[str]:
+        """Say why a window that ends cannot be divided by what was counted.
+
+        Args:
+            done: backwards that were run.
+            handed: micro-batches that were handed out.
+        """
+        counted = self.first + len(self.counts)
+        why = ""
+        if len(self.totals) > 1 and done < counted:
+            why = (
+                f"the losses were weighed by totals that count {counted} micro-batches of this rank. Run the "
+                "backward of each, with 0 for losses that are to be left out"
+            )
+        elif self._has_several_out and done < handed:
+            why = (
+                f"{handed} micro-batches were handed out, several of them before their backwards, so it "
+                "cannot be told whose counts to leave out. Run every backward, of a loss times 0 if need be"
+            )
+        return [f"window ended after {done} backwards, and {why}"] if why else []
+
+    def weigh(self, losses: Loss, device: torch.device) -> Tensor:
+        """Return Σ loss × (the divisor / its own total): behind the division, the sum of the losses' means.
+
+        A loss whose total is 0 is left out, whatever its value: its graph is not touched.
+
+        Args:
+            losses: sums over a micro-batch's items, 0-dim, by name; 0 in place of a tensor says that there
+                are none. A tensor alone, if there is one name.
+            device: of the result where nothing is added up.
+
+        Returns:
+            0-dim; of a type not narrower than float32 if anything was multiplied.
+
+        Raises:
+            ValueError: the names are not those that were counted, or a loss is no 0-dim tensor.
+        """
+        if not isinstance(losses, Mapping):
+            if len(self.totals) > 1:
+                raise ValueError(
+                    f"loss: got one, and this window counts {self._names}: need a dict of a loss for each, 0 "
+                    "where a micro-batch has nothing of it"
+                )
+            return losses
+        self._check(losses)
+        terms = [self._term(name, losses[name]) for name, total in self.totals.items() if total]
+        known = [term for term in terms if term is not None]
+        if not known:
+            return torch.zeros((), device=device, requires_grad=True)
+        return sum(known[1:], start=known[0])
+
+    def _term(self, name: str, loss: Tensor | float) -> Tensor | None:
+        if not isinstance(loss, Tensor):
+            return None
+        if name == self.base:
+            return loss
+        # A narrow type would round the ratio.
+        wide = loss.float() if loss.dtype.itemsize < torch.float32.itemsize else loss
+        return wide * (self.totals[self.base] / self.totals[name])
+
+    def _check(self, losses: Mapping[str, Tensor | float]) -> None:
+        if losses.keys() != self.totals.keys():
+            raise ValueError(
+                f"loss: got {', '.join(map(repr, losses)) or 'an empty dict'}, and this window counts "
+                f"{self._names}: need a loss for each, 0 where a micro-batch has nothing of it"
+            )
+        for name, loss in losses.items():
+            if got := _unlike_loss(loss):
+                raise ValueError(
+                    f"loss[{name!r}]: got {got}, need a 0-dim tensor of a floating type, summed over the "
+                    "items that were counted; or 0 where there are none"
+                )
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(map(repr, self.totals))
+
+
+def _unlike_loss(loss: object) -> str:
+    """Say what was given in place of a loss; empty if it is one, or 0."""
+    if isinstance(loss, Tensor):
+        is_floating = loss.is_floating_point()
+        return str(list(loss.shape)) if loss.dim() else "" if is_floating else str(loss.dtype)
+    return "" if type(loss) in (int, float) and loss == 0 else repr(loss)

@@ -1,0 +1,109 @@
+"""Counts read ahead: every loss is the mean over its own items, over all ranks and micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import WORLDS, engine, me
+from recipes import RECIPES, Batch, Heads, gradient_of, micro_batch
+
+import pyengine as pe
+
+ACCUMULATE = 3
+PLAN = [7, 0, 5, 1]  # micro-batches by rank: short windows, and a rank without data
+
+
+def _windows(world: int) -> list[list[int]]:
+    """Return the seeds of every global window."""
+    longest = max(PLAN[:world])
+    return [
+        [100 * r + k for r in range(world) for k in range(start, min(start + ACCUMULATE, PLAN[r]))]
+        for start in range(0, longest, ACCUMULATE)
+    ]
+
+
+def _train(kind: str, recipe_name: str, dtype: torch.dtype, **options: Any) -> None:
+    rank, world = me()
+    recipe = RECIPES[recipe_name]
+    model = Heads(dtype)
+    sync, forward = engine(kind, model, accumulate=ACCUMULATE, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    loader = [micro_batch(100 * rank + k) for k in range(PLAN[rank])]
+    expected = _windows(world)
+    for seeds, window in zip(expected, sync.windows(loader, count=recipe.count), strict=True):
+        batches = [micro_batch(seed) for seed in seeds]
+        loss, want = gradient_of(recipe, model, batches)
+        assert sync.totals == _totals(recipe.count, batches)
+        for batch in window:
+            sync.backward(recipe.losses(forward, batch))
+        sync.unscale_()
+        for p, grad in zip(model.parameters(), want, strict=True):
+            _assert_near(p.grad, grad, dtype)
+        assert sync.step(optimizer)
+        tolerance = 16 * torch.finfo(dtype).eps
+        assert records[-1].loss == pytest.approx(loss, rel=tolerance)
+        assert records[-1].count == next(iter(sync.totals.values()))
+
+
+def _totals(count: Any, batches: list[Batch]) -> dict[str, float]:
+    given = [count(batch) for batch in batches]
+    named = [counts if isinstance(counts, dict) else {"count": counts} for counts in given]
+    return {name: sum(float(counts[name]) for counts in named) for name in named[0]}
+
+
+def _assert_near(got: torch.Tensor | None, want: torch.Tensor, dtype: torch.dtype) -> None:
+    """Compare, up to 64 roundings to `dtype` of terms as large as the largest gradient; None: it is 0."""
+    bound = 64 * torch.finfo(dtype).eps * want.abs().max()
+    error = want if got is None else got.double() - want
+    assert (error.abs() <= bound).all(), (got, want)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_the_gradient_of_the_whole_window(ranks, recipe, world):
+    ranks(world).run(_train, "own", recipe, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["own-native", "own-exact", "attach", "attach-view"])
+@pytest.mark.parametrize("recipe", ["several heads", "prompt mean"])
+def test_every_owner_of_the_gradients_takes_weighed_losses(ranks, recipe, kind):
+    ranks(3).run(_train, kind, recipe, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_narrow_parameters_and_a_narrow_wire_take_weighed_losses(ranks, kind):
+    ranks(2).run(_train, kind, "several heads", torch.bfloat16, wire=pe.wire.BF16())
+
+
+MICRO_BATCHES = 12
+
+
+def _exact_bits(kind: str, recipe_name: str) -> list[torch.Tensor]:
+    """Train on the same windows of twelve micro-batches on any number of ranks."""
+    rank, world = me()
+    recipe, model = RECIPES[recipe_name], Heads()
+    accumulate = MICRO_BATCHES // world
+    exact = pe.Exact(micro_batches=MICRO_BATCHES)
+    if kind == "own":
+        sync, forward = pe.GradSync(model, accumulate=accumulate, accumulator=exact), model
+    else:
+        sync, forward = engine(kind, model, accumulate=accumulate, accumulator=exact)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+    own = [MICRO_BATCHES * window + rank * accumulate + k for window in range(3) for k in range(accumulate)]
+    for window in sync.windows([micro_batch(seed) for seed in own], count=recipe.count):
+        for batch in window:
+            sync.backward(recipe.losses(forward, batch))
+        sync.clip_grad_norm_(0.5)
+        assert sync.step(optimizer)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+@pytest.mark.parametrize("recipe", ["several heads", "prompt mean"])
+def test_exact_sums_of_weighed_losses_have_the_same_bits_for_every_world_size(ranks, kind, recipe):
+    first, *others = [bits for world in WORLDS for bits in ranks(world).run(_exact_bits, kind, recipe)]
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))

@@ -1,0 +1,176 @@
+"""A window whose counts were read ahead goes on from a state: its losses are weighed by the same totals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import engine, me
+from recipes import RECIPES, TOKEN_MEAN, Heads, Recipe, micro_batch
+from states import content
+
+import pyengine as pe
+
+MICRO_BATCHES, WINDOWS, STOP = 12, 3, 1
+States = list[dict[str, Any]]
+Bits = list[torch.Tensor]
+
+
+class Run:
+    """Trains windows of twelve micro-batches on any number of ranks.
+
+    Args:
+        kind: of engine; exact sums, so that the result does not depend on the number of ranks.
+        recipe: what is counted, and the losses.
+        first: parameters to start from; None: new ones.
+    """
+
+    def __init__(self, kind: str, recipe: Recipe, first: Bits | None = None) -> None:
+        _, world = me()
+        self.recipe, self.model = recipe, Heads()
+        if first is not None:
+            for p, value in zip(self.model.parameters(), first, strict=True):
+                p.data.copy_(value)
+        exact = pe.Exact(micro_batches=MICRO_BATCHES)
+        if kind == "own":
+            self.sync: pe.Sync = pe.GradSync(self.model, accumulate=MICRO_BATCHES // world, accumulator=exact)
+            self.forward: torch.nn.Module = self.model
+        else:
+            self.sync, self.forward = engine(
+                kind, self.model, accumulate=MICRO_BATCHES // world, accumulator=exact
+            )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.125)
+        self.sampler = pe.WindowSampler(
+            MICRO_BATCHES * WINDOWS, seed=3, micro_batch=1, global_batch=MICRO_BATCHES
+        )
+
+    def train(self, *, start: int = 0, stop: int | None = None, count: Any = None) -> None:
+        """Train from a window on, to the end, or to where this rank has done `stop` micro-batches of the
+        window STOP.
+        """
+        self.sampler.set_epoch(0, window=start, due=self.sync.due)
+        loader = [micro_batch(rows[0]) for rows in self.sampler]
+        for number, window in enumerate(self.sync.windows(loader, count=count or self.recipe.count), start):
+            for done, batch in enumerate(window):
+                if number == STOP and done == stop:
+                    return
+                self.sync.backward(self.recipe.losses(self.forward, batch))
+            assert self.sync.step(self.optimizer)
+
+    @property
+    def bits(self) -> Bits:
+        """The parameters."""
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+def _whole(kind: str, recipe: str) -> Bits:
+    run = Run(kind, RECIPES[recipe])
+    run.train()
+    return run.bits
+
+
+def _saved(kind: str, recipe: str, stops: list[int]) -> tuple[dict[str, Any], Bits]:
+    """Stop in the middle of the second window; rank r after `stops[r]` micro-batches."""
+    rank, _ = me()
+    run = Run(kind, RECIPES[recipe])
+    run.train(stop=stops[rank])
+    # What has been handed out and not been done is what this rank would not come back from.
+    run.sync._engine.counter.places = run.sync._engine.counter.places[: stops[rank]]
+    return run.sync.state_dict(), run.bits
+
+
+def _resumed(kind: str, recipe: str, states: States, bits: Bits) -> Bits:
+    rank, world = me()
+    run = Run(kind, RECIPES[recipe], bits)
+    run.sync.load_state_dict(states[rank] if len(states) == world else states)
+    run.train(start=STOP)
+    return run.bits
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind", "recipe"),
+    [
+        (3, 3, "own", "several heads"),
+        (2, 2, "attach", "prompt mean"),
+        (4, 2, "own", "prompt mean"),
+        (1, 3, "attach", "several heads"),
+        (2, 1, "own", "several heads"),
+    ],
+)
+def test_a_window_goes_on_with_the_totals_it_began_with(ranks, kind, recipe, before, after):
+    # Some ranks have done nothing, so that only others know the totals; DDP's forwards may be collective.
+    least = int(kind == "attach")
+    saved = ranks(before).run(_saved, kind, recipe, [1, least, 2, least] if before > 1 else [5])
+    states, bits = [state for state, _ in saved], saved[0][1]
+    whole = ranks(1).run(_whole, kind, recipe)[0]
+    for found in ranks(after).run(_resumed, kind, recipe, states, bits):
+        assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+
+
+def _refused(recipe: str, states: States, change: str) -> str:
+    rank, _ = me()
+    run = Run("own", RECIPES[recipe])
+    run.sync.load_state_dict(states[rank])
+    with pytest.raises(ValueError, match="count") as caught:
+        if change == "another loader":
+            loader = [micro_batch(700 + index) for index in range(99)]
+            for _ in run.sync.windows(loader, count=run.recipe.count):
+                pass
+        elif change == "no counts":
+            next(run.sync.windows([micro_batch(0)] * 9))
+        else:
+            run.train(start=STOP)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("another loader", "the window that goes on was to count"),
+        ("other names", "have the totals"),
+    ],
+)
+def test_what_is_not_the_window_that_was_saved_is_refused_on_every_rank(ranks, change, message):
+    states = [state for state, _ in ranks(2).run(_saved, "own", "several heads", [1, 0])]
+    recipe = "token mean" if change == "other names" else "several heads"
+    first, *others = ranks(2).run(_refused, recipe, states, change)
+    assert others == [first]
+    assert message in first
+
+
+def test_a_window_of_several_losses_does_not_go_on_without_its_counts(ranks):
+    states = [state for state, _ in ranks(2).run(_saved, "own", "several heads", [1, 2])]
+    first, _ = ranks(2).run(_refused, "several heads", states, "no counts")
+    assert "loop over sync.windows(loader, count=...)" in first
+
+
+def _uncounted_state() -> dict[str, Any]:
+    run = Run("own", TOKEN_MEAN)
+    run.sampler.set_epoch(0)
+    for window in run.sync.windows([micro_batch(rows[0]) for rows in run.sampler]):
+        for batch in window:
+            run.sync.backward(TOKEN_MEAN.losses(run.model, batch), count=TOKEN_MEAN.count(batch))
+            return run.sync.state_dict()
+    raise AssertionError
+
+
+def test_a_window_that_was_begun_without_counts_goes_on_with_one(ranks):
+    states = ranks(1).run(_uncounted_state)
+    assert "totals" not in content(states[0])
+    found = ranks(1).run(_resumed_uncounted, "token mean", states)
+    assert found == [""]
+    assert "was begun without" in ranks(1).run(_resumed_uncounted, "several heads", states)[0]
+
+
+def _resumed_uncounted(recipe: str, states: States) -> str:
+    run = Run("own", RECIPES[recipe])
+    run.sync.load_state_dict(states[0])
+    try:
+        run.train()
+    except ValueError as error:
+        return str(error)
+    whole = Run("own", RECIPES[recipe])
+    whole.train()
+    assert all(torch.equal(a, b) for a, b in zip(run.bits, whole.bits, strict=True))
+    return ""

@@ -1,0 +1,285 @@
+"""Windows whose counts were read ahead: with nothing counted, ended early, dropped, begun anew."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import WORLDS, Batch, Integers, assert_same, engine, grads, integers, me, mean_of_integers
+
+import pyengine as pe
+
+Made = tuple[pe.Sync, torch.nn.Module, Integers, torch.optim.Optimizer]
+
+
+def _made(kind: str = "own", accumulate: int = 3, **options: Any) -> Made:
+    model = Integers(torch.float32)
+    sync, forward = engine(kind, model, accumulate=accumulate, **options)
+    return sync, forward, model, torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def _batches(num: int, first: int = 0) -> list[Batch]:
+    rank, _ = me()
+    return [_batch(rank, index) for index in range(first, first + num)]
+
+
+def _batch(rank: int, index: int) -> Batch:
+    return integers(100 * rank + index, 1 + (rank + index) % 4)
+
+
+def _items(batch: Batch) -> int:
+    return len(batch[0])
+
+
+def _both(batch: Batch) -> dict[str, int]:
+    """Count two losses, the second of which has items in every other micro-batch's size only."""
+    return {"ce": len(batch[0]), "aux": 1}
+
+
+def _nothing(losses: str) -> tuple[list[str], list[float | None]]:
+    """Train four windows in which some losses have nothing to be divided by, and are nan there."""
+    rank, world = me()
+    sync, forward, model, optimizer = _made(accumulate=1)
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    counts = [{"a": 2, "b": 4}, {"a": 0, "b": 4}, {"a": 2, "b": 0}, {"a": 0, "b": 0}]
+    bases = []
+    for index, window in enumerate(sync.windows(range(4), count=lambda index: counts[index])):
+        for _ in window:
+            x, t = _batch(rank, 0)
+            given = {name: forward(x, t) * (1 if counts[index][name] else math.nan) for name in ("a", "b")}
+            if losses == "own":
+                given["b"] = given["b"] if counts[index]["b"] else 0
+            sync.backward(given)
+        sync.unscale_()
+        stepped = sync.step(optimizer)
+        assert bool(stepped) == any(counts[index].values())
+        if stepped:
+            # a / (2 W) + b / (4 W), of whichever there are
+            weight = sum(4 // count for count in counts[index].values() if count)
+            batches = [_batch(r, 0) for r in range(world)] * weight
+            assert_same(grads(model), mean_of_integers(model, batches, 4 * world))
+        bases.append(sync._engine.current.denominators.base)
+    return bases, [record.count for record in records]
+
+
+@pytest.mark.parametrize("losses", ["all", "own"])
+def test_a_loss_of_which_nothing_was_counted_adds_nothing_even_if_it_is_nan(ranks, losses):
+    bases = ["a", "b", "a", "a"]
+    for rank, found in enumerate(ranks(2).run(_nothing, losses)):
+        assert found == (bases, [4.0, 8.0, 4.0, 0.0]), rank
+
+
+# What rank 0 does of the first window's three micro-batches, in turns: the backwards it runs in each.
+TURNS = {
+    "break": [[0], [1]],
+    "break before the backward": [[0], []],
+    "skip the last": [[0], [1], []],
+    "skip the first": [[], [1], [2]],
+    "two at once": [[], [0, 1], []],
+}
+
+
+def _ends_early(how: str, count: Any) -> str:
+    """Train two windows, the first of which rank 0 ends early; return what refuses it."""
+    rank, world = me()
+    made = sync, forward, model, optimizer = _made()
+    message = ""
+    turns = [TURNS[how], *[[[0], [1], [2]]] * (world - 1)]  # by rank
+    try:
+        for number, window in enumerate(sync.windows(_batches(len(turns[rank]) + 3), count=count)):
+            taken: list[Batch] = []
+            for turn in turns[rank] if number == 0 else [[0], [1], [2]]:
+                taken.append(next(window))
+                for index in turn:
+                    sync.backward(_losses(sync, forward, taken[index]))
+            sync.flush()
+            sync.unscale_()
+            done = [[index for turn in own for index in turn] for own in turns]
+            if number == 1:
+                done = [[len(own) + index for index in range(3)] for own in turns]
+            batches = [_batch(r, k) for r in range(world) for k in done[r]]
+            assert_same(grads(model), mean_of_integers(model, batches, sum(map(_items, batches))))
+            assert sync.step(optimizer)
+    except ValueError as error:
+        message = str(error)
+    _train(*made)
+    return message
+
+
+def _losses(sync: pe.Sync, forward: torch.nn.Module, batch: Batch) -> dict[str, Any]:
+    loss = forward(*batch)
+    return {name: loss if name in ("ce", "count") else 0 for name in sync.totals}
+
+
+def _train(
+    sync: pe.Sync,
+    forward: torch.nn.Module,
+    model: Integers,
+    optimizer: torch.optim.Optimizer,
+    *,
+    first: int = 0,
+) -> None:
+    """Train a window, and compare its gradient."""
+    _, world = me()
+    for window in sync.windows(_batches(3, first), count=_items):
+        for batch in window:
+            sync.backward(forward(*batch))
+        sync.unscale_()
+        batches = [_batch(r, k) for r in range(world) for k in range(first, first + 3)]
+        assert_same(grads(model), mean_of_integers(model, batches, sum(map(_items, batches))))
+        assert sync.step(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("how", "world"),
+    [*[("break", world) for world in WORLDS], ("break before the backward", 2), ("skip the last", 3)],
+)
+def test_one_loss_of_a_window_that_ends_early_is_divided_by_what_was_done(ranks, how, world):
+    assert ranks(world).run(_ends_early, how, _items) == [""] * world
+
+
+@pytest.mark.parametrize("how", ["skip the first", "two at once"])
+def test_a_window_of_which_it_cannot_be_told_what_was_done_is_refused_on_every_rank(ranks, how):
+    first, *others = ranks(3).run(_ends_early, how, _items)
+    assert others == [first] * 2
+    assert "rank 0: window ended after 2 backwards, and 3 micro-batches were handed out" in first
+
+
+@pytest.mark.parametrize("how", ["break", "skip the last"])
+def test_several_losses_of_a_window_that_ends_early_are_refused_on_every_rank(ranks, how):
+    first, *others = ranks(3).run(_ends_early, how, _both)
+    assert others == [first] * 2
+    assert "rank 0: window ended after 2 backwards, and the losses were weighed by totals" in first
+
+
+def _backwards_later(kind: str) -> None:
+    sync, forward, model, optimizer = _made(kind)
+    _, world = me()
+    for window in sync.windows(_batches(3), count=_items):
+        losses = [forward(*batch) for batch in window]
+        for loss in reversed(losses):
+            sync.backward(loss)
+        sync.unscale_()
+        batches = [_batch(r, k) for r in range(world) for k in range(3)]
+        assert_same(grads(model), mean_of_integers(model, batches, sum(map(_items, batches))))
+        assert sync.step(optimizer)
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_backwards_may_come_after_all_forwards_in_any_order(ranks, kind):
+    ranks(2).run(_backwards_later, kind)
+
+
+class Stop(Exception):
+    """What a body raises here."""
+
+
+def _dropped() -> None:
+    """Raise in the middle of the first window, on all ranks, and begin anew."""
+    sync, forward, *_ = made = _made()
+    with pytest.raises(Stop):
+        for window in sync.windows(_batches(3), count=_items):
+            sync.backward(forward(*next(window)))
+            raise Stop
+    _train(*made, first=3)
+
+
+def test_a_window_that_all_ranks_drop_is_counted_anew(ranks):
+    ranks(2).run(_dropped)
+
+
+def _dropped_by_one() -> list[str]:
+    """Rank 0 raises in the middle of a window, and begins it anew while the others end it."""
+    rank, _ = me()
+    sync, forward, model, optimizer = _made()
+    messages = []
+    for _ in range(2):
+        try:
+            for window in sync.windows(_batches(3), count=_items):
+                for index, batch in enumerate(window):
+                    if index == 1 and rank == 0 and not messages:
+                        raise Stop
+                    sync.backward(forward(*batch))
+                sync.step(optimizer)
+        except (Stop, RuntimeError) as error:
+            messages.append(str(error))
+    if rank == 0:  # its second attempt met the others' first
+        _train(sync, forward, model, optimizer)
+    return messages
+
+
+def test_a_window_that_one_rank_drops_is_refused_on_every_rank_and_then_counted_anew(ranks):
+    first, *others = ranks(3).run(_dropped_by_one)
+    assert first[0] == ""
+    assert all(other == first[1:] for other in others)
+    assert "rank 0: begins a loop with counts read ahead" in first[1]
+    assert "rank 1: sends a window" in first[1]
+
+
+def _broken_loader() -> None:
+    """Rank 0's loader fails while a window is read ahead; it goes on with another one."""
+    rank, _ = me()
+    sync, forward, model, optimizer = _made()
+
+    def loader() -> Iterator[Batch]:
+        yield from _batches(2)
+        raise OSError("gone")
+
+    if rank == 0:
+        with pytest.raises(OSError, match="gone"):
+            next(sync.windows(loader(), count=_items))
+    _train(sync, forward, model, optimizer)
+
+
+def test_a_loader_that_fails_while_a_window_is_read_concerns_its_own_rank(ranks):
+    ranks(2).run(_broken_loader)
+
+
+def _epochs(kind: str) -> list[tuple[float | None, int]]:
+    """Train epochs with counts read ahead, with counts given, and with others read ahead."""
+    rank, world = me()
+    sync, forward, _, optimizer = _made(kind)
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    for epoch in range(3):
+        num = 4 if rank == world - 1 else 5
+        for window in sync.windows(_batches(num), count=[_items, None, _both][epoch]):
+            for batch in window:
+                if epoch == 2:
+                    sync.backward({"ce": forward(*batch), "aux": 0})
+                elif epoch == 1:
+                    sync.backward(forward(*batch), count=_items(batch))
+                else:
+                    sync.backward(forward(*batch))
+            assert sync.step(optimizer)
+        assert bool(sync.totals) == (epoch != 1)
+    return [(record.loss, record.collectives) for record in records]
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_epochs_may_count_in_different_ways(ranks, kind):
+    for records in ranks(2).run(_epochs, kind):
+        ahead, given, several = records[:2], records[2:4], records[4:]
+        assert [loss for loss, _ in ahead] == [loss for loss, _ in given] == [loss for loss, _ in several]
+        # A header and the counts more; an engine's first window also agrees on an order of buckets.
+        assert ahead[1][1] == given[1][1] + 2 == several[1][1]
+
+
+def _then_no_sync() -> None:
+    sync, forward, _, optimizer = made = _made()
+    _train(*made)
+    (batch,) = _batches(1)
+    with pytest.raises(RuntimeError, match="weigh: no counts of this window"):
+        sync.weigh({"count": forward(*batch)})
+    sync.set_requires_gradient_sync(True)
+    sync.backward(forward(*batch), count=_items(batch))
+    assert sync.step(optimizer)
+    assert sync.totals == {}
+
+
+def test_a_window_that_a_backward_opens_has_counts_of_its_own(ranks):
+    ranks(2).run(_then_no_sync)

@@ -1,0 +1,94 @@
+"""What a function gives for micro-batches is counted, or said to be no count, with its micro-batch."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from pyengine.engine.counting import Counting, CountsAhead
+from pyengine.engine.engine import Engine
+from pyengine.window.header import LocalWindow
+
+CPU = torch.device("cpu")
+
+
+def _counted(
+    *given: Any, names: list[str] | None = None, is_exact: bool = False
+) -> tuple[list[dict[str, float]], list[str]]:
+    """Count micro-batches 4 and following; return the counts and the problems."""
+    ahead = CountsAhead(LocalWindow(is_exact), names or [], first=4)
+    for one in given:
+        ahead.add(lambda batch: batch, one)
+    return ahead.read(CPU), ahead.problems
+
+
+@pytest.mark.parametrize(
+    ("given", "counts"),
+    [
+        ([], []),
+        ([3, 0.5], [{"count": 3.0}, {"count": 0.5}]),
+        ([torch.tensor(3), 2, torch.tensor([4.0])], [{"count": 3.0}, {"count": 2.0}, {"count": 4.0}]),
+        ([{"a": 1, "b": torch.tensor(2)}, {"b": 3, "a": 0}], [{"a": 1.0, "b": 2.0}, {"b": 3.0, "a": 0.0}]),
+        ([torch.tensor(True).sum()], [{"count": 1.0}]),
+    ],
+    ids=str,
+)
+def test_numbers_and_tensors_are_counted_by_name(given, counts):
+    assert _counted(*given) == (counts, [])
+
+
+NEED = "need a finite number of at least 0 and at most 2**53"
+WRONG = [
+    (-1, f"count of micro-batch 5 is -1.0: {NEED}"),
+    (torch.tensor(-1), f"count of micro-batch 5 is -1.0: {NEED}"),
+    (math.nan, f"count of micro-batch 5 is nan: {NEED}"),
+    (2.0**54, f"count of micro-batch 5 is 1.8014398509481984e+16: {NEED}"),
+    (10**400, f"count of micro-batch 5 is inf: {NEED}"),
+    (True, "count of micro-batch 5: count=True is a bool"),
+    ("4", "count of micro-batch 5: count='4' is a str"),
+    (None, "count of micro-batch 5: count=None is a NoneType"),
+    (torch.ones(2), "count of micro-batch 5: count: got a tensor of shape [2]"),
+    (torch.tensor(True), "count of micro-batch 5: count: got a tensor of torch.bool"),
+    ({}, "count of micro-batch 5 has the names []: need strings, at least one"),
+    ({1: 3}, "count of micro-batch 5 has the names [1]: need strings, at least one"),
+    ({"ce": 3}, "count of micro-batch 5 has ['ce'], and ['count'] elsewhere: need the same names"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_what_is_no_count_is_said_with_its_micro_batch(wrong, message):
+    _, (problem,) = _counted(3, wrong)
+    assert problem.startswith(message)
+
+
+@pytest.mark.parametrize("given", [{"ce": 3}, {"ce": 3, "aux": 1, "z": 2}], ids=str)
+def test_a_missing_and_an_extra_name_are_said(given):
+    _, (problem,) = _counted(given, names=["ce", "aux"])
+    assert problem.startswith(f"count of micro-batch 4 has {list(given)}, and ['ce', 'aux'] elsewhere")
+
+
+def test_every_wrong_value_is_said_with_its_name():
+    _, problems = _counted({"ce": -1, "aux": "1"}, {"ce": 1, "aux": math.inf})
+    assert [problem.split(":")[0] for problem in problems] == [
+        "count['aux'] of micro-batch 4",
+        "count['ce'] of micro-batch 4 is -1.0",
+        "count['aux'] of micro-batch 5 is inf",
+    ]
+
+
+def test_exact_sums_take_whole_counts_only():
+    assert _counted(0.5)[1] == []
+    assert _counted(2.0, is_exact=True)[1] == []
+    assert _counted(0.5, is_exact=True)[1] == [
+        "count of micro-batch 4 is 0.5: need a finite, whole number of at least 0 and at most 2**53"
+    ]
+
+
+def test_lazy_devices_are_refused():
+    engine = cast(Engine, SimpleNamespace(device=torch.device("xla")))
+    with pytest.raises(ValueError, match="count= on xla: the host would have to read the totals"):
+        Counting(engine, [], len)

@@ -1,0 +1,117 @@
+"""Losses that are means over different things become one, with one divisor."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from pyengine.window.denominators import Denominators, base_of
+
+CPU = torch.device("cpu")
+
+
+def _known(*counts: dict[str, float], first: int = 0, **totals: float) -> Denominators:
+    return Denominators(totals, counts, first)
+
+
+def _loss(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.tensor(value, dtype=dtype, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("totals", "base"),
+    [({"a": 4.0, "b": 2.0}, "a"), ({"a": 0.0, "b": 2.0}, "b"), ({"a": 0.0, "b": 0.0}, "a"), ({}, "count")],
+    ids=str,
+)
+def test_the_divisor_is_the_first_total_that_is_not_0(totals, base):
+    assert base_of(totals) == base
+
+
+def test_behind_the_division_every_loss_is_a_mean_over_its_own_items():
+    a, b = _loss(6.0), _loss(5.0)
+    loss = _known(ce=8.0, aux=2.0).weigh({"aux": b, "ce": a}, CPU)
+    loss.backward()
+    assert loss.item() / 8 == 6 / 8 + 5 / 2
+    assert (a.grad.item() / 8, b.grad.item() / 8) == (1 / 8, 1 / 2)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1.0])
+def test_a_loss_of_which_nothing_was_counted_is_left_out_whatever_it_is(value):
+    a, b = _loss(6.0), _loss(value)
+    loss = _known(ce=8.0, aux=0.0).weigh({"ce": a, "aux": 1 / (b - b)}, CPU)
+    loss.backward()
+    assert (loss.item(), a.grad.item(), b.grad) == (6.0, 1.0, None)
+
+
+@pytest.mark.parametrize(
+    "losses", [{"ce": 0, "aux": 0.0}, {"ce": 0, "aux": _loss(math.nan)}], ids=["0", "nan"]
+)
+def test_a_micro_batch_with_nothing_has_a_loss_of_0_all_the_same(losses):
+    loss = _known(ce=8.0, aux=0.0).weigh(losses, CPU)
+    loss.backward()
+    assert loss.item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_ratio_is_not_rounded_to_a_narrow_type(dtype):
+    loss = _known(ce=1001.0, aux=3.0).weigh({"ce": 0, "aux": _loss(1.0, dtype)}, CPU)
+    assert loss.dtype is torch.float32
+    assert loss.item() == torch.tensor(1001 / 3).item()
+
+
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [
+        (_loss(1.0), "got one, and this window counts 'ce', 'aux'"),
+        ({"ce": _loss(1.0)}, "got 'ce', and this window counts 'ce', 'aux'"),
+        ({"ce": _loss(1.0), "aux": 0, "z": 0}, "got 'ce', 'aux', 'z'"),
+        ({}, "got an empty dict"),
+        ({"ce": torch.ones(2), "aux": 0}, r"loss\['ce'\]: got \[2\], need a 0-dim tensor"),
+        ({"ce": torch.tensor(1), "aux": 0}, r"loss\['ce'\]: got torch.int64, need a 0-dim"),
+        ({"ce": 0, "aux": 1.5}, r"loss\['aux'\]: got 1.5"),
+        ({"ce": 0, "aux": False}, r"loss\['aux'\]: got False"),
+        ({"ce": 0, "aux": None}, r"loss\['aux'\]: got None"),
+    ],
+    ids=str,
+)
+def test_losses_that_are_not_those_counted_are_refused(losses: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        _known(ce=8.0, aux=2.0).weigh(losses, CPU)
+
+
+def test_a_name_alone_takes_a_loss_alone():
+    a, b = _loss(6.0), _loss(6.0)
+    known = _known(ce=8.0)
+    assert known.weigh(a, CPU) is a
+    assert known.weigh({"ce": b}, CPU) is b
+
+
+def test_a_micro_batch_adds_its_count_of_the_divisor_and_padding_nothing():
+    known = _known({"a": 0.0, "b": 2.0}, {"a": 0.0, "b": 3.0}, first=4, a=0.0, b=9.0)
+    assert [known.take(done, handed=done + 1) for done in (4, 5, 6)] == [2.0, 3.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("names", "has_several_out", "done", "handed", "message"),
+    [
+        ("a", False, 3, 3, ""),
+        ("a", False, 2, 2, ""),  # a break: what was done is divided by what was done
+        ("a", False, 1, 2, ""),
+        ("a", True, 3, 3, ""),
+        ("a", True, 2, 3, "it cannot be told whose counts to leave out"),
+        ("ab", False, 3, 3, ""),
+        ("ab", False, 2, 2, "totals that count 3 micro-batches"),
+        ("ab", False, 2, 3, "totals that count 3 micro-batches"),
+    ],
+)
+def test_a_window_that_ends_early_is_refused_where_its_divisor_would_be_wrong(
+    names, has_several_out, done, handed, message
+):
+    known = _known(*[dict.fromkeys(names, 1.0)] * 3, **dict.fromkeys(names, 3.0))
+    known.take(0, handed=1 + has_several_out)
+    problems = known.problems(done, handed=handed)
+    assert bool(problems) == bool(message)
+    assert message in "".join(problems)
