@@ -283,3 +283,24 @@ def _then_no_sync() -> None:
 
 def test_a_window_that_a_backward_opens_has_counts_of_its_own(ranks):
     ranks(2).run(_then_no_sync)
+
+
+def _one_begins_another_loop() -> str:
+    rank, _ = me()
+    sync, forward, _, optimizer = _made(accumulate=1)
+    with pytest.raises(RuntimeError, match="different points") as caught:
+        for _ in range(2):
+            for window in sync.windows(_batches(3), count=_items):
+                for batch in window:
+                    sync.backward(forward(*batch))
+                sync.step(optimizer)
+                if rank == 0:
+                    break
+    return str(caught.value)
+
+
+def test_a_rank_that_begins_another_loop_is_found_by_all(ranks):
+    first, second = ranks(2).run(_one_begins_another_loop)
+    assert first == second
+    assert "rank 0: begins a loop with counts read ahead" in first
+    assert "rank 1: begins a window with counts read ahead" in first
