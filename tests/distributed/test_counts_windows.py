@@ -304,3 +304,29 @@ def test_a_rank_that_begins_another_loop_is_found_by_all(ranks):
     assert first == second
     assert "rank 0: begins a loop with counts read ahead" in first
     assert "rank 1: begins a window with counts read ahead" in first
+
+
+def _late(is_late: bool) -> tuple[list[float | None], list[int], str]:
+    """Train two windows and end the third one early, on a host that may run ahead of its device."""
+    rank, _ = me()
+    sync, forward, _, optimizer = _made()
+    sync._engine.is_late = is_late
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    known = []
+    with pytest.raises(ValueError, match="were weighed by totals") as caught:
+        for number, window in enumerate(sync.windows(_batches(12), count=_both)):
+            known.append(len(records))
+            for batch in window:
+                sync.backward({"ce": forward(*batch), "aux": 0})
+                if (number, rank) == (2, 0):
+                    break
+            sync.flush()
+            sync.step(optimizer)
+    return [record.loss for record in records], known, str(caught.value)
+
+
+def test_a_host_that_runs_ahead_learns_of_a_window_when_the_next_one_begins(ranks):
+    losses, known, message = ranks(2).run(_late, False)[0]
+    assert known == [0, 1, 2]
+    assert ranks(2).run(_late, True) == [(losses, [0, 1, 2], message)] * 2
