@@ -205,23 +205,20 @@ class CountsAhead:
         return counts
 
 
-def loss_and_count(engine: Engine, loss: Loss, count: Count | None) -> tuple[Any, Count]:
-    """Return the one loss of the micro-batch whose backward is about to run, and its count.
+def due_count(engine: Engine, count: Count | None) -> Count:
+    """Return the count of the micro-batch that is about to run.
 
     Args:
         engine: with the window open.
-        loss: as `Sync.backward` takes it; checked here only if it is several.
-        count: as given to `Sync.backward`; None: the one read ahead, or 1.
+        count: as the caller gave it; None: the one read ahead, or 1.
 
     Raises:
-        ValueError, TypeError: the count is none, was given twice, or the losses are not those counted.
-        RuntimeError: a micro-batch was counted, and has no backward left.
+        ValueError, TypeError: it is no count, or was given although counts were read ahead.
+        RuntimeError: every micro-batch that was handed out has had its backward.
     """
     counter, known = engine.counter, _known(engine)
     if known is None:
-        if isinstance(loss, Mapping):
-            raise ValueError(f"loss: got a dict of {list(loss)}, and {_UNCOUNTED}")
-        return loss, checked_count(1 if count is None else count)
+        return checked_count(1 if count is None else count)
     if count is not None:
         raise ValueError(
             f"count={count!r}: this window's counts were read ahead by sync.windows(loader, count=...); "
@@ -232,7 +229,25 @@ def loss_and_count(engine: Engine, loss: Loss, count: Count | None) -> tuple[Any
             f"backward after the backwards of all {counter.handed} micro-batches handed out, each of which "
             "is counted once: add several losses up, or give them as a dict"
         )
-    return known.weigh(loss, engine.device), known.take(counter.done, handed=counter.handed)
+    return known.take(counter.done, handed=counter.handed)
+
+
+def one_loss(engine: Engine, loss: Loss) -> Any:
+    """Return the one loss of a micro-batch that may have several.
+
+    Args:
+        engine: with the window open.
+        loss: as `Sync.backward` takes it; checked here only if it is several.
+
+    Raises:
+        ValueError, TypeError: the losses are not those that were counted.
+    """
+    known = _known(engine)
+    if known is not None:
+        return known.weigh(loss, engine.device)
+    if isinstance(loss, Mapping):
+        raise TypeError(f"loss: got a dict of {list(loss)}, and {_UNCOUNTED}")
+    return loss
 
 
 def weigh(engine: Engine, losses: Loss) -> Tensor:

@@ -15,7 +15,7 @@ from pyengine.data.dealer import Dealer
 from pyengine.engine.checkpoint.resume import load_states, take_snapshot
 from pyengine.engine.clipping import Clipping
 from pyengine.engine.counted import Counted
-from pyengine.engine.counting import CountOf, loss_and_count
+from pyengine.engine.counting import CountOf, due_count, one_loss
 from pyengine.engine.engine import Engine
 from pyengine.engine.loop import Batch, micro_batch, windows
 from pyengine.engine.torch_names import TorchNames
@@ -196,7 +196,7 @@ class Sync(Clipping, Counted, TorchNames):
             RuntimeError: outside a window, or after the window was sent.
             ValueError, TypeError: the loss or the count is none; nothing has run.
         """
-        loss, count = loss_and_count(self._engine, loss, count)
+        loss = one_loss(self._engine, loss)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
@@ -207,6 +207,7 @@ class Sync(Clipping, Counted, TorchNames):
                 "loss: requires no gradient: it was detached or computed under no_grad, or every parameter "
                 "in it is frozen"
             )
+        count = due_count(self._engine, count)
         with self._micro_batch_of_backward():
             self._engine.backward(loss, count)
 
