@@ -108,6 +108,24 @@ def test_a_window_goes_on_with_the_totals_it_began_with(ranks, kind, recipe, bef
         assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
 
 
+def _saved_again(states: States) -> list[dict[str, float]]:
+    """Return the totals of a state, of what it was loaded into, and of that behind the window."""
+    rank, _ = me()
+    run = Run("own", RECIPES["several heads"])
+    run.sync.load_state_dict(states[rank])
+    again = run.sync.state_dict()
+    run.train(start=STOP)
+    return [content(state).get("totals", {}) for state in (states[rank], again, run.sync.state_dict())]
+
+
+def test_a_state_that_was_loaded_and_not_gone_on_with_keeps_its_totals(ranks):
+    states = [state for state, _ in ranks(2).run(_saved, "own", "several heads", [1, 2])]
+    for saved, again, behind in ranks(2).run(_saved_again, states):
+        assert list(saved) == ["ce", "mtp", "aux"]
+        assert saved["aux"] == MICRO_BATCHES
+        assert (again, behind) == (saved, {})
+
+
 def _refused(recipe: str, states: States, change: str) -> str:
     rank, _ = me()
     run = Run("own", RECIPES[recipe])
