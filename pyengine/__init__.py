@@ -5,6 +5,7 @@ Three ways in: `GradSync` for a loop of your own, `attach` (or only `comm_hook`)
 """
 
 from pyengine import ops, telemetry, wire
+from pyengine.comm.axes import Axes
 from pyengine.comm.launching import launch
 from pyengine.data.batch_plan import BatchPlan, plan_batch, scale_lr, warm_up
 from pyengine.data.dealer import Dealer
@@ -22,6 +23,7 @@ from pyengine.step.step_record import StepRecord
 __version__ = "0.1.0"
 
 __all__ = [
+    "Axes",
     "BatchPlan",
     "Dealer",
     "Exact",

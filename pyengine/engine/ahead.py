@@ -85,7 +85,8 @@ def share_numbers(
     Args:
         engine: with the window open.
         micro_batches: that this rank is still to compute.
-        sums: n numbers of this rank, to be summed; as many on every rank.
+        sums: n numbers of this rank, to be summed (of ranks that share a batch, one's); as many on every
+        rank.
 
     Returns:
         The micro-batches of each rank, and the n sums over all ranks: float64, with the same bits everywhere.
@@ -94,6 +95,8 @@ def share_numbers(
     """
     by_rank = [0.0] * engine.comm.world_size
     by_rank[engine.comm.rank] = micro_batches
+    if engine.batch is not None and not engine.batch.speaks:
+        sums = [0.0] * len(sums)  # of a batch that another rank tells of
     vector = send([*by_rank, *sums], torch.float64, engine.device)
     engine.comm.all_reduce(vector).wait()
     numbers: list[float] = vector.tolist()

@@ -7,7 +7,6 @@ from numbers import Real
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_value_
 
 from pyengine.engine.has_engine import HasEngine
 from pyengine.gradients import published
@@ -80,7 +79,7 @@ class Clipping(HasEngine):
         verdict, params = engine.finish(), engine.reducer.params
         if engine.final.is_pending:
             engine.current.write()
-        clip_grad_value_(params, value)
+        published.clip_values_(params, value)
         engine.final.mark_clipped(published.norms(params))
         verdict.use.factors.append(torch.tensor(value))  # ranks that clip by another one are found out
 

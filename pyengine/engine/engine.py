@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from threading import Lock
 from typing import Any
 
@@ -19,7 +20,7 @@ from pyengine.engine.handshake import Shares, resized
 from pyengine.engine.kept_grads import KeptGrads
 from pyengine.engine.open_window import OpenWindow, Parts
 from pyengine.engine.ownership import Ownership
-from pyengine.gradients.base import HoldsParts, Reducer, SeesForwards
+from pyengine.gradients.base import HoldsParts, Reducer, SeesForwards, SumsParts
 from pyengine.gradients.settings import Settings
 from pyengine.ops.device import flush, is_lazy, runs_ahead
 from pyengine.step.step_record import StepCallback
@@ -28,6 +29,7 @@ from pyengine.window.counter import State, WindowCounter
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Count, make_local_window
 from pyengine.window.holdings import Holdings
+from pyengine.window.shared_batch import SharedBatch
 from pyengine.window.verdict import Verdict, check_agreement
 from pyengine.window.verdict_queue import VerdictQueue
 
@@ -44,6 +46,8 @@ class Engine:
         identity: what a state has to fit.
         is_exact: whether sums are exact.
         shares: how a full window is dealt out.
+        batch: the batch that this rank shares with others; None where every rank has its own.
+        holds_parts: whether ranks share batches, or sum parts of other ranks' parameters.
         is_between_loops: whether a loop over `windows` has run out and no other one has begun.
     """
 
@@ -55,22 +59,28 @@ class Engine:
         batch_norms: BatchNormReplay,
         *,
         shares: Shares,
+        batch: SharedBatch | None = None,
     ) -> None:
         self.reducer, self.comm, self.batch_norms = reducer, comm, batch_norms
-        self.shares = shares
-        self.counter = WindowCounter(settings.accumulate, share=shares.places[comm.rank])
+        self.shares, self.batch = shares, batch
+        self.holds_parts = batch is not None or (isinstance(reducer, SumsParts) and bool(reducer.counted))
+        self.counter = WindowCounter(settings.accumulate, share=shares.of(comm.rank))
         self.is_exact = settings.kind == "exact"
         self.device = device = reducer.params[0].device
         names, params = reducer.names, reducer.params
-        self.identity = identify(settings.kind, shares.micro_batches, batch_norms.num_modules, names, params)
+        summed = reducer.parts if isinstance(reducer, SumsParts) else params
+        self.identity = identify(settings.kind, shares.micro_batches, batch_norms.num_modules, names, summed)
         counted = reducer.counted if isinstance(reducer, HoldsParts) else None
+        held = f"{len(params)} parameters, the first {names[0]!r}"
+        if counted is not None:  # ranks may have others
+            held = f"parts of a model on {comm.world_size} ranks"
         holdings = None if counted is None else Holdings(counted, comm, device)
         self.final = FinalPass(len(params), device, holdings)
         self.is_late = not settings.raises and runs_ahead(device)
         self.verdicts = VerdictQueue(comm, device)
         self.kept_grads = KeptGrads(names, params)
         self.parts = Parts(
-            name=f"{len(params)} parameters, the first {names[0]!r} (engine {shares.engine_id:08x})",
+            name=f"{held} (engine {shares.engine_id:08x})",
             reducer=reducer,
             comm=comm,
             counter=self.counter,
@@ -82,6 +92,7 @@ class Engine:
                 device,
                 is_exact=self.is_exact,
                 max_micro_batches=shares.micro_batches if self.is_exact else math.inf,
+                batch=batch,
             ),
             device=device,
             largest=min(torch.finfo(param.dtype).max for param in params),
@@ -194,10 +205,12 @@ class Engine:
             check: says what is about to be stepped, or refuses it.
         """
         self.finish()
-        claim = check.of(optimizer, is_pending=self.final.is_pending)
+        done, factors = check.of(optimizer, is_pending=self.final.is_pending)
+        if isinstance(self.reducer, SumsParts) and not self.reducer.are_alike:
+            done = replace(done, params=())  # other stages have others
         if self.reducer.stepper.needs_host(optimizer):
             self.reach_verdicts()
-        return self.current.step(optimizer, scheduler, claim, callbacks)
+        return self.current.step(optimizer, scheduler, (done, factors), callbacks)
 
     def reach_verdicts(self) -> None:
         """Learn the outcome of every window that landed; every rank calls this at the same point.
@@ -337,7 +350,7 @@ class Engine:
                 "set it behind a step, or drop the window by sync.abandon() first"
             )
         self.shares = resized(self.shares, accumulate, is_exact=self.is_exact)
-        self.counter.accumulate, self.counter.share = accumulate, self.shares.places[self.comm.rank]
+        self.counter.accumulate, self.counter.share = accumulate, self.shares.of(self.comm.rank)
 
     def resume(self, part: Snapshot, *, due: Sequence[int] | None) -> None:
         """Go on from a snapshot, whose sums are loaded at the first backward.

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from pyengine.comm import comm_for
+from pyengine.comm.axes import Axes
+from pyengine.engine.engine_ranks import EngineRanks
 from pyengine.engine.handshake import group_problems, sharded_modules, wrapped_problems
 from pyengine.engine.make import make_engine
 from pyengine.engine.sync import Sync
@@ -40,8 +42,11 @@ class GradSync(Sync):
             fp32 wire only, with whole-numbered counts; given a module, not its parameters, it keeps
             BatchNorm's running statistics alike too. `pe.Exact(micro_batches=...)` is the same where the
             window is not the sum of `accumulate` over ranks.
-        group: the process group; None is the default group, or this process alone if there is none. On an XLA
-            device all replicas (docs/xla.md).
+        group, process_group: the process group, by either name; None is the default group, or this process
+            alone if there is none. On an XLA device all replicas (docs/xla.md).
+        device_mesh, axes: in place of a group, the mesh of all ranks, and what its axes hold (docs/mesh.md);
+            DTensor parameters tell themselves how they lie. `axes` also names parameters with a group of
+            their own, experts say.
         bucket_cap_mb: size of a bucket in MiB of gradients; on an XLA device all gradients of a type are one
             bucket.
         nonfinite: "skip" leaves the parameters alone in a step with inf or nan; "raise" raises
@@ -65,24 +70,32 @@ class GradSync(Sync):
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = 25,
         nonfinite: str = "skip",
+        process_group: dist.ProcessGroup | None = None,
+        device_mesh: DeviceMesh | None = None,
+        axes: Axes = Axes(),  # noqa: B008 - frozen
     ) -> None:
         named, buffers = _named(params_or_module)
         params = [param for _, param in named]
         device = params[0].device if params else torch.get_default_device()
-        wrong_group = group_problems(group)
-        comm = comm_for(device, None if wrong_group else group)
+        wrong_group = group_problems(group=group, process_group=process_group, device_mesh=device_mesh)
+        group = None if wrong_group else group or process_group
+        ranks = EngineRanks(named, device, group=group, mesh=device_mesh, axes=axes)
+        comm = ranks.comm
         settings = Settings(accumulate, as_wire(wire), as_accumulator(accumulator), nonfinite, bucket_cap_mb)
         problems = [*sharded_modules(params_or_module), *wrong_group, *wrapped_problems(params_or_module)]
         problems += problems_of_device(device, comm, settings)
 
         def reducer(specs: list[ParamSpec], micro_batches: int) -> BucketReducer | XlaReducer:
-            comm.broadcast_([*params, *buffers])
+            groups = ranks.groups([name for name, _ in named], settings)
+            ranks.broadcast([*named, *buffers], groups)
             if is_lazy(device):
                 return XlaReducer(specs, params, comm=comm, settings=settings)
-            return BucketReducer(specs, params, comm=comm, settings=settings, terms=micro_batches)
+            return BucketReducer(specs, params, groups=groups, settings=settings, terms=micro_batches)
 
         source = params_or_module
-        super().__init__(make_engine(named, comm, settings, reducer, source=source, problems=problems))
+        super().__init__(
+            make_engine(named, comm, settings, reducer, source=source, problems=problems, ranks=ranks)
+        )
 
     @property
     def layout(self) -> Layout:
@@ -92,9 +105,9 @@ class GradSync(Sync):
         return reducer.layout
 
 
-def _named(source: Any) -> tuple[list[tuple[str, nn.Parameter]], list[Tensor]]:
+def _named(source: Any) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, Tensor]]]:
     if isinstance(source, nn.Module):
-        return list(source.named_parameters()), list(source.buffers())
+        return list(source.named_parameters()), list(source.named_buffers())
     return _unique(_pairs(source)), []
 
 

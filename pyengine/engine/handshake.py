@@ -14,15 +14,23 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pyengine.comm.base import Comm
+from pyengine.engine.membership import Membership, memberships_differ
 from pyengine.gradients.accumulator import Exact
-from pyengine.gradients.layout import ParamSpec, first_difference
+from pyengine.gradients.layout import ParamSpec
+from pyengine.gradients.local_part import is_dtensor
 from pyengine.gradients.settings import Settings
 from pyengine.ops.exact import MAX_TERMS
 from pyengine.ops.pointers import DTYPE_CODES
 from pyengine.window.counter import share
 
 
-def agree(comm: Comm, specs: Sequence[ParamSpec], settings: Settings, problems: Sequence[str]) -> Shares:
+def agree(
+    comm: Comm,
+    specs: Sequence[ParamSpec],
+    settings: Settings,
+    problems: Sequence[str],
+    membership: Membership | None = None,
+) -> Shares:
     """Raise on every rank what any rank has to complain of, or in what ranks differ.
 
     Args:
@@ -30,6 +38,7 @@ def agree(comm: Comm, specs: Sequence[ParamSpec], settings: Settings, problems: 
         specs: this rank's parameters, in registration order.
         settings: this rank's arguments.
         problems: this rank's own complaints of the parameters.
+        membership: which groups this rank is in; None: all ranks are alike.
 
     Returns:
         How a full window is dealt out, and the engine's identity.
@@ -40,20 +49,32 @@ def agree(comm: Comm, specs: Sequence[ParamSpec], settings: Settings, problems: 
     problems = [*settings.problems(), *problems]
     # What is wrong need not even pickle.
     everybody = comm.all_gather_object(
-        (problems, None if problems else settings, list(specs), uuid4().int % 2**32)
+        (problems, None if problems else settings, list(specs), membership, uuid4().int % 2**32)
     )
     raise_problems([texts for texts, *_ in everybody])
-    difference = first_difference([specs for _, _, specs, _ in everybody])
-    if difference is not None:
-        raise ValueError(
-            f"params_or_module differs between ranks: {difference}. Build the same model, in the same "
-            "order, on every rank"
-        )
+    world_size = len(everybody)
+    members: list[Membership] = [
+        member or Membership.plain(rank=rank, world_size=world_size)
+        for rank, (*_, member, _) in enumerate(everybody)
+    ]
+    differences = memberships_differ(members, [specs for _, _, specs, *_ in everybody])
+    if differences:
+        raise ValueError(differences[0])
     shared = [settings.shared() for _, settings, *_ in everybody]
     if len(set(shared)) > 1:
         values = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(shared))
         raise ValueError(f"ranks have different settings: {values}. Pass the same ones on every rank")
-    return _shares([settings for _, settings, *_ in everybody], engine_id=everybody[0][-1])
+    batches = [member.batch.index for member in members]
+    windows = [settings.accumulate for _, settings, *_ in everybody]
+    first = [batches.index(batch) for batch in range(members[0].num_batches)]
+    unlike = [r for r, batch in enumerate(batches) if windows[r] != windows[first[batch]]]
+    if unlike:
+        raise ValueError(
+            f"accumulate={windows} by rank, and rank {first[batches[unlike[0]]]} shares its batch with rank "
+            f"{unlike[0]}: pass the same on both"
+        )
+    shares = _shares([everybody[rank][1] for rank in first], engine_id=everybody[0][-1])
+    return replace(shares, batches=batches)
 
 
 def raise_problems(problems: Sequence[Sequence[str]]) -> None:
@@ -72,9 +93,10 @@ class Shares:
     """How a full window is dealt out.
 
     Attributes:
-        places: by rank, the indices of its micro-batches in the window.
-        micro_batches: over all ranks.
-        by_rank: each rank's `accumulate`.
+        places: by rank, the indices of its micro-batches in the window; by batch where ranks share them.
+        micro_batches: over all ranks, those that share a batch taken for one.
+        by_rank: each rank's `accumulate`; by batch where ranks share them.
+        batches: by rank, whose batch it computes, as an index into those.
         engine_id: a random number of 32 bits that all ranks of this engine have in common, and other engines
             do not.
     """
@@ -83,6 +105,11 @@ class Shares:
     micro_batches: int
     by_rank: list[int]
     engine_id: int
+    batches: list[int]
+
+    def of(self, rank: int) -> range:
+        """Return the places that a rank computes."""
+        return self.places[self.batches[rank]]
 
     @property
     def total(self) -> int:
@@ -126,7 +153,7 @@ def _shares(everybody: Sequence[Settings], *, engine_id: int) -> Shares:
             f"{origin} makes {total} micro-batches a window over all ranks: accumulator='exact' takes 1 to "
             f"{MAX_TERMS}; make micro-batches larger or windows shorter"
         )
-    return Shares(_places(by_rank, total), total, by_rank, engine_id)
+    return Shares(_places(by_rank, total), total, by_rank, engine_id, [*range(len(by_rank))])
 
 
 def _places(by_rank: Sequence[int], total: int) -> list[range]:
@@ -141,8 +168,8 @@ def _places(by_rank: Sequence[int], total: int) -> list[range]:
     return [range(start, end) for start, end in itertools.pairwise(ends)]
 
 
-def problems_of(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
-    """Say which parameters no engine can take."""
+def problems_of(named: Sequence[tuple[str, nn.Parameter]], *, takes_shards: bool = False) -> list[str]:
+    """Say which parameters no engine can take, or only one that takes DTensors."""
     if not named:
         return ["params_or_module: got no parameter; pass a module or its parameters (a generator only once)"]
     devices = sorted({str(p.device) for _, p in named})
@@ -155,7 +182,8 @@ def problems_of(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
         found.append(
             f"params_or_module: parameters on {', '.join(devices)}; need one device an engine: make one each"
         )
-    found += [*_repeated(named), *_not_plain(named)]
+    plain = [(name, p) for name, p in named if not (takes_shards and is_dtensor(p))]
+    found += [*_repeated(named), *_not_plain(plain)]
     known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_CODES)
     found += [
         f"parameter {name!r} is {p.dtype}: need one of {known}; convert it or freeze it"
@@ -188,7 +216,8 @@ def _not_plain(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
     return [
         (
             f"parameter {odd[0][0]!r} is a {odd[0][1]}{more}, which no bucket here can hold: need plain "
-            f"tensors. {_SHARDED}"
+            f"tensors. {_SHARDED}. One under tensor parallelism needs the mesh of all ranks: "
+            "pe.GradSync(model, device_mesh=mesh, axes=pe.Axes(replicate='dp'))"
         )
     ]
 
@@ -212,10 +241,17 @@ def sharded_modules(source: Any) -> list[str]:
     return [f"params_or_module has a {wrapper}{where}: {_SHARDED}"] if names else []
 
 
-def group_problems(group: Any) -> list[str]:
-    """Say whether something else was given for a process group;
-    that one is not a member of it is said elsewhere.
+def group_problems(**given: Any) -> list[str]:
+    """Say whether more than one of `group`, `process_group` and `device_mesh` was given, or something else
+    for a process group; that one is not a member of it is said elsewhere.
     """
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        return [f"{' and '.join(names)} were both given: each says over which ranks to sum; pass one of them"]
+    return [text for name in names if name != "device_mesh" for text in _group_problems(name, given[name])]
+
+
+def _group_problems(name: str, group: Any) -> list[str]:
     if group is None or not dist.is_available() or group is dist.GroupMember.NON_GROUP_MEMBER:
         return []
     need = (
@@ -223,7 +259,7 @@ def group_problems(group: Any) -> list[str]:
         "default group"
     )
     is_one = isinstance(group, dist.ProcessGroup)
-    return [] if is_one else [f"group={group!r} is a {type(group).__name__}: {need}"]
+    return [] if is_one else [f"{name}={group!r} is a {type(group).__name__}: {need}"]
 
 
 def sparse_modules(ddp: DistributedDataParallel) -> list[str]:

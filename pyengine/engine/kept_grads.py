@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.gradients import published
+from pyengine.gradients.slots import as_gradient, local
 
 
 class KeptGrads:
@@ -46,13 +47,17 @@ class KeptGrads:
         """Add what was kept to the final gradients of a window, in place.
 
         Returns:
-            The 2-norm of every sum, float64 `[parameters]`, on their device; 0 where there is none.
+            The 2-norm of what this rank holds of every sum, float64 `[parameters]`, on their device; 0 where
+            there is none.
 
         Cost: reads what was kept and every gradient, writes that, and copies it to float64 for the norm.
         """
         for param, kept in zip(self._params, self._kept, strict=True):
             if kept is not None:
-                param.grad = kept if param.grad is None else param.grad.add_(kept)
+                if param.grad is None:
+                    param.grad = as_gradient(kept, param)
+                else:
+                    local(param.grad).add_(kept)
         self._kept = []
         return published.norms(self._params)
 
@@ -62,8 +67,8 @@ class KeptGrads:
         self._kept = []
 
     def save(self) -> dict[str, Tensor]:
-        """Return copies of what counts into a window still to be sent, by parameter name: a parameter's shape
-        and dtype each, owned by the caller.
+        """Return copies of what counts into a window still to be sent, by parameter name: of the shape of
+        what this rank holds of the parameter and of its dtype each, owned by the caller.
         """
         kept = self._left() if self.is_callers else self._kept
         return {name: grad.clone() for name, grad in zip(self._names, kept, strict=False) if grad is not None}
@@ -81,8 +86,8 @@ class KeptGrads:
             self._kept = kept
         elif saved:
             for param, grad in zip(self._params, kept, strict=True):
-                param.grad = grad
+                param.grad = None if grad is None else as_gradient(grad, param)
             self.is_callers = True
 
     def _left(self) -> list[Tensor | None]:
-        return [None if param.grad is None else param.grad.clone() for param in self._params]
+        return [None if param.grad is None else local(param.grad).clone() for param in self._params]

@@ -56,6 +56,11 @@ def _dealt(engine: Engine, dealer: Dealer) -> Iterator[Iterator[Dealt]]:
             f"accumulate={engine.counter.accumulate} with a Dealer of {dealer.micro_batches} micro-batches a "
             f"window: a rank may get all of them; make the engine with accumulate={dealer.micro_batches}"
         )
+    if engine.batch is not None:
+        raise TypeError(
+            "loader is a Dealer, which gives micro-batches to whoever is free, and here ranks share batches: "
+            "pass the loader of a WindowSampler, sharded along the axes that count"
+        )
     for window in dealer.windows():
         engine.open()
         yield _dealt_micro_batches(engine, Lookahead(window))

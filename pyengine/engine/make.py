@@ -9,7 +9,9 @@ from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
 from pyengine.engine.batch_norm import BatchNormReplay, batch_norm_problems
+from pyengine.engine.batch_norm import batch_norms as batch_norms_of
 from pyengine.engine.engine import Engine
+from pyengine.engine.engine_ranks import EngineRanks
 from pyengine.engine.handshake import agree, problems_of
 from pyengine.engine.ownership import owned_problems
 from pyengine.gradients.base import Reducer
@@ -25,6 +27,8 @@ def make_engine(
     *,
     source: object,
     problems: Sequence[str],
+    takes_shards: bool = False,
+    ranks: EngineRanks | None = None,
 ) -> Engine:
     """Make an engine over parameters, or raise on every rank what any rank has to complain of.
 
@@ -36,16 +40,27 @@ def make_engine(
             ranks, return who owns the gradients; called once all ranks have agreed.
         source: the module, if there is one, whose BatchNorms exact sums keep alike.
         problems: what else is wrong here.
+        takes_shards: whether parameters may be DTensors.
+        ranks: which ranks share what, where that is not everything.
 
     Raises:
         ValueError: an argument or a parameter is off, or ranks differ; on every rank, and nothing has
             changed.
     """
-    specs = [ParamSpec.of(name, param) for name, param in named]
+    specs = [ParamSpec.of(name, param) for name, param in named] if ranks is None else ranks.specs(named)
     is_exact = settings.kind == "exact"
     module = source if is_exact and isinstance(source, nn.Module) else nn.Module()
-    found = [*problems_of(named), *problems, *owned_problems(named), *batch_norm_problems(module)]
-    shares = agree(comm, specs, settings, found)
+    takes_shards = takes_shards or (ranks is not None and ranks.takes_dtensors)
+    found = [
+        *problems_of(named, takes_shards=takes_shards),
+        *problems,
+        *owned_problems(named),
+    ]
+    found += batch_norm_problems(module)
+    if ranks is not None:
+        found += ranks.problems_with(named, settings, num_batch_norms=len(batch_norms_of(module)))
+    shares = agree(comm, specs, settings, found, None if ranks is None else ranks.membership)
     reducer = make_reducer(specs, shares.micro_batches)
     batch_norms = BatchNormReplay(module, most=shares.most, total=shares.total)
-    return Engine(reducer, comm, settings, batch_norms, shares=shares)
+    batch = None if ranks is None else ranks.shared_batch
+    return Engine(reducer, comm, settings, batch_norms, shares=shares, batch=batch)

@@ -143,10 +143,23 @@ class HoldsParts(Protocol):
 
     Attributes:
         counted: by parameter, whether this rank counts what it holds of it in the norm: over all ranks every
-            element once; see `Holdings`.
+            element once; see `Holdings`. None: all ranks hold the same.
     """
 
-    counted: Sequence[bool]
+    counted: Sequence[bool] | None
+
+
+@runtime_checkable
+class SumsParts(HoldsParts, Protocol):
+    """A reducer that sums what its rank holds of DTensors.
+
+    Attributes:
+        parts: `params`, with what this rank holds of it in place of each DTensor.
+        are_alike: whether all ranks have parameters of the same names.
+    """
+
+    parts: Sequence[Parameter]
+    are_alike: bool
 
 
 @runtime_checkable

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
-from pyengine.comm.base import Comm
 from pyengine.gradients.accumulator import BucketAccumulator, bucket_accumulator
 from pyengine.gradients.accumulator.base import drop_unused
 from pyengine.gradients.arrival import Arrivals, Watch, may_nest
+from pyengine.gradients.groups import Groups
 from pyengine.gradients.in_flight import Transfers
 from pyengine.gradients.layout import ParamSpec, backward_order, build
+from pyengine.gradients.local_part import local_parts, release
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import Saved
 from pyengine.step.stepper import PlainStepper, Stepper
@@ -36,7 +37,7 @@ class BucketReducer:
     Args:
         specs: descriptions of `params`, in registration order.
         params: all parameters; those that require no gradient are left alone.
-        comm: transport.
+        groups: over which ranks each gradient is summed.
         settings: how buckets sum and travel, and how large they are.
         terms: micro-batches of a full window, over all ranks.
     """
@@ -48,20 +49,21 @@ class BucketReducer:
         specs: Sequence[ParamSpec],
         params: Sequence[Parameter],
         *,
-        comm: Comm,
+        groups: Groups,
         settings: Settings,
         terms: int,
     ) -> None:
         self.params: Sequence[Parameter] = list(params)
         self.names: Sequence[str] = [spec.name for spec in specs]
         self._specs, self._settings, self._terms = list(specs), settings, terms
-        self._wire, self._comm = settings.wire, comm
+        self._wire, self._groups, self._comm = settings.wire, groups, groups.everybody
+        self.counted, self.are_alike = groups.counted, groups.are_alike
         self._tensors = [param._cdata for param in self.params]
         self._has_sent = False
         self._agreed: list[int] | None = None
         self._arrivals: Arrivals | None = None
         self._repeated: set[int] = set()
-        self._order_is_final = comm.world_size == 1
+        self._order_is_final = self._comm.world_size == 1 or not groups.are_alike
         # A parameter's gradient is accumulated on the stream that was current when this node was made. Kept
         # alive, all nodes have one stream, and autograd makes it wait for whichever streams a backward runs
         # on.
@@ -70,6 +72,7 @@ class BucketReducer:
 
     def _lay_out(self, order: Sequence[int]) -> None:
         # Old buffers go before new ones come.
+        self.parts = local_parts(self.params)
         self._buckets: list[BucketAccumulator] = []
         self._transfers: Transfers | None = None
         self.layout = build(
@@ -78,7 +81,7 @@ class BucketReducer:
         kind, watch = self._settings.kind, self._settings.raises
         made = []
         for bucket in self.layout.buckets:
-            mine = [self.params[slot.param] for slot in bucket.slots]
+            mine = [self.parts[slot.param] for slot in bucket.slots]
             made.append(
                 bucket_accumulator(kind, bucket, mine, wire=self._wire, terms=self._terms, watch=watch)
             )
@@ -173,6 +176,7 @@ class BucketReducer:
         self._transfers = None
         for bucket in self._buckets:
             bucket.release()
+        release(self.parts)
         self._buckets = []
         for param in map(self.params.__getitem__, self._slot_of):
             param.grad = param.grad.clone() if keeps_grad and param.grad is not None else None
@@ -198,7 +202,7 @@ class BucketReducer:
         in_place = all(bucket.in_place for bucket in self._buckets)
         self._divisor = Divisor(header.inv_count, self._wire, in_place=in_place)
         self._transfers = Transfers(
-            self._buckets, header, self._divisor, wire=self._wire, comm=self._comm, held=held
+            self._buckets, header, self._divisor, wire=self._wire, comms=self._groups.comms, held=held
         )
         return self._transfers
 

@@ -44,15 +44,15 @@ class Transfer:
 class Transfers:
     """All buckets of one window.
 
-    Collectives start in the same order on every rank, whatever the order of readiness. A bucket's later
-    rounds follow when the next bucket starts, so that its first one has had time to land. None starts before
-    the header has come, and none at all if ranks disagree in it.
+    Collectives start in the same order on every rank, whatever the order of readiness, and of whatever group.
+    A bucket's later rounds follow when the next bucket starts, so that its first one has had time to land.
+    None starts before the header has come, and none at all if ranks disagree in it.
 
     Args:
         buckets: in the order of the layout.
         header: of the window.
         divisor: what comes in on the way to the wire.
-        wire, comm: how buckets travel.
+        wire, comms: how buckets travel, over which group each.
         held: indices of buckets that wait for the end of the backward.
 
     Attributes:
@@ -66,11 +66,11 @@ class Transfers:
         divisor: Divisor,
         *,
         wire: Wire,
-        comm: Comm,
+        comms: Sequence[Comm],
         held: Collection[int] = (),
     ) -> None:
         self.all = [Transfer(bucket, is_held=index in held) for index, bucket in enumerate(buckets)]
-        self.header, self._divisor, self._wire, self._comm = header, divisor, wire, comm
+        self.header, self._divisor, self._wire, self._comms = header, divisor, wire, comms
         self._next = 0
 
     def complete(self, transfer: Transfer) -> None:
@@ -114,16 +114,20 @@ class Transfers:
     def _start(self, *, poison: bool) -> None:
         transfer = self.all[self._next]
         # A narrow wire needs the count of all ranks: waiting for it must not hold up the backward.
-        with span("launch bucket", self._next), self._comm.side_stream(transfer.bucket.round_tensors()):
+        comm = self._comm(transfer)
+        with span("launch bucket", self._next), comm.side_stream(transfer.bucket.round_tensors()):
             inv_count = self._divisor.before_wire()
-            transfer.rounds = transfer.bucket.rounds(inv_count, self._wire, self._comm, poison=poison)
+            transfer.rounds = transfer.bucket.rounds(inv_count, self._wire, comm, poison=poison)
             transfer.launch()
         self._next += 1
         if self._next > 1:
             self._finish_rounds(self.all[self._next - 2])
 
+    def _comm(self, transfer: Transfer) -> Comm:
+        return self._comms[transfer.bucket.bucket.group]
+
     def _finish_rounds(self, transfer: Transfer) -> None:
         while transfer.rounds_left:
-            with self._comm.side_stream([]):
+            with self._comm(transfer).side_stream([]):
                 transfer.work.wait()
                 transfer.launch()

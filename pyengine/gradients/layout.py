@@ -25,6 +25,7 @@ class ParamSpec:
     Attributes:
         strides: of a parameter that is not contiguous (channels_last, say), whose elements lie in another
             order in its slot; empty for others.
+        group: over which of several groups of ranks its gradient is summed, as an index.
     """
 
     name: str
@@ -32,6 +33,7 @@ class ParamSpec:
     dtype: torch.dtype
     requires_grad: bool = True
     strides: tuple[int, ...] = ()
+    group: int = 0
 
     @classmethod
     def of(cls, name: str, param: torch.nn.Parameter) -> ParamSpec:
@@ -60,7 +62,7 @@ class Bucket:
 
     Elements `[0, flags)` hold the slots, `[flags, flags + len(slots))` one *used* flag a slot (they travel
     with the gradients, so ranks agree on unused parameters without another collective), the rest pads the
-    bucket to `numel`.
+    bucket to `numel`. All are summed over one `group`, as `ParamSpec.group` says.
     """
 
     index: int
@@ -68,6 +70,7 @@ class Bucket:
     slots: tuple[Slot, ...]
     flags: int
     numel: int
+    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,10 @@ class Layout:
     def numel(self) -> int:
         """Elements of all buckets, padding included."""
         return sum(bucket.numel for bucket in self.buckets)
+
+
+# What the slots of a bucket have in common: type and group.
+_Kind = tuple[torch.dtype, int]
 
 
 def backward_order(params: Sequence[ParamSpec]) -> list[int]:
@@ -98,35 +105,41 @@ def build(params: Sequence[ParamSpec], order: Sequence[int], *, cap_bytes: int, 
         world_size: every bucket is padded to a multiple of `lcm(world_size, 128)` elements, so that it can be
             cut into equal, aligned shards.
     """
-    open_slots: dict[torch.dtype, list[Slot]] = {}
-    closed: list[tuple[torch.dtype, list[Slot]]] = []
+    open_slots: dict[_Kind, list[Slot]] = {}
+    closed: list[tuple[_Kind, list[Slot]]] = []
     for index in order:
         spec = params[index]
-        slots = open_slots.setdefault(spec.dtype, [])
+        kind = spec.dtype, spec.group
+        slots = open_slots.setdefault(kind, [])
         slots.append(Slot(index, spec.name, _end(slots), spec.numel))
         if _end(slots) * spec.dtype.itemsize >= cap_bytes:
-            closed.append((spec.dtype, open_slots.pop(spec.dtype)))
+            closed.append((kind, open_slots.pop(kind)))
     closed.extend(open_slots.items())
     unit = math.lcm(world_size, 128)
     return Layout(
         tuple(params),
-        tuple(_bucket(i, dtype, slots, unit) for i, (dtype, slots) in enumerate(closed)),
+        tuple(_bucket(i, kind, slots, unit) for i, (kind, slots) in enumerate(closed)),
     )
 
 
-def first_difference(params: Sequence[Sequence[ParamSpec]]) -> str | None:
-    """Name the first parameter on which ranks differ and who has what; None when all ranks agree."""
+def first_difference(params: Sequence[Sequence[ParamSpec]], ranks: Sequence[int] = ()) -> str | None:
+    """Name the first parameter on which ranks differ and who has what; None when all ranks agree.
+
+    Args:
+        params: descriptions, by rank.
+        ranks: which ranks they are; all, if empty.
+    """
     lengths = {rank: len(specs) for rank, specs in enumerate(params)}
     for index in range(max(lengths.values())):
         specs = [_describe(specs[index]) if index < len(specs) else "no such parameter" for specs in params]
         if len(set(specs)) > 1:
-            return f"parameter {index}: {_by_rank(specs)}"
+            return f"parameter {index}: {_by_rank(specs, ranks or range(len(specs)))}"
     return None
 
 
-def _bucket(index: int, dtype: torch.dtype, slots: list[Slot], unit: int) -> Bucket:
-    flags = _end(slots)
-    return Bucket(index, dtype, tuple(slots), flags, _round_up(flags + len(slots), unit))
+def _bucket(index: int, kind: _Kind, slots: list[Slot], unit: int) -> Bucket:
+    flags, (dtype, group) = _end(slots), kind
+    return Bucket(index, dtype, tuple(slots), flags, _round_up(flags + len(slots), unit), group)
 
 
 def _end(slots: list[Slot]) -> int:
@@ -143,8 +156,8 @@ def _describe(spec: ParamSpec) -> str:
     return f"{spec.name!r} {list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}{strides}{frozen}"
 
 
-def _by_rank(specs: Sequence[str]) -> str:
+def _by_rank(specs: Sequence[str], ranks: Sequence[int]) -> str:
     owners: dict[str, list[int]] = {}
-    for rank, text in enumerate(specs):
+    for rank, text in zip(ranks, specs, strict=True):
         owners.setdefault(text, []).append(rank)
     return "; ".join(f"rank {', '.join(map(str, ranks))} has {text}" for text, ranks in owners.items())

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grad_value_, get_total_norm
+
+from pyengine.gradients.slots import local
 
 
 @torch.no_grad()
@@ -16,11 +20,11 @@ def largest(params: Sequence[Parameter]) -> Tensor:
     """Return the largest absolute value of all gradients.
 
     Returns:
-        float64 0-dim on their device; nan if one holds nan, 0 if there is none.
+        float64 0-dim on their device, of what this rank holds; nan if one holds nan, 0 if there is none.
 
     Cost: reads one element.
     """
-    grads = [grad for param in params if (grad := param.grad) is not None and grad.numel()]
+    grads = [grad for grad in map(_held, params) if grad is not None and grad.numel()]
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=params[0].device)
     return get_total_norm(grads, math.inf).double()  # of a maximum every type holds all bits
@@ -28,9 +32,25 @@ def largest(params: Sequence[Parameter]) -> Tensor:
 
 @torch.no_grad()
 def norms(params: Sequence[Parameter]) -> Tensor:
-    """Return the 2-norm of every gradient, float64 `[parameters]`, on their device; 0 where there is none.
+    """Return the 2-norm of what this rank holds of every gradient, float64 `[parameters]`, on their device;
+    0 where there is none.
 
     Cost: reads one element, and copies it to float64.
     """
     none = torch.zeros((), dtype=torch.float64, device=params[0].device)
-    return torch.stack([none if param.grad is None else param.grad.double().norm() for param in params])
+    return torch.stack([none if grad is None else grad.double().norm() for grad in map(_held, params)])
+
+
+@torch.no_grad()
+def clip_values_(params: Sequence[Parameter], value: float) -> None:
+    """Clip every element to [-value, value], in place.
+
+    Cost: reads and writes one element.
+    """
+    held: list[Any] = [SimpleNamespace(grad=_held(param)) for param in params]
+    clip_grad_value_(held, value)
+
+
+def _held(param: Parameter) -> Tensor | None:
+    """Return what this rank holds of a gradient, in its memory."""
+    return None if param.grad is None else local(param.grad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,24 @@ from pyengine.gradients.layout import Slot
 # watched. Parts are "sum", float32 or the parameter's dtype [numel], or of an exact sum "limbs", int32 [2,
 # blocks, 64], and "bins", uint8 [blocks].
 Saved = dict[str, dict[str, Tensor]]
+
+
+def local(tensor: Any) -> Tensor:
+    """Return what this rank holds of a tensor, in the same memory: its part of a DTensor, all of any
+    other.
+    """
+    part: Tensor = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def as_gradient(part: Tensor, param: Any) -> Tensor:
+    """Return what this rank holds of a gradient as `param.grad` takes it, in the same memory."""
+    if not hasattr(param, "to_local"):
+        return part
+    whole: Tensor = type(param).from_local(
+        part, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    return whole
 
 
 def slots_of(flat: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
@@ -54,7 +73,7 @@ def saved_flags(saved: Saved, names: Sequence[str], done: int, device: torch.dev
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:
     """Return the parameter's own strides if it is dense (channels_last, say), else the contiguous ones."""
-    return torch.empty_like(param, device="meta").stride()
+    return torch.empty_like(param.detach(), device="meta").stride()
 
 
 def slot_gradient(param: Parameter) -> Tensor | None:
@@ -73,7 +92,7 @@ def slot_gradient(param: Parameter) -> Tensor | None:
     grad = grad.resolve_neg()  # autograd negates lazily: the imaginary part of a conjugate
     if grad.is_contiguous() and param.is_contiguous():
         return grad
-    like = torch.empty_like(param, dtype=grad.dtype)
+    like = torch.empty_like(param.detach(), dtype=grad.dtype)
     if grad.stride() != like.stride():
         grad = like.copy_(grad)
     return grad.as_strided((grad.numel(),), (1,), grad.storage_offset())

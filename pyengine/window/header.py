@@ -20,6 +20,7 @@ from pyengine.comm.base import Comm, Work
 from pyengine.ops.device import is_lazy, runs_ahead, send
 from pyengine.window import exact_scalars
 from pyengine.window.claims import NUM_PIECES, Claims
+from pyengine.window.shared_batch import SharedBatch
 
 # Sums in float64 are exact up to 2^53: squares of 20-bit numbers over up to 8192 ranks stay below it.
 _STEP_MODULUS = 2**20
@@ -29,6 +30,8 @@ _STEP_MODULUS = 2**20
 _COUNT, _MICRO_BATCHES, _, _INVALID, _POSITIONS = range(5)
 _CLAIMS = _POSITIONS + 4
 _LOSSES = _CLAIMS + 2 * NUM_PIECES
+# Behind them, where ranks share batches, what must be 0: lanes of `SharedBatch`.
+_SHARED = _LOSSES + exact_scalars.NUM_LANES
 
 Count = int | float | Tensor
 
@@ -71,6 +74,7 @@ class LocalWindow:
         counts: items each loss was summed over; numbers, or 0-dim tensors that stay on their device.
         losses: the losses, detached 0-dim tensors.
         refusals: why else this rank refuses the window, in words; every rank raises them.
+        batch: the batch that this rank shares with others; None where every rank has its own.
     """
 
     is_exact: bool = False
@@ -78,6 +82,7 @@ class LocalWindow:
     counts: list[Count] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
+    batch: SharedBatch | None = None
 
     def append(self, loss: Tensor, count: Count) -> None:
         """Note a micro-batch, whose backward is about to run.
@@ -111,6 +116,13 @@ class LocalWindow:
             for index, count in enumerate(self.counts)
             if not self.is_valid(float(count))
         ]
+
+    def described(self) -> str:
+        """Describe the counts and whose batch they are of. Reads device counts: for error reports only."""
+        counts = ", ".join(f"{float(count):g}" for count in self.counts[:8])
+        more = ", ..." if len(self.counts) > 8 else ""
+        batch = 0 if self.batch is None else self.batch.index
+        return f"batch {batch}: {len(self.counts)} micro-batches of counts [{counts}{more}]"
 
     def is_valid(self, count: float) -> bool:
         """Whether a count may be summed."""
@@ -155,16 +167,16 @@ class RunningWindow(LocalWindow):
 
 
 def make_local_window(
-    device: torch.device, *, is_exact: bool, max_micro_batches: float
+    device: torch.device, *, is_exact: bool, max_micro_batches: float, batch: SharedBatch | None
 ) -> Callable[[], LocalWindow]:
     """Return what makes, for each window of an engine, an empty one to note counts and losses in.
 
     Args:
         device: where the losses lie.
-        is_exact, max_micro_batches: as for `LocalWindow`.
+        is_exact, max_micro_batches, batch: as for `LocalWindow`.
     """
     if not is_lazy(device):
-        return partial(LocalWindow, is_exact, max_micro_batches)
+        return partial(LocalWindow, is_exact, max_micro_batches, batch=batch)
     zeros = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(3)]
     return partial(RunningWindow, is_exact, max_micro_batches, zeros)
 
@@ -180,6 +192,7 @@ class Totals:
         more: ranks that have another window after it.
         invalid_counts: micro-batches whose count cannot be summed, and refusals.
         differ: whether ranks are at different places, or say different things.
+        batches_differ: whether ranks that share a batch have counted differently.
     """
 
     count: float
@@ -188,6 +201,7 @@ class Totals:
     more: int
     invalid_counts: int
     differ: bool
+    batches_differ: bool
 
     @classmethod
     def of(cls, numbers: Sequence[float], world_size: int) -> Totals:
@@ -195,17 +209,18 @@ class Totals:
 
         Args:
             numbers: 21: count, micro-batches, ranks with more, invalid counts; the sum and the sum of squares
-                of each of five numbers that must be equal on every rank; seven lanes of the losses.
+                of each of five numbers that must be equal on every rank; seven lanes of the losses. Three
+                more where ranks share batches.
             world_size: of the ranks that were summed over.
         """
         count, micro_batches, more, invalid = numbers[:_POSITIONS]
-        equal, losses = numbers[_POSITIONS:_LOSSES], numbers[_LOSSES:]
+        equal, losses = numbers[_POSITIONS:_LOSSES], numbers[_LOSSES:_SHARED]
         differ = any(
             world_size * squares != total * total
             for total, squares in zip(equal[::2], equal[1::2], strict=True)
         )
         loss = exact_scalars.total(losses)
-        return cls(count, loss, int(micro_batches), int(more), int(invalid), differ)
+        return cls(count, loss, int(micro_batches), int(more), int(invalid), differ, any(numbers[_SHARED:]))
 
 
 class Header:
@@ -219,7 +234,7 @@ class Header:
         more: whether this rank has another window after this one.
         claims: what must be equal on every rank, too.
 
-    Cost: one all-reduce of 168 bytes, not waited for.
+    Cost: one all-reduce of 168 bytes (192 where ranks share batches), not waited for.
 
     Attributes:
         position, claims: as given.
@@ -281,10 +296,13 @@ class Header:
         totals, squares = vector[_POSITIONS:_LOSSES:2], vector[_POSITIONS + 1 : _LOSSES : 2]
         differ = (self._comm.world_size * squares != totals * totals).any()
         too_many = vector[_MICRO_BATCHES] > self._max_micro_batches
-        return (vector[_COUNT] == 0) | (vector[_INVALID] > 0) | differ | too_many
+        unlike = (vector[_SHARED:] != 0).any()
+        return (vector[_COUNT] == 0) | (vector[_INVALID] > 0) | differ | too_many | unlike
 
     def vector(self) -> Tensor:
-        """Wait, and return the reduced numbers, float64 `[21]`; not to be written to. See `Totals.of`."""
+        """Wait, and return the reduced numbers, float64 `[21]`, or `[24]` where ranks share batches; not to
+        be written to. See `Totals.of`.
+        """
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -313,7 +331,16 @@ def _pack(
     pieces = vector[_CLAIMS:_LOSSES:2]
     claims.add_to(pieces)
     vector[_CLAIMS + 1 : _LOSSES : 2] = pieces * pieces
-    return vector
+    return vector if local.batch is None else _shared(vector, local.batch)
+
+
+def _shared(vector: Tensor, batch: SharedBatch) -> Tensor:
+    """Return what a rank says of a batch that others have, too: one of them says it."""
+    lanes = batch.lanes(vector[[_COUNT, _MICRO_BATCHES]])
+    if not batch.speaks:
+        vector[[_COUNT, _MICRO_BATCHES]] = 0.0
+        vector[_LOSSES:] = 0.0
+    return torch.cat([vector, lanes])
 
 
 def stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -213,6 +213,15 @@ def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
         comm: transport; used only to say who differs, by one gather.
         local: this rank's counts and refusals.
     """
+    if totals.batches_differ:
+        everybody = comm.all_gather_object(local.described())
+        said = [f"rank {rank}, {text}" for rank, text in enumerate(everybody)]
+        raise ValueError(
+            f"ranks that share a batch have counted differently: {'; '.join(said)}. Give each of them the "
+            "same micro-batches with the same counts (a sampler's rank and number of ranks are those along "
+            "the axes that count), or name the axes along which each counts its own: pe.Axes(count=...). "
+            "Nothing was stepped; call sync.abandon() and go on"
+        )
     if totals.invalid_counts:
         everybody = comm.all_gather_object((local.problems(), local.refusals))
         refusals = _by_rank([texts for _, texts in everybody])
@@ -220,8 +229,8 @@ def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
             raise ValueError(f"{refusals}. Nothing was stepped; call sync.abandon() on all ranks and go on")
         places = _by_rank([texts for texts, _ in everybody])
         raise ValueError(
-            f"{places}: count must be finite{', whole' if local.is_exact else ''} and not negative, "
-            "and at most 2**53 (0 leaves a micro-batch out of the divisor). Nothing was stepped; call "
+            f"{places}: count must be finite{', whole' if local.is_exact else ''} and not negative, and at "
+            "most 2**53 (0 leaves a micro-batch out of the divisor). Nothing was stepped; call "
             "sync.abandon() and go on"
         )
 

@@ -50,6 +50,15 @@ def loop() -> Iterator[Names]:
 
 
 @contextmanager
+def experts() -> Iterator[Names]:
+    """A model with experts in the place of the other one, and its optimizer."""
+    with loop() as names:
+        model = nn.Sequential(nn.Linear(4, 4))
+        model.add_module("experts", nn.Sequential(nn.Linear(4, 3)))
+        yield names | {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
+
+
+@contextmanager
 def ddp() -> Iterator[Names]:
     """Another model, in DDP, beside that."""
     with loop() as names:
@@ -218,6 +227,7 @@ NAMES = {
     "README.md": (ddp, 2),
     "docs/adapters.md": (adapters, 1),
     "docs/counts.md": (counts, 2),
+    "docs/mesh.md": (experts, 4),
     "docs/migrate.md": (plain_ddp, 2),
     "docs/reproducible.md": (exact, 2),
     "docs/study.md": (study, 2),

@@ -16,6 +16,7 @@ from pyengine.engine.checkpoint.fields import is_whole
 from pyengine.engine.checkpoint.snapshot import Identity, Snapshot
 from pyengine.engine.engine import Engine
 from pyengine.gradients.buckets import BucketReducer
+from pyengine.gradients.slots import local
 from pyengine.ops.exact_reference import BLOCK
 
 _Like: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
@@ -137,7 +138,8 @@ class Form:
 
     def _carry(self, s: Snapshot) -> Iterator[str]:
         reducer = self.engine.reducer
-        own = {name: (p.dtype, tuple(p.shape)) for name, p in zip(reducer.names, reducer.params, strict=True)}
+        params = zip(reducer.names, reducer.params, strict=True)
+        own = {name: (param.dtype, tuple(local(param).shape)) for name, param in params}
         for name in s.carry.keys() - own.keys():
             yield f"carry[{name!r}], which is no parameter here"
         known = s.carry.keys() & own.keys()

@@ -191,6 +191,11 @@ def _misfits(engine: Engine, snapshots: list[Snapshot], own: list[Snapshot], *, 
             f"accumulate={engine.counter.accumulate}: the open window ends as it began; make the engine as "
             "it was, or load between windows"
         )
+    if not is_own and engine.holds_parts:
+        found.append(
+            "states in a list, and ranks here hold other parameters or share batches: pass each rank its own "
+            "state, on a mesh of the same shape"
+        )
     has_scaler = engine.parts.scaler is not None
     scaled = [bool(s.scaler) for s in snapshots if s.places]
     if any(is_scaled != has_scaler for is_scaled in scaled):
@@ -210,7 +215,9 @@ def _agree(engine: Engine, found: list[str], said: _Said) -> list[_Said]:
     raise_problems([texts for texts, _ in everybody])
     all_said: list[_Said] = [other for _, other in everybody]
     shared = [(s.is_own, s.position, s.scaler, () if s.is_own else s.parts) for s in all_said]
-    places = [place for s in all_said if s.is_own for *_, places, _ in s.parts for place in places]
+    # Ranks that share a batch hold the same micro-batches.
+    heads = [all_said[engine.shares.batches.index(batch)] for batch in set(engine.shares.batches)]
+    places = [place for s in heads if s.is_own for *_, places, _ in s.parts for place in places]
     if len(set(shared)) > 1 or len(set(places)) < len(places):
         listed = "; ".join(f"rank {rank} got {said}" for rank, said in enumerate(all_said))
         raise ValueError(

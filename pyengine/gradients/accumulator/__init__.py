@@ -14,6 +14,7 @@ from pyengine.gradients.accumulator.exact import Exact, ExactBucket
 from pyengine.gradients.accumulator.fp32 import Fp32Bucket
 from pyengine.gradients.accumulator.native import NativeBucket
 from pyengine.gradients.layout import Bucket
+from pyengine.gradients.local_part import LocalPart
 from pyengine.wire import Wire
 
 KINDS = ("fp32", "native", "exact")
@@ -50,6 +51,7 @@ def bucket_accumulator(
     """
     if kind == "exact":
         return ExactBucket(bucket, params, terms=terms)
-    if sum_dtype(kind, bucket.dtype) != bucket.dtype:
+    # Autograd cannot add in place to what a DTensor's `.grad` is a view of, unnoticed.
+    if sum_dtype(kind, bucket.dtype) != bucket.dtype or any(isinstance(p, LocalPart) for p in params):
         return Fp32Bucket(bucket, params, wire=wire)
     return NativeBucket(bucket, params, wire=wire, watch=watch)

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from pyengine.gradients.accumulator.base import BucketAccumulator
 from pyengine.gradients.accumulator.slot_group import SlotGroup
+from pyengine.gradients.local_part import grad_version
 from pyengine.gradients.sums import WindowSum
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.nonfinite import flagged_in
@@ -107,4 +108,4 @@ class GroupedBucket(BucketAccumulator):
 
 
 def _mark(param: Parameter) -> _Mark:
-    return None if param.grad is None else (id(param.grad), param.grad._version)
+    return None if param.grad is None else (id(param.grad), grad_version(param))

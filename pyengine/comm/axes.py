@@ -1,0 +1,150 @@
+"""The axes of a mesh: which hold replicas, shards and counts, and which ranks lie along them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+Names = str | tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What the axes of a `device_mesh` hold, by their names; one name or a tuple of them each.
+
+    Args:
+        replicate: ranks along them hold the same parameters and have data of their own (or a part of it):
+            gradients are summed over them. All axes of a mesh with one axis.
+        shard: ranks along them hold other plain parameters (the stages of a pipeline). DTensors need no name
+            here: they tell how they lie. Along an axis that is neither, ranks hold the same plain parameters
+            and compute the same gradients of them (tensor parallelism).
+        count: ranks along them count items of their own; along all others they share a batch, and its count
+            is taken once. None: those of `replicate`.
+        groups: by a pattern of parameter names (as `fnmatch` has them; the first that matches), what else the
+            gradients of such parameters are summed over: axes, () for none, or without a mesh a process
+            group. Ranks that are not in one group hold other parameters, experts say.
+
+    Example:
+        >>> Axes(replicate=("dp", "cp"), count="dp")
+        Axes(replicate=('dp', 'cp'), shard=(), count='dp', groups={})
+        >>> Axes(replicate=("edp", "ep"), groups={"*.experts.*": "edp"}).groups
+        {'*.experts.*': 'edp'}
+    """
+
+    replicate: Names = ()
+    shard: Names = ()
+    count: Names | None = None
+    groups: Mapping[str, Names | dist.ProcessGroup] = field(default_factory=dict)
+
+
+class MeshRanks:
+    """Ranks of a mesh, by what they have in common with this one.
+
+    Args:
+        mesh: in which this rank has a place.
+
+    Attributes:
+        shape: sizes by axis; axes without a name are called by their index.
+        coordinate: this rank's, by axis.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._ranks = mesh.mesh
+        names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+        place: Any = mesh.get_coordinate()
+        if place is None:
+            raise ValueError(
+                f"device_mesh: rank {dist.get_rank()} is not in it (it has {mesh.mesh.flatten().tolist()}); "
+                "make the engine only on ranks of the mesh"
+            )
+        self.shape = dict(zip(names, mesh.mesh.shape, strict=True))
+        self.coordinate: dict[str, int] = dict(zip(names, place, strict=True))
+
+    def along(self, axes: Sequence[str]) -> tuple[int, ...]:
+        """Return the global ranks that differ from this one only on `axes`, itself among them, ascending."""
+        place = tuple(slice(None) if name in axes else at for name, at in self.coordinate.items())
+        return tuple(sorted(self._ranks[place].flatten().tolist()))
+
+    def everybody(self) -> tuple[int, ...]:
+        """Return all ranks of the mesh, ascending."""
+        return self.along([*self.shape])
+
+    def index(self, axes: Sequence[str]) -> int:
+        """Return this rank's place along `axes`, as one number from 0."""
+        index = 0
+        for name in axes:
+            index = index * self.shape[name] + self.coordinate[name]
+        return index
+
+    def size(self, axes: Sequence[str]) -> int:
+        """Return how many ranks lie along `axes`."""
+        return len(self.along(axes))
+
+    def axis_of(self, mesh: DeviceMesh, dim: int) -> str | None:
+        """Return the axis here along which a dimension of another mesh lies, by its ranks; None if none does.
+
+        A dimension of one rank lies along any axis, and is named "".
+        """
+        other = MeshRanks(mesh)
+        ranks = other.along([[*other.shape][dim]])
+        if len(ranks) == 1:
+            return ""
+        return next((name for name in self.shape if self.along([name]) == ranks), None)
+
+
+def as_tuple(names: Names) -> tuple[str, ...]:
+    """Return one name or several as several."""
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def axes_problems(axes: Axes, shape: Mapping[str, int]) -> list[str]:
+    """Say what is wrong with the names of axes, for a mesh of this shape."""
+    known = ", ".join(f"{name!r} ({size})" for name, size in shape.items())
+    found = []
+    for where, names in _named(axes):
+        odd = [name for name in names if name not in shape]
+        if odd:
+            found.append(f"axes.{where}={odd[0]!r}: no axis of device_mesh, which has {known}")
+        if len(set(names)) < len(names):
+            found.append(f"axes.{where}={names!r}: an axis comes twice; name each once")
+    both = set(as_tuple(axes.replicate)) & set(as_tuple(axes.shard))
+    if both:
+        found.append(f"axes: {min(both)!r} is in replicate and in shard; an axis holds one of them")
+    return found
+
+
+def process_groups(groups: Mapping[str, Any]) -> list[str]:
+    """Say which of `Axes.groups` are none, where there is no mesh."""
+    return [
+        (
+            f"axes.groups[{pattern!r}]={group!r}: need a torch.distributed.ProcessGroup of this rank; "
+            "axes have names in a device_mesh only"
+        )
+        for pattern, group in groups.items()
+        if not isinstance(group, dist.ProcessGroup)
+    ]
+
+
+def _named(axes: Axes) -> Iterator[tuple[str, tuple[str, ...]]]:
+    yield "replicate", as_tuple(axes.replicate)
+    yield "shard", as_tuple(axes.shard)
+    yield "count", as_tuple(axes.count or ())
+    for pattern, names in axes.groups.items():
+        yield (
+            f"groups[{pattern!r}]",
+            as_tuple(names) if isinstance(names, str | tuple | list) else (str(names),),
+        )
+
+
+def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """Return a group of these ranks, which all of them make in the same order; None where it is the default
+    one.
+    """
+    if list(ranks) == list(range(dist.get_world_size())):
+        return None
+    group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+    return group

@@ -1,0 +1,293 @@
+"""From a mesh or a process group to an engine's transports: over which ranks each gradient is summed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
+
+from pyengine.comm import Comm, Local, TorchDist, comm_for
+from pyengine.comm.axes import Axes, MeshRanks, as_tuple, axes_problems, new_group, process_groups
+from pyengine.engine.membership import Membership
+from pyengine.gradients.groups import Groups
+from pyengine.gradients.layout import ParamSpec
+from pyengine.gradients.local_part import is_dtensor
+from pyengine.gradients.settings import Settings
+from pyengine.gradients.slots import local
+from pyengine.window.shared_batch import SharedBatch
+
+Named = Sequence[tuple[str, Parameter]]
+
+
+class EngineRanks:
+    """The ranks of an engine, and the groups among them.
+
+    Args:
+        named: parameters in registration order.
+        device: where they lie.
+        group: of all ranks, where there is no mesh; None is the default group, or this process alone.
+        mesh: of all ranks, or None.
+        axes: what its axes hold, and further groups.
+
+    Attributes:
+        comm: transport over all ranks.
+        problems: what is wrong with the arguments here; then nothing but `comm` may be used.
+        membership: what this rank says to others.
+
+    Raises:
+        ValueError: this rank is not in the mesh or group, which others need not know.
+    """
+
+    def __init__(
+        self,
+        named: Named,
+        device: torch.device,
+        *,
+        group: dist.ProcessGroup | None,
+        mesh: DeviceMesh | None,
+        axes: Axes,
+    ) -> None:
+        self._device = device
+        self._mesh = MeshRanks(mesh) if isinstance(mesh, DeviceMesh) else None
+        if self._mesh is not None:
+            group = new_group(self._mesh.everybody())
+        self.comm = comm_for(device, group)
+        self._ranks = self._global_ranks(group)
+        plain = Membership.plain(rank=self.comm.rank, world_size=self.comm.world_size)
+        self.membership, self._group_of = plain, [0] * len(named)
+        self._patterns: list[tuple[int, str]] = []
+        self.problems = self._problems(mesh, axes)
+        if not self.problems and (self._mesh is not None or axes.groups):
+            self._join(named, axes)
+
+    def specs(self, named: Named) -> list[ParamSpec]:
+        """Describe what this rank holds of each parameter."""
+        return [_spec(name, param, group) for (name, param), group in zip(named, self._group_of, strict=True)]
+
+    def groups(self, names: Sequence[str], settings: Settings) -> Groups:
+        """Return the transports; every rank calls this once all of them have agreed on their memberships.
+
+        Args:
+            names: of the parameters.
+            settings: of the engine.
+
+        Raises:
+            ValueError: ranks have other parameters, in several groups, and exact sums; on every rank.
+
+        Cost: makes the process groups that the engine needs, and gathers the names.
+        """
+        if not self.membership.described:
+            return Groups.of_one(self.comm)
+        comms = [self._transport(ranks) for ranks in self.membership.groups]
+        said = self.comm.all_gather_object([*zip(names, self._group_of, strict=True)])
+        are_alike = all(other == said[0] for other in said)
+        if settings.kind == "exact" and not are_alike and len(comms) > 1:
+            raise ValueError(
+                "accumulator='exact' sums a bucket in two rounds, whose order over several groups ranks "
+                "with parameters of other names cannot agree on: use 'fp32', or make an engine for the "
+                "parameters of each group"
+            )
+        return Groups(self.comm, comms, self.membership.counted, are_alike)
+
+    def broadcast(self, named: Sequence[tuple[str, Tensor]], groups: Groups) -> None:
+        """Overwrite parameters and buffers with those of the first rank of their group."""
+        for index, comm in enumerate(groups.comms):
+            comm.broadcast_([local(tensor) for name, tensor in named if self.group_named(name) == index])
+
+    @property
+    def takes_dtensors(self) -> bool:
+        """Whether it is known where the parts of DTensors lie."""
+        return self._mesh is not None
+
+    @property
+    def shared_batch(self) -> SharedBatch | None:
+        """The batch that this rank shares with others; None where every rank has its own."""
+        batch = self.membership.batch
+        return None if batch.num_ranks == 1 else batch
+
+    def problems_with(self, named: Named, settings: Settings, *, num_batch_norms: int) -> list[str]:
+        """Say what an engine cannot do over these ranks."""
+        found = list(self.problems)
+        narrow = [name for name, param in named if is_dtensor(param) and param.dtype.itemsize < 4]
+        if narrow and settings.kind == "native":
+            found.append(
+                f"parameter {narrow[0]!r} is a narrow DTensor, and accumulator='native' would sum it in its "
+                "own type, which autograd cannot do in a buffer of ours: use accumulator='fp32'"
+            )
+        if num_batch_norms and settings.kind == "exact" and self.shared_batch is not None:
+            found.append(
+                "accumulator='exact' replays BatchNorm's running statistics of every rank, and here ranks "
+                "share batches: use GroupNorm, or pass the parameters instead of the module and keep "
+                "statistics alike yourself"
+            )
+        return found
+
+    def group_named(self, name: str) -> int:
+        """Return the group that a tensor of this name, a buffer say, belongs to."""
+        return next((index for index, pattern in self._patterns if fnmatchcase(name, pattern)), 0)
+
+    def _global_ranks(self, group: dist.ProcessGroup | None) -> tuple[int, ...]:
+        if isinstance(self.comm, TorchDist):
+            return tuple(dist.get_process_group_ranks(group))
+        return (0,)
+
+    def _problems(self, mesh: Any, axes: Any) -> list[str]:
+        if mesh is not None and self._mesh is None:
+            return [
+                (
+                    f"device_mesh is a {type(mesh).__name__}: need a "
+                    "torch.distributed.device_mesh.DeviceMesh, as init_device_mesh makes it"
+                )
+            ]
+        if not isinstance(axes, Axes):
+            return [f"axes is a {type(axes).__name__}: need a pe.Axes(replicate=...)"]
+        if self._mesh is not None:
+            return _mesh_problems(mesh, self._mesh, axes, self._device)
+        if axes.replicate or axes.shard or axes.count is not None:
+            return [f"axes={axes} without device_mesh: only a mesh has axes; pass device_mesh=, too"]
+        found = process_groups(axes.groups)
+        for pattern, group in [] if found else axes.groups.items():
+            other = set(dist.get_process_group_ranks(group)) - set(self._ranks)  # type: ignore[arg-type]
+            if other:
+                found.append(
+                    f"axes.groups[{pattern!r}] has rank {min(other)}, which the engine's process group has "
+                    "not: need a part of it"
+                )
+        return found
+
+    def _join(self, named: Named, axes: Axes) -> None:
+        """Find this rank's place, and the group of every parameter."""
+        mesh, found = self._mesh, self.problems
+        along = {pattern: self._along(group) for pattern, group in axes.groups.items()}
+        everywhere = self._ranks if mesh is None else mesh.along(_replicate(axes, mesh))
+        groups = list(dict.fromkeys([everywhere, *along.values()]))
+        self._patterns = [(groups.index(ranks), pattern) for pattern, ranks in along.items()]
+        self._group_of = [self.group_named(name) for name, _ in named]
+        counted = []
+        for (name, param), index in zip(named, self._group_of, strict=True):
+            same = self._held_by(name, param, groups[index], axes, found)
+            counted.append(not same or min(same) == dist.get_rank())
+        unmatched = [p for p in along if not any(fnmatchcase(name, p) for name, _ in named)]
+        batch, num_batches = self._batch(axes)
+        holds_parts = len(groups) > 1 or len(everywhere) < len(self._ranks)
+        self.membership = Membership(
+            f"device_mesh {list(mesh.shape.items())}, {_described(axes)}" if mesh else _described(axes),
+            tuple(tuple(map(self._ranks.index, ranks)) for ranks in groups),
+            batch,
+            num_batches,
+            tuple(unmatched),
+            tuple(counted) if holds_parts else None,
+        )
+
+    def _along(self, group: Any) -> tuple[int, ...]:
+        if self._mesh is not None:
+            return self._mesh.along(as_tuple(group))
+        return tuple(sorted(dist.get_process_group_ranks(group)))
+
+    def _held_by(
+        self, name: str, param: Parameter, summed: tuple[int, ...], axes: Axes, found: list[str]
+    ) -> tuple[int, ...]:
+        """Return the ranks that hold the same of a parameter as this one; what is wrong is added to
+        `found`.
+        """
+        mesh = self._mesh
+        if mesh is None:
+            return summed
+        replicate, shard = _replicate(axes, mesh), as_tuple(axes.shard)
+        mine = {
+            axis for axis in mesh.shape if mesh.along([axis])[-1:] and set(mesh.along([axis])) <= set(summed)
+        }
+        same = [axis for axis in mesh.shape if axis in mine or axis not in (*replicate, *shard)]
+        if is_dtensor(param):
+            lies: Any = param
+            for dim, placement in enumerate(lies.placements):
+                axis = mesh.axis_of(lies.device_mesh, dim)
+                problem = _dtensor_problem(name, axis, placement, summed_over=mine, mesh=mesh)
+                if problem:
+                    found.append(problem)
+                elif placement.is_shard() and axis in same:
+                    same.remove(axis)
+        return mesh.along(same)
+
+    def _batch(self, axes: Axes) -> tuple[SharedBatch, int]:
+        """Return which batch this rank computes, and how many there are."""
+        mesh = self._mesh
+        if mesh is None:
+            plain = Membership.plain(rank=self.comm.rank, world_size=self.comm.world_size)
+            return plain.batch, plain.num_batches
+        count = _replicate(axes, mesh) if axes.count is None else as_tuple(axes.count)
+        sharing = mesh.along([axis for axis in mesh.shape if axis not in count])
+        # The last of them: the last stage of a pipeline has the loss.
+        batch = SharedBatch(mesh.index(count), len(sharing), sharing[-1] == dist.get_rank())
+        return batch, mesh.size(count)
+
+    def _transport(self, ranks: tuple[int, ...]) -> Comm:
+        if len(ranks) == self.comm.world_size:
+            return self.comm
+        comm: Comm = Local() if len(ranks) == 1 else self._over([self._ranks[rank] for rank in ranks])
+        comm.traffic = self.comm.traffic
+        return comm
+
+    def _over(self, ranks: Sequence[int]) -> TorchDist:
+        return TorchDist(new_group(sorted(ranks)), self._device)
+
+
+def _replicate(axes: Axes, mesh: MeshRanks) -> tuple[str, ...]:
+    return as_tuple(axes.replicate) or (tuple(mesh.shape) if len(mesh.shape) == 1 else ())
+
+
+def _described(axes: Axes) -> str:
+    groups = {
+        pattern: as_tuple(names) if isinstance(names, str | tuple | list) else "a process group"
+        for pattern, names in axes.groups.items()
+    }
+    count = None if axes.count is None else as_tuple(axes.count)
+    return (
+        f"replicate={as_tuple(axes.replicate)}, shard={as_tuple(axes.shard)}, count={count}, groups={groups}"
+    )
+
+
+def _mesh_problems(mesh: DeviceMesh, ranks: MeshRanks, axes: Axes, device: torch.device) -> list[str]:
+    found = axes_problems(axes, ranks.shape)
+    if not found and not _replicate(axes, ranks):
+        names = ", ".join(map(repr, ranks.shape))
+        found.append(
+            f"device_mesh has axes {names}, and axes.replicate names none: say along which ranks hold the "
+            "same parameters and have data of their own: axes=pe.Axes(replicate='dp')"
+        )
+    if mesh.device_type != device.type:
+        found.append(f"device_mesh is of {mesh.device_type}, and parameters lie on {device}: make both alike")
+    return found
+
+
+def _dtensor_problem(
+    name: str, axis: str | None, placement: Any, *, summed_over: set[str], mesh: MeshRanks
+) -> str:
+    if axis is None:
+        return (
+            f"parameter {name!r} is a DTensor on a mesh with an axis that device_mesh, {dict(mesh.shape)}, "
+            "has not: pass the mesh from which both were sliced"
+        )
+    if placement.is_partial():
+        return f"parameter {name!r} is a DTensor of partial sums ({placement}): need Shard or Replicate"
+    if axis in summed_over and mesh.shape[axis] > 1:
+        return (
+            f"parameter {name!r} is a DTensor on axis {axis!r}, over which its gradient is to be summed "
+            "(axes.replicate): what is sharded or replicated there reduces its own gradients; name only "
+            "axes that its mesh has not, or take pe.attach for a model under fully_shard"
+        )
+    return ""
+
+
+def _spec(name: str, param: Parameter, group: int) -> ParamSpec:
+    part = local(param)
+    spec = ParamSpec.of(name, param)
+    strides = () if part.is_contiguous() else part.stride()
+    return replace(spec, shape=tuple(part.shape), strides=strides, group=group)

@@ -1,0 +1,31 @@
+"""Over which ranks each gradient is summed, and whether they lie on other ranks as well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pyengine.comm.base import Comm
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The transports of one engine.
+
+    Attributes:
+        everybody: over all ranks of the engine.
+        comms: over the ranks of each group, by `ParamSpec.group`; their traffic counts as everybody's.
+        counted: by parameter, whether this rank counts it in the norm; None: all ranks hold the same.
+        are_alike: whether all ranks have parameters of the same names in the same groups, so that they can
+            agree on one order.
+    """
+
+    everybody: Comm
+    comms: Sequence[Comm]
+    counted: Sequence[bool] | None = None
+    are_alike: bool = True
+
+    @classmethod
+    def of_one(cls, comm: Comm) -> Groups:
+        """Return the groups of an engine all of whose gradients are summed over all its ranks."""
+        return cls(comm, [comm])

@@ -1,0 +1,139 @@
+"""Models on meshes, and the same training in one process in float64, for the tests of meshes."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import pyengine as pe
+
+WINDOWS, ACCUMULATE, ROWS = 2, 3, 4
+
+
+def mesh_of(**shape: int) -> DeviceMesh:
+    """Return a mesh of all ranks with these axes."""
+    return init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+class Block(nn.Module):
+    """Two linear layers that tensor parallelism cuts, and a norm that it leaves alone."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(6, 8), nn.Linear(8, 6), nn.LayerNorm(6)
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.down(torch.tanh(self.up(x))))
+
+
+class Gather(torch.autograd.Function):
+    """The tensors of all ranks of a group, stacked; and their gradients, summed."""
+
+    @staticmethod
+    def forward(ctx, mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        whole = mine.new_zeros(dist.get_world_size(group), *mine.shape)
+        whole[dist.get_rank(group)] = mine
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        whole = grad.clone()
+        dist.all_reduce(whole, group=ctx.group)
+        return whole[dist.get_rank(ctx.group)], None
+
+
+class Experts(nn.Module):
+    """A layer for all rows, and two experts, of which each row takes one.
+
+    With a group, every rank of it has one expert, which computes the rows of all of them.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.dense = nn.Linear(6, 6)
+        self.experts = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.group: dist.ProcessGroup | None = None
+        self.to(dtype)
+
+    def keep_one(self, group: dist.ProcessGroup) -> None:
+        """Keep the expert of this rank's place in the group."""
+        self.experts = nn.ModuleList([self.experts[dist.get_rank(group)]])
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.dense(x))
+        takes_first = (x[:, 1:2] > 0).to(x.dtype)
+        if self.group is None:
+            first, second = (expert(h) for expert in self.experts)
+        else:
+            rows = Gather.apply(h, self.group)
+            everywhere = Gather.apply(self.experts[0](rows), self.group)
+            first, second = (rows[dist.get_rank(self.group)] for rows in everywhere)
+        return takes_first * first + (1 - takes_first) * second
+
+
+def micro_batches(shard: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return a data shard; rows count that begin with a positive number."""
+    generator = torch.Generator().manual_seed(shard)
+    return [torch.randn(ROWS, 6, generator=generator).to(dtype) for _ in range(WINDOWS * ACCUMULATE)]
+
+
+def count_of(x: Tensor) -> int:
+    """Return how many rows count."""
+    return int((x[:, 0] > 0).sum())
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    """Return the sum over rows that count."""
+    return (model(x).to(torch.promote_types(x.dtype, torch.float32)).square().sum(1) * (x[:, 0] > 0)).sum()
+
+
+def in_one_process(model: nn.Module, shards: list[list[Tensor]]) -> tuple[dict[str, Tensor], list[float]]:
+    """Train a copy in float64 on all data; return its parameters by name, and the norms."""
+    model = copy.deepcopy(model).double()
+    optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for start in range(0, WINDOWS * ACCUMULATE, ACCUMULATE):
+        rows = torch.cat([x for shard in shards for x in shard[start : start + ACCUMULATE]]).double()
+        (loss_of(model, rows) / count_of(rows)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}, norms
+
+
+def train(model: nn.Module, sync: pe.Sync, data: list[Tensor]) -> list[float]:
+    """Train as the one process does; return the norms."""
+    optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for window in sync.windows(data):
+        for x in window:
+            sync.backward(loss_of(model, x), count=count_of(x))
+        norms.append(sync.clip_grad_norm_(0.1).item())
+        sync.step(optimizer)
+    return norms
+
+
+def assert_trained(
+    model: nn.Module,
+    want: dict[str, Tensor],
+    norms: tuple[list[float], list[float]],
+    *,
+    narrow: bool = False,
+) -> None:
+    """Compare parameters, and norms found and wanted, with those of one process.
+
+    bf16 has 8 bits, with which parameters are rounded once a step, and gradients once a rank and sum.
+    """
+    tolerance = 3e-2 if narrow or next(model.parameters()).dtype is torch.bfloat16 else 1e-5
+    for name, param in model.named_parameters():
+        whole = param.full_tensor() if hasattr(param, "full_tensor") else param
+        torch.testing.assert_close(whole.detach().double(), want[name], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(*norms, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,288 @@
+"""Meshes: tensor parallelism, experts and context parallelism, against one process in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import me
+from meshes import (
+    ACCUMULATE,
+    ROWS,
+    Block,
+    Experts,
+    assert_trained,
+    count_of,
+    in_one_process,
+    loss_of,
+    mesh_of,
+    micro_batches,
+    train,
+)
+from torch import nn
+
+import pyengine as pe
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def _spoil(model: nn.Module, *, unless: bool) -> None:
+    """Give a rank other values, which the engine has to replace by those of its group."""
+    with torch.no_grad():
+        for param in () if unless else model.parameters():
+            param.mul_(0.5)
+
+
+def _tensor_parallel(dtype: torch.dtype, **options: Any) -> list[float]:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = mesh_of(dp=2, tp=2)
+    model = Block(dtype)
+    shards = [micro_batches(shard, dtype) for shard in range(2)]
+    want, norms = in_one_process(model, shards)
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    shard = mesh.get_local_rank("dp")
+    _spoil(model, unless=shard == 0)
+    records = []
+    sync = pe.GradSync(
+        model, accumulate=ACCUMULATE, device_mesh=mesh, axes=pe.Axes(replicate="dp"), **options
+    )
+    sync.on_step(records.append)
+    found = train(model, sync, shards[shard])
+    assert_trained(model, want, (found, norms), narrow="wire" in options)
+    total = sum(count_of(x) for shard in shards for x in shard)
+    assert sum(record.count for record in records) == total
+    assert [record.micro_batches for record in records] == [2 * ACCUMULATE] * 2
+    assert all(p.grad.placements == p.placements for p in model.parameters() if hasattr(p, "placements"))
+    # A header, a bucket of a type (two rounds of an exact one), the norm; the first window's order.
+    rounds = 2 if options.get("accumulator") == "exact" else 1
+    if "bucket_cap_mb" not in options:
+        assert [record.collectives for record in records] == [2 + rounds] * 2
+    return found
+
+
+@DTYPES
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+def test_data_times_tensor_parallelism_equals_one_process(ranks, dtype, accumulator):
+    first, *others = ranks(4).run(_tensor_parallel, dtype, accumulator=accumulator)
+    assert others == [first] * 3
+
+
+OTHERS = [{"accumulator": "native"}, {"wire": pe.wire.BF16(), "bucket_cap_mb": 1e-5}]
+
+
+@pytest.mark.parametrize("options", OTHERS, ids=["native", "bf16 wire, many buckets"])
+def test_other_sums_and_wires_take_dtensors_too(ranks, options):
+    first, *others = ranks(4).run(_tensor_parallel, torch.float32, **options)
+    assert others == [first] * 3
+
+
+def _experts(dtype: torch.dtype, by: str) -> list[float]:
+    mesh = mesh_of(edp=2, ep=2)
+    model = Experts(dtype)
+    rank, world = me()
+    shards = [micro_batches(shard, dtype) for shard in range(world)]
+    want, norms = in_one_process(model, shards)
+    mine = mesh.get_local_rank("ep")
+    model.keep_one(mesh.get_group("ep"))
+    wanted = want | {f"experts.0.{part}": want[f"experts.{mine}.{part}"] for part in ("weight", "bias")}
+    _spoil(model, unless=rank == 0)
+    with torch.no_grad():  # the first rank of a group of experts has the values that count
+        for part, param in model.experts[0].named_parameters():
+            if mesh.get_local_rank("edp") == 0:
+                param.copy_(Experts(dtype).experts[mine].get_parameter(part))
+    how: dict[str, Any] = {
+        "mesh": {"device_mesh": mesh, "axes": pe.Axes(replicate=("edp", "ep"), groups={"experts.*": "edp"})},
+        "groups": {"axes": pe.Axes(groups={"experts.*": mesh.get_group("edp")})},
+    }[by]
+    found = train(model, pe.GradSync(model, accumulate=ACCUMULATE, bucket_cap_mb=1e-5, **how), shards[rank])
+    assert_trained(model, wanted, (found, norms))
+    return found
+
+
+@DTYPES
+@pytest.mark.parametrize("by", ["mesh", "groups"])
+def test_experts_have_a_group_of_their_own(ranks, dtype, by):
+    first, *others = ranks(4).run(_experts, dtype, by)
+    assert others == [first] * 3
+
+
+def _context_parallel(dtype: torch.dtype, counts: str) -> list[float]:
+    mesh = mesh_of(dp=2, cp=2)
+    model = Block(dtype)
+    shards = [micro_batches(shard, dtype) for shard in range(2)]
+    want, norms = in_one_process(model, shards)
+    axes = pe.Axes(replicate=("dp", "cp"), count="dp" if counts == "of the sequence" else None)
+    sync = pe.GradSync(model, accumulate=ACCUMULATE, device_mesh=mesh, axes=axes)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    half = slice(0, ROWS // 2) if mesh.get_local_rank("cp") == 0 else slice(ROWS // 2, ROWS)
+    for window in sync.windows(shards[mesh.get_local_rank("dp")]):
+        for x in window:
+            count = count_of(x if counts == "of the sequence" else x[half])
+            sync.backward(loss_of(model, x[half]), count=torch.tensor(count))
+        found.append(sync.clip_grad_norm_(0.1).item())
+        sync.step(optimizer)
+    assert_trained(model, want, (found, norms))
+    return found
+
+
+@DTYPES
+@pytest.mark.parametrize("counts", ["of the part", "of the sequence"])
+def test_parts_of_a_sequence_are_summed_and_the_divisor_counts_every_item_once(ranks, dtype, counts):
+    first, *others = ranks(4).run(_context_parallel, dtype, counts)
+    assert others == [first] * 3
+
+
+class _Both(nn.ModuleList):
+    """Stages side by side, whose losses add up."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([stage(x) for stage in self], 1)
+
+
+def _stages(dtype: torch.dtype) -> list[float]:
+    mesh = mesh_of(pp=2, dp=2)
+    stage, shard = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    stages = [Block(dtype), nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).to(dtype)]
+    shards = [micro_batches(shard, dtype) for shard in range(2)]
+    want, norms = in_one_process(_Both(stages), shards)
+    model = stages[stage]
+    axes = pe.Axes(replicate="dp", shard="pp")
+    sync = pe.GradSync(model, accumulate=ACCUMULATE, device_mesh=mesh, axes=axes)
+    found = train(model, sync, shards[shard])
+    mine = {name.removeprefix(f"{stage}."): value for name, value in want.items()}
+    assert_trained(model, mine, (found, norms))
+    return found
+
+
+@DTYPES
+def test_stages_hold_other_parameters_and_share_norm_and_clip_factor(ranks, dtype):
+    first, *others = ranks(4).run(_stages, dtype)
+    assert others == [first] * 3
+
+
+def _nan_in_an_expert() -> tuple[bool, str]:
+    mesh = mesh_of(edp=2, ep=2)
+    rank, _ = me()
+    model, records = nn.ModuleDict({"dense": nn.Linear(2, 2), "expert": nn.Linear(2, 2)}), []
+    axes = pe.Axes(replicate=("edp", "ep"), groups={"expert.*": "edp"})
+    sync = pe.GradSync(model, accumulate=1, device_mesh=mesh, axes=axes, nonfinite="skip")
+    sync.on_step(records.append)
+    for window in sync.windows([torch.ones(1, 2)]):
+        for x in window:
+            weight = float("inf") if rank == 3 else 1.0
+            sync.backward(model["dense"](x).sum() + (model["expert"](x) * weight).sum().clamp(max=1.0))
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    return records[0].skipped, records[0].reason
+
+
+def test_what_is_not_finite_in_one_group_is_skipped_in_all_of_them(ranks):
+    for skipped, reason in ranks(4).run(_nan_in_an_expert):
+        assert skipped
+        assert "'expert.weight'" in reason and "rank 3" not in reason.split("from")[0]
+
+
+def _resumed() -> None:
+    """Stop a tensor-parallel run in the middle of a window, go on in another engine, as if it had not."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = mesh_of(dp=2, tp=2)
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    whole, stopped, resumed = (parallelize_module(Block(torch.float32), mesh["tp"], plan) for _ in range(3))
+    data = micro_batches(mesh.get_local_rank("dp"), torch.float32)[:ACCUMULATE]
+    options = {"accumulate": ACCUMULATE, "device_mesh": mesh, "axes": pe.Axes(replicate="dp")}
+
+    def run(model: nn.Module, sync: pe.Sync, data: list[torch.Tensor]) -> list[torch.Tensor]:
+        for window in sync.windows(data):
+            for x in window:
+                sync.backward(loss_of(model, x), count=count_of(x))
+            sync.unscale_()
+        return [
+            p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()
+        ]
+
+    want = run(whole, pe.GradSync(whole, **options), data)
+    first = pe.GradSync(stopped, **options)
+    for x in next(first.windows(data)):
+        first.backward(loss_of(stopped, x), count=count_of(x))
+        state = first.state_dict()
+        break
+    second = pe.GradSync(resumed, **options)
+    second.load_state_dict(state)
+    found = run(resumed, second, data[1:])
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def test_a_run_on_a_mesh_goes_on_in_mid_window(ranks):
+    ranks(4).run(_resumed)
+
+
+def _read_ahead() -> list[float]:
+    """Counts of a shared batch, read ahead, are shared, too."""
+    mesh, model = mesh_of(dp=2, tp=2), Block(torch.float32)
+    shards = [micro_batches(shard, torch.float32) for shard in range(2)]
+    want, norms = in_one_process(model, shards)
+    sync = pe.GradSync(model, accumulate=ACCUMULATE, device_mesh=mesh, axes=pe.Axes(replicate="dp"))
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for window in sync.windows(shards[mesh.get_local_rank("dp")], count=count_of):
+        for x in window:
+            sync.backward(loss_of(model, x))
+        found.append(sync.clip_grad_norm_(0.1).item())
+        sync.step(optimizer)
+    assert_trained(model, want, (found, norms))
+    return found
+
+
+def test_counts_read_ahead_are_taken_once_a_batch(ranks):
+    first, *others = ranks(4).run(_read_ahead)
+    assert others == [first] * 3
+
+
+def _clipped_by_elements() -> list[float]:
+    """The largest element of all parts, and elements clipped in them."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh, model, twin = mesh_of(dp=2, tp=2), Block(torch.float32), Block(torch.float64)
+    x = torch.linspace(-1, 1, ROWS * 6).reshape(ROWS, 6)
+    (loss_of(twin, x.double()) / ROWS).backward()
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    sync = pe.GradSync(model, device_mesh=mesh, axes=pe.Axes(replicate="dp"))
+    for window in sync.windows([x]):
+        for x in window:
+            sync.backward(loss_of(model, x), count=ROWS)
+        found = [sync.clip_grad_norm_(1e6, norm_type=float("inf")).item()]
+        sync.clip_grad_value_(found[0] / 4)
+        found.append(sync.grad_norm().item())
+        sync.unscale_()
+    largest = max(p.grad.abs().max().item() for p in twin.parameters())
+    clipped = torch.cat([p.grad.clamp(-largest / 4, largest / 4).flatten() for p in twin.parameters()])
+    torch.testing.assert_close(found, [largest, clipped.norm().item()], rtol=1e-5, atol=0)
+    return found
+
+
+def test_elements_of_all_parts_are_measured_and_clipped(ranks):
+    first, *others = ranks(4).run(_clipped_by_elements)
+    assert others == [first] * 3
+
+
+def _kept() -> float:
+    """Gradients that stay with the caller count into the next window, and its norm."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh, model = mesh_of(dp=2, tp=2), Block(torch.float32)
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    sync = pe.GradSync(model, accumulate=1, device_mesh=mesh, axes=pe.Axes(replicate="dp"))
+    norms = []
+    for window in sync.windows([torch.ones(ROWS, 6)] * 2):
+        for x in window:
+            sync.backward(loss_of(model, x), count=ROWS)
+        norms.append(sync.grad_norm().item())
+        sync.unscale_()
+    assert norms[1] == pytest.approx(2 * norms[0], rel=1e-6)
+    return norms[1]
+
+
+def test_gradients_kept_on_a_mesh_count_once(ranks):
+    first, *others = ranks(4).run(_kept)
+    assert others == [first] * 3

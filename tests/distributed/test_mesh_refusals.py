@@ -1,0 +1,183 @@
+"""What is wrong with a mesh, a group or their axes is said on every rank, and nothing hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import me
+from meshes import Block, Experts, mesh_of
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import pyengine as pe
+
+DP = pe.Axes(replicate="dp")
+
+
+def _said(model: nn.Module, **options: Any) -> str:
+    try:
+        pe.GradSync(model, **{"accumulate": 1, **options})
+    except (ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _wrong(case: str) -> str:
+    rank, _ = me()
+    mesh, model = mesh_of(dp=2, tp=2), Block(torch.float32)
+    axes: dict[str, Any] = {
+        "no such axis": pe.Axes(replicate="data"),
+        "no such axis on one rank": pe.Axes(replicate="data") if rank == 2 else DP,
+        "no replicas": pe.Axes(),
+        "replicas and shards": pe.Axes(replicate="dp", shard="dp"),
+        "an axis twice": pe.Axes(replicate=("dp", "dp")),
+        "no such count": pe.Axes(replicate="dp", count="cp"),
+        "no such group": pe.Axes(replicate="dp", groups={"*": "ep"}),
+        "no such parameter": pe.Axes(replicate="dp", groups={"expert.*": ()}),
+        "other axes": DP if rank else pe.Axes(replicate="tp"),
+        "no axes": "dp",
+    }
+    return _said(model, device_mesh=mesh, axes=axes[case])
+
+
+WRONG = {
+    "no such axis": "axes.replicate='data': no axis of device_mesh, which has 'dp' (2), 'tp' (2)",
+    "no such axis on one rank": "ValueError: rank 2: axes.replicate='data'",
+    "no replicas": "axes.replicate names none",
+    "replicas and shards": "'dp' is in replicate and in shard",
+    "an axis twice": "an axis comes twice",
+    "no such count": "axes.count='cp'",
+    "no such group": "axes.groups['*']='ep'",
+    "no such parameter": "axes.groups['expert.*'] matches no parameter on any rank",
+    "other axes": "ranks have different meshes or axes",
+    "no axes": "axes is a str: need a pe.Axes",
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_axes_are_refused_on_every_rank(ranks, case):
+    for text in ranks(4).run(_wrong, case):
+        assert WRONG[case] in text
+
+
+def _wrong_groups(case: str) -> str:
+    rank, _ = me()
+    mesh, model = mesh_of(dp=2, tp=2), Block(torch.float32)
+    rows, columns = mesh.get_group("tp"), mesh.get_group("dp")
+    options: dict[str, Any] = {
+        "both": {"group": rows, "device_mesh": mesh, "axes": DP},
+        "both names": {"group": rows, "process_group": rows},
+        "no mesh": {"device_mesh": "cpu"},
+        "no group": {"process_group": "dp"},
+        "axes without a mesh": {"axes": DP},
+        "names without a mesh": {"axes": pe.Axes(groups={"up.*": "dp"})},
+        "outside": {"group": rows, "axes": pe.Axes(groups={"up.*": columns})},
+        "other groups": {"axes": pe.Axes(groups={"up.*": rows if rank == 0 else columns})},
+        "other sizes": {
+            "device_mesh": mesh_of(dp=4, tp=1) if rank < 2 else mesh_of(dp=4, tp=1) and mesh,
+            "axes": DP,
+        },
+    }[case]
+    return _said(model, **options)
+
+
+WRONG_GROUPS = {
+    "both": "group and device_mesh were both given",
+    "both names": "group and process_group were both given",
+    "no mesh": "device_mesh is a str: need a torch.distributed.device_mesh.DeviceMesh",
+    "no group": "process_group='dp' is a str",
+    "axes without a mesh": "without device_mesh: only a mesh has axes",
+    "names without a mesh": "axes.groups['up.*']='dp': need a torch.distributed.ProcessGroup",
+    "outside": "which the engine's process group has not",
+    "other groups": "sums gradients over ranks",
+    "other sizes": "ranks have different meshes or axes",
+}
+
+
+@pytest.mark.parametrize("case", WRONG_GROUPS)
+def test_wrong_groups_and_meshes_are_refused_on_every_rank(ranks, case):
+    for text in ranks(4).run(_wrong_groups, case):
+        assert WRONG_GROUPS[case] in text
+
+
+def _outside() -> str:
+    mesh = DeviceMesh("cpu", torch.arange(2))
+    return _said(Block(torch.float32), device_mesh=mesh)
+
+
+def test_a_rank_outside_of_the_mesh_says_so_and_the_others_go_on(ranks):
+    first, second, third = ranks(3).run(_outside)
+    assert (first, second) == ("", "")
+    assert "device_mesh: rank 2 is not in it (it has [0, 1])" in third
+
+
+def _parts(case: str) -> str:
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    rank, _ = me()
+    mesh = mesh_of(dp=2, tp=2)
+    options: dict[str, Any] = {"device_mesh": mesh, "axes": DP}
+    model: nn.Module = Block(torch.bfloat16 if case == "native" else torch.float32)
+    if case == "other experts":
+        model = Experts(torch.float32)
+        model.experts = nn.ModuleList([nn.Linear(6, 6 + rank)])
+        options["axes"] = pe.Axes(replicate=("dp", "tp"), groups={"experts.*": "dp"})
+    elif case == "BatchNorm":
+        model, options["accumulator"] = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), "exact"
+    elif case == "accumulate":
+        options["accumulate"] = 1 + rank
+    elif case == "other names":
+        model = nn.Sequential(nn.Linear(6, 6), *[nn.Linear(6, 6) for _ in range(rank % 2)])
+        options |= {"accumulator": "exact", "axes": pe.Axes("dp", "tp", groups={"0.bias": ()})}
+    else:
+        over = {"summed": "dp", "native": "tp"}[case]
+        parallelize_module(model, mesh[over], {"up": ColwiseParallel()})
+        options["accumulator"] = "native"
+    return _said(model, **options)
+
+
+PARTS = {
+    "summed": "parameter 'up.weight' is a DTensor on axis 'dp', over which its gradient is to be summed",
+    "native": "parameter 'up.weight' is a narrow DTensor, and accumulator='native'",
+    "other experts": "parameter 0: rank 0 has 'experts.0.weight' [6, 6] float32; rank 2 has",
+    "BatchNorm": "here ranks share batches",
+    "accumulate": "accumulate=[1, 2, 3, 4] by rank, and rank 0 shares its batch with rank 1",
+    "other names": "sums a bucket in two rounds",
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_parameters_that_cannot_be_had_on_a_mesh_are_refused_on_every_rank(ranks, case):
+    for text in ranks(4).run(_parts, case):
+        assert PARTS[case] in text
+
+
+def _counts(case: str) -> tuple[str, float]:
+    rank, _ = me()
+    mesh, model = mesh_of(dp=2, tp=2), nn.Linear(3, 1)
+    sync = pe.GradSync(model, accumulate=2, device_mesh=mesh, axes=DP)
+    counts = {"one differs": [2, 2, 2, 5], "crossed": [1, 2, 2, 1], "the sum is right": [3, 3, 4, 4]}[case]
+    try:
+        for window in sync.windows([torch.ones(1, 3)] * 2):
+            for x in window:
+                count = counts[rank]
+                sync.backward(model(x).sum(), count=torch.tensor(count) if rank % 2 else count)
+            sync.unscale_()
+    except ValueError as error:
+        return str(error), 0.0
+    return "", model.weight.grad.sum().item()
+
+
+@pytest.mark.parametrize("case", ["one differs", "crossed"])
+def test_ranks_that_share_a_batch_must_count_alike(ranks, case):
+    for said, _ in ranks(4).run(_counts, case):
+        assert "ranks that share a batch have counted differently: rank 0, batch 0: 2 micro-batches" in said
+
+
+def test_a_count_that_ranks_share_is_taken_once(ranks):
+    # Two data shards of two micro-batches with a gradient of ones each, over counts of 2 * 3 + 2 * 4.
+    for said, total in ranks(4).run(_counts, "the sum is right"):
+        assert not said
+        assert total == pytest.approx(3 * 4 / 14, rel=1e-6)
