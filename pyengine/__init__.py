@@ -19,6 +19,7 @@ from pyengine.gradients.ddp.hook import HookState, comm_hook
 from pyengine.gradients.ddp.narrow_hooks import bf16_hook, bf16_wrapper, fp16_hook, fp16_wrapper
 from pyengine.step.grad_scaler import GradScaler
 from pyengine.step.step_record import StepRecord
+from pyengine.step.window_optimizer import WindowOptimizer
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ __all__ = [
     "HookState",
     "StepRecord",
     "Sync",
+    "WindowOptimizer",
     "WindowSampler",
     "attach",
     "bf16_hook",

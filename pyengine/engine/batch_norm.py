@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
 
 from pyengine.comm.base import Comm, Work
 from pyengine.engine.module_buffers import BufferWatch
@@ -209,8 +210,8 @@ class BatchNormReplay:
     def release(self) -> None:
         """Leave the modules to themselves."""
         for bn in self._modules:
-            if _row_hooks(bn).target is self._target:
-                _row_hooks(bn).target = _Target()
+            if (hooks := _row_hooks(bn)).target is self._target:
+                hooks.remove()
 
     @torch.no_grad()
     def _replay(self, rows: Tensor, is_good: Tensor) -> None:
@@ -301,9 +302,23 @@ class _RowHooks:
     def __init__(self) -> None:
         self.target, self.index = _Target(), 0
         self._own: _Row | None = None
+        self._handles: list[RemovableHandle] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _RowHooks, ()
+
+    def register(self, module: nn.Module) -> None:
+        """Put the hooks on the module."""
+        self._handles = [
+            module.register_forward_pre_hook(self.before),
+            module.register_forward_hook(self.after, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Take them off again; those of a copied module, which came with it, do nothing any more."""
+        self.target = _Target()
+        for handle in self._handles:
+            handle.remove()
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Give the module a row in place of its running statistics."""
@@ -328,8 +343,7 @@ def _row_hooks(module: nn.Module) -> _RowHooks:
         if isinstance(owner, _RowHooks):
             return owner
     hooks = _RowHooks()
-    module.register_forward_pre_hook(hooks.before)
-    module.register_forward_hook(hooks.after, always_call=True)
+    hooks.register(module)
     return hooks
 
 

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import threading
+import warnings
 
 import pytest
 import torch
@@ -97,6 +98,67 @@ def _detached(again: str) -> None:
 @pytest.mark.parametrize("again", ["attach", "GradSync"])
 def test_a_closed_attach_gives_ddp_back(ranks, again):
     ranks(2).run(_detached, again)
+
+
+DDPS_OWN = {"_has_rebuilt_buckets", "_lazy_init_ran"}  # what it has done, with any engine or none
+
+
+def _settings(*modules: nn.Module) -> list[object]:
+    """Describe everything on modules and parameters that an engine might leave something of."""
+    found: list[object] = []
+    for module in (each for root in modules for each in root.modules()):
+        for name, value in sorted(vars(module).items()):
+            if isinstance(value, bool | int | str | float | None) and name not in DDPS_OWN:
+                found.append((name, value))
+            elif isinstance(value, dict) and name.endswith("hooks"):
+                found.append((name, list(value.items())))
+    for root in modules:
+        for p in root.parameters():
+            found.append((p.requires_grad, sorted(vars(p)), bool(p._backward_hooks), p.grad is None))
+            found.append(len(p._post_accumulate_grad_hooks or ()))
+    return found
+
+
+def _undone(kind: str, when: str, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).to(dtype)
+    ddp = DistributedDataParallel(model) if kind.startswith("attach") else model
+    before = _settings(model, ddp)
+    accumulator = "exact" if kind.endswith("exact") else "fp32"
+    make = pe.attach if kind.startswith("attach") else pe.GradSync
+    sync = make(ddp, accumulate=2, accumulator=accumulator, wire=torch.float32)
+    x = torch.ones(2, 3, dtype=dtype)
+    for k in range({"new": 0, "open": 3, "stepped": 2}[when]):
+        with sync.accumulate():
+            sync.backward(ddp(x).float().sum())
+        if k == 1:
+            sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        sync.detach()
+        sync.detach()  # again does nothing
+    assert len(told) == (when == "open")
+    after = _settings(model, ddp)
+    assert after == before, [pair for pair in zip(before, after) if pair[0] != pair[1]][:3]
+    twin = copy.deepcopy(model)
+    ddp(x).float().sum().backward()
+    twin(x).float().sum().backward()  # the same on every rank, so that its mean is it
+    assert all(map(torch.equal, [p.grad for p in model.parameters()], [p.grad for p in twin.parameters()]))
+
+
+@pytest.mark.parametrize("when", ["new", "open", "stepped"])
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [
+        ("own", torch.float32),
+        ("own", torch.bfloat16),
+        ("own exact", torch.float32),
+        ("attach", torch.float32),
+        ("attach", torch.bfloat16),
+        ("attach exact", torch.float32),
+    ],
+)
+def test_detach_undoes_everything(ranks, kind, dtype, when):
+    ranks(2).run(_undone, kind, when, dtype)
 
 
 def test_a_window_that_was_never_stepped_is_told_when_the_engine_closes():

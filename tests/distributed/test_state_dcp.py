@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
+from pyengine.adapters.dcp import LoadPlanner
 
 ACCUMULATE, STOP = 3, 5  # in the middle of the second window
 EXACT = pe.Exact(micro_batches=6)
@@ -91,54 +92,117 @@ def _gradient(sync: pe.Sync, model: torch.nn.Module, *, stop: int = 6) -> list[T
     for place in sync.due[:stop]:
         with sync.accumulate():
             sync.backward(model(*integers(place)) / 3, count=1)
-            if sync.is_sync_step:
-                sync.unscale_()
-    return [p.grad.clone() for p in model.parameters()] if stop == 6 else []
+    if stop != 6:
+        return []
+    sync.flush()  # where nothing was due
+    sync.unscale_()
+    return [p.grad.clone() for p in model.parameters()]
 
 
 def _made(kind: str) -> tuple[pe.Sync, torch.nn.Module]:
-    model = Integers(torch.float32)
-    accumulator: Any = EXACT if kind == "exact" else "fp32"
-    return pe.GradSync(model, accumulate=6 // me()[1], accumulator=accumulator), model
+    model: torch.nn.Module = Integers(torch.float32)
+    accumulator: Any = EXACT if "exact" in kind else "fp32"
+    rank, world = me()
+    accumulate = (rank + 1) * 6 // world - rank * 6 // world  # as WindowSampler deals six out
+    if "attach" in kind:
+        model = DistributedDataParallel(model)
+        return pe.attach(model, accumulate=accumulate, accumulator=accumulator), model
+    return pe.GradSync(model, accumulate=accumulate, accumulator=accumulator), model
 
 
-def _stops(kind: str, folder: str) -> None:
+def _stops(kind: str, folder: str, how: str = "save") -> None:
+    """Save in an open window, of which rank 1 has done one micro-batch less."""
     sync, model = _made(kind)
-    _gradient(sync, model, stop=2)
-    dcp.save({"sync": sync}, checkpoint_id=folder)
+    _gradient(sync, model, stop=2 - me()[0])
+    if how == "async":
+        group = torch.distributed.new_group()
+        dcp.async_save({"sync": sync}, checkpoint_id=folder, process_group=group).result()
+    elif how == "nested":
+        dcp.save({"trainer": {"engines": {"one": sync.state_dict()}}}, checkpoint_id=folder)
+    else:
+        dcp.save({"sync": sync}, checkpoint_id=folder)
 
 
-def _goes_on(folder: str) -> list[Tensor]:
+def _goes_on(kind: str, folder: str, how: str = "engine") -> list[Tensor]:
     """Go on as the page says."""
-    sync, model = _made("exact")
-    if folder:
-        saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        parts: dict[str, Any] = {name: None for name in saved if name.startswith("sync.")}
-        dcp.load(parts, checkpoint_id=folder)
-        sync.load_state_dict({name.removeprefix("sync."): part for name, part in parts.items()})
-    assert len(sync.due) == (6 if not folder else 2) // me()[1]
+    sync, model = _made(kind)
+    if how == "nested":
+        tree = {"trainer": {"engines": {"one": sync.state_dict()}}}
+        dcp.load(tree, checkpoint_id=folder, planner=LoadPlanner())
+        sync.load_state_dict(tree["trainer"]["engines"]["one"])
+    elif folder:
+        dcp.load({"sync": sync}, checkpoint_id=folder, planner=LoadPlanner())
+    done = 3 if folder else 0
+    assert set(sync.due).isdisjoint(sync.done) and len(sync.done) == done
+    assert sum(_gathered(len(sync.due))) == 6 - done
     return _gradient(sync, model)
 
 
-@pytest.mark.parametrize("last", [1, 2])
-def test_exact_sums_go_on_on_another_number_of_ranks(ranks, tmp_path, last):
-    ranks(2).run(_stops, "exact", str(tmp_path))
-    (whole,) = ranks(1).run(_goes_on, "")
-    for gradient in ranks(last).run(_goes_on, str(tmp_path)):
+def _gathered(number: int) -> list[int]:
+    numbers: list[Any] = [None] * me()[1]
+    torch.distributed.all_gather_object(numbers, number)
+    return numbers
+
+
+@pytest.mark.parametrize(
+    "kind, world, how",
+    [
+        ("own exact", 1, "engine"),
+        ("own exact", 3, "engine"),
+        ("own exact", 4, "nested"),
+        ("attach exact", 1, "engine"),
+        ("attach exact", 3, "async"),
+    ],
+)
+def test_exact_sums_go_on_on_another_number_of_ranks(ranks, tmp_path, kind, world, how):
+    ranks(2).run(_stops, kind, str(tmp_path), how)
+    (whole,) = ranks(1).run(_goes_on, "own exact", "")
+    for gradient in ranks(world).run(_goes_on, kind, str(tmp_path), how):
         assert all(map(torch.equal, gradient, whole))
 
 
-def _refused(kind: str, folder: str) -> str:
+def _reads_its_own(folder: str) -> list[str]:
+    sync, _ = _made("own exact")
+    checkpoint = {"sync": sync.state_dict()}
+    dcp.load(checkpoint, checkpoint_id=folder, planner=LoadPlanner())
+    return sorted(checkpoint["sync"])
+
+
+def test_on_as_many_ranks_the_planner_reads_no_part_of_others(ranks, tmp_path):
+    ranks(2).run(_stops, "own exact", str(tmp_path))
+    for rank, names in enumerate(ranks(2).run(_reads_its_own, str(tmp_path))):
+        assert names == [f"rank {rank} of 2", "steps", "version", "window"]
+
+
+def _refused(kind: str, folder: str, planner: str) -> str:
     sync, _ = _made(kind)
-    before = sync.state_dict()["window"], sync.due
-    with pytest.raises(dcp.api.CheckpointException) as caught:
-        dcp.load({"sync": sync}, checkpoint_id=folder)
-    assert (sync.state_dict()["window"], sync.due) == before
+    before = sync.window, sync.due
+    with pytest.raises((dcp.api.CheckpointException, ValueError)) as caught:
+        dcp.load({"sync": sync}, checkpoint_id=folder, planner=LoadPlanner() if planner == "ours" else None)
+    assert (sync.window, sync.due) == before
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["own", "exact"])
-def test_an_engine_on_another_number_of_ranks_finds_no_part_of_its_own(ranks, tmp_path, kind):
+@pytest.mark.parametrize("kind", ["own", "own exact"])
+def test_without_the_planner_another_number_of_ranks_finds_no_part_of_its_own(ranks, tmp_path, kind):
     ranks(2).run(_stops, kind, str(tmp_path))
-    for rank, message in enumerate(ranks(3).run(_refused, kind, str(tmp_path))):
+    for rank, message in enumerate(ranks(3).run(_refused, kind, str(tmp_path), "dcp's")):
         assert f"Missing key in checkpoint state_dict: sync.rank {rank} of 3" in message
+
+
+def test_sums_that_are_not_exact_are_refused_on_another_number_of_ranks(ranks, tmp_path):
+    ranks(2).run(_stops, "own", str(tmp_path))
+    for message in ranks(3).run(_refused, "own", str(tmp_path), "ours"):
+        assert "only accumulator='exact'" in message
+
+
+def test_an_engine_that_is_not_in_the_checkpoint_is_a_missing_key(ranks, tmp_path):
+    ranks(1).run(_other, str(tmp_path))
+    assert (
+        "Missing key in checkpoint state_dict: sync."
+        in ranks(1).run(_refused, "own exact", str(tmp_path), "ours")[0]
+    )
+
+
+def _other(folder: str) -> None:
+    dcp.save({"synch": {"rank 0 of 2": 1}, "sync rank": torch.ones(1)}, checkpoint_id=folder)

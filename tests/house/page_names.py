@@ -167,7 +167,7 @@ def checkpoint() -> Iterator[Names]:
         sync = pe.GradSync(model, accumulate=3, accumulator="exact")
         with sync.accumulate():
             sync.backward(names["loss_sum"](model(x), y), count=len(y))
-        dcp.save({"sync": sync}, checkpoint_id=folder)
+        dcp.save({"model": model.state_dict(), "sync": sync}, checkpoint_id=folder)
         sync.abandon()
         new = pe.GradSync(names["model"], accumulate=3, accumulator="exact")
         yield names | {"sync": new, "folder": folder}

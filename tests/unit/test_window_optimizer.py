@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR
 
 import pyengine as pe
 
@@ -29,14 +30,43 @@ def _micro_batch(sync: pe.Sync, weight: torch.Tensor, optimizer: torch.optim.Opt
         optimizer.step()
 
 
+def _constant(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.ConstantLR(optimizer, 0.1, total_iters=2)
+
+
+# Every one that torch has; `test_every_scheduler_of_torch_is_tried` finds new ones.
 SCHEDULERS = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.5**step),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
+    "ConstantLR": _constant,
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.5, total_iters=3),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 6),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 6),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0, step_size_up=2),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=20),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.ConstantLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[2]
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [_constant(o), lr_scheduler.ExponentialLR(o, 0.9)], optimizer=o
     ),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [_constant(o), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[2]
+    ),
+    "SWALR": lambda o: SWALR(o, 0.05, anneal_epochs=2),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
 }
+
+
+def test_every_scheduler_of_torch_is_tried():
+    base = lr_scheduler.LRScheduler
+    known = {
+        name
+        for name, kind in vars(lr_scheduler).items()
+        if isinstance(kind, type) and issubclass(kind, base) and kind.__module__ == base.__module__
+    }
+    assert known - {"LRScheduler", "_LRScheduler"} <= set(SCHEDULERS)
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -57,6 +87,8 @@ def test_a_scheduler_steps_as_over_a_plain_loop_and_warns_of_nothing(name, over)
             twin.step()
             theirs.step(*metric)
             assert bare.param_groups[0]["lr"] == twin.param_groups[0]["lr"]
+            assert bare.param_groups[0]["momentum"] == twin.param_groups[0]["momentum"]
+            assert ours.state_dict().keys() == theirs.state_dict().keys()
 
 
 def test_what_is_asked_of_it_is_the_wrapped_one_s():

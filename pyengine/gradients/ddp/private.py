@@ -120,11 +120,13 @@ class Drive:
         self._stats: list[int] = []
         self._alone = _Alone()
         # DDP would learn in whichever backward is a rank's first, and wait for the other ranks there.
-        ddp._static_graph_delay_allreduce_enqueued = True
+        if ddp.static_graph:
+            ddp._static_graph_delay_allreduce_enqueued = True
 
     def release(self) -> None:
         """Let DDP learn a static graph by itself, if it has not here."""
-        self._ddp._static_graph_delay_allreduce_enqueued = self.is_ready
+        if self._ddp.static_graph:
+            self._ddp._static_graph_delay_allreduce_enqueued = self.is_ready
 
     def rebuild(self) -> bool:
         """Let DDP lay its buckets out in the order in which gradients came, once; say whether it did."""
