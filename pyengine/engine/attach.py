@@ -1,10 +1,12 @@
-"""`attach`: a DDP loop as it is, whose buckets the engine carries."""
+"""`attach`: a loop over DDP or FSDP2 as it is, whose reductions the engine drives."""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pyengine.engine.attach_sharded import attach_sharded
 from pyengine.engine.handshake import sparse_modules
 from pyengine.engine.make import make_engine
 from pyengine.engine.sync import Sync
@@ -18,6 +20,7 @@ from pyengine.gradients.ddp.private import (
     visible_parameters,
 )
 from pyengine.gradients.ddp.reducer import DDPReducer
+from pyengine.gradients.fsdp.private import is_unit
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.settings import Settings
 from pyengine.ops.device import is_lazy
@@ -26,29 +29,39 @@ from pyengine.wire.cast import as_wire
 
 
 def attach(
-    ddp_model: DistributedDataParallel,
+    ddp_model: nn.Module,
     *,
     accumulate: int = 1,
     wire: Wire | torch.dtype = FP32(),  # noqa: B008 - frozen
     accumulator: str | Exact | torch.dtype = "fp32",
     nonfinite: str = "skip",
 ) -> Sync:
-    """Let DDP's buckets travel once a window: registers the hook and drives DDP's no_sync.
+    """Let DDP's buckets, or FSDP2's units, travel once a window.
+
+    Over DDP it registers the hook and drives no_sync; over FSDP2 it drives the units' own switches
+    (docs/sharded.md).
 
     Args:
-        ddp_model: the wrapped model, without another communication hook.
+        ddp_model: the wrapped model, without another communication hook; or a module that `fully_shard` or
+            `replicate` (torch 2.13's) was called on as a whole, units within it included.
         accumulate, wire, accumulator, nonfinite: as for `GradSync`. Narrow parameters with "fp32" get fp32
-            sums in addition to DDP's buckets: 4 bytes an element more.
+            sums in addition to DDP's buckets: 4 bytes an element more. Over FSDP2 the units'
+            MixedPrecisionPolicy says in which type gradients are summed and sent, and the arguments have to
+            say the same; "exact" is not to be had.
 
     Returns:
         The same loop as `GradSync` gives. Set `.grad` is DDP's own.
 
     Raises:
-        TypeError: not a DistributedDataParallel.
+        TypeError: neither a DistributedDataParallel nor sharded by FSDP2.
+        RuntimeError: this torch's FSDP2 cannot be driven: 2.13 can.
         ValueError: a sparse embedding, which DDP puts into a bucket of its own; a DDP that reduces past its
-            buckets, or has a hook; a parameter unfrozen since; a SyncBatchNorm with "exact". Raised on every
-            rank.
+            buckets, or has a hook; a parameter unfrozen since; a SyncBatchNorm with "exact"; a unit's policy,
+            mesh or hook that cannot be driven. Raised on every rank.
     """
+    settings = Settings(accumulate, as_wire(wire), as_accumulator(accumulator), nonfinite)
+    if is_unit(ddp_model):
+        return attach_sharded(ddp_model, settings)
     if not isinstance(ddp_model, DistributedDataParallel):
         raise TypeError(_not_ddp(ddp_model))
     named = visible_parameters(ddp_model)
@@ -58,7 +71,6 @@ def attach(
             "recorded program does not have; use pe.GradSync on the bare model"
         )
     state = released_state(ddp_model) or HookState(ddp_model.process_group)
-    settings = Settings(accumulate, as_wire(wire), as_accumulator(accumulator), nonfinite)
     problems = [*problems_of_ddp(ddp_model), *(sparse_modules(ddp_model) or outside_buckets(ddp_model))]
 
     def reducer(specs: list[ParamSpec], micro_batches: int) -> DDPReducer:
@@ -74,11 +86,11 @@ def attach(
 def _not_ddp(model: object) -> str:
     if any("FSDP" in kind.__name__ or "FullyShard" in kind.__name__ for kind in type(model).__mro__):
         return (
-            f"ddp_model is a {type(model).__name__}: a sharded model reduces its gradients by itself, and "
-            "neither attach nor GradSync works with it; wrap the whole module in DistributedDataParallel, "
-            "or train without pyengine"
+            f"ddp_model is a {type(model).__name__}: FSDP1 reduces its gradients by itself, and neither "
+            "attach nor GradSync drives it; call fully_shard on the model (FSDP2), or wrap the whole module "
+            "in DistributedDataParallel"
         )
     return (
-        f"ddp_model is a {type(model).__name__}: need a DistributedDataParallel; for a bare model, not a "
-        "sharded one, use pe.GradSync"
+        f"ddp_model is a {type(model).__name__}: need a DistributedDataParallel, or a model that fully_shard "
+        "or replicate was called on as a whole; for a bare model use pe.GradSync"
     )

@@ -126,7 +126,7 @@ class Engine:
     def hand_out(self, place: int, *, last: bool, more: bool) -> None:
         """Count a micro-batch given to the loop; `more` says that another window follows the current one."""
         self.counter.hand_out(place, last=last)
-        self.current.has_more_windows = more
+        self.current.has_more_windows, self.current.is_padding = more, False
         self.batch_norms.hand_out(place)
         if isinstance(self.reducer, SeesForwards):
             self.reducer.before_forward(syncs=last)

@@ -223,9 +223,8 @@ def _not_plain(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
 
 
 _SHARDED = (
-    "Take the model before it is sharded, bare for pe.GradSync or in a DistributedDataParallel for "
-    "pe.attach; a sharded one reduces its own gradients, once a window by its set_requires_gradient_sync "
-    "(FSDP2) or no_sync (FSDP1)"
+    "pe.attach(model) drives a model that fully_shard or replicate was called on; pe.GradSync takes it "
+    "before that, and FSDP1 (FullyShardedDataParallel) is driven by neither: use fully_shard"
 )
 
 

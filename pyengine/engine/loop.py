@@ -10,6 +10,8 @@ from pyengine.data.dealer import Dealer, Dealt
 from pyengine.engine.ahead import Lookahead
 from pyengine.engine.counting import Counting, CountOf, check_uncounted
 from pyengine.engine.engine import Engine
+from pyengine.engine.padded_loop import cut_padded, meet_at_micro_batch
+from pyengine.gradients.base import Pads
 from pyengine.window.counter import State
 
 Batch = TypeVar("Batch")
@@ -24,7 +26,12 @@ def windows(
     counting = None if count is None else Counting(engine, loader, count)
     engine.abandon_unfinished()
     engine.is_between_loops = False
-    yield from _dealt(engine, loader) if isinstance(loader, Dealer) else _cut(engine, loader, counting)
+    if isinstance(loader, Dealer):
+        yield from _dealt(engine, loader)
+    elif isinstance(engine.reducer, Pads):
+        yield from cut_padded(engine, Lookahead(loader), counting)
+    else:
+        yield from _cut(engine, loader, counting)
     engine.reach_verdicts()
     engine.compare()
     engine.is_between_loops = True
@@ -61,6 +68,11 @@ def _dealt(engine: Engine, dealer: Dealer) -> Iterator[Iterator[Dealt]]:
             "loader is a Dealer, which gives micro-batches to whoever is free, and here ranks share batches: "
             "pass the loader of a WindowSampler, sharded along the axes that count"
         )
+    if isinstance(engine.reducer, Pads):
+        raise TypeError(
+            "loader is a Dealer, which gives micro-batches to whoever is free, and the forwards of a sharded "
+            "model are collective: pass the loader of a WindowSampler"
+        )
     for window in dealer.windows():
         engine.open()
         yield _dealt_micro_batches(engine, Lookahead(window))
@@ -79,6 +91,8 @@ def micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
         )
     place, *rest = engine.counter.due
     ends = last or not rest
+    if isinstance(engine.reducer, Pads):
+        meet_at_micro_batch(engine, last=ends)
     engine.hand_out(place, last=ends, more=not last)
     try:
         yield

@@ -99,6 +99,7 @@ class OpenWindow:
         counts: this rank's counts and losses.
         denominators: what its losses are means over, if that was read ahead; else None.
         has_more_windows: whether another window follows, as far as this rank knows.
+        is_padding: whether the micro-batch handed out last is padding: its loss and count are not noted.
         header: None until it is sent.
         verdict: the outcome, None until it has landed; the host may not know it yet.
         gave_up: the exception that ended its last backward, as text; empty if none did.
@@ -112,7 +113,7 @@ class OpenWindow:
         self.counts = parts.new_counts()
         for loss, count in [] if resumed is None else zip(resumed.losses, resumed.counts, strict=True):
             self.counts.append(torch.tensor(loss, dtype=torch.float64), count)
-        self.has_more_windows = self.is_scale_updated = self._has_begun = False
+        self.has_more_windows = self.is_scale_updated = self._has_begun = self.is_padding = False
         self.denominators: Denominators | None = None
         self.header: Header | None = None
         self.verdict: Verdict | None = None
@@ -133,7 +134,8 @@ class OpenWindow:
         parts = self._parts
         syncs = parts.counter.next_backward_syncs
         parts.counter.count_backward()
-        self.counts.append(loss, count)
+        if not self.is_padding:
+            self.counts.append(loss, count)
         scaled = loss if parts.scaler is None else parts.scaler.scale(loss)
         self._begin()
         due = parts.counter.done < parts.counter.handed

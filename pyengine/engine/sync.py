@@ -88,6 +88,13 @@ class Sync(Clipping, Counted, TorchNames):
         return self._engine.counter.ends
 
     @property
+    def is_padding(self) -> bool:
+        """Whether the micro-batch handed out last is a batch once more, which only other ranks need: over a
+        sharded model a rank that has run out runs the others' forwards with them. Nothing of it counts.
+        """
+        return self._engine.current.is_padding
+
+    @property
     def landed(self) -> object | None:
         """What tells this window from every other one, once it has landed; None before."""
         return self._engine.current.verdict
@@ -103,6 +110,8 @@ class Sync(Clipping, Counted, TorchNames):
         see `pe.micro_batch_rng`.
         """
         places = self._engine.counter.places
+        if self.is_padding:
+            return places[-1] if places else 0
         if not places:
             raise RuntimeError("place: no micro-batch has been handed out in this window")
         return places[-1]

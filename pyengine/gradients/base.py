@@ -174,6 +174,16 @@ class SeesForwards(Protocol):
 
 
 @runtime_checkable
+class Pads(Protocol):
+    """A reducer whose owner launches collectives in every forward, so that every rank has to run as many."""
+
+    def pad(self) -> None:
+        """Note that the micro-batch handed out is padding: nothing that comes of it may stay, neither
+        gradients nor what its forward writes into buffers.
+        """
+
+
+@runtime_checkable
 class Reorders(Protocol):
     """A reducer that lays its buckets out in the order in which gradients come."""
 

@@ -24,7 +24,7 @@ def largest(params: Sequence[Parameter]) -> Tensor:
 
     Cost: reads one element.
     """
-    grads = [grad for grad in map(_held, params) if grad is not None and grad.numel()]
+    grads = [grad for grad in parts(params) if grad is not None and grad.numel()]
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=params[0].device)
     return get_total_norm(grads, math.inf).double()  # of a maximum every type holds all bits
@@ -38,7 +38,7 @@ def norms(params: Sequence[Parameter]) -> Tensor:
     Cost: reads one element, and copies it to float64.
     """
     none = torch.zeros((), dtype=torch.float64, device=params[0].device)
-    return torch.stack([none if grad is None else grad.double().norm() for grad in map(_held, params)])
+    return torch.stack([none if grad is None else grad.double().norm() for grad in parts(params)])
 
 
 @torch.no_grad()
@@ -47,10 +47,10 @@ def clip_values_(params: Sequence[Parameter], value: float) -> None:
 
     Cost: reads and writes one element.
     """
-    held: list[Any] = [SimpleNamespace(grad=_held(param)) for param in params]
+    held: list[Any] = [SimpleNamespace(grad=grad) for grad in parts(params)]
     clip_grad_value_(held, value)
 
 
-def _held(param: Parameter) -> Tensor | None:
-    """Return what this rank holds of a gradient, in its memory."""
-    return None if param.grad is None else local(param.grad)
+def parts(params: Sequence[Parameter]) -> list[Tensor | None]:
+    """Return what this rank holds of every gradient, in its memory; None where there is none."""
+    return [None if param.grad is None else local(param.grad) for param in params]

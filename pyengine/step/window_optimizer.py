@@ -163,6 +163,12 @@ class OptimizerCheck:
         looked = self._looked.get(optimizer)
         if looked is None or looked.ids != ids:
             looked = self._looked[optimizer] = self._look(optimizer, ids)
+        if ids and not any(looked.indices) and any(key not in self._ignored for key in ids):
+            raise ValueError(
+                "optimizer holds none of this engine's parameters, so that its step would change nothing: "
+                "make it behind what exchanges them (fully_shard, replicate, a move to another device), from "
+                "model.parameters()"
+            )
         for param in looked.foreign:
             if param.grad is not None:
                 self._refuse(param, is_pending=is_pending)

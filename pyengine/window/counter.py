@@ -49,6 +49,7 @@ class WindowCounter:
         index: windows completed so far; ranks count alike.
         due: places that this rank is still to hand out, if its data lasts.
         places: of the micro-batches handed out in this window, in order.
+        padding: micro-batches handed out that are none: a batch once more, for the sake of its collectives.
         done: backwards run in this window.
         is_complete: the last micro-batch of this window has been handed out.
         is_exhausted: the loop has come to the end of this window (backwards may still follow).
@@ -89,10 +90,15 @@ class WindowCounter:
         self.due = [other for other in self.due if other != place]
         self.is_complete = last
 
+    def pad(self, *, last: bool) -> None:
+        """Count a micro-batch that has no place: its backward is awaited like that of others."""
+        self.padding += 1
+        self.is_complete = last
+
     @property
     def handed(self) -> int:
         """Micro-batches handed out in this window."""
-        return len(self.places)
+        return len(self.places) + self.padding
 
     @property
     def has_micro_batch_out(self) -> bool:
@@ -143,6 +149,7 @@ class WindowCounter:
 
     def _clear(self) -> None:
         self.places = []
+        self.padding = 0
         self.due = list(self._replacement or self.share)
         self.done = 0
         self.is_complete = self.is_exhausted = self.is_resumed = False

@@ -311,7 +311,7 @@ def _refused(what: str) -> str:
         ("unfrozen", "parameter '0.weight' requires a gradient and is in none of DDP's buckets"),
         ("hook", "ddp_model has a communication hook"),
         ("inside", "optimizers that step inside the backward"),
-        ("sharded", "TypeError: ddp_model is a FSDPLinear: a sharded model"),
+        ("sharded", "TypeError: ddp_model is a FSDPLinear: FSDP1"),
         ("join", "RuntimeError: ddp_model.join() around a loop over windows"),
     ],
 )

@@ -128,7 +128,8 @@ def _inside(folder: Path) -> Iterator[None]:
 
 
 def _flat(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([param.detach().flatten() for param in model.parameters()])
+    wholes = [param.full_tensor() if hasattr(param, "full_tensor") else param for param in model.parameters()]
+    return torch.cat([whole.detach().flatten() for whole in wholes])
 
 
 @pytest.mark.parametrize("block", SCRIPTS, ids=str)

@@ -1,0 +1,37 @@
+"""`attach` over FSDP2: the units of a sharded model reduce when the window says."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from pyengine.comm import comm_for
+from pyengine.engine.make import make_engine
+from pyengine.engine.sync import Sync
+from pyengine.gradients.fsdp.problems import check_version, managed_parameters, problems_of_fsdp
+from pyengine.gradients.fsdp.reducer import FSDPReducer
+from pyengine.gradients.fsdp.units import units_of
+from pyengine.gradients.layout import ParamSpec
+from pyengine.gradients.settings import Settings
+
+
+def attach_sharded(model: nn.Module, settings: Settings) -> Sync:
+    """Make the engine of a model that `fully_shard` or `replicate` was called on; see `attach`.
+
+    Raises:
+        RuntimeError: this torch's FSDP cannot be driven.
+        ValueError: a policy, mesh or argument that cannot be had; on every rank.
+    """
+    check_version(model)
+    units = units_of(model)
+    for unit in units:
+        unit.module.reshard()  # so that the model shows its sharded parameters
+    named, ignored = managed_parameters(model, units)
+    comm = comm_for(next(model.parameters()).device, None)
+
+    def reducer(specs: list[ParamSpec], micro_batches: int) -> FSDPReducer:
+        del specs, micro_batches
+        return FSDPReducer(model, named, units, comm=comm, settings=settings)
+
+    problems = problems_of_fsdp(model, settings)
+    engine = make_engine(named, comm, settings, reducer, source=model, problems=problems, takes_shards=True)
+    return Sync(engine, ignored=ignored)

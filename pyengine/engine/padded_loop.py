@@ -1,0 +1,151 @@
+"""Loops over windows whose forwards are collective: every rank runs as many micro-batches, some of them
+padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+from pyengine.engine.ahead import Lookahead, meet, share_numbers
+from pyengine.engine.counting import Counting, check_uncounted
+from pyengine.engine.engine import Engine
+from pyengine.gradients.base import Pads
+from pyengine.ops.device import runs_ahead
+
+Batch = TypeVar("Batch")
+
+_NEVER = -1.0  # what a rank says that has no batch, not even an old one
+
+
+def cut_padded(
+    engine: Engine, source: Lookahead[Batch], counting: Counting | None
+) -> Iterator[Iterator[Batch]]:
+    """Cut a loader into windows of as many micro-batches on every rank, until no rank has any.
+
+    Args:
+        engine: over a reducer that `Pads`.
+        source: the micro-batches of this rank; as many are read ahead as a window takes.
+        counting: the counts of the loop; None if they come with the backwards.
+
+    Raises:
+        ValueError: a rank has no batch to pad with, or a loader raised; on every rank.
+        RuntimeError: ranks are at different places.
+
+    Cost: two small all-reduces a window, for which the host waits.
+    """
+    old: list[Batch] = []
+    while True:
+        engine.open()
+        mine = _read(engine, source)
+        by_rank, _ = share_numbers(engine, micro_batches=mine or int(0 if old else _NEVER))
+        if max(by_rank) <= 0:
+            if engine.counter.handed:  # of a resumed window; nobody has anything to add
+                yield _nothing(engine)
+                engine.close_window()
+                continue
+            engine.counter.close(completed=False)  # what the caller has left in `.grad` stays
+            return
+        _check_padding(by_rank)
+        if counting is None:
+            check_uncounted(engine)
+        else:
+            counting.begin(source.peek(len(engine.counter.due)))
+        yield _handed_out(engine, source, old, by_rank=[max(number, 0) for number in by_rank])
+        engine.close_window()
+
+
+def meet_at_micro_batch(engine: Engine, *, last: bool) -> None:
+    """Raise on every rank unless all of them hand out the same micro-batch; before its forward.
+
+    Cost: one all-reduce of 168 bytes, for which the host waits.
+
+    Raises:
+        RuntimeError: ranks are at different places.
+    """
+    number = engine.counter.handed + 1
+    meet(engine, stage=f"hands out micro-batch {number} of a window{', its last' if last else ''}")
+
+
+def _read(engine: Engine, source: Lookahead[Batch]) -> int:
+    """Read this rank's part of the window, and meet the others; return how many micro-batches it has."""
+    due = len(engine.counter.due)
+    try:
+        mine = len(source.peek(max(due, 1)))
+        problems = [_NO_SHARE] if mine and not due else []
+    except Exception as error:
+        # The others wait: they learn of it, and this rank raises its own.
+        try:
+            meet(engine, stage="begins a window", problems=[f"the loader raised {error!r}"])
+        except ValueError:
+            raise error from None
+        raise
+    meet(engine, stage="begins a window", problems=problems)
+    return mine
+
+
+_NO_SHARE = (
+    "loader has micro-batches on a rank that gets none, since there are more ranks than micro-batches in a "
+    "window: pass the loader of this rank's WindowSampler, which is empty"
+)
+
+
+def _check_padding(by_rank: Sequence[int]) -> None:
+    """Raise on every rank if some rank has nothing to run forwards with."""
+    without = [rank for rank, number in enumerate(by_rank) if number == _NEVER]
+    if without:
+        raise ValueError(
+            f"rank {', '.join(map(str, without))} has no micro-batch at all, and others have up to "
+            f"{max(by_rank)} in this window: the forwards of a sharded model are collective, and a rank that "
+            "has run out repeats its last batch; give every rank at least one"
+        )
+
+
+def _nothing(engine: Engine) -> Iterator[Any]:
+    engine.exhaust()
+    yield from ()
+
+
+def _handed_out(
+    engine: Engine, source: Lookahead[Batch], old: list[Batch], *, by_rank: Sequence[int]
+) -> Iterator[Batch]:
+    """Give out this rank's micro-batches, then its last one again, until the window has as many as on any
+    rank; `old` holds that one.
+    """
+    places, mine, most = list(engine.counter.due), by_rank[engine.comm.rank], max(by_rank)
+    engine.current.has_more_windows = source.has_next
+    for index in range(most):
+        last = index == most - 1
+        if index >= min(by_rank):
+            _check_order(engine)
+        if not runs_ahead(engine.device) and index:
+            meet_at_micro_batch(engine, last=last)
+        if index < mine:
+            old[:] = [source.pop()]
+            engine.hand_out(places[index], last=last, more=source.has_next)
+        else:
+            pad(engine, last=last)
+        yield old[0]
+    engine.exhaust()
+
+
+def pad(engine: Engine, *, last: bool) -> None:
+    """Hand out a micro-batch that is not one."""
+    engine.counter.pad(last=last)
+    engine.current.is_padding = True
+    assert isinstance(engine.reducer, Pads)
+    engine.reducer.pad()
+
+
+def _check_order(engine: Engine) -> None:
+    """Raise, on every rank alike, where a padding micro-batch on some rank could not be told from an earlier
+    one.
+    """
+    counter = engine.counter
+    if counter.done < counter.handed:
+        raise RuntimeError(
+            f"{counter.handed} micro-batches of window {counter.index} have been handed out and "
+            f"{counter.done} backwards run, where a rank has run out of data and repeats its last batch: "
+            "run the backward of every micro-batch before the next one's forward, or give every rank as many "
+            "micro-batches"
+        )

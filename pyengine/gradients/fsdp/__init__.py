@@ -1,0 +1,1 @@
+"""FSDP2's units under the engine: `fully_shard` and `replicate` reduce once a window."""

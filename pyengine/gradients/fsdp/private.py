@@ -1,0 +1,144 @@
+"""What FSDP2 does not tell in public: what it was made with, and what its setters have replaced; checked
+against torch 2.13.
+
+Here state is read, and put back at the end. Everything that a window needs goes through public methods.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+# By kind, the setters that say it, and what a window cannot do without.
+_NEEDED = (
+    "set_requires_gradient_sync",
+    "set_requires_all_reduce",
+    "set_reshard_after_forward",
+    "set_reshard_after_backward",
+    "set_gradient_divide_factor",
+    "set_force_sum_reduction_for_comms",
+    "set_reduce_scatter_unused_params",
+    "set_custom_all_gather",
+    "set_custom_reduce_scatter",
+    "set_all_reduce_hook",
+    "reset_iter_state",
+    "reshard",
+)
+_REPLACED = (
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
+    "reduce_scatter_unused_params",
+    "reduce_grads",
+    "all_reduce_grads",
+    "reshard_after_backward",
+    "post_forward_mesh_info",
+    "_all_gather_comm",
+    "_reduce_scatter_comm",
+    "_all_reduce_hook",
+)
+
+
+def is_unit(module: object) -> bool:
+    """Whether `fully_shard` or `replicate` was called on a module."""
+    # By name: to import the class takes longer than this package.
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def missing(module: Any) -> list[str]:
+    """Return what this version of torch lacks."""
+    names = [name for name in _NEEDED if not hasattr(module, name)]
+    names += [] if hasattr(torch.Tensor, "grad_dtype") else ["Tensor.grad_dtype"]
+    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        return [*names, "_fsdp_param_groups"]
+    return names + [name for group in groups for name in _REPLACED if not hasattr(group, name)]
+
+
+def groups_of(module: Any) -> list[Any]:
+    """Return the groups of parameters that a unit reduces together; several where it has several meshes."""
+    return list(module._get_fsdp_state()._fsdp_param_groups)
+
+
+def parameters_of(module: Any) -> list[Parameter]:
+    """Return the sharded parameters that a unit manages."""
+    return [managed.sharded_param for group in groups_of(module) for managed in group.fsdp_params]
+
+
+def is_inner(module: Any) -> bool:
+    """Whether a forward has shown that a unit lies within a larger one."""
+    return module._get_fsdp_state()._is_root is False
+
+
+def has_run(module: Any) -> bool:
+    """Whether a forward of the outermost unit has begun, ever."""
+    return module._get_fsdp_state()._is_root is True
+
+
+def shares_a_state(module: Any) -> int:
+    """Return what tells whether modules were given to `fully_shard` together."""
+    return id(module._get_fsdp_state())
+
+
+def reduce_dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the type in which a unit's gradients are summed over micro-batches and ranks; None if it trains
+    nothing.
+    """
+    for group in groups_of(module):
+        policy = group.mp_policy
+        for managed in group.fsdp_params:
+            if managed.sharded_param.requires_grad:
+                computed: torch.dtype = policy.param_dtype or managed.sharded_param.dtype
+                return policy.reduce_dtype or computed
+    return None
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether a unit keeps its shards and gradients on the host."""
+    return any(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups_of(module))
+
+
+def has_reduce_hook(module: nn.Module) -> bool:
+    """Whether somebody else looks at, or goes on with, what a unit has reduced."""
+    return any(group._all_reduce_hook is not None for group in groups_of(module))
+
+
+class Replaced:
+    """A unit's settings as they were, to be put back.
+
+    Args:
+        module: the unit.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._state = module._get_fsdp_state()
+        self._automatic = self._state._auto_reshard_after_forward
+        self._groups = [
+            (group, {name: getattr(group, name) for name in _REPLACED}) for group in groups_of(module)
+        ]
+
+    @property
+    def all_gather(self) -> Any:
+        """How the unit gathers its parameters."""
+        return self._groups[0][1]["_all_gather_comm"]
+
+    @property
+    def reduce_scatter(self) -> Any:
+        """How the unit scatters its gradients' sum."""
+        return self._groups[0][1]["_reduce_scatter_comm"]
+
+    def put_back_resharding(self) -> None:
+        """Let parameters be freed after a forward as they were before."""
+        self._state._auto_reshard_after_forward = self._automatic
+        for group, values in self._groups:
+            group.post_forward_mesh_info = values["post_forward_mesh_info"]
+
+    def put_back(self) -> None:
+        """Put everything back."""
+        self.put_back_resharding()
+        for group, values in self._groups:
+            for name, value in values.items():
+                setattr(group, name, value)

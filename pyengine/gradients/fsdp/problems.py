@@ -1,0 +1,123 @@
+"""Which sharded models no engine can drive, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import Parameter
+
+from pyengine.gradients.fsdp.private import (
+    groups_of,
+    has_reduce_hook,
+    is_inner,
+    is_offloaded,
+    missing,
+    reduce_dtype,
+)
+from pyengine.gradients.fsdp.units import Unit, units_of
+from pyengine.gradients.settings import Settings
+from pyengine.gradients.slots import local
+
+
+def check_version(model: nn.Module) -> None:
+    """Raise RuntimeError where this torch's FSDP cannot be driven."""
+    lacks = missing(model)
+    if lacks:
+        raise RuntimeError(
+            f"ddp_model is a {type(model).__name__}, and FSDP of torch {torch.__version__} has no "
+            f"{lacks[0]}: need torch 2.13; until then use DistributedDataParallel, or train without pyengine"
+        )
+
+
+def managed_parameters(
+    model: nn.Module, units: Sequence[Unit]
+) -> tuple[list[tuple[str, Parameter]], list[Parameter]]:
+    """Return the named parameters that units manage, in registration order, and the others: the caller's."""
+    managed = {id(param) for unit in units for param in unit.params}
+    named = list(model.named_parameters())
+    return (
+        [(name, param) for name, param in named if id(param) in managed],
+        [param for _, param in named if id(param) not in managed],
+    )
+
+
+def problems_of_fsdp(model: nn.Module, settings: Settings) -> list[str]:
+    """Say what of a sharded model, or of the arguments with it, cannot be had."""
+    found = []
+    if is_inner(model):
+        found.append("ddp_model is a unit within a larger one: pass the outermost, whose forward you call")
+    if settings.kind == "exact":
+        found.append(
+            "accumulator='exact' over FSDP, which sums in floating point: use 'fp32', or "
+            "DistributedDataParallel or pe.GradSync over the model before it is sharded"
+        )
+    for unit in units_of(model):
+        where = f"FSDP unit {unit.name!r}" if unit.name else "ddp_model"
+        found += [f"{where} {text}" for text in _unit_problems(unit, settings)]
+    return found
+
+
+def _unit_problems(unit: Unit, settings: Settings) -> Iterator[str]:
+    module = unit.module
+    if len(groups_of(module)) > 1:
+        yield (
+            "has parameters on several meshes (shard_placement_fn): need one mesh a unit; give modules of "
+            "another mesh a fully_shard of their own"
+        )
+    if is_offloaded(module):
+        yield "has a CPUOffloadPolicy: need gradients where the model computes; leave offload_policy out"
+    if has_reduce_hook(module):
+        yield (
+            "has a hook behind its reduction (set_all_reduce_hook), which the engine needs: for replicas of "
+            "shards pass fully_shard a mesh of two dimensions"
+        )
+    yield from _sum_problems(unit, settings)
+    yield from sorted({text for param in unit.params for text in _placement_problems(param, unit)})
+
+
+def _sum_problems(unit: Unit, settings: Settings) -> Iterator[str]:
+    """Say whether a unit's policy sums otherwise than the arguments say."""
+    dtype = reduce_dtype(unit.module)
+    if dtype is None or settings.problems():
+        return
+    short = str(dtype).removeprefix("torch.")
+    if settings.kind == "fp32" and dtype.itemsize < torch.float32.itemsize:
+        yield (
+            f"sums gradients in {short}, and accumulator='fp32' asks for float32: give fully_shard "
+            "mp_policy=MixedPrecisionPolicy(param_dtype=..., reduce_dtype=torch.float32), or pass "
+            "accumulator='native'"
+        )
+    elif dtype is torch.float16:
+        yield (
+            "reduces in float16, which sums before 1/count leave the range of: give its "
+            "MixedPrecisionPolicy reduce_dtype=torch.float32"
+        )
+    elif dtype != settings.wire.dtype:
+        yield (
+            f"reduces in {short}, and wire={settings.wire}: FSDP sends what its MixedPrecisionPolicy's "
+            f"reduce_dtype says; pass the wire of that type, or reduce_dtype={settings.wire.dtype}"
+        )
+
+
+def _placement_problems(param: Any, unit: Unit) -> Iterator[str]:
+    """Say whether a parameter lies otherwise on its mesh than `fully_shard` or `replicate` alone puts it."""
+    kinds = "".join("R" if placement.is_replicate() else "S" for placement in param.placements)
+    wanted = ("R",) if unit.is_replicated else ("S", "RS")
+    if kinds not in wanted:
+        yield (
+            f"has parameters placed as {param.placements} on a mesh of {param.device_mesh.ndim} dimensions: "
+            "need fully_shard or replicate alone, over data-parallel ranks (tensor parallelism and "
+            "dp_mesh_dims are not driven yet)"
+        )
+    ranks = param.device_mesh.mesh.flatten().sort().values.tolist()
+    if ranks != list(range(dist.get_world_size())):
+        yield (
+            f"is on a mesh of ranks {ranks}: need one of all {dist.get_world_size()} ranks of the default "
+            "process group"
+        )
+    if type(local(param)) is not torch.Tensor:
+        yield f"has shards of type {type(local(param)).__name__}: need plain tensors"

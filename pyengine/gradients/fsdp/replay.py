@@ -1,0 +1,151 @@
+"""A forward and backward of an old batch that brings nothing: what it takes to make FSDP2 reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyengine.ops.device import runs_ahead
+
+
+class Replay:
+    """The inputs of the model's last forward, and that forward once more.
+
+    FSDP2 reduces in a backward and has no public call for it outside of one.
+
+    Args:
+        model: the outermost unit.
+
+    Cost: keeps the last batch alive until the next one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._inputs: tuple[Any, Any] | None = None
+        self._autocast: tuple[bool, torch.dtype] = (False, torch.float32)
+        self._handle = model.register_forward_pre_hook(self._keep, prepend=True, with_kwargs=True)
+        self._is_running = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a batch."""
+        return self._inputs is not None
+
+    def run(self) -> None:
+        """Run forward and backward, whose gradients the caller lets be zeros. Buffers and random generators
+        are as before afterwards.
+
+        Raises:
+            RuntimeError: the model has no output to start from, or its forward has never run.
+        """
+        if self._inputs is None:
+            raise RuntimeError(_NO_BATCH)
+        args, kwargs = self._inputs
+        is_on, dtype = self._autocast
+        self._is_running = True
+        device = _device_of(self._model)
+        try:
+            with (
+                _forked_rng(device),
+                unchanged_buffers(self._model),
+                torch.enable_grad(),
+            ):
+                with torch.autocast(device.type, dtype=dtype, enabled=is_on):
+                    outputs = [t for t in _tensors(self._model(*args, **kwargs)) if t.requires_grad]
+                if not outputs:
+                    raise RuntimeError(
+                        "flush: the model's forward has returned no tensor with a gradient, from which FSDP "
+                        "could be made to reduce: end windows by their last backward"
+                    )
+                torch.autograd.backward(outputs, [torch.zeros_like(t) for t in outputs])
+        finally:
+            self._is_running = False
+
+    def release(self) -> None:
+        """Forget the batch."""
+        self._handle.remove()
+        self._inputs = None
+
+    def _keep(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        del module
+        if torch.is_grad_enabled() and not self._is_running:
+            self._inputs = _detached(args), _detached(kwargs)
+            kind = _device_of(self._model).type
+            self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+_NO_BATCH = (
+    "flush: FSDP reduces only in a backward, and no forward of the model has run on this rank yet, so that "
+    "there is no batch to run one with: end the first window by its last backward"
+)
+
+
+@contextmanager
+def unchanged_buffers(model: nn.Module) -> Iterator[None]:
+    """Put the model's buffers back as they were: a running statistic does not see what runs in the body.
+
+    Cost: copies all buffers, twice.
+    """
+    put_back = keep_buffers(model)
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def keep_buffers(model: nn.Module) -> Callable[[], None]:
+    """Copy the model's buffers; what is returned puts them back."""
+    kept = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for module, name, buffer, values in kept:
+            buffer.copy_(values)
+            module._buffers[name] = buffer
+
+    return put_back
+
+
+def _forked_rng(device: torch.device) -> AbstractContextManager[None]:
+    """Put the random generators of the host and of a device back behind the body."""
+    if not runs_ahead(device):
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device], device_type=device.type)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _detached(value: Any) -> Any:
+    """Return the same without its graph: what lies in lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(value.requires_grad)
+    if isinstance(value, dict):
+        return {name: _detached(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_detached(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Give the tensors in lists, tuples, dicts and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        yield from _tensors(list(vars(value).values()))

@@ -1,0 +1,151 @@
+"""Models that `fully_shard` and `replicate` take, and what one float64 process makes of the same data.
+
+All values are small integers, so a window's gradient has one right answer, bit for bit:
+`float32(sum of integers) * float32(1 / count)`; and bfloat16 holds what a micro-batch brings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import Batch, me
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import pyengine as pe
+
+KINDS = ("flat", "nested", "hsdp", "replicate")
+# Worlds that tell something of each kind.
+WORLDS = [
+    ("flat", 1),
+    ("flat", 3),
+    ("nested", 2),
+    ("nested", 4),
+    ("hsdp", 4),
+    ("replicate", 1),
+    ("replicate", 3),
+]
+# micro-batches by rank; accumulate is 3: windows are short, or padding, on some ranks
+PLAN = [7, 3, 5, 1]
+
+
+class Chain(nn.Module):
+    """Two layers and parameters of the root's own, one of which only some batches use, and one none."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 3, dtype=dtype)
+        self.second = nn.Linear(3, 3, dtype=dtype)
+        self.scale = nn.Parameter(torch.ones(3, dtype=dtype))
+        self.sometimes = nn.Parameter(torch.ones(3, dtype=dtype))
+        self.first.never = nn.Parameter(torch.ones(7, dtype=dtype))
+        for param in self.parameters():
+            nn.init.ones_(param)
+
+    def forward(self, x: Tensor, *, extra: bool = False) -> Tensor:
+        """Return `[items, 3]`."""
+        hidden = self.second(self.first(x)) * self.scale
+        return hidden + self.sometimes if extra else hidden
+
+
+def batch(seed: int, items: int = 3) -> Batch:
+    """Return one micro-batch of small integers."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-1, 2, (items, 5), generator=generator).float()
+    t = torch.randint(-1, 2, (items, 3), generator=generator).float()
+    return x, t
+
+
+def items(rank: int, number: int) -> int:
+    """Return the size of a rank's micro-batch: all different."""
+    return 1 + (rank + 2 * number) % 4
+
+
+def loss_of(model: nn.Module, data: Batch, *, extra: bool = False) -> Tensor:
+    """Return the loss, summed over items."""
+    x, t = data
+    return (model(x, extra=extra).to(t.dtype) * t).sum()
+
+
+def shard(model: nn.Module, kind: str, *, narrow: bool = False, **options: Any) -> nn.Module:
+    """Shard a `Chain`; `narrow` computes in bfloat16 and sums in float32."""
+    world = dist.get_world_size()
+    if narrow:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if kind == "hsdp":
+        options["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards"))
+    wrap = replicate if kind == "replicate" else fully_shard
+    if kind != "flat":
+        wrap(model.first, **options)
+        wrap(model.second, **options)
+    return wrap(model, **options)
+
+
+def sharded(
+    kind: str, *, accumulate: int = 3, narrow: bool = False, **options: Any
+) -> tuple[pe.Sync, nn.Module]:
+    """Return an engine over a sharded `Chain`, and that."""
+    model = shard(Chain(), kind, narrow=narrow)
+    return pe.attach(model, accumulate=accumulate, **options), model
+
+
+def whole_grads(model: nn.Module) -> dict[str, Tensor | None]:
+    """Return the gradients, unsharded; every rank calls this."""
+    return {
+        name: None if param.grad is None else param.grad.full_tensor()
+        for name, param in model.named_parameters()
+    }
+
+
+def right_grads(
+    batches: Iterable[Batch], count: float, *, extras: Iterable[Batch] = ()
+) -> dict[str, Tensor | None]:
+    """Return the mean gradient of one float64 process: of batches, and of `extras` that use more."""
+    twin = Chain(torch.float64)
+    for x, t in batches:
+        loss_of(twin, (x.double(), t.double())).backward()
+    for x, t in extras:
+        loss_of(twin, (x.double(), t.double()), extra=True).backward()
+    inverse = torch.tensor(1.0 / count, dtype=torch.float64).float()
+    return {
+        name: None if param.grad is None else param.grad.float() * inverse
+        for name, param in twin.named_parameters()
+    }
+
+
+def own_batches(number: int) -> list[Batch]:
+    """Return so many micro-batches of this rank, 3 items each."""
+    rank, _ = me()
+    return [batch(100 * rank + index) for index in range(number)]
+
+
+def all_batches(numbers: Sequence[int]) -> list[Batch]:
+    """Return the same of all ranks, whose numbers are given."""
+    return [batch(100 * rank + index) for rank, number in enumerate(numbers) for index in range(number)]
+
+
+def train_a_window(sync: pe.Sync, model: nn.Module, number: int = 3) -> None:
+    """Train one window of this rank's first batches."""
+    for window in sync.windows(own_batches(number)):
+        for data in window:
+            sync.backward(loss_of(model, data), count=3)
+        sync.unscale_()
+
+
+def assert_trains_a_window(sync: pe.Sync, model: nn.Module) -> None:
+    """Train a window, which has to come out right."""
+    _, world = me()
+    for param in model.parameters():
+        param.grad = None
+    train_a_window(sync, model)
+    want = right_grads(all_batches([3] * world), 9 * world)
+    got = whole_grads(model)
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert (got[name] is None) == (value is None), name
+        assert value is None or torch.equal(got[name], value), name

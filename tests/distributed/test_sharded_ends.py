@@ -1,0 +1,202 @@
+"""Windows over FSDP2 that end early, by an exception, not finite, or with parts unused."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import pytest
+import torch
+from cases import Inject, assert_same, me
+from sharded_cases import (
+    all_batches,
+    assert_trains_a_window,
+    batch,
+    loss_of,
+    own_batches,
+    right_grads,
+    sharded,
+    train_a_window,
+    whole_grads,
+)
+from torch import nn
+
+import pyengine as pe
+
+KINDS = [("flat", 1), ("nested", 2), ("replicate", 2), ("hsdp", 4)]
+
+
+def _ends_early(kind: str, *, narrow: bool) -> None:
+    _, world = me()
+    sync, model = sharded(kind, narrow=narrow)
+    model.first.register_buffer("calls", torch.zeros(()))
+    model.first.register_forward_hook(_count_call)
+    for window in sync.windows(own_batches(3)):
+        for number, data in enumerate(window):
+            sync.backward(loss_of(model, data), count=3)
+            if number == 1:
+                break
+        before = torch.random.get_rng_state()
+        sync.flush()
+        sync.unscale_()
+        assert torch.equal(torch.random.get_rng_state(), before)
+        assert model.first.calls == 2
+        assert_same(whole_grads(model), right_grads(all_batches([2] * world), 6 * world))
+        break
+    assert_trains_a_window(sync, model)
+
+
+def _count_call(module: nn.Module, *_: object) -> None:
+    module.calls.add_(1)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize(("kind", "world"), KINDS)
+def test_a_window_that_is_flushed_early_has_what_was_done(ranks, kind, world, narrow):
+    ranks(world).run(_ends_early, kind, narrow=narrow)
+
+
+def _skips(kind: str, value: float) -> tuple[bool, bool]:
+    rank, _ = me()
+    sync, model = sharded(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    for window in sync.windows(own_batches(3)):
+        for number, data in enumerate(window):
+            loss = loss_of(model, data)
+            is_bad = rank == 0 and number == 1
+            sync.backward(Inject.apply(loss, value) if is_bad else loss, count=3)
+        sync.clip_grad_norm_(1.0)
+        stepped = bool(sync.step(optimizer))
+    assert not stepped and "first.weight" in records[-1].reason
+    return records[-1].skipped, all((param.full_tensor() == 1).all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize(("kind", "world"), KINDS)
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks, kind, world, value):
+    assert ranks(world).run(_skips, kind, value) == [(True, True)] * world
+
+
+def _raises(kind: str) -> str:
+    rank, _ = me()
+    sync, model = sharded(kind, nonfinite="raise")
+    with pytest.raises(FloatingPointError) as error:
+        for window in sync.windows(own_batches(3)):
+            for number, data in enumerate(window):
+                loss = loss_of(model, data)
+                is_bad = rank == 1 and number == 2
+                sync.backward(Inject.apply(loss, math.nan) if is_bad else loss, count=3)
+    assert_trains_a_window(sync, model)
+    return str(error.value)
+
+
+def test_the_policy_raise_names_rank_and_micro_batch(ranks):
+    for message in ranks(2).run(_raises, "nested"):
+        assert "rank 1, micro-batch 2" in message
+
+
+class Breaks(torch.autograd.Function):
+    """Identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        raise MemoryError("no room for a gradient")
+
+
+def _broken_window(sync: pe.Sync, model: nn.Module, where: str, at: int) -> None:
+    rank, _ = me()
+    for window in sync.windows(own_batches(3)):
+        for number, data in enumerate(window):
+            handle = contextlib.nullcontext()
+            if number == at and where == "forward":
+                handle = _hooked(model.second, _fail)
+            if number == at and where == "backward":
+                handle = _hooked(model.second, lambda module, args, output: Breaks.apply(output))
+            with handle:
+                loss = loss_of(model, data)
+                if number == at and where in ("between", f"between on rank {rank}"):
+                    raise KeyError(where)
+                sync.backward(loss, count=3)
+        if where == f"step on rank {rank}" or where == "step":
+            raise KeyError(where)
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+
+
+def _fail(*_: object) -> None:
+    raise MemoryError("no room")
+
+
+@contextlib.contextmanager
+def _hooked(module: nn.Module, hook):
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _goes_on(kind: str, where: str, at: int, *, narrow: bool) -> None:
+    sync, model = sharded(kind, narrow=narrow)
+    train_a_window(sync, model)
+    sync.abandon()
+    with pytest.raises((KeyError, MemoryError)):
+        _broken_window(sync, model, where, at)
+    assert_trains_a_window(sync, model)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("where", ["between", "forward", "backward"])
+@pytest.mark.parametrize(("kind", "world"), KINDS[1:])
+def test_after_an_exception_on_every_rank_the_next_window_is_clean(ranks, kind, world, where, at):
+    ranks(world).run(_goes_on, kind, where, at, narrow=at == 1)
+
+
+def _finds_out(kind: str, where: str, at: int) -> str:
+    rank, _ = me()
+    sync, model = sharded(kind)
+    errors = []
+    while len(errors) < 3:
+        try:
+            _broken_window(sync, model, where if not errors else "", at)
+            break
+        except (KeyError, RuntimeError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    assert_trains_a_window(sync, model)
+    return errors[0] if rank else errors[-1]
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_rank_that_leaves_between_micro_batches_is_found_out_by_all(ranks, at):
+    for message in ranks(2).run(_finds_out, "flat", "between on rank 0", at):
+        assert "RuntimeError: ranks are at different points of their loops" in message
+
+
+def _uses_some(kind: str, *, narrow: bool) -> list[bool]:
+    rank, world = me()
+    sync, model = sharded(kind, narrow=narrow)
+    for number, window in enumerate(sync.windows(own_batches(6))):
+        for index, data in enumerate(window):
+            extra = number == 0 and rank == 0 and index == 1
+            sync.backward(loss_of(model, data, extra=extra), count=3)
+        sync.unscale_()
+        firsts = [batch(100 * r + 3 * number + k) for r in range(world) for k in range(3)]
+        extras = [firsts.pop(1)] if number == 0 else []
+        want = right_grads(firsts, 9 * world, extras=extras)
+        assert_same(whole_grads(model), want)
+        for param in model.parameters():
+            param.grad = None
+        assert (want["sometimes"] is None) == (number == 1)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize(("kind", "world"), KINDS)
+def test_a_parameter_used_once_on_one_rank_is_reduced_and_one_used_nowhere_has_none(
+    ranks, kind, world, narrow
+):
+    ranks(world).run(_uses_some, kind, narrow=narrow)

@@ -1,0 +1,333 @@
+"""What an engine over FSDP2 does beside windows: states, gradients kept, other loops, refusals, the end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import assert_same, me
+from sharded_cases import (
+    Chain,
+    all_batches,
+    assert_trains_a_window,
+    batch,
+    loss_of,
+    own_batches,
+    right_grads,
+    shard,
+    sharded,
+    train_a_window,
+    whole_grads,
+)
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+import pyengine as pe
+
+KINDS = [("flat", 3), ("nested", 2), ("hsdp", 4), ("replicate", 2)]
+
+
+def _resumes(kind: str, *, narrow: bool, nonfinite: str) -> None:
+    _, world = me()
+    sync, model = sharded(kind, narrow=narrow, nonfinite=nonfinite)
+    state = None
+    for window in sync.windows(own_batches(3)):
+        for number, data in enumerate(window):
+            sync.backward(loss_of(model, data), count=3)
+            if number == 1:
+                state = sync.state_dict()
+                break
+        break
+    sync.close()
+    sync, model = sharded(kind, narrow=narrow, nonfinite=nonfinite)
+    sync.load_state_dict(state)
+    for window in sync.windows(own_batches(3)[2:]):
+        for data in window:
+            sync.backward(loss_of(model, data), count=3)
+        sync.unscale_()
+        assert_same(whole_grads(model), right_grads(all_batches([3] * world), 9 * world))
+
+
+@pytest.mark.parametrize(("narrow", "nonfinite"), [(False, "skip"), (True, "raise")])
+@pytest.mark.parametrize(("kind", "world"), KINDS)
+def test_a_state_of_an_open_window_goes_on(ranks, kind, world, narrow, nonfinite):
+    ranks(world).run(_resumes, kind, narrow=narrow, nonfinite=nonfinite)
+
+
+def _keeps(kind: str) -> None:
+    """`.grad` that is left after `unscale_` counts into the next window, through a state too."""
+    sync, model = sharded(kind)
+    train_a_window(sync, model)
+    first = whole_grads(model)
+    state = sync.state_dict()
+    for param in model.parameters():
+        param.grad = None
+    sync.load_state_dict(state)
+    assert_same(whole_grads(model), first)
+    for window in sync.windows(own_batches(3)):
+        for data in window:
+            sync.backward(loss_of(model, data), count=3)
+        norm = sync.grad_norm()
+        sync.unscale_()
+    want = {name: None if grad is None else grad + grad for name, grad in first.items()}
+    assert_same(whole_grads(model), want)
+    squares = sum(grad.double().square().sum() for grad in want.values() if grad is not None)
+    torch.testing.assert_close(norm, squares.sqrt(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "world"), KINDS)
+def test_gradients_that_are_left_count_into_the_next_window(ranks, kind, world):
+    ranks(world).run(_keeps, kind)
+
+
+def _clips(kind: str) -> None:
+    _, world = me()
+    want = right_grads(all_batches([3] * world), 9 * world)
+    values = [grad for grad in want.values() if grad is not None]
+    largest = max(grad.abs().max() for grad in values)
+    sync, model = sharded(kind)
+    for window in sync.windows(own_batches(3)):
+        for data in window:
+            sync.backward(loss_of(model, data), count=3)
+        norm = sync.clip_grad_norm_(10.0, float("inf"))
+        torch.testing.assert_close(norm, largest.double(), rtol=2**-23, atol=0)
+        sync.clip_grad_value_(0.25 * float(largest))
+        clipped = [grad.clamp(-0.25 * float(largest), 0.25 * float(largest)) for grad in values]
+        squares = sum(grad.double().square().sum() for grad in clipped)
+        torch.testing.assert_close(sync.grad_norm(), squares.sqrt(), rtol=1e-6, atol=0)
+        sync.unscale_()
+
+
+@pytest.mark.parametrize(("kind", "world"), KINDS)
+def test_the_inf_norm_and_values_are_clipped_over_shards(ranks, kind, world):
+    ranks(world).run(_clips, kind)
+
+
+def _steps(kind: str, *, fused: bool) -> None:
+    """As AdamW on one process would, clipped."""
+    _, world = me()
+    twin = Chain(torch.float64)
+    theirs = torch.optim.AdamW([p for n, p in twin.named_parameters() if "never" not in n], lr=0.1)
+    sync, model = sharded(kind)
+    optimizer = sync.wrap(torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused))
+    for number, data in enumerate(own_batches(6)):
+        with sync.accumulate():
+            sync.backward(loss_of(model, data), count=3)
+        optimizer.step()
+        if number % 3 == 2:
+            theirs.zero_grad()
+            for rank in range(world):
+                for k in range(number - 2, number + 1):
+                    x, t = batch(100 * rank + k)
+                    (loss_of(twin, (x.double(), t.double())) / (9 * world)).backward()
+            theirs.step()
+    for (name, param), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        if name not in ("sometimes", "first.never"):
+            torch.testing.assert_close(param.full_tensor().double(), other.detach(), rtol=1e-5, atol=1e-5)
+        else:
+            assert (param.full_tensor() == 1).all()  # unused: no weight decay either
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("kind", "world"), KINDS)
+def test_optimizers_step_shards_in_a_loop_that_is_not_nested(ranks, kind, world, fused):
+    ranks(world).run(_steps, kind, fused=fused)
+
+
+def _no_sync(kind: str) -> None:
+    _, world = me()
+    sync, model = sharded(kind, accumulate=2)
+    sync.set_requires_gradient_sync(True)
+    for _ in range(2):
+        first, last = own_batches(2)
+        with sync.no_sync():
+            sync.backward(loss_of(model, first), count=3)
+        sync.backward(loss_of(model, last), count=3)
+        sync.unscale_()
+        assert_same(whole_grads(model), right_grads(all_batches([2] * world), 6 * world))
+        for param in model.parameters():
+            param.grad = None
+
+
+@pytest.mark.parametrize(("kind", "world"), KINDS)
+def test_a_loop_of_torch_with_no_sync(ranks, kind, world):
+    ranks(world).run(_no_sync, kind)
+
+
+def _is_let_go(kind: str) -> None:
+    """Behind `close`, the units reduce in every backward again, to the mean over ranks."""
+    rank, world = me()
+    sync, model = sharded(kind)
+    train_a_window(sync, model)
+    sync.close()
+    for param in model.parameters():
+        param.grad = None
+    loss_of(model, batch(100 * rank)).backward()
+    want = right_grads([batch(100 * r) for r in range(world)], world)
+    got = whole_grads(model)
+    for name in ("first.weight", "second.weight", "second.bias", "scale"):
+        torch.testing.assert_close(got[name], want[name])
+    for param in model.parameters():
+        param.grad = None
+    assert_trains_a_window(pe.attach(model, accumulate=3), model)
+
+
+@pytest.mark.parametrize(("kind", "world"), KINDS)
+def test_a_closed_engine_leaves_the_units_as_they_were(ranks, kind, world):
+    ranks(world).run(_is_let_go, kind)
+
+
+def _ignores() -> None:
+    """Parameters that FSDP was told to ignore are the caller's."""
+    _, world = me()
+    model = Chain()
+    fully_shard(model, ignored_params={model.scale})
+    sync = pe.attach(model, accumulate=3)
+    train_a_window(sync, model)
+    want = right_grads(all_batches([3] * world), 9 * world)
+    got = model.second.weight.grad.full_tensor()
+    assert torch.equal(got, want["second.weight"])
+    assert type(model.scale) is nn.Parameter and model.scale.grad is not None
+    for data in own_batches(3):
+        with sync.accumulate():
+            sync.backward(loss_of(model, data), count=3)
+    sync.unscale_()
+    assert sync.step(torch.optim.SGD([model.scale], lr=0.0))
+
+
+def test_parameters_that_fsdp_ignores_are_the_callers(ranks):
+    ranks(2).run(_ignores)
+
+
+def _refused(case: str) -> str:
+    model, options = Chain(), {}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    match case:
+        case "sums":
+            fully_shard(model, mp_policy=policy)
+        case "wire":
+            fully_shard(model)
+            options = {"wire": pe.wire.BF16()}
+        case "fp16":
+            fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+            options = {"accumulator": "native", "wire": pe.wire.FP16()}
+        case "exact":
+            fully_shard(model)
+            options = {"accumulator": "exact"}
+        case "offload":
+            fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        case "hook":
+            fully_shard(model).set_all_reduce_hook(lambda reduced: None)
+        case "mesh":
+            # A mesh of its own for every rank.
+            fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"])
+        case "part":
+            fully_shard(model.first)
+        case "inner":
+            fully_shard(model.first)
+            fully_shard(model)
+            loss_of(model, batch(0))
+            model = model.first
+        case "one rank":
+            fully_shard(model)
+            options = {"accumulator": "exact"} if dist.get_rank() else {}
+    with pytest.raises((TypeError, ValueError)) as error:
+        pe.attach(model, accumulate=3, **options)
+    return str(error.value)
+
+
+REFUSED = {
+    "sums": "sums gradients in bfloat16, and accumulator='fp32' asks for float32",
+    "wire": "reduces in float32, and wire=BF16()",
+    "fp16": "reduces in float16",
+    "exact": "accumulator='exact' over FSDP",
+    "offload": "has a CPUOffloadPolicy",
+    "hook": "has a hook behind its reduction",
+    "mesh": "is on a mesh of ranks",
+    "part": "need a DistributedDataParallel, or a model that fully_shard",
+    "inner": "a unit within a larger one",
+    "one rank": "rank 1: accumulator='exact' over FSDP",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_driven_is_refused_on_every_rank(ranks, case):
+    for message in ranks(2).run(_refused, case):
+        assert REFUSED[case] in message
+
+
+def _counts_ahead(kind: str) -> None:
+    """Two losses over unequal numbers of micro-batches, each a mean over its own items."""
+    rank, world = me()
+    numbers = [3, 1, 2, 1][:world]
+    sync, model = sharded(kind)
+    for window in sync.windows(own_batches(numbers[rank]), count=lambda data: {"a": 3, "b": 1}):
+        for data in window:
+            loss = loss_of(model, data)
+            sync.backward({"a": loss, "b": 2 * loss})
+        sync.unscale_()
+    total = sum(numbers)
+    want = right_grads(all_batches(numbers), 3 * total)
+    got = whole_grads(model)
+    for name, value in want.items():
+        if value is not None:
+            # 1 / 3 of the sum, and twice the sum over a third of the items
+            torch.testing.assert_close(got[name], value * (1 + 2 * 3), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "world"), KINDS)
+def test_counts_read_ahead_leave_padding_out(ranks, kind, world):
+    ranks(world).run(_counts_ahead, kind)
+
+
+def _has_no_batch() -> str:
+    rank, _ = me()
+    sync, model = sharded("flat")
+    with pytest.raises(ValueError) as error:
+        train_a_window(sync, model, number=0 if rank else 2)
+    assert_trains_a_window(sync, model)
+    return str(error.value)
+
+
+def test_a_rank_without_any_batch_is_an_error_on_every_rank(ranks):
+    for message in ranks(2).run(_has_no_batch):
+        assert message.startswith("rank 1 has no micro-batch at all")
+
+
+def _loader_breaks() -> str:
+    rank, _ = me()
+    sync, model = sharded("flat")
+
+    def loader():
+        yield batch(0)
+        if rank:
+            raise OSError("disk")
+        yield batch(1)
+
+    with pytest.raises((OSError, ValueError)) as error:
+        for window in sync.windows(loader()):
+            for data in window:
+                sync.backward(loss_of(model, data))
+    assert_trains_a_window(sync, model)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_a_loader_that_raises_on_one_rank_is_known_to_all(ranks):
+    first, second = ranks(2).run(_loader_breaks)
+    assert first.startswith("ValueError: rank 1: the loader raised OSError") and second == "OSError: disk"
+
+
+def _optimizer_before_sharding() -> None:
+    model = Chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    sync = pe.attach(shard(model, "flat"), accumulate=3)
+    for data in own_batches(3):
+        with sync.accumulate():
+            sync.backward(loss_of(model, data), count=3)
+    with pytest.raises(ValueError, match="holds none of this engine's parameters"):
+        sync.step(optimizer)
+
+
+def test_an_optimizer_made_before_the_model_was_sharded_is_refused(ranks):
+    ranks(2).run(_optimizer_before_sharding)
