@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +22,7 @@ from pyengine.gradients.ddp.private import (
     visible_parameters,
 )
 from pyengine.gradients.ddp.reducer import DDPReducer
+from pyengine.gradients.fsdp.deferral import Defer, Deferral
 from pyengine.gradients.fsdp.private import is_unit
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.settings import Settings
@@ -35,6 +38,8 @@ def attach(
     wire: Wire | torch.dtype = FP32(),  # noqa: B008 - frozen
     accumulator: str | Exact | torch.dtype = "fp32",
     nonfinite: str = "skip",
+    defer: Defer = "all",
+    defer_budget_mb: float | None = None,
 ) -> Sync:
     """Let DDP's buckets, or FSDP2's units, travel once a window.
 
@@ -48,6 +53,12 @@ def attach(
             sums in addition to DDP's buckets: 4 bytes an element more. Over FSDP2 the units'
             MixedPrecisionPolicy says in which type gradients are summed and sent, and the arguments have to
             say the same; "exact" is not to be had.
+        defer: of a sharded model, when units reduce: "all" defers every reduction to the window's last
+            backward, and holds unsharded sums; "outer" (HSDP) scatters in every micro-batch and sums over
+            replicas once; "none" reduces in every micro-batch. Or a dict of these by a unit's name.
+        defer_budget_mb: instead, MiB that a rank may hold to communicate less: for gathered parameters, which
+            then stay so for a window, and for unsharded sums. `math.inf` has both everywhere: one gather and
+            one reduction a window.
 
     Returns:
         The same loop as `GradSync` gives. Set `.grad` is DDP's own.
@@ -59,9 +70,15 @@ def attach(
             buckets, or has a hook; a parameter unfrozen since; a SyncBatchNorm with "exact"; a unit's policy,
             mesh or hook that cannot be driven. Raised on every rank.
     """
+    deferral = Deferral(defer, defer_budget_mb)
     settings = Settings(accumulate, as_wire(wire), as_accumulator(accumulator), nonfinite)
     if is_unit(ddp_model):
-        return attach_sharded(ddp_model, settings)
+        return attach_sharded(ddp_model, replace(settings, deferral=str(deferral)), deferral)
+    if deferral != Deferral():
+        raise TypeError(
+            f"{deferral}, and ddp_model is a {type(ddp_model).__name__}: both are for units of FSDP2; DDP's "
+            "gradients are always deferred, at no cost"
+        )
     if not isinstance(ddp_model, DistributedDataParallel):
         raise TypeError(_not_ddp(ddp_model))
     named = visible_parameters(ddp_model)

@@ -7,6 +7,7 @@ from torch import nn
 from pyengine.comm import comm_for
 from pyengine.engine.make import make_engine
 from pyengine.engine.sync import Sync
+from pyengine.gradients.fsdp.deferral import Deferral, choose, problems_of_deferral
 from pyengine.gradients.fsdp.problems import check_version, managed_parameters, problems_of_fsdp
 from pyengine.gradients.fsdp.reducer import FSDPReducer
 from pyengine.gradients.fsdp.units import units_of
@@ -14,7 +15,7 @@ from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.settings import Settings
 
 
-def attach_sharded(model: nn.Module, settings: Settings) -> Sync:
+def attach_sharded(model: nn.Module, settings: Settings, deferral: Deferral) -> Sync:
     """Make the engine of a model that `fully_shard` or `replicate` was called on; see `attach`.
 
     Raises:
@@ -30,8 +31,8 @@ def attach_sharded(model: nn.Module, settings: Settings) -> Sync:
 
     def reducer(specs: list[ParamSpec], micro_batches: int) -> FSDPReducer:
         del specs, micro_batches
-        return FSDPReducer(model, named, units, comm=comm, settings=settings)
+        return FSDPReducer(model, named, units, comm=comm, settings=settings, choices=choose(units, deferral))
 
-    problems = problems_of_fsdp(model, settings)
+    problems = [*problems_of_fsdp(model, settings), *problems_of_deferral(units, deferral, settings)]
     engine = make_engine(named, comm, settings, reducer, source=model, problems=problems, takes_shards=True)
     return Sync(engine, ignored=ignored)

@@ -15,7 +15,7 @@ from pyengine.comm.base import Comm
 from pyengine.engine.batch_norm import BatchNormReplay
 from pyengine.engine.checkpoint.snapshot import Snapshot
 from pyengine.engine.kept_grads import KeptGrads
-from pyengine.gradients.base import Overlaps, Reducer, SeesForwards
+from pyengine.gradients.base import Overlaps, Pads, Reducer, SeesForwards
 from pyengine.ops.device import Readback, flush, is_lazy
 from pyengine.ops.trace import span
 from pyengine.step.clock import Clock
@@ -326,6 +326,7 @@ class OpenWindow:
                 backward_s=clock.seconds("backward"),
                 exposed_sync_s=clock.seconds("exposed_sync"),
                 step_s=clock.elapsed(),
+                held_bytes=parts.reducer.held_bytes if isinstance(parts.reducer, Pads) else 0,
             )
             call_all([partial(callback, record) for callback in callbacks])
 

@@ -175,7 +175,13 @@ class SeesForwards(Protocol):
 
 @runtime_checkable
 class Pads(Protocol):
-    """A reducer whose owner launches collectives in every forward, so that every rank has to run as many."""
+    """A reducer whose owner launches collectives in every forward, so that every rank has to run as many.
+
+    Attributes:
+        held_bytes: memory that this rank holds through a window to communicate less in it.
+    """
+
+    held_bytes: int
 
     def pad(self) -> None:
         """Note that the micro-batch handed out is padding: nothing that comes of it may stay, neither

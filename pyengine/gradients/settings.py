@@ -23,6 +23,7 @@ class Settings:
     accumulator: str | Exact = "fp32"
     nonfinite: str = "skip"
     bucket_cap_mb: float = 25
+    deferral: str = ""
 
     @property
     def kind(self) -> str:
@@ -44,7 +45,7 @@ class Settings:
     def shared(self) -> str:
         """Describe what has to be equal on every rank (micro-batches a window need not be)."""
         return f"wire={self.wire}, accumulator={self.accumulator!r}, nonfinite={self.nonfinite!r}, " + (
-            f"bucket_cap_mb={float(self.bucket_cap_mb)}"
+            f"bucket_cap_mb={float(self.bucket_cap_mb)}" + (f", {self.deferral}" if self.deferral else "")
         )
 
     def problems(self) -> list[str]:

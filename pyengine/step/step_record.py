@@ -27,6 +27,8 @@ class StepRecord:
         backward_s: seconds inside the window's backwards.
         exposed_sync_s: seconds in which this rank only waited for, or worked on, the reduction.
         step_s: seconds from the window's first backward to the end of the optimizer step.
+        held_bytes: of a sharded model, what this rank holds through a window to communicate less: unsharded
+            sums, and parameters that stay gathered (docs/sharded.md).
     """
 
     step: int
@@ -41,6 +43,7 @@ class StepRecord:
     backward_s: float
     exposed_sync_s: float
     step_s: float
+    held_bytes: int = 0
 
 
 StepCallback = Callable[[StepRecord], None]

@@ -96,6 +96,13 @@ def reduce_dtype(module: nn.Module) -> torch.dtype | None:
     return None
 
 
+def compute_dtype(module: nn.Module, param: Parameter) -> torch.dtype:
+    """Return the type in which a unit gathers a parameter."""
+    policy = groups_of(module)[0].mp_policy
+    dtype: torch.dtype = policy.param_dtype or param.dtype
+    return dtype
+
+
 def is_offloaded(module: nn.Module) -> bool:
     """Whether a unit keeps its shards and gradients on the host."""
     return any(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups_of(module))
@@ -132,13 +139,16 @@ class Replaced:
 
     def put_back_resharding(self) -> None:
         """Let parameters be freed after a forward as they were before."""
-        self._state._auto_reshard_after_forward = self._automatic
+        state = self._state
+        state._auto_reshard_after_forward = self._automatic
+        # What torch decides itself at the first forward, which may have come since: the root is not freed.
+        is_root = self._automatic and state._is_root is True
         for group, values in self._groups:
-            group.post_forward_mesh_info = values["post_forward_mesh_info"]
+            group.post_forward_mesh_info = None if is_root else values["post_forward_mesh_info"]
 
     def put_back(self) -> None:
         """Put everything back."""
-        self.put_back_resharding()
         for group, values in self._groups:
             for name, value in values.items():
                 setattr(group, name, value)
+        self.put_back_resharding()

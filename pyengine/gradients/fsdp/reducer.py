@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from pyengine.comm.base import Comm, Work, by_dtype
 from pyengine.gradients import published
 from pyengine.gradients.ddp.sums import packed
+from pyengine.gradients.fsdp.deferral import Choice
 from pyengine.gradients.fsdp.private import has_run
 from pyengine.gradients.fsdp.replay import Replay, keep_buffers
 from pyengine.gradients.fsdp.units import Unit, is_counted
@@ -42,9 +43,11 @@ class FSDPReducer:
         units: its units.
         comm: transport over all ranks of the engine.
         settings: its accumulator "fp32" lets narrow gradients be summed in fp32.
+        choices: by unit, when it communicates.
 
     Attributes:
         counted: by parameter, whether this rank counts its shard in the norm.
+        held_bytes: what a window holds to communicate less.
     """
 
     stepper: Stepper = PlainStepper()
@@ -57,18 +60,21 @@ class FSDPReducer:
         *,
         comm: Comm,
         settings: Settings,
+        choices: Sequence[Choice],
     ) -> None:
         self.names: Sequence[str] = [name for name, _ in named]
         self.params: Sequence[Parameter] = [param for _, param in named]
         self.counted: Sequence[bool] = [is_counted(param) for param in self.params]
         self._model: Any = model
-        self._units, self._comm = units, comm
+        self._units, self._comm, self._choices = units, comm, choices
+        self.held_bytes = sum(choice.held_bytes for choice in choices)
         for unit in units:
             unit.take(comm)
         self._unsharded = Unsharded(
             model,
             units,
             self.params,
+            deferred=[choice.mode == "all" for choice in choices],
             dtype=torch.float32 if settings.kind == "fp32" else None,
             watches=settings.raises,
         )
@@ -86,14 +92,13 @@ class FSDPReducer:
         self._put_back: Callable[[], None] | None = None
 
     def open(self) -> None:
-        """Free what a forward outside of windows has gathered: an optimizer may have stepped since."""
+        """Let earlier backwards reduce what is not deferred."""
         self._reset()
         self._end_padding()
         self._is_clean = False
         self._divisor, self._used, self._gave_up = None, None, False
-        for unit in self._units:
-            unit.module.reshard()
-            unit.rest()
+        for unit, choice in zip(self._units, self._choices, strict=True):
+            unit.open(choice.mode, keeps=choice.keeps)
 
     def begin(self) -> None:
         for param in self.params:
@@ -157,10 +162,19 @@ class FSDPReducer:
         return self._unsharded.blame()
 
     def save(self) -> Saved:
+        if problems := self.refuses_load():
+            raise RuntimeError(f"state_dict: {problems[0]}")
         return self._unsharded.save(self.names)
 
     def load(self, saved: Saved, *, done: int) -> None:
         self._unsharded.load(saved, self.names, done=done)
+
+    def refuses_load(self) -> list[str]:
+        """Refuse what torch keeps to itself: sums that were scattered already."""
+        if all(choice.mode == "all" for choice in self._choices):
+            return []
+        where = "this window's sums lie partly within FSDP, which reduces some units in every micro-batch "
+        return [f"{where}(defer=, or defer_budget_mb=): save and load between windows, or defer all of them"]
 
     def release(self, *, keeps_grad: bool) -> None:
         """Leave the units as they were; they reduce in every backward again."""

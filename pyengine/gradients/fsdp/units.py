@@ -30,6 +30,32 @@ class Unit:
         """Whether every rank has all of it."""
         return any(kind.__name__ == "ReplicateModule" for kind in type(self.module).__mro__)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether forwards have to gather it."""
+        return bool(self.params) and not self.is_replicated
+
+    @property
+    def has_replicas_of_shards(self) -> bool:
+        """Whether it is reduced in two steps: over shards, and over their replicas."""
+        return self.is_sharded and replicas_of(self.params[0]) > 1
+
+    def open(self, mode: str, *, keeps: bool) -> None:
+        """Begin a window; see `Choice`.
+
+        Args:
+            mode: which of the reductions earlier backwards launch: "all" defers all of them.
+            keeps: whether parameters stay gathered.
+        """
+        module = self.module
+        module.reshard()  # what a forward outside of windows has gathered: an optimizer may have stepped
+        module.set_requires_gradient_sync(mode != "all", recurse=False)
+        if mode == "outer":
+            module.set_requires_all_reduce(False, recurse=False)
+        if keeps and self.is_sharded:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.set_reshard_after_backward(False, recurse=False)
+
     def take(self, comm: Comm) -> None:
         """Let the window decide when this unit reduces: sums and not means, of every parameter on every rank.
 
@@ -50,12 +76,14 @@ class Unit:
         self.rest()
 
     def rest(self) -> None:
-        """Let nothing travel in a backward."""
+        """Let nothing travel in a backward, and parameters be freed behind forwards as they were before."""
         self.module.set_requires_gradient_sync(False, recurse=False)
+        self._replaced.put_back_resharding()
 
     def reduce(self) -> None:
-        """Let the next backward reduce everything that is there."""
+        """Let the next backward reduce everything that is there, and free what was kept."""
         self.module.set_requires_gradient_sync(True, recurse=False)
+        self.module.set_reshard_after_backward(True, recurse=False)
 
     def release(self) -> None:
         """Leave the unit as it was."""

@@ -25,6 +25,7 @@ class Unsharded:
     Args:
         model: with units.
         units: its.
+        deferred: by unit, whether sums of earlier micro-batches stay here.
         params: the sharded parameters, in registration order; everything here goes by their index.
         dtype: in which narrow gradients are summed; None for their own.
         watches: whether every micro-batch is checked for inf and nan.
@@ -41,6 +42,7 @@ class Unsharded:
         units: Sequence[Unit],
         params: Sequence[Parameter],
         *,
+        deferred: Sequence[bool],
         dtype: torch.dtype | None,
         watches: bool,
     ) -> None:
@@ -55,8 +57,10 @@ class Unsharded:
         self.is_void = self.has_arrived = False
         self.used = [False] * len(params)
         places = _places(model, self._index)
-        self._units = [[self._index[id(param)] for param in unit.params] for unit in units]
-        for unit, indices in zip(units, self._units, strict=True):
+        every = [[self._index[id(param)] for param in unit.params] for unit in units]
+        self._units = [indices for indices, is_here in zip(every, deferred, strict=True) if is_here]
+        self._wide = {index for indices in self._units for index in indices} if dtype is not None else set()
+        for unit, indices in zip(units, every, strict=True):
             find = _Once(partial(self._find, [(index, *places[index]) for index in indices]))
             # Behind FSDP's own, which has shown the parameters by then.
             find.handle = unit.module.register_forward_pre_hook(find)
@@ -173,7 +177,7 @@ class Unsharded:
         for index, module, name in places:
             param: Any = getattr(module, name)
             self._found[index] = param
-            if self._dtype is not None and param.dtype.itemsize < self._dtype.itemsize:
+            if index in self._wide and param.dtype.itemsize < torch.float32.itemsize:
                 param.grad_dtype = self._dtype
             if param.requires_grad:
                 self._handles.append(param.register_hook(partial(self._arrive, index)))

@@ -1,0 +1,125 @@
+"""When each unit of a sharded model communicates, and what it holds in memory to do so less often."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+
+import torch
+
+from pyengine.gradients.fsdp.private import compute_dtype, reduce_dtype
+from pyengine.gradients.fsdp.units import Unit
+from pyengine.gradients.settings import Settings
+
+MODES = ("all", "outer", "none")
+Defer = str | Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Deferral:
+    """What `attach` was asked for.
+
+    Attributes:
+        defer: a mode for all units, or modes by the name of a unit; those without one are "all".
+        budget_mb: MiB that deferral may hold on a rank; None: as `defer` says.
+    """
+
+    defer: Defer = "all"
+    budget_mb: float | None = None
+
+    def __str__(self) -> str:
+        given = self.defer if isinstance(self.defer, str) else dict(self.defer)
+        return f"defer={given!r}, defer_budget_mb={self.budget_mb}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one unit communicates in a window.
+
+    Attributes:
+        mode: "all": gradients are reduced in the last micro-batch only, and held unsharded until then.
+            "outer": scattered in every micro-batch, and summed over replicas in the last. "none": reduced in
+            every micro-batch.
+        keeps: whether parameters stay gathered from the window's first forward to its last backward.
+        held_bytes: what that holds on a rank.
+    """
+
+    mode: str
+    keeps: bool
+    held_bytes: int
+
+
+def choose(units: Sequence[Unit], deferral: Deferral) -> list[Choice]:
+    """Choose for every unit; `problems_of_deferral` has found nothing.
+
+    Within a budget, gathered parameters come before sums: over a window of A micro-batches they save 2A - 1
+    gathers, sums A - 1 reductions, for as many bytes of an element. Units are all alike in that, so those
+    come first whose communication hides worst: the first ones, which the first forward waits for, and whose
+    gradients come at the end of the backward.
+    """
+    if deferral.budget_mb is None:
+        return [_choice(unit, _mode(unit, deferral.defer), keeps=False) for unit in units]
+    left = deferral.budget_mb * 2**20
+    keeps, defers = set(), set()
+    for unit in units:
+        if unit.is_sharded and _gathered_bytes(unit) <= left:
+            keeps.add(unit)
+            left -= _gathered_bytes(unit)
+    for unit in units:
+        if _sum_bytes(unit) <= left:
+            defers.add(unit)
+            left -= _sum_bytes(unit)
+    least = {unit: "outer" if unit.has_replicas_of_shards else "none" for unit in units}
+    return [_choice(unit, "all" if unit in defers else least[unit], keeps=unit in keeps) for unit in units]
+
+
+def problems_of_deferral(units: Sequence[Unit], deferral: Deferral, settings: Settings) -> list[str]:
+    """Say which of it makes no sense."""
+    defer, budget = deferral.defer, deferral.budget_mb
+    if budget is not None and (not isinstance(budget, Real) or isinstance(budget, bool) or not budget >= 0):
+        return [f"defer_budget_mb={budget!r}: need a size of at least 0 in MiB; math.inf defers everything"]
+    if budget is not None and defer != "all":
+        return [f"{deferral}: the budget chooses what is deferred; pass one of them"]
+    modes = {unit.name: defer for unit in units} if isinstance(defer, str) else defer
+    if not isinstance(modes, Mapping) or any(mode not in MODES for mode in modes.values()):
+        return [f"defer={defer!r}: need one of {', '.join(map(repr, MODES))}, or a dict of one by unit"]
+    known = {unit.name: unit for unit in units}
+    unknown = [name for name in modes if name not in known]
+    if unknown:
+        return [f"defer has {unknown[0]!r}, and the units are {list(known)}"]
+    found = []
+    for unit, choice in zip(units, choose(units, deferral), strict=True):
+        if choice.mode == "outer" and not unit.has_replicas_of_shards:
+            found.append(
+                f"defer='outer' for unit {unit.name!r}, which has no replicas of shards (a mesh of two "
+                "dimensions): use 'all' or 'none'"
+            )
+        narrow = any(p.dtype.itemsize < torch.float32.itemsize for p in unit.params if p.requires_grad)
+        if choice.mode == "none" and narrow and settings.kind == "fp32":
+            found.append(
+                f"defer='none' for unit {unit.name!r}, whose parameters are narrow: torch sums reduced "
+                "gradients in their type, and accumulator='fp32' asks for float32; keep float32 parameters, "
+                "with MixedPrecisionPolicy(param_dtype=...)"
+            )
+    return found
+
+
+def _mode(unit: Unit, defer: Defer) -> str:
+    return defer if isinstance(defer, str) else defer.get(unit.name, "all")
+
+
+def _choice(unit: Unit, mode: str, *, keeps: bool) -> Choice:
+    held = _sum_bytes(unit) if mode == "all" else 0
+    return Choice(mode, keeps, held + (_gathered_bytes(unit) if keeps else 0))
+
+
+def _gathered_bytes(unit: Unit) -> int:
+    return sum(math.prod(p.shape) * compute_dtype(unit.module, p).itemsize for p in unit.params)
+
+
+def _sum_bytes(unit: Unit) -> int:
+    dtype = reduce_dtype(unit.module)
+    trained = sum(math.prod(p.shape) for p in unit.params if p.requires_grad)
+    return 0 if dtype is None else trained * dtype.itemsize

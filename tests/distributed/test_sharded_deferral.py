@@ -1,0 +1,192 @@
+"""When units of FSDP2 communicate: as often as was chosen, within the memory given, to one result."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_same, me
+from sharded_cases import (
+    Chain,
+    all_batches,
+    assert_trains_a_window,
+    loss_of,
+    own_batches,
+    right_grads,
+    shard,
+    sharded,
+    whole_grads,
+)
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+import pyengine as pe
+
+KINDS = [("flat", 3), ("nested", 2), ("hsdp", 4), ("replicate", 2)]
+# What the chain's units have: gathered in fp32, its own two parameters, the first layer and the second.
+SUM_BYTES = 4 * (6 + (15 + 3 + 7) + (9 + 3))
+HALF = {"first": "none", "": "none"}
+
+
+class Calls:
+    """Counts what units launch, and how much memory they hold in the meantime."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.gathers = self.scatters = 0
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                for group in unit._get_fsdp_state()._fsdp_param_groups:
+                    group._all_gather_comm = _Counted(group._all_gather_comm, self, "gathers")
+                    group._reduce_scatter_comm = _Counted(group._reduce_scatter_comm, self, "scatters")
+
+
+class _Counted:
+    def __init__(self, inner: Any, calls: Calls, name: str) -> None:
+        self._inner, self._calls, self._name = inner, calls, name
+        self.allocate = inner.allocate
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        setattr(self._calls, self._name, getattr(self._calls, self._name) + 1)
+        return self._inner(*args, **options)
+
+
+def _window(kind: str, options: dict[str, Any], *, narrow: bool) -> tuple[int, int, int]:
+    """Return gathers, scatters and bytes held of a window, which has to come out right."""
+    _, world = me()
+    model = shard(Chain(), kind, narrow=narrow)
+    calls = Calls(model)
+    sync = pe.attach(model, accumulate=3, **options)
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for number, window in enumerate(sync.windows(own_batches(9))):
+        before = calls.gathers, calls.scatters
+        for data in window:
+            sync.backward(loss_of(model, data), count=3)
+        after = calls.gathers, calls.scatters
+        sync.unscale_()
+        batches = all_batches([3 * number + 3] * world)
+        size = 3 * number + 3
+        mine = [data for r in range(world) for data in batches[r * size + 3 * number : (r + 1) * size]]
+        assert_same(whole_grads(model), right_grads(mine, 9 * world))
+        sync.step(optimizer)
+        for param in model.parameters():
+            param.grad = None
+        if number == 0:  # a forward outside of windows leaves nothing that the next one would take for new
+            with torch.no_grad():
+                loss_of(model, own_batches(1)[0])
+    gathers, scatters = (b - a for a, b in zip(before, after, strict=True))
+    return gathers, scatters, records[-1].held_bytes
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{"defer": "none"}, {"defer": HALF}, {"defer_budget_mb": 100 / 2**20}, {"defer_budget_mb": math.inf}],
+    ids=str,
+)
+@pytest.mark.parametrize(("kind", "world"), KINDS)
+def test_every_choice_has_the_same_result(ranks, kind, world, options, narrow):
+    if kind == "flat" and options.get("defer") == HALF:
+        options = {"defer": {"": "none"}}
+    ranks(world).run(_window, kind, options, narrow=narrow)
+
+
+def test_shards_are_scattered_in_every_micro_batch_and_summed_over_replicas_once(ranks):
+    for gathers, scatters, held in ranks(4).run(_window, "hsdp", {"defer": "outer"}, narrow=True):
+        assert (scatters, held) == (9, 0) and gathers > 3
+
+
+def test_with_the_whole_budget_a_window_has_one_gather_and_one_reduction_a_unit(ranks):
+    for found in ranks(2).run(_window, "nested", {"defer_budget_mb": math.inf}, narrow=False):
+        assert found == (3, 3, 2 * SUM_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("options", "want"),
+    [
+        # Units in order: the root (24 bytes gathered and as a sum), the first layer (100), the second (48).
+        ({"defer_budget_mb": 0}, (15, 9, 0)),
+        (
+            {"defer_budget_mb": 48 / 2**20},
+            (15, 9 - 2, 48),
+        ),  # the root gathered, which it is anyway, and its sum
+        ({"defer_budget_mb": SUM_BYTES / 2**20}, (3, 9, SUM_BYTES)),
+        ({"defer": "all"}, (15, 3, SUM_BYTES)),
+    ],
+    ids=str,
+)
+def test_a_budget_buys_what_it_can(ranks, options, want):
+    for gathers, scatters, held in ranks(2).run(_window, "nested", options, narrow=False):
+        assert (scatters, held) == want[1:]
+        assert (gathers == 3) == (want[0] == 3)
+
+
+def _breaks(options: dict[str, Any]) -> None:
+    sync, model = sharded("hsdp", **options)
+    for window in sync.windows(own_batches(3)):
+        for _ in window:
+            loss = loss_of(model, own_batches(1)[0])
+            sync.backward(loss, count=3)
+            break
+        break
+    sync.abandon()
+    assert_trains_a_window(sync, model)
+
+
+@pytest.mark.parametrize(
+    "options", [{"defer": "outer"}, {"defer": "none"}, {"defer_budget_mb": math.inf}], ids=str
+)
+def test_a_window_that_was_dropped_leaves_nothing(ranks, options):
+    ranks(4).run(_breaks, options)
+
+
+def _refused(options: dict[str, Any]) -> str:
+    model = shard(Chain(), "nested")
+    with pytest.raises((TypeError, ValueError)) as error:
+        pe.attach(model, accumulate=3, **options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"defer": "some"}, "defer='some': need one of"),
+        ({"defer": {"third": "all"}}, "defer has 'third', and the units are"),
+        ({"defer": "outer"}, "defer='outer' for unit ''"),
+        ({"defer": "none", "defer_budget_mb": 1}, "the budget chooses what is deferred"),
+        ({"defer_budget_mb": -1}, "defer_budget_mb=-1: need a size"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_deferred_so_is_refused(ranks, options, text):
+    for message in ranks(2).run(_refused, options):
+        assert text in message
+
+
+def _differs() -> str:
+    rank, _ = me()
+    return _refused({"defer": "none" if rank else "all"})
+
+
+def test_ranks_that_choose_differently_are_refused(ranks):
+    for message in ranks(2).run(_differs):
+        assert message.startswith("ranks have different settings")
+
+
+def _saves_between_windows_only() -> None:
+    sync, model = sharded("flat", defer="none")
+    for window in sync.windows(own_batches(3)):
+        for number, data in enumerate(window):
+            sync.backward(loss_of(model, data), count=3)
+            if number == 0:
+                with pytest.raises(RuntimeError, match="sums lie partly within FSDP"):
+                    sync.state_dict()
+        sync.unscale_()
+    assert sync.state_dict()["window"] == 1
+
+
+def test_a_state_of_sums_that_torch_keeps_is_refused(ranks):
+    ranks(2).run(_saves_between_windows_only)
