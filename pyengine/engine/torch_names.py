@@ -32,7 +32,8 @@ class TorchNames(HasEngine):
 
         As DDP's: the first `sync.backward` behind the body ends the window and sends the gradients. The body
         may hold any number of micro-batches. `accumulate` is the longest window: a shorter one divides by its
-        own count, as ever. Every rank brings the same number of windows, of any lengths. Where the very first
+        own count, as ever. Every rank brings the same number of windows, of any lengths (of equal ones over a
+        sharded model, whose forwards are collective: only `windows` pads). Where the very first
         one may be of a single micro-batch, `set_requires_gradient_sync(True)` before it tells that its bare
         `backward` is meant.
 

@@ -4,6 +4,8 @@ window.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from cases import Collectives, Integers, assert_same, engine, grads, integers, me, mean_of_integers
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
@@ -238,6 +241,41 @@ def _fail(grad: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_sync_is_on_again_behind_a_block_that_raised(ranks, where):
     ranks(2).run(_raises, where)
+
+
+def _sharded(loop: str) -> None:
+    """FSDP2 reduces in the window's last backward alone, and what has landed is clipped in its shards."""
+    rank, world = me()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2))
+    twin = copy.deepcopy(model).double()
+    for unit in (model[0], model[2], model):
+        fully_shard(unit)
+    generator = torch.Generator().manual_seed(3)
+    data = [[torch.randn(2, 6, generator=generator) for _ in range(3)] for _ in range(world)]
+    sync = pe.attach(model, accumulate=3)
+    for k, x in enumerate(data[rank]):
+        if loop == "setter":
+            sync.set_requires_gradient_sync(k == 2)
+        with sync.no_sync() if loop == "no_sync" and k < 2 else nullcontext():
+            sync.backward(model(x).square().sum(), count=2)
+    norm = sync.clip_grad_norm_(0.05, math.inf)
+    sync.clip_grad_value_(0.02)
+    sync.step(torch.optim.SGD(model.parameters(), lr=0.5))
+    batch = torch.cat([x for mine in data for x in mine]).double()
+    (twin(batch).square().sum() / len(batch)).backward()
+    want = nn.utils.clip_grad_norm_(twin.parameters(), 0.05, math.inf)
+    nn.utils.clip_grad_value_(twin.parameters(), 0.02)
+    torch.optim.SGD(twin.parameters(), lr=0.5).step()
+    assert norm.item() == pytest.approx(want.item(), rel=1e-6)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        # Six fp32 additions, the factor and the step, each of one rounding, of values below 1.
+        torch.testing.assert_close(p.full_tensor().double(), q, rtol=0, atol=20 * 2**-24)
+
+
+@pytest.mark.parametrize("loop", ["no_sync", "setter"])
+def test_a_sharded_model_takes_such_loops(ranks, loop):
+    ranks(2).run(_sharded, loop)
 
 
 # What is refused.
