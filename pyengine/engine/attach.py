@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from pyengine.comm.axes import Axes
 from pyengine.engine.attach_sharded import attach_sharded
+from pyengine.engine.engine_ranks import EngineRanks
 from pyengine.engine.handshake import sparse_modules
 from pyengine.engine.make import make_engine
 from pyengine.engine.sync import Sync
@@ -40,6 +43,8 @@ def attach(
     nonfinite: str = "skip",
     defer: Defer = "all",
     defer_budget_mb: float | None = None,
+    device_mesh: DeviceMesh | None = None,
+    axes: Axes = Axes(),  # noqa: B008 - frozen
 ) -> Sync:
     """Let DDP's buckets, or FSDP2's units, travel once a window.
 
@@ -59,6 +64,9 @@ def attach(
         defer_budget_mb: instead, MiB that a rank may hold to communicate less: for gathered parameters, which
             then stay so for a window, and for unsharded sums. `math.inf` has both everywhere: one gather and
             one reduction a window.
+        device_mesh, axes: where other ranks share batches with those of DDP's group, or hold other stages:
+            the mesh of all of them, and what its axes hold, as for `GradSync` (docs/mesh.md). DDP's group
+            has to be that of `axes.replicate`.
 
     Returns:
         The same loop as `GradSync` gives. Set `.grad` is DDP's own.
@@ -73,6 +81,11 @@ def attach(
     deferral = Deferral(defer, defer_budget_mb)
     settings = Settings(accumulate, as_wire(wire), as_accumulator(accumulator), nonfinite)
     if is_unit(ddp_model):
+        if device_mesh is not None or axes != Axes():
+            raise TypeError(
+                "device_mesh and axes are for a DDP, and ddp_model is sharded by FSDP2, whose units have "
+                "their meshes: leave them out"
+            )
         return attach_sharded(ddp_model, replace(settings, deferral=str(deferral)), deferral)
     if deferral != Deferral():
         raise TypeError(
@@ -90,13 +103,18 @@ def attach(
     state = released_state(ddp_model) or HookState(ddp_model.process_group)
     problems = [*problems_of_ddp(ddp_model), *(sparse_modules(ddp_model) or outside_buckets(ddp_model))]
 
+    ranks = EngineRanks(named, named[0][1].device, group=state.group, mesh=device_mesh, axes=axes)
+    problems += ranks.problems_under_ddp(named, ddp_model.process_group)
+
     def reducer(specs: list[ParamSpec], micro_batches: int) -> DDPReducer:
         del specs  # DDP has laid its buckets out
         state.serve(settings.wire)
-        return DDPReducer(ddp_model, state, settings=settings, terms=micro_batches)
+        state.comm(named[0][1].device).traffic = ranks.comm.traffic
+        counted = ranks.membership.counted
+        return DDPReducer(ddp_model, state, settings=settings, terms=micro_batches, counted=counted)
 
-    comm = state.comm(named[0][1].device)
-    engine = make_engine(named, comm, settings, reducer, source=ddp_model.module, problems=problems)
+    source = ddp_model.module
+    engine = make_engine(named, ranks.comm, settings, reducer, source=source, problems=problems, ranks=ranks)
     return Sync(engine, ignored=ignored_parameters(ddp_model))
 
 
@@ -104,10 +122,10 @@ def _not_ddp(model: object) -> str:
     if any("FSDP" in kind.__name__ or "FullyShard" in kind.__name__ for kind in type(model).__mro__):
         return (
             f"ddp_model is a {type(model).__name__}: FSDP1 reduces its gradients by itself, and neither "
-            "attach nor GradSync drives it; call fully_shard on the model (FSDP2), or wrap the whole module "
-            "in DistributedDataParallel"
+            "attach nor GradSync drives it; call fully_shard on the model (FSDP2), or wrap the whole "
+            "module in DistributedDataParallel"
         )
     return (
-        f"ddp_model is a {type(model).__name__}: need a DistributedDataParallel, or a model that fully_shard "
-        "or replicate was called on as a whole; for a bare model use pe.GradSync"
+        f"ddp_model is a {type(model).__name__}: need a DistributedDataParallel, or a model that "
+        "fully_shard or replicate was called on as a whole; for a bare model use pe.GradSync"
     )

@@ -206,7 +206,7 @@ class Engine:
         """
         self.finish()
         done, factors = check.of(optimizer, is_pending=self.final.is_pending)
-        if isinstance(self.reducer, SumsParts) and not self.reducer.are_alike:
+        if not self.shares.are_alike:
             done = replace(done, params=())  # other stages have others
         if self.reducer.stepper.needs_host(optimizer):
             self.reach_verdicts()

@@ -129,6 +129,25 @@ class EngineRanks:
             )
         return found
 
+    def problems_under_ddp(self, named: Named, group: dist.ProcessGroup) -> list[str]:
+        """Say what DDP, which has one group, cannot do over these ranks."""
+        if self.problems or not self.membership.described:
+            return []
+        summed = sorted(dist.get_process_group_ranks(group))
+        mine = sorted(self._ranks[rank] for rank in self.membership.groups[0])
+        if summed != mine:
+            return [
+                (
+                    f"ddp_model reduces over ranks {summed}, and axes.replicate means {mine}: pass DDP the "
+                    "group of those axes, process_group=mesh['dp'].get_group()"
+                )
+            ]
+        if len(self.membership.groups) > 1:
+            return ["axes.groups with a DDP, which has one group for all parameters: use pe.GradSync"]
+        if any(is_dtensor(param) for _, param in named):
+            return ["ddp_model has DTensor parameters, which its buckets cannot hold: use pe.GradSync"]
+        return []
+
     def group_named(self, name: str) -> int:
         """Return the group that a tensor of this name, a buffer say, belongs to."""
         return next((index for index, pattern in self._patterns if fnmatchcase(name, pattern)), 0)

@@ -74,7 +74,8 @@ def agree(
             f"{unlike[0]}: pass the same on both"
         )
     shares = _shares([everybody[rank][1] for rank in first], engine_id=everybody[0][-1])
-    return replace(shares, batches=batches)
+    names = [[spec.name for spec in specs] for _, _, specs, *_ in everybody]
+    return replace(shares, batches=batches, are_alike=all(other == names[0] for other in names))
 
 
 def raise_problems(problems: Sequence[Sequence[str]]) -> None:
@@ -97,6 +98,7 @@ class Shares:
         micro_batches: over all ranks, those that share a batch taken for one.
         by_rank: each rank's `accumulate`; by batch where ranks share them.
         batches: by rank, whose batch it computes, as an index into those.
+        are_alike: whether all ranks have parameters of the same names.
         engine_id: a random number of 32 bits that all ranks of this engine have in common, and other engines
             do not.
     """
@@ -106,6 +108,7 @@ class Shares:
     by_rank: list[int]
     engine_id: int
     batches: list[int]
+    are_alike: bool = True
 
     def of(self, rank: int) -> range:
         """Return the places that a rank computes."""

@@ -155,11 +155,9 @@ class SumsParts(HoldsParts, Protocol):
 
     Attributes:
         parts: `params`, with what this rank holds of it in place of each DTensor.
-        are_alike: whether all ranks have parameters of the same names.
     """
 
     parts: Sequence[Parameter]
-    are_alike: bool
 
 
 @runtime_checkable

@@ -57,7 +57,7 @@ class BucketReducer:
         self.names: Sequence[str] = [spec.name for spec in specs]
         self._specs, self._settings, self._terms = list(specs), settings, terms
         self._wire, self._groups, self._comm = settings.wire, groups, groups.everybody
-        self.counted, self.are_alike = groups.counted, groups.are_alike
+        self.counted = groups.counted
         self._tensors = [param._cdata for param in self.params]
         self._has_sent = False
         self._agreed: list[int] | None = None

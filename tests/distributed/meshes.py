@@ -29,7 +29,7 @@ class Block(nn.Module):
         self.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.down(torch.tanh(self.up(x))))
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Gather(torch.autograd.Function):

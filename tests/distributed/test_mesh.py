@@ -21,6 +21,7 @@ from meshes import (
     train,
 )
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 
@@ -225,11 +226,14 @@ def _read_ahead() -> list[float]:
     want, norms = in_one_process(model, shards)
     sync = pe.GradSync(model, accumulate=ACCUMULATE, device_mesh=mesh, axes=pe.Axes(replicate="dp"))
     optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    totals = []
     for window in sync.windows(shards[mesh.get_local_rank("dp")], count=count_of):
+        totals += sync.totals.values()
         for x in window:
             sync.backward(loss_of(model, x))
         found.append(sync.clip_grad_norm_(0.1).item())
         sync.step(optimizer)
+    assert sum(totals) == sum(count_of(x) for shard in shards for x in shard)
     assert_trained(model, want, (found, norms))
     return found
 
@@ -285,4 +289,86 @@ def _kept() -> float:
 
 def test_gradients_kept_on_a_mesh_count_once(ranks):
     first, *others = ranks(4).run(_kept)
+    assert others == [first] * 3
+
+
+def _attached(dtype: torch.dtype, what: str) -> list[float]:
+    mesh = mesh_of(dp=2, other=2)
+    stages = [Block(dtype), nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).to(dtype)]
+    shards = [micro_batches(shard, dtype) for shard in range(2)]
+    stage = mesh.get_local_rank("other") if what == "stages" else 0
+    want, norms = in_one_process(_Both(stages) if what == "stages" else stages[0], shards)
+    ddp = DistributedDataParallel(stages[stage], process_group=mesh.get_group("dp"), bucket_cap_mb=1e-5)
+    axes = pe.Axes(replicate="dp", shard="other" if what == "stages" else ())
+    sync = pe.attach(ddp, accumulate=ACCUMULATE, device_mesh=mesh, axes=axes)
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    found = train(ddp, sync, shards[mesh.get_local_rank("dp")])
+    mine = {name.removeprefix(f"{stage}."): value for name, value in want.items()}
+    assert_trained(ddp.module, mine, (found, norms))
+    assert [record.micro_batches for record in records] == [2 * ACCUMULATE] * 2
+    # The header and the norm, beside what DDP's group sends.
+    assert all(record.collectives > 2 + (what == "stages") for record in records)
+    return found
+
+
+@DTYPES
+@pytest.mark.parametrize("what", ["stages", "the same batch"])
+def test_ddp_over_one_axis_of_a_mesh(ranks, dtype, what):
+    first, *others = ranks(4).run(_attached, dtype, what)
+    assert others == [first] * 3
+
+
+def _attached_wrongly() -> str:
+    mesh = mesh_of(dp=2, tp=2)
+    ddp = DistributedDataParallel(Block(torch.float32), process_group=mesh.get_group("tp"))
+    with pytest.raises(ValueError, match="ddp_model reduces over ranks") as raised:
+        pe.attach(ddp, device_mesh=mesh, axes=pe.Axes(replicate="dp"))
+    return str(raised.value)
+
+
+def test_a_ddp_over_another_axis_is_refused(ranks):
+    assert len(set(ranks(4).run(_attached_wrongly))) == 1
+
+
+class _Sequence(nn.Module):
+    """A norm whose gradients are partial sums under sequence parallelism."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def _sequence_parallel() -> list[float]:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    mesh, model = mesh_of(dp=2, tp=2), _Sequence()
+    shards = [micro_batches(shard, torch.float32) for shard in range(2)]
+    want, norms = in_one_process(model, shards)
+    plan = {
+        "norm": SequenceParallel(sequence_dim=0),
+        "up": ColwiseParallel(input_layouts=Shard(0)),
+        "down": RowwiseParallel(),
+    }
+    whole = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(0),))
+    parallelize_module(model, mesh["tp"], {"": whole, **plan})
+    sync = pe.GradSync(model, accumulate=ACCUMULATE, device_mesh=mesh, axes=pe.Axes(replicate="dp"))
+    found = train(model, sync, shards[mesh.get_local_rank("dp")])
+    assert_trained(model, want, (found, norms))
+    return found
+
+
+def test_gradients_that_are_partial_sums_are_redistributed(ranks):
+    first, *others = ranks(4).run(_sequence_parallel)
     assert others == [first] * 3

@@ -44,13 +44,21 @@ class DDPReducer:
             more than DDP's; "exact" sums all of them there, exactly, in 8.02; "native" leaves sums to
             autograd.
         terms: micro-batches of a full window, over all ranks.
+        counted: see `HoldsParts`, by parameter of DDP's.
     """
 
     stepper: Stepper = PlainStepper()
 
     def __init__(
-        self, ddp: DistributedDataParallel, state: HookState, *, settings: Settings, terms: int
+        self,
+        ddp: DistributedDataParallel,
+        state: HookState,
+        *,
+        settings: Settings,
+        terms: int,
+        counted: Sequence[bool] | None = None,
     ) -> None:
+        self.counted = counted
         named = reduced_parameters(ddp)
         self.names: Sequence[str] = [name for name, _ in named]
         self.params: Sequence[Parameter] = [p for _, p in named]
