@@ -13,6 +13,7 @@ from pyengine.data.rng import micro_batch_rng, sample_rng, seed_everything, seed
 from pyengine.data.sampler import WindowSampler
 from pyengine.engine.attach import attach
 from pyengine.engine.grad_sync import GradSync
+from pyengine.engine.micro_batch import MicroBatch
 from pyengine.engine.sync import Sync
 from pyengine.gradients.accumulator import Exact
 from pyengine.gradients.ddp.hook import HookState, comm_hook
@@ -31,6 +32,7 @@ __all__ = [
     "GradScaler",
     "GradSync",
     "HookState",
+    "MicroBatch",
     "StepRecord",
     "Sync",
     "WindowOptimizer",

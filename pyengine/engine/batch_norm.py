@@ -62,8 +62,8 @@ class BatchNormReplay:
 
     A forward counts for the micro-batch handed out last, or, where several were handed out first, for the one
     whose backward comes next. Several calls in a micro-batch count one after the other. Forwards inside a
-    backward (recomputation by activation checkpointing) and those between a micro-batch's backward and the
-    next one do not count; those outside windows do what they always do. Outside its own forward a module
+    backward (recomputation by activation checkpointing) and those between a micro-batch's last backward and
+    the next one do not count; those outside windows do what they always do. Outside its own forward a module
     always holds its real statistics.
 
     Args:
@@ -150,21 +150,24 @@ class BatchNormReplay:
             self._saved = [part.to(own) for part, own in zip(rows, self._tables, strict=True)]
 
     @contextmanager
-    def backward(self, *, due: bool) -> Iterator[None]:
-        """Let nothing count in the body, nor after it unless further backwards are `due`."""
+    def micro_batch(self, *, due: bool) -> Iterator[None]:
+        """Let forwards in the body count, but for those inside a backward; after it none,
+        unless further micro-batches are `due`.
+        """
         if self._target.row is None:
             yield
             return
-        self._target.use_spare_row()
+        self._target.may_be_in_backward = True
         try:
             yield
         finally:
+            self._target.use_spare_row()
             self._target.count_backward()
             if due:
                 self._target.use_next_row()
 
     def stop_counting(self) -> None:
-        """Let nothing count from here on: the window is being sent."""
+        """Let nothing count from here on: the micro-batch's last backward begins."""
         if self._modules:
             self._target.use_spare_row()
 
@@ -254,12 +257,14 @@ class _Target:
         rows: `[accumulate + 1][modules]` of (mean, variance, calls).
         row: the one in use; None: modules write into their own statistics. Modules only read this and set
             `was_called`, so that torch.compile can trace them once for all micro-batches.
+        may_be_in_backward: whether a call has to find out if a backward runs, which torch.compile cannot
+            trace.
     """
 
     def __init__(self) -> None:
         self.rows: list[list[_Row]] = [[]]
         self.row: list[_Row] | None = None
-        self.was_called = False
+        self.was_called = self.may_be_in_backward = False
 
     def open(self) -> None:
         """Open a window, whose first micro-batch is still to come."""
@@ -287,7 +292,7 @@ class _Target:
     def use_spare_row(self) -> None:
         """Let the calls to come not count."""
         self._next += self.was_called and self.row is not self.rows[-1]
-        self.row, self.was_called = self.rows[-1], False
+        self.row, self.was_called, self.may_be_in_backward = self.rows[-1], False, False
 
 
 class _RowHooks:
@@ -323,10 +328,14 @@ class _RowHooks:
     def before(self, module: nn.Module, args: Any) -> None:
         """Give the module a row in place of its running statistics."""
         del args
-        if self.target.row is None or not module.training:
+        target = self.target
+        if target.row is None or not module.training:
             return
-        self.target.was_called = True
-        self._own = _swap(module, self.target.row[self.index])
+        if target.may_be_in_backward and torch._C._current_graph_task_id() != -1:
+            self._own = _swap(module, target.rows[-1][self.index])
+            return
+        target.was_called = True
+        self._own = _swap(module, target.row[self.index])
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Give the module its running statistics back, also after an exception."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from threading import Lock
 from typing import Any
@@ -21,13 +22,14 @@ from pyengine.engine.kept_grads import KeptGrads
 from pyengine.engine.open_window import OpenWindow, Parts
 from pyengine.engine.ownership import Ownership
 from pyengine.gradients.base import HoldsParts, Reducer, SeesForwards, SumsParts
+from pyengine.gradients.marks import GradMarks
 from pyengine.gradients.settings import Settings
 from pyengine.ops.device import flush, is_lazy, runs_ahead
 from pyengine.step.step_record import StepCallback
 from pyengine.step.window_optimizer import OptimizerCheck
 from pyengine.window.counter import State, WindowCounter
 from pyengine.window.final_pass import FinalPass
-from pyengine.window.header import Count, make_local_window
+from pyengine.window.header import make_local_window
 from pyengine.window.holdings import Holdings
 from pyengine.window.shared_batch import SharedBatch
 from pyengine.window.verdict import Verdict, check_agreement
@@ -86,6 +88,7 @@ class Engine:
             counter=self.counter,
             batch_norms=batch_norms,
             kept_grads=self.kept_grads,
+            marks=GradMarks(names, params),
             final=self.final,
             verdicts=self.verdicts,
             new_counts=make_local_window(
@@ -131,22 +134,31 @@ class Engine:
         if isinstance(self.reducer, SeesForwards):
             self.reducer.before_forward(syncs=last)
 
-    def backward(self, loss: Tensor, count: Count) -> None:
-        """Run one micro-batch's backward; see `OpenWindow.backward`.
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let the body be the one micro-batch that runs.
 
         Raises:
-            RuntimeError: another backward is running; or as there.
+            RuntimeError: another one is running.
         """
         if not self._running.acquire(blocking=False):
             raise RuntimeError(
                 "backward while another backward of this engine is running, in another thread or around "
-                "this one: a window's backwards run one after the other; give each thread an engine of its "
-                "own, or add the losses up"
+                "this one: a window's micro-batches run one after the other; in `with sync.micro_batch():` "
+                "call loss.backward() itself; give each thread an engine of its own, or add the losses up"
             )
         try:
-            self.current.backward(loss, count)
+            yield
         finally:
             self._running.release()
+
+    def check_idle(self, what: str) -> None:
+        """Raise RuntimeError while a micro-batch runs."""
+        if self._running.locked():
+            raise RuntimeError(
+                f"{what} while a micro-batch of this engine is running: leave the block of sync.micro_batch "
+                "first"
+            )
 
     def exhaust(self) -> None:
         """Note the end of the window's loop; backwards that are still due may follow."""
@@ -160,6 +172,7 @@ class Engine:
         Raises:
             RuntimeError: no window is open.
         """
+        self.check_idle("flush")
         if self.counter.state is State.IDLE:
             raise RuntimeError(
                 "flush outside a window: there is nothing to send; open one with sync.windows(loader)"
@@ -167,6 +180,7 @@ class Engine:
         if self.counter.is_resumed:
             self.open()
         if self.counter.state is State.OPEN:
+            self.current.begin()
             self.current.send()
 
     def finish(self) -> Verdict:
@@ -178,6 +192,7 @@ class Engine:
             ValueError, FloatingPointError, RuntimeError: what any rank got wrong, on every rank; late that
                 happens at the next `reach_verdicts`.
         """
+        self.check_idle("step, clip or unscale")
         if self.counter.state is State.OPEN and self.counter.is_exhausted:
             self.flush()  # some micro-batches had no backward
         if not self.counter.is_sent:
@@ -189,6 +204,8 @@ class Engine:
         verdict = self.current.land()
         if not self.is_late:
             self.reach_verdicts()
+        if self.current.unusable:
+            raise RuntimeError(self.current.unusable)
         return verdict
 
     def step(
@@ -229,7 +246,7 @@ class Engine:
 
         The header of a window tells how the one before was used, and no header follows the last.
 
-        Cost: one all-reduce of 168 bytes, for which the host waits; nothing on a lazy device, nor alone.
+        Cost: one all-reduce of 176 bytes, for which the host waits; nothing on a lazy device, nor alone.
 
         Raises:
             RuntimeError: ranks have stepped, clipped or scaled differently, or are at different places.
@@ -289,7 +306,7 @@ class Engine:
         current = self.current
         refused = current.verdict is not None and current.verdict.error is not None
         left = self.counter.state is State.OPEN and not self.counter.is_resumed
-        if left or current.gave_up or refused:
+        if left or current.gave_up or current.unusable or refused:
             self.abandon()
 
     def abandon(self) -> None:
@@ -298,6 +315,7 @@ class Engine:
         Before the window was sent, nobody notices: the next window takes its place. Afterwards this rank
         still waits for the reductions it owes the others.
         """
+        self.check_idle("abandon")
         current = self.current
         if self.counter.state is State.SENT:
             try:
@@ -321,6 +339,7 @@ class Engine:
         was_refused = said is not None and said.was_refused  # no window of all ranks
         self.counter.close(completed=self.counter.is_sent and not was_refused)
         self.kept_grads.clear()
+        self.parts.marks.take()
         self.current = OpenWindow(self.parts)
 
     def close(self) -> None:
@@ -363,6 +382,7 @@ class Engine:
         self.counter.go_to(part.window)
         self.current = OpenWindow(self.parts, part if due is not None else None)
         self.kept_grads.load(part.carry, is_open=due is not None)
+        self.parts.marks.take()
         self.verdicts.restart(part.steps)
         self._opened_at = part.window
         if due is not None:

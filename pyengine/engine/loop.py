@@ -80,7 +80,7 @@ def _dealt(engine: Engine, dealer: Dealer) -> Iterator[Iterator[Dealt]]:
 
 
 @contextmanager
-def micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
+def single_micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
     """Make the body one micro-batch, the window's last one if it is full or `last` is set."""
     if engine.counter.state is not State.OPEN or engine.counter.is_resumed:
         engine.open()

@@ -1,9 +1,9 @@
-"""One window in the order in which it happens: begin, backward, send, land, conclude, step."""
+"""One window in the order in which it happens: begin, micro-batches, send, land, conclude, step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,8 @@ from pyengine.comm.base import Comm
 from pyengine.engine.batch_norm import BatchNormReplay
 from pyengine.engine.checkpoint.snapshot import Snapshot
 from pyengine.engine.kept_grads import KeptGrads
-from pyengine.gradients.base import Overlaps, Pads, Reducer, SeesForwards
+from pyengine.gradients.base import MovesGradients, Pads, Reducer, SeesForwards
+from pyengine.gradients.marks import GradMarks
 from pyengine.ops.device import Readback, flush, is_lazy
 from pyengine.ops.trace import span
 from pyengine.step.clock import Clock
@@ -26,7 +27,7 @@ from pyengine.window.claims import Claims, OptimizerStep
 from pyengine.window.counter import State, WindowCounter
 from pyengine.window.denominators import Denominators
 from pyengine.window.final_pass import FinalPass
-from pyengine.window.header import Count, Header, LocalWindow, Totals
+from pyengine.window.header import Header, LocalWindow, Totals
 from pyengine.window.verdict import Evidence, Verdict
 from pyengine.window.verdict_queue import VerdictQueue
 
@@ -42,6 +43,7 @@ class Parts:
         counter: where ranks stand, and in which state the window is.
         batch_norms: the replay of running statistics.
         kept_grads: gradients that the caller keeps from one window to the next.
+        marks: tell whether somebody else has written to gradients.
         final: what is still to be multiplied into the gradients, their norm and finite flags.
         verdicts: on this window and earlier ones, and the steps taken.
         new_counts: makes what a window's counts and losses are noted in.
@@ -57,6 +59,7 @@ class Parts:
     counter: WindowCounter
     batch_norms: BatchNormReplay
     kept_grads: KeptGrads
+    marks: GradMarks
     final: FinalPass
     verdicts: VerdictQueue
     new_counts: Callable[[], LocalWindow]
@@ -73,7 +76,7 @@ class Parts:
             more: whether it has another window after this one.
             stage: what the header is for.
 
-        Cost: one all-reduce of 168 bytes, not waited for.
+        Cost: one all-reduce of 176 bytes, not waited for.
         """
         scaler, scale = self.scaler, None
         if scaler is not None and not is_lazy(self.device):
@@ -87,7 +90,7 @@ class Parts:
 class OpenWindow:
     """One window, made when it opens and dropped when the next one does; its methods stand in their order.
 
-    The counter's state tells which comes next: OPEN (`backward`, `send`), SENT (`land`),
+    The counter's state tells which comes next: OPEN (`begin` and a `MicroBatch`, `send`), SENT (`land`),
     LANDED (`step`), USED.
 
     Args:
@@ -102,6 +105,7 @@ class OpenWindow:
         is_padding: whether the micro-batch handed out last is padding: its loss and count are not noted.
         header: None until it is sent.
         verdict: the outcome, None until it has landed; the host may not know it yet.
+        unusable: what makes the window unusable on this rank, found after it was sent; empty if nothing.
         gave_up: the exception that ended its last backward, as text; empty if none did.
         is_scale_updated: whether the loss scale has followed its outcome.
     """
@@ -112,48 +116,91 @@ class OpenWindow:
         self._parts, self.resumed = parts, resumed
         self.counts = parts.new_counts()
         for loss, count in [] if resumed is None else zip(resumed.losses, resumed.counts, strict=True):
-            self.counts.append(torch.tensor(loss, dtype=torch.float64), count)
+            told = None if loss is None else torch.tensor(loss, dtype=torch.float64)
+            self.counts.append(told, count)
         self.has_more_windows = self.is_scale_updated = self._has_begun = self.is_padding = False
         self.denominators: Denominators | None = None
         self.header: Header | None = None
         self.verdict: Verdict | None = None
-        self.gave_up = ""
+        self.gave_up = self.unusable = ""
         self._traffic = (parts.comm.traffic.collectives, parts.comm.traffic.bytes_sent)
         parts.final.reset()
 
-    def backward(self, loss: Tensor, count: Count) -> None:
-        """Run one micro-batch's backward; the window's last one also sends the gradients.
-
-        Args:
-            loss: 0-dim, of any floating type; kept detached until the verdict is read.
-            count: items in it; a tensor stays on its device, unread.
-
-        Raises:
-            RuntimeError: no window is open, or it has been sent.
+    def begin(self) -> None:
+        """Start with sums of zero, or with those that were loaded; before every micro-batch, and before what
+        is sent without one. Refuse what somebody else has done to gradients since the engine looked last.
         """
         parts = self._parts
-        syncs = parts.counter.next_backward_syncs
-        parts.counter.count_backward()
-        if not self.is_padding:
-            self.counts.append(loss, count)
-        scaled = loss if parts.scaler is None else parts.scaler.scale(loss)
-        self._begin()
-        due = parts.counter.done < parts.counter.handed
-        with self.clock.phase("backward"), parts.batch_norms.backward(due=due):
-            if syncs and isinstance(parts.reducer, Overlaps):
-                with self._sending() as header, parts.reducer.overlap(header, [scaled]):
-                    scaled.backward()
-                return
-            with parts.reducer.add():
-                scaled.backward()
-            if syncs:
-                self._send()
+        if self._has_begun:
+            self.look()
+            return
+        self._look_back()
+        self.clock = Clock(parts.device)
+        parts.kept_grads.keep()
+        parts.reducer.begin()
+        self._has_begun = True
+        if self.resumed is not None:
+            parts.reducer.load(self.resumed.sums, done=len(self.resumed.places))
+            self.resumed = None
+        parts.marks.take()
+
+    def look(self) -> None:
+        """Refuse the window if somebody else has written to its gradients since the last micro-batch."""
+        is_open = self._has_begun and self._parts.counter.state is State.OPEN
+        changed = self._parts.marks.changed() if is_open else []
+        if changed:
+            self.refuse(self._parts.marks.described(changed, "between micro-batches"))
+            self._parts.marks.take()
+
+    def refuse(self, text: str) -> None:
+        """Let no rank use this window; what is found only after it was sent, this rank alone.
+
+        Args:
+            text: why.
+
+        Raises:
+            RuntimeError: it has been sent.
+        """
+        if self._parts.counter.state is State.OPEN:
+            self.counts.refusals.append(text)
+        else:
+            self.unusable = (
+                f"{text}. This rank cannot use the window: call sync.abandon() on every rank and go on. (A "
+                "rank on which it did not happen may have stepped: the next header says so)"
+            )
+            raise RuntimeError(self.unusable)
 
     def send(self) -> None:
         """Send what has been accumulated, without a backward."""
-        self._begin()
-        with self.clock.phase("exposed_sync"):
-            self._send()
+        with self.clock.phase("exposed_sync"), self.sending() as header:
+            self._parts.reducer.reduce(header)
+        self._parts.marks.take()
+
+    @contextmanager
+    def sending(self) -> Iterator[Header]:
+        """Send the header, for the body to send the buckets."""
+        parts = self._parts
+        if isinstance(parts.reducer, SeesForwards):
+            parts.reducer.before_header()
+        # The previous window's, if the host has let it run ahead: this header tells of its step. Here, behind
+        # every collective that a forward may launch, all ranks are at the same point.
+        parts.verdicts.reach_earlier(parts.counter.index)
+        if self.denominators is not None:
+            counter = parts.counter
+            self.counts.refusals += self.denominators.problems(counter.done, handed=counter.handed)
+        self.header = header = parts.send_header(
+            self.counts, more=self.has_more_windows, stage="sends a window"
+        )
+        parts.batch_norms.stop_counting()
+        parts.counter.state = State.SENT
+        try:
+            yield header
+        except BaseException as error:
+            self.gave_up = repr(error)
+            parts.reducer.give_up()
+            parts.batch_norms.start_exchange(parts.comm, header)
+            raise
+        parts.batch_norms.start_exchange(parts.comm, header)
 
     def land(self) -> Verdict:
         """Publish `.grad` on the device, and decide there whether it may be used; once.
@@ -164,6 +211,7 @@ class OpenWindow:
         parts = self._parts
         if self.verdict is None:
             assert self.header is not None  # the counter says SENT
+            changed = parts.marks.changed()
             with self.clock.phase("exposed_sync"):
                 parts.reducer.finish(parts.final)
                 parts.final.compute_norm(is_refused=self.header.is_refused())
@@ -171,6 +219,11 @@ class OpenWindow:
             self.verdict = self._conclude(self.header)
             parts.counter.state = State.LANDED
             parts.verdicts.append(self.verdict)
+            if parts.scaler is not None:
+                parts.scaler.has_scaled = False
+            if changed:
+                with suppress(RuntimeError):  # `Engine.finish` raises it, behind what ranks conclude together
+                    self.refuse(parts.marks.described(changed, "behind the window's end"))
         return self.verdict
 
     def write(self) -> None:
@@ -201,8 +254,6 @@ class OpenWindow:
         assert verdict is not None  # it has landed
         done, alike = claim
         scaler = None if self.is_scale_updated else parts.scaler
-        if scaler is not None:
-            scaler.unscale_(optimizer)
         norm, factor = parts.final.norm_before_clipping(), parts.final.whole_factor()
         try:
             with span("optimizer"):
@@ -213,7 +264,7 @@ class OpenWindow:
             raise
         finally:
             if scaler is not None:
-                scaler.update()
+                scaler.follow()
                 self.is_scale_updated = True
         stepped = parts.final.found_inf == 0
         report = None if parts.counter.state is State.USED else self._report(verdict, norm, callbacks)
@@ -227,49 +278,16 @@ class OpenWindow:
         call_all(actions)
         return stepped
 
-    def _begin(self) -> None:
-        """Start with sums of zero, or with those that were loaded; before the first backward."""
-        if self._has_begun:
+    def _look_back(self) -> None:
+        """Refuse the window if a gradient came since the last one, and was not zeroed: it would be lost."""
+        parts = self._parts
+        has_moved = isinstance(parts.reducer, MovesGradients) and parts.reducer.has_moved
+        if has_moved or parts.kept_grads.is_callers or is_lazy(parts.device):
             return
-        parts = self._parts
-        self.clock = Clock(parts.device)
-        parts.kept_grads.keep()
-        parts.reducer.begin()
-        self._has_begun = True
-        if self.resumed is not None:
-            parts.reducer.load(self.resumed.sums, done=len(self.resumed.places))
-            self.resumed = None
-
-    def _send(self) -> None:
-        """Send the header, then the buckets: every backward has run."""
-        with self._sending() as header:
-            self._parts.reducer.reduce(header)
-
-    @contextmanager
-    def _sending(self) -> Iterator[Header]:
-        """Send the header, for the body to send the buckets."""
-        parts = self._parts
-        if isinstance(parts.reducer, SeesForwards):
-            parts.reducer.before_header()
-        # The previous window's, if the host has let it run ahead: this header tells of its step. Here, behind
-        # every collective that a forward may launch, all ranks are at the same point.
-        parts.verdicts.reach_earlier(parts.counter.index)
-        if self.denominators is not None:
-            counter = parts.counter
-            self.counts.refusals += self.denominators.problems(counter.done, handed=counter.handed)
-        self.header = header = parts.send_header(
-            self.counts, more=self.has_more_windows, stage="sends a window"
-        )
-        parts.batch_norms.stop_counting()
-        parts.counter.state = State.SENT
-        try:
-            yield header
-        except BaseException as error:
-            self.gave_up = repr(error)
-            parts.reducer.give_up()
-            parts.batch_norms.start_exchange(parts.comm, header)
-            raise
-        parts.batch_norms.start_exchange(parts.comm, header)
+        changed = parts.marks.changed()
+        found = parts.marks.hold(changed)
+        if found is not None:
+            self.counts.doubts.append((parts.marks.described(changed, "between windows"), found))
 
     def _conclude(self, header: Header) -> Verdict:
         """Decide on the device whether the window may be used, and keep what tells the host why not."""
@@ -297,6 +315,7 @@ class OpenWindow:
             parts.verdicts.count_step()
         parts.counter.state = State.USED
         parts.kept_grads.clear()
+        parts.marks.take()
         flush(parts.device)
 
     def _report(
@@ -317,7 +336,7 @@ class OpenWindow:
                 step=index,
                 micro_batches=totals.micro_batches,
                 count=totals.count,
-                loss=totals.loss / totals.count if totals.count else None,
+                loss=totals.loss / totals.count if totals.count and not totals.untold_losses else None,
                 grad_norm=grad_norm.get()[0],
                 skipped=skips,
                 reason=verdict.reason,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +17,11 @@ from pyengine.engine.clipping import Clipping
 from pyengine.engine.counted import Counted
 from pyengine.engine.counting import CountOf, due_count, one_loss
 from pyengine.engine.engine import Engine
-from pyengine.engine.loop import Batch, micro_batch, windows
+from pyengine.engine.loop import Batch, single_micro_batch, windows
+from pyengine.engine.micro_batch import MicroBatch, backward, checked_backward, micro_batch
 from pyengine.engine.torch_names import TorchNames
 from pyengine.ops.device import flush
-from pyengine.step.grad_scaler import GradScaler
+from pyengine.step.grad_scaler import GradScaler, taken_over
 from pyengine.step.step_handle import StepHandle
 from pyengine.step.step_record import StepCallback
 from pyengine.step.window_optimizer import OptimizerCheck, WindowOptimizer, check_step
@@ -131,25 +132,21 @@ class Sync(Clipping, Counted, TorchNames):
 
     @property
     def scaler(self) -> GradScaler | None:
-        """The loss scaler, or None. Assign a `pe.GradScaler` to train in fp16; `backward` scales,
-        `step` updates.
+        """The loss scaler, or None. Assign a `pe.GradScaler` to train in fp16, or a stock
+        `torch.amp.GradScaler`, which becomes one; `backward` scales, `step` updates.
         """
         return self._scaler
 
     @scaler.setter
-    def scaler(self, scaler: GradScaler | None) -> None:
-        if scaler is not None and not isinstance(scaler, GradScaler):
-            raise TypeError(
-                f"scaler is a {type(scaler).__name__}: need a pyengine.GradScaler (same arguments and state "
-                "as torch.amp.GradScaler), which takes its finite check from the engine"
-            )
-        enabled = scaler if scaler is not None and scaler.is_enabled() else None
-        if self._scaler is not None and self._scaler is not scaler:
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        ours = None if scaler is None else taken_over(scaler)
+        enabled = ours if ours is not None and ours.is_enabled() else None
+        if self._scaler is not None and self._scaler is not ours:
             self._scaler.unbind()
         if enabled is not None:
             enabled.bind(self._engine.final)
             flush(self._engine.device)
-        self._scaler, self._engine.parts.scaler = scaler, enabled
+        self._scaler, self._engine.parts.scaler = ours, enabled
 
     def windows(
         self, loader: Iterable[Batch] | Dealer, *, count: CountOf | None = None
@@ -189,9 +186,48 @@ class Sync(Clipping, Counted, TorchNames):
         An exception in the body abandons the window on this rank and goes on.
         """
         self._begin_loop("accumulate")
-        return micro_batch(self._engine, last=last)
+        return single_micro_batch(self._engine, last=last)
 
-    def backward(self, loss: Loss, *, count: Count | None = None) -> None:
+    @contextmanager
+    def micro_batch(self, *, count: Count | None = None) -> Iterator[MicroBatch]:
+        """Make the body one micro-batch, whose backwards are yours: any number of them, with any arguments.
+
+        The gradients that they leave are accumulated when the body ends; in the window's last micro-batch
+        buckets leave then, or from inside the backward that `mb.last_backward()` marks. Losses are summed
+        over items, as for `backward` (several means: `sync.weigh`); with `sync.scaler`, call
+        `sync.scaler.scale(loss).backward()`. Forwards may be inside or before it.
+
+        Args:
+            count: as for `backward`; it may be set later, as `mb.count`.
+
+        Raises:
+            RuntimeError: as `backward`.
+
+        An exception in the body leaves half a micro-batch: unless the window is abandoned, it is refused on
+        every rank when it is sent. Gradients written outside (a bare backward, a `zero_grad`) are refused in
+        the same way.
+
+        Example:
+            >>> with sync.micro_batch(count=y.numel()) as mb:  # doctest: +SKIP
+            ...     first.backward(retain_graph=True)
+            ...     mb.loss = first.detach() + second.detach()
+            ...     with mb.last_backward():
+            ...         second.backward()
+        """
+        known = due_count(self._engine, count)
+        with self._micro_batch_of_backward(), micro_batch(self._engine, known) as made:
+            yield made
+
+    def backward(
+        self,
+        loss: Loss,
+        *,
+        count: Count | None = None,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Tensor | Sequence[Tensor] | None = None,
+    ) -> None:
         """Run the backward of one micro-batch; the window's last one also reduces, overlapped.
 
         Args:
@@ -200,25 +236,21 @@ class Sync(Clipping, Counted, TorchNames):
             count: items in `loss`: a number or a 0-dim tensor (never read on the host); None: what
                 `windows` has read ahead, or 1. The window's gradient is divided by the sum of counts over all
                 ranks and micro-batches. 0 adds nothing to that sum.
+            gradient: of the loss, of its shape, which may then be any; the record does not tell the loss.
+            retain_graph, create_graph, inputs: as `torch.Tensor.backward`. A second backward of the same
+                micro-batch belongs into a `micro_batch` block.
 
         Raises:
             RuntimeError: outside a window, or after the window was sent.
             ValueError, TypeError: the loss or the count is none; nothing has run.
         """
-        loss = one_loss(self._engine, loss)
-        if not isinstance(loss, Tensor) or loss.dim() != 0:
-            shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(
-                f"loss: got {shape}, need a 0-dim tensor; reduce it with sum (count=items) or mean"
-            )
-        if not loss.requires_grad:
-            raise ValueError(
-                "loss: requires no gradient: it was detached or computed under no_grad, or every parameter "
-                "in it is frozen"
-            )
-        count = due_count(self._engine, count)
+        one = one_loss(self._engine, loss)
+        run = checked_backward(
+            one, gradient=gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
+        )
+        known = due_count(self._engine, count)
         with self._micro_batch_of_backward():
-            self._engine.backward(loss, count)
+            backward(self._engine, one, known, run, is_told=gradient is None)
 
     def flush(self) -> None:
         """End the window here: reduce what has been accumulated, without another forward or backward.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from pyengine.engine.has_engine import HasEngine
-from pyengine.engine.loop import micro_batch
+from pyengine.engine.loop import single_micro_batch
 from pyengine.window.counter import State
 
 
@@ -122,4 +122,4 @@ class TorchNames(HasEngine):
                 f"accumulate={counter.accumulate}: sync in it, or make the engine with the number of "
                 "micro-batches of your longest window"
             )
-        return micro_batch(engine, last=self._requires_sync)
+        return single_micro_batch(engine, last=self._requires_sync)

@@ -44,16 +44,19 @@ class Reducer(Protocol):
     def add(self) -> AbstractContextManager[None]:
         """Accumulate a micro-batch: what its backwards have brought to `.grad` by the end of the body.
 
-        The body is the last of its backwards, or empty; others may have run before it. Once a micro-batch,
-        and nothing may travel. When the body raises, the window is dropped.
+        The body is the last of its backwards; others may have run before it. Once a micro-batch, and nothing
+        may travel. When the body raises, the window is not used.
 
         Cost: an element of a sum of the parameters' own type, a read and a write in the first micro-batch,
         which autograd adds to in place in later ones; of a narrow gradient with an fp32 sum 6 and 10 bytes;
         of an exact sum 12 and 20 for float32, 10 and 18 for others.
         """
 
+    def collect(self) -> None:
+        """Do as `add`, once all backwards of the micro-batch have run, or none."""
+
     def reduce(self, header: Header) -> None:
-        """Start every reduction of the window; `add` has accumulated all of its micro-batches.
+        """Start every reduction of the window, all of whose micro-batches have been accumulated.
 
         Args:
             header: sent already; its 1/count is multiplied in where the window's `Divisor` says.
@@ -185,6 +188,18 @@ class Pads(Protocol):
         """Note that the micro-batch handed out is padding: nothing that comes of it may stay, neither
         gradients nor what its forward writes into buffers.
         """
+
+
+@runtime_checkable
+class MovesGradients(Protocol):
+    """A reducer whose owner gives `.grad` other memory by itself, between windows.
+
+    Attributes:
+        has_moved: whether it has since the last `finish`.
+    """
+
+    @property
+    def has_moved(self) -> bool: ...
 
 
 @runtime_checkable

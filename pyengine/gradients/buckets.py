@@ -110,6 +110,9 @@ class BucketReducer:
             _watching([watch for bucket in self._buckets for watch in bucket.watches()]),
         ):
             yield
+        self.collect()
+
+    def collect(self) -> None:
         for bucket in self._buckets:
             bucket.add()
 

@@ -110,9 +110,12 @@ class XlaReducer:
 
     @contextmanager
     def add(self) -> Iterator[None]:
+        yield
+        self.collect()
+
+    def collect(self) -> None:
         """Launch the micro-batch's program at the end."""
         self._is_clean = False
-        yield
         with torch.no_grad():
             for index, total in self._sums.items():
                 grad = self.params[index].grad

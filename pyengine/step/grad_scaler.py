@@ -14,12 +14,17 @@ from pyengine.window.final_pass import FinalPass
 class GradScaler(torch.amp.GradScaler):
     """A torch.amp.GradScaler that takes norm, finite check and unscaling from the engine's final pass.
 
-    Assign it to `sync.scaler`; the engine then scales losses in `backward`, folds the inverse scale into the
-    pending scalar, and updates the scale in `step`. Arguments and state are torch's; with equal gradients the
-    parameters stay bit-equal to the stock scaler's (its scales are powers of two).
+    Assign it, or a stock one, which becomes one, to `sync.scaler`; the engine then scales losses in
+    `backward`, folds the inverse scale into the pending scalar, and updates the scale in `step`. In a
+    `micro_batch` block the caller scales: `scaler.scale(loss).backward()`. Arguments and state are torch's;
+    with equal gradients the parameters stay bit-equal to the stock scaler's (its scales are powers of two).
+
+    Attributes:
+        has_scaled: whether it has scaled a loss since the last window landed.
     """
 
     _final: FinalPass | None = None
+    has_scaled = False
 
     def bind(self, final: FinalPass) -> None:
         """Use the finite check of `final` from now on.
@@ -35,14 +40,39 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled and self._scale is None:
             self._lazy_init_scale_growth_tracker(final.sumsq.device)
 
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale, as stock; refused while it belongs to an engine, whose gradients are unscaled once."""
+        self._check_free("unscale_", "call sync.unscale_(), or sync.clip_grad_norm_ alone")
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step, as stock; refused while it belongs to an engine, which knows whether to skip."""
+        self._check_free("step", "call sync.step(optimizer)")
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Update the scale, as stock; refused while it belongs to an engine, but for a scale of yours."""
+        if new_scale is None:
+            self._check_free("update", "leave it out, sync.step(optimizer) does it")
+        super().update(new_scale)
+
+    def _check_free(self, what: str, instead: str) -> None:
+        if self._final is not None:
+            raise RuntimeError(
+                f"scaler.{what}: this scaler belongs to an engine since `sync.scaler = scaler`: {instead}"
+            )
+
+    def scale(self, outputs: Any) -> Any:
+        """Scale losses, as stock."""
+        self.has_scaled = True
+        return super().scale(outputs)
+
     def unbind(self) -> None:
         """Belong to no engine any more; scale and its growth stay."""
         self._final = None
 
     def follow(self) -> None:
-        """Update the scale after a window that other ranks step and this one drops,
-        as `update` does there.
-        """
+        """Update the scale after a window that has landed, by whether it overflowed: on every rank alike."""
         if self._final is not None and self._scale is not None:
             assert self._growth_tracker is not None  # torch makes it with the scale
             torch._amp_update_scale_(
@@ -75,7 +105,19 @@ class GradScaler(torch.amp.GradScaler):
         self._scale = send([self._init_scale], torch.float32, dev).reshape(())
         self._growth_tracker = send([self._init_growth_tracker], torch.int32, dev).reshape(())
 
-    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
-        if self._final is None:
-            return super()._unscale_grads_(*args, **kwargs)
-        return {self._final.overflow.device: self._final.overflow.clone()}
+
+def taken_over(scaler: torch.amp.GradScaler) -> GradScaler:
+    """Return a scaler as one that an engine can use: a stock one becomes it, with its arguments and state.
+
+    Raises:
+        TypeError: it is another kind.
+    """
+    kind = type(scaler)
+    if kind.__name__ == "GradScaler" and kind.__module__.startswith("torch."):  # each device has had its own
+        scaler.__class__ = GradScaler
+    if not isinstance(scaler, GradScaler):
+        raise TypeError(
+            f"scaler is a {type(scaler).__name__}: need a torch.amp.GradScaler, which the engine takes over, "
+            "or a pyengine.GradScaler; the ways of another kind would be lost"
+        )
+    return scaler

@@ -122,8 +122,8 @@ class WindowCounter:
         """Whether the backward about to run is the window's last."""
         return self.state is State.OPEN and self.is_complete and self.done + 1 >= self.handed
 
-    def count_backward(self) -> int:
-        """Count a backward and return its micro-batch index, 0-based."""
+    def check_backward(self) -> None:
+        """Raise RuntimeError where no backward may run."""
         if self.state is State.IDLE:
             raise RuntimeError(
                 "backward outside a window: iterate `for window in sync.windows(loader): for batch in "
@@ -137,6 +137,10 @@ class WindowCounter:
                 "Call sync.backward once a micro-batch (add up several losses first), and sync.step before "
                 "the next window"
             )
+
+    def count_backward(self) -> int:
+        """Count a micro-batch as done and return its index, 0-based."""
+        self.check_backward()
         self.done += 1
         return self.done - 1
 

@@ -25,9 +25,9 @@ from pyengine.window.shared_batch import SharedBatch
 # Sums in float64 are exact up to 2^53: squares of 20-bit numbers over up to 8192 ranks stay below it.
 _STEP_MODULUS = 2**20
 
-# The vector: four numbers, what must be equal on every rank (positions, then the pieces of the claims), each
+# The vector: five numbers, what must be equal on every rank (positions, then the pieces of the claims), each
 # with its square, and the losses as lanes of `exact_scalars`.
-_COUNT, _MICRO_BATCHES, _, _INVALID, _POSITIONS = range(5)
+_COUNT, _MICRO_BATCHES, _, _INVALID, _, _POSITIONS = range(6)
 _CLAIMS = _POSITIONS + 4
 _LOSSES = _CLAIMS + 2 * NUM_PIECES
 # Behind them, where ranks share batches, what must be 0: lanes of `SharedBatch`.
@@ -72,42 +72,47 @@ class LocalWindow:
             does not depend on its order either.
         max_micro_batches: the most, over all ranks, that the window may have; inf: any number.
         counts: items each loss was summed over; numbers, or 0-dim tensors that stay on their device.
-        losses: the losses, detached 0-dim tensors.
+        losses: the losses, detached 0-dim tensors; None where nobody has told it.
         refusals: why else this rank refuses the window, in words; every rank raises them.
+        doubts: the same of what only the device knows yet, with 0-dim bools that stay there.
         batch: the batch that this rank shares with others; None where every rank has its own.
     """
 
     is_exact: bool = False
     max_micro_batches: float = math.inf
     counts: list[Count] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
+    losses: list[Tensor | None] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
+    doubts: list[tuple[str, Tensor]] = field(default_factory=list)
     batch: SharedBatch | None = None
 
-    def append(self, loss: Tensor, count: Count) -> None:
-        """Note a micro-batch, whose backward is about to run.
+    def append(self, loss: Tensor | None, count: Count) -> None:
+        """Note a micro-batch.
 
         Args:
-            loss: 0-dim, of any floating type; kept detached.
+            loss: 0-dim, of any floating type; kept detached. None: not told, so the window's is not known.
             count: checked by `checked_count`; a tensor is kept as it is, unread.
         """
         self.counts.append(count)
-        self.losses.append(loss.detach())
+        self.losses.append(None if loss is None else loss.detach())
 
     def add_to(self, vector: Tensor) -> None:
-        """Add to a header's vector what lives on its device, unread: the losses, and counts that are tensors.
+        """Add to a header's vector what lives on its device, unread: losses, counts that are tensors, doubts.
 
         Args:
-            vector: float64 `[21]`, changed in place; see `Totals.of`.
+            vector: float64 `[22]`, changed in place; see `Totals.of`.
         """
-        if self.losses:
-            vector[_LOSSES:] = exact_scalars.lanes(stacked(self.losses, vector.device))
+        told = [loss for loss in self.losses if loss is not None]
+        if told:
+            vector[_LOSSES:] = exact_scalars.lanes(stacked(told, vector.device))
         unread = [count for count in self.counts if isinstance(count, Tensor)]
         if unread:
             counts = stacked(unread, vector.device)
             valid = self.are_valid(counts)
             vector[_COUNT] += torch.where(valid, counts, 0.0).sum()
             vector[_INVALID] += (~valid).sum()
+        if self.doubts:
+            vector[_INVALID] += stacked([doubt for _, doubt in self.doubts], vector.device).sum()
 
     def problems(self) -> list[str]:
         """Describe the invalid counts. Reads device counts: for error reports only."""
@@ -124,6 +129,10 @@ class LocalWindow:
         batch = 0 if self.batch is None else self.batch.index
         return f"batch {batch}: {len(self.counts)} micro-batches of counts [{counts}{more}]"
 
+    def all_refusals(self) -> list[str]:
+        """Return the refusals, and the doubts that are true. Reads the device: for error reports only."""
+        return [*self.refusals, *(text for text, doubt in self.doubts if doubt)]
+
     def is_valid(self, count: float) -> bool:
         """Whether a count may be summed."""
         return 0 <= count <= MAX_COUNT and (not self.is_exact or count == math.floor(count))
@@ -135,7 +144,8 @@ class LocalWindow:
 
     def nonfinite_losses(self) -> list[int]:
         """Return the micro-batches whose loss is inf or nan. Reads device losses: for error reports only."""
-        return [index for index, loss in enumerate(self.losses) if not math.isfinite(loss)]
+        losses = enumerate(self.losses)
+        return [index for index, loss in losses if loss is not None and not math.isfinite(loss)]
 
 
 class RunningWindow(LocalWindow):
@@ -151,9 +161,10 @@ class RunningWindow(LocalWindow):
         super().__init__(is_exact, max_micro_batches)
         self._loss, self._count, self._invalid = zeros
 
-    def append(self, loss: Tensor, count: Count) -> None:
+    def append(self, loss: Tensor | None, count: Count) -> None:
         super().append(loss, count)
-        self._loss = self._loss + stacked([loss], self._loss.device)[0]
+        if loss is not None:
+            self._loss = self._loss + stacked([loss], self._loss.device)[0]
         if isinstance(count, Tensor):
             (value,) = stacked([count], self._loss.device)
             valid = self.are_valid(value)
@@ -187,10 +198,11 @@ class Totals:
 
     Attributes:
         count: items of the window.
-        loss: sum of its losses, rounded once.
+        loss: sum of its losses, rounded once; of those that were told.
         micro_batches: backwards run for it.
         more: ranks that have another window after it.
         invalid_counts: micro-batches whose count cannot be summed, and refusals.
+        untold_losses: micro-batches whose loss nobody has told.
         differ: whether ranks are at different places, or say different things.
         batches_differ: whether ranks that share a batch have counted differently.
     """
@@ -200,6 +212,7 @@ class Totals:
     micro_batches: int
     more: int
     invalid_counts: int
+    untold_losses: int
     differ: bool
     batches_differ: bool
 
@@ -208,19 +221,20 @@ class Totals:
         """Read a reduced header.
 
         Args:
-            numbers: 21: count, micro-batches, ranks with more, invalid counts; the sum and the sum of squares
-                of each of five numbers that must be equal on every rank; seven lanes of the losses. Three
-                more where ranks share batches.
+            numbers: 22: count, micro-batches, ranks with more, invalid counts, untold losses; the sum and the
+                sum of squares of each of five numbers that must be equal on every rank; seven lanes of the
+                losses. Three more where ranks share batches.
             world_size: of the ranks that were summed over.
         """
-        count, micro_batches, more, invalid = numbers[:_POSITIONS]
+        count, micro_batches, more, invalid, untold = numbers[:_POSITIONS]
         equal, losses = numbers[_POSITIONS:_LOSSES], numbers[_LOSSES:_SHARED]
         differ = any(
             world_size * squares != total * total
             for total, squares in zip(equal[::2], equal[1::2], strict=True)
         )
         loss = exact_scalars.total(losses)
-        return cls(count, loss, int(micro_batches), int(more), int(invalid), differ, any(numbers[_SHARED:]))
+        shared = any(numbers[_SHARED:])
+        return cls(count, loss, int(micro_batches), int(more), int(invalid), int(untold), differ, shared)
 
 
 class Header:
@@ -234,7 +248,7 @@ class Header:
         more: whether this rank has another window after this one.
         claims: what must be equal on every rank, too.
 
-    Cost: one all-reduce of 168 bytes (192 where ranks share batches), not waited for.
+    Cost: one all-reduce of 176 bytes (200 where ranks share batches), not waited for.
 
     Attributes:
         position, claims: as given.
@@ -300,7 +314,7 @@ class Header:
         return (vector[_COUNT] == 0) | (vector[_INVALID] > 0) | differ | too_many | unlike
 
     def vector(self) -> Tensor:
-        """Wait, and return the reduced numbers, float64 `[21]`, or `[24]` where ranks share batches; not to
+        """Wait, and return the reduced numbers, float64 `[22]`, or `[25]` where ranks share batches; not to
         be written to. See `Totals.of`.
         """
         if self._work is not None:
@@ -323,7 +337,8 @@ def _pack(
     known = [float(count) for count in local.counts if not isinstance(count, Tensor)]
     valid = [count for count in known if local.is_valid(count)]
     invalid = len(known) - len(valid) + len(local.refusals)
-    numbers = [math.fsum(valid), len(local.counts), more, invalid]
+    untold = sum(loss is None for loss in local.losses)
+    numbers = [math.fsum(valid), len(local.counts), more, invalid, untold]
     for value in (*(value % _STEP_MODULUS for value in position), *claims.pieces()):
         numbers += [value, value * value]
     vector = send([*map(float, numbers), *[0.0] * exact_scalars.NUM_LANES], torch.float64, device)

@@ -223,7 +223,7 @@ def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
             "Nothing was stepped; call sync.abandon() and go on"
         )
     if totals.invalid_counts:
-        everybody = comm.all_gather_object((local.problems(), local.refusals))
+        everybody = comm.all_gather_object((local.problems(), local.all_refusals()))
         refusals = _by_rank([texts for _, texts in everybody])
         if refusals:
             raise ValueError(f"{refusals}. Nothing was stepped; call sync.abandon() on all ranks and go on")

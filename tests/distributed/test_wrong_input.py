@@ -168,7 +168,7 @@ def _misuse(what: str) -> str:
         model.extra.weight.grad = torch.ones(2, 2)
         return _error(lambda: sync.step(torch.optim.SGD(model.parameters(), lr=1.0)))
     if what == "scaler":
-        return _error(lambda: setattr(sync, "scaler", torch.amp.GradScaler("cpu")))
+        return _error(lambda: setattr(sync, "scaler", type("Sharded", (torch.amp.GradScaler,), {})("cpu")))
     raise AssertionError(what)
 
 
@@ -184,7 +184,7 @@ def _misuse(what: str) -> str:
         ("loss shape", "ValueError: loss: got [3, 1], need a 0-dim tensor"),
         ("count shape", "ValueError: count: got a tensor of shape [2]"),
         ("added later", "ValueError: optimizer has a parameter of shape [2, 2]"),
-        ("scaler", "TypeError: scaler is a GradScaler: need a pyengine.GradScaler"),
+        ("scaler", "TypeError: scaler is a Sharded: need a torch.amp.GradScaler"),
     ],
 )
 def test_misuse_names_itself_and_the_remedy(ranks, what, needle):

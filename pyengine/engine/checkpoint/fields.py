@@ -29,6 +29,10 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
+def _is_loss(value: Any) -> bool:
+    return value is None or is_number(value)
+
+
 def _is_list_of(value: Any, is_one: Callable[[Any], bool]) -> bool:
     return type(value) is list and all(map(is_one, value))
 
@@ -94,7 +98,7 @@ _KINDS: dict[str, _Kind] = {
     "order": _DISTINCT,
     "places": _DISTINCT,
     "counts": _NUMBERS,
-    "losses": _NUMBERS,
+    "losses": (lambda value: _is_list_of(value, _is_loss), "a list of numbers, or None"),
     "totals": (lambda value: _is_dict_of(value, is_number), "numbers by loss"),
     "sums": (lambda value: _is_dict_of(value, _are_tensors), "tensors by part by parameter"),
     "batch_norm": (lambda value: _is_list_of(value, _is_dense), "a list of tensors"),

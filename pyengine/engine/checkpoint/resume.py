@@ -40,6 +40,12 @@ def take_snapshot(engine: Engine) -> Snapshot:
             f"state_dict: {counter.handed} micro-batches of window {counter.index} were handed out and "
             f"{counter.done} came to sync.backward: call it between two micro-batches"
         )
+    engine.current.look()
+    refusals = engine.current.counts.refusals
+    if is_open and refusals:
+        raise RuntimeError(
+            f"state_dict: no step could use window {counter.index} ({refusals[0]}): call sync.abandon() first"
+        )
     scaler = engine.parts.scaler
     snapshot = Snapshot(
         counter.index + (counter.is_sent),
@@ -57,7 +63,8 @@ def take_snapshot(engine: Engine) -> Snapshot:
     if is_open and counter.done:
         snapshot.places = list(counter.places)
         snapshot.counts = [float(count) for count in engine.current.counts.counts]
-        snapshot.losses = [float(loss) for loss in engine.current.counts.losses]
+        losses = engine.current.counts.losses
+        snapshot.losses = [None if loss is None else float(loss) for loss in losses]
         loaded, known = engine.current.resumed, engine.current.denominators
         snapshot.totals = dict(known.totals if known else loaded.totals if loaded else {})
         snapshot.sums = engine.reducer.save() if loaded is None else loaded.sums

@@ -62,7 +62,7 @@ class Snapshot:
         is_between_loops: whether it was taken after a loop over `windows` had run out.
         order: of the buckets; see `Reducer.order`.
         places: indices, in the window over all ranks, of the micro-batches in `sums`.
-        counts, losses: theirs.
+        counts, losses: theirs; None for a loss that was not told.
         totals: of the open window, by loss, if its counts were read ahead; then saved, else left out.
         sums: see `Saved`.
         batch_norm: rows of running statistics, one a micro-batch; see `BatchNormReplay.save`.
@@ -82,7 +82,7 @@ class Snapshot:
     order: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
     totals: dict[str, float] = field(default_factory=dict)
     sums: Saved = field(default_factory=dict)
     batch_norm: list[Tensor] = field(default_factory=list)

@@ -99,7 +99,10 @@ class BucketAccumulator(ABC):
         """Return what is to be watched during the coming earlier backward, so that a group's gradients are
         accumulated while the cache has them. (Not kept: it refers to this bucket.)
         """
-        return [Watch(group.params, group.has_arrived, partial(self._store, group)) for group in self._groups]
+        return [
+            Watch(group.params, partial(self._has_arrived_in, group), partial(self._store, group))
+            for group in self._groups
+        ]
 
     @abstractmethod
     def add(self) -> None:
@@ -225,6 +228,9 @@ class BucketAccumulator(ABC):
         """Go on from a sum that has been loaded: flags of its micro-batches, uint8 `[micro_batches, slots]`,
         and which slots have one.
         """
+
+    def _has_arrived_in(self, group: SlotGroup, index: int) -> bool:
+        return self.has_arrived(group.start + index)
 
     def _set_first(self, is_first: bool) -> None:
         for group in self._groups:

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from pyengine.gradients.accumulator.base import BucketAccumulator
 from pyengine.gradients.accumulator.slot_group import SlotGroup
+from pyengine.gradients.arrival import Watch
 from pyengine.gradients.local_part import grad_version
 from pyengine.gradients.sums import WindowSum
 from pyengine.window.final_pass import FinalPass
@@ -44,11 +45,19 @@ class GroupedBucket(BucketAccumulator):
         self._store_rest()
         self._flagged.append(self.new_flags())
 
+    def watches(self) -> list[Watch]:
+        self.arm()
+        return super().watches()
+
     def arm(self) -> None:
-        """Do nothing: a gradient that is there has arrived."""
+        """Note what backwards before the micro-batch's last have left: what is there and new has arrived."""
+        is_clean = all(param.grad is None for param in self.params)
+        self._armed = None if is_clean else list(map(_mark, self.params))
 
     def has_arrived(self, slot: int) -> bool:
-        return self.params[slot].grad is not None
+        if self._armed is None:
+            return self.params[slot].grad is not None
+        return _mark(self.params[slot]) != self._armed[slot]
 
     def seal(self) -> None:
         """Note which gradients are there: all of them, if the backward has no other one inside it."""

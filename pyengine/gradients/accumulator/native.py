@@ -56,6 +56,7 @@ class NativeBucket(BucketAccumulator):
             self._watched = []
 
     def watches(self) -> list[Watch]:
+        self._collect_earlier()
         return super().watches() if self._is_first else []  # later ones are added by autograd
 
     def add(self) -> None:
@@ -66,6 +67,7 @@ class NativeBucket(BucketAccumulator):
 
     def arm(self) -> None:
         """Note the version of every slot; autograd's in-place add raises it."""
+        self._collect_earlier()
         if not self._is_first:
             self._settle()
             self._armed = self._versions()
@@ -147,6 +149,11 @@ class NativeBucket(BucketAccumulator):
             self._follow_moved()
         self._collect()
 
+    def _collect_earlier(self) -> None:
+        """Bring into the sum what backwards before the micro-batch's last have left, if it is the first."""
+        if self._is_first and any(param.grad is not None for param in self.params):
+            self._collect()
+
     def _collect(self) -> None:
         """Bring every gradient into the sum, wherever it lies, and let `.grad` view the sum."""
         for index in pop_written(self.params):
@@ -176,7 +183,7 @@ class NativeBucket(BucketAccumulator):
             if grad is None:
                 view.zero_()
             else:
-                view.copy_(grad.to_dense() if grad.is_sparse else grad)
+                view.copy_((grad.to_dense() if grad.is_sparse else grad).detach())
             param.grad = view
 
     def _follow_moved(self) -> None:

@@ -42,10 +42,6 @@ class SlotGroup:
         self.is_first = True
         self._is_contiguous = all(param.is_contiguous() for param in self.params)
 
-    def has_arrived(self, index: int) -> bool:
-        """Whether the running backward has delivered this gradient."""
-        return self.params[index].grad is not None
-
     def gather(self, used: list[bool]) -> Pointers:
         """Return the gradients in slot order, and note which there are.
 

@@ -115,7 +115,8 @@ class Drive:
         self._anchor = torch.zeros((), device=params[0].device, requires_grad=True)
         self.searches = ddp.find_unused_parameters and not ddp.static_graph
         self.is_ready = not ddp.static_graph
-        self._can_learn = True
+        # By then DDP must not have counted anything: it counts every backward from the first one on.
+        self._reached = None if self.is_ready else _Reached(params)
         self._counts = [1] * len(params)  # how often a backward reaches each
         self._stats: list[int] = []
         self._alone = _Alone()
@@ -125,6 +126,7 @@ class Drive:
 
     def release(self) -> None:
         """Let DDP learn a static graph by itself, if it has not here."""
+        self._stop_counting()
         if self._ddp.static_graph:
             self._ddp._static_graph_delay_allreduce_enqueued = self.is_ready
 
@@ -136,24 +138,27 @@ class Drive:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Let DDP learn the graph from the body if that is this rank's first backward; nothing travels."""
-        if self.is_ready or not self._can_learn:
+        """Let DDP learn the graph from the body if that is this rank's first backward; nothing travels.
+
+        It cannot forget half a backward, nor other ones: after these this rank reduces by hand.
+        """
+        reached = self._reached
+        if reached is None or any(reached.times):
+            self._stop_counting()
             yield
             return
         reducer = self._reducer
-        self._can_learn = (
-            False  # it cannot forget half a backward: after an exception this rank reduces by hand
-        )
         reducer._update_process_group(self._alone)
         try:
             with self._state.silent():
                 reducer.prepare_for_forward()
                 reducer.prepare_for_backward([])
-                with self._counting():
-                    yield
+                yield
                 reducer._delay_all_reduce()
+            self._counts = reached.times
             self.is_ready = True
         finally:
+            self._stop_counting()
             if not self.is_ready and not self._ddp._has_rebuilt_buckets:
                 reducer._reset_state()  # DDP lays out no buckets while it expects gradients
             reducer._update_process_group(self._ddp.process_group)
@@ -222,22 +227,10 @@ class Drive:
                 self.expect([])
                 self._mark(range(len(self._params)))
 
-    @contextmanager
-    def _counting(self) -> Iterator[None]:
-        """Count how often the body, a backward, reaches each parameter."""
-        counts = [0] * len(self._params)
-
-        def count(index: int, *_: Any) -> None:
-            counts[index] += 1
-
-        edges = [(i, get_gradient_edge(p).node) for i, p in enumerate(self._params) if p.requires_grad]
-        hooks = [node.register_hook(partial(count, index)) for index, node in edges]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-        self._counts = counts
+    def _stop_counting(self) -> None:
+        if self._reached is not None:
+            self._reached.stop()
+            self._reached = None
 
     def _mark(self, indices: Sequence[int]) -> None:
         """Tell DDP that parameters are ready as they are, from inside a backward,
@@ -254,6 +247,27 @@ class Drive:
         zero.register_hook(mark)
         zero.backward()
         self._anchor.grad = None
+
+
+class _Reached:
+    """Counts how often backwards reach each parameter, until `stop`.
+
+    Attributes:
+        times: by parameter.
+    """
+
+    def __init__(self, params: Sequence[Parameter]) -> None:
+        self.times = times = [0] * len(params)
+
+        def count(index: int, *_: Any) -> None:
+            times[index] += 1
+
+        edges = [(i, get_gradient_edge(p).node) for i, p in enumerate(params) if p.requires_grad]
+        self._hooks = [node.register_hook(partial(count, index)) for index, node in edges]
+
+    def stop(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
 
 class _Alone(dist.ProcessGroup):

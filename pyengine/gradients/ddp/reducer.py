@@ -90,9 +90,14 @@ class DDPReducer:
         self._reduction: Reduction | None = None
         if all(other is not state for _, other in ddp._comm_hooks):
             ddp.register_comm_hook(state, comm_hook)
+        self._was_rebuilt = ddp._has_rebuilt_buckets
         self._ddp_flags = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
         ddp.require_backward_grad_sync = False
         self._drive = Drive(ddp, state, self.params)
+
+    @property
+    def has_moved(self) -> bool:
+        return self._ddp.gradient_as_bucket_view and self._ddp._has_rebuilt_buckets != self._was_rebuilt
 
     def open(self) -> None:
         """Note that the window's buffer broadcast is still to come."""
@@ -138,6 +143,9 @@ class DDPReducer:
         """Let the body run as under no_sync, then move gradients to their sums, or check them in `.grad`."""
         with self._drive.learning():
             yield
+        self.collect()
+
+    def collect(self) -> None:
         if self._watched is not None:
             self._watched.add()
         if self._sums is not None:
@@ -185,7 +193,8 @@ class DDPReducer:
         if not reduction.is_complete:
             raise RuntimeError(
                 "DDP has not reduced the gradients of this backward, which did not run through its hooks "
-                "(compiled autograd, say): use pe.GradSync on the bare model"
+                "(compiled autograd, say: use pe.GradSync on the bare model), or under static_graph=True "
+                "reached other parameters than the first one did"
             )
         self._send_used(reduction)
 
@@ -219,6 +228,7 @@ class DDPReducer:
             norms.read([slot_gradient(param) for param in params], None, self._one, final)
         if reduction is not None:
             reduction.divisor.leave_to(final)
+        self._was_rebuilt = self._ddp._has_rebuilt_buckets
         self._state.await_threads()
 
     def scale_(self, scale: Tensor) -> None:

@@ -115,6 +115,9 @@ class FSDPReducer:
     def add(self) -> Iterator[None]:
         """Let the body run as under no_sync."""
         yield
+        self.collect()
+
+    def collect(self) -> None:
         self._unsharded.count_micro_batch()
         self._end_padding()
 

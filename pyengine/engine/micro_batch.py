@@ -1,0 +1,217 @@
+"""A micro-batch whose backwards are the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from pyengine.engine.engine import Engine
+from pyengine.engine.open_window import OpenWindow, Parts
+from pyengine.gradients.base import Overlaps
+from pyengine.window.counter import State
+from pyengine.window.header import Count, checked_count
+
+
+@contextmanager
+def micro_batch(engine: Engine, count: Count) -> Iterator[MicroBatch]:
+    """Make the body one micro-batch of the window; see `Sync.micro_batch`."""
+    with engine.alone():
+        made = MicroBatch(engine.current, engine.parts, count)
+        with made.running():
+            yield made
+
+
+def checked_backward(
+    loss: Tensor,
+    *,
+    gradient: Tensor | None,
+    retain_graph: bool | None,
+    create_graph: bool,
+    inputs: Tensor | Sequence[Tensor] | None,
+) -> Callable[[Tensor], None]:
+    """Return the backward of a loss, to be run on the scaled one, or raise before anything has run.
+
+    Args:
+        loss: 0-dim, or of the shape of `gradient`.
+        gradient, retain_graph, create_graph, inputs: as `torch.Tensor.backward`.
+
+    Raises:
+        ValueError: no backward can start here.
+    """
+    if not isinstance(loss, Tensor) or (loss.dim() != 0 and gradient is None):
+        shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"loss: got {shape}, need a 0-dim tensor; reduce it with sum (count=items) or mean")
+    if not loss.requires_grad:
+        raise ValueError(
+            "loss: requires no gradient: it was detached or computed under no_grad, or every parameter "
+            "in it is frozen"
+        )
+    if gradient is not None and gradient.shape != loss.shape:
+        raise ValueError(
+            f"gradient has shape {list(gradient.shape)}, need that of the loss, {list(loss.shape)}"
+        )
+    wanted = [inputs] if isinstance(inputs, Tensor) else inputs
+    if wanted is not None and not (len(wanted) and all(item.requires_grad for item in wanted)):
+        raise ValueError("inputs: need at least one tensor, and all that require a gradient; or leave it out")
+    return lambda scaled: torch.autograd.backward(
+        scaled, gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=wanted
+    )
+
+
+def backward(
+    engine: Engine, loss: Tensor, count: Count, run: Callable[[Tensor], None], *, is_told: bool = True
+) -> None:
+    """Make one backward a micro-batch of the window; see `Sync.backward`.
+
+    Args:
+        loss: what it starts from.
+        count: checked.
+        run: the backward, given the loss times the loss scale.
+        is_told: whether the record tells the loss, 0-dim.
+    """
+    scaler = engine.parts.scaler
+    with micro_batch(engine, count) as made:
+        made.loss = loss if is_told else None
+        scaled = loss if scaler is None else scaler.scale(loss)
+        with made.last_backward(scaled):
+            run(scaled)
+
+
+class MicroBatch:
+    """One micro-batch of a window, while its backwards run; made by `sync.micro_batch`.
+
+    Its gradient is what the backwards in the block have added up. What a block without a backward adds to the
+    gradient is zero; its count counts.
+    """
+
+    def __init__(self, window: OpenWindow, parts: Parts, count: Count) -> None:
+        parts.counter.check_backward()
+        self._window, self._parts = window, parts
+        self._index, self._syncs = parts.counter.done, parts.counter.next_backward_syncs
+        self._count: Count = count
+        self._loss: Tensor | None = None
+        self._has_last = False
+
+    @property
+    def count(self) -> Count:
+        """Items in the losses: a number or a 0-dim tensor; may be set until the last backward begins."""
+        return self._count
+
+    @count.setter
+    def count(self, count: Count) -> None:
+        self._check_open("count")
+        if self._window.denominators is not None:
+            raise ValueError(
+                "mb.count: this window's counts were read ahead by sync.windows(loader, count=...): leave it"
+            )
+        self._count = checked_count(count)
+
+    @property
+    def loss(self) -> Tensor | None:
+        """Sum of the losses, for the `StepRecord`: None, or 0-dim; may be set until the last backward begins.
+
+        Kept detached. Where one micro-batch of a window leaves it at None, the record's loss is None.
+        """
+        return self._loss
+
+    @loss.setter
+    def loss(self, loss: Tensor | float | None) -> None:
+        self._check_open("loss")
+        if loss is None or isinstance(loss, Tensor):
+            value = loss
+        elif isinstance(loss, int | float) and not isinstance(loss, bool):
+            value = torch.tensor(loss, dtype=torch.float64)
+        else:
+            raise TypeError(f"mb.loss = a {type(loss).__name__}: need a 0-dim tensor, a number or None")
+        if value is not None and value.dim() != 0:
+            raise ValueError(f"mb.loss has shape {list(value.shape)}, need a 0-dim tensor: use loss.sum()")
+        self._loss = None if value is None else value.detach()
+
+    @contextmanager
+    def last_backward(self, *roots: Tensor) -> Iterator[None]:
+        """Say that the block's last backward runs in the body.
+
+        In the window's last micro-batch the header goes first, and each bucket leaves as soon as the body has
+        completed it; in an earlier one gradients are accumulated from inside it, while the cache has them. So
+        `count` and `loss` are settled here, and no gradient may come after the body.
+
+        Args:
+            roots: what the body's backward starts from (the scaled losses, or any tensors behind the same
+                graph). Without them nothing overlaps under DDP's find_unused_parameters=True, nor in an
+                engine's very first last backward.
+
+        Raises:
+            RuntimeError: the second one of a block; or a gradient came again after its bucket could leave.
+        """
+        if self._has_last:
+            raise RuntimeError(
+                "mb.last_backward: the second one of this micro-batch, whose gradients have been "
+                "accumulated: mark the last backward only"
+            )
+        parts, reducer = self._parts, self._parts.reducer
+        self._has_last = True
+        self._note()
+        parts.batch_norms.stop_counting()
+        if self._syncs and isinstance(reducer, Overlaps):
+            with self._window.sending() as header, reducer.overlap(header, roots):
+                yield
+        else:
+            with reducer.add():
+                yield
+        parts.marks.take()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the body run the backwards; then accumulate, and send if this is the window's last."""
+        window, parts = self._window, self._parts
+        window.begin()
+        due = parts.counter.done + 1 < parts.counter.handed
+        try:
+            with window.clock.phase("backward"), parts.batch_norms.micro_batch(due=due):
+                yield
+                self._end()
+            if self._syncs and parts.counter.state is State.OPEN:
+                window.send()
+        except BaseException as error:
+            if parts.counter.state is State.OPEN:
+                window.counts.refusals.append(
+                    f"micro-batch {self._index} was left by an exception ({error!r}), and its gradient may "
+                    "not be whole"
+                )
+            raise
+        finally:
+            parts.marks.take()
+
+    def _end(self) -> None:
+        """Accumulate what is left, and refuse what cannot be right."""
+        parts, scaler = self._parts, self._parts.scaler
+        has_new = bool(parts.marks.changed())
+        if self._has_last and has_new:
+            self._window.refuse(
+                f"a gradient came after mb.last_backward of micro-batch {self._index}: mark the backward "
+                "that is the last, or leave the mark out"
+            )
+        if scaler is not None and not scaler.has_scaled and (self._has_last or has_new):
+            self._window.refuse(
+                f"the losses of micro-batch {self._index} were not scaled, and sync.scaler is set: call "
+                "sync.scaler.scale(loss).backward(), or sync.backward(loss), which scales"
+            )
+        if not self._has_last:
+            self._note()
+            parts.reducer.collect()
+
+    def _note(self) -> None:
+        """Count this micro-batch; the window's header may go."""
+        self._parts.counter.count_backward()
+        if not self._window.is_padding:
+            self._window.counts.append(self._loss, self._count)
+
+    def _check_open(self, what: str) -> None:
+        if self._has_last:
+            raise RuntimeError(
+                f"mb.{what} is set after the last backward has begun, when the header may have gone: set it "
+                "before"
+            )

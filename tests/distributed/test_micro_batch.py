@@ -1,0 +1,321 @@
+"""Micro-batches whose backwards are the caller's: any number of them, with any arguments, over every owner of
+gradients, against one big batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import WORLDS, Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import pyengine as pe
+
+KINDS = ("own", "own-native", "own-exact", "attach", "attach-view", "attach-unused", "attach-static")
+Forward = Callable[[Tensor, Tensor], Tensor]
+
+
+def _twice(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
+    loss = forward(x, t)
+    with sync.micro_batch(count=n):
+        loss.backward(retain_graph=True)
+        (2 * loss).backward()
+    return 3
+
+
+def _inputs(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
+    first, *rest = _params(forward)
+    loss = forward(x, t)
+    with sync.micro_batch() as mb:
+        loss.backward(inputs=[first], retain_graph=True)
+        mb.count = n
+        loss.backward(inputs=rest)
+    return 1
+
+
+def _chunks(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
+    with sync.micro_batch(count=torch.tensor(n)):
+        for a, b in zip(x.split(1), t.split(1), strict=True):
+            forward(a, b).backward()
+    return 1
+
+
+def _cached(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
+    """GradCache: every chunk once without a graph, then once more with the gradient of what it gave."""
+    with sync.micro_batch(count=n):
+        pieces = list(zip(x.split(1), t.split(1), strict=True))
+        with torch.no_grad():
+            outputs = [forward(a, b) for a, b in pieces]
+        leaves = torch.stack(outputs).requires_grad_()
+        (2 * leaves).sum().backward()
+        for (a, b), gradient in zip(pieces, leaves.grad, strict=True):
+            forward(a, b).backward(gradient)
+    return 2
+
+
+def _graph(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
+    loss = forward(x, t)
+    with sync.micro_batch(count=n):
+        loss.backward(create_graph=True)
+        loss.backward()
+    return 2
+
+
+def _marked(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
+    loss = forward(x, t)
+    with sync.micro_batch(count=n) as mb:
+        loss.backward(retain_graph=True)
+        with mb.last_backward(loss):
+            (2 * loss).backward()
+    return 3
+
+
+def _marked_only(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
+    with sync.micro_batch(count=n) as mb, mb.last_backward():
+        forward(x, t).backward()
+    return 1
+
+
+def _marked_in_part(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
+    """What an earlier backward brought is no matter of the last one."""
+    *rest, last = _params(forward)
+    loss = forward(x, t)
+    with sync.micro_batch(count=n) as mb:
+        loss.backward(inputs=rest, retain_graph=True)
+        with mb.last_backward(loss):
+            loss.backward(inputs=[last])
+    return 1
+
+
+def _nothing(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
+    with sync.micro_batch(count=n):
+        forward(x, t)
+    return 0
+
+
+def _one_line(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
+    loss = forward(x, t)
+    sync.backward(torch.stack([loss, loss]), count=n, gradient=torch.ones(2), retain_graph=True)
+    loss.detach()
+    return 2
+
+
+def _one_line_inputs(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
+    sync.backward(forward(x, t), count=n, create_graph=True, inputs=_params(forward))
+    return 1
+
+
+WAYS = (
+    _twice,
+    _marked,
+    _inputs,
+    _marked_in_part,
+    _chunks,
+    _marked_only,
+    _cached,
+    _one_line,
+    _graph,
+    _one_line_inputs,
+    _nothing,
+)
+
+
+def _params(forward: Forward) -> list[nn.Parameter]:
+    assert isinstance(forward, nn.Module)
+    return list(forward.parameters())
+
+
+def _options(kind: str) -> tuple[str, dict[str, object]]:
+    return ("attach", {"accumulator": "exact"}) if kind == "attach-exact" else (kind, {})
+
+
+def _train(kind: str, dtype: torch.dtype) -> None:
+    """Every rank goes through the ways from one of its own on; windows of two, the last one is short."""
+    rank, world = me()
+    torch.manual_seed(0)
+    model = Integers(dtype)
+    name, options = _options(kind)
+    sync, forward = engine(name, model, accumulate=2, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    # A static graph has one last backward, the whole one.
+    ways = [way for way in WAYS if kind != "attach-static" or way is not _marked_in_part]
+    total = len(ways)
+
+    def batch(r: int, k: int) -> tuple[Tensor, Tensor]:
+        return integers(100 * r + k, 1 + (r + k) % 3)
+
+    for number, window in enumerate(sync.windows(range(total))):
+        told = []
+        for k in window:
+            x, t = batch(rank, k)
+            told.append(ways[(k + 4 * rank) % total](sync, forward, x, t, len(x)))
+        sync.unscale_()
+        everybody: list[list[int]] = [[] for _ in range(world)]
+        torch.distributed.all_gather_object(everybody, told)
+        ks = range(2 * number, min(2 * number + 2, total))
+        members = [(r, k) for r in range(world) for k in ks]
+        factors = [factor for factors in everybody for factor in factors]
+        batches = [b for m, f in zip(members, factors, strict=True) for b in [batch(*m)] * f]
+        want = mean_of_integers(model, batches, sum(len(batch(*m)[0]) for m in members))
+        assert_same(grads(model), dict.fromkeys(grads(model)) | want)
+        assert sync.step(optimizer)
+        model.zero_grad()  # between windows that does no harm
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [*KINDS, "attach-exact"])
+def test_any_backwards_add_up_to_one_big_batch(ranks, kind, dtype, world):
+    ranks(world).run(_train, kind, dtype)
+
+
+def _two_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+
+
+def _launched(is_marked: bool, accumulate: int) -> list[list[int]]:
+    """Return, for a window's last micro-batch, the collectives launched when each layer's gradient was ready,
+    from the last layer on, and at the end of the block's body.
+    """
+    model = _two_layers()
+    sync = pe.GradSync(model, accumulate=accumulate, bucket_cap_mb=1e-6)
+    launched: list[int] = []
+
+    def note(*_: object) -> None:
+        if sync._engine.current.header is not None:
+            sync._engine.current.header.vector()  # no bucket goes before the header has come
+        launched.append(sync._engine.comm.traffic.collectives)
+
+    windows = []
+    for window in sync.windows([torch.ones(3, 4)] * 2 * accumulate):
+        for x in window:
+            loss = model(x.requires_grad_()).sum()
+            launched.clear()
+            with sync.micro_batch() as mb:
+                loss.backward(retain_graph=True)
+                hooks = [layer.register_full_backward_hook(note) for layer in (model[1], model[0])]
+                before = sync._engine.comm.traffic.collectives
+                again = model(x).sum()
+                if is_marked:
+                    with mb.last_backward(again):
+                        again.backward()
+                else:
+                    again.backward()
+                note()
+                for hook in hooks:
+                    hook.remove()
+        windows.append([count - before for count in launched])
+        sync.unscale_()
+        model.zero_grad()
+    return windows
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_buckets_leave_inside_the_backward_that_is_marked_as_the_last(ranks, is_marked, accumulate):
+    for windows in ranks(2).run(_launched, is_marked, accumulate):
+        assert len(windows) == 2
+        for last_layer, first_layer, body in windows:
+            if is_marked:  # the header; when the first layer's gradient is ready, the last layer's bucket
+                assert last_layer >= 1 and body >= first_layer > last_layer
+            else:
+                assert (last_layer, first_layer, body) == (0, 0, 0)
+
+
+def _stock_scaler(kind: str, is_block: bool) -> None:
+    """Train with a stock scaler, taken over in mid-life, beside plain PyTorch in one process."""
+    rank, world = me()
+    model, twin = Integers(torch.float32), Integers(torch.float64)
+    sync, forward = engine(kind, model, accumulate=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    scaler.scale(torch.ones(()))
+    sync.scaler = scaler
+    assert sync.scaler is scaler and isinstance(scaler, pe.GradScaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.5)
+    for number, window in enumerate(sync.windows([integers(10 * rank + k, 4) for k in range(4)])):
+        for x, t in window:
+            loss = forward(x, t)
+            if is_block:
+                with sync.micro_batch(count=4) as mb, mb.last_backward():
+                    scaler.scale(loss).backward()
+            else:
+                sync.backward(loss, count=4)
+        for call in (scaler.unscale_, scaler.step):
+            with pytest.raises(RuntimeError, match="this scaler belongs to an engine"):
+                call(optimizer)
+        with pytest.raises(RuntimeError, match="this scaler belongs to an engine"):
+            scaler.update()
+        plain.zero_grad()
+        for r in range(world):
+            for k in range(2):
+                x, t = integers(10 * r + 2 * number + k, 4)
+                (twin(x.double(), t.double()) / (8 * world)).backward()
+        plain.step()
+        assert sync.step(optimizer)
+        assert scaler.get_scale() == 8.0 * 2 ** (number + 1)
+    for param, want in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(param.double(), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_block", [True, False])
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_a_stock_scaler_is_taken_over(ranks, kind, is_block):
+    ranks(2).run(_stock_scaler, kind, is_block)
+
+
+def _unscaled() -> None:
+    model = Integers(torch.float32)
+    sync = pe.GradSync(model, accumulate=2)
+    sync.scaler = pe.GradScaler("cpu")
+    with pytest.raises(ValueError, match="the losses of micro-batch 0 were not scaled"):
+        for k in range(2):
+            with sync.accumulate(), sync.micro_batch():
+                model(*integers(k)).backward()
+
+
+def test_losses_that_were_not_scaled_are_refused(ranks):
+    ranks(2).run(_unscaled)
+
+
+class _Normed(nn.Module):
+    """A BatchNorm whose forward runs again inside the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.norm, x, use_reentrant=False)).sum()
+
+
+def _statistics(is_block: bool, is_inside: bool) -> list[Tensor]:
+    rank, _ = me()
+    torch.manual_seed(0)
+    model = _Normed()
+    sync = pe.GradSync(model, accumulate=2, accumulator="exact")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for window in sync.windows([integers(10 * rank + k)[1] for k in range(4)]):
+        for x in window:
+            loss = None if is_inside else model(x)
+            if not is_block:
+                sync.backward(model(x) if loss is None else loss)
+                continue
+            with sync.micro_batch() as mb:
+                loss = model(x) if loss is None else loss
+                loss.backward(retain_graph=True)
+                with mb.last_backward():
+                    (0 * loss).backward()
+        sync.step(optimizer)
+    return [b.clone() for b in model.buffers()]
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_running_statistics_count_the_forwards_of_a_block_once(ranks, is_inside):
+    want = ranks(2).run(_statistics, False, is_inside)
+    for got, expected in zip(ranks(2).run(_statistics, True, is_inside), want, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
