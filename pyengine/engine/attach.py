@@ -57,7 +57,7 @@ def attach(
         accumulate, wire, accumulator, nonfinite: as for `GradSync`. Narrow parameters with "fp32" get fp32
             sums in addition to DDP's buckets: 4 bytes an element more. Over FSDP2 the units'
             MixedPrecisionPolicy says in which type gradients are summed and sent, and the arguments have to
-            say the same; "exact" is not to be had.
+            say the same; "exact" sums past it.
         defer: of a sharded model, when units reduce: "all" defers every reduction to the window's last
             backward, and holds unsharded sums; "outer" (HSDP) scatters in every micro-batch and sums over
             replicas once; "none" reduces in every micro-batch. Or a dict of these by a unit's name.

@@ -8,6 +8,7 @@ from pyengine.comm import comm_for
 from pyengine.engine.make import make_engine
 from pyengine.engine.sync import Sync
 from pyengine.gradients.fsdp.deferral import Deferral, choose, problems_of_deferral
+from pyengine.gradients.fsdp.exact import ExactFSDPReducer
 from pyengine.gradients.fsdp.problems import check_version, managed_parameters, problems_of_fsdp
 from pyengine.gradients.fsdp.reducer import FSDPReducer
 from pyengine.gradients.fsdp.units import units_of
@@ -29,9 +30,12 @@ def attach_sharded(model: nn.Module, settings: Settings, deferral: Deferral) -> 
     named, ignored = managed_parameters(model, units)
     comm = comm_for(next(model.parameters()).device, None)
 
-    def reducer(specs: list[ParamSpec], micro_batches: int) -> FSDPReducer:
-        del specs, micro_batches
-        return FSDPReducer(model, named, units, comm=comm, settings=settings, choices=choose(units, deferral))
+    def reducer(specs: list[ParamSpec], micro_batches: int) -> FSDPReducer | ExactFSDPReducer:
+        del specs
+        choices = choose(units, deferral)
+        if settings.kind == "exact":
+            return ExactFSDPReducer(model, named, units, comm=comm, choices=choices, terms=micro_batches)
+        return FSDPReducer(model, named, units, comm=comm, choices=choices, settings=settings)
 
     problems = [*problems_of_fsdp(model, settings), *problems_of_deferral(units, deferral, settings)]
     engine = make_engine(named, comm, settings, reducer, source=model, problems=problems, takes_shards=True)

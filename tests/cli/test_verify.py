@@ -106,6 +106,16 @@ def test_example_of_the_help_runs(checked: Verify, tmp_path: Path, monkeypatch: 
     assert heard.reference.steps == 4
 
 
+def test_a_model_is_identical_over_every_owner_of_its_gradients(checked: Verify) -> None:
+    heard = checked("--wrap", "own,ddp,fsdp,hsdp", "--workers", "1,2", "--model", "gpt", "--steps", "2")
+    assert heard.findings == {"gpt": None}
+
+
+def test_a_function_that_wraps_its_model_by_itself_is_told_how_not_to(checked: Verify) -> None:
+    with pytest.raises(RuntimeError, match="wraps its model by itself: let it call"):
+        checked("--wrap", "own,fsdp", "--workers", "1", "--train", "subjects:plain_sums")
+
+
 # function, first step, kind and name, rank, causes
 FAULTS = [
     ("plain_sums", 0, "gradient", None, 0, ["sums"]),
@@ -183,7 +193,7 @@ def test_command_prints_runs_and_verdict_and_says_it_by_its_exit_code(
 
 
 def test_new_processes_record_what_the_session_s_ranks_do(execute: Execute) -> None:
-    run = Run("", 1, steps=2, micro_batches=12, accumulator="exact", bucket_cap_mb=25.0, last=1)
+    run = Run("", 1, steps=2, micro_batches=12, accumulator="exact", bucket_cap_mb=25.0, wrap="own", last=1)
     assert on_workers(["subjects:right"], run) == execute(["subjects:right"], run)
 
 

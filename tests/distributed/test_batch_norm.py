@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import warnings
 
 import pytest
 import torch
 from cases import Collectives, me
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -69,7 +71,8 @@ class Cnn(nn.Module):
 def _digest(*tensors: Tensor) -> str:
     sha = hashlib.sha256()
     for tensor in tensors:
-        sha.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        sha.update(whole.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()[:16]
 
 
@@ -85,6 +88,9 @@ def _wrap(kind: str, model: nn.Module, **options: object) -> tuple[pe.Sync, nn.M
         return pe.GradSync(model, **options), model
     if kind == "parameters":  # the engine does not get to see the BatchNorms
         return pe.GradSync(model.parameters(), **options), model
+    if kind == "fsdp":
+        fully_shard(model)
+        return pe.attach(model, **options), model
     ddp = DistributedDataParallel(model)
     return pe.attach(ddp, **options), ddp
 
@@ -125,8 +131,9 @@ def _single(ranks, *case) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("micro_batches", [8, 12])
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "world"), [*itertools.product(KINDS, [1, 2, 3, 4, 6, 8]), ("fsdp", 2), ("fsdp", 3)]
+)
 def test_every_world_size_gives_the_same_bits(ranks, kind, world, micro_batches):
     alone = _single(ranks, micro_batches, "plain")
     for digests in ranks(world).run(_train, kind, micro_batches, "plain"):

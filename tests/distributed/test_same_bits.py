@@ -13,12 +13,16 @@ import pytest
 import torch
 from cases import me
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 
 STEPS = 4
 KINDS = ("own", "attach")
+# Worlds that tell something of a sharded model; with 3 ranks one of them pads.
+SHARDED = [("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 2), ("hsdp", 4)]
 
 
 class Gpt(nn.Module):
@@ -44,13 +48,21 @@ class Gpt(nn.Module):
 def _digest(*tensors: Tensor) -> str:
     sha = hashlib.sha256()
     for tensor in tensors:
-        sha.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        sha.update(whole.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()[:16]
 
 
 def _wrap(kind: str, model: nn.Module, bucket_mb: float, **options: object) -> tuple[pe.Sync, nn.Module]:
     if kind == "own":
         return pe.GradSync(model, bucket_cap_mb=bucket_mb, **options), model
+    if kind in ("fsdp", "hsdp"):
+        _, world = me()
+        shape = (world,) if kind == "fsdp" else (2, world // 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+        for layer in [m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer)]:
+            fully_shard(layer, mesh=mesh)
+        return pe.attach(fully_shard(model, mesh=mesh), **options), model
     ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
     return pe.attach(ddp, **options), ddp
 
@@ -100,6 +112,14 @@ def _single(ranks, *case) -> list[str]:
 def test_every_world_size_gives_the_same_bits(ranks, kind, world, micro_batches, dtype):
     alone = _single(ranks, micro_batches, dtype, "exact")
     for digests in ranks(world).run(_train, kind, micro_batches, dtype, "exact"):
+        assert digests == alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "world"), SHARDED)
+def test_every_mesh_gives_the_same_bits(ranks, kind, world, dtype):
+    alone = _single(ranks, 8, dtype, "exact")
+    for digests in ranks(world).run(_train, kind, 8, dtype, "exact"):
         assert digests == alone
 
 
@@ -171,8 +191,7 @@ def _bad_window(kind: str, dtype: torch.dtype, where: int, spike: float) -> tupl
 
 @pytest.mark.parametrize("spike", [math.inf, math.nan, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "world"), [*itertools.product(KINDS, [1, 2, 4]), ("fsdp", 2), ("hsdp", 4)])
 def test_a_bad_value_is_handled_and_named_alike_on_every_world_size(ranks, kind, world, dtype, spike):
     alone = ranks(1).run(_bad_window, "own", dtype, 2, spike)[0][0]
     for digests, steps, reason in ranks(world).run(_bad_window, kind, dtype, 2, spike):

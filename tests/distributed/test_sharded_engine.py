@@ -214,7 +214,7 @@ def _refused(case: str) -> str:
             options = {"accumulator": "native", "wire": pe.wire.FP16()}
         case "exact":
             fully_shard(model)
-            options = {"accumulator": "exact"}
+            options = {"accumulator": "exact", "defer_budget_mb": 1.0}
         case "offload":
             fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
         case "hook":
@@ -231,7 +231,7 @@ def _refused(case: str) -> str:
             model = model.first
         case "one rank":
             fully_shard(model)
-            options = {"accumulator": "exact"} if dist.get_rank() else {}
+            options = {"accumulator": "exact", "defer": "none"} if dist.get_rank() else {}
     with pytest.raises((TypeError, ValueError)) as error:
         pe.attach(model, accumulate=3, **options)
     return str(error.value)
@@ -241,13 +241,13 @@ REFUSED = {
     "sums": "sums gradients in bfloat16, and accumulator='fp32' asks for float32",
     "wire": "reduces in float32, and wire=BF16()",
     "fp16": "reduces in float16",
-    "exact": "accumulator='exact' over FSDP",
+    "exact": "defer_budget_mb=1.0: accumulator='exact' holds whole sums",
     "offload": "has a CPUOffloadPolicy",
     "hook": "has a hook behind its reduction",
     "mesh": "is on a mesh of ranks",
     "part": "need a DistributedDataParallel, or a model that fully_shard",
     "inner": "a unit within a larger one",
-    "one rank": "rank 1: accumulator='exact' over FSDP",
+    "one rank": "rank 1: defer='none', defer_budget_mb=None: accumulator='exact' holds whole sums",
 }
 
 

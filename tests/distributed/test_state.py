@@ -194,6 +194,32 @@ def test_what_is_left_of_a_window_can_be_dealt(ranks, name):
     _chain(ranks, "own", name, [(2, END)], 3, dealt=True)
 
 
+def _first_window(kind: str, states: Sequence[bytes], stop: int | None) -> Any:
+    """Train the first window, or what is left of it; return its end, or the state after `stop`
+    micro-batches.
+    """
+    run = _Run(kind, "gpt")
+    _resume(run, states)
+    for window in run.sync.windows(run.sampler):
+        for position, rows in enumerate(window, start=1):
+            run.backward(rows, 0)
+            if position == stop:
+                return _together(_pack(run.sync.state_dict()))[0]
+        run.step()
+        break
+    return run.digest()
+
+
+@pytest.mark.parametrize(
+    ("stopped", "ended"), [("fsdp 2", "own 3"), ("attach 2", "hsdp 4"), ("fsdp 3", "fsdp 2")]
+)
+def test_exact_sums_go_on_over_another_owner_of_the_gradients(ranks, stopped, ended):
+    (kind, world), (last, number) = stopped.split(), ended.split()
+    alone = ranks(1).run(_first_window, "own", [], None)[0]
+    states = ranks(int(world)).run(_first_window, kind, [], 2)
+    assert ranks(int(number)).run(_first_window, last, states, None) == [alone] * int(number)
+
+
 # The same ranks, each with its own state: any accumulator.
 
 

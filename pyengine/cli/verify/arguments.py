@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pyengine.cli.arguments import Conflict, check_workers, different_wholes, whole
 from pyengine.cli.target import check_spelling
 from pyengine.cli.tasks.base import MODELS
+from pyengine.cli.verify.wraps import WRAPS, needs
 
 DESCRIPTION = """\
 Train for a few steps on several world sizes, and say whether the runs are bitwise identical: parameters,
@@ -20,6 +21,7 @@ examples:
   python -m pyengine verify                                  the built-in models on 1, 2 and 3 workers
   python -m pyengine verify --model gpt --accumulator fp32   what plain fp32 sums do
   python -m pyengine verify --train mine:train --workers 1,4 your own training
+  python -m pyengine verify --wrap own,ddp,fsdp,hsdp        the same bits over every way to wrap a model
 
 exit code: 0 identical, 1 not identical, 2 a run failed or the arguments are wrong
 
@@ -44,6 +46,9 @@ verify.watch once, before the loop. Every optimizer step is then recorded, and t
           sync.clip_grad_norm_(1.0)
           sync.step(optimizer)
 
+with --wrap the engine is made by `sync, forward = verify.wrap(model, accumulate=..., accumulator="exact")`,
+and the optimizer behind it.
+
 `sync` may be left out (DDP without pyengine): norm and number of items are then not compared. A function that
 takes verify.steps, verify.micro_batches, verify.accumulator or verify.bucket_cap_mb follows the command line;
 only one that takes verify.bucket_cap_mb runs with small buckets too.
@@ -60,6 +65,7 @@ class Settings:
         subjects: training functions as "module:function", by the name they are reported under.
         workers: world sizes; the first one is what the others are compared with.
         micro_batches: in a window, over all ranks.
+        wraps: who owns the gradients; every one runs on all of `workers` that it can.
         json: print JSON lines instead of tables.
     """
 
@@ -68,6 +74,7 @@ class Settings:
     steps: int
     micro_batches: int
     accumulator: str
+    wraps: tuple[str, ...]
     json: bool
 
 
@@ -92,6 +99,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         default="exact",
         help="how gradients are summed (default: exact)",
     )
+    add(
+        "--wrap",
+        type=_wraps,
+        default=("own",),
+        metavar="NAME,NAME",
+        help=f"who owns the gradients: some of {', '.join(WRAPS)} (default: own)",
+    )
     add("--json", action="store_true", help="one JSON object a line on stdout instead of tables")
 
 
@@ -103,14 +117,29 @@ def settings(options: argparse.Namespace) -> Settings:
             machine starts.
     """
     check_workers(options.workers)
+    for name in options.wrap:
+        if all(needs(name, world) for world in options.workers):
+            raise Conflict(
+                f"argument --wrap: {name} on {', '.join(map(str, options.workers))} workers: "
+                f"{needs(name, options.workers[0])}"
+            )
     return Settings(
         subjects=_subjects(options.train, options.model),
         workers=options.workers,
         steps=options.steps,
         micro_batches=options.micro_batches,
         accumulator=options.accumulator,
+        wraps=options.wrap,
         json=options.json,
     )
+
+
+def _wraps(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    wrong = [name for name in names if name not in WRAPS]
+    if wrong or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r}: need different ones of {', '.join(WRAPS)}")
+    return names
 
 
 def _subjects(train: str | None, model: str | None) -> dict[str, str]:

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from pyengine.cli.target import Enough
+from pyengine.cli.verify.wraps import wrapped
 from pyengine.engine.sync import Sync
+from pyengine.gradients.accumulator import Exact
 from pyengine.step.step_record import StepRecord
 
 # In the order in which a step makes them.
@@ -29,6 +32,7 @@ class Run:
 
     Attributes:
         label: what tables call it.
+        wrap: one of `WRAPS`.
         last: step after which training ends.
         keep: folder for the tensors of that step; None keeps digests only.
     """
@@ -39,6 +43,7 @@ class Run:
     micro_batches: int
     accumulator: str
     bucket_cap_mb: float
+    wrap: str
     last: int
     keep: str | None = None
 
@@ -52,6 +57,7 @@ class Trace:
         steps: optimizer steps recorded.
         threads: torch's threads at the end.
         takes_bucket_cap: whether the function asked for `bucket_cap_mb`.
+        is_wrapped: whether it had its model wrapped by `wrap`.
         stopped: the error that ended the function before its last step; empty if none did.
     """
 
@@ -59,6 +65,7 @@ class Trace:
     steps: int = 0
     threads: int = 1
     takes_bucket_cap: bool = False
+    is_wrapped: bool = False
     stopped: str = ""
 
 
@@ -87,11 +94,32 @@ class Probe:
         self.trace.takes_bucket_cap = True
         return self._run.bucket_cap_mb
 
+    def wrap(
+        self, model: nn.Module, *, accumulate: int, accumulator: str | Exact = "exact"
+    ) -> tuple[Sync, nn.Module]:
+        """Wrap a model as the run says (`--wrap`); without it the gradients lie in buckets of the engine's.
+
+        Args:
+            model: bare; make the optimizer afterwards.
+            accumulate, accumulator: as for `pe.attach`.
+
+        Returns:
+            The engine, and what to call for a forward.
+        """
+        self.trace.is_wrapped = True
+        return wrapped(
+            self._run.wrap,
+            model,
+            accumulate=accumulate,
+            accumulator=accumulator,
+            bucket_cap_mb=self.bucket_cap_mb,
+        )
+
     def watch(self, model: nn.Module, *, optimizer: Optimizer, sync: Sync | None = None) -> None:
         """Record the model as it is, and then every step of the optimizer; call it once, before the loop.
 
         Args:
-            model: what is trained, bare or in DDP.
+            model: what is trained, bare, in DDP or sharded.
             optimizer: its step hooks tell when a step begins (gradients are read) and ends (everything else
                 is).
             sync: the engine, whose step records hold the norm and the number of items; None if there is none.
@@ -137,9 +165,10 @@ class Probe:
         for name, tensor in tensors:
             if tensor is None:
                 continue
-            self.trace.entries[self._step, kind, name] = digest(tensor)
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            self.trace.entries[self._step, kind, name] = digest(whole)
             if self._run.keep is not None and self._step == self._run.last:
-                self._kept[kind, name] = tensor.detach().cpu().clone()
+                self._kept[kind, name] = whole.detach().cpu().clone()
 
     def _advance(self) -> None:
         self.trace.threads, self.trace.steps = torch.get_num_threads(), self._step + 1

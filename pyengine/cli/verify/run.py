@@ -20,6 +20,7 @@ from pyengine.cli.verify.cause import Facts, causes
 from pyengine.cli.verify.compare import Difference, change, compare, first_difference
 from pyengine.cli.verify.probe import Probe, Run, Trace
 from pyengine.cli.verify.report import Finding, JsonLines, Report, Tables
+from pyengine.cli.verify.wraps import WRAPS, needs
 from pyengine.comm.launching import launch
 
 _BUCKET_CAP_MB, _SMALL_BUCKET_CAP_MB = 25.0, 0.05
@@ -70,6 +71,7 @@ def verify(settings: Settings, execute: Execute, report: Report) -> bool:
         for index, (name, before) in enumerate(done.items()):
             ranks = [traces[index] for traces in by_rank]
             _check_steps(name, run, ranks)
+            _check_wrap(name, settings, ranks)
             before.append(Done(run, ranks))
             difference = first_difference(before[0].ranks[0], ranks)
             if difference is None and (
@@ -127,18 +129,35 @@ def _check_steps(name: str, run: Run, ranks: Sequence[Trace]) -> None:
         )
 
 
+def _check_wrap(name: str, settings: Settings, ranks: Sequence[Trace]) -> None:
+    if settings.wraps != WRAPS[:1] and not all(trace.is_wrapped for trace in ranks):
+        raise RuntimeError(
+            f"--wrap {','.join(settings.wraps)}, and {name} wraps its model by itself: let it call "
+            "sync, forward = verify.wrap(model, accumulate=..., accumulator='exact')"
+        )
+
+
 def _runs(settings: Settings) -> list[Run]:
     """Return the runs in order; the first one is the reference."""
     base = Run(
         "",
         0,
+        wrap=settings.wraps[0],
         steps=settings.steps,
         micro_batches=settings.micro_batches,
         accumulator=settings.accumulator,
         bucket_cap_mb=_BUCKET_CAP_MB,
         last=settings.steps - 1,
     )
-    first, *others = [replace(base, label=_workers(world), workers=world) for world in settings.workers]
+    is_one = len(settings.wraps) == 1
+    first, *others = [
+        replace(
+            base, label=_workers(world) if is_one else f"{wrap}, {_workers(world)}", workers=world, wrap=wrap
+        )
+        for wrap in settings.wraps
+        for world in settings.workers
+        if not needs(wrap, world)
+    ]
     runs = [first, replace(first, label=f"{first.label}, again"), *others]
     several = [run for run in (first, *others) if run.workers > 1]
     small = [

@@ -16,7 +16,6 @@ from pyengine.cli.tasks.gpt import TextTask
 from pyengine.cli.verify.probe import Probe
 from pyengine.data.rng import micro_batch_rng
 from pyengine.data.sampler import WindowSampler
-from pyengine.engine.grad_sync import GradSync
 from pyengine.gradients.accumulator import Exact
 
 _SEED = 42
@@ -37,11 +36,10 @@ def _train(task: Task, verify: Probe) -> None:
     model = _build(task)
     size = _MICRO_BATCH * verify.micro_batches
     sampler = WindowSampler(task.num_samples, seed=_SEED, micro_batch=_MICRO_BATCH, global_batch=size)
-    sync = GradSync(
+    sync, forward = verify.wrap(
         model,
         accumulate=sampler.accumulate,
         accumulator=Exact(verify.micro_batches) if verify.accumulator == "exact" else verify.accumulator,
-        bucket_cap_mb=verify.bucket_cap_mb,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     verify.watch(model, optimizer=optimizer, sync=sync)
@@ -50,7 +48,7 @@ def _train(task: Task, verify: Probe) -> None:
         for step, window in enumerate(sync.windows(sampler), start=epoch * sampler.num_windows):
             for index, rows in enumerate(window, start=sampler.first):
                 with micro_batch_rng(_SEED, step=step, index=index):
-                    loss, count = task.loss(model, task.batch(torch.tensor(rows)))
+                    loss, count = task.loss(forward, task.batch(torch.tensor(rows)))
                     sync.backward(loss, count=count)
             sync.clip_grad_norm_(1.0)
             sync.step(optimizer)

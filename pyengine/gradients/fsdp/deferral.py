@@ -82,6 +82,8 @@ def problems_of_deferral(units: Sequence[Unit], deferral: Deferral, settings: Se
         return [f"defer_budget_mb={budget!r}: need a size of at least 0 in MiB; math.inf defers everything"]
     if budget is not None and defer != "all":
         return [f"{deferral}: the budget chooses what is deferred; pass one of them"]
+    if settings.kind == "exact" and (defer, budget) != ("all", None):
+        return [f"{deferral}: accumulator='exact' holds whole sums in every window; leave both out"]
     modes = {unit.name: defer for unit in units} if isinstance(defer, str) else defer
     if not isinstance(modes, Mapping) or any(mode not in MODES for mode in modes.values()):
         return [f"defer={defer!r}: need one of {', '.join(map(repr, MODES))}, or a dict of one by unit"]

@@ -50,11 +50,6 @@ def problems_of_fsdp(model: nn.Module, settings: Settings) -> list[str]:
     found = []
     if is_inner(model):
         found.append("ddp_model is a unit within a larger one: pass the outermost, whose forward you call")
-    if settings.kind == "exact":
-        found.append(
-            "accumulator='exact' over FSDP, which sums in floating point: use 'fp32', or "
-            "DistributedDataParallel or pe.GradSync over the model before it is sharded"
-        )
     for unit in units_of(model):
         where = f"FSDP unit {unit.name!r}" if unit.name else "ddp_model"
         found += [f"{where} {text}" for text in _unit_problems(unit, settings)]
@@ -82,8 +77,8 @@ def _unit_problems(unit: Unit, settings: Settings) -> Iterator[str]:
 def _sum_problems(unit: Unit, settings: Settings) -> Iterator[str]:
     """Say whether a unit's policy sums otherwise than the arguments say."""
     dtype = reduce_dtype(unit.module)
-    if dtype is None or settings.problems():
-        return
+    if dtype is None or settings.problems() or settings.kind == "exact":
+        return  # exact sums travel past FSDP
     short = str(dtype).removeprefix("torch.")
     if settings.kind == "fp32" and dtype.itemsize < torch.float32.itemsize:
         yield (

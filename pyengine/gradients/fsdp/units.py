@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from pyengine.comm.base import Comm
 from pyengine.gradients.fsdp.private import Replaced, is_unit, parameters_of, shares_a_state
@@ -116,3 +116,19 @@ def is_counted(param: Any) -> bool:
         for index, placement in zip(coordinate, param.placements, strict=True)
         if placement.is_replicate()
     )
+
+
+def is_first(param: Any) -> bool:
+    """Whether this rank is the first on every axis of a parameter's mesh: one of all that it lies on."""
+    return not any(param.device_mesh.get_coordinate())
+
+
+def shard_of(whole: Tensor, param: Any) -> Tensor:
+    """Return this rank's shard of a tensor of a parameter's shape: a view where that is contiguous."""
+    coordinates = param.device_mesh.get_coordinate()
+    for axis, placement in enumerate(param.placements):
+        if placement.is_shard():
+            chunks = whole.chunk(param.device_mesh.size(axis), placement.dim)
+            at = coordinates[axis]
+            whole = chunks[at] if at < len(chunks) else whole.narrow(placement.dim, 0, 0)
+    return whole.contiguous()

@@ -135,6 +135,15 @@ class Unsharded:
         grads = {index: param.grad for index, param in self._found.items() if param.grad is not None}
         return {**self._waiting, **grads}
 
+    def take(self) -> dict[int, Tensor]:
+        """Return what the micro-batch has brought, by parameter, unsharded, the caller's; it is not here any
+        more.
+        """
+        taken = {index: param.grad for index, param in self._found.items() if param.grad is not None}
+        for index in taken:
+            self._found[index].grad = None
+        return taken
+
     def save(self, names: Sequence[str]) -> Saved:
         """Return copies of the sums; see `Reducer.save`."""
         rows = torch.stack(self._rows) if self._rows else None

@@ -1,0 +1,231 @@
+"""Exact sums of sharded parameters: the same bits as over DDP and own buckets, on any mesh.
+
+FSDP gathers whole parameters, so a micro-batch's gradient has the bits that it has without FSDP. It is summed
+as a whole, and ranks merge whole sums; each keeps its shard of the result. Norm and flags are read off the
+whole, so they are no matter of a mesh.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from pyengine.comm.base import Comm, Work
+from pyengine.gradients.ddp.sums import BucketSum
+from pyengine.gradients.fsdp.deferral import Choice
+from pyengine.gradients.fsdp.sharded import Sharded
+from pyengine.gradients.fsdp.units import Unit, is_first, shard_of
+from pyengine.gradients.slots import Saved, as_gradient, load_parts, saved_flags
+from pyengine.gradients.sums import ExactOverRanks, SlotNorms
+from pyengine.ops.device import send
+from pyengine.ops.exact_reference import BLOCK
+from pyengine.ops.plan import BucketPlan
+from pyengine.window.divisor import Divisor
+from pyengine.window.final_pass import FinalPass
+from pyengine.window.header import Header
+from pyengine.window.nonfinite import flagged_in
+from pyengine.window.verdict import check_agreement
+from pyengine.wire import FP32
+
+_USED, _GAVE_UP = 1, 2
+
+
+class UnitSum(BucketSum):
+    """The exact sum of one unit's gradients, unsharded.
+
+    Args:
+        params: the unit's, sharded; at least one.
+        indices: theirs, in the order of registration.
+        terms: micro-batches of a full window, over all ranks.
+
+    Attributes:
+        indices: as given.
+        in_place: whether gradients lie in the memory of the sum.
+        num_bytes: that this holds.
+
+    Bytes an element: 8.02 on every rank, and 2 more where parameters are narrow.
+    """
+
+    def __init__(self, params: Sequence[Parameter], indices: Sequence[int], *, terms: int) -> None:
+        numels = [p.numel() for p in params]
+        *offsets, end = itertools.accumulate([-(-n // BLOCK) * BLOCK for n in numels], initial=0)
+        plan, device = BucketPlan(offsets, numels), params[0].device
+        self._exact = ExactOverRanks(
+            plan, numel=max(BLOCK, end), terms=terms, device=device, num_flags=len(params)
+        )
+        super().__init__(params, plan, self._exact)
+        self.indices = list(indices)
+        self._norms = SlotNorms(plan, self.indices, device)
+        self._one = torch.ones((), device=device)
+        flat = self._exact.hi.view(torch.float32)
+        if params[0].dtype != torch.float32:
+            flat = torch.empty(flat.numel(), dtype=params[0].dtype, device=device)
+        self._slots = [flat[start : start + n] for start, n in zip(offsets, numels, strict=True)]
+        self.in_place = flat.dtype == torch.float32
+        self.num_bytes = sum(t.nbytes for t in self._exact.round_tensors()) + flat.nbytes * (
+            not self.in_place
+        )
+
+    def rounds(self, used: Sequence[bool], comm: Comm, *, poison: bool) -> Iterator[Work]:
+        """Merge the sums of all ranks, and tell which parameters any of them used; see
+        `ExactOverRanks.rounds`.
+        """
+        if not self.is_filled:
+            nothing = [None] * len(self.params)
+            self._exact.deposit_(nothing, first=True, nonfinite=torch.zeros_like(self._exact.flags))
+        flags = [_GAVE_UP if poison else _USED * is_used for is_used in used]
+        self._exact.flags.copy_(send(flags, torch.uint8, self.device))
+        return self._exact.rounds(comm)
+
+    def land(self, inv_count: Tensor | None, final: FinalPass) -> Tensor:
+        """Round the sums, read their norm, and give every parameter its shard, in memory of this object.
+
+        Args:
+            inv_count: what is still to be multiplied in, float32 0-dim; None for nothing.
+            final: its `sumsq`, `nonfinite` and `void` are written.
+
+        Returns:
+            uint8 `[params]`, 0 where no rank has used a parameter.
+
+        Cost: 12 bytes an element to round, and one read.
+        """
+        flags = self._exact.flags
+        rounded = self._exact.rounded_()
+        if not self.in_place:
+            self._plan.unpack_(self._slots, rounded, self._one if inv_count is None else inv_count)
+        self._norms.read(self._slots, None, self._one, final)
+        final.void = torch.where((flags == _GAVE_UP).any(), torch.nan, final.void)
+        for param, slot in zip(self.params, self._slots, strict=True):
+            param.grad = as_gradient(shard_of(slot.view(param.shape), param), param)
+        return flags
+
+
+class ExactFSDPReducer(Sharded):
+    """Gradients of a sharded model, summed exactly; nothing overlaps with a backward.
+
+    Args:
+        model, named, units, comm, choices: as for `FSDPReducer`.
+        terms: micro-batches of a full window, over all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        named: Sequence[tuple[str, Parameter]],
+        units: Sequence[Unit],
+        *,
+        comm: Comm,
+        choices: Sequence[Choice],
+        terms: int,
+    ) -> None:
+        super().__init__(model, named, units, comm=comm, choices=choices, dtype=torch.float32, watches=False)
+        index = {id(param): i for i, param in enumerate(self.params)}
+        self._sums = [
+            UnitSum(unit.params, [index[id(param)] for param in unit.params], terms=terms)
+            for unit in units
+            if any(param.requires_grad for param in unit.params)
+        ]
+        self.held_bytes = sum(total.num_bytes for total in self._sums)
+        self._speaks = send([is_first(param) for param in self.params], torch.bool, self.params[0].device)
+        self._rounds: list[tuple[Iterator[Work], Work]] = []
+        self._works: list[Work] = []
+        self._divisor: Divisor | None = None
+
+    def begin(self) -> None:
+        super().begin()
+        self._divisor, self._rounds, self._works = None, [], []
+        for total in self._sums:
+            total.begin()
+
+    @contextmanager
+    def add(self) -> Iterator[None]:
+        """Let the body run as under no_sync."""
+        yield
+        self.collect()
+
+    def collect(self) -> None:
+        """Deposit what the micro-batch has left in the unsharded parameters' `.grad`."""
+        is_void, grads = self.unsharded.is_void, self.unsharded.take()
+        self.end_padding()
+        for total in self._sums if not is_void else []:
+            total.add([_flat(grads.get(index)) for index in total.indices])
+
+    def reduce(self, header: Header) -> None:
+        if header.is_refused():
+            check_agreement(header, header.totals(), self.comm)
+        in_place = all(total.in_place for total in self._sums)
+        self._divisor = Divisor(header.inv_count, FP32(), in_place=in_place)
+        self._start(poison=False)
+
+    def give_up(self) -> None:
+        self.end_padding()
+        if self._divisor is not None:
+            self._start(poison=True)
+
+    def finish(self, final: FinalPass) -> None:
+        if self._divisor is None or len(self._works) < len(self._sums):
+            raise RuntimeError(
+                "gradients were not reduced: a collective failed on this rank. Nothing is stepped here, and "
+                "other ranks may have gone on: start all ranks anew, from a checkpoint"
+            )
+        inv_count = self._divisor.after_wire()
+        for total, work in zip(self._sums, self._works, strict=True):
+            work.wait()
+            flags = total.land(inv_count, final)
+            if not all(map(self.unsharded.used.__getitem__, total.indices)):  # a host read, only here
+                for param, is_used in zip(total.params, flags.tolist(), strict=True):
+                    param.grad = param.grad if is_used else None
+        self._divisor.leave_to(final)
+        # All ranks have read all of it, and one says it.
+        final.sumsq = torch.where(self._speaks, final.sumsq, 0.0)
+
+    def blame(self) -> Callable[[int], list[int] | None]:
+        flagged = [(total.indices, total.flagged) for total in self._sums]
+
+        def blame(index: int) -> list[int] | None:
+            for indices, flags in flagged:
+                if index in indices:
+                    return flagged_in(flags, indices.index(index))
+            return None
+
+        return blame
+
+    def save(self) -> Saved:
+        return {
+            self.names[index]: {
+                **{part: tensor.clone() for part, tensor in total.parts(slot).items()},
+                "nonfinite": torch.stack(total.flagged, 1)[slot],
+            }
+            for total in self._sums
+            if total.is_filled
+            for slot, index in enumerate(total.indices)
+            if self.unsharded.used[index]
+        }
+
+    def load(self, saved: Saved, *, done: int) -> None:
+        for total in self._sums:
+            total.is_filled = True
+            names = [self.names[index] for index in total.indices]
+            total.flagged = [*saved_flags(saved, names, done, total.device)]
+            for slot, (index, name) in enumerate(zip(total.indices, names, strict=True)):
+                self.unsharded.used[index] = self.unsharded.used[index] or name in saved
+                load_parts(total.parts(slot), saved.get(name))
+
+    def _start(self, *, poison: bool) -> None:
+        """Start what is still missing: a first round of every unit, then a second one."""
+        used = self.unsharded.used
+        for total in self._sums[len(self._rounds) :]:
+            rounds = total.rounds([used[index] for index in total.indices], self.comm, poison=poison)
+            self._rounds.append((rounds, next(rounds)))
+        for rounds, work in self._rounds[len(self._works) :]:
+            work.wait()
+            self._works.append(next(rounds))
+
+
+def _flat(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else grad.detach().reshape(-1)
