@@ -330,3 +330,27 @@ def test_a_host_that_runs_ahead_learns_of_a_window_when_the_next_one_begins(rank
     losses, known, message = ranks(2).run(_late, False)[0]
     assert known == [0, 1, 2]
     assert ranks(2).run(_late, True) == [(losses, [0, 1, 2], message)] * 2
+
+
+def _blocks(kind: str) -> None:
+    """Weigh losses whose backward is ours to call."""
+    _, world = me()
+    sync, forward, model, optimizer = _made(kind)
+    for window in sync.windows(
+        _batches(3), count=lambda batch: {"ce": _items(batch), "half": 2 * _items(batch)}
+    ):
+        for batch in window:
+            with sync.micro_batch() as mb:
+                with pytest.raises(ValueError, match="mb.count: this window's counts were read ahead"):
+                    mb.count = 3
+                loss = forward(*batch)
+                sync.weigh({"ce": loss, "half": 2 * loss}).backward()
+        sync.unscale_()
+        batches = 2 * [_batch(r, k) for r in range(world) for k in range(3)]
+        assert_same(grads(model), mean_of_integers(model, batches, sum(map(_items, batches)) / 2))
+        assert sync.step(optimizer)
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_a_weighed_loss_may_have_a_backward_of_the_callers(ranks, kind):
+    ranks(2).run(_blocks, kind)
