@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from pyengine.comm import TorchDist
 from pyengine.comm.axes import Axes
 from pyengine.engine.attach_sharded import attach_sharded
 from pyengine.engine.engine_ranks import EngineRanks
@@ -109,7 +110,11 @@ def attach(
     def reducer(specs: list[ParamSpec], micro_batches: int) -> DDPReducer:
         del specs  # DDP has laid its buckets out
         state.serve(settings.wire)
-        state.comm(named[0][1].device).traffic = ranks.comm.traffic
+        device = named[0][1].device
+        if device_mesh is None and isinstance(ranks.comm, TorchDist):
+            state.travel_by(ranks.comm, device)
+        else:  # DDP's ranks are some of the engine's, or this one alone
+            state.comm(device).traffic = ranks.comm.traffic
         counted = ranks.membership.counted
         return DDPReducer(ddp_model, state, settings=settings, terms=micro_batches, counted=counted)
 

@@ -60,7 +60,7 @@ def test_a_callback_or_schedule_that_fails_leaves_a_window_that_was_stepped_once
 
 
 def _exchanged() -> str:
-    model = nn.Linear(2, 1, bias=False)
+    model = nn.Linear(2, 1)
     sync = pe.GradSync(model, accumulate=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with sync.accumulate():

@@ -131,6 +131,10 @@ class HookState:
             self._comms[device] = TorchDist(self.group, device)
         return self._comms[device]
 
+    def travel_by(self, comm: TorchDist, device: torch.device) -> None:
+        """Let buckets on a device travel by an engine's transport, over the same ranks."""
+        self._comms[device] = comm
+
     def wire_buffer(self, bucket: dist.GradBucket) -> WireBuffer:
         """Return what is kept for a bucket; made anew when DDP has rebuilt its buckets."""
         # By parameter: DDP numbers the buckets of every model from 0, and those of static_graph's first
