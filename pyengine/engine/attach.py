@@ -95,6 +95,13 @@ def attach(
         )
     if not isinstance(ddp_model, DistributedDataParallel):
         raise TypeError(_not_ddp(ddp_model))
+    return _attach_ddp(ddp_model, settings, device_mesh, axes)
+
+
+def _attach_ddp(
+    ddp_model: DistributedDataParallel, settings: Settings, device_mesh: DeviceMesh | None, axes: Axes
+) -> Sync:
+    """Make the engine of a DDP; see `attach`."""
     named = visible_parameters(ddp_model)
     if is_lazy(named[0][1].device):
         raise ValueError(

@@ -200,3 +200,25 @@ def test_a_parameter_used_once_on_one_rank_is_reduced_and_one_used_nowhere_has_n
     ranks, kind, world, narrow
 ):
     ranks(world).run(_uses_some, kind, narrow=narrow)
+
+
+def _raises_behind_the_reductions() -> list[bool]:
+    """Rank 1 raises in the last backward's block, when FSDP has nothing more to send."""
+    rank, _ = me()
+    sync, model = sharded("nested", accumulate=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    steps = []
+    for index in range(2):
+        with contextlib.suppress(KeyError), sync.accumulate():
+            with sync.micro_batch(count=3) as mb:
+                loss = loss_of(model, batch(rank))
+                with mb.last_backward(loss):
+                    loss.backward()
+                    if rank and not index:
+                        raise KeyError("in the block")
+            steps.append(bool(sync.step(optimizer)))
+    return steps
+
+
+def test_a_rank_that_fails_behind_the_reductions_voids_the_window_everywhere(ranks):
+    assert ranks(2).run(_raises_behind_the_reductions) == [[False, True], [True]]

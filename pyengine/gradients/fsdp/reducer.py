@@ -89,11 +89,13 @@ class FSDPReducer(Sharded):
         self._conclude()
 
     def give_up(self) -> None:
-        """Note it; FSDP cannot be made to go on from the middle of a backward."""
+        """Tell the other ranks, if FSDP's part was over; it cannot go on from the middle of a backward."""
         self._gave_up = True
         self.end_padding()
         for unit in self.units:
             unit.rest()
+        if self._divisor is not None and self._used is None:
+            self._send_used()
 
     def finish(self, final: FinalPass) -> None:
         """Read `.grad` once: FSDP has waited and written it already."""
@@ -165,9 +167,13 @@ class FSDPReducer(Sharded):
                 "window's last backward, which did not run through the model's own forward: call the model, "
                 "not its parts"
             )
+        self._send_used()
+        self.is_clean = True
+
+    def _send_used(self) -> None:
+        """Start to tell the other ranks which parameters were used here."""
         flags = send(self.unsharded.used, torch.uint8, self._one.device)
         self._used = flags, self.comm.all_reduce_max(flags)
-        self.is_clean = True
 
     def _drop_unused(self, flags: Tensor, work: Work) -> None:
         """Leave no gradient where no rank has used a parameter, as the flags say once `work` has landed."""
