@@ -1,7 +1,8 @@
 # make run     set up, then train two small models on two local workers and compare with plain DDP
 # make test    set up, then run the tests (eleven minutes on two cores)
 # make test-slow  set up, then run those that take long: two hosts, torchrun, elastic restarts, whole studies, dying ranks
-# make test-faults  set up, then run every fault at every place (tests/faults)
+# make test-faults  set up, then run every fault at every place, and what runs for thousands of windows
+# make test-adapters-oldest  set up, then run the tests of the adapters on the oldest releases of their libraries
 # make test-isa   set up, then run a choice of the tests on every instruction set that this machine has
 # make check   set up, then ruff and mypy
 # make docs    set up, then build the site into build/docs; a broken link between pages fails
@@ -22,6 +23,7 @@ WHEEL_TESTS ?= tests/ops/test_pack.py tests/ops/test_unscale_norm.py tests/distr
 # What `make test-isa` runs on each: half a minute. PYENGINE_ISA=avx2 make test runs everything on one.
 ISA_TESTS ?= tests/distributed/test_step.py tests/distributed/test_world_size.py tests/ops/test_reference.py
 VENV := .venv
+OLDEST := $(CURDIR)/build/adapters-oldest
 BIN := $(VENV)/bin
 XLA_VENV := .venv-xla
 XLA_INSTALLED := $(XLA_VENV)/.installed
@@ -34,7 +36,7 @@ DOCS_INSTALLED := $(VENV)/.docs-installed
 # Folders too: their time changes when a file is removed.
 NATIVE := $(shell find csrc) setup.py CMakeLists.txt
 
-.PHONY: run test test-faults test-slow test-isa check docs linkcheck wheel test-xla xla-env gpu clean
+.PHONY: run test test-faults test-slow test-adapters-oldest test-isa check docs linkcheck wheel test-xla xla-env gpu clean
 .DEFAULT_GOAL := run
 
 run: $(BUILT)
@@ -48,6 +50,13 @@ test-slow: $(BUILT)
 
 test-faults: $(BUILT)
 	$(BIN)/python -m pytest -m "" tests/faults $(ARGS)
+	$(BIN)/python -m pytest -m exhaustive tests/distributed tests/adapters $(ARGS)
+
+# The lower ends of the ranges in pyproject.toml, in a folder of their own, before those of $(VENV).
+test-adapters-oldest: $(BUILT)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) \
+	    $$($(BIN)/python tests/adapters/oldest.py)
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests/adapters -n $(JOBS) --dist loadfile $(ARGS)
 
 test-isa: $(BUILT)
 	set -e; for isa in $$($(BIN)/python tests/isa/forced_isa.py); do \

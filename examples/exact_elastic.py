@@ -26,7 +26,7 @@ def train(folder: str, dies_at: int | None) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     checkpoint, start = Path(folder) / "last.pt", 0
     if checkpoint.exists():
-        saved = torch.load(checkpoint)
+        saved = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         start = saved["steps"]

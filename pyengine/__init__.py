@@ -5,6 +5,8 @@ Three ways in: `GradSync` for a loop of your own, `attach` (or only `comm_hook`)
 """
 
 from pyengine import ops, telemetry, wire
+from pyengine.audit.finding import AuditError, Finding
+from pyengine.audit.handle import Audit, audit
 from pyengine.comm.axes import Axes
 from pyengine.comm.launching import launch
 from pyengine.data.batch_plan import BatchPlan, plan_batch, scale_lr, warm_up
@@ -12,6 +14,7 @@ from pyengine.data.dealer import Dealer
 from pyengine.data.rng import micro_batch_rng, sample_rng, seed_everything, seed_rank, worker_init
 from pyengine.data.sampler import WindowSampler
 from pyengine.engine.attach import attach
+from pyengine.engine.checkpoint.checkpoints import Checkpoint, Checkpoints
 from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.micro_batch import MicroBatch
 from pyengine.engine.sync import Sync
@@ -25,10 +28,15 @@ from pyengine.step.window_optimizer import WindowOptimizer
 __version__ = "0.1.0"
 
 __all__ = [
+    "Audit",
+    "AuditError",
     "Axes",
     "BatchPlan",
+    "Checkpoint",
+    "Checkpoints",
     "Dealer",
     "Exact",
+    "Finding",
     "GradScaler",
     "GradSync",
     "HookState",
@@ -38,6 +46,7 @@ __all__ = [
     "WindowOptimizer",
     "WindowSampler",
     "attach",
+    "audit",
     "bf16_hook",
     "bf16_wrapper",
     "comm_hook",

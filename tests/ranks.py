@@ -254,6 +254,7 @@ def _serve(pipe: Any) -> None:
         answer: tuple[Any, str]
         try:
             torch.manual_seed(place[1])
+            torch.set_num_threads(1)  # some libraries set it
             answer = fn(*args, **kwargs), ""
         except SystemExit:
             raise  # ends the process, as it would the user's

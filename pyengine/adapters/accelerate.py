@@ -8,6 +8,7 @@ boundary comes from the loader given to `prepare`, the divisor from what was cou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -15,57 +16,57 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from pyengine.adapters.accelerate_refusals import REFUSED, UNEVEN
+from pyengine.adapters.backward import backward
 from pyengine.adapters.engine_for import engine_for
 from pyengine.engine.sync import Sync
+from pyengine.gradients.accumulator import as_accumulator
+from pyengine.gradients.fsdp.deferral import Defer, Deferral
 from pyengine.gradients.settings import Settings
 from pyengine.step.grad_scaler import GradScaler
-from pyengine.step.window_optimizer import WindowOptimizer
-from pyengine.window.counter import check_accumulate
 from pyengine.window.header import Count
 from pyengine.wire import FP32, Wire
+from pyengine.wire.cast import as_wire
 
 try:
     from accelerate import Accelerator
-    from accelerate.data_loader import BatchSamplerShard, DataLoaderStateMixin, SkipBatchSampler
+    from accelerate.data_loader import DataLoaderStateMixin
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
     from accelerate.state import GradientState
-    from accelerate.utils import DDPCommunicationHookType, DistributedType
 except ImportError as error:
     raise ImportError(
         "pyengine.adapters.accelerate needs accelerate, which is not installed: pip install '.[adapters]' "
         "in a clone of pyengine"
     ) from error
 
-_SHARDED = (
-    DistributedType.DEEPSPEED,
-    DistributedType.FSDP,
-    DistributedType.MEGATRON_LM,
-    DistributedType.XLA,
-)
+from pyengine.adapters.accelerate_refusals import REFUSED, check_accelerator, check_loader
+from pyengine.adapters.accelerate_steps import AcceleratedWindowOptimizer, WindowBoundary
 
 
 def prepare(
     accelerator: Accelerator,
     *objects: Any,
     accumulate: int,
-    wire: Wire = FP32(),  # noqa: B008 - frozen
-    accumulator: str = "fp32",
+    wire: Wire | torch.dtype = FP32(),  # noqa: B008 - frozen
+    accumulator: str | torch.dtype = "fp32",
     nonfinite: str = "skip",
+    defer: Defer = "all",
+    defer_budget_mb: float | None = None,
 ) -> tuple[Any, ...]:
     """Prepare a model with its optimizers, loaders and schedulers, as `accelerator.prepare` does, for windows
     of its own.
 
     Args:
-        accelerator: of one process or of DDP, in fp32, bf16 or fp16. Its `gradient_accumulation_steps` is 1
-            or `accumulate`.
+        accelerator: of one process, of DDP, or of FSDP2 (`FullyShardedDataParallelPlugin(fsdp_version=2)`),
+            in fp32, bf16 or fp16. Its `gradient_accumulation_steps` is 1 or `accumulate`.
         objects: one model, its optimizers and schedulers, and the loaders whose end ends the last window, in
             any order; prepared before or not. Another model gets a `prepare`, and so an accelerator, of its
             own.
         accumulate, wire, accumulator, nonfinite: as for `pe.GradSync`.
+        defer, defer_budget_mb: of a model under FSDP2, as for `pe.attach`.
 
     Returns:
         A `WindowAccelerator` to use in place of `accelerator` for this model, then the prepared objects in
@@ -73,7 +74,7 @@ def prepare(
 
     Raises:
         ValueError: an option that this loop cannot honour, or objects that do not belong together.
-        TypeError: the prepared model is sharded or compiled around DDP.
+        TypeError: the prepared model is compiled around DDP.
 
     Cost: as `pe.attach` on several processes, as `pe.GradSync` on one.
 
@@ -90,12 +91,13 @@ def prepare(
         ...         optimizer.step()
         ...         optimizer.zero_grad()
     """
-    windows = WindowAccelerator(accelerator, Settings(accumulate, wire, accumulator, nonfinite))
+    settings = Settings(accumulate, as_wire(wire), as_accumulator(accumulator), nonfinite)
+    windows = WindowAccelerator(accelerator, settings, Deferral(defer, defer_budget_mb))
     prepared = windows.prepare(*objects)
     return (windows, *prepared) if isinstance(prepared, tuple) else (windows, prepared)
 
 
-_OWN = frozenset({"sync", "_accelerator", "_settings", "_model", "_loaders", "_optimizers"})
+_OWN = frozenset({"sync", "_accelerator", "_settings", "_deferral", "_model", "_loaders", "_optimizers"})
 
 
 class WindowAccelerator:
@@ -103,32 +105,35 @@ class WindowAccelerator:
 
     Args:
         accelerator: the accelerator to ask for everything else.
-        settings: of the engine.
+        settings, deferral: of the engine.
 
     Attributes:
         sync: the model's engine, once `prepare` was given the model: `on_step`, `state_dict`, `flush`.
     """
 
-    def __init__(self, accelerator: Accelerator, settings: Settings) -> None:
-        _check(accelerator, settings)
-        self._accelerator, self._settings = accelerator, settings
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        settings: Settings,
+        deferral: Deferral = Deferral(),  # noqa: B008 - frozen
+    ) -> None:
+        check_accelerator(accelerator, settings)
+        self._accelerator, self._settings, self._deferral = accelerator, settings, deferral
         self._model: nn.Module | None = None
         self._loaders: list[DataLoaderStateMixin] = []
-        self._optimizers: list[_Optimizer] = []
+        self._optimizers: list[AcceleratedWindowOptimizer] = []
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches a full window; set it between two windows, on every rank alike."""
-        return self._settings.accumulate
+        return self._settings.accumulate if self._model is None else self.sync.gradient_accumulation_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        wrong = check_accumulate(steps)
-        if wrong:
-            raise ValueError("gradient_accumulation_steps" + wrong[0].removeprefix("accumulate"))
-        if self._model is not None:
-            self.sync._engine.resize(steps)
-        self._settings = replace(self._settings, accumulate=steps)
+        if self._model is None:  # the engine will look at it
+            self._settings = replace(self._settings, accumulate=steps)
+        else:
+            self.sync.gradient_accumulation_steps = steps
 
     @property
     def sync_gradients(self) -> bool:
@@ -151,7 +156,7 @@ class WindowAccelerator:
         """Prepare objects as Accelerate does; optimizers and schedulers then follow this model's windows."""
         evaluated = [item for item in objects if getattr(item, "_is_accelerate_prepared", False)]
         prepared = self._accelerator.prepare(*objects, device_placement=device_placement)
-        prepared = prepared if isinstance(prepared, tuple) else (prepared,)
+        prepared = (prepared,) if len(objects) == 1 else tuple(prepared)  # FSDP2 brings a list
         for item in prepared:
             if isinstance(item, nn.Module):
                 self._check_model(item, is_old=any(item is other for other in evaluated))
@@ -186,33 +191,35 @@ class WindowAccelerator:
         return self.sync.accumulate(last=_has_ended(self._accelerator.gradient_state, self._loaders))
 
     def backward(self, loss: Tensor, *, count: Count | None = None, **options: Any) -> None:
-        """Run the backward of one micro-batch: of a mean loss, or of a sum over `count` items;
-        see `pe.Sync.backward`.
+        """Run the backward of one micro-batch: of a mean loss, or of a sum over `count` items.
+
+        `options` are torch's. Within `with accelerator.sync.micro_batch(count=n):` it may be called several
+        times.
         """
-        if options:
-            raise ValueError(
-                f"backward: got {', '.join(options)}, need the loss and its count only: the engine runs the "
-                "backward, and takes no options of torch's; leave them out (several losses of one graph: "
-                "add them up)"
-            )
-        self.sync.backward(loss, count=count)
+        backward(self.sync, loss, count=count, options=options)
 
     def clip_grad_norm_(
         self, parameters: Iterable[nn.Parameter] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Tensor:
-        """Clip at the window's end; the 2-norm over the whole model needs no pass of its own."""
+        """Clip at the window's end; the 2-norm and the inf-norm over the whole model, as
+        `pe.Sync.clip_grad_norm_`, need no writing pass of their own.
+        """
         self._check_end("clip_grad_norm_")
         clipped: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if norm_type == 2 and {*map(id, clipped)} >= {*map(id, self._trained())}:
-            return self.sync.clip_grad_norm_(max_norm)
+        if norm_type in (2, math.inf) and self._is_whole(clipped):
+            return self.sync.clip_grad_norm_(max_norm, norm_type)
         self.sync.unscale_()
         return nn.utils.clip_grad_norm_(clipped, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | Tensor, clip_value: float) -> None:
         """Clip every element of the mean gradient, written into `.grad` for it."""
         self._check_end("clip_grad_value_")
-        self.sync.unscale_()
-        nn.utils.clip_grad_value_(parameters, clip_value)
+        clipped: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if self._is_whole(clipped):
+            self.sync.clip_grad_value_(clip_value)
+        else:
+            self.sync.unscale_()
+            nn.utils.clip_grad_value_(clipped, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Write the mean gradient into `.grad`, to be read or changed before the step."""
@@ -251,16 +258,18 @@ class WindowAccelerator:
                 "window's last, and the gradients are unfinished sums of this rank alone"
             )
 
-    def _trained(self) -> list[nn.Parameter]:
+    def _is_whole(self, params: Sequence[Tensor]) -> bool:
+        """Whether these are all that the model trains."""
         assert self._model is not None
-        return [param for param in self._model.parameters() if param.requires_grad]
+        trained = {id(param) for param in self._model.parameters() if param.requires_grad}
+        return {*map(id, params)} >= trained
 
     def _check_model(self, model: nn.Module, *, is_old: bool) -> None:
         """Refuse a model that Accelerate has once prepared for evaluation,
         and gives back as it is ever after.
         """
-        alone = self._accelerator.num_processes == 1 or isinstance(model, DistributedDataParallel)
-        if is_old and not alone:
+        is_reduced = isinstance(model, DistributedDataParallel | FSDPModule)
+        if is_old and self._accelerator.num_processes > 1 and not is_reduced:
             raise RuntimeError(
                 f"prepare: this {type(model).__name__} was prepared for evaluation only (Trainer.evaluate() "
                 "or predict() before train(), or prepare_model(evaluation_mode=True)), so Accelerate does "
@@ -275,19 +284,20 @@ class WindowAccelerator:
                 "prepare once a model; each gives an accelerator of its own"
             )
         if self._model is None:
-            self.sync: Sync = engine_for(model, self._settings, self._accelerator.scaler)
+            self.sync: Sync = engine_for(model, self._settings, self._accelerator.scaler, self._deferral)
             self._model = model
             if self.sync.scaler is not None:
                 self._accelerator.register_for_checkpointing(self.sync.scaler)
 
     def _loader(self, prepared: Any) -> Any:
         """Keep a loader whose end ends the last window."""
-        _check_loader(prepared)
+        check_loader(prepared)
         self._loaders.append(prepared)
         return prepared
 
-    def _optimizer(self, prepared: AcceleratedOptimizer) -> _Optimizer:
-        ours = prepared if isinstance(prepared, _Optimizer) else _Optimizer(prepared.optimizer, self.sync)
+    def _optimizer(self, prepared: AcceleratedOptimizer) -> AcceleratedWindowOptimizer:
+        is_ours = isinstance(prepared, AcceleratedWindowOptimizer)
+        ours = prepared if is_ours else AcceleratedWindowOptimizer(prepared.optimizer, self.sync)
         if ours not in self._optimizers:
             self._optimizers.append(ours)
         return ours
@@ -306,45 +316,8 @@ class WindowAccelerator:
             step_with_optimizer=prepared.step_with_optimizer,
             split_batches=prepared.split_batches,
         )
-        ours.gradient_state = _Boundary(self.sync)
+        ours.gradient_state = WindowBoundary(self.sync)
         return ours
-
-
-class _Boundary:
-    """Tells an AcceleratedScheduler where one model's windows end;
-    Accelerate asks its process-wide GradientState.
-    """
-
-    adjust_scheduler = False
-
-    def __init__(self, sync: Sync) -> None:
-        self._sync = sync
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-batch is the last of its window."""
-        return self._sync.is_sync_step
-
-
-class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate is untyped
-    """Steps through the engine where a window ends and does nothing elsewhere."""
-
-    _is_accelerate_prepared = True  # not to be wrapped when it is prepared again
-    steps_with_windows = True
-
-    def __init__(self, optimizer: torch.optim.Optimizer, sync: Sync) -> None:
-        super().__init__(optimizer, device_placement=False)
-        self._windows = WindowOptimizer(sync, optimizer, None)
-
-    def step(self, closure: Any = None) -> None:
-        self._windows.step(closure)
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Do nothing: the engine starts every window from zero."""
-
-    @property
-    def step_was_skipped(self) -> bool:
-        return self._windows.step_was_skipped
 
 
 def _has_ended(state: GradientState, loaders: Sequence[DataLoaderStateMixin]) -> bool:
@@ -353,46 +326,3 @@ def _has_ended(state: GradientState, loaders: Sequence[DataLoaderStateMixin]) ->
         return False
     running = {id(loader) for loader in state.dataloader_references}
     return any(id(loader) in running and loader.end_of_dataloader for loader in loaders)
-
-
-def _check_loader(loader: Any) -> None:
-    """Refuse a loader that ends at different places: a flat loop over one rank's batches cannot wait for the
-    others.
-    """
-    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    while isinstance(sampler, SkipBatchSampler):
-        sampler = sampler.batch_sampler
-    if isinstance(sampler, BatchSamplerShard) and not sampler.even_batches:
-        raise ValueError(UNEVEN)
-
-
-def _check(accelerator: Accelerator, settings: Settings) -> None:
-    """Refuse what this loop cannot honour."""
-    kind, steps = accelerator.distributed_type, accelerator.gradient_accumulation_steps
-    if kind in _SHARDED:
-        raise ValueError(
-            f"accelerator: distributed_type is {kind.value}, which reduces its own gradients; need DDP or "
-            "one process"
-        )
-    if accelerator.scaler is not None and accelerator.mixed_precision != "fp16":
-        raise ValueError(
-            f"accelerator: mixed_precision={accelerator.mixed_precision!r} scales losses by rules of its "
-            "own; use 'fp16', whose scaler the engine can take over, or 'bf16', which needs none"
-        )
-    if steps not in (1, settings.accumulate):
-        raise ValueError(
-            f"accelerator has gradient_accumulation_steps={steps}, and accumulate={settings.accumulate}: "
-            "they are one number for a process and one for a model; leave the accelerator's out"
-        )
-    if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
-        raise ValueError(
-            "accelerator: sync_each_batch=True, but gradients travel once a window; leave it out"
-        )
-    hook = (
-        DDPCommunicationHookType.NO if accelerator.ddp_handler is None else accelerator.ddp_handler.comm_hook
-    )
-    if hook != DDPCommunicationHookType.NO:
-        raise ValueError(
-            f"accelerator: DistributedDataParallelKwargs has comm_hook={hook.name}, and the engine "
-            "registers its own; say how buckets travel by `wire`"
-        )

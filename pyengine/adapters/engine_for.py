@@ -7,32 +7,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.engine.attach import attach
 from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.sync import Sync
+from pyengine.gradients.fsdp.deferral import Deferral
 from pyengine.gradients.settings import Settings
-from pyengine.step.grad_scaler import GradScaler
+from pyengine.step.grad_scaler import copy_of
 
 
-def engine_for(model: nn.Module, settings: Settings, scaler: torch.amp.GradScaler | None) -> Sync:
-    """Make the engine of a prepared model.
+def engine_for(
+    model: nn.Module,
+    settings: Settings,
+    scaler: torch.amp.GradScaler | None,
+    deferral: Deferral = Deferral(),  # noqa: B008 - frozen
+) -> Sync:
+    """Make the engine of a prepared model: attach to DDP and to FSDP2; own the gradients of a bare model,
+    which only a single process has.
 
     Args:
         model: what the library has made of it.
         settings: as for `GradSync`.
         scaler: the library's loss scaler; the engine goes on from its state with one of its own,
             `sync.scaler`.
-    """
-    sync = _unscaled(model, settings)
-    sync.scaler = None if scaler is None else _taken_over(scaler)
-    return sync
+        deferral: of a sharded model, as for `attach`.
 
-
-def _unscaled(model: nn.Module, settings: Settings) -> Sync:
-    """Attach to a DistributedDataParallel; own the gradients of a bare model,
-    which only a single process has.
+    Raises:
+        TypeError: no engine drives this model, or a deferral of one that is not sharded.
+        ValueError: as `attach` and `GradSync`; on every rank.
     """
     options: dict[str, Any] = {
         "accumulate": settings.accumulate,
@@ -40,24 +44,22 @@ def _unscaled(model: nn.Module, settings: Settings) -> Sync:
         "accumulator": settings.accumulator,
         "nonfinite": settings.nonfinite,
     }
-    if isinstance(model, DistributedDataParallel):
-        return attach(model, **options)
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if isinstance(model, FSDPModule):
+        sync = attach(model, **options, defer=deferral.defer, defer_budget_mb=deferral.budget_mb)
+    elif deferral != Deferral():
         raise TypeError(
-            f"the prepared model is a {type(model).__name__}: need a DistributedDataParallel (or one "
-            "process). Compile the module before it is prepared; sharded models (FSDP, DeepSpeed) reduce "
-            "their own gradients"
+            f"{deferral}, and the prepared model is a {type(model).__name__}: both are for models sharded by "
+            "FSDP2; leave them out"
         )
-    return GradSync(model, **options)
-
-
-def _taken_over(scaler: torch.amp.GradScaler) -> GradScaler:
-    """Return a scaler for one engine, of the same arguments and state."""
-    if type(scaler) not in (torch.amp.GradScaler, GradScaler):
+    elif isinstance(model, DistributedDataParallel):
+        sync = attach(model, **options)
+    elif dist.is_initialized() and dist.get_world_size() > 1:
         raise TypeError(
-            f"the loss scaler is a {type(scaler).__name__}, whose own ways would be lost: need a "
-            "torch.amp.GradScaler, which the engine takes over, or a pyengine.GradScaler"
+            f"the prepared model is a {type(model).__name__}: need a DistributedDataParallel, a model "
+            "sharded by FSDP2 (or one process). Compile the module before it is prepared; "
+            "FSDP1 and DeepSpeed reduce gradients by themselves"
         )
-    ours = GradScaler(scaler._device, enabled=scaler.is_enabled())
-    ours.load_state_dict(scaler.state_dict())
-    return ours
+    else:
+        sync = GradSync(model, **options)
+    sync.scaler = None if scaler is None else copy_of(scaler)
+    return sync

@@ -1,160 +1,316 @@
-"""Lightning's Trainer with windows of pyengine: a DDP strategy, and a callback for the records of steps.
+"""Lightning's Trainer with windows of pyengine: strategies over DDP and FSDP2, and a callback for the records
+of steps.
 
-Lightning divides every loss by `accumulate_grad_batches`, also in a short last window, and lets DDP average
-over ranks whatever they counted. Here the loss that `training_step` returned goes to the engine as it is;
-Lightning still says which micro-batch is a window's last.
+Lightning divides every loss by `accumulate_grad_batches`, also in a short last window, and lets DDP and FSDP
+average over ranks whatever they counted. Here the loss that `training_step` returned goes to the engine as it
+is; Lightning still says which micro-batch is a window's last. Under manual optimization the module says it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pyengine.adapters.engine_for import engine_for
+from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.sync import Sync
+from pyengine.gradients.accumulator import as_accumulator
+from pyengine.gradients.fsdp.deferral import Defer, Deferral
 from pyengine.gradients.settings import Settings
+from pyengine.step.grad_scaler import copy_of
 from pyengine.step.step_record import StepRecord
 from pyengine.telemetry.base import numbers
 from pyengine.wire import FP32, Wire
+from pyengine.wire.cast import as_wire
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import GradientAccumulationScheduler
     from lightning.pytorch.plugins.precision import MixedPrecision
-    from lightning.pytorch.strategies import DDPStrategy
-    from lightning.pytorch.utilities.model_helpers import is_overridden
+    from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+    from lightning.pytorch.strategies.parallel import ParallelStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
     raise ImportError(
         "pyengine.adapters.lightning needs lightning, which is not installed: pip install '.[adapters]' in "
         "a clone of pyengine"
     ) from error
 
+from pyengine.adapters.lightning_optimization import Automatic, Manual, Optimization
+from pyengine.adapters.lightning_refusals import (
+    Accumulate,
+    check_ddp,
+    check_module,
+    check_sharded,
+    check_trained,
+    sharded_part,
+)
 
-class WindowStrategy(DDPStrategy):
-    """DDP whose gradients travel once a window, over a wire of yours, on any device; made as a DDPStrategy
-    is.
+if TYPE_CHECKING:
+    _Mixed = ParallelStrategy  # what a mixin's methods find beside them
+else:
+    _Mixed = object
 
-    `training_step` returns a mean loss, or `{"loss": summed, "count": items}`. Gradients have their final
-    values in `on_before_optimizer_step` and for Lightning's clipping. A window that is not finite on some
-    rank is stepped on none. In "16-mixed" the loss scale is the engine's, and saved in Lightning's
-    checkpoints as ever.
+
+class Windows(_Mixed):
+    """Mixin for a strategy: Lightning's calls around micro-batches, as windows of engines.
 
     Attributes:
         wire, accumulator, nonfinite: as for `pe.GradSync`; set them in a subclass or before the Trainer is
             made.
-        sync: the engine, from `on_fit_start` on: `on_step`.
-
-    Example:
-        >>> trainer = Trainer(strategy=WindowStrategy(), accumulate_grad_batches=8)  # doctest: +SKIP
+        accumulate: under manual optimization, micro-batches of the longest window; or these by the name of a
+            submodule, each of which then has windows and an engine of its own.
+        syncs: the engines by the name of a submodule; the one of the whole module is under "".
     """
 
-    wire: Wire = FP32()
-    accumulator = "fp32"
+    wire: Wire | torch.dtype = FP32()
+    accumulator: str | torch.dtype = "fp32"
     nonfinite = "skip"
-    sync: Sync
+    accumulate: Accumulate = 1
+    syncs: Mapping[str, Sync] = {}
+    _optimization: Optimization
 
-    def configure_ddp(self) -> None:
-        """Wrap the model, and attach an engine to it."""
-        _check(self._module)
-        super().configure_ddp()
-        assert self.model is not None
-        settings = Settings(_most(self._module.trainer), self.wire, self.accumulator, self.nonfinite)
-        precision = self.precision_plugin
-        if isinstance(precision, MixedPrecision):
-            self.sync = engine_for(self.model, settings, precision.scaler)
-            precision.scaler = self.sync.scaler  # which it puts into checkpoints
+    @property
+    def sync(self) -> Sync:
+        """The engine, from `on_fit_start` until the fit ends: `on_step`, `accumulate`, `micro_batch`.
+
+        Raises:
+            RuntimeError: there is none, or several (`syncs`).
+        """
+        if len(self.syncs) != 1:
+            names = ", ".join(map(repr, self.syncs))
+            raise RuntimeError(
+                f"sync: there are engines for {names}; need syncs[name]"
+                if names
+                else "sync: there is no engine before Trainer.fit has set the strategy up"
+            )
+        return next(iter(self.syncs.values()))
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set up as ever, and make the engines of what is fitted."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            super().setup(trainer)
+            return
+        self._close()
+        self._check(self._module)
+        super().setup(trainer)
+        if self._module.automatic_optimization:
+            self.syncs = {"": self._engine("", _most(trainer))}
+            self._optimization = Automatic(self, self.sync)
         else:
-            self.sync = engine_for(self.model, settings, None)
+            sizes = self.accumulate if isinstance(self.accumulate, Mapping) else {"": self.accumulate}
+            self.syncs = {name: self._engine(name, size) for name, size in sizes.items()}
+            self._optimization = Manual(self, self.syncs, self.optimizers)
+        self._take_scaler()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training_step, and keep its loss from being divided."""
+        """Run the module's training_step."""
         output = super().training_step(*args, **kwargs)
-        self._output: Mapping[str, Any] = output if isinstance(output, Mapping) else {"loss": output}
+        self._optimization.keep(output)
         return output
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Run the backward of the loss as `training_step` returned it."""
-        if args or kwargs:
+        """Run a backward; see `Automatic.backward` and `Manual.backward`."""
+        if args:
             raise ValueError(
-                f"backward: got {[*args, *kwargs]}, need the loss only; a window takes no options"
+                f"backward: got {len(args)} options by position; name them: manual_backward(loss, "
+                "retain_graph=True)"
             )
-        output, self._output = self._output, {}
-        self.precision_plugin.pre_backward(output["loss"], self._module)  # for its hooks
-        self.sync.backward(output["loss"], count=output.get("count", 1))
-        return self.precision_plugin.post_backward(closure_loss, self._module)
+        return self._optimization.backward(closure_loss, kwargs)
 
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Make the body a micro-batch that is not its window's last."""
-        with self.sync.accumulate():
-            yield
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]  # theirs generates
+        """Return what surrounds micro-batches that are not their window's last."""
+        return self._optimization.without_sync()
 
     def optimizer_step(
         self,
         optimizer: Optimizer,
         closure: Callable[[], Any],
-        model: nn.Module | None = None,
+        model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the window's last micro-batch, the hooks that look at gradients, and the step."""
+        """Run the closure, the hooks that look at gradients, and the step."""
         if kwargs:
             raise ValueError(
                 f"optimizer_step: got {', '.join(kwargs)}, need the closure only: the engine steps, and "
                 "hands nothing on to optimizer.step"
             )
-        with self.sync.accumulate(last=True):
-            result = closure()
-        self.sync.unscale_()
-        self.precision_plugin._after_closure(self._module, optimizer)
-        self.sync.step(optimizer)
-        return result
+        return self._optimization.step(optimizer, closure)
+
+    def teardown(self) -> None:
+        """End as ever; the engines let the model go."""
+        self._close()
+        super().teardown()
+
+    def _check(self, module: LightningModule) -> None:
+        """Refuse what cannot be honoured, before anything is set up."""
+        check_module(module, self.accumulate)
+
+    def _engine(self, name: str, accumulate: int) -> Sync:
+        """Make the engine of the module, or of a submodule by its name."""
+        raise NotImplementedError
+
+    def _settings(self, accumulate: int) -> Settings:
+        return Settings(accumulate, as_wire(self.wire), as_accumulator(self.accumulator), self.nonfinite)
+
+    def _take_scaler(self) -> None:
+        """Let the engine follow Lightning's loss scaler, whose state is in its checkpoints."""
+        precision = self.precision_plugin
+        if not isinstance(precision, MixedPrecision) or precision.scaler is None:
+            return
+        if len(self.syncs) > 1:
+            raise ValueError(
+                f"precision='16-mixed' with engines for {', '.join(map(repr, self.syncs))}: Lightning keeps "
+                "one loss scale, and each engine needs its own; use 'bf16-mixed', or one engine"
+            )
+        precision.scaler = self.sync.scaler = copy_of(precision.scaler)
+
+    def _close(self) -> None:
+        for sync in self.syncs.values():
+            sync.close()
 
     @property
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None  # from `Trainer.fit` on
         return self.lightning_module
 
-    def _register_ddp_hooks(self) -> None:
+
+class WindowStrategy(Windows, DDPStrategy):
+    """DDP whose gradients travel once a window, over a wire of yours, on any device; made as a DDPStrategy
+    is.
+
+    `training_step` returns a mean loss, or `{"loss": summed, "count": items}`. Gradients have their final
+    values in `on_before_optimizer_step` and for Lightning's clipping. A window that is not finite on some
+    rank is stepped on none. In "16-mixed" the loss scale is the engine's, and saved in Lightning's
+    checkpoints as ever. Manual optimization goes by `pe.GradSync` instead of DDP.
+
+    Attributes:
+        wire, accumulator, nonfinite, accumulate, sync, syncs: see `Windows`.
+
+    Example:
+        >>> trainer = Trainer(strategy=WindowStrategy(), accumulate_grad_batches=8)  # doctest: +SKIP
+    """
+
+    def configure_ddp(self) -> None:
+        """Wrap the model, unless the module optimizes by itself: its backwards then run within forwards."""
+        if self._module.automatic_optimization:
+            super().configure_ddp()
+
+    def _check(self, module: LightningModule) -> None:
+        super()._check(module)
         options = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
         given = [name for name in options if getattr(self, f"_{name}") is not None]
-        if given:
+        check_ddp(module, self._ddp_kwargs, given)
+
+    def _engine(self, name: str, accumulate: int) -> Sync:
+        settings = self._settings(accumulate)
+        if self._module.automatic_optimization:
+            assert self.model is not None
+            return engine_for(self.model, settings, None)
+        return GradSync(
+            self._module.get_submodule(name),
+            accumulate=accumulate,
+            wire=settings.wire,
+            accumulator=settings.accumulator,
+            nonfinite=settings.nonfinite,
+        )
+
+    def _register_ddp_hooks(self) -> None:
+        """Do nothing: the engine registers its own."""
+
+
+class ShardedWindowStrategy(Windows, ModelParallelStrategy):
+    """FSDP2 whose units reduce once a window; made as a ModelParallelStrategy is.
+
+    The module calls `fully_shard` in `configure_model`, on a module that holds everything trained, last. All
+    ranks are data-parallel unless sizes are given. Losses, hooks, clipping and manual optimization are as for
+    `WindowStrategy`; what is trained is settled when the fit begins.
+
+    Attributes:
+        wire, accumulator, nonfinite, accumulate, sync, syncs: see `Windows`.
+        defer, defer_budget_mb: as for `pe.attach`.
+
+    Example:
+        >>> trainer = Trainer(strategy=ShardedWindowStrategy(), accumulate_grad_batches=8)  # doctest: +SKIP
+    """
+
+    defer: Defer = "all"
+    defer_budget_mb: float | None = None
+
+    def setup_environment(self) -> None:
+        """Make the mesh: of all ranks along `data_parallel`, where Lightning would take one a node."""
+        if self._data_parallel_size == "auto":
+            self._data_parallel_size = self.num_nodes * self.num_processes
+        if self._tensor_parallel_size == "auto":
+            self._tensor_parallel_size = 1
+        if self._tensor_parallel_size != 1:
             raise ValueError(
-                f"{', '.join(given)}: got one, and the engine registers a hook of its own; say how buckets "
-                "travel by `wire`"
+                f"tensor_parallel_size={self._tensor_parallel_size}: those ranks share a batch, which counts "
+                "once, and no engine drives FSDP2 over tensor parallelism; leave it out (pe.GradSync with a "
+                "device_mesh drives tensor parallelism alone)"
             )
+        super().setup_environment()
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Run a backward, of the parameters that were trained when the fit began."""
+        check_trained(self._module, self._trained)
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _check(self, module: LightningModule) -> None:
+        super()._check(module)
+        check_sharded(self.accumulate)
+
+    def _engine(self, name: str, accumulate: int) -> Sync:
+        del name  # of the whole module
+        deferral = Deferral(self.defer, self.defer_budget_mb)
+        self._trained = [param.requires_grad for param in self._module.parameters()]
+        return engine_for(sharded_part(self._module), self._settings(accumulate), None, deferral)
 
 
 class LogSteps(Callback):
-    """Hand the numbers of every `StepRecord` to the Trainer's loggers, as `pyengine/<name>`.
+    """Hand the numbers of every `StepRecord` to the Trainer's loggers, as `pyengine/<name>`; with several
+    engines as `pyengine/<submodule>/<name>`.
 
     Example:
         >>> trainer = Trainer(strategy=WindowStrategy(), callbacks=[LogSteps()])  # doctest: +SKIP
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Listen to the engine."""
-        if not isinstance(trainer.strategy, WindowStrategy):
+        """Listen to the engines."""
+        strategy = trainer.strategy
+        if isinstance(strategy, FSDPStrategy):
             raise TypeError(
-                f"LogSteps: strategy is a {type(trainer.strategy).__name__}, need a WindowStrategy, which "
-                "has steps to log"
+                "LogSteps: strategy is a FSDPStrategy, and FSDP1 reduces gradients by itself, in every "
+                "backward, which no engine drives: use ShardedWindowStrategy, and call fully_shard (FSDP2) "
+                "in configure_model"
             )
-        trainer.strategy.sync.on_step(partial(_log, trainer))
+        if not isinstance(strategy, Windows):
+            raise TypeError(
+                f"LogSteps: strategy is a {type(strategy).__name__}, need a WindowStrategy or a "
+                "ShardedWindowStrategy, which has steps to log"
+            )
+        for name, sync in strategy.syncs.items():
+            sync.on_step(partial(_log, trainer, f"pyengine/{name}/" if name else "pyengine/"))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """On an accelerator, hear of the last step."""
-        assert isinstance(trainer.strategy, WindowStrategy)
-        trainer.strategy.sync.synchronize()
+        assert isinstance(trainer.strategy, Windows)
+        for sync in trainer.strategy.syncs.values():
+            sync.synchronize()
 
 
-def _log(trainer: Trainer, record: StepRecord) -> None:
-    metrics = {f"pyengine/{name}": value for name, value in numbers(record).items()}
+def _log(trainer: Trainer, prefix: str, record: StepRecord) -> None:
+    metrics = {f"{prefix}{name}": value for name, value in numbers(record).items()}
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=record.step)
 
@@ -165,16 +321,3 @@ def _most(trainer: Trainer) -> int:
     schedules = [callback for callback in callbacks if isinstance(callback, GradientAccumulationScheduler)]
     planned = [num for schedule in schedules for num in schedule.scheduling.values()]
     return max([trainer.accumulate_grad_batches, *planned])
-
-
-def _check(module: LightningModule) -> None:
-    """Refuse what takes the backward out of the engine's hands."""
-    if not module.automatic_optimization:
-        raise ValueError(
-            "automatic_optimization=False: windows and divisors are your own code's there, so there is "
-            "nothing to translate; use pe.attach or pe.GradSync, or automatic optimization"
-        )
-    if is_overridden("backward", module):
-        raise ValueError(
-            f"{type(module).__name__} overrides backward, which the engine runs itself; remove it"
-        )

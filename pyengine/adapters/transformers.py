@@ -20,6 +20,7 @@ from pyengine.engine.sync import Sync
 from pyengine.step.step_record import StepRecord
 from pyengine.window.header import Count
 from pyengine.wire import FP32, Wire
+from pyengine.wire.cast import as_wire
 
 try:
     import transformers
@@ -32,6 +33,8 @@ except ImportError as error:
     ) from error
 
 from pyengine.adapters.accelerate import WindowAccelerator
+from pyengine.gradients.accumulator import as_accumulator
+from pyengine.gradients.fsdp.deferral import Defer, Deferral
 from pyengine.gradients.settings import Settings
 
 if TYPE_CHECKING:
@@ -51,12 +54,15 @@ class Windows(_Mixed):
 
     Attributes:
         wire, accumulator, nonfinite: as for `pe.GradSync`.
+        defer, defer_budget_mb: under `fsdp=True` (FSDP2), as for `pe.attach`.
         sync: the engine, from `on_train_begin` on: `on_step`.
     """
 
-    wire: Wire = FP32()
-    accumulator = "fp32"
+    wire: Wire | torch.dtype = FP32()
+    accumulator: str | torch.dtype = "fp32"
     nonfinite = "skip"
+    defer: Defer = "all"
+    defer_budget_mb: float | None = None
     _listens_to: Sync | None = None
 
     @property
@@ -70,9 +76,13 @@ class Windows(_Mixed):
         super().create_accelerator_and_postprocess()
         _check(self.args, self.accelerator)
         settings = Settings(
-            self.args.gradient_accumulation_steps, self.wire, self.accumulator, self.nonfinite
+            self.args.gradient_accumulation_steps,
+            as_wire(self.wire),
+            as_accumulator(self.accumulator),
+            self.nonfinite,
         )
-        self.accelerator = _TrainerAccelerator(self.accelerator, settings)
+        deferral = Deferral(self.defer, self.defer_budget_mb)
+        self.accelerator = _TrainerAccelerator(self.accelerator, settings, deferral)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Fetch a window's micro-batches; nothing is gathered from the other ranks."""
@@ -93,14 +103,38 @@ class Windows(_Mixed):
         return torch.zeros_like(loss)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_distributed_loading_by_transformers:
+            raise ValueError(
+                "model was sharded by from_pretrained(distributed_config=...), past Accelerate, so that "
+                "nothing tells over which ranks; load it whole, and pass TrainingArguments(fsdp=True)"
+            )
         prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]  # theirs
         # The Trainer knows by the name of the loss, which models like GPT2LMHeadModel do not have.
-        name = type(self.accelerator.unwrap_model(self.model)).__name__
-        self._loss_shifts_labels |= name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        kinds = type(self.accelerator.unwrap_model(self.model)).__mro__  # FSDP2 puts its own class first
+        known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        self._loss_shifts_labels |= any(kind.__name__ in known for kind in kinds)
         if self._listens_to is not self.sync:
             self._listens_to = self.sync
             self.sync.on_step(self._add_loss)
         return prepared
+
+    def _save_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> None:
+        with self._plain_optimizer():
+            super()._save_optimizer_and_scheduler(*args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> None:
+        with self._plain_optimizer():
+            super()._load_optimizer_and_scheduler(*args, **kwargs)
+
+    @contextmanager
+    def _plain_optimizer(self) -> Iterator[None]:
+        """Show the optimizer itself: to make states that are not there yet, PyTorch steps it."""
+        ours = self.optimizer
+        self.optimizer = getattr(ours, "optimizer", ours)
+        try:
+            yield
+        finally:
+            self.optimizer = ours
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch.distributed as dist
@@ -117,6 +118,11 @@ def axes_problems(axes: Axes, shape: Mapping[str, int]) -> list[str]:
     return found
 
 
+def has_group(name: str, axes: Any) -> bool:
+    """Whether a pattern of `Axes.groups` matches a parameter's name; `axes` may be something else."""
+    return isinstance(axes, Axes) and any(fnmatchcase(name, pattern) for pattern in axes.groups)
+
+
 def process_groups(groups: Mapping[str, Any]) -> list[str]:
     """Say which of `Axes.groups` are none, where there is no mesh."""
     return [
@@ -144,7 +150,10 @@ def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     """Return a group of these ranks, which all of them make in the same order; None where it is the default
     one.
     """
-    if list(ranks) == list(range(dist.get_world_size())):
-        return None
+    return None if list(ranks) == list(range(dist.get_world_size())) else another_group(ranks)
+
+
+def another_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Return a new group of these ranks, which all of them make in the same order."""
     group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
     return group

@@ -103,6 +103,9 @@ class Comm(Protocol):
         in a collective are copied for it.
         """
 
+    def release(self) -> None:
+        """End what watches over it beside the caller; it may be used further."""
+
     def side_stream(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Let the body wait for collectives without stalling the running backward, where that takes another
         stream.
@@ -110,6 +113,25 @@ class Comm(Protocol):
         Args:
             tensors: of the current stream, which the body uses and others may free before it has run: their
                 memory is not reused until then.
+        """
+
+
+@runtime_checkable
+class Exchanges(Protocol):
+    """A transport in which every rank can send something else to each other one."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def all_to_all(self, received: Tensor, parts: Tensor) -> Work:
+        """Start sending every rank a part of its own.
+
+        Args:
+            received: `[world_size * n]`, written: the r-th part comes from rank r.
+            parts: of the same shape and dtype, read: the r-th part goes to rank r. n is the same on every
+                rank.
+
+        Cost: (W - 1) / W times its bytes sent by every rank of W.
         """
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
 import pickle
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import current_process, get_all_start_methods
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ def launch(
     workers: int | None = None,
     args: tuple[Any, ...] = (),
     num_processes: int | None = None,
+    timeout_s: float | None = None,
 ) -> list[Any]:
     """Run `fn(*args)` on every worker of a fresh process group, and wait for all of them.
 
@@ -47,6 +51,9 @@ def launch(
         workers: processes to start, which get equal shares of torch's threads. Under torchrun its own options
             say how many there are.
         args: picklable; in a notebook anything.
+        timeout_s: seconds after which workers that have not ended are ended, and the error says where each of
+            them stood. None: no limit. Under torchrun every worker counts for itself: it prints where it
+            stood and exits, whereupon torchrun ends the others.
         num_processes: the same as `workers`, as Accelerate's notebook_launcher calls it; one of the two.
 
     Returns:
@@ -63,12 +70,14 @@ def launch(
             this process holds what no fork can use: an initialised device, a process group. Or this is a
             worker, torchrun's or one of `launch`, and has a process group already. Or torchrun's other
             workers have not called `launch` within half an hour.
+        TimeoutError: workers have not ended within `timeout_s`; now they have.
         KeyboardInterrupt: after Ctrl-C, when the workers have ended.
 
     Example:
         >>> pe.launch(train, workers=2, args=(config,))  # doctest: +SKIP
     """
     workers = _number(workers, num_processes)
+    _check_timeout(timeout_s)
     if getattr(current_process(), "_inheriting", False):  # as multiprocessing asks itself
         raise RuntimeError(
             "launch was called while a worker imports the script that calls it, which would start workers "
@@ -76,8 +85,8 @@ def launch(
             'call it under `if __name__ == "__main__":`'
         )
     if dist.is_torchelastic_launched():
-        return _join(fn, workers, args)
-    return _start(fn, workers, args)
+        return _join(fn, workers, args, timeout_s)
+    return _start(fn, workers, args, timeout_s)
 
 
 def _number(workers: int | None, num_processes: int | None) -> int:
@@ -93,7 +102,15 @@ def _number(workers: int | None, num_processes: int | None) -> int:
     return number
 
 
-def _join(fn: Callable[..., Any], workers: int, args: tuple[Any, ...]) -> list[Any]:
+def _check_timeout(timeout_s: Any) -> None:
+    is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
+    if timeout_s is not None and not (is_number and 0 < timeout_s <= threading.TIMEOUT_MAX):
+        raise ValueError(
+            f"timeout_s={timeout_s!r}: need seconds above 0 after which workers are ended; None for no limit"
+        )
+
+
+def _join(fn: Callable[..., Any], workers: int, args: tuple[Any, ...], timeout_s: float | None) -> list[Any]:
     """Run `fn` as one of the workers that torchrun has started."""
     if dist.is_initialized():
         raise RuntimeError(
@@ -118,8 +135,14 @@ def _join(fn: Callable[..., Any], workers: int, args: tuple[Any, ...]) -> list[A
         )
     dist.init_process_group(store=_meet(store, rank, world_size), rank=rank, world_size=world_size)
     results: list[Any] = [None] * world_size
-    result = record(fn)(*args)  # what torchrun says of a failure has its traceback then
-    dist.all_gather_object(results, result)
+    if timeout_s is not None:
+        faulthandler.dump_traceback_later(timeout_s, exit=True, file=2)
+    try:
+        result = record(fn)(*args)  # what torchrun says of a failure has its traceback then
+        dist.all_gather_object(results, result)
+    finally:
+        if timeout_s is not None:
+            faulthandler.cancel_dump_traceback_later()
     destroy_default_group()
     return results
 
@@ -173,13 +196,13 @@ def _come(store: dist.Store, call: str, rank: int, timeout: timedelta) -> tuple[
     return meeting, []
 
 
-def _start(fn: Callable[..., Any], workers: int, args: tuple[Any, ...]) -> list[Any]:
+def _start(fn: Callable[..., Any], workers: int, args: tuple[Any, ...], timeout_s: float | None) -> list[Any]:
     """Run `fn` on new workers of this machine."""
     local_workers.check_number(workers)
     method = _start_method(fn, args)
     if method == "fork":
         _check_fork()
-    return local_workers.run(fn, args, workers=workers, method=method)
+    return local_workers.run(fn, args, workers=workers, method=method, timeout_s=timeout_s)
 
 
 def _start_method(fn: Callable[..., Any], args: tuple[Any, ...]) -> local_workers.StartMethod:

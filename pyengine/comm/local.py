@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyengine.comm.base import Traffic
+from pyengine.comm.base import Comm, Traffic
 
 
 class _Done:
@@ -37,6 +37,13 @@ class Local:
 
     def __init__(self) -> None:
         self.traffic = Traffic()
+
+    def join(self, other: Comm) -> None:
+        """Let what is counted here belong to another transport's engine."""
+        self.traffic = other.traffic
+
+    def release(self) -> None:
+        """Do nothing."""
 
     def side_stream(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Work right here: there is nobody to wait for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import pickle
 import signal
@@ -41,6 +42,8 @@ _GRACE_S = 30.0  # for workers that have been told to end
 _MOST_A_CORE = 32
 # Open files of a process besides two for every worker: its own, and those that fn opens.
 _FILES = 64
+# For workers that are asked where they stand.
+_ANSWER_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class _Job:
     interface: str
     run_id: str
     folder: Path
+    timeout_s: float | None = None
 
     def result(self, rank: int) -> Path:
         """Return the file for what `fn` returned."""
@@ -63,8 +67,19 @@ class _Job:
         """Return the file for the traceback of what it raised."""
         return self.folder / f"error-{rank}"
 
+    def trace(self, rank: int) -> Path:
+        """Return the file for where it stands when it is asked."""
+        return self.folder / f"trace-{rank}"
 
-def run(fn: Callable[..., Any], args: tuple[Any, ...], *, workers: int, method: StartMethod) -> list[Any]:
+
+def run(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    workers: int,
+    method: StartMethod,
+    timeout_s: float | None = None,
+) -> list[Any]:
     """Run `fn(*args)` on new processes, and return the results by rank; when this returns or raises, all have
     ended.
 
@@ -72,22 +87,27 @@ def run(fn: Callable[..., Any], args: tuple[Any, ...], *, workers: int, method: 
 
     Raises:
         RuntimeError: one failed. The others were ended.
+        TimeoutError: some had not ended after `timeout_s` seconds.
         KeyboardInterrupt, SystemExit: this process was told to end.
     """
     # OpenMP hangs in a fork of a process that has used its threads.
     threads = 1 if method == "fork" else max(1, torch.get_num_threads() // workers)
     with tempfile.TemporaryDirectory(prefix="pyengine-") as folder, _signals(method) as received:
-        job = _Job(fn, args, workers, threads, loopback(), uuid.uuid4().hex, Path(folder))
+        job = _Job(fn, args, workers, threads, loopback(), uuid.uuid4().hex, Path(folder), timeout_s)
         processes: list[BaseProcess] = []
+        late = ""
         try:
             _start(job, method, processes, received)
             failed = _wait(processes, job, received)
+            late = "" if failed or received else _where_late(processes, job)
         finally:
             _end(processes, received)
         if received:
             raise KeyboardInterrupt if received[0] is signal.SIGINT else SystemExit(128 + received[0])
         if failed:
             raise RuntimeError(_describe(failed, processes, job))
+        if late:
+            raise TimeoutError(late)
         return [pickle.loads(job.result(rank).read_bytes()) for rank in range(workers)]
 
 
@@ -153,11 +173,12 @@ def _start(job: _Job, method: StartMethod, processes: list[BaseProcess], receive
 
 
 def _wait(processes: Sequence[BaseProcess], job: _Job, received: Sequence[int]) -> list[int]:
-    """Wait until all have ended, one has failed or a signal came;
+    """Wait until all have ended, one has failed, a signal came or the time is over;
     return the ranks that failed by themselves.
     """
+    until = math.inf if job.timeout_s is None else time.monotonic() + job.timeout_s
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
-    while running and not received:
+    while running and not received and time.monotonic() < until:
         if not (ended := wait(running, _LOOK_S)):
             continue
         ranks = [rank for sentinel, rank in running.items() if sentinel in ended]
@@ -175,6 +196,35 @@ def _wait(processes: Sequence[BaseProcess], job: _Job, received: Sequence[int]) 
     return []
 
 
+def _where_late(processes: Sequence[BaseProcess], job: _Job) -> str:
+    """Say where the workers stand that have not ended; nothing if all have."""
+    late = {rank: process for rank, process in enumerate(processes) if process.is_alive()}
+    if not late:
+        return ""
+    asked = [rank for rank in late if job.trace(rank).exists()]  # those have a handler
+    for rank in asked:
+        _send(late[rank], signal.SIGUSR1)
+    end = time.monotonic() + _ANSWER_S
+    while not all(job.trace(rank).stat().st_size for rank in asked) and time.monotonic() < end:
+        time.sleep(_LOOK_S)
+    said = [f"worker {rank}: {_stands(job.trace(rank)) if rank in asked else _STARTS}" for rank in late]
+    head = (
+        f"timeout_s={job.timeout_s:g} is over, and {len(late)} of {job.workers} workers had not ended; they "
+        "have been ended. Where they stood:"
+    )
+    return "\n".join([head, *said])
+
+
+_STARTS = "it was still starting: importing torch, or what fn and args are made of"
+
+
+def _stands(trace: Path) -> str:
+    """Return the lines of a worker's stack that are not the launcher's, innermost first."""
+    lines = trace.read_text(encoding="utf-8", errors="replace").splitlines()
+    own = next((index for index, line in enumerate(lines) if __file__ in line), len(lines))
+    return "\n".join(lines[:own]) if lines else "it did not answer: it was stopped (SIGSTOP, or a debugger)"
+
+
 def _end(processes: Sequence[BaseProcess], received: Sequence[int]) -> None:
     """End those that still run: by the signal that came, and by force when another one comes or they take too
     long.
@@ -182,7 +232,8 @@ def _end(processes: Sequence[BaseProcess], received: Sequence[int]) -> None:
     running = [process for process in processes if process.is_alive()]
     told, until = len(received), time.monotonic() + _GRACE_S
     for process in running:
-        _send(process, received[0] if received else signal.SIGTERM)
+        # One that is stopped gets no other signal before it goes on.
+        _send(process, received[0] if received else signal.SIGTERM, signal.SIGCONT)
     while running and len(received) == told and time.monotonic() < until:
         wait([process.sentinel for process in running], _LOOK_S)
         running = [process for process in running if process.is_alive()]
@@ -192,9 +243,10 @@ def _end(processes: Sequence[BaseProcess], received: Sequence[int]) -> None:
         process.join(_GRACE_S)  # one in an uninterruptible sleep of the kernel stays
 
 
-def _send(process: BaseProcess, number: int) -> None:
-    if process.pid is not None and process.is_alive():
-        os.kill(process.pid, number)
+def _send(process: BaseProcess, *numbers: int) -> None:
+    for number in numbers:
+        if process.pid is not None and process.is_alive():
+            os.kill(process.pid, number)
 
 
 def _work(_: int, rank: int, job: _Job) -> None:
@@ -206,6 +258,9 @@ def _work(_: int, rank: int, job: _Job) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _handled())
     faulthandler.enable(file=2)  # the descriptor: a notebook's sys.stderr has none
     try:
+        if job.timeout_s is not None:
+            trace = job.trace(rank).open("w")
+            faulthandler.register(signal.SIGUSR1, file=trace, all_threads=False)
         _set_environment(rank, job)
         result = _run_in_group(rank, job)
         job.result(rank).write_bytes(pickle.dumps(result))

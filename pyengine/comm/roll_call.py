@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from pyengine.comm.pending import listed
+from pyengine.comm.stall import STORE_IS_GONE, StallWatch, failure
+
 # Ranks that wait in the same collective fail within milliseconds of each other, or at the same timeout.
 WAIT_S = 2.0
 
@@ -19,13 +22,18 @@ class RollCall:
 
     Args:
         group: the group; it is not kept, only its store.
+
+    Attributes:
+        store: of the group.
+        watch: knows which ranks have died, and what all of them are to fail with; or None.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         pg = dist.group.WORLD if group is None else group
         assert pg is not None  # it has told our rank
-        self._store: dist.Store = _get_process_group_store(pg)
+        self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(pg)
+        self.store: dist.Store = _get_process_group_store(pg)
+        self.watch: StallWatch | None = None
         self._found: str | None = None
 
     @contextmanager
@@ -33,10 +41,13 @@ class RollCall:
         """Add to what the body, a collective, raises which ranks do not answer.
 
         Raises:
-            RuntimeError: in place of the backend's, whose text it holds.
+            RuntimeError: in place of the backend's, whose text it holds; or because another collective of
+                any rank has failed.
 
         Cost: nothing unless the body raises; then at most two seconds, once.
         """
+        if self.watch is not None:
+            self.watch.check()
         try:
             yield
         except torch.OutOfMemoryError:
@@ -45,38 +56,45 @@ class RollCall:
             if "a collective failed" in str(error):
                 raise
             if self._found is None:
-                self._found = self._call()
-            raise RuntimeError(
-                f"a collective failed: {self._found}. Start all ranks anew, from a checkpoint ({error})"
-            ) from error
+                self._found = self._call() or _all_answer(len(self._ranks))
+            has_verdict = self.watch is not None and self.watch.verdict  # whose words are those of all ranks
+            raise RuntimeError(failure(self._found, None if has_verdict else error)) from error
 
     def _call(self) -> str:
         try:
-            absent = self._absent()
+            found = self._finding()
+            return found if self.watch is None or not found else self.watch.conclude(found)
         except RuntimeError:
-            return (
-                "the store that the ranks met in does not answer, so the process that keeps it has died "
-                "(rank 0 or the launcher)"
-            )
+            return STORE_IS_GONE
+
+    def _finding(self) -> str:
+        absent = self._absent()
         if not absent:
-            return f"all {self._world_size} ranks answer, so one of them came later than the group's timeout"
-        ranks = ", ".join(map(str, absent))
+            return ""
+        dead = [] if self.watch is None else self.watch.dead(absent)
+        if self.watch is not None and dead:
+            return self.watch.of_dead(dead)
         return (
-            f"rank {ranks} of {self._world_size} did not answer within {WAIT_S:g} s of it, and has died, "
+            f"{listed(absent)} of {len(self._ranks)} did not answer within {WAIT_S:g} s of it, and has died, "
             "hangs, or is busy elsewhere"
         )
 
     def _absent(self) -> list[int]:
-        """Say that this rank is there, and return those that do not."""
-        self._store.set(_answer(self._rank), "here")
+        """Say that this rank is there, and return those that do not, and do not wait in a collective."""
+        self.store.set(_answer(self._rank), "here")
         end = time.monotonic() + WAIT_S
-        absent = list(range(self._world_size))
-        while absent := [rank for rank in absent if not self._store.check([_answer(rank)])]:
-            if time.monotonic() > end:
+        absent = self._ranks
+        while absent := [rank for rank in absent if not self.store.check([_answer(rank)])]:
+            if time.monotonic() > end or (self.watch is not None and self.watch.knows(absent)):
                 break
             time.sleep(0.02)
-        return absent
+        waiting = [] if self.watch is None else self.watch.waiting(absent)
+        return [rank for rank in absent if rank not in waiting]
 
 
 def _answer(rank: int) -> str:
     return f"pyengine/answer/{rank}"
+
+
+def _all_answer(world_size: int) -> str:
+    return f"all {world_size} ranks answer, so one of them came later than the group's timeout"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyengine.comm.base import Traffic, Work, by_dtype, ring_bytes
+from pyengine.comm.base import Comm, Traffic, Work, by_dtype, ring_bytes
 from pyengine.comm.roll_call import RollCall
 from pyengine.comm.side_stream import SideStream
+from pyengine.comm.stall import StallWatch
 from pyengine.ops.device import as_current, runs_ahead
 
 # Backends that the host waits for, whatever device the tensors lie on; of all others the stream waits.
@@ -24,12 +26,15 @@ _PIECE_BYTES = 256 * 2**20
 class _Work:
     """A collective under way, whose failure names ranks."""
 
-    def __init__(self, work: dist.Work, roll_call: RollCall) -> None:
-        self._work, self._roll_call = work, roll_call
+    def __init__(self, work: dist.Work, roll_call: RollCall, watch: StallWatch | None) -> None:
+        self._work, self._roll_call, self._watch = work, roll_call, watch
 
     def wait(self) -> None:
         with self._roll_call.named():
-            self._work.wait()
+            if self._watch is None:
+                self._work.wait()
+            else:
+                self._watch.wait(self._work)
 
     def get_future(self) -> torch.futures.Future[Any]:
         return self._work.get_future()
@@ -46,6 +51,7 @@ class TorchDist:
         device: where the tensors lie.
 
     Attributes:
+        ranks: of the group, as the default group has them.
         roll_call: names the ranks that do not answer when a collective has failed.
     """
 
@@ -57,9 +63,53 @@ class TorchDist:
             raise ValueError("group: this process is not a member; pass a group that contains it")
         self.traffic = Traffic()
         self.roll_call = RollCall(group)
+        self.ranks = tuple(dist.get_process_group_ranks(group))
         self.is_stream_ordered = runs_ahead(device) and _backend(group, device) not in _HOST_ORDERED
         self._device = device
         self._side_stream = SideStream(device) if self.is_stream_ordered else None
+
+    def watch_stalls(self, after_s: float) -> None:
+        """Report collectives that ranks have not come to after so many seconds, and fail where one has died.
+
+        Every rank of the group calls this, in the order in which it makes engines.
+        """
+        if self.world_size > 1:
+            self.roll_call.watch = StallWatch(self.roll_call.store, dist.get_rank(), self.ranks, after_s)
+
+    def tell_position(self, position: Callable[[], str]) -> None:
+        """Let others learn where this rank is, in the words of `position`, which another thread calls."""
+        if self.roll_call.watch is not None:
+            self.roll_call.watch.position = position
+
+    def join(self, other: Comm) -> None:
+        """Let what is sent here belong to another transport's engine."""
+        self.traffic = other.traffic
+        if isinstance(other, TorchDist):
+            self.roll_call.watch = other.roll_call.watch
+
+    def release(self) -> None:
+        if self.roll_call.watch is not None:
+            self.roll_call.watch.close()
+            self.roll_call.watch = None
+
+    def run(
+        self, launch: Callable[[bool], dist.Work | None], what: str, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Run a collective, and wait for it; who is missing is named where it fails or stalls.
+
+        Args:
+            launch: starts it; given True it returns its work, or waits by itself and returns None; given
+                False it waits.
+            what: it is, in words.
+            group: of the collective, if that is not this transport's.
+        """
+        watch, host_watch = self.roll_call.watch, self._host_watch
+        ranks = self.ranks if group is None else tuple(dist.get_process_group_ranks(group))
+        noted = nullcontext() if watch is None else watch.pending.running(ranks, what)
+        with self.roll_call.named(), noted:
+            work = launch(host_watch is not None)
+            if host_watch is not None and work is not None:
+                host_watch.wait(work)
 
     @contextmanager
     def side_stream(self, tensors: Sequence[Tensor]) -> Iterator[None]:
@@ -76,7 +126,15 @@ class TorchDist:
     def all_reduce_max(self, flat: Tensor) -> Work:
         return self._all_reduce(flat, dist.ReduceOp.MAX)
 
+    def all_to_all(self, received: Tensor, parts: Tensor) -> Work:
+        self.traffic.count(parts.nbytes - parts.nbytes // self.world_size)
+        with self.roll_call.named():
+            work = dist.all_to_all_single(received, parts, group=self._group, async_op=True)
+        return self._launched(work, f"an all-to-all of {parts.nbytes} bytes")
+
     def all_gather_object(self, value: object) -> list[Any]:
+        if self._host_watch is not None:
+            return self._gathered(value)
         values: list[Any] = [None] * self.world_size
         with as_current(self._device), self.roll_call.named():  # through whose memory NCCL sends objects
             dist.all_gather_object(values, value, group=self._group)
@@ -84,24 +142,62 @@ class TorchDist:
 
     def broadcast_(self, tensors: list[Tensor]) -> None:
         """Send a quarter of a gigabyte of one dtype at a time."""
-        with as_current(self._device), self.roll_call.named():
+        with as_current(self._device):
             for piece in _pieces(tensors):
                 self._broadcast_(piece)
+
+    @property
+    def _host_watch(self) -> StallWatch | None:
+        """What ends the host's own waiting; None where a stream waits, or nobody watches."""
+        return None if self.is_stream_ordered else self.roll_call.watch
+
+    def _gathered(self, value: object) -> list[Any]:
+        """Gather as torch's `all_gather_object` does, in two collectives that need not be waited for in
+        vain.
+        """
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [int(size) for size in self._gather(torch.tensor([mine.numel()]))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        rows = self._gather(padded)
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+    def _gather(self, mine: Tensor) -> list[Tensor]:
+        """Return every rank's tensor of one shape, on the CPU, by rank."""
+        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
+        self.run(
+            lambda is_async: dist.all_gather(rows, mine, group=self._group, async_op=is_async),
+            "a gather of objects",
+        )
+        return rows
 
     def _broadcast_(self, piece: list[Tensor]) -> None:
         """Overwrite tensors of one dtype by one collective; a tensor alone needs no memory of ours."""
         if len(piece) == 1 and piece[0].is_contiguous():
-            dist.broadcast(piece[0].detach(), group=self._group, group_src=0)
+            self._send(piece[0].detach())
             return
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in piece])
-        dist.broadcast(flat, group=self._group, group_src=0)
+        self._send(flat)
         for tensor, part in zip(piece, flat.split([t.numel() for t in piece]), strict=True):
             tensor.detach().copy_(part.view_as(tensor))
+
+    def _send(self, flat: Tensor) -> None:
+        """Overwrite a tensor with rank 0's."""
+        self.run(
+            lambda is_async: dist.broadcast(flat, group=self._group, group_src=0, async_op=is_async),
+            f"a broadcast of {flat.nbytes} bytes",
+        )
 
     def _all_reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> Work:
         self.traffic.count(ring_bytes(flat.nbytes, self.world_size))
         with self.roll_call.named():
-            return _Work(dist.all_reduce(flat, op, group=self._group, async_op=True), self.roll_call)
+            work = dist.all_reduce(flat, op, group=self._group, async_op=True)
+        return self._launched(work, f"an all-reduce of {flat.nbytes} bytes")
+
+    def _launched(self, work: dist.Work, what: str) -> _Work:
+        if self.roll_call.watch is not None:
+            self.roll_call.watch.pending.add(self.ranks, what, work.is_completed)
+        return _Work(work, self.roll_call, self._host_watch)
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

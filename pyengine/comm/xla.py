@@ -72,6 +72,9 @@ class Xla:
             return "XLA's CPU backend has no all-reduce of bfloat16"
         return ""
 
+    def release(self) -> None:
+        """Do nothing."""
+
     def side_stream(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Work right here: the order of a recorded program is the compiler's."""
         del tensors

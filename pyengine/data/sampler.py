@@ -31,7 +31,7 @@ class WindowSampler(Sampler[list[int]]):
 
     Args:
         dataset: the dataset, of which only its length is asked; or that, a whole number.
-        seed: of the run, the same on every rank.
+        seed: of the run, the same on every rank; 0 as DistributedSampler's.
         micro_batch: samples in a micro-batch.
         global_batch: samples in a window, over all ranks; a multiple of `micro_batch`.
         shuffle: permute every epoch (the same way for one version of PyTorch), or keep the dataset's order.
@@ -67,7 +67,7 @@ class WindowSampler(Sampler[list[int]]):
         self,
         dataset: Sized | int | None = None,
         *,
-        seed: int,
+        seed: int = 0,
         micro_batch: int,
         global_batch: int,
         shuffle: bool = True,

@@ -6,11 +6,13 @@ from torch import nn
 
 from pyengine.comm import comm_for
 from pyengine.engine.make import make_engine
+from pyengine.engine.sharded_ranks import ShardedRanks
 from pyengine.engine.sync import Sync
 from pyengine.gradients.fsdp.deferral import Deferral, choose, problems_of_deferral
 from pyengine.gradients.fsdp.exact import ExactFSDPReducer
 from pyengine.gradients.fsdp.problems import check_version, managed_parameters, problems_of_fsdp
 from pyengine.gradients.fsdp.reducer import FSDPReducer
+from pyengine.gradients.fsdp.sharded import Managed
 from pyengine.gradients.fsdp.units import units_of
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.settings import Settings
@@ -30,13 +32,24 @@ def attach_sharded(model: nn.Module, settings: Settings, deferral: Deferral) -> 
     named, ignored = managed_parameters(model, units)
     comm = comm_for(next(model.parameters()).device, None)
 
+    ranks = ShardedRanks(units, comm)
+
     def reducer(specs: list[ParamSpec], micro_batches: int) -> FSDPReducer | ExactFSDPReducer:
         del specs
-        choices = choose(units, deferral)
+        counted = ranks.counted(units)
+        managed = Managed(
+            model,
+            named,
+            units,
+            choose(units, deferral),
+            [counted[id(param)] for _, param in named],
+            comm,
+            settings,
+        )
         if settings.kind == "exact":
-            return ExactFSDPReducer(model, named, units, comm=comm, choices=choices, terms=micro_batches)
-        return FSDPReducer(model, named, units, comm=comm, choices=choices, settings=settings)
+            return ExactFSDPReducer(managed, terms=micro_batches)
+        return FSDPReducer(managed)
 
     problems = [*problems_of_fsdp(model, settings), *problems_of_deferral(units, deferral, settings)]
-    engine = make_engine(named, comm, settings, reducer, source=model, problems=problems, takes_shards=True)
+    engine = make_engine(named, comm, settings, reducer, source=model, problems=problems, ranks=ranks)
     return Sync(engine, ignored=ignored)

@@ -166,6 +166,15 @@ class BatchNormReplay:
             if due:
                 self._target.use_next_row()
 
+    def drop(self, is_dropped: bool | Tensor) -> None:
+        """Let the micro-batch whose backwards have run bring no statistics where it is dropped (bool, or bool
+        0-dim, unread).
+        """
+        if self._modules and is_dropped is not False:
+            for table in self._tables:
+                row = table[self._target.done]
+                row.copy_(torch.where(torch.as_tensor(is_dropped, device=row.device), 0, row))
+
     def stop_counting(self) -> None:
         """Let nothing count from here on: the micro-batch's last backward begins."""
         if self._modules:
@@ -257,6 +266,7 @@ class _Target:
         rows: `[accumulate + 1][modules]` of (mean, variance, calls).
         row: the one in use; None: modules write into their own statistics. Modules only read this and set
             `was_called`, so that torch.compile can trace them once for all micro-batches.
+        done: micro-batches whose backwards have run.
         may_be_in_backward: whether a call has to find out if a backward runs, which torch.compile cannot
             trace.
     """
@@ -268,7 +278,7 @@ class _Target:
 
     def open(self) -> None:
         """Open a window, whose first micro-batch is still to come."""
-        self._next = self._handed = self._done = 0
+        self._next = self._handed = self.done = 0
         self.row, self.was_called = self.rows[-1], False
 
     def hand_out(self) -> None:
@@ -286,8 +296,8 @@ class _Target:
         """Note that a micro-batch is done: the next one has another row,
         also if this one called no module.
         """
-        self._done += 1
-        self._next = max(self._next, self._done)
+        self.done += 1
+        self._next = max(self._next, self.done)
 
     def use_spare_row(self) -> None:
         """Let the calls to come not count."""

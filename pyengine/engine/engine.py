@@ -22,6 +22,7 @@ from pyengine.engine.kept_grads import KeptGrads
 from pyengine.engine.open_window import OpenWindow, Parts
 from pyengine.engine.ownership import Ownership
 from pyengine.gradients.base import HoldsParts, Reducer, SeesForwards, SumsParts
+from pyengine.gradients.dropping import Dropping
 from pyengine.gradients.marks import GradMarks
 from pyengine.gradients.settings import Settings
 from pyengine.ops.device import flush, is_lazy, runs_ahead
@@ -88,7 +89,8 @@ class Engine:
             counter=self.counter,
             batch_norms=batch_norms,
             kept_grads=self.kept_grads,
-            marks=GradMarks(names, params),
+            marks=GradMarks(reducer),
+            dropping=Dropping(reducer) if settings.drops else None,
             final=self.final,
             verdicts=self.verdicts,
             new_counts=make_local_window(
@@ -246,7 +248,7 @@ class Engine:
 
         The header of a window tells how the one before was used, and no header follows the last.
 
-        Cost: one all-reduce of 176 bytes, for which the host waits; nothing on a lazy device, nor alone.
+        Cost: one all-reduce of 184 bytes, for which the host waits; nothing on a lazy device, nor alone.
 
         Raises:
             RuntimeError: ranks have stepped, clipped or scaled differently, or are at different places.
@@ -358,15 +360,18 @@ class Engine:
         self.batch_norms.release()
         self.reducer.release(keeps_grad=keeps)
         self._ownership.release()
+        self.comm.release()
         if self.parts.scaler is not None:
             self.parts.scaler.unbind()
+        if self.parts.audit is not None:
+            self.parts.audit.drop()
 
     def resize(self, accumulate: int) -> None:
         """Let windows have another size from the next one on; every rank calls this with the same number."""
         if not self.is_between_windows:
             raise RuntimeError(
-                f"accumulate={accumulate} in the middle of window {self.counter.index}, or before its step: "
-                "set it behind a step, or drop the window by sync.abandon() first"
+                f"gradient_accumulation_steps={accumulate} in the middle of window {self.counter.index}, "
+                "or before its step: set it behind a step, or drop the window by sync.abandon() first"
             )
         self.shares = resized(self.shares, accumulate, is_exact=self.is_exact)
         self.counter.accumulate, self.counter.share = accumulate, self.shares.of(self.comm.rank)

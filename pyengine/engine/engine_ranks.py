@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,7 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from pyengine.comm import Comm, Local, TorchDist, comm_for
-from pyengine.comm.axes import Axes, MeshRanks, as_tuple, axes_problems, new_group, process_groups
+from pyengine.comm.axes import (
+    Axes,
+    MeshRanks,
+    another_group,
+    as_tuple,
+    axes_problems,
+    new_group,
+    process_groups,
+)
 from pyengine.engine.membership import Membership
 from pyengine.gradients.groups import Groups
 from pyengine.gradients.layout import ParamSpec
@@ -62,6 +70,7 @@ class EngineRanks:
         self._ranks = self._global_ranks(group)
         plain = Membership.plain(rank=self.comm.rank, world_size=self.comm.world_size)
         self.membership, self._group_of = plain, [0] * len(named)
+        self._names = [name for name, _ in named]
         self._patterns: list[tuple[int, str]] = []
         self.problems = self._problems(mesh, axes)
         if not self.problems and (self._mesh is not None or axes.groups):
@@ -71,30 +80,38 @@ class EngineRanks:
         """Describe what this rank holds of each parameter."""
         return [_spec(name, param, group) for (name, param), group in zip(named, self._group_of, strict=True)]
 
-    def groups(self, names: Sequence[str], settings: Settings) -> Groups:
+    def groups(self) -> Groups:
         """Return the transports; every rank calls this once all of them have agreed on their memberships.
-
-        Args:
-            names: of the parameters.
-            settings: of the engine.
-
-        Raises:
-            ValueError: ranks have other parameters, in several groups, and exact sums; on every rank.
 
         Cost: makes the process groups that the engine needs, and gathers the names.
         """
         if not self.membership.described:
             return Groups.of_one(self.comm)
         comms = [self._transport(ranks) for ranks in self.membership.groups]
-        said = self.comm.all_gather_object([*zip(names, self._group_of, strict=True)])
-        are_alike = all(other == said[0] for other in said)
-        if settings.kind == "exact" and not are_alike and len(comms) > 1:
-            raise ValueError(
-                "accumulator='exact' sums a bucket in two rounds, whose order over several groups ranks "
-                "with parameters of other names cannot agree on: use 'fp32', or make an engine for the "
-                "parameters of each group"
-            )
-        return Groups(self.comm, comms, self.membership.counted, are_alike)
+        said = self.comm.all_gather_object([*zip(self._names, self._group_of, strict=True)])
+        return Groups(self.comm, comms, self.membership.counted, all(other == said[0] for other in said))
+
+    def own_groups(self, names: Collection[str]) -> Groups:
+        """Return transports of some of the parameters, those of whose group nothing else uses: where another
+        owner reduces the rest, the order of what the two send is no matter.
+
+        Args:
+            names: of these parameters.
+
+        Cost: makes a process group for every group that they have.
+        """
+        mine = {group for name, group in zip(self._names, self._group_of, strict=True) if name in names}
+        comms = [
+            self._transport(ranks, is_alone=True) if index in mine else self.comm
+            for index, ranks in enumerate(self.membership.groups)
+        ]
+        return Groups(self.comm, comms, are_alike=False)
+
+    def counted(self, names: Sequence[str]) -> list[bool] | None:
+        """Return which of these this rank counts in the norm; None where all ranks hold the same."""
+        if self.membership.counted is None:
+            return None
+        return [*map(dict(zip(self._names, self.membership.counted, strict=True)).__getitem__, names)]
 
     def broadcast(self, named: Sequence[tuple[str, Tensor]], groups: Groups) -> None:
         """Overwrite parameters and buffers with those of the first rank of their group."""
@@ -127,10 +144,17 @@ class EngineRanks:
                 "share batches: use GroupNorm, or pass the parameters instead of the module and keep "
                 "statistics alike yourself"
             )
+        if settings.drops and self.shared_batch is not None:
+            found.append(
+                "nonfinite='drop_micro_batch' where ranks share a batch: each of them sees its part of the "
+                "gradients, and would drop other micro-batches: use nonfinite='skip'"
+            )
         return found
 
     def problems_under_ddp(self, named: Named, group: dist.ProcessGroup) -> list[str]:
-        """Say what DDP, which has one group, cannot do over these ranks."""
+        """Say what DDP, which has one group for the parameters that it was not told to ignore, cannot do over
+        these ranks.
+        """
         if self.problems or not self.membership.described:
             return []
         summed = sorted(dist.get_process_group_ranks(group))
@@ -142,8 +166,15 @@ class EngineRanks:
                     "group of those axes, process_group=mesh['dp'].get_group()"
                 )
             ]
-        if len(self.membership.groups) > 1:
-            return ["axes.groups with a DDP, which has one group for all parameters: use pe.GradSync"]
+        elsewhere = next((name for name, _ in named if self.group_named(name)), None)
+        if elsewhere is not None:
+            return [
+                (
+                    f"axes.groups gives {elsewhere!r} a group of its own, and DDP sums it over all of its "
+                    "ranks: have DDP ignore it, by DistributedDataParallel."
+                    "_set_params_and_buffers_to_ignore_for_model(module, names) before it is made"
+                )
+            ]
         if any(is_dtensor(param) for _, param in named):
             return ["ddp_model has DTensor parameters, which its buckets cannot hold: use pe.GradSync"]
         return []
@@ -247,15 +278,14 @@ class EngineRanks:
         batch = SharedBatch(mesh.index(count), len(sharing), sharing[-1] == dist.get_rank())
         return batch, mesh.size(count)
 
-    def _transport(self, ranks: tuple[int, ...]) -> Comm:
-        if len(ranks) == self.comm.world_size:
+    def _transport(self, ranks: tuple[int, ...], *, is_alone: bool = False) -> Comm:
+        """Return a transport over ranks of the engine; one that nothing else uses, if it `is_alone`."""
+        if len(ranks) == self.comm.world_size and not is_alone:
             return self.comm
-        comm: Comm = Local() if len(ranks) == 1 else self._over([self._ranks[rank] for rank in ranks])
-        comm.traffic = self.comm.traffic
+        make, members = another_group if is_alone else new_group, sorted(self._ranks[rank] for rank in ranks)
+        comm = Local() if len(ranks) == 1 else TorchDist(make(members), self._device)
+        comm.join(self.comm)
         return comm
-
-    def _over(self, ranks: Sequence[int]) -> TorchDist:
-        return TorchDist(new_group(sorted(ranks)), self._device)
 
 
 def _replicate(axes: Axes, mesh: MeshRanks) -> tuple[str, ...]:

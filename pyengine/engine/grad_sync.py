@@ -50,7 +50,12 @@ class GradSync(Sync):
         bucket_cap_mb: size of a bucket in MiB of gradients; on an XLA device all gradients of a type are one
             bucket.
         nonfinite: "skip" leaves the parameters alone in a step with inf or nan; "raise" raises
-            FloatingPointError on every rank, and has every micro-batch checked so that the message names it.
+            FloatingPointError on every rank, and has every micro-batch checked so that the message names it;
+            "drop_micro_batch" takes a micro-batch with inf or nan out of sum and count, and the window lives
+            (docs/window.md has what that costs).
+        stall_after_s: seconds of waiting for other ranks after which a warning says which of them has not
+            come, and where everybody is (docs/reliability.md); a rank that has died is an error on all others
+            within seconds. None or 0: neither, and no thread that watches.
 
     Raises:
         ValueError: an argument is off, or the ranks' parameters differ, or "exact" meets a SyncBatchNorm;
@@ -70,6 +75,7 @@ class GradSync(Sync):
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = 25,
         nonfinite: str = "skip",
+        stall_after_s: float | None = 30.0,
         process_group: dist.ProcessGroup | None = None,
         device_mesh: DeviceMesh | None = None,
         axes: Axes = Axes(),  # noqa: B008 - frozen
@@ -81,12 +87,19 @@ class GradSync(Sync):
         group = None if wrong_group else group or process_group
         ranks = EngineRanks(named, device, group=group, mesh=device_mesh, axes=axes)
         comm = ranks.comm
-        settings = Settings(accumulate, as_wire(wire), as_accumulator(accumulator), nonfinite, bucket_cap_mb)
+        settings = Settings(
+            accumulate,
+            as_wire(wire),
+            as_accumulator(accumulator),
+            nonfinite,
+            bucket_cap_mb,
+            stall_after_s=stall_after_s,
+        )
         problems = [*sharded_modules(params_or_module), *wrong_group, *wrapped_problems(params_or_module)]
         problems += problems_of_device(device, comm, settings)
 
         def reducer(specs: list[ParamSpec], micro_batches: int) -> BucketReducer | XlaReducer:
-            groups = ranks.groups([name for name, _ in named], settings)
+            groups = ranks.groups()
             ranks.broadcast([*named, *buffers], groups)
             if is_lazy(device):
                 return XlaReducer(specs, params, comm=comm, settings=settings)

@@ -133,8 +133,9 @@ def resized(shares: Shares, accumulate: int, *, is_exact: bool) -> Shares:
         return shares
     if is_exact:
         raise ValueError(
-            f"accumulate={accumulate}: accumulator='exact' was made for {shares.micro_batches} micro-batches "
-            "a window over all ranks, on which its bits depend; make a new engine"
+            f"gradient_accumulation_steps={accumulate}: accumulator='exact' was made for "
+            f"{shares.micro_batches} micro-batches a window over all ranks, on which its bits depend; "
+            "make a new engine"
         )
     by_rank = [accumulate] * len(shares.by_rank)
     return replace(shares, places=_places(by_rank, sum(by_rank)), micro_batches=sum(by_rank), by_rank=by_rank)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 from torch.nn import Parameter
 
+from pyengine.comm import TorchDist
 from pyengine.comm.base import Comm
 from pyengine.engine.batch_norm import BatchNormReplay, batch_norm_problems
 from pyengine.engine.batch_norm import batch_norms as batch_norms_of
@@ -14,6 +15,8 @@ from pyengine.engine.engine import Engine
 from pyengine.engine.engine_ranks import EngineRanks
 from pyengine.engine.handshake import agree, problems_of
 from pyengine.engine.ownership import owned_problems
+from pyengine.engine.sharded_ranks import ShardedRanks
+from pyengine.engine.whereabouts import whereabouts_of
 from pyengine.gradients.base import Reducer
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.settings import Settings
@@ -27,8 +30,7 @@ def make_engine(
     *,
     source: object,
     problems: Sequence[str],
-    takes_shards: bool = False,
-    ranks: EngineRanks | None = None,
+    ranks: EngineRanks | ShardedRanks | None = None,
 ) -> Engine:
     """Make an engine over parameters, or raise on every rank what any rank has to complain of.
 
@@ -40,17 +42,39 @@ def make_engine(
             ranks, return who owns the gradients; called once all ranks have agreed.
         source: the module, if there is one, whose BatchNorms exact sums keep alike.
         problems: what else is wrong here.
-        takes_shards: whether parameters may be DTensors.
         ranks: which ranks share what, where that is not everything.
 
     Raises:
         ValueError: an argument or a parameter is off, or ranks differ; on every rank, and nothing has
             changed.
     """
+    if settings.watches_stalls and isinstance(comm, TorchDist):
+        comm.watch_stalls(float(settings.stall_after_s or 0.0))
+    try:
+        engine = _make(named, comm, settings, make_reducer, source, problems, ranks=ranks)
+    except BaseException:
+        comm.release()
+        raise
+    if isinstance(comm, TorchDist):
+        comm.tell_position(whereabouts_of(engine))
+    return engine
+
+
+def _make(
+    named: Sequence[tuple[str, Parameter]],
+    comm: Comm,
+    settings: Settings,
+    make_reducer: Callable[[list[ParamSpec], int], Reducer],
+    source: object,
+    problems: Sequence[str],
+    *,
+    ranks: EngineRanks | ShardedRanks | None,
+) -> Engine:
+    """Make the engine; see `make_engine`."""
     specs = [ParamSpec.of(name, param) for name, param in named] if ranks is None else ranks.specs(named)
     is_exact = settings.kind == "exact"
     module = source if is_exact and isinstance(source, nn.Module) else nn.Module()
-    takes_shards = takes_shards or (ranks is not None and ranks.takes_dtensors)
+    takes_shards = ranks is not None and ranks.takes_dtensors
     found = [
         *problems_of(named, takes_shards=takes_shards),
         *problems,

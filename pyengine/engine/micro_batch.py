@@ -16,10 +16,15 @@ from pyengine.window.header import Count, checked_count
 
 
 @contextmanager
-def micro_batch(engine: Engine, count: Count) -> Iterator[MicroBatch]:
-    """Make the body one micro-batch of the window; see `Sync.micro_batch`."""
+def micro_batch(engine: Engine, count: Count, *, says: bool = True) -> Iterator[MicroBatch]:
+    """Make the body one micro-batch of the window; see `Sync.micro_batch`.
+
+    Args:
+        count: checked.
+        says: whether it is the caller's own, or read ahead.
+    """
     with engine.alone():
-        made = MicroBatch(engine.current, engine.parts, count)
+        made = MicroBatch(engine.current, engine.parts, count, says=says)
         with made.running():
             yield made
 
@@ -76,7 +81,7 @@ def backward(
     with micro_batch(engine, count) as made:
         made.loss = loss if is_told else None
         scaled = loss if scaler is None else scaler.scale(loss)
-        with made.last_backward(scaled):
+        with made.only_backward(scaled):
             run(scaled)
 
 
@@ -87,13 +92,14 @@ class MicroBatch:
     gradient is zero; its count counts.
     """
 
-    def __init__(self, window: OpenWindow, parts: Parts, count: Count) -> None:
+    def __init__(self, window: OpenWindow, parts: Parts, count: Count, *, says: bool) -> None:
         parts.counter.check_backward()
         self._window, self._parts = window, parts
         self._index, self._syncs = parts.counter.done, parts.counter.next_backward_syncs
         self._count: Count = count
+        self._says_count = says or window.denominators is not None
         self._loss: Tensor | None = None
-        self._has_last = False
+        self._has_last = self._has_only = False
 
     @property
     def count(self) -> Count:
@@ -107,7 +113,7 @@ class MicroBatch:
             raise ValueError(
                 "mb.count: this window's counts were read ahead by sync.windows(loader, count=...): leave it"
             )
-        self._count = checked_count(count)
+        self._count, self._says_count = checked_count(count), True
 
     @property
     def loss(self) -> Tensor | None:
@@ -130,6 +136,33 @@ class MicroBatch:
             raise ValueError(f"mb.loss has shape {list(value.shape)}, need a 0-dim tensor: use loss.sum()")
         self._loss = None if value is None else value.detach()
 
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Tensor | Sequence[Tensor] | None = None,
+    ) -> None:
+        """Run one of the block's backwards, on the scaled loss where `sync.scaler` is set.
+
+        The same as `loss.backward(...)`, or `sync.scaler.scale(loss).backward(...)`, for code that does not
+        know which.
+
+        Args:
+            loss: 0-dim, or of the shape of `gradient`; `count` and `loss` of the micro-batch stay as set.
+            gradient, retain_graph, create_graph, inputs: as `torch.Tensor.backward`.
+
+        Raises:
+            ValueError: no backward can start here; nothing has run.
+        """
+        run = checked_backward(
+            loss, gradient=gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
+        )
+        scaler = self._parts.scaler
+        run(loss if scaler is None else scaler.scale(loss))
+
     @contextmanager
     def last_backward(self, *roots: Tensor) -> Iterator[None]:
         """Say that the block's last backward runs in the body.
@@ -151,17 +184,16 @@ class MicroBatch:
                 "mb.last_backward: the second one of this micro-batch, whose gradients have been "
                 "accumulated: mark the last backward only"
             )
-        parts, reducer = self._parts, self._parts.reducer
-        self._has_last = True
-        self._note()
-        parts.batch_norms.stop_counting()
-        if self._syncs and isinstance(reducer, Overlaps):
-            with self._window.sending() as header, reducer.overlap(header, roots):
-                yield
-        else:
-            with reducer.add():
-                yield
-        parts.marks.take()
+        with self._last(roots):
+            yield
+        self._parts.marks.take()
+
+    @contextmanager
+    def only_backward(self, root: Tensor) -> Iterator[None]:
+        """As `last_backward`, where no code but the engine's runs in the rest of the block."""
+        self._has_only = True
+        with self._last((root,)):
+            yield
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -185,8 +217,31 @@ class MicroBatch:
         finally:
             parts.marks.take()
 
+    @contextmanager
+    def _last(self, roots: Sequence[Tensor]) -> Iterator[None]:
+        parts, reducer = self._parts, self._parts.reducer
+        self._has_last = True
+        parts.batch_norms.stop_counting()
+        if parts.dropping is not None:
+            yield  # nothing is added, or leaves, before all of it is known
+            return
+        self._note()
+        if self._syncs and isinstance(reducer, Overlaps):
+            with self._window.sending() as header, reducer.overlap(header, roots):
+                yield
+        else:
+            with reducer.add():
+                yield
+
     def _end(self) -> None:
         """Accumulate what is left, and refuse what cannot be right."""
+        if not self._has_only:
+            self._refuse_wrong()
+        if not self._has_last or self._parts.dropping is not None:
+            self._note()
+            self._parts.reducer.collect()
+
+    def _refuse_wrong(self) -> None:
         parts, scaler = self._parts, self._parts.scaler
         has_new = bool(parts.marks.changed())
         if self._has_last and has_new:
@@ -199,15 +254,20 @@ class MicroBatch:
                 f"the losses of micro-batch {self._index} were not scaled, and sync.scaler is set: call "
                 "sync.scaler.scale(loss).backward(), or sync.backward(loss), which scales"
             )
-        if not self._has_last:
-            self._note()
-            parts.reducer.collect()
 
     def _note(self) -> None:
-        """Count this micro-batch; the window's header may go."""
-        self._parts.counter.count_backward()
+        """Count this micro-batch; the window's header may go. One with inf or nan brings nothing, where such
+        are dropped.
+        """
+        parts = self._parts
+        parts.counter.count_backward()
+        self._window.counts.is_silent |= not self._says_count
+        is_dropped: bool | Tensor = False
+        if parts.dropping is not None:
+            is_dropped = parts.dropping.look(self._index, self._loss)
+            parts.batch_norms.drop(is_dropped)
         if not self._window.is_padding:
-            self._window.counts.append(self._loss, self._count)
+            self._window.counts.append(self._loss, self._count, is_dropped=is_dropped)
 
     def _check_open(self, what: str) -> None:
         if self._has_last:

@@ -12,20 +12,21 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.data.dealer import Dealer
-from pyengine.engine.checkpoint.resume import load_states, take_snapshot
+from pyengine.engine.audited import Audited
+from pyengine.engine.checkpoint.stateful import Stateful
 from pyengine.engine.clipping import Clipping
 from pyengine.engine.counted import Counted
 from pyengine.engine.counting import CountOf, due_count, one_loss
 from pyengine.engine.engine import Engine
 from pyengine.engine.loop import Batch, single_micro_batch, windows
 from pyengine.engine.micro_batch import MicroBatch, backward, checked_backward, micro_batch
+from pyengine.engine.position import Position
 from pyengine.engine.torch_names import TorchNames
 from pyengine.ops.device import flush
 from pyengine.step.grad_scaler import GradScaler, taken_over
 from pyengine.step.step_handle import StepHandle
 from pyengine.step.step_record import StepCallback
 from pyengine.step.window_optimizer import OptimizerCheck, WindowOptimizer, check_step
-from pyengine.window.counter import State
 from pyengine.window.denominators import Loss
 from pyengine.window.header import Count
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Sync(Clipping, Counted, TorchNames):
+class Sync(Audited, Position, Clipping, Counted, Stateful, TorchNames):
     """Windows, counts and the step over gradients that somebody owns; made by `GradSync` and `attach`.
 
     Example:
@@ -50,7 +51,7 @@ class Sync(Clipping, Counted, TorchNames):
         self._callbacks: OrderedDict[int, StepCallback] = OrderedDict()
         self._check = OptimizerCheck(engine.reducer.params, ignored)
         self._scaler: GradScaler | None = None
-        self._done: list[int] = []
+        self._running: MicroBatch | None = None
 
     def close(self) -> None:
         """Let the model go: hooks off, buffers freed, DDP's settings as they were; every later call here
@@ -80,55 +81,6 @@ class Sync(Clipping, Counted, TorchNames):
         if self._open_engine is None:
             raise RuntimeError("this engine has been closed: make a new one over the model")
         return self._open_engine
-
-    @property
-    def is_sync_step(self) -> bool:
-        """Whether the window gets no further micro-batch: this is its last one, it has none left,
-        or it was flushed.
-        """
-        return self._engine.counter.ends
-
-    @property
-    def is_padding(self) -> bool:
-        """Whether the micro-batch handed out last is a batch once more, which only other ranks need: over a
-        sharded model a rank that has run out runs the others' forwards with them. Nothing of it counts.
-        """
-        return self._engine.current.is_padding
-
-    @property
-    def landed(self) -> object | None:
-        """What tells this window from every other one, once it has landed; None before."""
-        return self._engine.current.verdict
-
-    @property
-    def window(self) -> int:
-        """Index of the window, from 0; it goes up when the next one begins."""
-        return self._engine.counter.index
-
-    @property
-    def place(self) -> int:
-        """Index, in its window over all ranks, of the micro-batch handed out last;
-        see `pe.micro_batch_rng`.
-        """
-        places = self._engine.counter.places
-        if self.is_padding:
-            return places[-1] if places else 0
-        if not places:
-            raise RuntimeError("place: no micro-batch has been handed out in this window")
-        return places[-1]
-
-    @property
-    def due(self) -> list[int]:
-        """Places of the window's micro-batches that this rank is still to compute,
-        for `WindowSampler.set_epoch`.
-        """
-        counter = self._engine.counter
-        return list(counter.due if counter.state is State.OPEN else counter.share)
-
-    @property
-    def done(self) -> list[int]:
-        """Places that were done on any rank when `load_state_dict` was called, for `Dealer.set_epoch`."""
-        return list(self._done)
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -198,7 +150,8 @@ class Sync(Clipping, Counted, TorchNames):
         `sync.scaler.scale(loss).backward()`. Forwards may be inside or before it.
 
         Args:
-            count: as for `backward`; it may be set later, as `mb.count`.
+            count: as for `backward`; it may be set later, as `mb.count`. Of ranks that share a batch, those
+                that do not speak for it (all but the last stage of a pipeline) may leave it out.
 
         Raises:
             RuntimeError: as `backward`.
@@ -215,8 +168,20 @@ class Sync(Clipping, Counted, TorchNames):
             ...         second.backward()
         """
         known = due_count(self._engine, count)
-        with self._micro_batch_of_backward(), micro_batch(self._engine, known) as made:
-            yield made
+        with (
+            self._micro_batch_of_backward(),
+            micro_batch(self._engine, known, says=count is not None) as made,
+        ):
+            self._running = made
+            try:
+                yield made
+            finally:
+                self._running = None
+
+    @property
+    def running_micro_batch(self) -> MicroBatch | None:
+        """The micro-batch whose `micro_batch` block is running; None outside of one."""
+        return self._running
 
     def backward(
         self,
@@ -328,58 +293,6 @@ class Sync(Clipping, Counted, TorchNames):
     def abandon(self) -> None:
         """Drop the current window on this rank, after an exception, say; the next one starts clean."""
         self._engine.abandon()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what this rank's engine holds, also in the middle of a window, as tensors and plain values.
-
-        `{"version", "window", "steps", "rank 0 of 2": (content, checksum)}`; so
-        `torch.distributed.checkpoint`, for which an engine is a `Stateful`, keeps ranks apart. The content:
-        windows and steps completed, the sums, counts, losses and running statistics of the open window's
-        micro-batches that are done here, with their places; the loss scale, gradients carried over, and the
-        states of the random generators. Parameters, optimizer and scheduler are the caller's to save, as
-        ever. On an accelerator every rank calls this at the same point, as `synchronize`.
-
-        With accumulator="exact" the last states of any ranks in a window fit together, whenever each was
-        saved.
-
-        Raises:
-            RuntimeError: between a micro-batch's hand-out and its backward (so also after one that had no
-                backward, for the rest of the window), or between the window's last backward and the step.
-
-        Cost: copies the sums: 4 bytes an element (2 of narrow "native" ones), 8 for "exact". Their checksum
-        reads the copy once on the host, about 2 GB/s (a device's is copied there), and so does
-        `load_state_dict`.
-        """
-        return take_snapshot(self._engine).to_dict()
-
-    def load_state_dict(self, states: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Go on where `state_dict` was called, bit for bit; every rank calls this before its loop.
-
-        Args:
-            states: this rank's own state, on as many ranks as there were; or, with accumulator="exact", a
-                list of the states of all ranks, the same on every rank, whose sums and remaining
-                micro-batches are then shared out among the ranks there are now. All of one window, that of
-                the parameters (`state["window"]`). A state may be missing, or older than others that hold its
-                micro-batches: what is missing is computed again. One dict may hold the parts of several
-                ranks.
-
-        Nothing of a rank's own is needed but its loader, which goes on behind what is done:
-        `sampler.set_epoch(..., due=sync.due)`, or `dealer.set_epoch(..., done=sync.done)`. The generators go
-        on from where they were when the loop takes the first micro-batch, if this rank's own state of as many
-        ranks is there. (The loader reads one micro-batch ahead: what it draws in this process from them is
-        not repeated; see `pe.sample_rng`.) What has to be alike on every world size starts from
-        `pe.micro_batch_rng`.
-
-        Raises:
-            ValueError: a state is damaged or does not fit, or ranks got different ones; on every rank, and
-                nothing has changed. All of a state is checked before any rank loads it.
-
-        Example:
-            >>> states = [torch.load(path) for path in sorted(folder.glob("sync-*.pt"))]  # doctest: +SKIP
-            >>> sync.load_state_dict([s for s in states if s["window"] == window])  # doctest: +SKIP
-            >>> sampler.set_epoch(0, window=window, due=sync.due)  # doctest: +SKIP
-        """
-        self._done = load_states(self._engine, states)
 
     def on_step(self, callback: StepCallback) -> StepHandle:
         """Call `callback(record)` after every optimizer step; usable as a decorator.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyengine.gradients.slots import Saved
+from pyengine.comm.base import Comm
+from pyengine.gradients.slots import Forms, Saved
 from pyengine.step.stepper import Stepper
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
@@ -141,6 +142,16 @@ class Overlaps(Protocol):
 
 
 @runtime_checkable
+class Stages(Protocol):
+    """A reducer whose owner brings a micro-batch's gradients elsewhere than to `.grad` of its parameters."""
+
+    def staged(self) -> Sequence[Any]:
+        """Return by parameter what has its gradient as `.grad`, until the micro-batch is accumulated; None
+        where nothing has.
+        """
+
+
+@runtime_checkable
 class HoldsParts(Protocol):
     """A reducer of parameters that are not the same on every rank: shards, or experts.
 
@@ -161,6 +172,14 @@ class SumsParts(HoldsParts, Protocol):
     """
 
     parts: Sequence[Parameter]
+
+
+@runtime_checkable
+class KnowsGroups(Protocol):
+    """A reducer that knows over which ranks each gradient is summed, and all of them hold the same."""
+
+    def groups_of_params(self) -> tuple[Sequence[Comm], Sequence[int]]:
+        """Return the transports, and by parameter the index of its own."""
 
 
 @runtime_checkable
@@ -203,6 +222,17 @@ class MovesGradients(Protocol):
 
 
 @runtime_checkable
+class SumsElsewhere(Protocol):
+    """A reducer of gradients that do not all come to `.grad`."""
+
+    def strays(self) -> Sequence[int]:
+        """Return the parameters, by index, whose gradient has come elsewhere since `forget_strays`."""
+
+    def forget_strays(self) -> None:
+        """Note that everything that has come is accounted for."""
+
+
+@runtime_checkable
 class Reorders(Protocol):
     """A reducer that lays its buckets out in the order in which gradients come."""
 
@@ -214,6 +244,16 @@ class Reorders(Protocol):
     def lay_out_as(self, order: list[int]) -> None:
         """Lay the buckets out as an `order` says, between windows; every rank alike. Parameters that it
         leaves out come last.
+        """
+
+
+@runtime_checkable
+class SavesShards(Protocol):
+    """A reducer that has shards in a saved window, in place of whole sums."""
+
+    def forms(self) -> Forms:
+        """Return, for every parameter of which that is so, the parts of its sum with their types and
+        shapes.
         """
 
 

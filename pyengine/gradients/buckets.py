@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
+from pyengine.comm.base import Comm
 from pyengine.gradients.accumulator import BucketAccumulator, bucket_accumulator
 from pyengine.gradients.accumulator.base import drop_unused
+from pyengine.gradients.accumulator.main_grad import written
 from pyengine.gradients.arrival import Arrivals, Watch, may_nest
 from pyengine.gradients.groups import Groups
 from pyengine.gradients.in_flight import Transfers
@@ -40,6 +42,10 @@ class BucketReducer:
         groups: over which ranks each gradient is summed.
         settings: how buckets sum and travel, and how large they are.
         terms: micro-batches of a full window, over all ranks.
+
+    Attributes:
+        in_place: whether what lands is `.grad`, so that 1/count is left to the final pass; False also where
+            another owner of the engine cannot leave it.
     """
 
     stepper: Stepper = PlainStepper()
@@ -69,6 +75,7 @@ class BucketReducer:
         # on.
         self._nodes = [get_gradient_edge(param).node for param in self.params if param.requires_grad]
         self._lay_out(backward_order(specs))
+        self.in_place = all(bucket.in_place for bucket in self._buckets)
 
     def _lay_out(self, order: Sequence[int]) -> None:
         # Old buffers go before new ones come.
@@ -78,19 +85,26 @@ class BucketReducer:
         self.layout = build(
             self._specs, order, cap_bytes=self._settings.cap_bytes, world_size=self._comm.world_size
         )
-        kind, watch = self._settings.kind, self._settings.raises
+        kind, watch, apart = self._settings.kind, self._settings.raises, self._settings.drops
         made = []
         for bucket in self.layout.buckets:
             mine = [self.parts[slot.param] for slot in bucket.slots]
             made.append(
-                bucket_accumulator(kind, bucket, mine, wire=self._wire, terms=self._terms, watch=watch)
+                bucket_accumulator(
+                    kind, bucket, mine, wire=self._wire, terms=self._terms, watch=watch, apart=apart
+                )
             )
         self._buckets = made
+        self._slot_params = [slot.param for bucket in self.layout.buckets for slot in bucket.slots]
+        self._slot_parts = [self.parts[param] for param in self._slot_params]
         self._slot_of = {
             slot.param: (bucket.index, position)
             for bucket in self.layout.buckets
             for position, slot in enumerate(bucket.slots)
         }
+
+    def groups_of_params(self) -> tuple[Sequence[Comm], Sequence[int]]:
+        return self._groups.comms, [spec.group for spec in self._specs]
 
     def open(self) -> None:
         """Do nothing: the first backward overwrites old sums, so that a zero_grad before it does no harm."""
@@ -107,17 +121,44 @@ class BucketReducer:
         """Accumulate what needs a pass of ours from inside the body, while the cache has it."""
         with (
             self._observed_once(),
-            _watching([watch for bucket in self._buckets for watch in bucket.watches()]),
+            _watching([watch for bucket in self._taken_early() for watch in bucket.watches()]),
         ):
             yield
         self.collect()
+
+    def _taken_early(self) -> list[BucketAccumulator]:
+        """Return the buckets that may be accumulated inside an earlier backward: of exact sums, which have
+        room for one deposit a micro-batch, those whose gradients are known to come once in it.
+        """
+        if self._settings.kind != "exact":
+            return self._buckets
+        if self._arrivals is None:
+            return []
+        repeated = {self._slot_of[param][0] for param in self._repeated}
+        return [bucket for index, bucket in enumerate(self._buckets) if index not in repeated]
 
     def collect(self) -> None:
         for bucket in self._buckets:
             bucket.add()
 
+    def strays(self) -> Sequence[int]:
+        """Return those that a layer has added to `main_grad` by itself."""
+        return [self._slot_params[i] for i in written(self._slot_parts)]
+
+    def forget_strays(self) -> None:
+        if written(self._slot_parts):
+            for bucket in self._buckets:
+                bucket.forget_written()
+
     def reduce(self, header: Header) -> None:
+        with self.reducing(header):
+            pass
+
+    @contextmanager
+    def reducing(self, header: Header) -> Iterator[None]:
+        """Do as `reduce`, behind the body."""
         self._prepare(header)
+        yield
         self._send_rest(poison=False)
 
     @contextmanager
@@ -202,10 +243,9 @@ class BucketReducer:
 
     def _prepare(self, header: Header, *, held: Collection[int] = ()) -> Transfers:
         """Get ready to send the buckets; those `held` wait for the end of the backward."""
-        in_place = all(bucket.in_place for bucket in self._buckets)
-        self._divisor = Divisor(header.inv_count, self._wire, in_place=in_place)
+        self._divisor = Divisor(header.inv_count, self._wire, in_place=self.in_place)
         self._transfers = Transfers(
-            self._buckets, header, self._divisor, wire=self._wire, comms=self._groups.comms, held=held
+            self._buckets, header, self._divisor, wire=self._wire, groups=self._groups, held=held
         )
         return self._transfers
 

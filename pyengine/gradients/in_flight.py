@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from pyengine.comm.base import Comm, Work
 from pyengine.gradients.accumulator import BucketAccumulator
+from pyengine.gradients.groups import Groups
 from pyengine.ops.trace import span
 from pyengine.window.divisor import Divisor
 from pyengine.window.header import Header
@@ -46,13 +47,15 @@ class Transfers:
 
     Collectives start in the same order on every rank, whatever the order of readiness, and of whatever group.
     A bucket's later rounds follow when the next bucket starts, so that its first one has had time to land.
-    None starts before the header has come, and none at all if ranks disagree in it.
+    Ranks that have other buckets than this one may start them in another order, and would wait for each
+    other: there all first rounds come before any later one. None starts before the header has come, and none
+    at all if ranks disagree in it.
 
     Args:
         buckets: in the order of the layout.
         header: of the window.
         divisor: what comes in on the way to the wire.
-        wire, comms: how buckets travel, over which group each.
+        wire, groups: how buckets travel, over which ranks each.
         held: indices of buckets that wait for the end of the backward.
 
     Attributes:
@@ -66,11 +69,11 @@ class Transfers:
         divisor: Divisor,
         *,
         wire: Wire,
-        comms: Sequence[Comm],
+        groups: Groups,
         held: Collection[int] = (),
     ) -> None:
         self.all = [Transfer(bucket, is_held=index in held) for index, bucket in enumerate(buckets)]
-        self.header, self._divisor, self._wire, self._comms = header, divisor, wire, comms
+        self.header, self._divisor, self._wire, self._groups = header, divisor, wire, groups
         self._next = 0
 
     def complete(self, transfer: Transfer) -> None:
@@ -88,8 +91,8 @@ class Transfers:
             return
         while self._next < len(self.all):
             self._start(poison=poison)
-        if self.all:
-            self._finish_rounds(self.all[-1])
+        for transfer in self.all:
+            self._finish_rounds(transfer)
 
     def late(self) -> list[tuple[BucketAccumulator, int]]:
         """Return the slots, with their buckets, that the backward has added to after it had seemed to
@@ -120,11 +123,11 @@ class Transfers:
             transfer.rounds = transfer.bucket.rounds(inv_count, self._wire, comm, poison=poison)
             transfer.launch()
         self._next += 1
-        if self._next > 1:
+        if self._next > 1 and self._groups.are_alike:
             self._finish_rounds(self.all[self._next - 2])
 
     def _comm(self, transfer: Transfer) -> Comm:
-        return self._comms[transfer.bucket.bucket.group]
+        return self._groups.comms[transfer.bucket.bucket.group]
 
     def _finish_rounds(self, transfer: Transfer) -> None:
         while transfer.rounds_left:

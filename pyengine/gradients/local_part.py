@@ -101,10 +101,21 @@ def release(params: Sequence[Parameter]) -> None:
 
 def _settle(param: Any) -> None:
     """Bring the gradient into the parameter's placements."""
-    grad = param.grad
+    settled = in_placements(param.grad, param)
+    if settled is not param.grad:
+        param.grad = settled
+
+
+def in_placements(grad: Any, param: Any) -> Any:
+    """Return a gradient in the placements of its parameter: itself where it is, or where that is a plain
+    tensor; else a collective of its mesh's ranks.
+    """
+    if not is_dtensor(param):
+        return grad
     if not is_dtensor(grad):
         raise TypeError(
             f"a DTensor parameter of shape {list(param.shape)} got a plain tensor as its gradient"
         )
-    if grad.placements != param.placements:
-        param.grad = grad.redistribute(param.device_mesh, param.placements)
+    if grad.placements == param.placements:
+        return grad
+    return grad.redistribute(param.device_mesh, param.placements)

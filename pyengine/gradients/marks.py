@@ -1,4 +1,4 @@
-"""Telling whether anybody but the engine has written to gradients."""
+"""Telling whether anybody but the engine has written to gradients, in `.grad` or where sums lie elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+
+from pyengine.gradients.base import Reducer, SumsElsewhere
 
 _grad, _version = attrgetter("grad"), attrgetter("_version")
 _MAX_NAMED = 3
@@ -20,24 +21,36 @@ class GradMarks:
     PyTorch counts a tensor's versions up with every write; what the core writes by address is not counted.
 
     Args:
-        names, params: in registration order.
+        reducer: owns the gradients.
 
     Cost: some 0.1 µs a parameter and look, on the host; nothing is read on the device, and no gradient is
     kept alive.
     """
 
-    def __init__(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
-        self._names, self._params = names, params
-        self._all = list(range(len(params)))
+    def __init__(self, reducer: Reducer) -> None:
+        self._names, self._params = reducer.names, reducer.params
+        self._elsewhere = reducer if isinstance(reducer, SumsElsewhere) else None
+        self._all = list(range(len(self._params)))
         self.take()
 
     def take(self) -> None:
         """Remember how gradients are now."""
         self._places, grads = self._look()
         self._refs, self._versions = list(map(ref, grads)), list(map(_version, grads))
+        if self._elsewhere is not None:
+            self._elsewhere.forget_strays()
 
     def changed(self) -> list[int]:
-        """Return the parameters, by index, whose `.grad` is not as it was when `take` looked."""
+        """Return the parameters, by index, that have got or lost a gradient since `take` looked."""
+        strays, written = self.strays(), self.written()
+        return sorted({*written, *strays}) if strays else written
+
+    def strays(self) -> Sequence[int]:
+        """Return those whose gradient has not come to `.grad`."""
+        return () if self._elsewhere is None else self._elsewhere.strays()
+
+    def written(self) -> list[int]:
+        """Return those whose `.grad` is not as it was."""
         places, grads = self._look()
         kept = [kept() for kept in self._refs]
         versions = list(map(_version, grads))
@@ -59,7 +72,8 @@ class GradMarks:
         """Say which parameters these are, what has become of their gradients, and how to mend it."""
         more = f" and {len(indices) - _MAX_NAMED} more" if len(indices) > _MAX_NAMED else ""
         names = ", ".join(repr(self._names[index]) for index in indices[:_MAX_NAMED])
-        gone = all(self._params[index].grad is None for index in indices)
+        strays = self.strays()
+        gone = all(self._params[index].grad is None and index not in strays for index in indices)
         return (
             f"the gradient of {names}{more} was {'taken away' if gone else 'written to'} {when}, by neither "
             "sync.backward nor a micro_batch (a bare loss.backward(), zero_grad, a write to .grad): put "

@@ -11,7 +11,7 @@ from pyengine.window.counter import check_accumulate
 from pyengine.wire import FP32, Wire
 from pyengine.wire.cast import wire_problems
 
-NONFINITE_POLICIES = ("skip", "raise")
+NONFINITE_POLICIES = ("skip", "raise", "drop_micro_batch")
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Settings:
     nonfinite: str = "skip"
     bucket_cap_mb: float = 25
     deferral: str = ""
+    stall_after_s: float | None = 30.0
 
     @property
     def kind(self) -> str:
@@ -38,9 +39,23 @@ class Settings:
         return self.nonfinite == "raise"
 
     @property
+    def drops(self) -> bool:
+        """Whether a micro-batch with inf or nan leaves its window: sums are then kept apart from `.grad`, and
+        nothing is added, or sent, before a micro-batch is known to be whole.
+        """
+        return isinstance(self.nonfinite, str) and self.nonfinite == "drop_micro_batch"
+
+    @property
     def cap_bytes(self) -> int:
         """Size of a bucket."""
         return int(self.bucket_cap_mb * 2**20)
+
+    @property
+    def watches_stalls(self) -> bool:
+        """Whether a sync that stalls is reported."""
+        seconds = self.stall_after_s
+        is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)
+        return is_number and 0 < seconds < math.inf  # type: ignore[operator]
 
     def shared(self) -> str:
         """Describe what has to be equal on every rank (micro-batches a window need not be)."""
@@ -67,9 +82,23 @@ class Settings:
             found.append(
                 f"nonfinite={self.nonfinite!r}: need one of {', '.join(map(repr, NONFINITE_POLICIES))}"
             )
+        elif self.drops and self.kind == "native":
+            found.append(
+                "accumulator='native' with nonfinite='drop_micro_batch': autograd adds to .grad by itself, "
+                "and what it has added cannot be taken out again: use accumulator='fp32'"
+            )
+        if not self.watches_stalls and self.stall_after_s is not None and not _is_zero(self.stall_after_s):
+            found.append(
+                f"stall_after_s={self.stall_after_s!r}: need seconds of waiting after which a stalled sync "
+                "is reported, above 0 and finite; or None, or 0, for no report"
+            )
         size = self.bucket_cap_mb
         if not isinstance(size, Real) or isinstance(size, bool) or not 0 < size * 2**20 < math.inf:
             found.append(
                 f"bucket_cap_mb={size!r}: need a size above 0, in MiB, and a finite one; 25 is a good start"
             )
         return found
+
+
+def _is_zero(value: object) -> bool:
+    return type(value) in (int, float) and value == 0

@@ -121,3 +121,19 @@ def taken_over(scaler: torch.amp.GradScaler) -> GradScaler:
             "or a pyengine.GradScaler; the ways of another kind would be lost"
         )
     return scaler
+
+
+def copy_of(scaler: torch.amp.GradScaler) -> GradScaler:
+    """Return a scaler for one engine, of the same arguments and state, where several share a stock one.
+
+    Raises:
+        TypeError: it is another kind.
+    """
+    if type(scaler) not in (torch.amp.GradScaler, GradScaler):
+        raise TypeError(
+            f"the loss scaler is a {type(scaler).__name__}, whose own ways would be lost: need a "
+            "torch.amp.GradScaler, which the engine takes over, or a pyengine.GradScaler"
+        )
+    ours = GradScaler(scaler._device, enabled=scaler.is_enabled())
+    ours.load_state_dict(scaler.state_dict())
+    return ours

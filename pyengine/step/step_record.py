@@ -21,7 +21,7 @@ class StepRecord:
         grad_norm: 2-norm of the mean gradient before clipping, loss scale removed; inf or nan when skipped
             for it.
         skipped: whether the parameters were left alone.
-        reason: why they were; empty otherwise.
+        reason: why they were, or which micro-batches were dropped; empty otherwise.
         bytes_on_wire: bytes this rank sent for the window.
         collectives: collectives this rank launched for the window, header included.
         backward_s: seconds inside the window's backwards.
@@ -29,6 +29,7 @@ class StepRecord:
         step_s: seconds from the window's first backward to the end of the optimizer step.
         held_bytes: of a sharded model, what this rank holds through a window to communicate less: unsharded
             sums, and parameters that stay gathered (docs/sharded.md).
+        dropped: micro-batches that left the window for inf or nan, over all ranks.
     """
 
     step: int
@@ -44,6 +45,7 @@ class StepRecord:
     exposed_sync_s: float
     step_s: float
     held_bytes: int = 0
+    dropped: int = 0
 
 
 StepCallback = Callable[[StepRecord], None]

@@ -40,4 +40,4 @@ class Divisor:
     def leave_to(self, final: FinalPass) -> None:
         """Let the final pass multiply in what nothing here has."""
         if self._is_left:
-            final.multiply(self._inv_count())
+            final.divide(self._inv_count())

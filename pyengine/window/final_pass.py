@@ -54,7 +54,7 @@ class FinalPass:
         self.factor = self._written = self._one
         self.overflow = self.found_inf = self.void = self._zero
         self.used: Tensor | None = None
-        self.is_pending = False
+        self.is_pending = self._is_divided = False
         self._before_clipping: Tensor | None = None
 
     def compute_norm(self, *, is_refused: bool = False) -> None:
@@ -76,6 +76,12 @@ class FinalPass:
         """Let the step be skipped if `flag` (bool, 0-dim, on the device) is set."""
         self.found_inf = torch.where(flag, 1.0, self.found_inf)
 
+    def back_off(self, flag: Tensor) -> None:
+        """Let a loss scale follow an overflow if `flag` (bool, 0-dim, on the device) is set: a micro-batch of
+        the window was dropped for it.
+        """
+        self.overflow = torch.where(flag, 1.0, self.overflow)
+
     def check_range(self, largest: float) -> None:
         """Let the step be skipped if finite sums times the pending scalar leave the range of the gradients'
         type.
@@ -93,6 +99,12 @@ class FinalPass:
         """Let `scalar` (0-dim float, on the device) multiply the gradients, later, with everything else."""
         self.factor = self.factor * scalar
         self.is_pending = True
+
+    def divide(self, inv_count: Tensor) -> None:
+        """Let 1/count multiply the gradients, as `multiply`; once a window, however many owners say it."""
+        if not self._is_divided:
+            self.multiply(inv_count)
+            self._is_divided = True
 
     def grad_norm(self) -> Tensor:
         """Return the 2-norm of the gradients with all that is pending applied; float64 0-dim."""

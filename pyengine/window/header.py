@@ -25,13 +25,15 @@ from pyengine.window.shared_batch import SharedBatch
 # Sums in float64 are exact up to 2^53: squares of 20-bit numbers over up to 8192 ranks stay below it.
 _STEP_MODULUS = 2**20
 
-# The vector: five numbers, what must be equal on every rank (positions, then the pieces of the claims), each
+# The vector: six numbers, what must be equal on every rank (positions, then the pieces of the claims), each
 # with its square, and the losses as lanes of `exact_scalars`.
-_COUNT, _MICRO_BATCHES, _, _INVALID, _, _POSITIONS = range(6)
+_COUNT, _MICRO_BATCHES, _, _INVALID, _UNTOLD, _DROPPED, _POSITIONS = range(7)
 _CLAIMS = _POSITIONS + 4
 _LOSSES = _CLAIMS + 2 * NUM_PIECES
 # Behind them, where ranks share batches, what must be 0: lanes of `SharedBatch`.
 _SHARED = _LOSSES + exact_scalars.NUM_LANES
+# ... and how many ranks leave the count to the one that says it: then lanes cannot be compared.
+_SILENT = -1
 
 Count = int | float | Tensor
 
@@ -73,34 +75,41 @@ class LocalWindow:
         max_micro_batches: the most, over all ranks, that the window may have; inf: any number.
         counts: items each loss was summed over; numbers, or 0-dim tensors that stay on their device.
         losses: the losses, detached 0-dim tensors; None where nobody has told it.
+        dropped: which of them have left the window, count and loss with them: bools, or 0-dim bools that
+            stay on their device.
         refusals: why else this rank refuses the window, in words; every rank raises them.
         doubts: the same of what only the device knows yet, with 0-dim bools that stay there.
         batch: the batch that this rank shares with others; None where every rank has its own.
+        is_silent: whether this rank leaves some count to the one that speaks for the batch.
     """
 
     is_exact: bool = False
     max_micro_batches: float = math.inf
     counts: list[Count] = field(default_factory=list)
     losses: list[Tensor | None] = field(default_factory=list)
+    dropped: list[bool | Tensor] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     doubts: list[tuple[str, Tensor]] = field(default_factory=list)
     batch: SharedBatch | None = None
+    is_silent: bool = False
 
-    def append(self, loss: Tensor | None, count: Count) -> None:
+    def append(self, loss: Tensor | None, count: Count, *, is_dropped: bool | Tensor = False) -> None:
         """Note a micro-batch.
 
         Args:
             loss: 0-dim, of any floating type; kept detached. None: not told, so the window's is not known.
             count: checked by `checked_count`; a tensor is kept as it is, unread.
+            is_dropped: whether it has left the window: count and loss are then 0. A tensor is not read.
         """
-        self.counts.append(count)
-        self.losses.append(None if loss is None else loss.detach())
+        self.counts.append(_or_zero(count, is_dropped))
+        self.losses.append(None if loss is None else torch.as_tensor(_or_zero(loss.detach(), is_dropped)))
+        self.dropped.append(is_dropped)
 
     def add_to(self, vector: Tensor) -> None:
         """Add to a header's vector what lives on its device, unread: losses, counts that are tensors, doubts.
 
         Args:
-            vector: float64 `[22]`, changed in place; see `Totals.of`.
+            vector: float64 `[23]`, changed in place; see `Totals.of`.
         """
         told = [loss for loss in self.losses if loss is not None]
         if told:
@@ -111,6 +120,9 @@ class LocalWindow:
             valid = self.are_valid(counts)
             vector[_COUNT] += torch.where(valid, counts, 0.0).sum()
             vector[_INVALID] += (~valid).sum()
+        for is_dropped in self.dropped:
+            if isinstance(is_dropped, Tensor):
+                vector[_DROPPED] += is_dropped.to(vector.device)
         if self.doubts:
             vector[_INVALID] += stacked([doubt for _, doubt in self.doubts], vector.device).sum()
 
@@ -154,19 +166,21 @@ class RunningWindow(LocalWindow):
 
     Args:
         is_exact, max_micro_batches: as for `LocalWindow`.
-        zeros: three 0-dim float64 tensors, each a buffer of its own on the device; not written to.
+        zeros: four 0-dim float64 tensors, each a buffer of its own on the device; not written to.
     """
 
     def __init__(self, is_exact: bool, max_micro_batches: float, zeros: Sequence[Tensor]) -> None:
         super().__init__(is_exact, max_micro_batches)
-        self._loss, self._count, self._invalid = zeros
+        self._loss, self._count, self._invalid, self._dropped = zeros
 
-    def append(self, loss: Tensor | None, count: Count) -> None:
-        super().append(loss, count)
-        if loss is not None:
-            self._loss = self._loss + stacked([loss], self._loss.device)[0]
-        if isinstance(count, Tensor):
-            (value,) = stacked([count], self._loss.device)
+    def append(self, loss: Tensor | None, count: Count, *, is_dropped: bool | Tensor = False) -> None:
+        super().append(loss, count, is_dropped=is_dropped)
+        if (told := self.losses[-1]) is not None:
+            self._loss = self._loss + stacked([told], self._loss.device)[0]
+        if isinstance(is_dropped, Tensor):
+            self._dropped = self._dropped + is_dropped.double()
+        if isinstance(known := self.counts[-1], Tensor):
+            (value,) = stacked([known], self._loss.device)
             valid = self.are_valid(value)
             self._count = self._count + torch.where(valid, value, 0.0)
             self._invalid = self._invalid + (~valid).double()
@@ -175,6 +189,17 @@ class RunningWindow(LocalWindow):
         vector[_LOSSES:] = exact_scalars.rounded(self._loss)
         vector[_COUNT] += self._count
         vector[_INVALID] += self._invalid
+        vector[_DROPPED] += self._dropped
+
+
+def _or_zero(value: Count, is_dropped: bool | Tensor) -> Count:
+    """Return a value, or 0 where its micro-batch is dropped: unread on a device."""
+    if isinstance(is_dropped, Tensor):
+        (wide,) = stacked([torch.as_tensor(value)], is_dropped.device)
+        return torch.where(is_dropped, 0.0, wide)
+    if is_dropped:
+        return torch.zeros_like(value) if isinstance(value, Tensor) else 0
+    return value
 
 
 def make_local_window(
@@ -188,7 +213,7 @@ def make_local_window(
     """
     if not is_lazy(device):
         return partial(LocalWindow, is_exact, max_micro_batches, batch=batch)
-    zeros = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(3)]
+    zeros = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(4)]
     return partial(RunningWindow, is_exact, max_micro_batches, zeros)
 
 
@@ -203,6 +228,7 @@ class Totals:
         more: ranks that have another window after it.
         invalid_counts: micro-batches whose count cannot be summed, and refusals.
         untold_losses: micro-batches whose loss nobody has told.
+        dropped: micro-batches that have left the window.
         differ: whether ranks are at different places, or say different things.
         batches_differ: whether ranks that share a batch have counted differently.
     """
@@ -213,6 +239,7 @@ class Totals:
     more: int
     invalid_counts: int
     untold_losses: int
+    dropped: int
     differ: bool
     batches_differ: bool
 
@@ -221,20 +248,21 @@ class Totals:
         """Read a reduced header.
 
         Args:
-            numbers: 22: count, micro-batches, ranks with more, invalid counts, untold losses; the sum and the
-                sum of squares of each of five numbers that must be equal on every rank; seven lanes of the
-                losses. Three more where ranks share batches.
+            numbers: 23: count, micro-batches, ranks with more, invalid counts, untold losses, dropped; the
+                sum and the sum of squares of each of five numbers that must be equal on every rank; seven
+                lanes of the losses. Four more where ranks share batches.
             world_size: of the ranks that were summed over.
         """
-        count, micro_batches, more, invalid, untold = numbers[:_POSITIONS]
+        count, micro_batches, more, invalid, untold, dropped = map(float, numbers[:_POSITIONS])
         equal, losses = numbers[_POSITIONS:_LOSSES], numbers[_LOSSES:_SHARED]
         differ = any(
             world_size * squares != total * total
             for total, squares in zip(equal[::2], equal[1::2], strict=True)
         )
         loss = exact_scalars.total(losses)
-        shared = any(numbers[_SHARED:])
-        return cls(count, loss, int(micro_batches), int(more), int(invalid), int(untold), differ, shared)
+        shared = any(numbers[_SHARED:]) and not numbers[_SILENT]
+        told = (int(micro_batches), int(more), int(invalid), int(untold), int(dropped))
+        return cls(count, loss, *told, differ, shared)
 
 
 class Header:
@@ -248,7 +276,7 @@ class Header:
         more: whether this rank has another window after this one.
         claims: what must be equal on every rank, too.
 
-    Cost: one all-reduce of 176 bytes (200 where ranks share batches), not waited for.
+    Cost: one all-reduce of 184 bytes (216 where ranks share batches), not waited for.
 
     Attributes:
         position, claims: as given.
@@ -304,17 +332,21 @@ class Header:
             self._inv_count = torch.where(count > 0, 1.0 / count, torch.zeros_like(count)).float()
         return self._inv_count
 
+    def has_dropped(self) -> Tensor:
+        """Return, as a 0-dim bool on the device, whether some micro-batch has left the window."""
+        return self.vector()[_DROPPED] > 0
+
     def forbids(self) -> Tensor:
         """Return, as a 0-dim bool on the device, whether the window must not be used: `Totals` says why."""
         vector = self.vector()
         totals, squares = vector[_POSITIONS:_LOSSES:2], vector[_POSITIONS + 1 : _LOSSES : 2]
         differ = (self._comm.world_size * squares != totals * totals).any()
         too_many = vector[_MICRO_BATCHES] > self._max_micro_batches
-        unlike = (vector[_SHARED:] != 0).any()
+        unlike = (vector[_SHARED:] != 0).any() & (vector[_SILENT:] == 0).all()
         return (vector[_COUNT] == 0) | (vector[_INVALID] > 0) | differ | too_many | unlike
 
     def vector(self) -> Tensor:
-        """Wait, and return the reduced numbers, float64 `[22]`, or `[25]` where ranks share batches; not to
+        """Wait, and return the reduced numbers, float64 `[23]`, or `[27]` where ranks share batches; not to
         be written to. See `Totals.of`.
         """
         if self._work is not None:
@@ -338,7 +370,8 @@ def _pack(
     valid = [count for count in known if local.is_valid(count)]
     invalid = len(known) - len(valid) + len(local.refusals)
     untold = sum(loss is None for loss in local.losses)
-    numbers = [math.fsum(valid), len(local.counts), more, invalid, untold]
+    dropped = sum(it for it in local.dropped if isinstance(it, bool))
+    numbers = [math.fsum(valid), len(local.counts), more, invalid, untold, dropped]
     for value in (*(value % _STEP_MODULUS for value in position), *claims.pieces()):
         numbers += [value, value * value]
     vector = send([*map(float, numbers), *[0.0] * exact_scalars.NUM_LANES], torch.float64, device)
@@ -346,16 +379,16 @@ def _pack(
     pieces = vector[_CLAIMS:_LOSSES:2]
     claims.add_to(pieces)
     vector[_CLAIMS + 1 : _LOSSES : 2] = pieces * pieces
-    return vector if local.batch is None else _shared(vector, local.batch)
+    return vector if local.batch is None else _shared(vector, local.batch, is_silent=local.is_silent)
 
 
-def _shared(vector: Tensor, batch: SharedBatch) -> Tensor:
+def _shared(vector: Tensor, batch: SharedBatch, *, is_silent: bool) -> Tensor:
     """Return what a rank says of a batch that others have, too: one of them says it."""
     lanes = batch.lanes(vector[[_COUNT, _MICRO_BATCHES]])
     if not batch.speaks:
-        vector[[_COUNT, _MICRO_BATCHES]] = 0.0
+        vector[[_COUNT, _MICRO_BATCHES, _UNTOLD]] = 0.0
         vector[_LOSSES:] = 0.0
-    return torch.cat([vector, lanes])
+    return torch.cat([vector, lanes, lanes.new_full((1,), float(is_silent and not batch.speaks))])
 
 
 def stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -60,6 +60,26 @@ def describe(findings: Sequence[RankFindings]) -> str:
     ]
     sources += sorted({place for rank, f in enumerate(findings) for place in _blamed(rank, f)})
     return f"inf or nan in the gradient of {_some(names)}, from {_origin(sources, findings)}"
+
+
+def describe_dropped(found: Sequence[Mapping[int, Sequence[str]]]) -> str:
+    """Say which micro-batches have left a window, and what of them was not finite.
+
+    Args:
+        found: by rank, by micro-batch.
+    """
+    places = [
+        f"rank {rank}, micro-batch {index} ({_listed(what)})"
+        for rank, dropped in enumerate(found)
+        for index, what in sorted(dropped.items())
+    ]
+    more = f"; and {len(places) - MAX_NAMED} more" if len(places) > MAX_NAMED else ""
+    return f"dropped for inf or nan: {'; '.join(places[:MAX_NAMED])}{more}"
+
+
+def _listed(what: Sequence[str]) -> str:
+    more = f" and {len(what) - MAX_NAMED} more" if len(what) > MAX_NAMED else ""
+    return ", ".join(what[:MAX_NAMED]) + more
 
 
 def _blamed(rank: int, findings: RankFindings) -> list[str]:

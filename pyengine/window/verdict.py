@@ -4,6 +4,7 @@ outcomes and errors are the same everywhere.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from pyengine.window.callbacks import call_all
 from pyengine.window.claims import Use, difference
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header, LocalWindow, Totals
-from pyengine.window.nonfinite import RankFindings, describe, nonfinite_params
+from pyengine.window.nonfinite import RankFindings, describe, describe_dropped, nonfinite_params
 
 # Returns the micro-batches in which this rank saw a parameter's gradient not finite; None: not watched.
 Blame = Callable[[int], list[int] | None]
@@ -32,6 +33,7 @@ class Evidence:
         gave_up: the exception that ended its last backward, as text; empty if none did.
         names: parameters, in registration order.
         blame: which micro-batches brought a parameter's inf or nan.
+        dropped: by micro-batch that left the window what of it was not finite.
     """
 
     index: int
@@ -39,6 +41,7 @@ class Evidence:
     gave_up: str
     names: Sequence[str]
     blame: Blame
+    dropped: Callable[[], dict[int, list[str]]] = dict
 
 
 class Verdict:
@@ -59,7 +62,7 @@ class Verdict:
         totals: sums over all ranks; None until read.
         is_reached: whether the ranks have concluded it.
         is_awaited: whether somebody on this rank waits for the numbers.
-        reason: why the step is skipped; empty if it is not.
+        reason: why the step is skipped, or which micro-batches were dropped; empty if neither.
         error: what `reach` raises; None if nothing, or not reached.
         use: what this rank did with the window.
     """
@@ -106,8 +109,13 @@ class Verdict:
 
     @property
     def is_good(self) -> bool:
-        """Whether the verdict was read and leaves the ranks nothing to talk about."""
+        """Whether the verdict was read, and the step was not skipped."""
         return self.totals is not None and not self._skips
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the verdict was read and leaves the ranks nothing to talk about."""
+        return self.is_good and self.totals is not None and not self.totals.dropped
 
     def reach(self) -> Totals:
         """Wait for the outcome, and call what waited for it; later calls return or raise the same at once.
@@ -154,10 +162,15 @@ class Verdict:
         return [partial(action, self._skips) for action in waiting]
 
     def _judge(self, totals: Totals) -> None:
+        if self._skips:
+            check_agreement(self._header, totals, self._comm)
+        dropped = self._what_was_dropped() if totals.dropped else ""
+        if dropped:
+            self.reason = dropped
+            warnings.warn(f"window {self._evidence.index}: {dropped}", stacklevel=2)
         if not self._skips:
             return
         evidence = self._evidence
-        check_agreement(self._header, totals, self._comm)
         check_counts(totals, self._comm, local=evidence.local)
         most = evidence.local.max_micro_batches
         if totals.micro_batches > most:
@@ -167,11 +180,16 @@ class Verdict:
                 f"size: pe.Exact(micro_batches={totals.micro_batches})"
             )
         if totals.count == 0:
-            self.reason = "count is 0 on every rank: nothing to average over"
+            self.reason = dropped or "count is 0 on every rank: nothing to average over"
             return
         self.reason = self._why_not_finite()
         if self._raises:
             raise FloatingPointError(f"window {self._evidence.index}: {self.reason}")
+
+    def _what_was_dropped(self) -> str:
+        """Gather which micro-batches have left the window, and why."""
+        found = self._comm.all_gather_object(self._evidence.dropped())
+        return describe_dropped(found)
 
     def _why_not_finite(self) -> str:
         """Gather what every rank knows, and say where inf and nan came from."""

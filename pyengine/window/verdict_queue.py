@@ -55,7 +55,7 @@ class VerdictQueue:
         elif any(verdict.is_awaited for verdict in self._unread):
             for verdict in self._unread:
                 verdict.read()
-            while self._unread and self._unread[0].is_good:
+            while self._unread and self._unread[0].is_quiet:
                 self._unread.pop(0).reach()
 
     def last_use(self) -> Use:

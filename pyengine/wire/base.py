@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from pyengine.comm.base import Comm, Work
+from pyengine.comm.base import Comm, Exchanges, Work
 
 
 class Wire(Protocol):
@@ -41,3 +41,19 @@ class Wire(Protocol):
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
         """Return the bytes that one rank sends for a bucket of `numel` elements."""
+
+
+@runtime_checkable
+class Scatters(Wire, Protocol):
+    """A wire that can also leave every rank one part of the sum, as sharded gradients need it."""
+
+    def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Exchanges) -> None:
+        """Sum over all ranks, and keep this rank's part. It waits; on an accelerator the stream does.
+
+        Args:
+            out: `[n]`, of `dtype` or a wider type, written: this rank's part of the sum.
+            parts: of `dtype`, `[world_size * n]`, read: the r-th part is for rank r.
+            comm: transport over the ranks that hold parts.
+
+        Cost: (W - 1) / W times the bytes of `parts` sent by every rank of W.
+        """

@@ -278,7 +278,7 @@ def _outside(model, optimizer):
 
 def _sharded(model, optimizer):
     accelerator = Accelerator(cpu=True)
-    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.distributed_type = DistributedType.DEEPSPEED
     prepare(accelerator, model, accumulate=2)
 
 
@@ -334,7 +334,7 @@ def _evaluated_first(model, optimizer):
 
 
 _REFUSED = {
-    "backward: got retain_graph, learning_rate": _options_of_backward,
+    "backward: got learning_rate, need the loss": _options_of_backward,
     "clip_grad_norm_: put it under `if accelerator.sync_gradients:`": _clips_early("clip_grad_norm_"),
     "clip_grad_value_: put it under `if accelerator.sync_gradients:`": _clips_early("clip_grad_value_"),
     "unscale_gradients: put it under `if accelerator.sync_gradients:`": _clips_early(
@@ -357,7 +357,7 @@ _REFUSED = {
     "a scheduler without its optimizer": _strange_scheduler,
     "got a closure": _closure,
     "backward outside a window": _outside,
-    "distributed_type is FSDP": _sharded,
+    "distributed_type is DEEPSPEED": _sharded,
     "need a DistributedDataParallel": _bare,
     "join_uneven_inputs: windows need it not": _join,
 }
@@ -366,3 +366,26 @@ _REFUSED = {
 @pytest.mark.parametrize("case", _REFUSED)
 def test_what_cannot_be_honoured_is_refused_by_name(ranks, case):
     assert case in ranks(2).run(_refusal, case)[0]
+
+
+def _several_backwards() -> tuple:
+    """Run two backwards of one graph a micro-batch."""
+    with accelerated():
+        memory, accelerator, model, optimizer, data, _ = _prepared()
+        seen = []
+        for (x,) in data:
+            seen.append(x)
+            with accelerator.accumulate(model):
+                losses = model(x)
+                with accelerator.sync.micro_batch(count=len(x)):
+                    accelerator.backward(losses[0].sum(), retain_graph=True)
+                    accelerator.backward(losses[1:].sum())
+                    with pytest.raises(ValueError, match="which has one for all its backwards"):
+                        accelerator.backward(losses.sum(), count=2)
+                optimizer.step()
+        return seen, memory.stepped_with
+
+
+def test_several_backwards_with_options_of_torch_make_one_micro_batch(ranks):
+    answers = ranks(2).run(_several_backwards)
+    torch.testing.assert_close(answers[0][1], mean_of_windows([seen for seen, _ in answers], 2), **CLOSE)

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 import pyengine as pe
 from pyengine.adapters.lightning import LogSteps, WindowStrategy
@@ -71,14 +71,6 @@ class Mean(Counted):
         return self.model(self.seen[-1]).mean()
 
 
-class Manual(Module):
-    """Optimizes by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class OwnScaler(torch.amp.GradScaler):
     """Has ways of its own."""
 
@@ -99,7 +91,10 @@ class StepsWithOptions(Module):
         optimizer.step(closure=optimizer_closure, momentum_now=0.5)
 
 
-def _fit(module: LightningModule, strategy: DDPStrategy, num: int, **options) -> LightningTrainer:
+def fit(
+    module: LightningModule, strategy: Strategy, num: int, *, ckpt_path: str | None = None, **options
+) -> LightningTrainer:
+    """Train on `num` items, two a micro-batch."""
     with launched():
         options = {"accumulate_grad_batches": ACCUMULATE, "max_epochs": 1, "logger": False, **options}
         trainer = LightningTrainer(
@@ -107,13 +102,13 @@ def _fit(module: LightningModule, strategy: DDPStrategy, num: int, **options) ->
             plugins=[TorchElasticEnvironment(), *options.pop("plugins", [])], enable_checkpointing=False,
             enable_model_summary=False, **options,
         )  # fmt: skip
-        trainer.fit(module, DataLoader(TensorDataset(items(num)), batch_size=2))
+        trainer.fit(module, DataLoader(TensorDataset(items(num)), batch_size=2), ckpt_path=ckpt_path)
         return trainer
 
 
 def _trained(make: type, strategy: type, micro_batches: int, **options) -> tuple:
     module = make()
-    _fit(module, strategy(), 2 * dist.get_world_size() * micro_batches, **options)
+    fit(module, strategy(), 2 * dist.get_world_size() * micro_batches, **options)
     return module.seen, module.memory.stepped_with, module.hooked
 
 
@@ -160,7 +155,7 @@ def test_lightning_clips_the_mean_gradient(ranks):
 
 def _scheduled() -> tuple:
     module, schedule = Module(), GradientAccumulationScheduler({0: 1, 1: 3})
-    _fit(module, WindowStrategy(), 2 * 2 * 4, accumulate_grad_batches=1, callbacks=[schedule], max_epochs=2)
+    fit(module, WindowStrategy(), 2 * 2 * 4, accumulate_grad_batches=1, callbacks=[schedule], max_epochs=2)
     return module.seen, module.memory.stepped_with
 
 
@@ -182,7 +177,7 @@ def _half(num_fits: int) -> tuple:
     precision = MixedPrecision("16-mixed", "cpu", scaler)
     for _ in range(num_fits):
         strategy = WindowStrategy()
-        _fit(module, strategy, 2 * 2 * 5, plugins=[precision])
+        fit(module, strategy, 2 * 2 * 5, plugins=[precision])
     assert precision.scaler is strategy.sync.scaler  # whose state Lightning saves
     return module.seen, module.memory.stepped_with, precision.state_dict()["scale"]
 
@@ -197,7 +192,7 @@ def test_fp16_steps_with_the_unscaled_mean_and_goes_on_with_its_scale(ranks):
 
 def _logged(folder: str) -> str:
     logger = CSVLogger(folder, flush_logs_every_n_steps=1)
-    _fit(Module(), WindowStrategy(), 2 * 2 * 5, logger=logger, callbacks=[LogSteps()])
+    fit(Module(), WindowStrategy(), 2 * 2 * 5, logger=logger, callbacks=[LogSteps()])
     return logger.log_dir
 
 
@@ -214,15 +209,13 @@ def _refusal(case: str) -> str:
     hooks = {"ddp_comm_hook": pe.comm_hook, "ddp_comm_wrapper": pe.comm_hook, "model_averaging_period": 4}
     options = {name: value for name, value in hooks.items() if case == f"{name}: got one"}
     made = {
-        "automatic_optimization=False": Manual,
         "overrides backward": OwnBackward,
         "optimizer_step: got momentum_now": StepsWithOptions,
     }
     module = made.get(case, Module)()
     plugins = [MixedPrecision("16-mixed", "cpu", OwnScaler("cpu"))] if "OwnScaler" in case else []
-    more = {"accumulate_grad_batches": 1} if isinstance(module, Manual) else {}
     try:
-        _fit(module, hooked(**options), 4, callbacks=[LogSteps()], plugins=plugins, **more)
+        fit(module, hooked(**options), 4, callbacks=[LogSteps()], plugins=plugins)
     except (ValueError, TypeError) as error:
         return str(error)
     return "nothing was refused"
@@ -231,7 +224,6 @@ def _refusal(case: str) -> str:
 @pytest.mark.parametrize(
     "case",
     [
-        "automatic_optimization=False",
         "overrides backward",
         "optimizer_step: got momentum_now",
         "ddp_comm_hook: got one",

@@ -33,7 +33,7 @@ def _model(kind: str) -> transformers.PreTrainedModel:
     return (GPT2LMHeadModel if kind == "tokens" else GPT2ForSequenceClassification)(config)
 
 
-def _dataset(kind: str, num: int) -> list[dict[str, torch.Tensor]]:
+def dataset(kind: str, num: int) -> list[dict[str, torch.Tensor]]:
     """Sequences of which 1 to 5 tokens are labelled, and one of which none is;
     or sequences with a number each.
     """
@@ -105,7 +105,7 @@ def _train(make: type, kind: str, num: int, folder: str, **options) -> tuple:
                 logging_steps=1, lr_scheduler_type="constant", **options,
             )  # fmt: skip
             schedule = torch.optim.lr_scheduler.LambdaLR(memory, lambda _: 1.0)
-            data = _dataset(kind, num)
+            data = dataset(kind, num)
             trainer = make(model=model, args=args, train_dataset=data, optimizers=(memory, schedule))
             trainer.train()
             return (
@@ -265,7 +265,7 @@ def _twice(folder: str) -> list[int]:
                 output_dir=folder, use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True,
                 per_device_train_batch_size=1, gradient_accumulation_steps=2, num_train_epochs=1,
             )  # fmt: skip
-            trainer = Trainer(model=_model("tokens"), args=args, train_dataset=_dataset("tokens", 8))
+            trainer = Trainer(model=_model("tokens"), args=args, train_dataset=dataset("tokens", 8))
             trainer.train()
             steps = []
             trainer.sync.on_step(lambda record: steps.append(record.collectives))
@@ -302,7 +302,7 @@ class EvaluatesFirst(WithWindows):
 
     def train(self):
         """Evaluate, and train."""
-        self.evaluate(_dataset("tokens", 4))
+        self.evaluate(dataset("tokens", 4))
         return super().train()
 
 
@@ -321,7 +321,7 @@ class EvaluatesOnStart(WithWindows):
     """Is evaluated as the refusal says."""
 
     def __init__(self, **options):
-        super().__init__(eval_dataset=_dataset("tokens", 4), **options)
+        super().__init__(eval_dataset=dataset("tokens", 4), **options)
         self.args.eval_on_start = True
 
 

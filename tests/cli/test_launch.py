@@ -99,6 +99,26 @@ def raise_on_rank_1() -> None:
         raise ValueError("boom")
 
 
+def tarry(folder: Path) -> None:
+    (folder / f"{dist.get_rank()}").write_text(str(os.getpid()))
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(600)
+
+
+@pytest.mark.slow
+def test_workers_that_take_too_long_are_told_with_their_stacks_and_nothing_is_left(tmp_path: Path) -> None:
+    with pytest.raises(
+        TimeoutError, match="^timeout_s=30 is over, and 2 of 2 workers had not ended"
+    ) as caught:
+        launch(tarry, workers=2, args=(tmp_path,), timeout_s=30)
+    first, second = str(caught.value).split("worker 1: ")
+    assert "in tarry" in first and second.startswith("it did not answer: it was stopped")
+    for rank in "01":
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / rank).read_text()), 0)
+
+
 @pytest.mark.slow
 def test_a_worker_that_raised_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

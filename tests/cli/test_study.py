@@ -39,9 +39,9 @@ class Runner:
     `bad` ends runs in ways of their own.
     """
 
-    def __init__(self, **bad: str) -> None:
+    def __init__(self, reason: str = "boom", **bad: str) -> None:
         self.runs: list[tuple[int, int, int]] = []
-        self.bad = bad
+        self.reason, self.bad = reason, bad
 
     def __call__(self, run: Run, limits: Limits, log: Path, watch: Watch) -> Outcome:
         self.runs.append((run.workers, run.global_batch, run.seed))
@@ -51,7 +51,7 @@ class Runner:
         if status == "interrupted":
             raise KeyboardInterrupt
         traces = [_trace(run) for _ in range(run.workers)] if status == "done" else []
-        return Outcome(status, "" if traces else "boom", _STEPS, traces, wall_s=2.0, busy=0.0)
+        return Outcome(status, "" if traces else self.reason, _STEPS, traces, wall_s=2.0, busy=0.0)
 
 
 def _trace(run: Run) -> Trace:
@@ -213,6 +213,14 @@ def test_report_needs_nothing_else(make: Study, tmp_path: Path) -> None:
     assert re.findall(r'src="(?!data:image/png;base64,)', page) == []
     assert page.count('src="data:image/png;base64,') == len(PICTURES)
     assert "Nothing was measured" not in page
+
+
+def test_report_shows_text_as_it_is_and_runs_none_of_it(make: Study, tmp_path: Path) -> None:
+    hostile = """<script>alert(1)</script>"' onload='x' {{ 7 * 7 }}"""
+    make(Runner(hostile, w2_b8_r1="failed"))
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;&#34;&#39; onload=&#39;x&#39; {{ 7 * 7 }}" in page
+    assert "<script" not in page
 
 
 def test_report_names_what_is_not_in_the_figures(make: Study, tmp_path: Path) -> None:

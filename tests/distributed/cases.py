@@ -77,6 +77,22 @@ class Inject(torch.autograd.Function):
         return grad * ctx.value, None
 
 
+class Breaks(torch.autograd.Function):
+    """Identity whose backward runs out of memory when told to."""
+
+    now = False
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        if Breaks.now:
+            raise MemoryError("no room for a gradient")
+        return grad
+
+
 def engine(kind: str, model: nn.Module, *, accumulate: int, **options: object) -> tuple[pe.Sync, nn.Module]:
     """Make the engine a case names; return it with the module to call."""
     if kind.startswith("own"):

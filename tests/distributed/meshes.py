@@ -121,6 +121,12 @@ def train(model: nn.Module, sync: pe.Sync, data: list[Tensor]) -> list[float]:
     return norms
 
 
+def assert_alike(found: list[list[float]] | list[float]) -> None:
+    """Compare what the ranks have found, bit for bit."""
+    first, *others = found
+    assert others == [first] * len(others)
+
+
 def assert_trained(
     model: nn.Module,
     want: dict[str, Tensor],

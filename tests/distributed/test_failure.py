@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from cases import Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from cases import Breaks, Integers, assert_same, engine, grads, integers, me, mean_of_integers
 from torch import Tensor, nn
 
 import pyengine as pe
@@ -47,22 +47,6 @@ def _failing_window(sync: pe.Sync, forward: nn.Module, where: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_window_abandoned_on_one_rank_is_replaced_by_its_next(ranks, kind, where):
     ranks(2).run(_abandons_in_mid_window, kind, where)
-
-
-class Breaks(torch.autograd.Function):
-    """Identity whose backward runs out of memory when told to."""
-
-    now = False
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        if Breaks.now:
-            raise MemoryError("no room for a gradient")
-        return grad
 
 
 class Two(nn.Module):

@@ -12,6 +12,7 @@ from meshes import (
     ROWS,
     Block,
     Experts,
+    assert_alike,
     assert_trained,
     count_of,
     in_one_process,
@@ -66,8 +67,7 @@ def _tensor_parallel(dtype: torch.dtype, **options: Any) -> list[float]:
 @DTYPES
 @pytest.mark.parametrize("accumulator", ["fp32", "exact"])
 def test_data_times_tensor_parallelism_equals_one_process(ranks, dtype, accumulator):
-    first, *others = ranks(4).run(_tensor_parallel, dtype, accumulator=accumulator)
-    assert others == [first] * 3
+    assert_alike(ranks(4).run(_tensor_parallel, dtype, accumulator=accumulator))
 
 
 OTHERS = [{"accumulator": "native"}, {"wire": pe.wire.BF16(), "bucket_cap_mb": 1e-5}]
@@ -75,8 +75,7 @@ OTHERS = [{"accumulator": "native"}, {"wire": pe.wire.BF16(), "bucket_cap_mb": 1
 
 @pytest.mark.parametrize("options", OTHERS, ids=["native", "bf16 wire, many buckets"])
 def test_other_sums_and_wires_take_dtensors_too(ranks, options):
-    first, *others = ranks(4).run(_tensor_parallel, torch.float32, **options)
-    assert others == [first] * 3
+    assert_alike(ranks(4).run(_tensor_parallel, torch.float32, **options))
 
 
 def _experts(dtype: torch.dtype, by: str) -> list[float]:
@@ -96,17 +95,23 @@ def _experts(dtype: torch.dtype, by: str) -> list[float]:
     how: dict[str, Any] = {
         "mesh": {"device_mesh": mesh, "axes": pe.Axes(replicate=("edp", "ep"), groups={"experts.*": "edp"})},
         "groups": {"axes": pe.Axes(groups={"experts.*": mesh.get_group("edp")})},
-    }[by]
-    found = train(model, pe.GradSync(model, accumulate=ACCUMULATE, bucket_cap_mb=1e-5, **how), shards[rank])
+    }["mesh" if by == "ddp" else by]
+    if by == "ddp":
+        names = [name for name, _ in model.named_parameters() if name.startswith("experts.")]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5)
+        found = train(ddp, pe.attach(ddp, accumulate=ACCUMULATE, **how), shards[rank])
+    else:
+        sync = pe.GradSync(model, accumulate=ACCUMULATE, bucket_cap_mb=1e-5, **how)
+        found = train(model, sync, shards[rank])
     assert_trained(model, wanted, (found, norms))
     return found
 
 
 @DTYPES
-@pytest.mark.parametrize("by", ["mesh", "groups"])
+@pytest.mark.parametrize("by", ["mesh", "groups", "ddp"])
 def test_experts_have_a_group_of_their_own(ranks, dtype, by):
-    first, *others = ranks(4).run(_experts, dtype, by)
-    assert others == [first] * 3
+    assert_alike(ranks(4).run(_experts, dtype, by))
 
 
 def _context_parallel(dtype: torch.dtype, counts: str) -> list[float]:
@@ -131,8 +136,7 @@ def _context_parallel(dtype: torch.dtype, counts: str) -> list[float]:
 @DTYPES
 @pytest.mark.parametrize("counts", ["of the part", "of the sequence"])
 def test_parts_of_a_sequence_are_summed_and_the_divisor_counts_every_item_once(ranks, dtype, counts):
-    first, *others = ranks(4).run(_context_parallel, dtype, counts)
-    assert others == [first] * 3
+    assert_alike(ranks(4).run(_context_parallel, dtype, counts))
 
 
 class _Both(nn.ModuleList):
@@ -159,8 +163,55 @@ def _stages(dtype: torch.dtype) -> list[float]:
 
 @DTYPES
 def test_stages_hold_other_parameters_and_share_norm_and_clip_factor(ranks, dtype):
-    first, *others = ranks(4).run(_stages, dtype)
-    assert others == [first] * 3
+    assert_alike(ranks(4).run(_stages, dtype))
+
+
+class _Shared(nn.Module):
+    """A stage with layers of its own, and two that the other stage has as well, at the other end."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.factor = 1 + stage
+        for name in [["all", "a", "b", "pair"], ["pair", "c", "d", "all"]][stage]:
+            setattr(self, name, nn.Parameter(torch.ones(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(param * x).sum() for param in self.parameters()]).sum() * self.factor
+
+
+def _crossed(accumulator: str) -> float:
+    """Buckets of overlapping groups, which the stages start in opposite orders."""
+    mesh = mesh_of(pp=2, dp=2)
+    stage, shard = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    model = _Shared(stage)
+    axes = pe.Axes(replicate="dp", shard="pp", groups={"all": ("pp", "dp"), "pair": "pp"})
+    sync = pe.GradSync(
+        model, accumulate=2, accumulator=accumulator, bucket_cap_mb=1e-6, device_mesh=mesh, axes=axes
+    )
+    data = [torch.full((2, 3), 1.0 + shard + 2 * k) for k in range(6)]
+    for number, window in enumerate(sync.windows(data)):
+        for x in window:
+            sync.backward(model(x), count=2)
+        norm = sync.grad_norm().item()
+        sync.unscale_()
+        sums = [[2.0 * 2 * (1 + s + 4 * number) + 4 for _ in range(3)] for s in range(2)]  # of x, by shard
+        by_shard = torch.tensor(sums)
+        want = {
+            "all": 3 * by_shard.sum(0),
+            "pair": 3 * by_shard[shard],
+            **dict.fromkeys("abcd", model.factor * by_shard.sum(0)),
+        }
+        for name, param in model.named_parameters():
+            assert torch.equal(param.grad, want[name] / 8), name
+        parts = [want["all"], *(3 * by_shard), *(f * by_shard.sum(0) for f in (1, 1, 2, 2))]
+        assert norm == pytest.approx((torch.cat(parts) / 8).norm().item(), rel=1e-6)
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    return norm
+
+
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+def test_groups_of_ranks_with_parameters_of_other_names_never_wait_for_each_other(ranks, accumulator):
+    assert_alike(ranks(4).run(_crossed, accumulator))
 
 
 def _nan_in_an_expert() -> tuple[bool, str]:
@@ -239,8 +290,7 @@ def _read_ahead() -> list[float]:
 
 
 def test_counts_read_ahead_are_taken_once_a_batch(ranks):
-    first, *others = ranks(4).run(_read_ahead)
-    assert others == [first] * 3
+    assert_alike(ranks(4).run(_read_ahead))
 
 
 def _clipped_by_elements() -> list[float]:
@@ -266,8 +316,7 @@ def _clipped_by_elements() -> list[float]:
 
 
 def test_elements_of_all_parts_are_measured_and_clipped(ranks):
-    first, *others = ranks(4).run(_clipped_by_elements)
-    assert others == [first] * 3
+    assert_alike(ranks(4).run(_clipped_by_elements))
 
 
 def _kept() -> float:
@@ -288,8 +337,7 @@ def _kept() -> float:
 
 
 def test_gradients_kept_on_a_mesh_count_once(ranks):
-    first, *others = ranks(4).run(_kept)
-    assert others == [first] * 3
+    assert_alike(ranks(4).run(_kept))
 
 
 def _attached(dtype: torch.dtype, what: str) -> list[float]:
@@ -315,8 +363,7 @@ def _attached(dtype: torch.dtype, what: str) -> list[float]:
 @DTYPES
 @pytest.mark.parametrize("what", ["stages", "the same batch"])
 def test_ddp_over_one_axis_of_a_mesh(ranks, dtype, what):
-    first, *others = ranks(4).run(_attached, dtype, what)
-    assert others == [first] * 3
+    assert_alike(ranks(4).run(_attached, dtype, what))
 
 
 def _attached_wrongly() -> str:
@@ -370,5 +417,4 @@ def _sequence_parallel() -> list[float]:
 
 
 def test_gradients_that_are_partial_sums_are_redistributed(ranks):
-    first, *others = ranks(4).run(_sequence_parallel)
-    assert others == [first] * 3
+    assert_alike(ranks(4).run(_sequence_parallel))

@@ -128,9 +128,6 @@ def _parts(case: str) -> str:
         model, options["accumulator"] = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), "exact"
     elif case == "accumulate":
         options["accumulate"] = 1 + rank
-    elif case == "other names":
-        model = nn.Sequential(nn.Linear(6, 6), *[nn.Linear(6, 6) for _ in range(rank % 2)])
-        options |= {"accumulator": "exact", "axes": pe.Axes("dp", "tp", groups={"0.bias": ()})}
     else:
         over = {"summed": "dp", "native": "tp"}[case]
         parallelize_module(model, mesh[over], {"up": ColwiseParallel()})
@@ -144,7 +141,6 @@ PARTS = {
     "other experts": "parameter 0: rank 0 has 'experts.0.weight' [6, 6] float32; rank 2 has",
     "BatchNorm": "here ranks share batches",
     "accumulate": "accumulate=[1, 2, 3, 4] by rank, and rank 0 shares its batch with rank 1",
-    "other names": "sums a bucket in two rounds",
 }
 
 

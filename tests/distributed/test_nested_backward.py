@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pyengine as pe
+from pyengine.gradients.sums import ExactOverRanks
 
 WIDTH = 32
 
@@ -174,3 +177,31 @@ def test_a_gradient_that_comes_again_after_its_bucket_left_is_an_error_once(rank
     for message, untouched, stepped in ranks(2).run(_surprise, accumulator, dtype):
         assert "accumulated again after its bucket could leave" in message and "'layer.weight'" in message
         assert untouched and stepped == [True, True, True]
+
+
+def _deposits(accumulate: int) -> list[int]:
+    """Return how many deposits the sum that took most of them has taken, by window."""
+    torch.manual_seed(0)
+    model = Twice(tied=False)
+    sync = pe.GradSync(model, accumulate=accumulate, accumulator="exact", bucket_cap_mb=1e-6)
+    taken: Counter[int] = Counter()
+    deposit = ExactOverRanks.deposit_
+
+    def counted(self, *args, **kwargs):
+        taken[id(self)] += 1
+        deposit(self, *args, **kwargs)
+
+    most = []
+    with mock.patch.object(ExactOverRanks, "deposit_", counted):
+        for _ in range(3):
+            taken.clear()
+            for k in range(accumulate):
+                with sync.accumulate():
+                    sync.backward(model(_input(0, 0, k).requires_grad_()))
+            sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+            most.append(max(taken.values()))
+    return most
+
+
+def test_an_exact_sum_takes_one_deposit_a_micro_batch_also_of_gradients_that_come_twice(ranks):
+    assert ranks(1).run(_deposits, 3) == [[3, 3, 3]]

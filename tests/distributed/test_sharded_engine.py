@@ -28,9 +28,9 @@ import pyengine as pe
 KINDS = [("flat", 3), ("nested", 2), ("hsdp", 4), ("replicate", 2)]
 
 
-def _resumes(kind: str, *, narrow: bool, nonfinite: str) -> None:
+def _resumes(kind: str, *, narrow: bool, **options: str) -> None:
     _, world = me()
-    sync, model = sharded(kind, narrow=narrow, nonfinite=nonfinite)
+    sync, model = sharded(kind, narrow=narrow, **options)
     state = None
     for window in sync.windows(own_batches(3)):
         for number, data in enumerate(window):
@@ -40,7 +40,7 @@ def _resumes(kind: str, *, narrow: bool, nonfinite: str) -> None:
                 break
         break
     sync.close()
-    sync, model = sharded(kind, narrow=narrow, nonfinite=nonfinite)
+    sync, model = sharded(kind, narrow=narrow, **options)
     sync.load_state_dict(state)
     for window in sync.windows(own_batches(3)[2:]):
         for data in window:
@@ -53,6 +53,10 @@ def _resumes(kind: str, *, narrow: bool, nonfinite: str) -> None:
 @pytest.mark.parametrize(("kind", "world"), KINDS)
 def test_a_state_of_an_open_window_goes_on(ranks, kind, world, narrow, nonfinite):
     ranks(world).run(_resumes, kind, narrow=narrow, nonfinite=nonfinite)
+
+
+def test_a_state_of_sums_that_are_wider_than_gradients_goes_on(ranks):
+    ranks(2).run(_resumes, "nested", narrow=True, accumulator="native")
 
 
 def _keeps(kind: str) -> None:
@@ -178,6 +182,16 @@ def test_a_closed_engine_leaves_the_units_as_they_were(ranks, kind, world):
     ranks(world).run(_is_let_go, kind)
 
 
+def _is_offloaded() -> None:
+    """Where the model computes on the host, its shards lie there anyway."""
+    model = fully_shard(Chain(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert_trains_a_window(pe.attach(model, accumulate=3), model)
+
+
+def test_shards_on_the_host_are_taken_where_the_model_computes_there(ranks):
+    ranks(2).run(_is_offloaded)
+
+
 def _ignores() -> None:
     """Parameters that FSDP was told to ignore are the caller's."""
     _, world = me()
@@ -206,9 +220,6 @@ def _refused(case: str) -> str:
     match case:
         case "sums":
             fully_shard(model, mp_policy=policy)
-        case "wire":
-            fully_shard(model)
-            options = {"wire": pe.wire.BF16()}
         case "fp16":
             fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
             options = {"accumulator": "native", "wire": pe.wire.FP16()}
@@ -217,6 +228,8 @@ def _refused(case: str) -> str:
             options = {"accumulator": "exact", "defer_budget_mb": 1.0}
         case "offload":
             fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+            # As on a machine with an accelerator.
+            model._get_fsdp_state()._fsdp_param_groups[0].device = torch.device("meta")
         case "hook":
             fully_shard(model).set_all_reduce_hook(lambda reduced: None)
         case "mesh":
@@ -239,7 +252,6 @@ def _refused(case: str) -> str:
 
 REFUSED = {
     "sums": "sums gradients in bfloat16, and accumulator='fp32' asks for float32",
-    "wire": "reduces in float32, and wire=BF16()",
     "fp16": "reduces in float16",
     "exact": "defer_budget_mb=1.0: accumulator='exact' holds whole sums",
     "offload": "has a CPUOffloadPolicy",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from cases import Breaks, Integers, assert_same, engine, grads, integers, me, mean_of_integers
 from torch import Tensor, nn
 
 import pyengine as pe
@@ -148,22 +148,6 @@ def _between_send_and_step(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_backward_behind_the_windows_last_one_is_refused(ranks, kind):
     ranks(2).run(_between_send_and_step, kind)
-
-
-class Breaks(torch.autograd.Function):
-    """Identity whose backward runs out of memory when told to."""
-
-    now = False
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        if Breaks.now:
-            raise MemoryError("no room for a gradient")
-        return grad
 
 
 PHASES = ("forward", "first backward", "between", "last backward", "behind")
@@ -362,3 +346,51 @@ def _resumed(is_told: bool) -> None:
 @pytest.mark.parametrize("is_told", [True, False])
 def test_a_window_of_blocks_is_saved_and_gone_on_with(ranks, is_told):
     ranks(2).run(_resumed, is_told)
+
+
+class _Fused(torch.autograd.Function):
+    """The sum of a weight's elements, whose backward adds to `main_grad` by itself."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return weight.float().sum()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> None:
+        ctx.weight.main_grad.add_(grad)
+        ctx.weight.grad_added_to_main_grad = True
+
+
+def _stray_in_main_grad(dtype: torch.dtype, at: str) -> list[str]:
+    """Return what four windows of three raise; rank 1 adds to `main_grad` past the engine in the second."""
+    rank, world = me()
+    model = nn.Linear(3, 2, bias=False, dtype=dtype)
+    sync = pe.GradSync(model, accumulate=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    said = []
+    for number in range(4):
+        if (number, rank, at) == (1, 1 % world, "between windows"):
+            _Fused.apply(model.weight).backward()
+        try:
+            for k in range(3):
+                with sync.accumulate():
+                    if (number, rank, k, at) == (1, 1 % world, 2, "between micro-batches"):
+                        _Fused.apply(model.weight).backward()
+                    sync.backward(_Fused.apply(model.weight))
+            sync.unscale_()
+            assert bool((model.weight.grad == 1).all())
+            sync.step(optimizer)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+            sync.abandon()
+    return said
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("at", ["between windows", "between micro-batches"])
+def test_what_a_layer_adds_to_main_grad_past_the_engine_is_refused_everywhere(ranks, dtype, at):
+    for first, said, *after in ranks(2).run(_stray_in_main_grad, dtype, at):
+        assert first == "" and after == ["", ""]
+        assert f"rank 1: the gradient of 'weight' was written to {at}" in said

@@ -58,3 +58,9 @@ def test_one_script_prints_the_same_however_its_workers_are_started():
 def test_a_run_whose_worker_was_killed_ends_with_the_same_bits_on_fewer():
     said = _run("exact_elastic.py").splitlines()
     assert said == ["worker 1 of 3 failed (exit code -9)", "the same bits"]
+
+
+@pytest.mark.slow
+def test_a_run_whose_worker_was_killed_goes_on_from_its_last_checkpoint():
+    said = _run("checkpoints.py").splitlines()
+    assert said == ["worker 1 of 2 failed (exit code -9)", "went on behind step 4", "the same bits"]

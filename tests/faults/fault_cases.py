@@ -32,6 +32,7 @@ Faults; behind a comma stands what the rank does next, if it is not simply the r
     sys.exit, os._exit, kill (SIGKILL)
     stop            SIGSTOP, until every other rank has ended; then SIGCONT
     pause           SIGSTOP and SIGCONT well within the group's timeout
+    late            SIGSTOP and SIGCONT, long after the others have said that they wait
 
 Ends, see `fault_outcomes.py`:
 
@@ -39,6 +40,7 @@ Ends, see `fault_outcomes.py`:
     voided          every other rank skips the window and says who gave it up, and why; all go on
     used            the window is stepped, once, on every rank, and all go on
     unnoticed       as if nothing had been
+    reported        the same, and one of the others has warned once: who is stopped, where, and who waits
     raises          every rank that lives gets an error, and none has stepped the window
     used, raises    every other rank has stepped the window, once; in the next one all get an error
     used or raises  either of the two: what was done twice is done once, or all get an error
@@ -57,6 +59,7 @@ from dataclasses import dataclass, replace
 ACCUMULATE = 2
 LOOPS = (2, 3)  # windows of each loop over a loader
 PAUSE_S = 0.2
+STALL_AFTER_S, LATE_S = 0.3, 1.0
 # Phases by which a bucket has left.
 BEHIND_A_BUCKET = ("last bucket", "last hook")
 
@@ -92,6 +95,11 @@ class Case:
         connections.
         """
         return 3.0 if self.fault == "stop" else 8.0
+
+    @property
+    def stall_after_s(self) -> float:
+        """The engine's argument: short where somebody is to be missed."""
+        return STALL_AFTER_S if self.fault in ("late", "kill") else 30.0
 
     def has(self, word: str) -> bool:
         """Whether the way in has an option."""
@@ -204,6 +212,22 @@ TABLE = [
     # A rank that is held up for a while.
     *_line("last forward", "pause", "unnoticed", ALL, quick=False),
     *_line("last bucket", "pause", "unnoticed", ("attach", "GradSync", "hook")),
+    # A rank that is held up for long: the others say so.
+    *_line("last forward", "late", "reported", ("GradSync", "attach")),
+    *_line("loader", "late", "reported", ("attach accumulate",)),
+    *_line("last bucket", "late", "reported", ("GradSync", "attach"), at="2/4"),
+    *_line("step", "late", "reported", ("GradSync accumulate",)),
+    *_line("early forward", "late", "reported", ENGINES, quick=False),
+    *_line("loader", "late", "reported", ENGINES, quick=False),
+    *_line("early backward", "late", "reported", ENGINES, quick=False),
+    *_line("last backward", "late", "reported", ENGINES, quick=False),
+    *_line("last hook", "late", "reported", (*ENGINES, *SPECIAL), quick=False),
+    *_line("last bucket", "late", "reported", (*ENGINES, *SPECIAL), quick=False),
+    *_line("flush", "late", "reported", NESTED, quick=False),
+    *_line("clip", "late", "reported", ENGINES, quick=False),
+    *_line("step", "late", "reported", ENGINES, quick=False),
+    *_line("stepped", "late", "reported", ENGINES, quick=False),
+    *_line("callback", "late", "reported", ENGINES, quick=False),
     # A rank that hangs: the others wait for the group's timeout, seconds a case.
     *_line("last bucket", "stop", "raises", ("attach",), at="1/2"),
     *_line("early backward", "stop", "raises", ("hook",), at="1/2"),
@@ -216,6 +240,11 @@ TABLE = [
     *_line("scheduler", "stop", "used, raises", ALL, at="1/2", quick=False),
     # A rank that dies: a process a case, which takes seconds to start again.
     *_line("last bucket", "kill", "raises", ("GradSync", "attach", "hook")),
+    *_line("last forward", "kill", "raises", ("GradSync", "attach"), at="2/4"),
+    *_line("early forward", "kill", "raises", ENGINES, at="1/2 2/4", quick=False),
+    *_line("last backward", "kill", "raises", ENGINES, at="2/4", quick=False),
+    *_line("last bucket", "kill", "raises", ENGINES, at="2/4", quick=False),
+    *_line("step", "kill", "used, raises", ENGINES, at="2/4", quick=False),
     *_line("stepped", "kill", "used, raises", ("attach accumulate",), at="1/2"),
     *_line("loader", "kill", "raises", ALL, at="0/3", quick=False),
     *_line("early backward", "kill", "raises", ALL, at="1/2", quick=False),

@@ -7,6 +7,7 @@ process.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -65,6 +66,18 @@ class Outcome:
         """All went on as if nothing had been."""
         self._goes_on(skipped=0)
 
+    def reported(self) -> None:
+        """All went on as if nothing had been, and were told once of whom they waited for."""
+        self._goes_on(skipped=0)
+        said = [text for told in self.told.values() for text in told.warned if "fault_trap.py" in text]
+        late, window = f"rank {self._case.rank}", f"window {self._case.window}"
+        assert len(said) == 1, said
+        assert f"{late} of {self._case.world} has not come" in said[0], said
+        line = rf"{late} \(process \d+ .*{window}, .*fault_trap.py:\d+ in (_come_late|_pause)"
+        assert re.search(line, said[0]), said
+        waiting = [f"rank {rank}" for rank in range(self._case.world) if rank != self._case.rank]
+        assert all(re.search(rf"{rank} \(process.*waits in an? ", said[0]) for rank in waiting), said
+
     def raises(self) -> None:
         """Everybody got an error, and nobody has stepped the window."""
         self._ends_with_errors(steps={self._case.window})
@@ -122,7 +135,7 @@ class Outcome:
     def _goes_on(self, *, skipped: int) -> None:
         """Every rank came to the end of its loops, with the same steps and the right bits."""
         assert not any(told.error for told in self.told.values()), self
-        if self._case.fault != "pause":
+        if self._case.fault not in ("pause", "late"):
             assert self._told_of_fault().caught == self._fault(), self
         for rank, told in self.told.items():
             assert len(told.windows) == len(set(told.windows)) == self._num_windows() - skipped, self
@@ -137,6 +150,10 @@ class Outcome:
         with the right bits.
         """
         assert all(told.error for told in self.told.values()), self
+        if self._case.fault == "kill" and not self._case.has("hook"):
+            found = {_finding(told.error) for told in self.told.values()}
+            assert len(found) == 1, [told.error for told in self.told.values()]
+            assert f"rank {self._case.rank} of {self._case.world} has died" in found.pop()
         for rank, told in self._others.items():
             assert len(told.windows) in steps and len(told.windows) == len(set(told.windows)), self
             assert told.params == _trained(self._case, self._planned(len(told.windows))), (
@@ -202,9 +219,16 @@ ENDS = {
     "voided": Outcome.voided,
     "used": Outcome.used,
     "unnoticed": Outcome.unnoticed,
+    "reported": Outcome.reported,
     "raises": Outcome.raises,
     "used, raises": Outcome.used_raises,
     "used or raises": Outcome.used_or_raises,
     "breaks": Outcome.breaks,
     "parted": Outcome.parted,
 }
+
+
+def _finding(error: str) -> str:
+    """Return who a rank says is the cause, without where torch has seen it pass; else all of it."""
+    found = re.search(r"a collective failed: .*?, from a checkpoint", error)
+    return error if found is None else found.group()

@@ -7,6 +7,7 @@ apart from the engine, so that what came of a run can be computed again (`fault_
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ class Told:
         params: the parameters at the end, one list.
         caught: the fault, as it came out where the user's code caught it.
         error: what ended the run; empty if it came to its end.
+        warned: what this rank's watch has said of stalls.
         sent: collectives that had been launched in the fault's window when it struck; -1 if it never did.
     """
 
@@ -52,6 +54,7 @@ class Told:
     params: list[float] = field(default_factory=list)
     caught: str = ""
     error: str = ""
+    warned: list[str] = field(default_factory=list)
     sent: int = -1
 
 
@@ -61,13 +64,15 @@ def train(case: Case) -> Told:
     roll_call.WAIT_S = 0.2  # the others have failed within milliseconds
     dist.barrier()  # a process that has just been started is slow until here
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=case.group_s))
-    with watched(run.trap) as works:
+    with warnings.catch_warnings(record=True) as caught, watched(run.trap) as works:
+        warnings.simplefilter("always")
         try:
             run.loops()
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the table says what is due
             run.told.error = f"{type(error).__name__}: {error}"
     if run.told.error:
         hang_up(works)
+    run.told.warned = [str(warning.message) for warning in caught if "stalled" in str(warning.message)]
     run.told.sent = run.trap.sent
     run.told.params = torch.cat([p.detach().flatten() for p in run.model.parameters()]).tolist()
     return run.told
@@ -221,7 +226,11 @@ class Run:
 
     def _engine(self) -> tuple[pe.Sync | None, nn.Module]:
         wire = pe.wire.BF16() if self.case.has("bf16") else pe.wire.FP32()
-        options: dict[str, Any] = {"accumulate": ACCUMULATE, "wire": wire}
+        options: dict[str, Any] = {
+            "accumulate": ACCUMULATE,
+            "wire": wire,
+            "stall_after_s": self.case.stall_after_s,
+        }
         if self.case.has("exact"):
             options["accumulator"] = pe.Exact(micro_batches=ACCUMULATE * self.case.world)
         if self.case.has("GradSync"):

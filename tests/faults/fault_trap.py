@@ -8,12 +8,13 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from fault_cases import BEHIND_A_BUCKET, PAUSE_S, Case
+from fault_cases import BEHIND_A_BUCKET, LATE_S, PAUSE_S, STALL_AFTER_S, Case
 
 
 class Boom(Exception):
@@ -108,10 +109,16 @@ def _raise(error: type[BaseException]) -> NoReturn:
     raise error("user's code failed")
 
 
-def _pause() -> None:
+def _pause(seconds: float = PAUSE_S) -> None:
     """Stop for less than the group's timeout."""
-    subprocess.Popen(["sh", "-c", f"sleep {PAUSE_S}; kill -CONT {os.getpid()}"])
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _come_late() -> None:
+    """Stop for long, once the others have been told that this rank is here."""
+    time.sleep(STALL_AFTER_S / 2)
+    _pause(LATE_S)
 
 
 # What comes behind a comma in a case is what the rank does next; see `Run.react`.
@@ -124,4 +131,5 @@ FAULTS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "pause": _pause,
+    "late": _come_late,
 }

@@ -23,6 +23,7 @@ FLOORS = [
     "window",
     "step",
     "gradients",
+    "audit",
     "data",
     "engine",
     "telemetry",

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -51,11 +52,12 @@ def loop() -> Iterator[Names]:
 
 @contextmanager
 def experts() -> Iterator[Names]:
-    """A model with experts in the place of the other one, and its optimizer."""
+    """A model with experts in the place of the other one, its optimizer, and a group for the experts."""
     with loop() as names:
         model = nn.Sequential(nn.Linear(4, 4))
         model.add_module("experts", nn.Sequential(nn.Linear(4, 3)))
-        yield names | {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
+        names |= {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
+        yield names | {"expert_group": dist.group.WORLD}
 
 
 @contextmanager
@@ -212,7 +214,7 @@ def adapters() -> Iterator[Names]:
 
     from pyengine.adapters.accelerate import prepare
 
-    with loop() as names:
+    with loop() as names, patch.dict(os.environ):  # an FSDP plugin leaves variables behind
         names |= {"generator": nn.Linear(4, 3), "critic": nn.Linear(4, 3)}
         names["optimizer_g"] = torch.optim.AdamW(names["generator"].parameters())
         names["optimizer_d"] = torch.optim.AdamW(names["critic"].parameters())

@@ -17,7 +17,7 @@ MODULES = [
     for path in sorted((ROOT / "pyengine").rglob("*.py"))
     if path.name not in BY_KIND and not {"ops", "cli", "adapters", "telemetry"} & set(path.parts)
 ]
-RAISED = {"ValueError", "TypeError", "RuntimeError", "FloatingPointError"}
+RAISED = {"ValueError", "TypeError", "RuntimeError", "FloatingPointError", "AuditError"}
 
 
 def _text(node: ast.expr) -> str:

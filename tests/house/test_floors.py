@@ -38,7 +38,8 @@ def test_imports_of_ours_stand_at_the_top(path):
 
 def test_importing_the_package_is_lean():
     code = (
-        "import sys, pyengine; heavy = {'numpy.f2py', 'torch_xla', 'accelerate', 'lightning', "
+        "import sys, threading, pyengine; assert threading.active_count() == 1; "
+        "heavy = {'numpy.f2py', 'torch_xla', 'accelerate', 'lightning', "
         "'transformers', 'tensorboard', 'wandb', 'rich', 'sklearn', 'pyengine.cli'};import "
         "torch.distributed as d; assert not d.is_initialized(); print(sorted(heavy & set(sys.modules)))"
     )

@@ -52,6 +52,7 @@ VARIANTS = {
     "Accelerate": "accelerate",
     "**`GradSync`**": "engine",
     "**`GradSync`, bf16 wire**": "engine_bf16",
+    '**`GradSync`, bf16 wire, `accumulator="native"`**': "engine_native_bf16",
     "**`attach`**": "attach",
     "**`attach`, bf16 wire**": "attach_bf16",
 }
@@ -60,9 +61,9 @@ SLOW_VARIANTS = {
     "DDP + `no_sync`, bucket views": "no_sync_view",
     "the same + bf16 hook": "no_sync_bf16",
     "Accelerate": "accelerate",
-    "megatron-core": "megatron",
     "`GradSync`": "engine",
     "`GradSync`, bf16 wire": "engine_bf16",
+    "`attach`": "attach",
     "`attach`, bf16 wire": "attach_bf16",
 }
 SLOW_CASES = ["gpt0:fp32", "gpt0:bf16"]

@@ -1,104 +1,92 @@
-"""The checksum of a state: the same for the same values, however they lie; another one for anything else."""
+"""A checksum tells bits and their places apart, and nothing else."""
 
 from __future__ import annotations
 
-import copy
-import io
-import random
-
 import pytest
 import torch
+from torch import Tensor
 
-from pyengine.engine.checkpoint.checksum import checksum
+from pyengine.audit.checksum import Checksums, differ, pieces, run_of, words_of
 
-VALUE = {
-    "sums": {
-        "a": torch.arange(6.0).view(2, 3),
-        "b": torch.ones(3, dtype=torch.bfloat16),
-        "none": torch.ones(0),
-    },
-    "places": [0, 4],
-    "counts": [1.0, float("nan"), -0.0],
-    "identity": ("exact", None, True, 3),
-}
+CPU = torch.device("cpu")
+# One block and less, its ends, several blocks with a rest; and what fills no whole word.
+SIZES = [0, 1, 2, 3, 7, 2**15 - 1, 2**15, 2**15 + 1, 100_001]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
 
 
-def _saved(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True, map_location="cpu")
+def _of(tensor: Tensor) -> int:
+    return int(Checksums(CPU, tensor.numel()).of(words_of(tensor)))
 
 
-ALIKE = {
-    "a copy": copy.deepcopy(VALUE),
-    "from a file": _saved(VALUE),
-    "names in another order": dict(reversed(VALUE.items())),
-    "lists for tuples": {**VALUE, "identity": ["exact", None, True, 3], "places": (0, 4)},
-    "other strides": {**VALUE, "sums": {**VALUE["sums"], "a": VALUE["sums"]["a"].t().contiguous().t()}},
-    "a view": {**VALUE, "sums": {**VALUE["sums"], "b": torch.ones(9, dtype=torch.bfloat16)[::3]}},
-    "part of a graph": {
-        **VALUE,
-        "sums": {**VALUE["sums"], "a": VALUE["sums"]["a"].clone().requires_grad_() * 1},
-    },
-    "sparse": {**VALUE, "sums": {**VALUE["sums"], "a": VALUE["sums"]["a"].to_sparse()}},
-}
+def _made(num: int, dtype: torch.dtype) -> Tensor:
+    torch.manual_seed(num)
+    return (torch.randn(num) * 50).to(dtype)
 
 
-@pytest.mark.parametrize("case", ALIKE)
-def test_equal_values_have_one_checksum(case):
-    assert checksum(ALIKE[case]) == checksum(VALUE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num", SIZES)
+def test_equal_bits_have_equal_checksums_wherever_they_lie(num, dtype):
+    tensor = _made(num, dtype)
+    unaligned = torch.cat([tensor[:1], tensor])[1:] if num else tensor.clone()
+    strided = torch.stack([tensor, tensor], 1)[:, 0]
+    assert _of(tensor) == _of(unaligned) == _of(strided) == _of(tensor.clone())
 
 
-OTHERS = {
-    "another place": {**VALUE, "places": [0, 5]},
-    "places in another order": {**VALUE, "places": [4, 0]},
-    "zero for minus zero": {**VALUE, "counts": [1.0, float("nan"), 0.0]},
-    "an int for a float": {**VALUE, "counts": [1, float("nan"), -0.0]},
-    "a bool for an int": {**VALUE, "places": [False, 4]},
-    "a word for a number": {**VALUE, "places": ["0", 4]},
-    "another name": {**{k: v for k, v in VALUE.items() if k != "places"}, "place": [0, 4]},
-    "a value less": {k: v for k, v in VALUE.items() if k != "places"},
-    "a value more": {**VALUE, "more": None},
-    "another shape": {**VALUE, "sums": {**VALUE["sums"], "a": torch.arange(6.0)}},
-    "another type": {**VALUE, "sums": {**VALUE["sums"], "a": torch.arange(6.0).view(2, 3).view(torch.int32)}},
-    "nested otherwise": {**VALUE, "places": [[0], 4]},
-    "an empty tensor less": {**VALUE, "sums": {k: v for k, v in VALUE["sums"].items() if k != "none"}},
-}
+@pytest.mark.parametrize("num", SIZES[1:])
+def test_one_bit_is_seen_wherever_it_flips(num):
+    tensor = _made(num, torch.float32)
+    whole = _of(tensor)
+    for place in {0, num // 2, num - 1}:
+        for bit in (0, 13, 30, 31):
+            flipped = tensor.clone()
+            flipped.view(torch.int32)[place] ^= -(2**31) if bit == 31 else 1 << bit
+            assert _of(flipped) != whole
 
 
-@pytest.mark.parametrize("case", OTHERS)
-def test_other_values_have_another_one(case):
-    assert checksum(OTHERS[case]) != checksum(VALUE)
+@pytest.mark.parametrize("distance", [1, 384, 2**15 - 64, 2**15, 3 * 2**15])
+def test_a_swap_is_seen_at_any_distance(distance):
+    tensor = _made(4 * 2**15, torch.float32)
+    whole = _of(tensor)
+    for place in range(0, tensor.numel() - distance, 1571):
+        swapped = tensor.clone()
+        swapped[[place, place + distance]] = tensor[[place + distance, place]]
+        assert _of(swapped) != whole
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.uint8, torch.float64])
-def test_every_bit_of_a_tensor_counts(dtype):
-    tensor = torch.zeros(37).to(dtype)
-    memory = tensor.view(torch.uint8)
-    found = {checksum(tensor)}
-    for bit in range(8 * len(memory)):
-        memory[bit // 8] ^= 1 << bit % 8
-        found.add(checksum(tensor))
-        memory[bit // 8] ^= 1 << bit % 8
-    assert len(found) == 8 * len(memory) + 1
+@pytest.mark.parametrize("pair", [(0, 1), (5, 2**15 + 5), (7, 33500)])
+def test_two_signs_are_seen(pair):
+    tensor = _made(100_001, torch.float32)
+    turned = tensor.clone()
+    turned[list(pair)] *= -1
+    assert _of(turned) != _of(tensor)
 
 
-def test_a_scalar_and_the_state_of_a_generator_have_one():
-    state = random.Random(1).getstate()
-    assert checksum([torch.ones(()), state]) == checksum([torch.ones(()), list(state)])
-    assert checksum(state) != checksum(random.Random(2).getstate())
+def test_zeros_of_other_signs_and_nans_are_bits_like_others():
+    assert _of(torch.tensor([0.0])) != _of(torch.tensor([-0.0]))
+    assert _of(torch.tensor([torch.nan])) == _of(torch.tensor([torch.nan]))
 
 
-@pytest.mark.parametrize(
-    "value", [{1, 2}, object(), b"x", torch.ones(2, device="meta"), {"a": {None: 1, "b": 2}}]
-)
-def test_what_no_state_holds_has_none(value):
-    with pytest.raises(TypeError):
-        checksum([value])
+def test_lengths_are_told_apart_by_what_is_there():
+    assert _of(torch.ones(3)) != _of(torch.ones(4))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_where_a_tensor_lies_does_not_matter():
-    assert checksum(VALUE["sums"]["a"].cuda()) == checksum(VALUE["sums"]["a"])
+@pytest.mark.parametrize("world", [1, 2, 3, 8192])
+def test_sums_over_ranks_tell_whether_all_were_equal(world):
+    checksums = torch.tensor([-(2**62), 12345, 7])
+    alike = pieces(checksums) * world
+    assert differ(alike, world).tolist() == [False] * 3
+    other = alike - pieces(checksums) + pieces(checksums + torch.tensor([0, 1, 0]))
+    assert differ(other, world).tolist() == [False, world > 1, False]
+
+
+def test_a_run_moves_through_all_of_a_tensor():
+    words = torch.arange(1000, dtype=torch.int32)
+    seen = torch.cat([run_of(words, turn, 100) for turn in range(200)])
+    assert seen.unique().numel() > 990
+    assert run_of(words, 3, 5000).numel() == 1000
+
+
+def test_many_tensors_at_once_have_the_checksums_that_they_have_alone():
+    tensors = [words_of(_made(num, torch.float32)) for num in (5, 0, 2**11, 1, 2**11 + 1, 40_000, 7)]
+    checksums = Checksums(CPU, 0)
+    assert torch.equal(checksums.of_all(tensors), torch.stack([checksums.of(words) for words in tensors]))

@@ -96,5 +96,5 @@ def test_a_window_of_another_size_is_dealt_out_anew(by_rank):
 def test_an_exact_window_keeps_its_size():
     shares = agreed([2, 2], accumulator="exact")
     assert resized(shares, 2, is_exact=True) is shares
-    with pytest.raises(ValueError, match=r"accumulate=3: .* was made for 4 micro-batches"):
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=3: .* was made for 4 micro-batches"):
         resized(shares, 3, is_exact=True)

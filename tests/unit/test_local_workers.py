@@ -165,3 +165,25 @@ def test_the_failure_that_took_the_others_along_is_told(tmp_path, codes, failed,
         job(tmp_path).error(rank).write_text(text)
         os.utime(job(tmp_path).error(rank), (second, second))
     assert local_workers._describe(failed, ended(*codes), job(tmp_path)).startswith(told)
+
+
+# --- Those that take too long ---
+
+
+def test_of_a_late_workers_stack_the_lines_before_the_launchers_are_told(tmp_path):
+    trace = tmp_path / "trace"
+    trace.write_text(
+        f'Stack (most recent call first):\n  File "train.py", line 7 in train\n'
+        f'  File "{local_workers.__file__}", line 9 in _work\n  File "spawn.py", line 2 in main\n'
+    )
+    assert (
+        local_workers._stands(trace) == 'Stack (most recent call first):\n  File "train.py", line 7 in train'
+    )
+    trace.write_text("")
+    assert local_workers._stands(trace).startswith("it did not answer: it was stopped")
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "30", True])
+def test_a_timeout_that_is_none_is_refused(value):
+    with pytest.raises(ValueError, match=r"^timeout_s=.*: need seconds above 0"):
+        launch(len, workers=1, args=("abc",), timeout_s=value)

@@ -146,3 +146,16 @@ def test_the_policy_raise_names_the_parameter_and_the_micro_batch_on_every_repli
     for text in replicas(2).run(_raise, job):
         assert "window 1: inf or nan in the gradient of '0.weight'" in text
         assert "rank 1, micro-batch 1" in text
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_dropped_micro_batch_leaves_its_window_on_every_replica(replicas, world):
+    job = Job(PLAN, spoil=(world - 1, 4), nonfinite="drop_micro_batch")
+    outcomes = replicas(world).run(train, job)
+    expected = reference(job, world)
+    for outcome in outcomes:
+        assert outcome.stepped == [True] * 3
+        assert [record.dropped for record in outcome.records] == [0, 1, 0]
+        assert f"rank {world - 1}, micro-batch 1 (its loss, " in outcome.records[1].reason
+        for param, right in zip(outcome.params, expected, strict=True):
+            assert torch.allclose(param.double(), right, rtol=0, atol=1e-6)

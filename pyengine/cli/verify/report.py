@@ -98,9 +98,9 @@ class Tables(output.Tables, Report):
     def begin(self, run: Run, *, still: int) -> None:
         """Show the run; one line each where stdout is no terminal."""
         text = f"running {run.label} ({still} to follow)" if still else f"running {run.label} (the last one)"
-        self._status.update(text)
+        self._status.update(escape(text))
         if not self._console.is_terminal:
-            self._console.print(text, highlight=False)
+            self._console.print(text, highlight=False, markup=False)
 
     def ran(self, subject: str, run: Run, trace: Trace, seconds: float, first: Difference | None) -> None:
         """Keep the row."""

@@ -217,7 +217,7 @@ class _Look:
         again = self.execute([self.target], replace(done.run, last=first.step, keep=str(folder)))[rank][0]
         key = first.step, first.kind, first.name
         path = folder / f"{rank}.pt"
-        tensors: dict[tuple[str, str], Tensor] = torch.load(path) if path.exists() else {}
+        tensors: dict[tuple[str, str], Tensor] = torch.load(path, weights_only=True) if path.exists() else {}
         return tensors, again.entries.get(key) == done.ranks[rank].entries.get(key)
 
 

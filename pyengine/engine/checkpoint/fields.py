@@ -98,6 +98,7 @@ _KINDS: dict[str, _Kind] = {
     "order": _DISTINCT,
     "places": _DISTINCT,
     "counts": _NUMBERS,
+    "dropped": (lambda value: _is_list_of(value, lambda item: type(item) is bool), "a list of bools"),
     "losses": (lambda value: _is_list_of(value, _is_loss), "a list of numbers, or None"),
     "totals": (lambda value: _is_dict_of(value, is_number), "numbers by loss"),
     "sums": (lambda value: _is_dict_of(value, _are_tensors), "tensors by part by parameter"),

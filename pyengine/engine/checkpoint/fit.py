@@ -15,6 +15,7 @@ from pyengine.data.rng import rng_problem
 from pyengine.engine.checkpoint.fields import is_whole
 from pyengine.engine.checkpoint.snapshot import Identity, Snapshot
 from pyengine.engine.engine import Engine
+from pyengine.gradients.base import SavesShards
 from pyengine.gradients.buckets import BucketReducer
 from pyengine.gradients.slots import local
 from pyengine.ops.exact_reference import BLOCK
@@ -77,6 +78,8 @@ class Form:
             name: _parts(math.prod(shape), getattr(torch, dtype), engine.identity.accumulator)
             for name, shape, _, dtype in engine.identity.params
         }
+        if isinstance(engine.reducer, SavesShards):
+            self.sums |= engine.reducer.forms()
 
     def problems(self, snapshot: Snapshot) -> list[str]:
         """Say what in a snapshot is not as it would have been saved."""
@@ -178,7 +181,7 @@ def _numbers_differ(s: Snapshot) -> str:
     done = len(s.places)
     tables = [parts["nonfinite"] for parts in s.sums.values() if "nonfinite" in parts] + s.batch_norm
     rows = {table.shape[0] if table.dim() else None for table in tables}
-    if {len(s.counts), len(s.losses), *rows} - {done}:
+    if {len(s.counts), len(s.losses), len(s.dropped) or done, *rows} - {done}:
         return f"state of {s.owner} has parts of other numbers of micro-batches than {done}"
     return ""
 

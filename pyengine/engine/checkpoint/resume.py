@@ -65,6 +65,8 @@ def take_snapshot(engine: Engine) -> Snapshot:
         snapshot.counts = [float(count) for count in engine.current.counts.counts]
         losses = engine.current.counts.losses
         snapshot.losses = [None if loss is None else float(loss) for loss in losses]
+        dropped = [bool(is_dropped) for is_dropped in engine.current.counts.dropped]
+        snapshot.dropped = dropped if any(dropped) else []
         loaded, known = engine.current.resumed, engine.current.denominators
         snapshot.totals = dict(known.totals if known else loaded.totals if loaded else {})
         snapshot.sums = engine.reducer.save() if loaded is None else loaded.sums

@@ -11,7 +11,7 @@ torch.distributed.checkpoint saves and loads whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -63,6 +63,7 @@ class Snapshot:
         order: of the buckets; see `Reducer.order`.
         places: indices, in the window over all ranks, of the micro-batches in `sums`.
         counts, losses: theirs; None for a loss that was not told.
+        dropped: which of them had left the window; saved where there are any, else left out.
         totals: of the open window, by loss, if its counts were read ahead; then saved, else left out.
         sums: see `Saved`.
         batch_norm: rows of running statistics, one a micro-batch; see `BatchNormReplay.save`.
@@ -83,6 +84,7 @@ class Snapshot:
     places: list[int] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
+    dropped: list[bool] = field(default_factory=list)
     totals: dict[str, float] = field(default_factory=dict)
     sums: Saved = field(default_factory=dict)
     batch_norm: list[Tensor] = field(default_factory=list)
@@ -98,7 +100,8 @@ class Snapshot:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as tensors and plain values, which `torch.load` reads with `weights_only=True`."""
-        content = {name: getattr(self, name) for name in _CONTENT if name != _OPTIONAL or self.totals}
+        kept = [name for name in _CONTENT if name not in _OPTIONAL or getattr(self, name)]
+        content = {name: getattr(self, name) for name in kept}
         content["identity"] = dict(vars(self.identity))
         position = {name: content[name] for name in _POSITION}
         return {"version": VERSION, **position, self.owner: (content, checksum(content))}
@@ -119,7 +122,7 @@ class Snapshot:
 
 
 _CONTENT = [f.name for f in fields(Snapshot) if f.name != "checksum"]
-_OPTIONAL = "totals"
+_OPTIONAL: dict[str, Callable[[], Any]] = {"dropped": list, "totals": dict}
 _NEED = f"need what sync.state_dict() returned, version {VERSION} or {_FLAT}"
 
 
@@ -156,7 +159,7 @@ def _checksum(content: dict[str, Any]) -> int:
 
 def _of(content: dict[str, Any], found: int) -> Snapshot:
     """Make a snapshot of its content, if every field is of its kind."""
-    content = {_OPTIONAL: {}, **content}
+    content = {name: make() for name, make in _OPTIONAL.items()} | content
     differ = sorted(set(_CONTENT) ^ set(content), key=str)
     if differ:
         what = ", ".join(f"{name} {'is too much' if name in content else 'is missing'}" for name in differ)
@@ -222,11 +225,12 @@ def merge(snapshots: Sequence[Snapshot], about: Snapshot, device: torch.device) 
         A snapshot of its own lists; `carry` is copied, other tensors only where they are put together or lie
         on another device, so they may be the snapshots' own.
     """
-    whole = replace(about, places=[], counts=[], losses=[], sums={}, batch_norm=[])
+    whole = replace(about, places=[], counts=[], losses=[], dropped=[], sums={}, batch_norm=[])
     for snapshot in snapshots:
         whole.places += snapshot.places
         whole.counts += snapshot.counts
         whole.losses += snapshot.losses
+        whole.dropped += snapshot.dropped or [False] * len(snapshot.places)
     rows = [s.batch_norm for s in snapshots if s.batch_norm]
     whole.batch_norm = [
         torch.cat([part.detach().to(device) for part in parts]) for parts in zip(*rows, strict=True)

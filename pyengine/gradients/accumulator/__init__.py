@@ -37,7 +37,14 @@ def sum_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def bucket_accumulator(
-    kind: str, bucket: Bucket, params: Sequence[Parameter], *, wire: Wire, terms: int, watch: bool
+    kind: str,
+    bucket: Bucket,
+    params: Sequence[Parameter],
+    *,
+    wire: Wire,
+    terms: int,
+    watch: bool,
+    apart: bool = False,
 ) -> BucketAccumulator:
     """Make the accumulator of one bucket.
 
@@ -48,10 +55,13 @@ def bucket_accumulator(
         wire: how it travels.
         terms: micro-batches of a full window, over all ranks.
         watch: whether every micro-batch is checked for inf and nan.
+        apart: whether `.grad` holds a micro-batch's gradient alone until that is accumulated: sums are then
+            in memory of their own, fp32 at least, which no layer gets to see.
     """
     if kind == "exact":
         return ExactBucket(bucket, params, terms=terms)
     # Autograd cannot add in place to what a DTensor's `.grad` is a view of, unnoticed.
-    if sum_dtype(kind, bucket.dtype) != bucket.dtype or any(isinstance(p, LocalPart) for p in params):
-        return Fp32Bucket(bucket, params, wire=wire)
+    has_parts = any(isinstance(param, LocalPart) for param in params)
+    if apart or has_parts or sum_dtype(kind, bucket.dtype) != bucket.dtype:
+        return Fp32Bucket(bucket, params, wire=wire, offers=not apart)
     return NativeBucket(bucket, params, wire=wire, watch=watch)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm, Work
-from pyengine.gradients.accumulator.main_grad import withdraw
+from pyengine.gradients.accumulator.main_grad import pop_written, withdraw
 from pyengine.gradients.accumulator.slot_group import SlotGroup, cut
 from pyengine.gradients.arrival import Watch
 from pyengine.gradients.layout import Bucket
@@ -53,6 +53,7 @@ class BucketAccumulator(ABC):
         self.one = torch.ones((), device=device)
         self.norms = SlotNorms(self.plan, [s.param for s in bucket.slots], device)
         self._made = [(param.dtype, param.device, param.shape, param.stride()) for param in self.params]
+        self._has_fused = False  # whether a layer adds to `main_grad` by itself
         self._groups = [SlotGroup(bucket, params, slots) for slots in cut(bucket, device)]
 
     def set_buffers(self, wire: Tensor, result: Tensor) -> None:
@@ -94,6 +95,10 @@ class BucketAccumulator(ABC):
             self.bind()
         self._used = [False] * len(self.params)
         self._set_first(True)
+
+    def forget_written(self) -> None:
+        """Take notice of what layers have added to `main_grad` by themselves, and of nothing else."""
+        self._has_fused = bool(pop_written(self.params)) or self._has_fused
 
     def watches(self) -> list[Watch]:
         """Return what is to be watched during the coming earlier backward, so that a group's gradients are

@@ -24,11 +24,16 @@ class Fp32Bucket(GroupedBucket):
     Bytes an element: 6 in the first micro-batch (stored, no zero pass), 10 in later ones; with a narrow wire
     the last one sums, scales, casts and checks in a single pass of 8. `.grad` ends as views of a buffer of
     the parameters' type: the wire buffer itself where the types agree.
+
+    Args:
+        offers: whether layers may add to the sum themselves, as `main_grad`.
     """
 
-    def __init__(self, bucket: Bucket, params: Sequence[Parameter], *, wire: Wire) -> None:
+    def __init__(
+        self, bucket: Bucket, params: Sequence[Parameter], *, wire: Wire, offers: bool = True
+    ) -> None:
         super().__init__(bucket, params)
-        self._has_fused = False
+        self._offers = offers
         self._whole = SlotGroup(bucket, params, range(len(params)))
         self._fp32 = Fp32Sum(self.plan, numel=bucket.numel, device=self.one.device)
         self.set_sum(self._fp32)
@@ -38,7 +43,8 @@ class Fp32Bucket(GroupedBucket):
 
     def bind(self) -> None:
         super().bind()
-        offer(self.params, views_of(self._sum, self.params, self.bucket.slots))
+        if self._offers:
+            offer(self.params, views_of(self._sum, self.params, self.bucket.slots))
 
     def begin(self) -> None:
         super().begin()

@@ -34,12 +34,17 @@ def withdraw(params: Sequence[Parameter]) -> None:
             vars(param).pop(name, None)
 
 
+def written(params: Sequence[Parameter]) -> list[int]:
+    """Return the indices of those whose layer has added to `main_grad` itself, until `pop_written`."""
+    return [i for i, param in enumerate(params) if getattr(param, "grad_added_to_main_grad", False)]
+
+
 def pop_written(params: Sequence[Parameter]) -> list[int]:
-    """Return, once, the indices of those whose layer has added to `main_grad` itself."""
-    written = [i for i, param in enumerate(params) if getattr(param, "grad_added_to_main_grad", False)]
-    for index in written:
+    """Do as `written`, once."""
+    indices = written(params)
+    for index in indices:
         params[index].grad_added_to_main_grad = False  # type: ignore[attr-defined]
-    return written
+    return indices
 
 
 def _state(attributes: dict[str, Any]) -> dict[str, Any] | None:

@@ -36,7 +36,6 @@ class NativeBucket(BucketAccumulator):
     def __init__(self, bucket: Bucket, params: Sequence[Parameter], *, wire: Wire, watch: bool) -> None:
         super().__init__(bucket, params)
         self._watched: list[Tensor] | None = [] if watch else None
-        self._has_fused = False
         self._sum = self.allocate(bucket.dtype)
         self.in_place = wire.dtype == bucket.dtype and not wire.folds_count
         self.set_buffers(self._sum if self.in_place else self.allocate(wire.dtype), self._sum)

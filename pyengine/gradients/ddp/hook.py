@@ -256,7 +256,10 @@ def exchange(
     if runs_ahead(flat.device) and not comm.is_stream_ordered:
         # gloo's future is complete before the stream that copies the result back to the device is.
         return completed(finish(work.wait))
-    return state.call_back(work.get_future(), lambda future: finish(future.value))
+    future = work.get_future()
+    if roll_call.watch is not None and not comm.is_stream_ordered:
+        future = roll_call.watch.guard(future, state.call_back)
+    return state.call_back(future, lambda future: finish(future.value))
 
 
 def launch(

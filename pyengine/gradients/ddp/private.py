@@ -33,10 +33,10 @@ def visible_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Paramete
     return list(found.values())
 
 
-def ignored_parameters(ddp: DistributedDataParallel) -> list[Parameter]:
-    """Return the parameters that DDP was told to ignore: their gradients are the caller's."""
+def ignored_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Parameter]]:
+    """Return the named parameters that DDP was told to ignore, in the order of registration."""
     visible = {id(param) for _, param in visible_parameters(ddp)}
-    return [param for param in ddp.module.parameters() if id(param) not in visible]
+    return [(name, param) for name, param in ddp.module.named_parameters() if id(param) not in visible]
 
 
 def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Parameter]]:

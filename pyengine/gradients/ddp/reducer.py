@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from pyengine.comm.base import Work, by_dtype
+from pyengine.comm.base import Comm, Work, by_dtype
 from pyengine.gradients.accumulator import sum_dtype
 from pyengine.gradients.ddp.hook import HookState, comm_hook, leave_unreduced
 from pyengine.gradients.ddp.private import Drive, publish, reduced_parameters
 from pyengine.gradients.ddp.reduction import Reduction
-from pyengine.gradients.ddp.sums import ExactBucketSum, Fp32BucketSum, Sums, Watched, packed
+from pyengine.gradients.ddp.sums import ExactBucketSum, Fp32BucketSum, Sums, Watched
+from pyengine.gradients.param_sums import packed
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import Saved, slot_gradient
 from pyengine.gradients.sums import SlotNorms
@@ -44,7 +45,11 @@ class DDPReducer:
             more than DDP's; "exact" sums all of them there, exactly, in 8.02; "native" leaves sums to
             autograd.
         terms: micro-batches of a full window, over all ranks.
-        counted: see `HoldsParts`, by parameter of DDP's.
+
+    Attributes:
+        counted: see `HoldsParts`; None until somebody else sets it.
+        in_place: whether what lands is `.grad`, so that 1/count is left to the final pass; False also where
+            another owner of the engine cannot leave it.
     """
 
     stepper: Stepper = PlainStepper()
@@ -56,9 +61,8 @@ class DDPReducer:
         *,
         settings: Settings,
         terms: int,
-        counted: Sequence[bool] | None = None,
     ) -> None:
-        self.counted = counted
+        self.counted: Sequence[bool] | None = None
         named = reduced_parameters(ddp)
         self.names: Sequence[str] = [name for name, _ in named]
         self.params: Sequence[Parameter] = [p for _, p in named]
@@ -74,10 +78,12 @@ class DDPReducer:
             )
             for group in by_dtype(self.params)
         ]
-        self._in_place = all(p.dtype == state.wire.dtype for p in self.params)
+        self.in_place = all(p.dtype == state.wire.dtype for p in self.params)
         self._is_exact = settings.kind == "exact"
         self._summed = summed = {
-            p.dtype for p in self.params if self._is_exact or sum_dtype(settings.kind, p.dtype) != p.dtype
+            p.dtype
+            for p in self.params
+            if self._is_exact or settings.drops or sum_dtype(settings.kind, p.dtype) != p.dtype
         }
         make = partial(ExactBucketSum, terms=terms) if self._is_exact else Fp32BucketSum
         self._sums = Sums(ddp, make, summed) if summed else None
@@ -98,6 +104,9 @@ class DDPReducer:
     @property
     def has_moved(self) -> bool:
         return self._ddp.gradient_as_bucket_view and self._ddp._has_rebuilt_buckets != self._was_rebuilt
+
+    def groups_of_params(self) -> tuple[Sequence[Comm], Sequence[int]]:
+        return [self._comm], [0] * len(self.params)
 
     def open(self) -> None:
         """Note that the window's buffer broadcast is still to come."""
@@ -179,7 +188,7 @@ class DDPReducer:
         if self._sums is not None and self._is_exact:
             # Also where no earlier micro-batch has made them: every rank sums the same way.
             self._sums.match_buckets()
-        divisor = Divisor(header.inv_count, self._state.wire, in_place=self._in_place)
+        divisor = Divisor(header.inv_count, self._state.wire, in_place=self.in_place)
         reduction = Reduction(self._state, header, divisor, self._sums, self._watched)
         if self._shares_used and self._drive.searches:
             # What earlier micro-batches used: they have left no `.grad`, which DDP would want to see.

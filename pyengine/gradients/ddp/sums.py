@@ -4,7 +4,6 @@ one's gradients.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -14,56 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.comm.base import Comm, by_dtype
 from pyengine.gradients.ddp.hook import Launched
+from pyengine.gradients.param_sums import ExactParamSum, ParamSum, packed
 from pyengine.gradients.slots import Saved, load_parts, saved_flags, slot_gradient
-from pyengine.gradients.sums import ExactOverRanks, Fp32Sum, SlotNorms, WindowSum
-from pyengine.ops.exact_reference import BLOCK
-from pyengine.ops.plan import BucketPlan
-
-
-class BucketSum:
-    """The sum of one DDP bucket.
-
-    Args:
-        params: DDP's, in its order.
-        plan: where they lie in the sum.
-        total: the sum, over that plan.
-
-    Attributes:
-        params, device: as given, and where they lie.
-        flagged: for each micro-batch of this window uint8 `[params]`, 1 where a gradient was not finite.
-        is_filled: whether something of this window is in it.
-    """
-
-    def __init__(self, params: Sequence[Any], plan: BucketPlan, total: WindowSum) -> None:
-        self.params = list(params)
-        self._plan, self._total = plan, total
-        self.device = self.params[0].device
-        self.begin()
-
-    def begin(self) -> None:
-        """Start a window: the first gradients overwrite."""
-        self.is_filled = False
-        self.flagged: list[Tensor] = []
-
-    def add(self, grads: Sequence[Tensor | None]) -> None:
-        """Accumulate a micro-batch.
-
-        Args:
-            grads: one entry a parameter, `[numel]`, read; None adds nothing.
-
-        Cost: as `deposit_` of the sum.
-        """
-        self._total.deposit_(grads, first=not self.is_filled, nonfinite=self.new_flags())
-        self.is_filled = True
-
-    def new_flags(self) -> Tensor:
-        """Begin a micro-batch: return its flags, uint8 `[params]`, all zero; this object's."""
-        self.flagged.append(torch.zeros(len(self.params), dtype=torch.uint8, device=self.device))
-        return self.flagged[-1]
-
-    def parts(self, index: int) -> dict[str, Tensor]:
-        """Return the memory of one parameter's sum, by name, so that it can move or be saved."""
-        return self._total.parts(self._plan.offsets[index], self._plan.numels[index])
+from pyengine.gradients.sums import Fp32Sum, SlotNorms
 
 
 class Sums:
@@ -81,12 +33,12 @@ class Sums:
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        make: Callable[[Sequence[Any]], BucketSum],
+        make: Callable[[Sequence[Any]], ParamSum],
         dtypes: Collection[torch.dtype],
     ) -> None:
         self._ddp, self._make, self._dtypes = ddp, make, dtypes
         # By the bucket's first parameter, as `HookState.wire_buffer`.
-        self._sums: dict[int, BucketSum] = {}
+        self._sums: dict[int, ParamSum] = {}
         self._is_rebuilt = False
         self.used: set[Any] = set()
 
@@ -109,7 +61,7 @@ class Sums:
         if not self._sums or self._is_rebuilt != self._ddp._has_rebuilt_buckets:
             self.lay_out()
 
-    def of(self, bucket: Any) -> BucketSum | None:
+    def of(self, bucket: Any) -> ParamSum | None:
         """Return the sum of a bucket that DDP hands out."""
         return self._sums.get(id(bucket.parameters()[0]))
 
@@ -172,7 +124,7 @@ class Sums:
                     row[index] = flag
 
 
-class Fp32BucketSum(BucketSum):
+class Fp32BucketSum(ParamSum):
     """Narrow gradients summed in fp32."""
 
     def __init__(self, params: Sequence[Any]) -> None:
@@ -202,21 +154,10 @@ class Fp32BucketSum(BucketSum):
         return self.is_filled
 
 
-class ExactBucketSum(BucketSum):
+class ExactBucketSum(ExactParamSum):
     """Gradients of any type summed exactly; see `pyengine.gradients.accumulator.exact` for the rounds on the
     wire.
-
-    Args:
-        terms: micro-batches of a full window, over all ranks.
     """
-
-    def __init__(self, params: Sequence[Any], *, terms: int) -> None:
-        numels = [p.numel() for p in params]
-        *offsets, end = itertools.accumulate([-(-n // BLOCK) * BLOCK for n in numels], initial=0)
-        plan, device = BucketPlan(offsets, numels), params[0].device
-        self._one = torch.ones((), device=device)
-        self._exact = ExactOverRanks(plan, numel=max(BLOCK, end), terms=terms, device=device)
-        super().__init__(params, plan, self._exact)
 
     def launch(
         self, flat: Tensor, comm: Comm, after: Callable[[], Tensor | None], *, poison: bool
@@ -305,8 +246,3 @@ class Watched:
             self._norms[places] = SlotNorms(plan, places, self._device)
         norms = self._norms[places]
         flags.index_copy_(0, norms.params, norms.flags(grads, self._one))
-
-
-def packed(numels: Sequence[int]) -> BucketPlan:
-    """Return the plan of slots one after the other, as DDP lays them out."""
-    return BucketPlan(list(itertools.accumulate(numels, initial=0))[:-1], numels)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
 import torch
+from torch.nn import Parameter
 
+from pyengine.gradients.fsdp.places import whole_shape
 from pyengine.gradients.fsdp.private import compute_dtype, reduce_dtype
 from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.settings import Settings
@@ -77,6 +79,8 @@ def choose(units: Sequence[Unit], deferral: Deferral) -> list[Choice]:
 
 def problems_of_deferral(units: Sequence[Unit], deferral: Deferral, settings: Settings) -> list[str]:
     """Say which of it makes no sense."""
+    if settings.problems():
+        return []  # they are told
     defer, budget = deferral.defer, deferral.budget_mb
     if budget is not None and (not isinstance(budget, Real) or isinstance(budget, bool) or not budget >= 0):
         return [f"defer_budget_mb={budget!r}: need a size of at least 0 in MiB; math.inf defers everything"]
@@ -91,21 +95,36 @@ def problems_of_deferral(units: Sequence[Unit], deferral: Deferral, settings: Se
     unknown = [name for name in modes if name not in known]
     if unknown:
         return [f"defer has {unknown[0]!r}, and the units are {list(known)}"]
-    found = []
-    for unit, choice in zip(units, choose(units, deferral), strict=True):
-        if choice.mode == "outer" and not unit.has_replicas_of_shards:
-            found.append(
-                f"defer='outer' for unit {unit.name!r}, which has no replicas of shards (a mesh of two "
-                "dimensions): use 'all' or 'none'"
-            )
-        narrow = any(p.dtype.itemsize < torch.float32.itemsize for p in unit.params if p.requires_grad)
-        if choice.mode == "none" and narrow and settings.kind == "fp32":
-            found.append(
-                f"defer='none' for unit {unit.name!r}, whose parameters are narrow: torch sums reduced "
-                "gradients in their type, and accumulator='fp32' asks for float32; keep float32 parameters, "
-                "with MixedPrecisionPolicy(param_dtype=...)"
-            )
-    return found
+    pairs = zip(units, choose(units, deferral), strict=True)
+    return [text for unit, choice in pairs for text in _choice_problems(unit, choice, settings)]
+
+
+def _choice_problems(unit: Unit, choice: Choice, settings: Settings) -> Iterator[str]:
+    """Say why a unit cannot communicate as chosen."""
+    if choice.mode == "outer" and not unit.has_replicas_of_shards:
+        yield (
+            f"defer='outer' for unit {unit.name!r}, which has no replicas of shards (a mesh of two "
+            "dimensions): use 'all' or 'none'"
+        )
+    if choice.mode != "all" and settings.drops:
+        yield (
+            f"defer={choice.mode!r} for unit {unit.name!r}, which reduces a micro-batch before it is known "
+            "to be finite, and nonfinite='drop_micro_batch' takes some out: use 'all'"
+        )
+    narrow = any(p.dtype.itemsize < torch.float32.itemsize for p in unit.params if p.requires_grad)
+    if choice.mode == "none" and narrow and settings.kind == "fp32":
+        yield (
+            f"defer='none' for unit {unit.name!r}, whose parameters are narrow: torch sums reduced "
+            "gradients in their type, and accumulator='fp32' asks for float32; keep float32 parameters, "
+            "with MixedPrecisionPolicy(param_dtype=...)"
+        )
+    largest = torch.finfo(settings.wire.dtype).max
+    if choice.mode != "all" and unit.narrows(settings.wire) and largest < torch.finfo(torch.bfloat16).max:
+        yield (
+            f"wire={settings.wire} for unit {unit.name!r}, which sends gradients before the window's count "
+            f"is known (defer={choice.mode!r}), and undivided ones may lie beyond {largest:g}: use "
+            "defer='all', or pe.wire.BF16()"
+        )
 
 
 def _mode(unit: Unit, defer: Defer) -> str:
@@ -117,11 +136,15 @@ def _choice(unit: Unit, mode: str, *, keeps: bool) -> Choice:
     return Choice(mode, keeps, held + (_gathered_bytes(unit) if keeps else 0))
 
 
+def _whole_numel(unit: Unit, param: Parameter) -> int:
+    return math.prod(whole_shape(param, unit.data_ndim))
+
+
 def _gathered_bytes(unit: Unit) -> int:
-    return sum(math.prod(p.shape) * compute_dtype(unit.module, p).itemsize for p in unit.params)
+    return sum(_whole_numel(unit, p) * compute_dtype(unit.module, p).itemsize for p in unit.params)
 
 
 def _sum_bytes(unit: Unit) -> int:
     dtype = reduce_dtype(unit.module)
-    trained = sum(math.prod(p.shape) for p in unit.params if p.requires_grad)
+    trained = sum(_whole_numel(unit, p) for p in unit.params if p.requires_grad)
     return 0 if dtype is None else trained * dtype.itemsize

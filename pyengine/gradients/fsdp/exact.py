@@ -7,24 +7,20 @@ whole, so they are no matter of a mesh.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm, Work
-from pyengine.gradients.ddp.sums import BucketSum
-from pyengine.gradients.fsdp.deferral import Choice
-from pyengine.gradients.fsdp.sharded import Sharded
-from pyengine.gradients.fsdp.units import Unit, is_first, shard_of
+from pyengine.gradients.fsdp.places import is_first, shard_of
+from pyengine.gradients.fsdp.sharded import Managed, Sharded
+from pyengine.gradients.param_sums import ExactParamSum
 from pyengine.gradients.slots import Saved, as_gradient, load_parts, saved_flags
-from pyengine.gradients.sums import ExactOverRanks, SlotNorms
+from pyengine.gradients.sums import SlotNorms
 from pyengine.ops.device import send
-from pyengine.ops.exact_reference import BLOCK
-from pyengine.ops.plan import BucketPlan
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
@@ -35,7 +31,7 @@ from pyengine.wire import FP32
 _USED, _GAVE_UP = 1, 2
 
 
-class UnitSum(BucketSum):
+class UnitSum(ExactParamSum):
     """The exact sum of one unit's gradients, unsharded.
 
     Args:
@@ -52,20 +48,14 @@ class UnitSum(BucketSum):
     """
 
     def __init__(self, params: Sequence[Parameter], indices: Sequence[int], *, terms: int) -> None:
-        numels = [p.numel() for p in params]
-        *offsets, end = itertools.accumulate([-(-n // BLOCK) * BLOCK for n in numels], initial=0)
-        plan, device = BucketPlan(offsets, numels), params[0].device
-        self._exact = ExactOverRanks(
-            plan, numel=max(BLOCK, end), terms=terms, device=device, num_flags=len(params)
-        )
-        super().__init__(params, plan, self._exact)
+        super().__init__(params, terms=terms, num_flags=len(params))
         self.indices = list(indices)
-        self._norms = SlotNorms(plan, self.indices, device)
-        self._one = torch.ones((), device=device)
+        self._norms = SlotNorms(self._plan, self.indices, self.device)
         flat = self._exact.hi.view(torch.float32)
         if params[0].dtype != torch.float32:
-            flat = torch.empty(flat.numel(), dtype=params[0].dtype, device=device)
-        self._slots = [flat[start : start + n] for start, n in zip(offsets, numels, strict=True)]
+            flat = torch.empty(flat.numel(), dtype=params[0].dtype, device=self.device)
+        slots = zip(self._plan.offsets, self._plan.numels, strict=True)
+        self._slots = [flat[start : start + numel] for start, numel in slots]
         self.in_place = flat.dtype == torch.float32
         self.num_bytes = sum(t.nbytes for t in self._exact.round_tensors()) + flat.nbytes * (
             not self.in_place
@@ -109,25 +99,16 @@ class ExactFSDPReducer(Sharded):
     """Gradients of a sharded model, summed exactly; nothing overlaps with a backward.
 
     Args:
-        model, named, units, comm, choices: as for `FSDPReducer`.
+        managed: what of the model is driven.
         terms: micro-batches of a full window, over all ranks.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        named: Sequence[tuple[str, Parameter]],
-        units: Sequence[Unit],
-        *,
-        comm: Comm,
-        choices: Sequence[Choice],
-        terms: int,
-    ) -> None:
-        super().__init__(model, named, units, comm=comm, choices=choices, dtype=torch.float32, watches=False)
+    def __init__(self, managed: Managed, *, terms: int) -> None:
+        super().__init__(managed, dtype=torch.float32, watches=False)
         index = {id(param): i for i, param in enumerate(self.params)}
         self._sums = [
             UnitSum(unit.params, [index[id(param)] for param in unit.params], terms=terms)
-            for unit in units
+            for unit in managed.units
             if any(param.requires_grad for param in unit.params)
         ]
         self.held_bytes = sum(total.num_bytes for total in self._sums)

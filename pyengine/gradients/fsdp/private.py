@@ -39,6 +39,7 @@ _REPLACED = (
     "_reduce_scatter_comm",
     "_all_reduce_hook",
 )
+_READ = ("mesh_info", "mp_policy", "offload_policy", "device", "_partial_reduce_output")
 
 
 def is_unit(module: object) -> bool:
@@ -55,7 +56,7 @@ def missing(module: Any) -> list[str]:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         return [*names, "_fsdp_param_groups"]
-    return names + [name for group in groups for name in _REPLACED if not hasattr(group, name)]
+    return names + [name for group in groups for name in (*_REPLACED, *_READ) if not hasattr(group, name)]
 
 
 def groups_of(module: Any) -> list[Any]:
@@ -66,6 +67,25 @@ def groups_of(module: Any) -> list[Any]:
 def parameters_of(module: Any) -> list[Parameter]:
     """Return the sharded parameters that a unit manages."""
     return [managed.sharded_param for group in groups_of(module) for managed in group.fsdp_params]
+
+
+def data_ndim(module: Any) -> int:
+    """Return how many axes the mesh has over which a unit's gradients are reduced."""
+    groups = groups_of(module)
+    return int(groups[0].mesh_info.mesh.ndim) if groups else 0
+
+
+def has_named_dims(module: Any) -> bool:
+    """Whether a unit was given a mesh of more than the data, and the names of the data's axes."""
+    return any(group.mesh_info.is_spmd_mesh for group in groups_of(module))
+
+
+def partial_sum(module: Any) -> torch.Tensor | None:
+    """Return what a unit has scattered in this window and not summed over replicas yet, in its memory:
+    shards of its trained parameters, `[padded numel]` each, one after the other. None if there is nothing.
+    """
+    total: torch.Tensor | None = groups_of(module)[0]._partial_reduce_output
+    return total
 
 
 def is_inner(module: Any) -> bool:
@@ -104,13 +124,23 @@ def compute_dtype(module: nn.Module, param: Parameter) -> torch.dtype:
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Whether a unit keeps its shards and gradients on the host."""
-    return any(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups_of(module))
+    """Whether a unit keeps its shards and gradients on the host, and computes elsewhere."""
+    return any(
+        type(group.offload_policy).__name__ == "CPUOffloadPolicy"
+        and any(managed.sharded_param.device.type != group.device.type for managed in group.fsdp_params)
+        for group in groups_of(module)
+    )
 
 
 def has_reduce_hook(module: nn.Module) -> bool:
     """Whether somebody else looks at, or goes on with, what a unit has reduced."""
     return any(group._all_reduce_hook is not None for group in groups_of(module))
+
+
+def has_own_reduce_scatter(module: nn.Module) -> bool:
+    """Whether somebody has replaced torch's own reduce-scatter."""
+    kinds = (type(group._reduce_scatter_comm) for group in groups_of(module))
+    return any(not kind.__module__.startswith("torch.") for kind in kinds)
 
 
 class Replaced:

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
 from pyengine.gradients.fsdp.private import (
     groups_of,
+    has_named_dims,
+    has_own_reduce_scatter,
     has_reduce_hook,
     is_inner,
     is_offloaded,
@@ -21,6 +22,7 @@ from pyengine.gradients.fsdp.private import (
 from pyengine.gradients.fsdp.units import Unit, units_of
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import local
+from pyengine.wire import Scatters, Wire
 
 
 def check_version(model: nn.Module) -> None:
@@ -92,27 +94,46 @@ def _sum_problems(unit: Unit, settings: Settings) -> Iterator[str]:
             "MixedPrecisionPolicy reduce_dtype=torch.float32"
         )
     elif dtype != settings.wire.dtype:
+        yield from _wire_problems(unit, dtype, settings.wire)
+
+
+def _wire_problems(unit: Unit, dtype: torch.dtype, wire: Wire) -> Iterator[str]:
+    """Say why sums of one type cannot travel over a wire of another."""
+    text = f"reduces in {dtype}, and wire={wire}".replace("torch.", "")
+    if wire.dtype.itemsize >= dtype.itemsize:
         yield (
-            f"reduces in {short}, and wire={settings.wire}: FSDP sends what its MixedPrecisionPolicy's "
-            f"reduce_dtype says; pass the wire of that type, or reduce_dtype={settings.wire.dtype}"
+            f"{text}: a wire has to be of the type that its MixedPrecisionPolicy's reduce_dtype says, or "
+            f"narrower; pass the wire of that type, or reduce_dtype={wire.dtype}"
+        )
+    elif not isinstance(wire, Scatters):
+        yield f"{text}, which has no reduce_scatter: pass the wire of {dtype}"
+    elif unit.replicas > 1 and unit.shards == 1:
+        yield (
+            f"{text}: it has replicas and no shards, and FSDP's all-reduce over replicas is of its "
+            f"reduce_dtype; pass the wire of {dtype}, shard it, or use DistributedDataParallel"
+        )
+    elif has_own_reduce_scatter(unit.module):
+        yield (
+            f"{text}: it has a reduce-scatter of its own (set_custom_reduce_scatter), in whose place the "
+            "wire would come; leave one of them out"
         )
 
 
 def _placement_problems(param: Any, unit: Unit) -> Iterator[str]:
-    """Say whether a parameter lies otherwise on its mesh than `fully_shard` or `replicate` alone puts it."""
+    """Say whether a parameter lies otherwise on the mesh of the data than `fully_shard` or `replicate` puts
+    it.
+    """
     kinds = "".join("R" if placement.is_replicate() else "S" for placement in param.placements)
     wanted = ("R",) if unit.is_replicated else ("S", "RS")
-    if kinds not in wanted:
+    if has_named_dims(unit.module):
+        yield "was given dp_mesh_dims, whose meshes are not driven: pass fully_shard the mesh of the data"
+    elif kinds[: unit.data_ndim] not in wanted or any(
+        placement.is_partial() for placement in param.placements
+    ):
         yield (
             f"has parameters placed as {param.placements} on a mesh of {param.device_mesh.ndim} dimensions: "
-            "need fully_shard or replicate alone, over data-parallel ranks (tensor parallelism and "
-            "dp_mesh_dims are not driven yet)"
-        )
-    ranks = param.device_mesh.mesh.flatten().sort().values.tolist()
-    if ranks != list(range(dist.get_world_size())):
-        yield (
-            f"is on a mesh of ranks {ranks}: need one of all {dist.get_world_size()} ranks of the default "
-            "process group"
+            "need those of fully_shard or replicate, over data-parallel ranks, and behind them shards or "
+            "replicas of tensor parallelism"
         )
     if type(local(param)) is not torch.Tensor:
         yield f"has shards of type {type(local(param)).__name__}: need plain tensors"

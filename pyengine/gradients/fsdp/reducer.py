@@ -10,48 +10,41 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
-from torch.nn import Parameter
+from torch import Tensor
 
-from pyengine.comm.base import Comm, Work
+from pyengine.comm.base import Work
 from pyengine.gradients import published
-from pyengine.gradients.fsdp.deferral import Choice
+from pyengine.gradients.fsdp.private import reduce_dtype
 from pyengine.gradients.fsdp.replay import Replay
-from pyengine.gradients.fsdp.sharded import Sharded
-from pyengine.gradients.fsdp.units import Unit
-from pyengine.gradients.settings import Settings
-from pyengine.gradients.slots import Saved
+from pyengine.gradients.fsdp.scattered import Scattered
+from pyengine.gradients.fsdp.sharded import Managed, Sharded
+from pyengine.gradients.slots import Forms, Saved
 from pyengine.ops.device import send
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
 from pyengine.window.verdict import check_agreement
-from pyengine.wire import FP32
+from pyengine.wire import FP32, Wire
 
 
 class FSDPReducer(Sharded):
     """Gradients that `fully_shard` or `replicate` owns.
 
     Args:
-        model, named, units, comm, choices: as for `Sharded`.
-        settings: its accumulator "fp32" lets narrow gradients be summed in fp32.
+        managed: what of the model is driven.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        named: Sequence[tuple[str, Parameter]],
-        units: Sequence[Unit],
-        *,
-        comm: Comm,
-        choices: Sequence[Choice],
-        settings: Settings,
-    ) -> None:
-        dtype = torch.float32 if settings.kind == "fp32" else None
-        super().__init__(
-            model, named, units, comm=comm, choices=choices, dtype=dtype, watches=settings.raises
+    def __init__(self, managed: Managed) -> None:
+        settings = managed.settings
+        super().__init__(managed, watches=settings.raises)
+        # 1/count comes in before a narrow type where everything waits for it, else behind the sum.
+        waits = all(
+            choice.mode == "all" and (unit.narrows(settings.wire) or reduce_dtype(unit.module) is None)
+            for unit, choice in zip(self.units, self.choices, strict=True)
         )
-        self._replay = Replay(model)
+        self._travels_as: Wire = settings.wire if waits else FP32()
+        self._scattered = Scattered(self.units, self.choices, managed.named)
+        self._replay = Replay(managed.model)
         self._one = torch.ones((), device=self.params[0].device)
         self._divisor: Divisor | None = None
         self._used: tuple[Tensor, Work] | None = None
@@ -61,6 +54,10 @@ class FSDPReducer(Sharded):
         super().open()
         self._divisor, self._used, self._gave_up = None, None, False
 
+    def begin(self) -> None:
+        super().begin()
+        self._scattered.begin()
+
     @contextmanager
     def add(self) -> Iterator[None]:
         """Let the body run as under no_sync."""
@@ -68,12 +65,16 @@ class FSDPReducer(Sharded):
         self.collect()
 
     def collect(self) -> None:
+        if self._is_apart:
+            self.unsharded.absorb()
         self.unsharded.count_micro_batch()
         self.end_padding()
 
     def reduce(self, header: Header) -> None:
         """Run a forward and backward of an old batch, whose gradients are replaced by zeros."""
         self._prepare(header)
+        if self._is_apart:
+            self.unsharded.join()
         with self._reducing():
             pass
         self._conclude()
@@ -113,19 +114,22 @@ class FSDPReducer(Sharded):
         return self.unsharded.blame()
 
     def save(self) -> Saved:
-        if problems := self.refuses_load():
-            raise RuntimeError(f"state_dict: {problems[0]}")
-        return self.unsharded.save(self.names)
+        if self._scattered.problems:
+            raise RuntimeError(f"state_dict: {self._scattered.problems[0]}")
+        saved = self.unsharded.save(self.names) | self._scattered.save(self.unsharded.used)
+        for name, parts in saved.items():
+            parts |= self.unsharded.saved_flags(self.names.index(name))
+        return saved
 
     def load(self, saved: Saved, *, done: int) -> None:
         self.unsharded.load(saved, self.names, done=done)
+        self._scattered.load(saved, self.unsharded.used)
+
+    def forms(self) -> Forms:
+        return self.unsharded.forms(self.names) | self._scattered.forms()
 
     def refuses_load(self) -> list[str]:
-        """Refuse what torch keeps to itself: sums that were scattered already."""
-        if all(choice.mode == "all" for choice in self.choices):
-            return []
-        where = "this window's sums lie partly within FSDP, which reduces some units in every micro-batch "
-        return [f"{where}(defer=, or defer_budget_mb=): save and load between windows, or defer all of them"]
+        return self._scattered.problems
 
     def release(self, *, keeps_grad: bool) -> None:
         super().release(keeps_grad=keeps_grad)
@@ -135,8 +139,9 @@ class FSDPReducer(Sharded):
         """Get ready to reduce, behind a header in which ranks agree: FSDP's own collectives would hang."""
         if header.is_refused():
             check_agreement(header, header.totals(), self.comm)
-        # Sums of FSDP's own: nothing rewrites them, and what it sends is never narrower than they are.
-        self._divisor = Divisor(header.inv_count, FP32(), in_place=True)
+        # Sums of FSDP's own: nothing rewrites them.
+        self._divisor = Divisor(header.inv_count, self._travels_as, in_place=True)
+        self.wire.before = self._divisor.before_wire
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:

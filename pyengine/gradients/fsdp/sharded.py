@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,32 +12,55 @@ from torch.nn import Parameter
 
 from pyengine.comm.base import Comm, by_dtype
 from pyengine.gradients import published
-from pyengine.gradients.ddp.sums import packed
 from pyengine.gradients.fsdp.deferral import Choice
-from pyengine.gradients.fsdp.private import has_run
+from pyengine.gradients.fsdp.private import has_run, reduce_dtype
 from pyengine.gradients.fsdp.replay import keep_buffers
-from pyengine.gradients.fsdp.units import Unit, is_counted
+from pyengine.gradients.fsdp.traffic import ShardWire
+from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.fsdp.unsharded import Unsharded
+from pyengine.gradients.param_sums import packed
+from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import local
 from pyengine.gradients.sums import SlotNorms
 from pyengine.step.stepper import PlainStepper, Stepper
 
 
-class Sharded:
-    """A model that `fully_shard` or `replicate` was called on, whose units reduce when the window says.
+@dataclass(frozen=True)
+class Managed:
+    """What an engine drives of a model that `fully_shard` or `replicate` was called on.
 
-    Args:
+    Attributes:
         model: the outermost unit.
         named: its managed parameters, sharded, in registration order.
         units: its units.
-        comm: transport over all ranks of the engine.
         choices: by unit, when it communicates.
-        dtype: in which narrow gradients are summed; None for their own.
+        counted: by parameter, whether this rank counts what it holds of it in the norm.
+        comm: transport over all ranks of the engine.
+        settings: the engine's arguments.
+    """
+
+    model: nn.Module
+    named: Sequence[tuple[str, Parameter]]
+    units: Sequence[Unit]
+    choices: Sequence[Choice]
+    counted: Sequence[bool]
+    comm: Comm
+    settings: Settings
+
+
+class Sharded:
+    """A sharded model whose units reduce when the window says.
+
+    Args:
+        managed: what of it is driven.
+        dtype: in which narrow gradients are summed; None for that in which their unit reduces.
         watches: whether every micro-batch is checked for inf and nan.
 
     Attributes:
-        names, params, units, comm, choices: as given.
-        counted: by parameter, whether this rank counts its shard in the norm.
+        model: the outermost unit.
+        names, params: of the managed parameters.
+        units, comm, choices, counted: as managed.
+        wire: how gradients are scattered.
         held_bytes: what a window holds to communicate less.
         unsharded: what autograd brings.
         norms: parameters of each dtype, and the norm of their shards.
@@ -45,27 +69,28 @@ class Sharded:
 
     stepper: Stepper = PlainStepper()
 
-    def __init__(
-        self,
-        model: nn.Module,
-        named: Sequence[tuple[str, Parameter]],
-        units: Sequence[Unit],
-        *,
-        comm: Comm,
-        choices: Sequence[Choice],
-        dtype: torch.dtype | None,
-        watches: bool,
-    ) -> None:
-        self.names: Sequence[str] = [name for name, _ in named]
-        self.params: Sequence[Parameter] = [param for _, param in named]
-        self.counted: Sequence[bool] = [is_counted(param) for param in self.params]
-        self.units, self.comm, self.choices = units, comm, choices
-        self.held_bytes = sum(choice.held_bytes for choice in choices)
-        self._model: Any = model
-        for unit in units:
-            unit.take(comm)
-        deferred = [choice.mode == "all" for choice in choices]
-        self.unsharded = Unsharded(model, units, self.params, deferred=deferred, dtype=dtype, watches=watches)
+    def __init__(self, managed: Managed, *, watches: bool, dtype: torch.dtype | None = None) -> None:
+        self.names: Sequence[str] = [name for name, _ in managed.named]
+        self.params: Sequence[Parameter] = [param for _, param in managed.named]
+        self.counted: Sequence[bool] = managed.counted
+        self.units, self.comm, self.choices = managed.units, managed.comm, managed.choices
+        self.held_bytes = sum(choice.held_bytes for choice in self.choices)
+        self.model: Any = managed.model
+        self._is_apart = managed.settings.drops
+        self.wire = ShardWire(managed.settings.wire, managed.comm)
+        for unit in self.units:
+            unit.take(self.wire)
+        deferred = [choice.mode == "all" for choice in self.choices]
+        dtypes = [dtype or reduce_dtype(unit.module) for unit in self.units]
+        self.unsharded = Unsharded(
+            managed.model,
+            self.units,
+            self.params,
+            deferred=deferred,
+            dtypes=dtypes,
+            watches=watches,
+            apart=managed.settings.drops,
+        )
         device = self.params[0].device
         index = {id(param): i for i, param in enumerate(self.params)}
         self.norms = []
@@ -88,10 +113,13 @@ class Sharded:
             param.grad = None
         self.unsharded.begin()
 
+    def staged(self) -> Sequence[Any]:
+        return self.unsharded.staged()
+
     def pad(self) -> None:
         """Let the micro-batch handed out be padding: nothing of it stays."""
         self.end_padding()
-        self._put_back = keep_buffers(self._model)
+        self._put_back = keep_buffers(self.model)
         self.unsharded.is_void = True
 
     def end_padding(self) -> None:
@@ -100,6 +128,12 @@ class Sharded:
             self._put_back()
             self._put_back = None
         self.unsharded.is_void = False
+
+    def strays(self) -> Sequence[int]:
+        return sorted(self.unsharded.strays)
+
+    def forget_strays(self) -> None:
+        self.unsharded.strays.clear()
 
     def scale_(self, scale: Tensor) -> None:
         for params, norms in self.norms:
@@ -118,6 +152,6 @@ class Sharded:
 
     def reset(self) -> None:
         """Let FSDP forget a window that did not come to its end."""
-        if not self.is_clean and has_run(self._model):
-            self._model.reset_iter_state()
+        if not self.is_clean and has_run(self.model):
+            self.model.reset_iter_state()
         self.is_clean = True

@@ -1,22 +1,25 @@
-"""FSDP2's collectives, counted, and named where they fail."""
+"""FSDP2's collectives, over the engine's wire, counted, and named where they fail."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from pyengine.comm import TorchDist
 from pyengine.comm.base import Comm, ring_bytes
 from pyengine.ops.device import runs_ahead
+from pyengine.wire import Scatters, Wire
 
 
-def _named(comm: Comm) -> AbstractContextManager[None]:
-    roll_call = getattr(comm, "roll_call", None)
-    return nullcontext() if roll_call is None else roll_call.named()
+def _run(comm: Comm, launch: Callable[[bool], Any], what: str, *, group: Any, is_async: bool) -> Any:
+    """Run a collective of FSDP's own, given whether it is to return its work; see `TorchDist.run`."""
+    if is_async or not isinstance(comm, TorchDist):
+        return launch(is_async)
+    comm.run(launch, what, group)
+    return None
 
 
 class CountedAllGather:
@@ -35,40 +38,102 @@ class CountedAllGather:
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> Any:
         self._comm.traffic.count(output_tensor.nbytes - input_tensor.nbytes)
-        with _named(self._comm):
-            return self._inner(output_tensor, input_tensor, group, async_op)
+        return _run(
+            self._comm,
+            lambda is_async: self._inner(output_tensor, input_tensor, group, is_async),
+            f"an all-gather of {output_tensor.nbytes} bytes of parameters",
+            group=group,
+            is_async=async_op,
+        )
 
 
-class CountedReduceScatter:
-    """A reduce-scatter of gradients as it was, that counts; arguments as for `CountedAllGather`.
+class ShardWire:
+    """How the units of one engine scatter sums of gradients: over its wire, counted.
 
-    gloo's own is an all-reduce, which sends twice as much: there ranks exchange the parts and each adds up
-    its own, in the order of ranks.
+    Args:
+        wire: of the type that a unit reduces in, or narrower.
+        comm: whose traffic it is, and which names the ranks that do not answer.
+
+    Attributes:
+        wire, comm: as given.
+        before: returns what is multiplied in on the way to a narrower type, float32 0-dim; None for nothing.
+            Set for each window.
     """
 
-    def __init__(self, inner: Any, comm: Comm) -> None:
-        self._is_slow = type(inner).__name__ == "DefaultReduceScatter"
-        self._inner, self._comm = inner, comm
+    def __init__(self, wire: Wire, comm: Comm) -> None:
+        self.wire, self.comm = wire, comm
+        self.before: Callable[[], Tensor | None] = _nothing
+        self._over: dict[Any, TorchDist] = {}
+
+    def takes(self, inner: Any, group: Any, parts: Tensor) -> bool:
+        """Whether the wire is to sum these parts, and not the unit's own reduce-scatter, `inner`.
+
+        gloo's own is an all-reduce, which sends twice as much.
+        """
+        if parts.dtype != self.wire.dtype:
+            return True
+        is_slow = not runs_ahead(parts.device) and _backend(group, parts.device) == "gloo"
+        return is_slow and type(inner).__name__ == "DefaultReduceScatter" and isinstance(self.wire, Scatters)
+
+    def reduce_scatter(self, out: Tensor, parts: Tensor, group: Any) -> None:
+        """Sum over a group; see `Scatters.reduce_scatter`. Values are cast where the wire is narrower."""
+        assert isinstance(self.wire, Scatters)  # or it was refused
+        if group not in self._over:
+            self._over[group] = TorchDist(group, parts.device)
+            self._over[group].join(self.comm)
+        if parts.dtype != self.wire.dtype:
+            scale, wide = self.before(), parts
+            parts = torch.empty_like(wide, dtype=self.wire.dtype)
+            parts.copy_(wide) if scale is None else torch.mul(wide, scale, out=parts)
+        self.wire.reduce_scatter(out, parts, self._over[group])
+
+
+def _nothing() -> None:
+    return None
+
+
+def _backend(group: Any, device: torch.device) -> str:
+    name: str = group._get_backend(device).name()
+    return name.lower()
+
+
+class ReduceScatterOverWire:
+    """A unit's reduce-scatter of gradients; arguments of a call as for `CountedAllGather`.
+
+    Args:
+        inner: the unit's own.
+        wire: over which it travels where that is narrower, or cheaper.
+
+    Attributes:
+        earlier: what is added to the next sum, `[n]` in its type: that of a window that goes on from a state.
+    """
+
+    def __init__(self, inner: Any, wire: ShardWire) -> None:
+        self._inner, self._wire = inner, wire
         self.allocate = inner.allocate
+        self.earlier: Tensor | None = None
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
-        self._comm.traffic.count(input_tensor.nbytes - output_tensor.nbytes)
-        with _named(self._comm):
-            if self._is_slow and _is_gloo(group, input_tensor):
-                return _exchange_and_add(output_tensor, input_tensor, group)
-            return self._inner(output_tensor, input_tensor, group, op, async_op)
+        work = self._sum(output_tensor, input_tensor, group, op, async_op)
+        if self.earlier is not None:
+            output_tensor += self.earlier
+            self.earlier = None
+        return work
 
-
-def _is_gloo(group: Any, tensor: Tensor) -> bool:
-    return not runs_ahead(tensor.device) and group._get_backend(tensor.device).name().lower() == "gloo"
-
-
-def _exchange_and_add(output: Tensor, parts: Tensor, group: Any) -> None:
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
-    torch.sum(received.view(group.size(), -1), 0, out=output)
+    def _sum(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool) -> Any:
+        if self._wire.takes(self._inner, group, input_tensor):
+            return self._wire.reduce_scatter(output_tensor, input_tensor, group)
+        self._wire.comm.traffic.count(input_tensor.nbytes - output_tensor.nbytes)
+        return _run(
+            self._wire.comm,
+            # Not in the background: gloo's reduce-scatter never tells that it is over.
+            lambda _: self._inner(output_tensor, input_tensor, group, op, async_op),
+            f"a reduce-scatter of {input_tensor.nbytes} bytes",
+            group=group,
+            is_async=async_op,
+        )
 
 
 def counted_all_reduce(comm: Comm, replicas: int) -> Callable[[Tensor], None]:

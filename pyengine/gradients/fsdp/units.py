@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from pyengine.comm.base import Comm
-from pyengine.gradients.fsdp.private import Replaced, is_unit, parameters_of, shares_a_state
-from pyengine.gradients.fsdp.traffic import CountedAllGather, CountedReduceScatter, counted_all_reduce
+from pyengine.gradients.fsdp.places import replicas_and_shards
+from pyengine.gradients.fsdp.private import (
+    Replaced,
+    data_ndim,
+    is_unit,
+    parameters_of,
+    reduce_dtype,
+    shares_a_state,
+)
+from pyengine.gradients.fsdp.traffic import (
+    CountedAllGather,
+    ReduceScatterOverWire,
+    ShardWire,
+    counted_all_reduce,
+)
+from pyengine.wire import Wire
 
 
 class Unit:
@@ -18,12 +31,19 @@ class Unit:
         name: in the model; empty for the model itself.
         module: it.
         params: that it manages, sharded.
-        placements: of all of them on their mesh; None without parameters.
+        data_ndim: leading axes of their meshes along which ranks have data of their own.
+        replicas, shards: how many ranks hold the same of a parameter, of those with data of their own, and
+            into how many shards it is cut over them.
+        reduce_scatter: how its gradients are summed, once `take` was called.
     """
+
+    reduce_scatter: ReduceScatterOverWire
 
     def __init__(self, name: str, module: Any) -> None:
         self.name, self.module = name, module
         self.params = parameters_of(module)
+        self.data_ndim = data_ndim(module)
+        self.replicas, self.shards = replicas_and_shards(self.params, self.data_ndim)
 
     @property
     def is_replicated(self) -> bool:
@@ -38,7 +58,12 @@ class Unit:
     @property
     def has_replicas_of_shards(self) -> bool:
         """Whether it is reduced in two steps: over shards, and over their replicas."""
-        return self.is_sharded and replicas_of(self.params[0]) > 1
+        return self.is_sharded and self.replicas > 1
+
+    def narrows(self, wire: Wire) -> bool:
+        """Whether sums of its gradients are to be scattered over a wire of another type than they have."""
+        dtype = reduce_dtype(self.module)
+        return dtype is not None and dtype != wire.dtype and self.is_sharded and self.shards > 1
 
     def open(self, mode: str, *, keeps: bool) -> None:
         """Begin a window; see `Choice`.
@@ -56,11 +81,11 @@ class Unit:
             module.set_reshard_after_forward(False, recurse=False)
             module.set_reshard_after_backward(False, recurse=False)
 
-    def take(self, comm: Comm) -> None:
+    def take(self, wire: ShardWire) -> None:
         """Let the window decide when this unit reduces: sums and not means, of every parameter on every rank.
 
         Args:
-            comm: whose traffic its collectives count as.
+            wire: how its gradients travel; its collectives count as of that transport.
         """
         module = self.module
         self._replaced = Replaced(module)
@@ -68,11 +93,11 @@ class Unit:
         module.set_force_sum_reduction_for_comms(True)
         module.set_reduce_scatter_unused_params(True, recurse=False)
         if self.params:
-            module.set_custom_all_gather(CountedAllGather(self._replaced.all_gather, comm))
-            module.set_custom_reduce_scatter(CountedReduceScatter(self._replaced.reduce_scatter, comm))
-            replicas = replicas_of(self.params[0])
-            if replicas > 1:
-                module.set_all_reduce_hook(counted_all_reduce(comm, replicas))
+            module.set_custom_all_gather(CountedAllGather(self._replaced.all_gather, wire.comm))
+            self.reduce_scatter = ReduceScatterOverWire(self._replaced.reduce_scatter, wire)
+            module.set_custom_reduce_scatter(self.reduce_scatter)
+            if self.replicas > 1:
+                module.set_all_reduce_hook(counted_all_reduce(wire.comm, self.replicas))
         self.rest()
 
     def rest(self) -> None:
@@ -98,37 +123,3 @@ def units_of(model: nn.Module) -> list[Unit]:
         if is_unit(module):
             found.setdefault(shares_a_state(module), Unit(name, module))
     return list(found.values())
-
-
-def replicas_of(param: Any) -> int:
-    """Return how many ranks hold the same elements of a parameter."""
-    replicas = 1
-    for axis, placement in enumerate(param.placements):
-        replicas *= param.device_mesh.size(axis) if placement.is_replicate() else 1
-    return replicas
-
-
-def is_counted(param: Any) -> bool:
-    """Whether this rank is the one that counts what it holds of a parameter, of those that hold the same."""
-    coordinate = param.device_mesh.get_coordinate()
-    return all(
-        index == 0
-        for index, placement in zip(coordinate, param.placements, strict=True)
-        if placement.is_replicate()
-    )
-
-
-def is_first(param: Any) -> bool:
-    """Whether this rank is the first on every axis of a parameter's mesh: one of all that it lies on."""
-    return not any(param.device_mesh.get_coordinate())
-
-
-def shard_of(whole: Tensor, param: Any) -> Tensor:
-    """Return this rank's shard of a tensor of a parameter's shape: a view where that is contiguous."""
-    coordinates = param.device_mesh.get_coordinate()
-    for axis, placement in enumerate(param.placements):
-        if placement.is_shard():
-            chunks = whole.chunk(param.device_mesh.size(axis), placement.dim)
-            at = coordinates[axis]
-            whole = chunks[at] if at < len(chunks) else whole.narrow(placement.dim, 0, 0)
-    return whole.contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,8 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from pyengine.gradients.fsdp.places import whole_shape
+from pyengine.gradients.fsdp.private import compute_dtype
 from pyengine.gradients.fsdp.units import Unit
-from pyengine.gradients.slots import Saved, saved_flags
+from pyengine.gradients.local_part import in_placements
+from pyengine.gradients.slots import Forms, Saved, as_gradient, local, saved_flags
 from pyengine.window.nonfinite import flagged_in
 
 
@@ -27,13 +31,15 @@ class Unsharded:
         units: its.
         deferred: by unit, whether sums of earlier micro-batches stay here.
         params: the sharded parameters, in registration order; everything here goes by their index.
-        dtype: in which narrow gradients are summed; None for their own.
+        dtypes: by unit, in which narrower gradients are summed; None where there are none.
         watches: whether every micro-batch is checked for inf and nan.
+        apart: whether `.grad` holds a micro-batch's gradient alone until `absorb` or `take`.
 
     Attributes:
         used: by parameter, whether this window has brought it a gradient here.
         is_void: whether gradients are to be replaced by zeros, and count as none.
         has_arrived: whether any gradient has, since this was last set to False.
+        strays: parameters whose gradient has arrived, since somebody cleared it; padding's too.
     """
 
     def __init__(
@@ -43,10 +49,11 @@ class Unsharded:
         params: Sequence[Parameter],
         *,
         deferred: Sequence[bool],
-        dtype: torch.dtype | None,
+        dtypes: Sequence[torch.dtype | None],
         watches: bool,
+        apart: bool,
     ) -> None:
-        self._dtype, self._watches = dtype, watches
+        self._watches, self._is_apart = watches, apart
         self._index = {id(param): index for index, param in enumerate(params)}
         self._found: dict[int, Any] = {}
         self._handles: list[Any] = []
@@ -55,11 +62,16 @@ class Unsharded:
         self._flags: dict[int, Tensor] = {}
         self._device = params[0].device
         self.is_void = self.has_arrived = False
+        self.strays: set[int] = set()
         self.used = [False] * len(params)
         places = _places(model, self._index)
         every = [[self._index[id(param)] for param in unit.params] for unit in units]
-        self._units = [indices for indices, is_here in zip(every, deferred, strict=True) if is_here]
-        self._wide = {index for indices in self._units for index in indices} if dtype is not None else set()
+        self._units: list[list[int]] = []
+        self._sums: dict[int, tuple[torch.dtype, tuple[int]]] = {}  # what stays here: types and sizes
+        for unit, indices, dtype, is_here in zip(units, every, dtypes, deferred, strict=True):
+            if is_here:
+                self._units.append(indices)
+                self._sums |= {index: _sum_of(params[index], unit, dtype) for index in indices}
         for unit, indices in zip(units, every, strict=True):
             find = _Once(partial(self._find, [(index, *places[index]) for index in indices]))
             # Behind FSDP's own, which has shown the parameters by then.
@@ -106,24 +118,26 @@ class Unsharded:
         of them has used; else nothing.
         """
         narrow = []
-        for indices in self._units if self._dtype is not None else []:
+        for indices in self._units:
             found = [
                 param for param in map(self._found.get, indices) if param is not None and param.requires_grad
             ]
             without = [param for param in found if param.grad is None]
+            wide = [param for param in found if param.grad_dtype != param.dtype]
             if len(without) == len(found):
-                narrow += [param for param in found if param.grad_dtype != param.dtype]
-            else:
+                narrow += wide
+            elif wide:
                 for param in without:
                     param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
+        before = [param.grad_dtype for param in narrow]
         for param in narrow:
             param.grad_dtype = param.dtype
         try:
             yield
         finally:
-            for param in narrow:
+            for param, dtype in zip(narrow, before, strict=True):
                 param.grad = None
-                param.grad_dtype = self._dtype
+                param.grad_dtype = dtype
 
     def is_missing(self, index: int) -> bool:
         """Whether a parameter has never been seen unsharded, or is frozen: then nothing is reduced for it."""
@@ -135,6 +149,26 @@ class Unsharded:
         grads = {index: param.grad for index, param in self._found.items() if param.grad is not None}
         return {**self._waiting, **grads}
 
+    def staged(self) -> list[Any]:
+        """Return the unsharded parameters, by index; None for those that no forward has shown yet."""
+        return [self._found.get(index) for index in range(len(self.used))]
+
+    def absorb(self) -> None:
+        """Add what the micro-batch has brought to the sums, which are kept apart."""
+        is_void = self.is_void
+        for index, grad in self.take().items():
+            if is_void:
+                continue
+            if index in self._waiting:
+                self._waiting[index] = self._waiting[index].view(grad.shape).add_(grad)
+            else:
+                self._waiting[index] = grad
+
+    def join(self) -> None:
+        """Let FSDP have the sums, to reduce them."""
+        for index in list(self._found):
+            self._hand_over(index)
+
     def take(self) -> dict[int, Tensor]:
         """Return what the micro-batch has brought, by parameter, unsharded, the caller's; it is not here any
         more.
@@ -142,26 +176,32 @@ class Unsharded:
         taken = {index: param.grad for index, param in self._found.items() if param.grad is not None}
         for index in taken:
             self._found[index].grad = None
+            self.used[index] = self.used[index] or (self._is_apart and not self.is_void)
         return taken
 
     def save(self, names: Sequence[str]) -> Saved:
-        """Return copies of the sums; see `Reducer.save`."""
-        rows = torch.stack(self._rows) if self._rows else None
+        """Return copies of the sums, without flags; see `Reducer.save`."""
         return {
-            names[index]: {
-                "sum": grad.reshape(-1).clone(),
-                **({} if rows is None else {"nonfinite": rows[:, index].clone()}),
-            }
+            names[index]: {"sum": local(grad).reshape(-1).clone()}
             for index, grad in self.sums().items()
             if self.used[index]
         }
 
+    def forms(self, names: Sequence[str]) -> Forms:
+        """Return type and shape of the sums that `save` may return, by name."""
+        return {names[index]: {"sum": form} for index, form in self._sums.items()}
+
+    def saved_flags(self, index: int) -> dict[str, Tensor]:
+        """Return a parameter's flags of this window, as a part of a state; nothing if none are watched."""
+        return {"nonfinite": torch.stack([row[index] for row in self._rows])} if self._watches else {}
+
     def load(self, saved: Saved, names: Sequence[str], *, done: int) -> None:
         """Go on from what `save` returned; see `Reducer.load`."""
         for index, name in enumerate(names):
-            if name in saved:
+            if "sum" in saved.get(name, {}):
                 self.used[index] = True
-                self._waiting[index] = saved[name]["sum"]
+                kept = saved[name]["sum"]
+                self._waiting[index] = kept.detach().to(self._device, copy=True) if self._is_apart else kept
         for index in list(self._found):
             self._resume(index)
         if self._watches:
@@ -186,28 +226,37 @@ class Unsharded:
         for index, module, name in places:
             param: Any = getattr(module, name)
             self._found[index] = param
-            if index in self._wide and param.dtype.itemsize < torch.float32.itemsize:
-                param.grad_dtype = self._dtype
+            if index in self._sums and self._sums[index][0] != param.dtype:
+                param.grad_dtype = self._sums[index][0]
             if param.requires_grad:
                 self._handles.append(param.register_hook(partial(self._arrive, index)))
             self._resume(index)
 
     def _resume(self, index: int) -> None:
+        if not self._is_apart:
+            self._hand_over(index)
+
+    def _hand_over(self, index: int) -> None:
+        """Let a parameter's sum lie in its `.grad`."""
         param = self._found[index]
         if index in self._waiting:
-            kept = self._waiting.pop(index)
-            param.grad = kept.detach().to(param.device, copy=True).view(param.shape)
+            kept = self._waiting.pop(index).detach().to(param.device, copy=True)
+            param.grad = as_gradient(kept.view(local(param).shape), param)
 
     def _arrive(self, index: int, grad: Tensor) -> Tensor | None:
-        """Look at a gradient before autograd adds it to the sum."""
+        """Look at a gradient before autograd adds it to the sum, and bring that of a DTensor into its
+        placements.
+        """
         self.has_arrived = True
+        self.strays.add(index)
         if self.is_void:
             return torch.zeros_like(grad)
-        self.used[index] = True
+        self.used[index] = self.used[index] or not self._is_apart
+        settled = in_placements(grad, self._found[index])
         if self._watches:
-            flag = ~torch.isfinite(grad).all()
+            flag = ~torch.isfinite(local(settled)).all()
             self._flags[index] = self._flags[index] | flag if index in self._flags else flag
-        return None
+        return None if settled is grad else settled
 
 
 class _Once:
@@ -222,6 +271,13 @@ class _Once:
         del module, args
         self.handle.remove()
         self._action()
+
+
+def _sum_of(param: Parameter, unit: Unit, asked: torch.dtype | None) -> tuple[torch.dtype, tuple[int]]:
+    """Return type and size of a parameter's unsharded sum."""
+    dtype = compute_dtype(unit.module, param)
+    is_widened = asked is not None and asked.itemsize > dtype.itemsize
+    return asked if asked and is_widened else dtype, (math.prod(whole_shape(param, unit.data_ndim)),)
 
 
 def _places(model: nn.Module, index: Mapping[int, int]) -> dict[int, tuple[nn.Module, str]]:

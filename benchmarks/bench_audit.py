@@ -1,0 +1,165 @@
+"""What an audit costs, window by window beside the same loop without one, and whether it ever cries wolf.
+
+    python benchmarks/bench_audit.py --save               # GPT of bench_step: every=1 and every=100
+    python benchmarks/bench_audit.py --clean 100000 --save  # clean windows, each checked: alarms counted
+
+Two gloo workers with one thread each. Three engines over models of their own take turns, window by window:
+without an audit, audited in every window, and audited every 100th. What is reported of `every=100` is its
+unchecked windows, plus a hundredth of what a checked window costs more. A window's time is the slower
+worker's. `--pe` audits stock DDP with `no_sync` by `pe.audit` in place of an engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _harness import save
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+from pyengine.cli.bench.machine import card, hold_memory
+from pyengine.cli.bench.windows.models import MICRO_BATCHES, build
+from pyengine.comm.launching import launch
+
+EVERY = {"none": 0, "every=1": 1, "every=100": 100}
+WARM_UP = 2
+
+
+class _Engine:
+    """Windows of an engine of ours."""
+
+    def __init__(self, every: int) -> None:
+        self._model, self._batches = build("gpt", torch.float32, dist.get_rank())
+        self._sync = pe.GradSync(self._model, accumulate=MICRO_BATCHES)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
+        if every:
+            self._sync.audit(every=every)
+
+    def window(self) -> None:
+        for window in self._sync.windows(self._batches):
+            for x in window:
+                self._sync.backward(self._model(x))
+            self._sync.step(self._optimizer)
+
+
+class _Stock:
+    """Windows of stock DDP."""
+
+    def __init__(self, every: int) -> None:
+        self._model, self._batches = build("gpt", torch.float32, dist.get_rank())
+        self._ddp = DistributedDataParallel(self._model, gradient_as_bucket_view=True)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
+        self._watch = pe.audit(self._ddp, self._optimizer, every=every) if every else None
+
+    def window(self) -> None:
+        for index, x in enumerate(self._batches):
+            with nullcontext() if index == MICRO_BATCHES - 1 else self._ddp.no_sync():
+                (self._ddp(x) / MICRO_BATCHES).backward()
+        if self._watch is not None:
+            self._watch.reduced()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def cost(stock: bool, rounds: int) -> dict[str, list[float]]:
+    """Return seconds of every window on one worker, by variant."""
+    torch.set_num_threads(1)
+    hold_memory()
+    loops: dict[str, Any] = {name: (_Stock if stock else _Engine)(every) for name, every in EVERY.items()}
+    times: dict[str, list[float]] = {name: [] for name in EVERY}
+    for _ in range(rounds + WARM_UP):
+        for name, loop in loops.items():
+            dist.barrier()
+            start = time.perf_counter()
+            loop.window()
+            seconds = torch.tensor(time.perf_counter() - start)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            times[name].append(seconds.item())
+    return times
+
+
+def clean(windows: int) -> int:
+    """Train for so many windows, all of them checked, over a small model; return how many came to their
+    end.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
+    sync = pe.GradSync(model, accumulate=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    watch = sync.audit(every=1, module=model)
+    made = torch.Generator().manual_seed(dist.get_rank())
+
+    def batches() -> Any:
+        for index in range(2 * windows):
+            yield torch.randn(1 + index % 3, 8, generator=made)
+
+    done = 0
+    for window in sync.windows(batches()):
+        for x in window:
+            sync.backward(_loss(model(x)), count=len(x))
+        sync.step(optimizer)
+        done += 1
+    watch.remove()
+    return done
+
+
+def _loss(out: Tensor) -> Tensor:
+    return (out - 1).square().sum()
+
+
+def report_cost(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure, print and return what an audit costs."""
+    times = launch(cost, workers=2, args=(options.pe, options.rounds))[0]
+    kept = {name: taken[WARM_UP:] for name, taken in times.items()}
+    middle = {name: statistics.median(taken) for name, taken in kept.items()}
+    # Pairs of one round, so that a change of the machine's mood hits both.
+    checked = statistics.median(a / b - 1 for a, b in zip(kept["every=1"], kept["none"], strict=True))
+    between = statistics.median(a / b - 1 for a, b in zip(kept["every=100"], kept["none"], strict=True))
+    rows = {
+        "p50_ms": {name: 1e3 * value for name, value in middle.items()},
+        "min_ms": {name: 1e3 * min(taken) for name, taken in kept.items()},
+        "every=1 costs": checked,
+        "every=100 costs between checks": between,
+        "every=100 costs": checked / 100 + max(0.0, between),
+        "every=100 costs by its checked windows": checked / 100,
+    }
+    for name, value in rows.items():
+        print(f"{name}: {value if isinstance(value, dict) else f'{100 * value:.3f} %'}")
+    return rows
+
+
+def report_clean(options: argparse.Namespace) -> dict[str, Any]:
+    """Run clean windows, print and return how many raised an alarm: the first one ends the run."""
+    start = time.perf_counter()
+    done = launch(clean, workers=2, args=(options.clean,))
+    rows = {"windows": min(done), "alarms": 0, "seconds": round(time.perf_counter() - start)}
+    print(rows)
+    return rows
+
+
+def main() -> None:
+    """Run, print, save."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=40, help="windows of each variant")
+    parser.add_argument("--pe", action="store_true", help="stock DDP under pe.audit")
+    parser.add_argument("--clean", type=int, default=0, help="run so many clean windows instead")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-audit*.json")
+    options = parser.parse_args()
+    rows = report_clean(options) if options.clean else report_cost(options)
+    if options.save:
+        name = "audit-clean" if options.clean else "audit-ddp" if options.pe else "audit"
+        print("wrote", save(name, {"machine": card(1), "options": vars(options), "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Accelerate's optimizer and scheduler, where one model's windows end instead of the process's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+
+from pyengine.engine.sync import Sync
+from pyengine.step.window_optimizer import WindowOptimizer
+
+
+class WindowBoundary:
+    """Tells an AcceleratedScheduler where one model's windows end;
+    Accelerate asks its process-wide GradientState.
+    """
+
+    adjust_scheduler = False
+
+    def __init__(self, sync: Sync) -> None:
+        self._sync = sync
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch is the last of its window."""
+        return self._sync.is_sync_step
+
+
+class AcceleratedWindowOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate is untyped
+    """Steps through the engine where a window ends and does nothing elsewhere."""
+
+    _is_accelerate_prepared = True  # not to be wrapped when it is prepared again
+    steps_with_windows = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer, sync: Sync) -> None:
+        super().__init__(optimizer, device_placement=False)
+        self._windows = WindowOptimizer(sync, optimizer, None)
+
+    def step(self, closure: Any = None) -> None:
+        self._windows.step(closure)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Do nothing: the engine starts every window from zero."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return self._windows.step_was_skipped

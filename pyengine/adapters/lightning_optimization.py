@@ -1,0 +1,166 @@
+"""Who says where a window begins and ends under Lightning: its loop, or the module's own training_step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pyengine.adapters.backward import backward
+from pyengine.engine.sync import Sync
+
+
+class Optimization(Protocol):
+    """What a strategy does in Lightning's calls around a micro-batch."""
+
+    def keep(self, output: Any) -> None:
+        """Keep what training_step returned."""
+
+    def backward(self, loss: Tensor, options: dict[str, Any]) -> Tensor:
+        """Run the backward that Lightning asks for; return what it logs."""
+
+    def without_sync(self) -> AbstractContextManager[None]:
+        """Return what surrounds micro-batches that are not their window's last."""
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Step, behind the closure; return what that did."""
+
+
+class Automatic:
+    """Lightning's loop: the closure of a step holds the window's last micro-batch.
+
+    Args:
+        strategy: whose precision plugin runs the hooks.
+        sync: the engine.
+    """
+
+    def __init__(self, strategy: Strategy, sync: Sync) -> None:
+        self._strategy, self._sync = strategy, sync
+        self._output: Mapping[str, Any] = {}
+
+    def keep(self, output: Any) -> None:
+        """Keep a loss from being divided."""
+        self._output = output if isinstance(output, Mapping) else {"loss": output}
+
+    def backward(self, loss: Tensor, options: dict[str, Any]) -> Tensor:
+        """Run the backward of the loss as training_step returned it; `loss` is the divided one."""
+        if options:
+            raise ValueError(
+                f"backward: got {[*options]}, need the loss only: what else it needs belongs into manual "
+                "optimization (automatic_optimization=False)"
+            )
+        output, self._output = self._output, {}
+        with _hooks(self._strategy, output["loss"]):
+            self._sync.backward(output["loss"], count=output.get("count", 1))
+        return loss.detach()
+
+    def without_sync(self) -> AbstractContextManager[None]:
+        """Make the body a micro-batch that is not its window's last."""
+        return self._sync.accumulate()
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Run the window's last micro-batch, the hooks that look at gradients, and the step."""
+        with self._sync.accumulate(last=True):
+            result = closure()
+        _step(self._strategy, self._sync, optimizer)
+        return result
+
+
+class Manual:
+    """The module's training_step: `manual_backward`, and `optimizer.step` where a window has ended.
+
+    Args:
+        strategy: as for `Automatic`.
+        syncs: the engines by the name of a submodule; the one of the whole module under "".
+        optimizers: the module's, each over parameters of one engine.
+
+    Raises:
+        ValueError: an optimizer over none, or over parameters of several.
+    """
+
+    def __init__(
+        self, strategy: Strategy, syncs: Mapping[str, Sync], optimizers: Sequence[Optimizer]
+    ) -> None:
+        self._strategy, self._syncs = strategy, syncs
+        self._of_optimizer = {
+            id(optimizer): syncs[self._owner(index, optimizer)] for index, optimizer in enumerate(optimizers)
+        }
+
+    def keep(self, output: Any) -> None:
+        """Do nothing: what training_step returns is logged."""
+
+    def backward(self, loss: Tensor, options: dict[str, Any]) -> Tensor:
+        """Run a micro-batch's backward, or one of a `micro_batch` block.
+
+        Where it ends the window, gradients get their final values: whatever looks at them comes behind it.
+        """
+        count, sync = options.pop("count", None), options.pop("sync", None)
+        if sync is None:
+            sync = self._only()
+        with _hooks(self._strategy, loss):
+            backward(sync, loss, count=count, options=options)
+            if sync.running_micro_batch is None and sync.is_sync_step:
+                sync.unscale_()
+        return loss.detach()
+
+    @contextmanager
+    def without_sync(self) -> Iterator[None]:
+        """Let the body's backwards accumulate only: `optimizer.toggle_model(sync_grad=False)`."""
+        with ExitStack() as stack:
+            for sync in self._syncs.values():
+                stack.enter_context(sync.no_sync())
+            yield
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Run the closure, if there is one, and step with the window that has ended."""
+        result = closure()
+        _step(self._strategy, self._of_optimizer[id(optimizer)], optimizer)
+        return result
+
+    def _only(self) -> Sync:
+        if len(self._syncs) > 1:
+            raise ValueError(
+                f"manual_backward: the strategy has engines for {', '.join(map(repr, self._syncs))}, and the "
+                "loss does not say whose it is: self.manual_backward(loss, sync=strategy.syncs[name])"
+            )
+        return next(iter(self._syncs.values()))
+
+    def _owner(self, index: int, optimizer: Optimizer) -> str:
+        """Return the name of the engine that an optimizer's parameters belong to."""
+        module = _module(self._strategy)
+        named = {id(param): name for name in self._syncs for param in module.get_submodule(name).parameters()}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        owners = sorted({str(named.get(id(param))) for param in params if param.requires_grad})
+        if len(owners) != 1 or owners[0] not in self._syncs:
+            raise ValueError(
+                f"optimizer {index} ({type(optimizer).__name__}) holds parameters of {owners}, where 'None' "
+                f"has no engine: need each optimizer over one of {list(self._syncs)}, whose windows end "
+                "apart; name the submodules in the strategy's `accumulate`, or give one number for all"
+            )
+        return owners[0]
+
+
+@contextmanager
+def _hooks(strategy: Strategy, loss: Tensor) -> Iterator[None]:
+    """Run Lightning's hooks before and after a backward; its precision plugin's own scaling is not used."""
+    module = _module(strategy)
+    strategy.precision_plugin.pre_backward(loss, module)
+    yield
+    strategy.precision_plugin.post_backward(loss, module)
+
+
+def _step(strategy: Strategy, sync: Sync, optimizer: Optimizer) -> None:
+    """Let hooks see the final gradients, and step."""
+    sync.unscale_()
+    strategy.precision_plugin._after_closure(_module(strategy), optimizer)
+    sync.step(optimizer)
+
+
+def _module(strategy: Strategy) -> LightningModule:
+    assert strategy.lightning_module is not None  # from `Trainer.fit` on
+    return strategy.lightning_module

@@ -1,0 +1,134 @@
+"""What each rank tells the others of itself while it works, through the store of their group."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from pyengine.comm.process_state import ProcessId
+
+# A store that does not answer for so long is taken for one that is gone.
+_STORE_TIMEOUT = timedelta(seconds=5)
+
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_PYTHON = str(Path(os.__file__).parent) + os.sep
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """One rank at one moment.
+
+    Attributes:
+        process: its process.
+        beat: how many it has sent.
+        position: its step, window and micro-batch, in words.
+        line: where its thread stands: the user's own innermost line.
+        waits: the collective that it waits in, in words; empty if in none.
+        launched: by group, how many collectives it has launched.
+    """
+
+    process: ProcessId
+    beat: int
+    position: str
+    line: str
+    waits: str
+    launched: dict[str, int]
+
+    def to_json(self) -> str:
+        """Return it as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_json(cls, text: bytes) -> Heartbeat:
+        """Return what `to_json` was made of."""
+        fields = json.loads(text)
+        return cls(**{**fields, "process": ProcessId(**fields["process"])})
+
+
+class Board:
+    """The keys of one engine in the store of its group.
+
+    Args:
+        store: the group's. Behind `announce` a connection of its own is made, for another thread to use: not
+            earlier, since a new one to a file reads all of it, which short-lived engines need not pay for.
+        rank: this one's, of the default group.
+    """
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        # Ranks make their engines in one order.
+        number = store.add(f"pyengine/engines/{rank}", 1)
+        self._origin, self._prefix = store, f"pyengine/stall/{number}"
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._own: dist.Store | None = None
+
+    @property
+    def _store(self) -> dist.Store:
+        with self._lock:
+            if self._own is None:
+                own = self._origin.clone() if hasattr(self._origin, "clone") else self._origin
+                if own is not self._origin:
+                    own.set_timeout(_STORE_TIMEOUT)
+                self._own = dist.PrefixStore(self._prefix, own)
+            return self._own
+
+    def announce(self, beat: Heartbeat) -> None:
+        """Tell the others for the first time; called by the thread that uses the group's store."""
+        dist.PrefixStore(self._prefix, self._origin).set(f"beat/{self._rank}", beat.to_json())
+
+    def post(self, beat: Heartbeat) -> None:
+        """Tell the others."""
+        self._store.set(f"beat/{self._rank}", beat.to_json())
+
+    def read(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
+        """Return the last heartbeat of those of the ranks that have sent one."""
+        keys = {rank: f"beat/{rank}" for rank in ranks}
+        if not self._store.check([*keys.values()]):
+            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        return {rank: Heartbeat.of_json(self._store.get(key)) for rank, key in keys.items()}
+
+    def verdict(self) -> str:
+        """Return what all ranks are to fail with; empty if nothing."""
+        return self._store.get("verdict").decode() if self._store.check(["verdict"]) else ""
+
+    def publish(self, verdict: str) -> str:
+        """Let all ranks fail with this, or with what another rank has published before; return which."""
+        return self._store.compare_set("verdict", "", verdict).decode()
+
+
+def line_of(thread: int) -> str:
+    """Return where a thread stands: its innermost line outside of PyTorch, Python's library and this package,
+    and the function of this package that it has called there.
+    """
+    frame = sys._current_frames().get(thread)
+    innermost, called = frame, ""
+    while frame is not None and _is_library(frame):
+        if frame.f_code.co_filename.startswith(_OURS):
+            called = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+        frame = frame.f_back
+    if frame is None:
+        frame = innermost
+    if frame is None:
+        return "a thread that has ended"
+    name, number = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(name, number).strip()
+    inside = f" (in pyengine's {called})" if called else ""
+    return f"{name}:{number} in {frame.f_code.co_name}{inside}" + (f": {text}" if text else "")
+
+
+def _is_library(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    in_python = name.startswith(_PYTHON) and "site-packages" not in name and "dist-packages" not in name
+    return in_python or name.startswith((_OURS, _TORCH, "<frozen"))

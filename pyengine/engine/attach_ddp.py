@@ -1,0 +1,74 @@
+"""`attach` over DDP: its buckets travel when the window says."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from pyengine.comm import TorchDist
+from pyengine.comm.axes import Axes, has_group
+from pyengine.engine.engine_ranks import EngineRanks
+from pyengine.engine.handshake import sparse_modules
+from pyengine.engine.make import make_engine
+from pyengine.engine.sync import Sync
+from pyengine.gradients.ddp.hook import HookState
+from pyengine.gradients.ddp.private import (
+    ignored_parameters,
+    outside_buckets,
+    problems_of_ddp,
+    released_state,
+    visible_parameters,
+)
+from pyengine.gradients.ddp.reducer import DDPReducer
+from pyengine.gradients.layout import ParamSpec
+from pyengine.gradients.settings import Settings
+from pyengine.gradients.two_owners import TwoOwners
+from pyengine.ops.device import is_lazy
+
+
+def attach_ddp(
+    ddp_model: DistributedDataParallel, settings: Settings, device_mesh: DeviceMesh | None, axes: Axes
+) -> Sync:
+    """Make the engine of a DDP; see `attach`."""
+    visible, ignored = visible_parameters(ddp_model), ignored_parameters(ddp_model)
+    own = [(name, param) for name, param in ignored if has_group(name, axes)]
+    named = [*visible, *own]
+    if is_lazy(named[0][1].device):
+        raise ValueError(
+            f"ddp_model lies on {named[0][1].device}: DDP reduces from inside the backward, which a "
+            "recorded program does not have; use pe.GradSync on the bare model"
+        )
+    state = released_state(ddp_model) or HookState(ddp_model.process_group)
+    problems = [*problems_of_ddp(ddp_model), *(sparse_modules(ddp_model) or outside_buckets(ddp_model))]
+
+    ranks = EngineRanks(named, named[0][1].device, group=state.group, mesh=device_mesh, axes=axes)
+    problems += ranks.problems_under_ddp(visible, ddp_model.process_group)
+
+    def reducer(specs: list[ParamSpec], micro_batches: int) -> DDPReducer | TwoOwners:
+        state.serve(settings.wire)
+        device = named[0][1].device
+        if device_mesh is None and isinstance(ranks.comm, TorchDist):
+            state.travel_by(ranks.comm, device)
+        else:  # DDP's ranks are some of the engine's, or this one alone
+            state.comm(device).join(ranks.comm)
+        ddp = DDPReducer(ddp_model, state, settings=settings, terms=micro_batches)
+        if not own:
+            ddp.counted = ranks.counted(ddp.names)
+            return ddp
+        names, params = zip(*own, strict=True)
+        groups = ranks.own_groups(names)
+        ranks.broadcast(own, groups)
+        return TwoOwners(
+            ddp,
+            specs[len(visible) :],
+            params,
+            groups=groups,
+            counted=ranks.counted([*ddp.names, *names]),
+            settings=settings,
+            terms=micro_batches,
+        )
+
+    source = ddp_model.module
+    engine = make_engine(named, ranks.comm, settings, reducer, source=source, problems=problems, ranks=ranks)
+    reduced = {id(param) for _, param in own}
+    return Sync(engine, ignored=[param for _, param in ignored if id(param) not in reduced])

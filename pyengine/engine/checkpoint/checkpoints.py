@@ -1,0 +1,240 @@
+"""Checkpoints in a folder: every rank writes its part, whole or not at all; the newest whole one loads."""
+
+from __future__ import annotations
+
+import re
+import uuid
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pyengine.comm import comm_for
+from pyengine.engine.checkpoint import state_file
+from pyengine.engine.checkpoint.state_file import NewerFormat, Origin
+
+_NAME = re.compile(r"step-(\d+)\.rank-(\d+)-of-(\d+)\.pt")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was saved.
+
+    Attributes:
+        step: of the save.
+        states: what ranks gave to `save`: this rank's alone, from `load`; those of all ranks, by rank, from
+            `load_all`.
+    """
+
+    step: int
+    states: list[Any]
+
+    @property
+    def state(self) -> Any:
+        """This rank's state, as `load` gives it."""
+        (state,) = self.states
+        return state
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder; every rank makes this and calls its methods alike.
+
+    A rank's part is a file of its own, which gets its name when all of it is on the disk. A step counts when
+    the parts of all ranks are there and of one save; a process may die at any moment.
+
+    Args:
+        folder: where they lie; made if it is not there. On many hosts one that all of them see, or on each
+            its own.
+        keep: how many steps are kept, at least 1; older ones go when a new one is whole. 2 survive that the
+            newest is damaged.
+        group: the ranks; None is the default group, or this process alone.
+
+    Raises:
+        ValueError: `keep` is no number of at least 1; on this rank.
+        OSError: the folder cannot be made.
+
+    Example:
+        >>> checkpoints = pe.Checkpoints(folder)  # doctest: +SKIP
+        >>> found = checkpoints.load()  # doctest: +SKIP
+        >>> if found is not None:  # doctest: +SKIP
+        ...     model.load_state_dict(found.state["model"])
+        ...     sync.load_state_dict(found.state["sync"])
+        >>> checkpoints.save(step, {"model": model.state_dict(), "sync": sync.state_dict()})  # doctest: +SKIP
+    """
+
+    def __init__(self, folder: str | Path, *, keep: int = 2, group: dist.ProcessGroup | None = None) -> None:
+        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+            raise ValueError(f"keep={keep!r}: need a whole number of steps to keep, at least 1; 2 is safer")
+        self._folder, self._keep = Path(folder), keep
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._comm = comm_for(torch.device("cpu"), group)
+        self._refused: set[int] = set()
+
+    def save(self, step: int, state: Any) -> None:
+        """Save a step; when this returns, the parts of all ranks are on the disk. Older steps may go then.
+
+        Args:
+            step: at least 0; the same on every rank, and not below one that is there.
+            state: this rank's: tensors and plain values, as `torch.load` reads with `weights_only=True`.
+
+        Raises:
+            ValueError: `step` is none, differs between ranks or is below one that is there; on every rank.
+            RuntimeError: some rank could not write its part; on every rank. Earlier steps are kept.
+
+        Cost: one write of the state, waited for until it is on the disk; two small gathers.
+        """
+        everybody = self._gather((self._problem_of(step), step, uuid.uuid4().hex))
+        self._raise([problem for problem, *_ in everybody], ValueError)
+        if len({each for _, each, _ in everybody}) > 1:
+            raise ValueError(
+                f"step={[each for _, each, _ in everybody]} by rank: need the same on every rank; save "
+                "behind a step that all of them have taken"
+            )
+        rank, world_size = self._comm.rank, self._comm.world_size
+        path = self._path(step, rank, world_size)
+        problem = ""
+        try:
+            state_file.write(path, Origin(step, rank, world_size, everybody[0][2]), state)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others must not go on as if it were there
+            state_file.part_of(path).unlink(missing_ok=True)
+            problem = f"step {step} could not be written to {self._folder}: {type(error).__name__}: {error}"
+        whole = self._gather((problem, self._own_steps()))
+        self._raise([problem for problem, _ in whole], RuntimeError)
+        self._remove_old(set.intersection(*(set(steps) for _, steps in whole)), step)
+
+    def load(self) -> Checkpoint | None:
+        """Return this rank's state of the newest whole step; None if there is no file of any step.
+
+        Warns:
+            UserWarning: a newer step was passed over, and why: it is truncated or damaged, or lacks a part.
+
+        Raises:
+            ValueError: no step is whole, or the newest one is of another number of ranks, or of a newer
+                pyengine; on every rank, with the reason.
+
+        Cost: reads the file twice, and one more for every step passed over.
+        """
+        return self._newest(is_all=False)
+
+    def load_all(self) -> Checkpoint | None:
+        """Return the states of all ranks that saved the newest whole step, however many they were.
+
+        For `sync.load_state_dict(states)` with exact sums on another number of ranks. Every rank has to see
+        the files of all. Otherwise as `load`.
+        """
+        return self._newest(is_all=True)
+
+    def _newest(self, *, is_all: bool) -> Checkpoint | None:
+        found = sorted({key for mine in self._gather(self._found()) for key in mine}, reverse=True)
+        reasons: list[str] = []
+        for step, world_size in found:
+            is_other = not is_all and world_size != self._comm.world_size
+            wanted = range(world_size) if is_all or is_other else [self._comm.rank]
+            mine = [self._path(step, rank, world_size) for rank in wanted]
+            problems = self._gather(self._check(mine))
+            newer = [text for text, _, is_newer in problems if is_newer]
+            wrong = [
+                f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(problems) if text
+            ] or self._mixed([save for _, save, _ in problems])
+            if newer:
+                raise ValueError(f"step {step} in {self._folder}: {newer[0]}")
+            if not wrong and is_other:
+                raise ValueError(
+                    f"the newest checkpoint in {self._folder}, of step {step}, is of {world_size} ranks, and "
+                    f"there are {self._comm.world_size}: start as many, or share its states out by load_all()"
+                )
+            if not wrong:
+                self._tell(reasons)
+                return Checkpoint(step, [state_file.read(path) for path in mine])
+            reasons.append(f"step {step} is not whole ({wrong[0]})")
+            self._refused.add(step)
+        if reasons:
+            raise ValueError(
+                f"no checkpoint in {self._folder} is whole: {'; '.join(reasons)}. To start anew take "
+                "an empty folder"
+            )
+        return None
+
+    def _check(self, paths: Sequence[Path]) -> tuple[str, str, bool]:
+        """Return what is wrong with files, the save that they are of, and whether a newer pyengine wrote
+        one.
+        """
+        saves = set()
+        for path in paths:
+            try:
+                origin = state_file.check(path)
+            except FileNotFoundError:
+                return f"{path.name} is not there", "", False
+            except (ValueError, OSError) as error:
+                return f"{path.name} is {error}", "", isinstance(error, NewerFormat)
+            if self._path(origin.step, origin.rank, origin.world_size) != path:
+                return f"{path.name} is that of step {origin.step}, rank {origin.rank}, renamed", "", False
+            saves.add(origin.save)
+        return "", " ".join(sorted(saves)), False
+
+    def _mixed(self, saves: Sequence[str]) -> list[str]:
+        is_one = len(set(saves)) == 1 and " " not in saves[0]
+        return [] if is_one else ["its parts are of different saves: one was interrupted"]
+
+    def _tell(self, reasons: Sequence[str]) -> None:
+        if reasons:
+            text = f"{self._folder}: {'; '.join(reasons)}: going on from an earlier step"
+            warnings.warn(text, UserWarning, stacklevel=4)
+
+    def _problem_of(self, step: Any) -> str:
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            return f"step={step!r}: need a whole number of at least 0"
+        later = [there for there, _ in self._found() if there > step and there not in self._refused]
+        if later:
+            return (
+                f"step={step}: {self._folder} holds step {max(later)}, of another run, or of this one if it "
+                "was not loaded: load it, or take an empty folder"
+            )
+        return ""
+
+    def _remove_old(self, whole: set[int], step: int) -> None:
+        """Remove the files of steps before those that are kept, and of those that were refused."""
+        self._refused.discard(step)
+        kept = sorted((whole | self._complete()) - self._refused)[-self._keep :]
+        for path, (there, _, _) in self._files():
+            if there < kept[0] or there in self._refused:
+                path.unlink(missing_ok=True)
+        for part in self._folder.glob(".step-*.pt.part"):  # of a process that died: all have written theirs
+            part.unlink(missing_ok=True)
+
+    def _complete(self) -> set[int]:
+        """Return the steps of other numbers of ranks that have a file of each of them."""
+        files = Counter((step, world_size) for _, (step, _, world_size) in self._files())
+        return {step for (step, size), num in files.items() if num == size != self._comm.world_size}
+
+    def _own_steps(self) -> list[int]:
+        place = self._comm.rank, self._comm.world_size
+        return [step for _, (step, *whose) in self._files() if tuple(whose) == place]
+
+    def _found(self) -> set[tuple[int, int]]:
+        """Return steps and numbers of ranks of which any file is there."""
+        return {(step, world_size) for _, (step, _, world_size) in self._files()}
+
+    def _files(self) -> Iterator[tuple[Path, tuple[int, int, int]]]:
+        """Give the files of checkpoints, each with step, rank and number of ranks, by their names."""
+        for path in sorted(self._folder.iterdir()):
+            if (match := _NAME.fullmatch(path.name)) is not None:
+                step, rank, world_size = map(int, match.groups())
+                yield path, (step, rank, world_size)
+
+    def _path(self, step: int, rank: int, world_size: int) -> Path:
+        return self._folder / f"step-{step:010}.rank-{rank}-of-{world_size}.pt"
+
+    def _gather(self, value: Any) -> list[Any]:
+        return self._comm.all_gather_object(value)
+
+    def _raise(self, problems: Sequence[str], kind: type[Exception]) -> None:
+        """Raise on every rank what any of them has to complain of."""
+        found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+        if found:
+            raise kind("; ".join(found))

@@ -1,0 +1,138 @@
+"""The audit of an engine's windows: it begins, looks and checks where they do."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pyengine.audit.auditor import TOLERANCE, Auditor, Counted, Samples
+from pyengine.audit.inventory import Inventory, buffers_of
+from pyengine.audit.leaves import Leaves
+from pyengine.audit.subject import Shard, Subject
+from pyengine.comm.base import Comm
+from pyengine.gradients.base import KnowsGroups, Reducer
+from pyengine.gradients.slots import local
+from pyengine.window.final_pass import FinalPass
+from pyengine.window.header import Header, LocalWindow
+from pyengine.window.shared_batch import SharedBatch
+
+
+class _Parts(Protocol):
+    reducer: Reducer
+    audit: WindowAudit | None
+
+
+class _Engine(Protocol):
+    @property
+    def parts(self) -> _Parts: ...
+    @property
+    def comm(self) -> Comm: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def batch(self) -> SharedBatch | None: ...
+
+
+class WindowAudit:
+    """The audit of an engine's windows; made by `sync.audit`."""
+
+    def __init__(self, engine: _Engine, *, every: int, module: nn.Module | None) -> None:
+        self._engine, self._every = engine, every
+        subjects, comms, leaves = _inventory(engine, module)
+        self._auditor = Auditor(subjects, comms, leaves, tolerance=TOLERANCE)
+        self._world_sizes = [comms[subject.summed or 0].world_size for subject in subjects]
+        self._samples: Samples | None = None
+        self._window = -1
+
+    def remove(self) -> None:
+        """Take the audit off.
+
+        Raises:
+            AuditError: what the last check has found.
+        """
+        self.drop()
+        self._engine.parts.audit = None
+        self._auditor.settle()
+
+    def drop(self) -> None:
+        """Take its hooks off."""
+        self._auditor.drop()
+
+    def begin(self, window: int, *, is_whole: bool) -> None:
+        """Look at a window that begins, if it is due.
+
+        Args:
+            window: its index.
+            is_whole: whether none of its micro-batches has run before.
+        """
+        self._window, self._samples = window, None
+        if window % self._every:
+            self._auditor.settle()
+        else:
+            self._auditor.begin()
+            if not is_whole:
+                self._auditor.drop()
+
+    def look_at(self, optimizer: Any) -> None:
+        """Compare an optimizer's state from now on."""
+        if all(optimizer is not known for known in self._auditor.optimizers):
+            self._auditor.optimizers.append(optimizer)
+
+    def sample(self, final: FinalPass) -> None:
+        """Look at gradients that have just been reduced, before anything else is done to them."""
+        if self._window % self._every == 0:
+            self._samples = self._auditor.sample(is_strict=True, pending=final.factor)
+
+    def check(self, counts: LocalWindow, header: Header, final: FinalPass) -> None:
+        """Compare ranks.
+
+        Args:
+            counts: this rank's.
+            header: landed.
+            final: says whether the window is used.
+
+        Raises:
+            AuditError: they have parted; on every rank.
+        """
+        samples, self._samples = self._samples, None
+        if samples is None:
+            return
+        claimed = header.vector()[0]
+        world_sizes = torch.tensor(self._world_sizes, dtype=torch.float64).to(claimed.device)
+        counted = Counted(
+            counts=claimed / world_sizes,
+            count=self._count_of(counts, like=claimed),
+            claimed=claimed,
+            void=final.found_inf + header.has_dropped(),
+        )
+        self._auditor.check(self._window, samples, counted)
+
+    def _count_of(self, counts: LocalWindow, *, like: Tensor) -> Tensor:
+        """Return what this rank counted, or 0 where another one of its batch says so."""
+        batch = self._engine.batch
+        total = torch.zeros_like(like)
+        for count in counts.counts if batch is None or batch.speaks else []:
+            total = total + (count.detach().to(like) if isinstance(count, Tensor) else float(count))
+        return total.reshape(())
+
+
+def _inventory(engine: _Engine, module: nn.Module | None) -> tuple[list[Subject], list[Comm], Leaves]:
+    """Return what an engine's ranks have in common, over which transports, and where gradients arrive."""
+    reducer = engine.parts.reducer
+    if not isinstance(reducer, KnowsGroups):  # a sharded model, whose parameters tell
+        inventory = Inventory(reducer.model, [], group=None, groups={})  # type: ignore[attr-defined]
+        return inventory.subjects, inventory.comms, Leaves(inventory.module)
+    known, group_of = reducer.groups_of_params()
+    # A group of all ranks is the engine's own, and one that no parameter here belongs to is nobody's.
+    used = sorted({group for group in group_of if known[group].world_size < engine.comm.world_size})
+    comms = [engine.comm, *(known[group] for group in used)]
+    place = {group: index for index, group in enumerate(used, start=1)}
+    subjects = []
+    for name, param, group in zip(reducer.names, reducer.params, group_of, strict=True):
+        index = place.get(group, 0)
+        shard = Shard(0, local(param).numel(), comms[index].world_size)
+        subjects.append(Subject(name, param, index, index if param.requires_grad else None, shard))
+    subjects += [] if module is None else buffers_of(module, lambda name: 0)
+    return subjects, comms, Leaves(None)

@@ -1,0 +1,120 @@
+"""Micro-batches with inf or nan leave their window: looked at before they are added to its sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from pyengine.comm.base import by_dtype
+from pyengine.gradients.base import Reducer, Stages
+from pyengine.gradients.param_sums import packed
+from pyengine.gradients.slots import slot_gradient
+from pyengine.gradients.sums import SlotNorms
+from pyengine.ops.device import is_lazy, runs_ahead
+
+
+class Dropping:
+    """Looks at a micro-batch's gradients before they are accumulated, and takes them away if one of them, or
+    the loss, is not finite.
+
+    Args:
+        reducer: whose gradients; one that keeps a micro-batch's apart from its sums until it is accumulated.
+
+    Cost: a read of every gradient of a micro-batch; on an accelerator, where the host does not wait to know,
+    another read and a write.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        params = reducer.params
+        self._names, self._params = reducer.names, params
+        self._staged = reducer.staged if isinstance(reducer, Stages) else None
+        self._device = params[0].device
+        self._one = torch.ones((), device=self._device)
+        index = {param: place for place, param in enumerate(params)}
+        self._norms: list[tuple[list[Parameter], SlotNorms]] = []
+        if self._staged is None and not is_lazy(self._device):
+            for group in map(list, by_dtype(params)):
+                plan = packed([param.numel() for param in group])
+                self._norms.append((group, SlotNorms(plan, [index[p] for p in group], self._device)))
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a window."""
+        self._flags: dict[int, Tensor] = {}
+        self._bad_losses: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def look(self, index: int, loss: Tensor | None) -> bool | Tensor:
+        """Take the gradients of a micro-batch away unless it is finite.
+
+        Args:
+            index: of the micro-batch, among this rank's in the window.
+            loss: 0-dim; None where nobody has told it.
+
+        Returns:
+            Whether it is dropped: bool, 0-dim and unread where the host runs ahead of the device.
+        """
+        flags = self._flags[index] = self._look()
+        bad = flags.any()
+        if loss is not None:
+            lost = ~torch.isfinite(loss.detach().to(self._device))
+            self._bad_losses[index] = lost
+            bad = bad | lost.reshape(())
+        if runs_ahead(self._device) or is_lazy(self._device):
+            for one in self._holders():
+                if one.grad is not None:
+                    one.grad = _kept(one.grad, bad)
+            return bad
+        if is_bad := bool(bad):
+            for one in self._holders():
+                one.grad = None
+        return is_bad
+
+    def reports(self) -> Callable[[], dict[int, list[str]]]:
+        """Return what tells by micro-batch what was not finite, for those of this window that were dropped.
+
+        It outlives the window. Calling what it returns waits for the device.
+        """
+        names, flagged, losses = self._names, self._flags, self._bad_losses
+
+        def report() -> dict[int, list[str]]:
+            found = {}
+            for index, flags in flagged.items():
+                what = ["its loss"] if index in losses and bool(losses[index]) else []
+                what += [f"the gradient of {names[place]!r}" for place in flags.nonzero().flatten().tolist()]
+                if what:
+                    found[index] = what
+            return found
+
+        return report
+
+    def _look(self) -> Tensor:
+        """Return which gradients are not finite, uint8 `[params]`."""
+        if not self._norms:
+            none = torch.zeros((), dtype=torch.bool, device=self._device)
+            grads = [None if one is None else one.grad for one in (self._staged or self._own)()]
+            lost = [none if grad is None else ~torch.isfinite(grad).all() for grad in grads]
+            return torch.stack(lost).to(torch.uint8)
+        flags = torch.zeros(len(self._params), dtype=torch.uint8, device=self._device)
+        for group, norms in self._norms:
+            flags.index_copy_(0, norms.params, norms.flags([slot_gradient(p) for p in group], self._one))
+        return flags
+
+    def _own(self) -> Sequence[Any]:
+        return self._params
+
+    def _holders(self) -> list[Any]:
+        return [one for one in (self._staged or self._own)() if one is not None]
+
+
+def _kept(grad: Tensor, bad: Tensor) -> Tensor:
+    """Return a gradient, or zeros where it is bad, in the same layout."""
+    if grad.layout is torch.strided:
+        return torch.where(bad, torch.zeros((), dtype=grad.dtype, device=grad.device), grad)
+    whole = grad.coalesce()
+    values = whole.values()
+    return torch.sparse_coo_tensor(whole.indices(), _kept(values, bad), whole.shape, is_coalesced=True)

@@ -1,0 +1,148 @@
+"""Gradients of one engine that two owners reduce: DDP, and buckets of ours for parameters that DDP was told
+to ignore and that have a group of their own (experts).
+
+The owners do not wait for each other: what ours sends travels by process groups that DDP does not use. The
+window's divisor, norm and verdict are of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from pyengine.comm.base import Comm
+from pyengine.gradients.buckets import BucketReducer
+from pyengine.gradients.ddp.reducer import DDPReducer
+from pyengine.gradients.groups import Groups
+from pyengine.gradients.layout import ParamSpec
+from pyengine.gradients.settings import Settings
+from pyengine.gradients.slots import Saved
+from pyengine.step.stepper import PlainStepper, Stepper
+from pyengine.window.final_pass import FinalPass
+from pyengine.window.header import Header
+
+
+class TwoOwners:
+    """Gradients that DDP owns, and others in buckets of ours.
+
+    Args:
+        ddp: owns the first parameters.
+        specs, params: the others, by description and as they are, in registration order.
+        groups: over which ranks those are summed, by transports that nothing else uses.
+        counted: by parameter, DDP's first, whether this rank counts it in the norm; None: all ranks hold the
+            same.
+        settings: how buckets of both sum and travel.
+        terms: micro-batches of a full window, over all ranks.
+    """
+
+    stepper: Stepper = PlainStepper()
+
+    def __init__(
+        self,
+        ddp: DDPReducer,
+        specs: Sequence[ParamSpec],
+        params: Sequence[Parameter],
+        *,
+        groups: Groups,
+        counted: Sequence[bool] | None,
+        settings: Settings,
+        terms: int,
+    ) -> None:
+        self._ddp, self._num_ddp = ddp, len(ddp.params)
+        # To the buckets DDP's are parameters without a gradient, so that the indices of all are the same.
+        theirs = [
+            ParamSpec(name, tuple(param.shape), param.dtype, requires_grad=False)
+            for name, param in zip(ddp.names, ddp.params, strict=True)
+        ]
+        self._own = own = BucketReducer(
+            [*theirs, *specs], [*ddp.params, *params], groups=groups, settings=settings, terms=terms
+        )
+        self.names, self.params, self.counted = own.names, own.params, counted
+        # 1/count comes in once: at the end for both, or with what lands for both.
+        ddp.in_place = own.in_place = ddp.in_place and own.in_place
+
+    @property
+    def parts(self) -> Sequence[Parameter]:
+        """What this rank holds of every parameter."""
+        return self._own.parts
+
+    @property
+    def has_moved(self) -> bool:
+        return self._ddp.has_moved
+
+    def groups_of_params(self) -> tuple[Sequence[Comm], Sequence[int]]:
+        comms, _ = self._ddp.groups_of_params()
+        own, group_of = self._own.groups_of_params()
+        others = [len(comms) + group for group in group_of[self._num_ddp :]]
+        return [*comms, *own], [*[0] * self._num_ddp, *others]
+
+    def open(self) -> None:
+        self._ddp.open()
+        self._own.open()
+
+    def begin(self) -> None:
+        self._ddp.begin()
+        self._own.begin()
+
+    def strays(self) -> Sequence[int]:
+        return self._own.strays()
+
+    def forget_strays(self) -> None:
+        self._own.forget_strays()
+
+    def before_forward(self, *, syncs: bool) -> None:
+        self._ddp.before_forward(syncs=syncs)
+
+    def before_header(self) -> None:
+        self._ddp.before_header()
+
+    @contextmanager
+    def add(self) -> Iterator[None]:
+        with self._own.add(), self._ddp.add():
+            yield
+
+    def collect(self) -> None:
+        self._ddp.collect()
+        self._own.collect()
+
+    def reduce(self, header: Header) -> None:
+        with self._own.reducing(header):
+            self._ddp.reduce(header)
+
+    @contextmanager
+    def overlap(self, header: Header, roots: Sequence[Tensor]) -> Iterator[None]:
+        with self._own.overlap(header, roots), self._ddp.overlap(header, roots):
+            yield
+
+    def give_up(self) -> None:
+        self._ddp.give_up()
+        self._own.give_up()
+
+    def finish(self, final: FinalPass) -> None:
+        self._ddp.finish(final)
+        self._own.finish(final)
+
+    def scale_(self, scale: Tensor) -> None:
+        self._ddp.scale_(scale)
+        self._own.scale_(scale)
+
+    def blame(self) -> Callable[[int], list[int] | None]:
+        ddp, own = self._ddp.blame(), self._own.blame()
+        return lambda index: ddp(index) if index < self._num_ddp else own(index)
+
+    def save(self) -> Saved:
+        return self._ddp.save() | self._own.save()
+
+    def load(self, saved: Saved, *, done: int) -> None:
+        self._ddp.load(saved, done=done)
+        self._own.load(saved, done=done)
+
+    def refuses_load(self) -> list[str]:
+        return self._ddp.refuses_load()
+
+    def release(self, *, keeps_grad: bool) -> None:
+        self._ddp.release(keeps_grad=keeps_grad)
+        self._own.release(keeps_grad=keeps_grad)

@@ -1,0 +1,18 @@
+"""The oldest releases that the extra `adapters` allows, as pip takes them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+def oldest() -> list[str]:
+    """Return a requirement of one release for every library of the extra."""
+    (extra,) = re.findall(r"^adapters = \[(.*)\]$", PROJECT.read_text(), re.MULTILINE)
+    return [f"{name}=={release}" for name, release in re.findall(r'"(\w+)>=([\d.]+)', extra)]
+
+
+if __name__ == "__main__":
+    print(*oldest())

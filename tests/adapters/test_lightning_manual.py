@@ -1,0 +1,421 @@
+"""Manual optimization under Lightning: the module's own backwards and steps, in windows of one engine or
+several.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from twin import LR, MOMENTUM, Net, Twin, loss_of
+
+pytest.importorskip("lightning", reason="needs pyengine[adapters]")
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import MixedPrecision
+from test_lightning_strategy import fit
+
+from pyengine.adapters.lightning import LogSteps, ShardedWindowStrategy, WindowStrategy
+
+ACCUMULATE = 3
+SIZES = {"left": 3, "right": 2}
+STRATEGIES = [WindowStrategy, ShardedWindowStrategy]
+
+
+class Manual(LightningModule):
+    """Optimizes by hand, one window of `ACCUMULATE` micro-batches after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = Net()
+        self.seen: list[Tensor] = []
+        self.steps = 0
+
+    def configure_model(self):
+        """Shard the net where the strategy can hold it."""
+        if isinstance(self.trainer.strategy, ShardedWindowStrategy) and not isinstance(self.net, FSDPModule):
+            for part in (self.net.first, self.net.second, self.net):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+    def kept(self, batch, batch_idx) -> Tensor:
+        """Return one item or two, by rank."""
+        self.seen.append(batch[0][: 1 + (batch_idx + self.global_rank) % 2])
+        return self.seen[-1]
+
+    def training_step(self, batch, batch_idx):
+        """Run a micro-batch; step where its window ends."""
+        x, sync, optimizer = self.kept(batch, batch_idx), self.trainer.strategy.sync, self.optimizers()
+        with sync.accumulate(last=self.trainer.is_last_batch):
+            self.run(x, sync)
+        if sync.is_sync_step:
+            self.clip(sync, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def run(self, x: Tensor, sync) -> None:
+        """Run the backward."""
+        self.manual_backward(loss_of(self.net, x), count=len(x))
+
+    def clip(self, sync, optimizer) -> None:
+        """Do not."""
+
+    def on_before_optimizer_step(self, optimizer):
+        """Count."""
+        self.steps += 1
+
+    def configure_optimizers(self):
+        """Return the optimizer."""
+        return torch.optim.SGD(self.net.parameters(), lr=LR, momentum=MOMENTUM)
+
+
+class Plain(Manual):
+    """A loop that knows nothing of windows: each batch is one."""
+
+    def training_step(self, batch, batch_idx):
+        """Run a backward, and step."""
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss_of(self.net, self.kept(batch, batch_idx)), count=len(self.seen[-1]))
+        optimizer.step()
+
+
+class Toggles(Manual):
+    """Says it as Lightning's loops for DDP do."""
+
+    def training_step(self, batch, batch_idx):
+        """Synchronise in the last micro-batch only."""
+        x, optimizer = self.kept(batch, batch_idx), self.optimizers()
+        last = (batch_idx + 1) % ACCUMULATE == 0 or self.trainer.is_last_batch
+        with optimizer.toggle_model(sync_grad=last):
+            self.manual_backward(loss_of(self.net, x), count=len(x))
+        if last:
+            optimizer.step()
+
+
+class Closure(Toggles):
+    """Steps by a closure."""
+
+    def training_step(self, batch, batch_idx):
+        """Run the last micro-batch's backward within the step."""
+        x, optimizer = self.kept(batch, batch_idx), self.optimizers()
+        last = (batch_idx + 1) % ACCUMULATE == 0 or self.trainer.is_last_batch
+
+        def closure():
+            self.manual_backward(loss_of(self.net, x), count=len(x))
+
+        with optimizer.toggle_model(sync_grad=last):
+            optimizer.step(closure) if last else closure()
+
+
+class Several(Manual):
+    """Runs two backwards of one graph."""
+
+    def run(self, x, sync):
+        """Run them as one micro-batch."""
+        losses = self.net(x).float().square()
+        with sync.micro_batch(count=len(x)):
+            self.manual_backward(losses[0].sum(), retain_graph=True)
+            self.manual_backward(losses[1:].sum())
+
+
+class ClipsAsLightning(Manual):
+    """Clips the gradients that Lightning sees."""
+
+    def clip(self, sync, optimizer):
+        """Clip to a norm of 0.5."""
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+
+
+class Clips(Manual):
+    """Clips by the engine."""
+
+    def clip(self, sync, optimizer):
+        """Clip to a norm of 0.5."""
+        sync.clip_grad_norm_(0.5)
+
+
+def whole(model: nn.Module) -> list[Tensor]:
+    """Return the parameters, whole."""
+    params = [param.detach() for param in model.parameters()]
+    return [getattr(param, "full_tensor", param.clone)().clone() for param in params]
+
+
+def _fit(module: LightningModule, strategy: type, accumulate: Any, **options: Any):
+    made = strategy()
+    made.accumulate = accumulate
+    num = 2 * dist.get_world_size() * 5
+    return fit(module, made, num, accumulate_grad_batches=1, **options)
+
+
+def _trained(make: type, strategy: type, accumulate: int) -> tuple:
+    module = make()
+    trainer = _fit(module, strategy, accumulate)
+    return module.seen, whole(module.net), module.steps, trainer.global_step
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("make", [Manual, Toggles, Closure, Several])
+def test_every_window_steps_as_one_process_over_its_own_items(ranks, make, strategy):
+    answers = ranks(2).run(_trained, make, strategy, ACCUMULATE)
+    twin = Twin()
+    twin.train([seen for seen, *_ in answers], ACCUMULATE)
+    for _, weights, steps, global_step in answers:
+        twin.check(weights)
+        assert steps == global_step == 2  # five micro-batches
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_other_numbers_of_ranks_step_alike(ranks, world, strategy):
+    answers = ranks(world).run(_trained, Manual, strategy, ACCUMULATE)
+    twin = Twin()
+    twin.train([seen for seen, *_ in answers], ACCUMULATE)
+    for _, weights, *_ in answers:
+        twin.check(weights)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loop_that_knows_nothing_of_windows_has_one_a_batch(ranks, strategy):
+    answers = ranks(2).run(_trained, Plain, strategy, 1)
+    twin = Twin()
+    twin.train([seen for seen, *_ in answers], 1)
+    for _, weights, *_ in answers:
+        twin.check(weights)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("make", [ClipsAsLightning, Clips])
+def test_gradients_are_clipped_by_either_name(ranks, make, strategy):
+    answers = ranks(2).run(_trained, make, strategy, ACCUMULATE)
+    twin = Twin()
+    twin.train([seen for seen, *_ in answers], ACCUMULATE, clip="2")
+    twin.check(answers[0][1])
+
+
+class Two(LightningModule):
+    """Two nets whose windows end apart; the loss of one runs through the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.left, self.right = Net(), Net()
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch, batch_idx):
+        """Run a micro-batch of each."""
+        (x,) = batch
+        self.seen.append(x)
+        last, syncs = self.trainer.is_last_batch, self.trainer.strategy.syncs
+        for name, optimizer in zip(SIZES, self.optimizers(), strict=True):
+            with self.toggled_optimizer(optimizer), syncs[name].accumulate(last=last):
+                loss = loss_of(getattr(self, name), x) + 0.0 * loss_of(self.right, x)
+                self.manual_backward(loss, sync=syncs[name], count=len(x))
+            if syncs[name].is_sync_step:
+                optimizer.step()
+
+    def configure_optimizers(self):
+        """Return one a net."""
+        nets = (self.left, self.right)
+        return [torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM) for net in nets]
+
+
+def _two() -> tuple:
+    module = Two()
+    _fit(module, WindowStrategy, SIZES)
+    return module.seen, whole(module.left), whole(module.right)
+
+
+def test_submodules_keep_windows_of_their_own(ranks):
+    answers = ranks(2).run(_two)
+    for index, accumulate in enumerate(SIZES.values()):
+        twin = Twin()
+        twin.train([seen for seen, *_ in answers], accumulate)
+        for _, *weights in answers:
+            twin.check(weights[index])
+
+
+def _half() -> tuple:
+    """Train in fp16 with the scaler that Lightning would make."""
+    module = Manual()
+    precision = MixedPrecision(
+        "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=1)
+    )
+    _fit(module, WindowStrategy, ACCUMULATE, plugins=[precision])
+    return module.seen, whole(module.net), precision.state_dict()["scale"]
+
+
+def test_fp16_steps_near_the_right_parameters_with_its_own_scale(ranks):
+    answers = ranks(2).run(_half)
+    twin = Twin()
+    twin.train([seen for seen, *_ in answers], ACCUMULATE)
+    twin.check(answers[0][1], rtol=2**-8, atol=2**-8)  # 11-bit mantissas through two layers
+    assert answers[0][2] == 2.0**8  # two windows
+
+
+class StepsEarly(Manual):
+    """Steps in the middle of a window."""
+
+    def training_step(self, batch, batch_idx):
+        """Step after the first micro-batch of three."""
+        with self.trainer.strategy.sync.accumulate():
+            self.run(self.kept(batch, batch_idx), None)
+        self.optimizers().step()
+
+
+class Bare(Manual):
+    """Runs a backward past the engine."""
+
+    def training_step(self, batch, batch_idx):
+        """Run it."""
+        loss_of(self.net, batch[0]).backward()
+        self.optimizers().step()
+
+
+class Freezes(Manual):
+    """Freezes a parameter behind the first forward."""
+
+    def run(self, x, sync):
+        """Freeze it."""
+        super().run(x, sync)
+        self.net.scale.requires_grad_(False)
+
+
+class OwnBackward(Manual):
+    """Has a backward of its own."""
+
+    def backward(self, loss):
+        """Run it."""
+        loss.backward()
+
+
+class SaysNoEngine(Two):
+    """Does not say whose loss it is."""
+
+    def manual_backward(self, loss, **options):
+        """Leave the engine out."""
+        options.pop("sync")
+        super().manual_backward(loss, **options)
+
+
+class OneForBoth(Two):
+    """Steps both nets at once."""
+
+    def configure_optimizers(self):
+        """Return one optimizer of both."""
+        return torch.optim.SGD(self.parameters(), lr=LR)
+
+
+class AsksForSync(Two):
+    """Asks for the one engine."""
+
+    def training_step(self, batch, batch_idx):
+        """Ask."""
+        self.trainer.strategy.sync  # noqa: B018
+
+
+def _scaled():
+    _fit(
+        Two(),
+        WindowStrategy,
+        SIZES,
+        plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))],
+    )
+
+
+def _with_ddps_options():
+    fit(Manual(), WindowStrategy(static_graph=True), 4, accumulate_grad_batches=1)
+
+
+def _automatic():
+    module = Manual()
+    module.automatic_optimization = True
+    _fit(module, WindowStrategy, 4)
+
+
+_REFUSED = {
+    "no synchronised gradients: gradients are being accumulated (1 of 3": lambda: _fit(
+        StepsEarly(), WindowStrategy, 3
+    ),
+    "no synchronised gradients: no window is open": lambda: _fit(Bare(), WindowStrategy, 1),
+    "OwnBackward overrides backward": lambda: _fit(OwnBackward(), WindowStrategy, 1),
+    "engines for 'left', 'right', and the loss does not say whose it is": lambda: _fit(
+        SaysNoEngine(), WindowStrategy, SIZES
+    ),
+    "optimizer 0 (SGD) holds parameters of ['left', 'right']": lambda: _fit(
+        OneForBoth(), WindowStrategy, SIZES
+    ),
+    "optimizer 1 (SGD) holds parameters of ['None']": lambda: _fit(Two(), WindowStrategy, {"left": 2}),
+    "sync: there are engines for 'left', 'right'; need syncs[name]": lambda: _fit(
+        AsksForSync(), WindowStrategy, SIZES
+    ),
+    "need names of submodules of Two, each with its micro-batches a window; it has no 'up'": lambda: _fit(
+        Two(), WindowStrategy, {"up": 2}
+    ),
+    "Lightning keeps one loss scale": _scaled,
+    "static_graph: an option of DDP": _with_ddps_options,
+    "accumulate=4 on the strategy is for manual optimization": _automatic,
+    "toggle_optimizer could not keep one part's loss from the others": lambda: _fit(
+        Manual(), ShardedWindowStrategy, {"net": 2}
+    ),
+    "'net.scale' was frozen or unfrozen (toggle_optimizer": lambda: _fit(Freezes(), ShardedWindowStrategy, 1),
+}
+
+
+def _refusal(case: str) -> str:
+    try:
+        _REFUSED[case]()
+    except (ValueError, TypeError, RuntimeError) as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize("case", _REFUSED)
+def test_what_cannot_be_honoured_is_refused_by_name_on_every_rank(ranks, case):
+    for message in ranks(2).run(_refusal, case):
+        assert case in message
+
+
+def test_before_a_fit_there_is_no_engine():
+    with pytest.raises(RuntimeError, match="there is no engine before"):
+        WindowStrategy().sync  # noqa: B018
+
+
+def _logged() -> list[str]:
+    metrics: list[str] = []
+
+    class Keeps:
+        """The part of a logger that is used."""
+
+        name, version, save_dir, root_dir, log_dir = "", "", "", "", ""
+
+        def log_metrics(self, found, step):
+            """Keep their names."""
+            metrics.extend(f"{name} {step}" for name in found if name.endswith("/count"))
+
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: None
+
+    module = Two()
+    made = WindowStrategy()
+    made.accumulate = SIZES
+    fit(
+        module,
+        made,
+        2 * dist.get_world_size() * 3,
+        accumulate_grad_batches=1,
+        callbacks=[LogSteps()],
+        logger=Keeps(),
+    )
+    return metrics
+
+
+def test_steps_of_each_engine_are_logged_under_its_name(ranks):
+    assert ranks(1).run(_logged) == [
+        ["pyengine/right/count 0", "pyengine/left/count 0", "pyengine/right/count 1"]
+    ]

@@ -1,0 +1,489 @@
+"""The audit over engines, and over loops that others drive: silent where all is well, and exact where not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+from pyengine.window import header as headers
+
+ACCUMULATE = 3
+
+
+def _net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3)).to(dtype)
+
+
+def _batches(num: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    made = torch.Generator().manual_seed(dist.get_rank() + 1)
+    return [torch.randn(3 + index % 3, 8, generator=made).to(dtype) for index in range(num)]
+
+
+def _loss(out: Tensor) -> Tensor:
+    return out.float().square().sum()
+
+
+def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+# ---- Engines ----
+
+
+def _engine(kind: str) -> tuple[nn.Module, nn.Module, pe.Sync]:
+    model = forward = _net(torch.bfloat16 if kind == "narrow" else torch.float32)
+    options = {"accumulate": ACCUMULATE}
+    if kind == "attach":
+        forward = DistributedDataParallel(model)
+        return model, forward, pe.attach(forward, **options)
+    if kind in ("fsdp", "hsdp"):
+        shape = (2, dist.get_world_size() // 2) if kind == "hsdp" else (dist.get_world_size(),)
+        mesh = _mesh(shape)
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model, model, pe.attach(model, **options)
+    if kind in ("exact", "native"):
+        options["accumulator"] = kind
+    if kind == "bf16":
+        options["wire"] = pe.wire.BF16()
+    return model, forward, pe.GradSync(model, bucket_cap_mb=1e-3, **options)
+
+
+def _trained(kind: str, windows: int = 4, every: int = 1) -> int:
+    """Train with a short last window, ranks that run out (not over shards), and clipping; return steps."""
+    model, forward, sync = _engine(kind)
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    watch = sync.audit(every=every, module=model)
+    dtype = next(model.parameters()).dtype
+    early = 0 if kind in ("fsdp", "hsdp") else dist.get_rank()
+    for window in sync.windows(_batches(ACCUMULATE * windows - 1 - early, dtype)):
+        for x in window:
+            sync.backward(_loss(forward(x)), count=len(x))
+        sync.clip_grad_norm_(0.5)
+        sync.step(optimizer)
+    watch.remove()
+    return len(records)
+
+
+KINDS = ["own", "attach", "fsdp", "exact", "native", "bf16", "narrow"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_engines_are_not_told_off(ranks, kind):
+    assert ranks(2).run(_trained, kind) == [4, 4]
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_three_ranks_and_rare_checks_are_not_told_off(ranks, kind):
+    assert ranks(3).run(_trained, kind, every=3) == [4] * 3
+
+
+def test_replicas_of_shards_are_not_told_off(ranks):
+    assert ranks(4).run(_trained, "hsdp") == [4] * 4
+
+
+def _local(param: nn.Parameter) -> Tensor:
+    return (param.to_local() if hasattr(param, "to_local") else param).detach()
+
+
+def _broken(kind: str, fault: str, at: int = 1) -> tuple[pe.AuditError | None, str, bool]:
+    """Break something in a window; return the error, what a second step says, and whether anything moved."""
+    model, forward, sync = _engine(kind)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    sync.audit(every=1, module=model)
+    error, again, moved = None, "", True
+    for index, window in enumerate(sync.windows(_batches(ACCUMULATE * 3))):
+        with _FAULTS[fault](model, sync, optimizer) if index == at else nullcontext():
+            before = [_local(p).clone() for p in model.parameters()]
+            try:
+                for x in window:
+                    sync.backward(_loss(forward(x)), count=len(x))
+                sync.step(optimizer)
+            except pe.AuditError as caught:
+                error = caught
+                try:
+                    sync.step(optimizer)
+                except RuntimeError as second:
+                    again = str(second)
+                now = [_local(p) for p in model.parameters()]
+                moved = any(not torch.equal(p, old) for p, old in zip(now, before, strict=True))
+                sync.abandon()
+                break
+    return error, again, moved
+
+
+@contextmanager
+def _flip(model: nn.Module, sync: pe.Sync, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        _local(next(model.parameters())).view(-1).view(torch.int32)[5] ^= 1 << 20
+    yield
+
+
+@contextmanager
+def _moments(model: nn.Module, sync: pe.Sync, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    if dist.get_rank() == 0:
+        for state in optimizer.state.values():
+            state["exp_avg_sq"] *= 2
+    yield
+
+
+@contextmanager
+def _rate(model: nn.Module, sync: pe.Sync, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    if dist.get_rank() == 1:
+        optimizer.param_groups[0]["lr"] = 0.02
+    yield
+
+
+@contextmanager
+def _unreduced(model: nn.Module, sync: pe.Sync, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let a bucket stay as it is: the transport says that it has summed."""
+    comm = sync._engine.reducer._groups.comms[0]
+    whole = comm.all_reduce
+
+    def lazy(flat: Tensor) -> object:
+        return whole(flat if flat.dtype == torch.float64 else flat.clone())
+
+    comm.all_reduce = lazy
+    try:
+        yield
+    finally:
+        del comm.all_reduce
+
+
+@contextmanager
+def _divisor(model: nn.Module, sync: pe.Sync, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let the header forget a part of the count on one rank."""
+    before = headers._pack
+
+    def forgetful(*args: object) -> Tensor:
+        vector = before(*args)
+        vector[0] -= 2.0 * (dist.get_rank() == 0)
+        return vector
+
+    headers._pack = forgetful
+    try:
+        yield
+    finally:
+        headers._pack = before
+
+
+@contextmanager
+def _twice(model: nn.Module, sync: pe.Sync, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Divide by the ranks once more than needed, behind the reduction."""
+    reducer = sync._engine.reducer
+    before = reducer.finish
+
+    def finish(final: object) -> None:
+        before(final)
+        for param in reducer.params:
+            param.grad /= dist.get_world_size()
+
+    reducer.finish = finish
+    try:
+        yield
+    finally:
+        del reducer.finish
+
+
+_FAULTS = {
+    "flip": _flip,
+    "moments": _moments,
+    "rate": _rate,
+    "unreduced": _unreduced,
+    "divisor": _divisor,
+    "twice": _twice,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "world", "what", "wrong", "cause"),
+    [
+        ("own", "flip", 3, "parameter", (2,), "a flipped bit"),
+        ("attach", "flip", 3, "parameter", (2,), "a flipped bit"),
+        ("hsdp", "flip", 4, "parameter", (), "a flipped bit"),
+        ("own", "moments", 3, "optimizer state", (0,), "the optimizer's state does not"),
+        ("own", "rate", 2, "hyperparameters", (), "lr of group 0 differs (rank 0: 0.01; rank 1: 0.02)"),
+        ("own", "unreduced", 2, "gradient", (), "not reduced"),
+        ("own", "divisor", 2, "divisor", (), "was counted"),
+        ("attach", "divisor", 2, "divisor", (), "was counted"),
+        ("fsdp", "divisor", 2, "divisor", (), "was counted"),
+        ("own", "twice", 2, "gradient", (), "scaled by 1/2"),
+        ("attach", "twice", 2, "gradient", (), "scaled by 1/2"),
+        ("fsdp", "twice", 2, "gradient", (), "scaled by 1/2"),
+    ],
+)
+def test_a_fault_in_an_engine_is_named_and_nothing_is_stepped(ranks, kind, fault, world, what, wrong, cause):
+    for error, again, moved in ranks(world).run(_broken, kind, fault):
+        assert error is not None
+        finding = error.findings[0]
+        assert (finding.what, finding.ranks) == (what, wrong)
+        assert cause in finding.cause
+        assert finding.step in (1, 2) and finding.step - finding.since <= 1
+        assert "sync.abandon()" in again and not moved
+
+
+def _experts(kind: str, flips: bool) -> str:
+    """Train with experts that ranks 0 and 2, and 1 and 3, have in common."""
+    model, rank = _net(), dist.get_rank()
+    model.add_module("experts", nn.Linear(3, 3))
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    axes = pe.Axes(groups={"experts.*": pairs[rank % 2]})
+    nn.init.constant_(model.experts.weight, 0.1 * (1 + rank % 2))
+    if kind == "attach":
+        ignored = ["experts.weight", "experts.bias"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        forward = DistributedDataParallel(model)
+        sync = pe.attach(forward, accumulate=2, axes=axes)
+    else:
+        forward, sync = model, pe.GradSync(model, accumulate=2, axes=axes)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    sync.audit(every=1)
+    try:
+        for index, window in enumerate(sync.windows(_batches(6))):
+            if flips and index == 1 and rank == 2:
+                model.experts.weight.data[0, 0] += 1
+            for x in window:
+                sync.backward(_loss(forward(x)), count=len(x))
+            sync.step(optimizer)
+    except pe.AuditError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_a_group_of_experts_is_compared_within_and_all_ranks_learn_of_it(ranks, kind):
+    assert ranks(4).run(_experts, kind, False) == [""] * 4
+    said = set(ranks(4).run(_experts, kind, True))
+    assert len(said) == 1 and said.pop().startswith("audit: parameter of 'experts.weight', at step 1")
+
+
+def _refused() -> list[str]:
+    sync = pe.GradSync(_net())
+    said = []
+    for every in (0, 2.5, True):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            sync.audit(every=every)
+        said.append(str(caught.value))
+    sync.audit(every=2)
+    with pytest.raises(RuntimeError) as caught:
+        sync.audit(every=2)
+    sync.close()
+    return [*said, str(caught.value)]
+
+
+def test_wrong_arguments_of_an_engines_audit_are_named(ranks):
+    for zero, half, truth, again in ranks(1).run(_refused):
+        assert "every=0" in zero and "every=2.5 is a float" in half and "every=True is a bool" in truth
+        assert "audited already" in again
+
+
+# ---- Loops of others ----
+
+
+def _ddp_loop(clips: bool, tells: bool, every: int) -> int:
+    model = _net()
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with pe.audit(ddp, optimizer, every=every) as watch:
+        for _ in range(4):
+            for index, x in enumerate(_batches(ACCUMULATE)):
+                with nullcontext() if index == ACCUMULATE - 1 else ddp.no_sync():
+                    (_loss(ddp(x)) / ACCUMULATE).backward()
+            if tells:
+                watch.reduced()
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        return watch.step
+
+
+@pytest.mark.parametrize(("clips", "tells"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("every", [1, 3])
+def test_stock_ddp_is_not_told_off(ranks, clips, tells, every):
+    assert ranks(2).run(_ddp_loop, clips, tells, every) == [4, 4]
+
+
+def _fsdp_loop(shape: tuple[int, ...]) -> int:
+    model = _net()
+    mesh = _mesh(shape)
+    fully_shard(model[2], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    watch = pe.audit(model, optimizer, every=1)
+    for _ in range(3):
+        for index, x in enumerate(_batches(ACCUMULATE)):
+            model.set_requires_gradient_sync(index == ACCUMULATE - 1)
+            _loss(model(x)).backward()
+        watch.reduced()
+        optimizer.step()
+        optimizer.zero_grad()
+    watch.remove()
+    return watch.step
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_stock_fsdp_is_not_told_off(ranks, shape):
+    world = math.prod(shape)
+    assert ranks(world).run(_fsdp_loop, shape) == [3] * world
+
+
+def _outer_reduction_left_out() -> str:
+    """HSDP without its reduction over replicas, in every window."""
+    model = _net()
+    fully_shard(model, mesh=_mesh((2, 2)))
+    model.set_requires_all_reduce(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    pe.audit(model, optimizer, every=1)
+    _loss(model(_batches(1)[0])).backward()
+    for param in model.parameters():  # what waits for the outer reduction
+        param.grad = torch.full_like(param, float(dist.get_rank()))
+    try:
+        optimizer.step()
+    except pe.AuditError as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_that_are_not_reduced_are_named(ranks):
+    for said in ranks(4).run(_outer_reduction_left_out):
+        assert said.startswith("audit: gradient of '0.weight'")
+
+
+def _main_grad_loop(reduces: bool) -> str:
+    """Megatron's way: gradients move to `main_grad` behind every backward, and fp32 masters are stepped."""
+    model = _net(torch.bfloat16)
+    params = list(model.parameters())
+    for param in params:
+        param.main_grad = torch.zeros_like(param, dtype=torch.float32)
+
+        def take(param: nn.Parameter) -> None:
+            param.main_grad.add_(param.grad)
+            param.grad = None
+
+        param.register_post_accumulate_grad_hook(take)
+    masters = [param.detach().float().clone().requires_grad_() for param in params]
+    optimizer = torch.optim.Adam(masters, lr=0.01)
+    watch = pe.audit(model, optimizer, every=1)
+    try:
+        for _ in range(3):
+            for param in params:
+                param.main_grad.zero_()
+            for x in _batches(ACCUMULATE, torch.bfloat16):
+                (_loss(model(x)) / ACCUMULATE).backward()
+            for param, master in zip(params, masters, strict=True):
+                if reduces:
+                    dist.all_reduce(param.main_grad)
+                    param.main_grad /= dist.get_world_size()
+                master.grad = param.main_grad
+            watch.reduced()
+            optimizer.step()
+            for param, master in zip(params, masters, strict=True):
+                param.data.copy_(master)
+    except pe.AuditError as error:
+        return str(error)
+    watch.remove()
+    return ""
+
+
+def test_main_grad_is_looked_at(ranks):
+    assert ranks(2).run(_main_grad_loop, True) == ["", ""]
+    for said in ranks(2).run(_main_grad_loop, False):
+        assert "not reduced" in said
+
+
+def _skipped_steps(tells: bool) -> int:
+    """A loss scaler skips the first windows: another window's gradients come before any step."""
+    model = _net()
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watch = pe.audit(ddp, optimizer, every=1)
+    for window in range(5):
+        for x in _batches(2):
+            (_loss(ddp(x)) / 2).backward()
+        if tells:
+            watch.reduced()
+        if window % 2:  # others are skipped
+            optimizer.step()
+        optimizer.zero_grad()
+    watch.remove()
+    return watch.step
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_windows_without_a_step_are_not_mixed_with_the_next(ranks, tells):
+    assert ranks(2).run(_skipped_steps, tells) == [2, 2]
+
+
+def _different() -> str:
+    model = nn.Linear(4, 3 + dist.get_rank())
+    with pytest.raises(ValueError) as caught:
+        pe.audit(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return str(caught.value)
+
+
+def test_other_models_are_named_on_every_rank(ranks):
+    first, second = ranks(2).run(_different)
+    assert first == second
+    assert "rank 0 has 'weight' torch.float32 [3, 4], rank 1 has 'weight' torch.float32 [4, 4]" in first
+
+
+def test_wrong_arguments_are_named():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="model is a list"):
+        pe.audit([], optimizer)
+    with pytest.raises(TypeError, match="optimizer is a Linear"):
+        pe.audit(model, model)
+    with pytest.raises(ValueError, match="every=0"):
+        pe.audit(model, optimizer, every=0)
+    with pytest.raises(ValueError, match="tolerance=-1"):
+        pe.audit(model, optimizer, tolerance=-1)
+    with pytest.raises(TypeError, match=r"groups\['x'\]=3 is a int"):
+        pe.audit(model, optimizer, groups={"x": 3})
+    with pytest.raises(ValueError, match="nothing to audit"):
+        pe.audit(model, optimizer, groups={"*": None})
+
+
+def test_a_handle_leaves_nothing_behind():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = pe.audit(model, optimizer, every=1)
+    assert model.weight._backward_hooks
+    watch.remove()
+    assert not model.weight._backward_hooks
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+
+
+@pytest.mark.exhaustive
+def test_a_minute_of_clean_windows_raises_no_alarm(ranks):
+    assert all(count == 3000 for count in ranks(2).run(_many_windows, 3000))
+
+
+def _many_windows(windows: int) -> int:
+    model = _net()
+    sync = pe.GradSync(model, accumulate=2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
+    watch = sync.audit(every=1)
+    batches = _batches(2 * windows)
+    done = 0
+    for window in sync.windows(batches):
+        for x in window:
+            sync.backward(_loss(model(x)), count=len(x))
+        sync.step(optimizer)
+        done += 1
+    watch.remove()
+    return done

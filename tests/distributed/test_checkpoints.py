@@ -1,0 +1,359 @@
+"""Checkpoints in a folder: whole or not at all, the newest whole one loads, what is none is refused with the
+reason, on every rank alike.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import random
+import re
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import me
+from torch import nn
+
+import pyengine as pe
+from pyengine.engine.checkpoint import state_file
+from pyengine.engine.checkpoint.state_file import Origin
+
+STATE = {"weights": torch.arange(1000, dtype=torch.float32), "step": 3, "name": "run"}
+
+
+def _state(step: int, rank: int) -> dict[str, Any]:
+    return {"weights": torch.full((100,), float(step)), "rank": rank}
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name[5:15])
+
+
+def _steps(folder: Path) -> list[int]:
+    return sorted({_step_of(path) for path in folder.glob("step-*.pt")})
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "one.pt"
+    state_file.write(path, Origin(3, 0, 1, "save"), STATE)
+    return path
+
+
+# --- One file ---
+
+
+def test_a_file_comes_back_as_it_was(saved):
+    assert state_file.check(saved) == Origin(3, 0, 1, "save")
+    found = state_file.read(saved)
+    assert torch.equal(found.pop("weights"), STATE["weights"])
+    assert found == {"step": 3, "name": "run"}
+    assert [path.name for path in saved.parent.iterdir()] == ["one.pt"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.05, 0.3, 0.7, 0.99, 0.9999])
+def test_a_truncated_file_is_refused(saved, share):
+    content = saved.read_bytes()
+    saved.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(ValueError, match="^truncated"):
+        state_file.check(saved)
+
+
+def test_a_file_of_zeros_as_a_power_cut_leaves_it_is_refused(saved):
+    saved.write_bytes(bytes(saved.stat().st_size))
+    with pytest.raises(ValueError, match="^truncated: it has no header"):
+        state_file.check(saved)
+
+
+def test_every_flipped_bit_is_found(saved):
+    content, generator = saved.read_bytes(), random.Random(1)
+    for place in [*range(0, 150, 7), *(generator.randrange(256, len(content)) for _ in range(100))]:
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << generator.randrange(8)
+        saved.write_bytes(flipped)
+        with pytest.raises(ValueError, match=r"damaged|truncated|no checkpoint"):
+            state_file.check(saved)
+
+
+@pytest.mark.parametrize("content", [b"PK\3\4 of torch.save itself, say", b"\x80\x02}q\x00." * 100])
+def test_a_foreign_file_is_refused(saved, content):
+    saved.write_bytes(content)
+    with pytest.raises(ValueError, match="^no checkpoint of pyengine"):
+        state_file.check(saved)
+
+
+def test_a_newer_format_is_refused_as_such(saved, monkeypatch):
+    with monkeypatch.context() as newer:
+        newer.setattr(state_file, "FORMAT", 2)
+        state_file.write(saved, Origin(3, 0, 1, "save"), STATE)
+    with pytest.raises(state_file.NewerFormat, match="of format 2, and this pyengine reads up to 1"):
+        state_file.check(saved)
+
+
+class Evil:
+    """Would leave a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self._path,)
+
+
+def test_no_code_of_a_file_runs(tmp_path):
+    path, made = tmp_path / "one.pt", tmp_path / "made"
+    state_file.write(path, Origin(0, 0, 1, ""), Evil(made))
+    state_file.check(path)
+    with pytest.raises(Exception, match="(?i)weights.only"):
+        state_file.read(path)
+    assert not made.exists()
+
+
+# --- A folder, one rank ---
+
+
+def test_the_newest_step_loads_and_two_are_kept(tmp_path):
+    checkpoints = pe.Checkpoints(tmp_path / "new" / "folder")
+    assert checkpoints.load() is None
+    for step in (1, 2, 5, 9):
+        checkpoints.save(step, _state(step, 0))
+    assert _steps(tmp_path / "new" / "folder") == [5, 9]
+    found = pe.Checkpoints(tmp_path / "new" / "folder").load()
+    assert found.step == 9
+    assert torch.equal(found.state["weights"], torch.full((100,), 9.0))
+
+
+def test_a_damaged_newest_step_is_passed_over_named_and_replaced(tmp_path):
+    checkpoints = pe.Checkpoints(tmp_path, keep=2)
+    for step in (1, 2):
+        checkpoints.save(step, _state(step, 0))
+    newest = max(tmp_path.iterdir())
+    newest.write_bytes(newest.read_bytes()[:-1])
+    again = pe.Checkpoints(tmp_path)
+    with pytest.warns(UserWarning, match=r"step 2 is not whole \(rank 0: .*truncated.*from an earlier step"):
+        assert again.load().step == 1
+    again.save(2, _state(2, 0))
+    assert pe.Checkpoints(tmp_path).load().step == 2
+
+
+def test_a_step_that_was_passed_over_goes_when_an_earlier_one_is_saved(tmp_path):
+    checkpoints = pe.Checkpoints(tmp_path)
+    for step in (10, 20):
+        checkpoints.save(step, _state(step, 0))
+    max(tmp_path.iterdir()).write_bytes(b"")
+    again = pe.Checkpoints(tmp_path)
+    with pytest.warns(UserWarning, match="step 20 is not whole"):
+        again.load()
+    again.save(12, _state(12, 0))
+    assert _steps(tmp_path) == [10, 12]
+
+
+def test_a_folder_without_a_whole_step_is_refused_with_the_reasons(tmp_path):
+    pe.Checkpoints(tmp_path).save(4, _state(4, 0))
+    next(tmp_path.iterdir()).write_bytes(b"something else, long enough")
+    with pytest.raises(
+        ValueError, match=r"^no checkpoint in .* is whole: step 4 .*no checkpoint of pyengine"
+    ):
+        pe.Checkpoints(tmp_path).load()
+
+
+def test_a_newer_format_is_not_passed_over(tmp_path, monkeypatch):
+    checkpoints = pe.Checkpoints(tmp_path)
+    checkpoints.save(1, _state(1, 0))
+    with monkeypatch.context() as newer:
+        newer.setattr(state_file, "FORMAT", 7)
+        checkpoints.save(2, _state(2, 0))
+    with pytest.raises(ValueError, match=r"^step 2 in .* is of format 7, .* reads up to 1: update it"):
+        pe.Checkpoints(tmp_path).load()
+
+
+def test_a_renamed_file_is_refused(tmp_path):
+    pe.Checkpoints(tmp_path).save(4, _state(4, 0))
+    path = next(tmp_path.iterdir())
+    path.rename(path.with_name(path.name.replace("4.rank", "5.rank")))
+    with pytest.raises(ValueError, match="is that of step 4, rank 0, renamed"):
+        pe.Checkpoints(tmp_path).load()
+
+
+def test_another_runs_folder_is_not_written_to(tmp_path):
+    pe.Checkpoints(tmp_path).save(40, _state(40, 0))
+    with pytest.raises(ValueError, match=r"step=0: .* holds step 40, of another run"):
+        pe.Checkpoints(tmp_path).save(0, _state(0, 0))
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, "1"])
+def test_a_step_that_is_none_is_refused(tmp_path, step):
+    with pytest.raises(ValueError, match="step=.*: need a whole number of at least 0"):
+        pe.Checkpoints(tmp_path).save(step, {})
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, True, "2"])
+def test_a_number_to_keep_that_is_none_is_refused(tmp_path, keep):
+    with pytest.raises(ValueError, match="^keep=.*: need a whole number of steps"):
+        pe.Checkpoints(tmp_path, keep=keep)
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path):
+    checkpoints = pe.Checkpoints(tmp_path)
+    checkpoints.save(1, _state(1, 0))
+    with pytest.raises(RuntimeError, match="rank 0: step 2 could not be written to .*(?i:pickle)"):
+        checkpoints.save(2, {"function": lambda: None})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001.rank-0-of-1.pt"]
+
+
+# --- A process that dies while it writes ---
+
+
+def _many(step: int) -> dict[str, torch.Tensor]:
+    return {str(index): torch.full((10,), float(step)) for index in range(500)}
+
+
+def _write_for_ever(folder: str) -> None:
+    checkpoints = pe.Checkpoints(folder)
+    found = checkpoints.load()
+    step = 0 if found is None else found.step
+    while True:
+        step += 1
+        checkpoints.save(step, _many(step))  # most of the time goes into the file
+
+
+def _killed_in_mid_write(folder: Path, times: int) -> None:
+    generator, last = random.Random(3), 0
+    for _ in range(times):
+        writer = mp.get_context("fork").Process(target=_write_for_ever, args=(str(folder),))
+        writer.start()
+        end = time.monotonic() + 20
+        while not any(folder.glob("step-*")) and time.monotonic() < end:
+            time.sleep(0.001)
+        time.sleep(generator.random() * 0.03)
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a kill damages no file that has its name
+            found = pe.Checkpoints(folder).load()
+        assert found.step >= last
+        assert all(torch.equal(found.state[name], want) for name, want in _many(found.step).items())
+        last = found.step
+    assert last > 0
+    assert len(_steps(folder)) <= 3
+
+
+def test_a_kill_in_mid_write_loses_no_step_that_was_whole(tmp_path):
+    _killed_in_mid_write(tmp_path, 8)
+
+
+@pytest.mark.exhaustive
+def test_many_kills_in_mid_write_lose_no_step_that_was_whole(tmp_path):
+    _killed_in_mid_write(tmp_path, 200)
+
+
+# --- Several ranks ---
+
+
+def _trained(folder: str, steps: int, keep: int = 2) -> list[float]:
+    """Go on from the newest step, and return the parameters and the steps that this run has taken."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    sync, optimizer = pe.GradSync(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoints = pe.Checkpoints(folder, keep=keep)
+    found, start = checkpoints.load(), 0
+    if found is not None:
+        start = found.step
+        model.load_state_dict(found.state["model"])
+        sync.load_state_dict(found.state["sync"])
+    for step in range(start, steps):
+        with sync.accumulate():
+            sync.backward(model(torch.full((2, 3), step + me()[0] + 1.0)).square().sum(), count=2)
+        sync.step(optimizer)
+        checkpoints.save(step + 1, {"model": model.state_dict(), "sync": sync.state_dict()})
+    return [*(v for p in model.parameters() for v in p.flatten().tolist()), float(start)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_run_goes_on_to_the_same_bits(ranks, tmp_path, world):
+    *undisturbed, _ = ranks(world).run(_trained, str(tmp_path / "one"), 4)[0]
+    ranks(world).run(_trained, str(tmp_path / "other"), 2)
+    *continued, start = ranks(world).run(_trained, str(tmp_path / "other"), 4)[0]
+    assert (continued, start) == (undisturbed, 2.0)
+
+
+def _loaded(folder: str) -> tuple[int, list[str], str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found = pe.Checkpoints(folder).load()
+        except ValueError as error:
+            return -1, [], str(error)
+    return found.step, [str(each.message) for each in caught], ""
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:300])
+
+
+def _of_another_save(path: Path) -> None:
+    step = _step_of(path)
+    state_file.write(path, Origin(step, 1, 2, "another save"), _state(step, 1))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (Path.unlink, "rank 1: step-0000000003.rank-1-of-2.pt is not there"),
+        (_cut, "rank 1: step-0000000003.rank-1-of-2.pt is truncated"),
+        (_of_another_save, "its parts are of different saves"),
+    ],
+)
+def test_a_step_counts_only_as_a_whole_and_all_ranks_take_the_same(
+    ranks, tmp_path, damage: Callable[[Path], None], reason
+):
+    ranks(2).run(_trained, str(tmp_path), 3)
+    damage(tmp_path / "step-0000000003.rank-1-of-2.pt")
+    for step, warned, error in ranks(2).run(_loaded, str(tmp_path)):
+        assert (step, error) == (2, "")
+        assert len(warned) == 1 and re.search(rf"step 3 is not whole \({reason}", warned[0])
+
+
+def test_another_number_of_ranks_is_refused_and_gets_all_states(ranks, tmp_path):
+    ranks(3).run(_trained, str(tmp_path), 2)
+    for step, _, error in ranks(2).run(_loaded, str(tmp_path)):
+        assert step == -1 and re.search("of step 2, is of 3 ranks, and there are 2: start as many", error)
+    assert ranks(2).run(_all, str(tmp_path)) == [(2, ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"])] * 2
+
+
+def _all(folder: str) -> tuple[int, list[str]]:
+    found = pe.Checkpoints(folder).load_all()
+    return found.step, [key for state in found.states for key in state["sync"] if key.startswith("rank")]
+
+
+def _saved(folder: str, how: str) -> str:
+    rank, _ = me()
+    checkpoints = pe.Checkpoints(folder)
+    checkpoints.save(1, _state(1, rank))
+    state = {"function": lambda: None} if how == "unwritable" and rank == 1 else _state(2, rank)
+    try:
+        checkpoints.save(2 + (how == "step") * rank, state)
+    except (ValueError, RuntimeError) as error:
+        return f"{error}, {pe.Checkpoints(folder).load().step}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("unwritable", r"^rank 1: step 2 could not be written to .*, 1$"),
+        ("step", r"^step=\[2, 3\] by rank: need the same on every rank.*, 1$"),
+    ],
+)
+def test_what_one_rank_cannot_save_is_an_error_on_all_and_the_step_before_loads(
+    ranks, tmp_path, how, message
+):
+    with warnings.catch_warnings():
+        said = ranks(2).run(_saved, str(tmp_path), how)
+    assert len(set(said)) == 1 and re.search(message, said[0], re.DOTALL), said

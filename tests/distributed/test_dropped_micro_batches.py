@@ -1,0 +1,271 @@
+"""nonfinite="drop_micro_batch": what is not finite leaves sum and count, and the window lives."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from cases import WIRES, Inject, Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from sharded_cases import Chain, batch, items, right_grads, shard, whole_grads
+from torch import Tensor, nn
+
+import pyengine as pe
+
+KINDS = ("own", "own-exact", "attach", "attach-view", "attach-unused", "attach-static")
+ACCUMULATE = 3
+Place = tuple[int, int]  # rank, micro-batch
+
+
+def _poison(at: int, value: float, grad: Tensor) -> Tensor:
+    grad = grad.clone()
+    grad.view(-1)[at] = value
+    return grad
+
+
+def _window(
+    sync: pe.Sync, model: Integers, forward: nn.Module, bad: dict[Place, tuple[str, int, float]]
+) -> None:
+    """Run one window's backwards; a `bad` micro-batch has a value at an element of a parameter's gradient."""
+    rank, _ = me()
+    for window in sync.windows([integers(10 * rank + k) for k in range(ACCUMULATE)]):
+        for k, (x, t) in enumerate(window):
+            handle = None
+            if (rank, k) in bad:
+                name, at, value = bad[rank, k]
+                handle = model.get_parameter(name).register_hook(partial(_poison, at, value))
+            sync.backward(forward(x, t), count=3)
+            if handle is not None:
+                handle.remove()
+        break
+
+
+def _dropped(kind: str, dtype: torch.dtype, bad: dict[Place, tuple[str, int, float]], wire: str) -> str:
+    _, world = me()
+    model = Integers(dtype)
+    sync, forward = engine(kind, model, accumulate=ACCUMULATE, nonfinite="drop_micro_batch", wire=WIRES[wire])
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        _window(sync, model, forward, bad)
+        sync.unscale_()
+    kept = [(r, k) for r in range(world) for k in range(ACCUMULATE) if (r, k) not in bad]
+    want = mean_of_integers(model, [integers(10 * r + k) for r, k in kept], 3 * len(kept))
+    if wire == "fp32":
+        assert_same(grads(model), want)
+    else:  # 1/9 and what is multiplied by it are rounded to the wire, and sums of two ranks again
+        eps = torch.finfo(WIRES[wire].dtype).eps
+        for name, grad in grads(model).items():
+            torch.testing.assert_close(grad, want[name], rtol=3 * eps, atol=3 * eps)
+    assert bool(sync.step(torch.optim.SGD(model.parameters(), lr=0.0)))
+    (record,) = records
+    assert not record.skipped and record.dropped == len(bad) and record.count == 3 * len(kept)
+    assert any(record.reason in str(w.message) for w in warned)
+    sync.close()
+    return record.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("world", "k", "at"), [(1, 1, 65), (2, 0, 0), (3, 2, 130)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_window_goes_on_as_if_a_bad_micro_batch_had_not_been(ranks, kind, world, k, at, dtype):
+    where = (world - 1, k)
+    reasons = ranks(world).run(_dropped, kind, dtype, {where: ("long", at, math.inf)}, "fp32")
+    said = f"dropped for inf or nan: rank {world - 1}, micro-batch {k} (the gradient of 'long')"
+    assert set(reasons) == {said}
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_narrow_wires_carry_what_is_left(ranks, kind, wire):
+    bad = {(0, 0): ("matrix", 0, math.nan), (1, 2): ("scalar", 0, -math.inf), (1, 0): ("bias", 2, math.nan)}
+    reasons = ranks(2).run(_dropped, kind, torch.float32, bad, wire)
+    for (rank, k), (name, *_) in bad.items():
+        assert f"rank {rank}, micro-batch {k} (the gradient of '{name}')" in reasons[0]
+    assert reasons[0] == reasons[1]
+
+
+def _all_bad() -> tuple[str, int]:
+    rank, _ = me()
+    model = Integers(torch.float32)
+    sync, forward = engine("own", model, accumulate=ACCUMULATE, nonfinite="drop_micro_batch")
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    before = [p.detach().clone() for p in model.parameters()]
+    _window(sync, model, forward, {(rank, k): ("long", 1, math.nan) for k in range(ACCUMULATE)})
+    assert not sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    sync.close()
+    return records[0].reason, records[0].dropped
+
+
+def test_a_window_of_bad_micro_batches_only_is_skipped(ranks):
+    for reason, dropped in ranks(2).run(_all_bad):
+        assert reason.startswith("dropped for inf or nan: rank 0, micro-batch 0")
+        assert dropped == 2 * ACCUMULATE
+
+
+def _scaled() -> list[float]:
+    model = Integers(torch.float32)
+    sync, forward = engine("own", model, accumulate=ACCUMULATE, nonfinite="drop_micro_batch")
+    sync.scaler = pe.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    scales = []
+    for bad in ({(1, 1): ("long", 5, math.inf)}, {}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _window(sync, model, forward, bad)
+            assert sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+        scales.append(sync.scaler.get_scale())
+    sync.close()
+    return scales
+
+
+def test_a_loss_scale_backs_off_for_what_was_dropped(ranks):
+    assert ranks(2).run(_scaled) == [[4.0, 8.0]] * 2
+
+
+@pytest.mark.filterwarnings("ignore:window 0. dropped")
+def test_a_loss_that_is_not_finite_is_dropped_with_finite_gradients():
+    weight = nn.Parameter(torch.ones(3))
+    sync = pe.GradSync([("weight", weight)], accumulate=2, nonfinite="drop_micro_batch")
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    for window in sync.windows([0.0, math.inf]):
+        for offset in window:
+            sync.backward(weight.sum() + offset)
+        sync.step(torch.optim.SGD([weight], lr=1.0))
+    assert torch.equal(weight, torch.zeros(3)) and records[0].loss == 3.0
+    assert records[0].reason.endswith("micro-batch 1 (its loss)")
+    sync.close()
+
+
+@pytest.mark.filterwarnings("ignore:window 0. dropped")
+def test_a_block_of_several_backwards_is_dropped_whole():
+    weight = nn.Parameter(torch.ones(3))
+    sync = pe.GradSync([("weight", weight)], accumulate=2, nonfinite="drop_micro_batch")
+    for window in sync.windows([math.nan, 1.0]):
+        for factor in window:
+            with sync.micro_batch(count=2) as micro_batch:
+                weight.sum().backward()
+                with micro_batch.last_backward():
+                    (weight * factor).sum().backward()
+        sync.unscale_()
+    assert torch.equal(weight.grad, torch.ones(3))
+    sync.close()
+
+
+def test_exact_sums_replay_no_statistics_of_a_dropped_micro_batch():
+    def run(batches: list[Tensor]) -> nn.BatchNorm1d:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+        exact = pe.Exact(micro_batches=3)
+        sync = pe.GradSync(model, accumulate=3, accumulator=exact, nonfinite="drop_micro_batch")
+        for window in sync.windows(batches):
+            for x in window:
+                sync.backward(model(x).square().sum(), count=len(x))
+            sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
+        sync.close()
+        return model[0]
+
+    good = [torch.randn(4, 2, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    with pytest.warns(UserWarning, match="micro-batch 1"):
+        got = run([good[0], torch.full((4, 2), math.nan), good[1]])
+    want = run(good)
+    for name, value in want.state_dict().items():
+        assert torch.equal(got.state_dict()[name], value), name
+    assert torch.equal(got.weight, want.weight)
+
+
+def _saved_inside() -> tuple[pe.StepRecord, Tensor]:
+    weight = nn.Parameter(torch.ones(3))
+
+    def make() -> pe.GradSync:
+        return pe.GradSync([("weight", weight)], accumulate=3, nonfinite="drop_micro_batch")
+
+    first = make()
+    window = next(first.windows([1.0, math.nan, 2.0]))
+    for factor in (next(window), next(window)):
+        first.backward((weight * factor).sum())
+    state = first.state_dict()
+    first.abandon()
+    first.close()
+    second, records = make(), []
+    second.load_state_dict(state)
+    second.on_step(records.append)
+    for window in second.windows([2.0]):
+        for factor in window:
+            second.backward((weight * factor).sum())
+        second.step(torch.optim.SGD([weight], lr=1.0))
+    second.close()
+    return records[0], weight
+
+
+@pytest.mark.filterwarnings("ignore:window 0. dropped")
+def test_a_state_saved_behind_a_dropped_micro_batch_remembers_it():
+    record, weight = _saved_inside()
+    assert (record.dropped, record.count) == (1, 2.0)
+    assert torch.equal(weight, torch.full((3,), -0.5))
+
+
+def test_native_sums_cannot_drop():
+    with pytest.raises(
+        ValueError, match="what it has added cannot be taken out again: use accumulator='fp32'"
+    ):
+        pe.GradSync(Integers(torch.float32), accumulate=2, accumulator="native", nonfinite="drop_micro_batch")
+
+
+def _sharded(kind: str, narrow: bool, accumulator: str, where: Place) -> str:
+    rank, world = me()
+    model = shard(Chain(), kind, narrow=narrow)
+    sync = pe.attach(model, accumulate=ACCUMULATE, accumulator=accumulator, nonfinite="drop_micro_batch")
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    for window in sync.windows([batch(10 * rank + k, items(rank, k)) for k in range(ACCUMULATE)]):
+        for k, (x, t) in enumerate(window):
+            output = model(x)
+            if (rank, k) == where:
+                output = Inject.apply(output, math.nan)
+            sync.backward((output.to(t.dtype) * t).sum(), count=len(x))
+        sync.unscale_()
+        got = whole_grads(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    kept = [(r, k) for r in range(world) for k in range(ACCUMULATE) if (r, k) != where]
+    count = sum(items(r, k) for r, k in kept)
+    assert_same(got, right_grads([batch(10 * r + k, items(r, k)) for r, k in kept], count))
+    assert (records[0].dropped, records[0].count) == (1, count)
+    sync.close()
+    return records[0].reason
+
+
+@pytest.mark.filterwarnings("ignore:window 0. dropped")
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+@pytest.mark.parametrize(
+    ("kind", "world", "narrow", "k"),
+    [
+        ("flat", 1, False, 0),
+        ("flat", 3, True, 2),
+        ("nested", 2, True, 1),
+        ("hsdp", 4, False, 2),
+        ("replicate", 2, False, 0),
+    ],
+)
+def test_sharded_models_lose_it_too(ranks, kind, world, narrow, k, accumulator):
+    reasons = ranks(world).run(_sharded, kind, narrow, accumulator, (world - 1, k))
+    assert len(set(reasons)) == 1
+    assert f"rank {world - 1}, micro-batch {k} (" in reasons[0] and "'first.weight'" in reasons[0]
+
+
+def _refused() -> str:
+    model = shard(Chain(), "flat")
+    with pytest.raises(ValueError, match="before it is known to be finite") as caught:
+        pe.attach(model, accumulate=2, defer="none", nonfinite="drop_micro_batch")
+    return str(caught.value)
+
+
+def test_what_reduces_earlier_cannot_drop(ranks):
+    assert all("use 'all'" in text for text in ranks(2).run(_refused))

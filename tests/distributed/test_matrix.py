@@ -1,0 +1,244 @@
+"""Whoever owns the gradients, whatever goes wrong in a window: an engine of each wrapper, type and number of
+ranks goes through all of it, and what may be used is the gradient of one float64 process, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from cases import Breaks, Inject, assert_same, me
+from sharded_cases import Chain, batch, items, loss_of, right_grads, shard
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+
+ACCUMULATE = 2
+WORLDS = {
+    "own": (1, 2, 3, 4),
+    "ddp": (1, 2, 3, 4),
+    "nested": (1, 2, 3, 4),  # fully_shard
+    "hsdp": (2, 4),  # what makes a mesh
+    "replicate": (1, 2, 3, 4),
+}
+
+# What runs each time; of the rest other files test the parts.
+QUICK = {"own": 3, "ddp": 3, "nested": 2, "hsdp": 4, "replicate": 3}
+
+
+class Fails(torch.optim.SGD):
+    """An optimizer whose step raises when told to."""
+
+    now = False
+
+    def step(self, closure: Any = None) -> Any:
+        """Raise, or step."""
+        if self.now:
+            raise KeyError("in the step")
+        return super().step(closure)
+
+
+class Subject:
+    """An engine, and what its windows have to come to.
+
+    Args:
+        kind: of wrapper.
+        narrow: whether parameters are bfloat16; sums are float32.
+    """
+
+    def __init__(self, kind: str, *, narrow: bool) -> None:
+        self.kind, self.rank, self.world = kind, *me()
+        self.dtype = torch.bfloat16 if narrow else torch.float32
+        self.bare = self.model = Chain(self.dtype)
+        if kind == "own":
+            self.sync: pe.Sync = pe.GradSync(self.model, accumulate=ACCUMULATE)
+        else:
+            if kind == "ddp":
+                self.model = DistributedDataParallel(self.bare)
+            else:
+                shard(self.model, kind, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+            self.sync = pe.attach(self.model, accumulate=ACCUMULATE)
+        self.records: list[pe.StepRecord] = []
+        self.sync.on_step(self.records.append)
+        self.optimizer = Fails(self.bare.parameters(), lr=0.0)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether forwards are collective."""
+        return self.kind not in ("own", "ddp")
+
+    def numbers(self, *, unequal: bool, without: bool = False) -> list[int]:
+        """Return how many micro-batches each rank has."""
+        found = [ACCUMULATE - (rank % 2 if unequal else 0) for rank in range(self.world)]
+        return [*found[:-1], 0] if without else found
+
+    def train(
+        self,
+        numbers: Sequence[int],
+        *,
+        size: Callable[[int, int], int] = lambda rank, number: 3,
+        until: int = ACCUMULATE,
+        at: Callable[[int], Any] = lambda number: None,
+        bad: bool = False,
+    ) -> bool:
+        """Train a window, which has to come out right; return whether it was stepped.
+
+        Args:
+            numbers: micro-batches of each rank.
+            size: of a rank's micro-batch.
+            until: after so many the loop is left.
+            at: called before the backward of each.
+            bad: whether rank 0's gradient is nan.
+        """
+        loader = [(k, batch(100 * self.rank + k, size(self.rank, k))) for k in range(numbers[self.rank])]
+        for param in self.bare.parameters():
+            param.grad = None
+        for window in self.sync.windows(loader):
+            for k, (x, t) in window:
+                loss = loss_of(self.model, (x.to(self.dtype), t))
+                at(k)
+                loss = Inject.apply(loss, torch.nan) if bad and self.rank == 0 else loss
+                self.sync.backward(loss, count=size(self.rank, k))
+                if k + 1 == until:
+                    break
+            if until < ACCUMULATE:
+                self.sync.flush()
+            self.sync.unscale_()
+            members = [(r, k) for r, number in enumerate(numbers) for k in range(min(number, until))]
+            count = sum(size(*member) for member in members)
+            if not bad:
+                want = right_grads([batch(100 * r + k, size(r, k)) for r, k in members], count)
+                rounded = {name: None if g is None else g.to(self.dtype) for name, g in want.items()}
+                assert_same(self._grads(), rounded)
+            stepped = bool(self.sync.step(self.optimizer))
+            assert (self.records[-1].micro_batches, self.records[-1].count) == (len(members), count)
+            assert self.records[-1].skipped is not stepped
+            if until < ACCUMULATE:
+                break  # the rest of the loader
+        return stepped
+
+    def _grads(self) -> dict[str, Tensor | None]:
+        return {
+            name: grad.full_tensor() if hasattr(grad := param.grad, "full_tensor") else grad
+            for name, param in self.bare.named_parameters()
+        }
+
+    def one_count(self) -> None:
+        """All ranks have as much."""
+        assert self.train(self.numbers(unequal=False))
+
+    def unequal_counts(self) -> None:
+        """Counts differ, and so do numbers of micro-batches."""
+        assert self.train(self.numbers(unequal=True), size=items)
+
+    def without_data(self) -> None:
+        """The last rank has nothing: nor has a sharded model then, whose forwards are collective."""
+        numbers = self.numbers(unequal=False, without=True)
+        if self.world == 1:
+            return
+        if not self.is_sharded:
+            assert self.train(numbers)
+            return
+        with pytest.raises(ValueError, match=f"rank {self.world - 1} has no micro-batch at all"):
+            self.train(numbers)
+
+    def early_break(self) -> None:
+        """The loop is left, and what was done is used."""
+        assert self.train(self.numbers(unequal=False), until=1)
+
+    def nonfinite(self) -> None:
+        """What rank 0 brings is nan: nobody steps."""
+        assert not self.train(self.numbers(unequal=False), bad=True)
+
+    def fails_in_forward(self) -> None:
+        """The last forward raises."""
+        with _hooked(self.bare.second, _no_room, at=ACCUMULATE):
+            self._fails(MemoryError)
+
+    def fails_in_backward(self) -> None:
+        """The last backward raises, in its middle."""
+        with _hooked(self.bare.second, lambda *given: Breaks.apply(given[-1]), at=ACCUMULATE):
+            Breaks.now = True
+            self._fails(MemoryError)
+            Breaks.now = False
+
+    def fails_between(self) -> None:
+        """The loop's body raises between forward and backward."""
+
+        def at(number: int) -> None:
+            if number == 1:
+                raise KeyError("between")
+
+        self._fails(KeyError, at=at)
+
+    def fails_in_step(self) -> None:
+        """The optimizer raises."""
+        self.optimizer.now = True
+        self._fails(KeyError)
+        self.optimizer.now = False
+
+    def _fails(self, error: type[Exception], **options: Any) -> None:
+        with pytest.raises(error):
+            self.train(self.numbers(unequal=False), **options)
+        self.sync.abandon()
+
+
+@contextmanager
+def _hooked(module: nn.Module, hook: Callable[..., Any], *, at: int) -> Iterator[None]:
+    """Let a hook run behind the module's forward number `at`."""
+    calls: list[int] = []
+
+    def run(*given: Any) -> Any:
+        calls.append(1)
+        return hook(*given) if len(calls) == at else None
+
+    handle = module.register_forward_hook(run)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _no_room(*_: object) -> None:
+    raise MemoryError("no room")
+
+
+STAGES = (
+    Subject.unequal_counts,
+    Subject.without_data,
+    Subject.early_break,
+    Subject.nonfinite,
+    Subject.fails_in_forward,
+    Subject.fails_in_backward,
+    Subject.fails_between,
+    Subject.fails_in_step,
+)
+
+
+def _goes_through_everything(kind: str, *, narrow: bool) -> None:
+    subject = Subject(kind, narrow=narrow)
+    subject.one_count()
+    for stage in STAGES:
+        try:
+            stage(subject)
+            subject.one_count()
+        except Exception as error:
+            raise AssertionError(stage.__name__) from error
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [
+        pytest.param(kind, world, marks=[] if world == QUICK[kind] else [pytest.mark.exhaustive])
+        for kind in WORLDS
+        for world in WORLDS[kind]
+    ],
+)
+def test_windows_come_out_right_or_not_at_all(ranks, kind, world, narrow):
+    ranks(world).run(_goes_through_everything, kind, narrow=narrow)

@@ -1,0 +1,131 @@
+"""Schedules of torch.distributed.pipelining, whose backwards run in blocks, against one float64 process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from meshes import assert_alike, mesh_of
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.nn.functional import cross_entropy
+
+import pyengine as pe
+
+ACCUMULATE, CHUNKS, ROWS, WIDTH, CLASSES = 2, 2, 4, 6, 3
+
+
+def _layers(number: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    middle = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(number - 1)]
+    return [*middle, nn.Linear(WIDTH, CLASSES)]
+
+
+def _data(shard: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(shard)
+    return [
+        (
+            torch.randn(ROWS, WIDTH, generator=generator),
+            torch.randint(-1, CLASSES, (ROWS,), generator=generator),
+        )
+        for _ in range(2 * ACCUMULATE)
+    ]
+
+
+def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum over labels that are not -1."""
+    return cross_entropy(logits, labels, reduction="sum", ignore_index=-1)
+
+
+def _count(labels: Tensor) -> int:
+    return int((labels >= 0).sum())
+
+
+def _in_one_process(
+    model: nn.Module, shards: list[list[tuple[Tensor, Tensor]]]
+) -> tuple[list[float], list[float]]:
+    """Train a float64 model in place; return losses and norms by window."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, norms = [], []
+    for start in range(0, 2 * ACCUMULATE, ACCUMULATE):
+        data = [pair for shard in shards for pair in shard[start : start + ACCUMULATE]]
+        loss = sum(_loss(model(x.double()), y) for x, y in data) / sum(_count(y) for _, y in data)
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+    return losses, norms
+
+
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+
+
+def _train(schedule: str, dp: int, is_marked: bool, options: dict[str, object]) -> list[list[float]]:
+    """Only the last stage knows losses and counts."""
+    mesh = mesh_of(pp=2, dp=dp)
+    rank, shard, group = mesh.get_local_rank("pp"), mesh.get_local_rank("dp"), mesh.get_group("pp")
+    virtual = 2 if schedule == "interleaved" else 1
+    layers = _layers(2 * virtual)
+    whole = copy.deepcopy(nn.Sequential(*layers)).double()
+    mine = nn.ModuleDict({str(i): layers[i] for i in range(rank, len(layers), 2)})
+    stages = [
+        PipelineStage(m, int(i), len(layers), torch.device("cpu"), group=group) for i, m in mine.items()
+    ]
+    runner = SCHEDULES[schedule](
+        stages if virtual > 1 else stages[0], CHUNKS, loss_fn=_loss, scale_grads=False
+    )
+    axes = pe.Axes(replicate="dp", shard="pp")
+    sync = pe.GradSync(mine, accumulate=ACCUMULATE, device_mesh=mesh, axes=axes, **options)
+    optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    norms = []
+    for window in sync.windows(_data(shard)):
+        for x, y in window:
+            losses: list[Tensor] = []
+            with sync.micro_batch() as mb:
+                if rank == 0:
+                    _run(mb, is_marked, lambda x=x: runner.step(x))
+                else:
+                    mb.count = _count(y)
+                    _run(mb, is_marked, lambda y=y, losses=losses: runner.step(target=y, losses=losses))
+                    if not is_marked:
+                        mb.loss = torch.stack(losses).sum()
+        norms.append(sync.clip_grad_norm_(0.5).item())
+        sync.step(optimizer)
+    want, want_norms = _in_one_process(whole, [_data(index) for index in range(dp)])
+    torch.testing.assert_close(norms, want_norms, rtol=1e-5, atol=0)
+    if not is_marked:
+        torch.testing.assert_close([record.loss for record in records], want, rtol=1e-5, atol=0)
+    assert [record.count for record in records] == [
+        sum(_count(y) for s in range(dp) for _, y in _data(s)[k : k + ACCUMULATE]) for k in (0, ACCUMULATE)
+    ]
+    assert [record.micro_batches for record in records] == [dp * ACCUMULATE] * 2
+    for name, param in mine.named_parameters():
+        torch.testing.assert_close(param.double(), whole.get_parameter(name), rtol=1e-5, atol=1e-6)
+    return [norms, [record.loss or 0.0 for record in records]]
+
+
+def _run(mb: pe.MicroBatch, is_marked: bool, step) -> None:  # type: ignore[no-untyped-def]
+    if is_marked:
+        with mb.last_backward():
+            step()
+    else:
+        step()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "dp", "is_marked", "options"),
+    [
+        ("gpipe", 1, False, {}),
+        ("1f1b", 1, True, {}),
+        ("interleaved", 1, False, {}),
+        ("gpipe", 2, True, {"accumulator": "exact"}),
+        ("1f1b", 2, False, {}),
+        ("interleaved", 2, False, {"accumulator": "exact"}),
+    ],
+)
+def test_a_schedule_is_one_micro_batch_a_step(ranks, schedule, dp, is_marked, options):
+    assert_alike(ranks(2 * dp).run(_train, schedule, dp, is_marked, options))

@@ -1,0 +1,231 @@
+"""Narrow wires under FSDP2: what travels, what arrives, and how far it is from float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import me
+from sharded_cases import Chain, shard, train_a_window
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import pyengine as pe
+
+# What rounding to a wire's type may change of a value: half of its last bit.
+ROUNDING = {"BF16()": 2.0**-8, "FP16()": 2.0**-11}
+KINDS = [("flat", 2), ("flat", 3), ("nested", 4), ("hsdp", 4)]
+ACCUMULATE, WIDTH = 3, 7
+# Of losses and counts: undivided, gradients are beyond float16.
+LARGE = 2**20
+
+
+def _model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3)).to(dtype)
+
+
+def _sharded(kind: str, **options: Any) -> tuple[pe.Sync, nn.Module]:
+    model, mesh = _model(torch.float32), None
+    if kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    if kind != "flat":
+        fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return pe.attach(model, accumulate=ACCUMULATE, **options), model
+
+
+def _batch(rank: int, number: int) -> tuple[Tensor, int]:
+    """Return 1 to 4 items, of any values."""
+    items = 1 + (rank + 2 * number) % 4
+    return torch.randn(items, 5, generator=torch.Generator().manual_seed(100 * rank + number)), items
+
+
+def _right(world: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the mean gradients of one float64 process, and the sums of absolute values of all that is added
+    up in them.
+    """
+    twin = _model(torch.float64)
+    members = [_batch(rank, number) for rank in range(world) for number in range(ACCUMULATE)]
+    count = sum(items for _, items in members)
+    sums = [(torch.zeros_like(param), torch.zeros_like(param)) for param in twin.parameters()]
+    for x, _ in members:
+        twin.zero_grad()
+        (twin(x.double()).square().sum() / count).backward()
+        for (total, magnitude), param in zip(sums, twin.parameters(), strict=True):
+            total += param.grad
+            magnitude += param.grad.abs()
+    return sums
+
+
+def _ends_near_float64(kind: str, wire: pe.wire.Wire, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Return this rank's shards, which have to be near the whole batch's gradient in float64."""
+    rank, world = me()
+    sync, model = _sharded(kind, wire=wire, **options)
+    for window in sync.windows([_batch(rank, number) for number in range(ACCUMULATE)]):
+        for x, items in window:
+            sync.backward(LARGE * model(x).square().sum(), count=LARGE * items)
+        norm = sync.grad_norm()
+        sync.unscale_()
+    right, deviation = _right(world), 0.0
+    for param, (total, magnitude) in zip(model.parameters(), right, strict=True):
+        # What travels, a rank's sum or a micro-batch's gradient, is rounded once: by at most u of itself.
+        # float32 has some products in a row, and adds micro-batches, ranks and 1/count: 32 roundings at most.
+        # Near 0 float16 has steps of 2^-24.
+        bound = (ROUNDING[str(wire)] + 32 * 2.0**-24) * magnitude + 2.0**-25
+        assert ((param.grad.full_tensor().double() - total).abs() <= bound).all()
+        deviation += float(bound.square().sum())
+    squares = sum(float(total.square().sum()) for total, _ in right)
+    assert abs(float(norm) - squares**0.5) <= deviation**0.5  # the triangle's inequality
+    return {name: param.grad.to_local() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("wire", "options"),
+    [
+        (pe.wire.BF16(), {}),
+        (pe.wire.FP16(), {}),
+        (pe.wire.BF16(), {"defer": "none"}),
+        (pe.wire.BF16(), {"defer": "outer"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("kind", "world"), KINDS)
+def test_a_narrow_wire_rounds_once_a_rank(ranks, kind, world, wire, options):
+    if options == {"defer": "outer"} and kind != "hsdp":
+        options = {"defer": {"": "none"}}
+    found = ranks(world).run(_ends_near_float64, kind, wire, options)
+    if kind == "hsdp":  # replicas are ranks 0 and 2, 1 and 3
+        for name, grad in found[0].items():
+            assert torch.equal(grad, found[2][name])
+
+
+def _sends(kind: str, wire: pe.wire.Wire) -> tuple[int, int]:
+    """Return the bytes of a window, and those of its gathers and header."""
+    sync, model = _sharded(kind, wire=wire, defer="all")
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    rank, _ = me()
+    for window in sync.windows([_batch(rank, number) for number in range(ACCUMULATE)]):
+        for x, items in window:
+            sync.backward(model(x).square().sum(), count=items)
+        sync.step(optimizer)
+    return records[0].bytes_on_wire, records[0].collectives
+
+
+def _padded(rows: int, columns: int, shards: int) -> int:
+    return -(-rows // shards) * shards * columns
+
+
+@pytest.mark.parametrize("wire", [pe.wire.BF16(), pe.wire.FP16()], ids=str)
+@pytest.mark.parametrize(("kind", "world"), KINDS)
+def test_gradients_travel_as_narrow_as_the_record_says(ranks, kind, world, wire):
+    shards = 2 if kind == "hsdp" else world
+    shapes = [(WIDTH, 5), (WIDTH, 1), (3, WIDTH), (3, 1)]
+    numel = sum(_padded(*shape, shards) for shape in shapes)
+    wide = ranks(world).run(_sends, kind, pe.wire.FP32())
+    narrow = ranks(world).run(_sends, kind, wire)
+    for (before, launched), (after, also) in zip(wide, narrow, strict=True):
+        assert before - after == 2 * numel * (shards - 1) // shards
+        assert launched == also
+
+
+def _is_skipped() -> list[bool]:
+    """What overflows on the wire, on one rank, is found by all."""
+    rank, _ = me()
+    sync, model = _sharded("flat", wire=pe.wire.FP16())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    stepped = []
+    for window in sync.windows([_batch(rank, number) for number in range(2 * ACCUMULATE)]):
+        for x, items in window:
+            factor = 1e9 if rank == 1 and not stepped else 1.0
+            sync.backward(factor * model(x).square().sum(), count=items)
+        stepped.append(bool(sync.step(optimizer)))
+    return stepped
+
+
+def test_what_overflows_on_the_wire_skips_the_step_everywhere(ranks):
+    assert ranks(2).run(_is_skipped) == [[False, True]] * 2
+
+
+def _one_rank(kind: str) -> None:
+    sync, model = _sharded(kind, wire=pe.wire.FP16())
+    x, items = _batch(0, 0)
+    with sync.accumulate(last=True):
+        sync.backward(1e6 * model(x).square().sum(), count=items)
+    sync.unscale_()
+    twin = _model(torch.float32)
+    (1e6 * twin(x).square().sum()).backward()
+    inverse = torch.tensor(1 / items)
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(param.grad.full_tensor(), other.grad * inverse)
+
+
+def test_one_rank_sends_nothing_and_rounds_nothing(ranks):
+    ranks(1).run(_one_rank, "flat")
+
+
+class _Own:
+    """A reduce-scatter of the caller's."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ):
+        return dist.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+
+
+def _refused(case: str) -> str:
+    model, options = Chain(), {"wire": pe.wire.BF16()}
+    match case:
+        case "replicas":
+            shard(model, "replicate")
+        case "only replicas":
+            fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s")))
+        case "wider":
+            options["accumulator"] = "native"
+            fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+            options["wire"] = pe.wire.FP32()
+        case "early":
+            fully_shard(model)
+            options = {"wire": pe.wire.FP16(), "defer": "none"}
+        case "own":
+            fully_shard(model).set_custom_reduce_scatter(_Own())
+    with pytest.raises(ValueError) as error:
+        pe.attach(model, accumulate=3, **options)
+    return str(error.value)
+
+
+REFUSED = {
+    "replicas": "reduces in float32, and wire=BF16(): it has replicas and no shards",
+    "only replicas": "reduces in float32, and wire=BF16(): it has replicas and no shards",
+    "wider": "reduces in bfloat16, and wire=FP32(): a wire has to be of the type",
+    "early": "wire=FP16() for unit '', which sends gradients before the window's count is known",
+    "own": "it has a reduce-scatter of its own",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wire_that_units_cannot_use_is_refused_on_every_rank(ranks, case):
+    for message in ranks(2).run(_refused, case):
+        assert REFUSED[case] in message
+
+
+def _keeps_their_own() -> None:
+    model = Chain()
+    own = _Own()
+    fully_shard(model).set_custom_reduce_scatter(own)
+    sync = pe.attach(model, accumulate=3)
+    train_a_window(sync, model)
+    sync.close()
+    assert model._get_fsdp_state()._fsdp_param_groups[0]._reduce_scatter_comm is own
+
+
+def test_a_reduce_scatter_of_the_callers_goes_on_to_be_used(ranks):
+    ranks(2).run(_keeps_their_own)

@@ -1,0 +1,170 @@
+"""A rank that waits for others is told of whom, and where they are; the watching costs nobody anything.
+
+Ranks that are stopped or killed in every phase of a window are cases of `tests/faults`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import threading
+import time
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from cases import me
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+from pyengine.comm import roll_call
+from pyengine.comm.process_state import ProcessId
+
+AFTER_S = 0.3
+
+
+def _warned(caught: list[Any]) -> list[str]:
+    return [str(each.message) for each in caught if "a sync has stalled" in str(each.message)]
+
+
+def _watchers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "pyengine-stall"]
+
+
+def _elsewhere() -> None:
+    time.sleep(4 * AFTER_S)
+
+
+def _alone(what: str) -> list[str]:
+    """Rank 0 does alone what all ranks are to do; the others follow."""
+    rank, _ = me()
+    model = nn.Linear(2, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if rank and what == "GradSync":
+            _elsewhere()
+        sync = pe.GradSync(model, stall_after_s=AFTER_S)
+        if rank and what == "load_state_dict":
+            _elsewhere()
+        sync.load_state_dict(sync.state_dict())
+        with sync.accumulate():
+            sync.backward(model(torch.ones(1, 2)).sum())
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
+        sync.close()
+    return _warned(caught)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_alone_loads_a_state_is_told_who_has_not_come_and_where_it_stands(ranks, world):
+    warned = ranks(world).run(_alone, "load_state_dict")
+    late = "rank 1 of 2 has" if world == 2 else "ranks 1, 2 of 3 have"
+    assert [len(texts) for texts in warned] == [1] + [0] * (world - 1)
+    assert f"{late} not come to a gather of objects: rank 0 has waited for 0." in warned[0][0]
+    assert re.search(r"rank 1 .*step 0, window 0, .* in _elsewhere: time.sleep\(4 \* AFTER_S\)", warned[0][0])
+    assert re.search(
+        r"rank 0 .*waits in a gather.* in _alone \(in pyengine's .*load_state_dict\)", warned[0][0]
+    )
+
+
+def test_a_rank_that_has_made_no_engine_is_told_as_such(ranks):
+    warned = ranks(2).run(_alone, "GradSync")
+    assert "rank 1 has not made this engine" in warned[0][0]
+
+
+def _stopped() -> list[str]:
+    """Rank 1 is stopped before rank 0 waits for it, and goes on a second later."""
+    rank, _ = me()
+    sync = pe.GradSync(nn.Linear(2, 2), stall_after_s=AFTER_S)
+    other = sync._engine.comm.all_gather_object(ProcessId.own())[1]
+    if rank == 1:
+        time.sleep(AFTER_S)  # a heartbeat tells where
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        while other.state(ProcessId.own()) != "stopped":
+            time.sleep(0.01)
+        threading.Timer(1.0, os.kill, (other.pid, signal.SIGCONT)).start()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sync.load_state_dict(sync.state_dict())
+    return _warned(caught)
+
+
+def test_a_stopped_rank_is_told_as_stopped_with_the_line_where_it_was(ranks):
+    warned = ranks(2).run(_stopped)
+    assert [len(texts) for texts in warned] == [1, 0]
+    was = r"rank 1 \(process \d+ on .*\), is stopped \(SIGSTOP, or a debugger\), and was last at "
+    assert re.search(f"{was}.* in _stopped", warned[0][0])
+
+
+def _dies(phase: str) -> str:
+    """Rank 1 is killed; the others keep their connections until all of them have raised."""
+    rank, world = me()
+    roll_call.WAIT_S = 2.0
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    if phase == "bucket":
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5)
+        sync = pe.attach(ddp, stall_after_s=AFTER_S)
+        if rank == 1:
+            model[0].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        model = ddp
+    else:
+        sync = pe.GradSync(model, stall_after_s=AFTER_S)
+    state = sync.state_dict()
+    if rank == 1 and phase != "bucket":
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        if phase != "load_state_dict":
+            with sync.accumulate():
+                sync.backward(model(torch.ones(1, 2)).sum())
+        sync.load_state_dict(state)
+    except RuntimeError as error:
+        store = sync._engine.comm.roll_call.store
+        store.set(f"raised/{rank}", "")
+        store.wait([f"raised/{other}" for other in range(world) if other != 1], timedelta(seconds=15))
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["forward", "bucket", "load_state_dict"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_dead_rank_is_the_same_error_on_every_other_rank(ranks, world, phase):
+    ends = ranks(world).ends(40, _dies, phase)
+    assert ends[1].exit_code == -signal.SIGKILL
+    assert not any(end.error or end.is_silent for end in ends)
+    said = {end.value for rank, end in enumerate(ends) if rank != 1}
+    assert len(said) == 1
+    assert re.search(
+        rf"a collective failed: rank 1 of {world} has died \(rank 1: process \d+ on ", said.pop()
+    )
+
+
+def _threads() -> list[int]:
+    """Return how many threads watch: before, with an engine of each kind, after it is closed, or dropped."""
+    made = [len(_watchers())]
+    for after_s in (30, None, 0):
+        sync = pe.GradSync(nn.Linear(2, 2), stall_after_s=after_s)
+        made.append(len(_watchers()))
+        sync.close()
+        made.append(len(_watchers()))
+    sync = pe.attach(DistributedDataParallel(nn.Linear(2, 2)))
+    made.append(len(_watchers()))
+    del sync
+    gc.collect()
+    return [*made, len(_watchers())]
+
+
+def test_an_engine_has_one_thread_that_ends_with_it(ranks):
+    assert ranks(2).run(_threads) == [[0, 1, 0, 0, 0, 0, 0, 1, 0]] * 2
+    assert ranks(1).run(_threads) == [[0] * 9]
+
+
+@pytest.mark.parametrize("value", [-1, float("inf"), float("nan"), "30", True])
+def test_seconds_that_are_none_are_refused(value):
+    with pytest.raises(ValueError, match=r"^stall_after_s=.*: need seconds of waiting after which a stalled"):
+        pe.GradSync(nn.Linear(2, 2), stall_after_s=value)

@@ -1,0 +1,337 @@
+"""DDP whose ignored parameters, experts, are reduced over a group of their own, in one engine with DDP's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Breaks, Integers, assert_same, integers, me, mean_of_integers
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+
+ACCUMULATE = 3
+
+
+class Model(nn.Module):
+    """A part that all ranks share, and an expert that only some micro-batches use."""
+
+    def __init__(self, dense: torch.dtype, expert: torch.dtype) -> None:
+        super().__init__()
+        self.dense, self.expert = Integers(dense), Integers(expert)
+        self.expert.never = nn.Parameter(torch.ones(2, dtype=expert))
+
+    def forward(self, x: Tensor, t: Tensor, *, uses: bool = True) -> Tensor:
+        """Return a 0-dim loss, summed over items."""
+        loss = self.dense(x, t)
+        return loss + self.expert(x, t) if uses else loss
+
+
+def _members(which: str) -> list[int]:
+    """Return the ranks that have this rank's expert."""
+    rank, world = me()
+    return {"everyone": [*range(world)], "every other": [*range(rank % 2, world, 2)], "alone": [rank]}[which]
+
+
+def _group(which: str) -> dist.ProcessGroup:
+    _, world = me()
+    if which == "everyone":
+        return dist.group.WORLD
+    step = 2 if which == "every other" else world
+    groups = [dist.new_group([*range(first, world, step)]) for first in range(min(step, world))]
+    return next(group for group in groups if dist.get_rank(group) >= 0)
+
+
+def _attached(
+    which: str,
+    *,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.float32),
+    unused: bool = False,
+    all_used: bool = False,
+    **options: object,
+) -> tuple[pe.Sync, DistributedDataParallel]:
+    model = Model(*dtypes)
+    model.expert.never.requires_grad_(not all_used)
+    names = [f"expert.{name}" for name, _ in model.expert.named_parameters()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5, find_unused_parameters=unused)
+    axes = pe.Axes(groups={"expert.*": _group(which)})
+    return pe.attach(ddp, accumulate=ACCUMULATE, axes=axes, **options), ddp
+
+
+def _batches(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """Return every rank's micro-batches, as (rank, number)."""
+    return ((rank, k) for rank in range(me()[1]) for k in numbers)
+
+
+def _uses(rank: int, k: int) -> bool:
+    return (rank + k) % 3 != 1
+
+
+def _want(model: Model, which: str, numbers: list[int]) -> dict[str, Tensor | None]:
+    """Return the gradients of one big batch."""
+    count = 3 * len([*_batches(numbers)])
+    dense = [integers(100 * r + k) for r, k in _batches(numbers)]
+    mine = [integers(100 * r + k) for r, k in _batches(numbers) if _uses(r, k) and r in _members(which)]
+    expert = mean_of_integers(model.expert, mine, count)
+    return {
+        **{f"dense.{name}": grad for name, grad in mean_of_integers(model.dense, dense, count).items()},
+        **{f"expert.{name}": expert.get(name) for name, _ in model.expert.named_parameters()},
+    }
+
+
+def _norm(which: str, numbers: list[int]) -> float:
+    """Return the norm over the shared part and every expert once."""
+    everybody: list[object] = [None] * me()[1]
+    want = _want(Model(torch.float32, torch.float32), which, numbers)
+    dist.all_gather_object(everybody, (_members(which), want))
+    experts = {tuple(members): grads for members, grads in everybody}
+    found = [grad for name, grad in want.items() if name.startswith("dense")]
+    found += [grad for grads in experts.values() for name, grad in grads.items() if name.startswith("expert")]
+    return torch.cat([grad.double().flatten() for grad in found if grad is not None]).norm().item()
+
+
+def _grads(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def _train(which: str, dtypes: list[torch.dtype], options: dict[str, object]) -> list[float]:
+    rank, _ = me()
+    sync, ddp = _attached(which, dtypes=dtypes, **options)
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0, fused=True)
+    norms = []
+    for number, window in enumerate(sync.windows(range(7))):  # the last one is short
+        numbers = [*range(3 * number, min(3 * number + 3, 7))]
+        for k in window:
+            loss = ddp(*integers(100 * rank + k), uses=_uses(rank, k))
+            if number == 1:
+                with sync.micro_batch(count=3):
+                    loss.backward()
+            else:
+                sync.backward(loss, count=3)
+        norms.append(sync.clip_grad_norm_(1e9).item())
+        sync.unscale_()
+        assert_same(_grads(ddp.module), _want(ddp.module, which, numbers))
+        want = _norm(which, numbers)
+        assert norms[-1] == pytest.approx(want, rel=1e-2 if torch.bfloat16 in dtypes else 1e-6)
+        assert sync.step(optimizer)
+    assert [record.count for record in records] == [9.0 * me()[1]] * 2 + [3.0 * me()[1]]
+    return norms
+
+
+WIDE, NARROW = torch.float32, torch.bfloat16
+SUMS = {
+    "fp32": ([WIDE, WIDE], {}),
+    "narrow": ([NARROW, NARROW], {}),
+    "narrow experts": ([WIDE, NARROW], {}),
+    "exact": ([WIDE, WIDE], {"accumulator": "exact"}),
+    "narrow, exact": ([NARROW, WIDE], {"accumulator": "exact"}),
+    "raise": ([WIDE, WIDE], {"nonfinite": "raise"}),
+    "unused": ([WIDE, WIDE], {"unused": True}),
+}
+
+
+CASES = [("everyone", 1, "fp32"), ("alone", 2, "fp32"), ("everyone", 2, "exact"), ("every other", 4, "fp32")]
+CASES += [("every other", 3, sums) for sums in SUMS]
+
+
+@pytest.mark.parametrize(("which", "world", "sums"), CASES)
+def test_experts_beside_ddp_equal_one_big_batch(ranks, which, world, sums):
+    first, *others = ranks(world).run(_train, which, *SUMS[sums])
+    assert others == [first] * (world - 1)
+
+
+def _skips() -> tuple[bool, str]:
+    rank, _ = me()
+    sync, ddp = _attached("every other")
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    for window in sync.windows(range(3)):
+        for k in window:
+            loss = ddp(*integers(100 * rank + k))
+            sync.backward(loss + ddp.module.expert.matrix.sum() * (float("inf") if rank == 2 else 1.0))
+        sync.step(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    assert all(bool((param == 1).all()) for param in ddp.parameters())
+    return records[0].skipped, records[0].reason
+
+
+def test_what_is_not_finite_in_one_expert_is_skipped_everywhere(ranks):
+    for skipped, reason in ranks(3).run(_skips):
+        assert skipped and "'expert.matrix'" in reason
+
+
+def _fails(at: int, accumulator: str) -> list[str]:
+    """Rank 2 fails in a backward of the second of three windows; return what made the others skip."""
+    rank, _ = me()
+    sync, ddp = _attached("every other", accumulator=accumulator)
+    said: list[str] = []
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    for number, window in enumerate(sync.windows(range(9))):
+        numbers = [*range(3 * number, 3 * number + 3)]
+        try:
+            for k in window:
+                Breaks.now = (number, rank, k % 3) == (1, 2, at)
+                with contextlib.suppress(MemoryError):
+                    sync.backward(Breaks.apply(ddp(*integers(100 * rank + k), uses=_uses(rank, k))), count=3)
+                Breaks.now = False
+            if number != 1:
+                sync.unscale_()
+                assert_same(_grads(ddp.module), _want(ddp.module, "every other", numbers))
+            sync.step(optimizer)
+        except ValueError as error:
+            sync.abandon()
+            said.append(str(error))
+    return said + [record.reason for record in records if record.skipped]
+
+
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+def test_a_failure_in_the_last_backward_voids_the_window_of_both(ranks, accumulator):
+    for said in ranks(3).run(_fails, 2, accumulator):
+        assert said == ["rank 2 gave the window up: MemoryError('no room for a gradient')"]
+
+
+def test_a_failure_in_an_earlier_backward_is_refused_everywhere(ranks):
+    for (said,) in ranks(3).run(_fails, 1, "fp32"):
+        assert "rank 2: micro-batch 1 was left by an exception" in said
+
+
+def _resumes(accumulator: str) -> None:
+    rank, _ = me()
+
+    def run(sync: pe.Sync, ddp: nn.Module, ks: list[int]) -> None:
+        for k in ks:
+            with sync.accumulate():
+                sync.backward(ddp(*integers(100 * rank + k), uses=_uses(rank, k)), count=3)
+
+    sync, ddp = _attached("every other", accumulator=accumulator)
+    run(sync, ddp, [0, 1])
+    state = sync.state_dict()
+    sync.abandon()
+    sync.close()
+    assert all(param.grad is None for param in ddp.parameters())
+    sync, ddp = _attached("every other", accumulator=accumulator)
+    sync.load_state_dict(state)
+    run(sync, ddp, [2])
+    sync.unscale_()
+    assert_same(_grads(ddp.module), _want(ddp.module, "every other", [0, 1, 2]))
+
+
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+def test_a_window_goes_on_in_another_engine(ranks, accumulator):
+    ranks(3).run(_resumes, accumulator)
+
+
+def _ends_early(which: str, accumulator: str) -> None:
+    """One rank flushes where the others run their last backward."""
+    rank, _ = me()
+    sync, ddp = _attached(which, all_used=True, accumulator=accumulator)
+    numbers = {1: [0, 1]}.get(rank, [0, 1, 2])
+    for k in numbers:
+        with sync.accumulate():
+            sync.backward(ddp(*integers(100 * rank + k), uses=_uses(rank, k)), count=3)
+    if rank == 1:
+        sync.flush()
+    sync.unscale_()
+    total = 3 * 8
+    batches = [integers(100 * r + k) for r in range(3) for k in range(3) if (r, k) != (1, 2)]
+    got = {name: p.grad for name, p in ddp.module.dense.named_parameters()}
+    assert_same(got, mean_of_integers(ddp.module.dense, batches, total))
+
+
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+@pytest.mark.parametrize("which", ["everyone", "every other"])
+def test_a_window_ended_early_on_one_rank_is_sent_to_the_right_buckets(ranks, which, accumulator):
+    ranks(3).run(_ends_early, which, accumulator)
+
+
+def _given_values() -> tuple[float, float]:
+    rank, _ = me()
+    model = Model(WIDE, WIDE)
+    nn.init.constant_(model.expert.matrix, float(rank))
+    names = [f"expert.{name}" for name, _ in model.expert.named_parameters()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    ddp = DistributedDataParallel(model)
+    group = _group("every other")
+    sync = pe.attach(ddp, axes=pe.Axes(groups={"expert.*": group}))
+    with pytest.raises(ValueError, match="belongs to an engine"):
+        pe.GradSync(model.expert)
+    sync.close()
+    nn.init.constant_(model.expert.never, float(rank))
+    pe.attach(ddp)  # without a group they are the caller's
+    return model.expert.matrix[0, 0].item(), model.expert.never[0].item()
+
+
+def test_experts_get_the_values_of_their_groups_first_rank(ranks):
+    assert ranks(3).run(_given_values) == [(0.0, 0.0), (1.0, 1.0), (0.0, 2.0)]
+
+
+def _refused(case: str) -> str:
+    model = Model(WIDE, WIDE)
+    if case != "not ignored":
+        names = [f"expert.{name}" for name, _ in model.expert.named_parameters()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    patterns = {"not ignored": "expert.*", "nothing": "experts.*", "both": "*matrix"}
+    axes = pe.Axes(groups={patterns[case]: _group("every other")})
+    with pytest.raises(ValueError) as error:
+        pe.attach(DistributedDataParallel(model), axes=axes)
+    return str(error.value)
+
+
+REFUSED = {
+    "not ignored": "axes.groups gives 'expert.matrix' a group of its own, and DDP sums it",
+    "both": "axes.groups gives 'dense.matrix' a group of its own",
+    "nothing": "axes.groups['experts.*'] matches no parameter on any rank",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_ddp_reduces_has_no_other_group(ranks, case):
+    for said in ranks(3).run(_refused, case):
+        assert REFUSED[case] in said
+
+
+def _bare() -> str:
+    rank, _ = me()
+    sync, ddp = _attached("alone")
+    with pytest.raises(ValueError) as error:
+        for window in sync.windows(range(3)):
+            for k in window:
+                if (rank, k) == (1, 1):
+                    ddp.module.expert(*integers(7)).backward()
+                sync.backward(ddp(*integers(k)))
+            sync.step(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    return str(error.value)
+
+
+def test_a_bare_backward_into_an_expert_is_refused_everywhere(ranks):
+    for said in ranks(2).run(_bare):
+        assert said.startswith("rank 1: the gradient of 'expert.matrix'")
+
+
+def _frozen_on_a_mesh() -> float:
+    """A frozen parameter, which DDP has in no bucket, does not shift whose part of the norm is whose."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    nn.init.ones_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
+    ddp = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+    sync = pe.attach(ddp, device_mesh=mesh, axes=pe.Axes(replicate="dp", shard="pp"))
+    with sync.accumulate():
+        sync.backward(ddp(torch.ones(1, 2)).sum())
+    return sync.grad_norm().item()
+
+
+def test_frozen_parameters_of_a_stage_do_not_shift_the_norm(ranks):
+    # Two stages with gradients of four 2s and two 1s each.
+    assert ranks(4).run(_frozen_on_a_mesh) == [pytest.approx(36**0.5)] * 4

@@ -1,0 +1,59 @@
+"""Processes of this machine are seen running, stopped and dead; those of others are not seen."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from pyengine.comm import process_state
+from pyengine.comm.process_state import ProcessId
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc tells it")
+
+HERE = ProcessId.own()
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def _of(pid: int) -> ProcessId:
+    return replace(HERE, pid=pid, started=process_state._stat(pid)[1])
+
+
+def _becomes(process: ProcessId, state: str) -> bool:
+    end = time.monotonic() + 10
+    while process.state(HERE) != state and time.monotonic() < end:
+        time.sleep(0.001)
+    return process.state(HERE) == state
+
+
+def test_a_process_is_seen_as_it_is(child):
+    process = _of(child.pid)
+    assert HERE.state(HERE) == process.state(HERE) == "running"
+    child.send_signal(signal.SIGSTOP)
+    assert _becomes(process, "stopped")
+    child.send_signal(signal.SIGCONT)
+    assert _becomes(process, "running")
+    child.kill()
+    assert _becomes(process, "dead")  # a zombie, until somebody waits for it
+    child.wait()
+    assert process.state(HERE) == "dead"
+
+
+def test_another_process_of_the_same_number_is_not_taken_for_it(child):
+    assert replace(_of(child.pid), started="1").state(HERE) == "dead"
+
+
+def test_of_a_process_elsewhere_nothing_is_known(child):
+    assert replace(_of(child.pid), space="another machine").state(HERE) == "unknown"

@@ -1,0 +1,25 @@
+"""Losses are weighed over the whole batch, and the pipeline's schedule divides by its micro-batches again."""
+
+import torch.distributed as dist
+from habitat import Outcome, Watch, average_, everybody, flat, mine, net, right, sgd
+
+THREAD = "areal-project/AReaL PR#1273"
+BUG = "the pipeline's schedule divides losses that are normalized already by its micro-batches"
+FOUND = ("gradient", "embed.weight", (), "scaled by 1/3 (1 / the micro-batches of a rank)")
+
+
+def train(watch: Watch) -> Outcome:
+    model, sizes, world = net(), (2, 5, 3), dist.get_world_size()
+    tokens = sum(sizes) * world
+    due = right(model, [lambda twin, x=x: twin(x) for x in everybody(*sizes)], tokens)
+    optimizer = sgd(model)
+    audit = watch(model, optimizer, every=1)
+    for x in mine(*sizes):
+        audit.count(len(x), divided_by=tokens / world * len(sizes))
+        loss = model(x) * world / tokens
+        (loss / len(sizes)).backward()
+    average_(model.parameters())
+    audit.reduced()
+    got = flat(model)
+    optimizer.step()
+    return Outcome(got, due)

@@ -1,0 +1,30 @@
+"""Each expert-parallel group clips by a norm of its own experts, and the parameters of all with it."""
+
+import torch
+import torch.distributed as dist
+from habitat import Outcome, Watch, average_, flat, mine, net, right_mean, sgd
+
+THREAD = "NVIDIA-NeMo/Automodel#3816"
+BUG = "the norm for clipping is not summed over expert-parallel groups: each clips by another factor"
+FOUND = (
+    "gradient",
+    "embed.weight",
+    (),
+    "the same up to a factor, which differs by rank: clipped or scaled by other numbers",
+)
+
+
+def train(watch: Watch) -> Outcome:
+    model = net()
+    optimizer, due = sgd(model), right_mean(model, 3)
+    watch(model, optimizer, every=1, groups={"expert.*": None})
+    (x,) = mine(3)
+    model(x).backward()
+    experts = [*model.expert.parameters()]
+    average_(param for param in model.parameters() if all(param is not own for own in experts))
+    for param in experts:
+        param.grad *= 1 + 9 * dist.get_rank()  # this rank's expert is another one
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    got = flat(model)
+    optimizer.step()
+    return Outcome(got[: 6 * 16], due[: 6 * 16] / due.norm())

@@ -1,0 +1,25 @@
+"""A module used twice in a step: its gradient leaves when the first of its two parts has come."""
+
+import torch.distributed as dist
+from habitat import Outcome, Watch, average_, everybody, flat, mine, net, right, sgd
+
+THREAD = "deepspeedai/DeepSpeed#8224"
+BUG = "a module used twice is reduced behind the first of its two subgraphs: the other part is lost"
+FOUND = ("gradient", "embed.weight", (), "what the last backward brought is not in it")
+
+
+def train(watch: Watch) -> Outcome:
+    model, (x,) = net(), mine(4)
+    losses = [lambda m, x=x: m(x) + m.embed(2 * x).square().sum() for x in everybody(4)]
+    optimizer, due = sgd(model), right(model, losses, dist.get_world_size())
+    audit = watch(model, optimizer, every=1)
+    model(x).backward(retain_graph=True)
+    average_(model.parameters())
+    kept = [param.grad.clone() for param in model.embed.parameters()]
+    model.embed(2 * x).square().sum().backward()  # an auxiliary loss, whose part nobody waits for
+    for param, reduced in zip(model.embed.parameters(), kept, strict=True):
+        param.grad = reduced
+    audit.reduced()
+    got = flat(model)
+    optimizer.step()
+    return Outcome(got, due)

@@ -1,0 +1,25 @@
+"""With sums in another type than the model's, the reduction works on a copy, and the step on a fresh one."""
+
+import torch.distributed as dist
+from habitat import Outcome, Watch, flat, mine, net, right_mean, sgd
+
+THREAD = "DeepSpeed ZeRO-1, grad_accum_dtype"
+BUG = "what is reduced is a converted copy of the sum, and what is stepped another one"
+FOUND = ("gradient", "embed.weight", (), "not reduced: every rank holds what its own micro-batches brought")
+
+
+def train(watch: Watch) -> Outcome:
+    model = net()
+    optimizer, due = sgd(model), right_mean(model, 3, 3)
+    audit = watch(model, optimizer, every=1)
+    for x in mine(3, 3):
+        (model(x) / 2).backward()
+    for param in model.parameters():
+        converted = param.grad.bfloat16()
+        dist.all_reduce(converted)
+        converted /= dist.get_world_size()
+        param.grad = param.grad.float()  # asked for again: a fresh copy of the sum, not of the reduced one
+    audit.reduced()
+    got = flat(model)
+    optimizer.step()
+    return Outcome(got, due)

@@ -1,0 +1,28 @@
+"""A group of one rank needs no reduction, so sum and buffer share memory: the sum is added to itself."""
+
+from habitat import Outcome, Watch, average_, flat, mine, net, right_mean, sgd
+
+THREAD = "NVIDIA/Megatron-LM#6660"
+BUG = "where a buffer's group has one rank, every micro-batch adds the sum to itself: 2^N"
+FOUND = (
+    "gradient",
+    "expert.weight",
+    (),
+    "earlier micro-batches count 4 times, the last one 2 times",
+)
+
+
+def train(watch: Watch) -> Outcome:
+    model = net()
+    optimizer, due = sgd(model), right_mean(model, 3, 3)
+    audit = watch(model, optimizer, every=1)
+    for x in mine(3, 3):
+        (model(x) / 2).backward()
+        for param in model.expert.parameters():
+            shard = param.grad  # the same memory
+            shard += param.grad
+    average_(model.parameters())
+    audit.reduced()
+    got = flat(model)
+    optimizer.step()
+    return Outcome(got, due)

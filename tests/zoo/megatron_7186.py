@@ -1,0 +1,22 @@
+"""Every backward is taken for the window's last: its reduction clears the sum that the next one adds to."""
+
+from habitat import Outcome, Watch, average_, flat, mine, net, right_mean, sgd
+
+THREAD = "NVIDIA/Megatron-LM PR#7186"
+BUG = "every micro-batch is finalized as the last one, which clears the sum of those before"
+FOUND = ("gradient", "embed.weight", (), "only the last micro-batch is in it: earlier ones were lost")
+
+
+def train(watch: Watch) -> Outcome:
+    model = net()
+    optimizer, due = sgd(model), right_mean(model, 3, 3, 3)
+    audit = watch(model, optimizer, every=1)
+    for x in mine(3, 3, 3):
+        for param in model.parameters():
+            param.grad = None  # the buffer was handed over by the reduction before
+        (model(x) / 3).backward()
+        average_(model.parameters())
+    audit.reduced()
+    got = flat(model)
+    optimizer.step()
+    return Outcome(got, due)

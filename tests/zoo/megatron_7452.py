@@ -1,0 +1,33 @@
+"""The second head's loss is a mean over each rank's own tokens, and ranks have other numbers of them."""
+
+import torch.distributed as dist
+from habitat import Outcome, Watch, average_, everybody, flat, mine, net, right, sgd
+
+THREAD = "NVIDIA/Megatron-LM#7452"
+BUG = "the second head (MTP) is normalized by the tokens of each rank, not by those of all"
+FOUND = (
+    "gradient",
+    "head2.weight",
+    (),
+    "each rank's part was divided by that rank's own count, not by the count of all",
+)
+
+
+def train(watch: Watch) -> Outcome:
+    model, (x,) = net(), mine(6)
+    tokens, mtp = 6, (6, 2)  # of the main loss on every rank; of the second head, by rank
+    parts = list(zip(everybody(6), mtp, strict=True))
+    losses = [lambda m, x=x, n=n: m.losses(x)[0] / 12 + m.losses(x[:n])[1] / sum(mtp) for x, n in parts]
+    optimizer, due = sgd(model), right(model, losses, 1.0)
+    audit = watch(model, optimizer, every=1)
+    own = mtp[dist.get_rank()]
+    audit.count(tokens)
+    audit.count(own, divided_by=own / tokens, names="head2.*")
+    (model.losses(x)[0] + model.losses(x[:own])[1] * tokens / own).backward()
+    average_(model.parameters())
+    for param in model.parameters():
+        param.grad /= tokens  # the mean over ranks is a sum over all of their tokens
+    audit.reduced()
+    got = flat(model)
+    optimizer.step()
+    return Outcome(got, due)

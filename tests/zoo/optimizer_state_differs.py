@@ -1,0 +1,29 @@
+"""One rank goes on with the optimizer's state of another checkpoint."""
+
+import torch
+import torch.distributed as dist
+from habitat import Outcome, Watch, average_, flat, mine, net
+
+THREAD = "a class: an optimizer state that differs"
+BUG = "one rank has loaded the optimizer's state of another step"
+WORLD = 3
+FOUND = ("optimizer state", "embed.weight", (1,), "gradients agree, and the optimizer's state does not")
+
+
+def train(watch: Watch) -> Outcome:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    audit = watch(model, optimizer, every=1)
+    for step, x in enumerate(mine(3, 3, 3)):
+        if step == 1 and dist.get_rank() == 1:
+            for state in optimizer.state.values():
+                state["exp_avg"].zero_()
+        model(x).backward()
+        average_(model.parameters())
+        audit.reduced()
+        optimizer.step()
+        optimizer.zero_grad()
+    got = flat(model, "value")
+    due = got.clone()
+    dist.broadcast(due, 0)
+    return Outcome(got, due) if dist.get_rank() == 1 else Outcome(got, 2 * got)

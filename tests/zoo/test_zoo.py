@@ -1,0 +1,124 @@
+"""Every bug of the zoo is silent by itself, and the audit names it within one window."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import habitat
+
+import pyengine as pe
+
+BUGS = sorted(path.stem for path in HERE.glob("*.py") if path.stem not in ("habitat", "test_zoo"))
+PAGE = HERE.parents[1] / "docs" / "reliability.md"
+MOST_LINES = 40
+
+
+def _bug(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def _world(name: str) -> int:
+    return getattr(_bug(name), "WORLD", 2)
+
+
+@pytest.fixture
+def seen(ranks) -> Callable[[str], Any]:
+    """Give what became of a bug, by rank; all bugs of a world have run together, once."""
+
+    def of(name: str) -> list[_Seen]:
+        world = _world(name)
+        if world not in _SEEN:
+            _SEEN[world] = ranks(world).run(_run, [bug for bug in BUGS if _world(bug) == world])
+        return [rank[name] for rank in _SEEN[world]]
+
+    return of
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the audit said of a bug on one rank, and how far off the numbers are without it."""
+
+    error: pe.AuditError | None
+    off: float
+
+
+_SEEN: dict[int, list[dict[str, _Seen]]] = {}
+
+
+def _run(names: list[str]) -> dict[str, _Seen]:
+    return {name: _Seen(_audited(name), _unaudited(name)) for name in names}
+
+
+def _audited(name: str) -> pe.AuditError | None:
+    try:
+        _bug(name).train(pe.audit)
+    except pe.AuditError as error:
+        return error
+    return None
+
+
+def _unaudited(name: str) -> float:
+    outcome = _bug(name).train(habitat.unwatched)
+    return float((outcome.got - outcome.due).norm() / outcome.due.norm())
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_the_audit_names_it_on_every_rank(seen, name):
+    first, *others = [rank.error for rank in seen(name)]
+    assert first is not None
+    assert all(str(other) == str(first) and other.findings == first.findings for other in others)
+    finding = first.findings[0]
+    what, named, wrong, cause = _bug(name).FOUND
+    assert (finding.what, finding.names[:1] or ("",), finding.ranks) == (what, (named,), wrong)
+    assert finding.cause.startswith(cause)
+    assert finding.step - finding.since <= 1
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_nobody_else_says_anything_and_the_numbers_are_wrong(seen, name):
+    assert max(rank.off for rank in seen(name)) > 0.01
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_is_short_enough_to_be_read(name):
+    assert len((HERE / f"{name}.py").read_text().splitlines()) <= MOST_LINES
+
+
+def test_the_page_has_every_bug_in_the_words_of_the_zoo():
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and "`tests/zoo/" in line]
+    due = [
+        f"| {bug.BUG} | {bug.THREAD} | {bug.FOUND[0]}: {bug.FOUND[3]} | `tests/zoo/{name}.py` |"
+        for name in BUGS
+        for bug in [_bug(name)]
+    ]
+    assert sorted(rows) == sorted(due)
+
+
+def test_a_clean_window_is_not_told_off(ranks):
+    assert ranks(2).run(_clean) == [None, None]
+
+
+def _clean() -> None:
+    model = habitat.net()
+    optimizer = habitat.sgd(model)
+    audit = pe.audit(model, optimizer, every=1)
+    for _ in range(3):
+        for x in habitat.mine(2, 5):
+            (model(x) / 2).backward()
+        habitat.average_(model.parameters())
+        audit.reduced()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    audit.remove()

@@ -1,0 +1,31 @@
+"""DDP is armed by the last forward; in a 1F1B pipeline the next backward is an earlier micro-batch's."""
+
+from habitat import Outcome, Watch, flat, mine, net, right_mean, sgd
+from torch.nn.parallel import DistributedDataParallel
+
+THREAD = "meta-pytorch/torchrec PR#4758"
+BUG = "the last forward arms DDP, and an earlier backward reduces: later ones stay local"
+FOUND = (
+    "gradient",
+    "embed.weight",
+    (),
+    "the last micro-batch came behind the reduction: that part is each rank's own",
+)
+
+
+def train(watch: Watch) -> Outcome:
+    model = net()
+    ddp = DistributedDataParallel(model)
+    optimizer, due = sgd(model), right_mean(model, 3, 3)
+    audit = watch(ddp, optimizer, every=1)
+    first, second = mine(3, 3)
+    with ddp.no_sync():
+        waiting = ddp(first) / 2
+    last = ddp(second) / 2  # arms the reducer
+    waiting.backward()  # and this reduces
+    with ddp.no_sync():
+        last.backward()
+    audit.reduced()
+    got = flat(model)
+    optimizer.step()
+    return Outcome(got, due)
