@@ -190,10 +190,8 @@ class WindowStrategy(Windows, DDPStrategy):
     `training_step` returns a mean loss, or `{"loss": summed, "count": items}`. Gradients have their final
     values in `on_before_optimizer_step` and for Lightning's clipping. A window that is not finite on some
     rank is stepped on none. In "16-mixed" the loss scale is the engine's, and saved in Lightning's
-    checkpoints as ever. Manual optimization goes by `pe.GradSync` instead of DDP.
-
-    Attributes:
-        wire, accumulator, nonfinite, accumulate, sync, syncs: see `Windows`.
+    checkpoints as ever. Manual optimization goes by `pe.GradSync` instead of DDP. The settings are those of
+    `Windows`.
 
     Example:
         >>> trainer = Trainer(strategy=WindowStrategy(), accumulate_grad_batches=8)  # doctest: +SKIP
@@ -232,10 +230,9 @@ class ShardedWindowStrategy(Windows, ModelParallelStrategy):
 
     The module calls `fully_shard` in `configure_model`, on a module that holds everything trained, last. All
     ranks are data-parallel unless sizes are given. Losses, hooks, clipping and manual optimization are as for
-    `WindowStrategy`; what is trained is settled when the fit begins.
+    `WindowStrategy`; what is trained is settled when the fit begins. Beside the settings of `Windows`:
 
     Attributes:
-        wire, accumulator, nonfinite, accumulate, sync, syncs: see `Windows`.
         defer, defer_budget_mb: as for `pe.attach`.
 
     Example:

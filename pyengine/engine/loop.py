@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from pyengine.data.dealer import Dealer, Dealt
@@ -99,7 +99,8 @@ def single_micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
         if ends:
             engine.exhaust()
     except (Exception, KeyboardInterrupt):
-        engine.abandon()
+        with suppress(RuntimeError):  # what the window still owed cannot come: of that, the first error tells
+            engine.abandon()
         raise
     except BaseException:  # the process is about to end: nobody is waited for
         engine.drop()
