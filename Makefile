@@ -50,7 +50,7 @@ test-slow: $(BUILT)
 
 test-faults: $(BUILT)
 	$(BIN)/python -m pytest -m "" tests/faults $(ARGS)
-	$(BIN)/python -m pytest -m exhaustive tests/distributed tests/adapters $(ARGS)
+	$(BIN)/python -m pytest -m exhaustive tests --ignore tests/faults $(ARGS)
 
 # The lower ends of the ranges in pyproject.toml, in a folder of their own, before those of $(VENV).
 test-adapters-oldest: $(BUILT)

@@ -26,7 +26,7 @@ from pyengine.ops.plan import BucketPlan
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = ("--ops", "pack", "--seconds", "0.01", "--megabytes", "1")
-STEP = ("--model", "gpt0", "--variants", "floor,no_sync,engine", "--rounds", "3")
+STEP = ("--model", "small0", "--variants", "floor,no_sync,engine", "--rounds", "3")
 Capture = pytest.CaptureFixture[str]
 
 
@@ -60,7 +60,7 @@ def test_json_has_every_variant_and_every_round(saved: tuple[list[dict[str, Any]
 def test_json_tells_progress_kernels_and_a_conclusion(saved: tuple[list[dict[str, Any]], Path]) -> None:
     lines = saved[0]
     kernels = events(lines, "kernel")
-    assert {line["part"] for line in events(lines, "progress")} == {"kernels", "windows, gpt0:fp32"}
+    assert {line["part"] for line in events(lines, "progress")} == {"kernels", "windows, small0:fp32"}
     assert len(kernels) == 11 and all(line["times_roof"] > 0 for line in kernels)
     (conclusion,) = events(lines, "conclusion")
     assert any("GradSync" in sentence for sentence in conclusion["sentences"])

@@ -21,7 +21,7 @@ from pyengine.cli.train.trace import WINDOWS
 ACCUMULATE = 3
 STEPS = 3
 RUNS = [
-    ("--model", "gpt", "--trace", "gpt.json"),
+    ("--model", "cnn", "--trace", "cnn.json"),
     ("--mode", "ddp-hook", "--trace", "hook.json"),
     ("--mode", "ddp", "--model", "cnn"),
 ]
@@ -93,7 +93,7 @@ def test_quality_on_unseen_data_is_reported(train: Train) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "names"), [(RUNS[0], ["gpt.json"]), (RUNS[1], ["hook-gpt.json", "hook-cnn.json"])]
+    ("run", "names"), [(RUNS[0], ["cnn.json"]), (RUNS[1], ["hook-gpt.json", "hook-cnn.json"])]
 )
 def test_a_trace_shows_backward_buckets_and_what_is_exposed(
     train: Train, run: tuple[str, ...], names: list[str]

@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from cases import Collectives, me
+from marks import rest
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -130,7 +131,7 @@ def _single(ranks, *case) -> list[tuple[str, str]]:
     return _alone[case]
 
 
-@pytest.mark.parametrize("micro_batches", [8, 12])
+@pytest.mark.parametrize("micro_batches", [12, *rest(8)])
 @pytest.mark.parametrize(
     ("kind", "world"), [*itertools.product(KINDS, [1, 2, 3, 4, 6, 8]), ("fsdp", 2), ("fsdp", 3)]
 )

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from cases import Integers, assert_same, grads, integers, me, mean_of_integers
+from marks import rest
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -86,6 +87,8 @@ def _train(blocked: bool, dtype: str, wire: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("dtype, wire", [("float32", "FP32"), ("bfloat16", "BF16"), ("float32", "FP16")])
+@pytest.mark.parametrize(
+    "dtype, wire", [("bfloat16", "BF16"), *rest(("float32", "FP32"), ("float32", "FP16"))]
+)
 def test_training_without_the_extension_gives_the_same_bits(dtype, wire):
     assert _train(True, dtype, wire) == _train(False, dtype, wire)

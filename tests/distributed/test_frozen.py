@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import me
+from marks import rest
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -96,7 +97,7 @@ KINDS = [
 @pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, *rest(1)])
 def test_frozen_parameters_are_unused_and_come_back(ranks, world, kind, dtype, plan, short):
     _check(ranks(world).run(_train, kind, dtype, plan, short), plan, short)
 

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from cases import me
+from marks import rest
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -69,7 +70,7 @@ def _separately(accumulator: str, dtype: torch.dtype, unused: bool, bad: float) 
 @pytest.mark.parametrize(
     ("accumulator", "dtype"), [("fp32", torch.float32), ("fp32", torch.bfloat16), ("exact", torch.float32)]
 )
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3, *rest(2)])
 def test_norm_clipping_and_finite_check_are_of_the_shared_parameters_alone(
     ranks, world, accumulator, dtype, unused
 ):

@@ -4,11 +4,13 @@ gradients, against one big batch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
 from cases import WORLDS, Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from marks import rest
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -165,8 +167,14 @@ def _train(kind: str, dtype: torch.dtype) -> None:
         model.zero_grad()  # between windows that does no harm
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("world", "dtype"),
+    [
+        *itertools.product(WORLDS, [torch.float32]),
+        (2, torch.bfloat16),
+        *rest(*itertools.product([1, 3, 4], [torch.bfloat16])),
+    ],
+)
 @pytest.mark.parametrize("kind", [*KINDS, "attach-exact"])
 def test_any_backwards_add_up_to_one_big_batch(ranks, kind, dtype, world):
     ranks(world).run(_train, kind, dtype)

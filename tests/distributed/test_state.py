@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Integers, integers, me
+from marks import rest
 from states import changed, content
 from test_batch_norm import Cnn
 from test_same_bits import Gpt, _digest, _wrap
@@ -163,8 +164,8 @@ def _chain(ranks, kind: str, name: str, stops: list[tuple[int, int]], last: int,
         states, before = [*states, *(state for _, state in stopped)], at
     done = {place for state in states for place in content(_unpack(state))["places"]}
     ended = ranks(last).run(_go_on, kind, name, states, checkpoint, dealt)
-    for (end, rest), _ in ended:
-        assert (end, rest) == (digest, losses[-len(rest) :])
+    for (end, later), _ in ended:
+        assert (end, later) == (digest, losses[-len(later) :])
     computed = [place for _, places in ended for place in places]
     assert done and sorted([*computed, *done]) == list(range(LAST))
 
@@ -253,7 +254,7 @@ def _own(
     return _digest(*model.parameters())
 
 
-@pytest.mark.parametrize("stop", [1, 2])
+@pytest.mark.parametrize("stop", [1, *rest(2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("accumulator", ["fp32", "native", "exact"])
 @pytest.mark.parametrize("kind", ["own", "attach"])

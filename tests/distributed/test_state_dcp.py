@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from cases import Integers, integers, me
+from marks import rest
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -78,7 +79,7 @@ def _interrupted(kind: str, how: str, folder: str) -> bool:
 
 
 @pytest.mark.parametrize("how", ["engine", "state"])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, *rest(3)])
 @pytest.mark.parametrize("kind", ["own", "exact", "attach"])
 def test_every_rank_gets_its_own_sums_back(ranks, tmp_path, kind, world, how):
     assert all(ranks(world).run(_interrupted, kind, how, str(tmp_path)))

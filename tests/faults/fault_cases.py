@@ -172,7 +172,7 @@ TABLE = [
     *_line("last bucket", "interrupt", "voided", ENGINES),
     # Plain DDP cannot go on: it says so, if a gradient has come. (If none has, it reduces once too often
     # afterwards.)
-    *_line("last hook", "exception", "raises", HOOK),
+    *_line("last hook", "exception", "raises", HOOK, quick=False),
     *_line("last bucket", "exception", "raises", HOOK),
     # After it was sent: it has to be stepped, or all have to hear that this rank has not.
     *_line("flushed", "exception", "breaks", ENGINES, quick=False),
@@ -215,7 +215,7 @@ TABLE = [
     # A rank that is held up for long: the others say so.
     *_line("last forward", "late", "reported", ("GradSync", "attach")),
     *_line("loader", "late", "reported", ("attach accumulate",)),
-    *_line("last bucket", "late", "reported", ("GradSync", "attach"), at="2/4"),
+    *_line("last bucket", "late", "reported", ("GradSync", "attach"), at="2/4", quick=False),
     *_line("step", "late", "reported", ("GradSync accumulate",)),
     *_line("early forward", "late", "reported", ENGINES, quick=False),
     *_line("loader", "late", "reported", ENGINES, quick=False),
@@ -230,7 +230,7 @@ TABLE = [
     *_line("callback", "late", "reported", ENGINES, quick=False),
     # A rank that hangs: the others wait for the group's timeout, seconds a case.
     *_line("last bucket", "stop", "raises", ("attach",), at="1/2"),
-    *_line("early backward", "stop", "raises", ("hook",), at="1/2"),
+    *_line("early backward", "stop", "raises", ("hook",), at="1/2", quick=False),
     *_line("loader", "stop", "raises", ALL, at="1/2", quick=False),
     *_line("early backward", "stop", "raises", ENGINES, at="0/3", quick=False),
     *_line("last backward", "stop", "raises", ALL, at="1/2", quick=False),

@@ -134,8 +134,8 @@ class Outcome:
 
     @property
     def _meets_in_ddp(self) -> bool:
-        """Whether the others may wait next in a collective of DDP's own, which fails in the transport's words:
-        in the second window's first forward it agrees on its buckets.
+        """Whether the others may wait next in a collective of DDP's own, which fails in the transport's
+        words: in the second window's first forward it agrees on its buckets.
         """
         return self._case.has("attach") and self._case.window == 0
 
