@@ -297,6 +297,13 @@ void bind_roof(py::module_& m) {
   }, NoGil());
 }
 
+void bind_checksum(py::module_& m) {
+  m.def("checksum", [](Address words, int64_t n, Address weights, int64_t row, int64_t num_rows, int64_t block,
+                       int64_t shift, int64_t num_shifts) {
+    return ops().checksum(at<int32_t>(words), n, {at<int32_t>(weights), row, num_rows, block, shift, num_shifts});
+  }, NoGil());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(PYENGINE_MODULE, m) {
@@ -314,4 +321,5 @@ PYBIND11_MODULE(PYENGINE_MODULE, m) {
   bind_unscale_norm(plans);
   bind_exact(m, plans);
   bind_roof(m);
+  bind_checksum(m);
 }

@@ -13,6 +13,13 @@
 
 namespace pyengine {
 
+// How words meet in a checksum: blocks of `block` words are added up at lanes that move by `shift` and come back
+// after num_shifts of them; num_rows rows of `row` lanes share the weights.
+struct LaneRule {
+  const int32_t* weights;
+  int64_t row, num_rows, block, shift, num_shifts;
+};
+
 #define PYENGINE_OP(op, Call) void op##_cpu(const Layout& layout, const Call& call);
 #define PYENGINE_LEVEL(isa)                                           \
   namespace isa {                                                     \
@@ -20,6 +27,7 @@ namespace pyengine {
   float roof_read(const float* src, int64_t numel);                   \
   void roof_update(float* dst, int64_t numel);                        \
   void roof_stream_copy(float* dst, const float* src, int64_t numel); \
+  int64_t checksum(const int32_t* words, int64_t n, const LaneRule& rule); \
   }
 PYENGINE_LEVELS(PYENGINE_LEVEL)
 #undef PYENGINE_LEVEL
@@ -33,6 +41,7 @@ struct Ops {
   float (*roof_read)(const float* src, int64_t numel);
   void (*roof_update)(float* dst, int64_t numel);
   void (*roof_stream_copy)(float* dst, const float* src, int64_t numel);
+  int64_t (*checksum)(const int32_t* words, int64_t n, const LaneRule& rule);
 };
 
 // The table in force: the best this machine runs, or the one set_isa chose.

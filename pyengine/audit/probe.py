@@ -119,7 +119,7 @@ class Probe:
                 total.fill_(torch.nan)
                 return
             start, stride, num = self._places[index]
-            part = _strided(grad.detach(), start, stride, num)
+            part = _strided(grad.detach() if grad.requires_grad else grad, start, stride, num)
             weight = self.weights[index]
             mine, last_mine = self._views[index]
             mine.add_(part, alpha=weight)
