@@ -1,7 +1,8 @@
 # make run     set up, then train two small models on two local workers and compare with plain DDP
 # make test    set up, then run the tests (eleven minutes on two cores)
 # make test-slow  set up, then run those that take long: two hosts, torchrun, elastic restarts, whole studies, dying ranks
-# make test-faults  set up, then run every fault at every place, and what runs for thousands of windows
+# make faults  set up, then run every fault at every place, what is killed hundreds of times and what runs for
+#              thousands of windows (40 minutes), and write the table of docs/reliability.md
 # make test-adapters-oldest  set up, then run the tests of the adapters on the oldest releases of their libraries
 # make test-isa   set up, then run a choice of the tests on every instruction set that this machine has
 # make check   set up, then ruff and mypy
@@ -36,7 +37,7 @@ DOCS_INSTALLED := $(VENV)/.docs-installed
 # Folders too: their time changes when a file is removed.
 NATIVE := $(shell find csrc) setup.py CMakeLists.txt
 
-.PHONY: run test test-faults test-slow test-adapters-oldest test-isa check docs linkcheck wheel test-xla xla-env gpu clean
+.PHONY: run test faults test-slow test-adapters-oldest test-isa check docs linkcheck wheel test-xla xla-env gpu clean
 .DEFAULT_GOAL := run
 
 run: $(BUILT)
@@ -48,9 +49,14 @@ test: $(BUILT)
 test-slow: $(BUILT)
 	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile $(ARGS)
 
-test-faults: $(BUILT)
-	$(BIN)/python -m pytest -m "" tests/faults $(ARGS)
-	$(BIN)/python -m pytest -m exhaustive tests --ignore tests/faults $(ARGS)
+FAULTS := $(CURDIR)/build/faults.jsonl
+faults: export PYENGINE_FAULTS_RESULTS := $(FAULTS)
+faults: $(BUILT)
+	mkdir -p build
+	rm -f $(FAULTS)
+	$(BIN)/python -m pytest -m "" tests/faults -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m exhaustive tests --ignore tests/faults -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python tests/faults/write_table.py $(FAULTS)
 
 # The lower ends of the ranges in pyproject.toml, in a folder of their own, before those of $(VENV).
 test-adapters-oldest: $(BUILT)

@@ -8,7 +8,7 @@ import pytest
 
 
 def rest(*values: Any) -> list[Any]:
-    """Return values of a test's argument that only `make test-faults` takes: further places of what the other
+    """Return values of a test's argument that only `make faults` takes: further places of what the other
     values show already. A tuple is the values of several arguments.
     """
     return [

@@ -2,7 +2,7 @@
 
 To add a case, add a line to `TABLE`: phase, fault, end, ways; each line is tried in every way. Where nothing
 else is said the fault is on rank 1 of 2 and on rank 0 of 3: `make test` takes one of the two, `make
-test-faults` both. A phase is a trap in `fault_scenario.py` (add one there for a new phase: one call of
+faults` both. A phase is a trap in `fault_scenario.py` (add one there for a new phase: one call of
 `trap.at`), a fault is an entry of its `FAULTS`, and an end is a check in `fault_outcomes.py`. One line alone:
 `pytest tests/faults -k "loader and attach"`.
 
@@ -76,8 +76,9 @@ class Case:
             not nested, "view" for DDP's gradient_as_bucket_view, "exact", "bf16".
         rank, world: which rank of how many has the fault.
         window: in which it has it. From 2 on they belong to the second loop.
-        is_slow: whether `make test` leaves it out. `make test-slow` runs what costs a process or the group's
-            timeout, `make test-faults` everything.
+        is_slow: whether `make test` leaves it out. `make test-slow` runs what costs a process, `make faults`
+            everything.
+        is_rest: whether its line and way have another place that comes first.
     """
 
     phase: str
@@ -88,6 +89,7 @@ class Case:
     world: int
     window: int = 2
     is_slow: bool = False
+    is_rest: bool = False
 
     @property
     def group_s(self) -> float:
@@ -109,6 +111,20 @@ class Case:
         where = "" if self.window == 2 else f", window {self.window}"
         return f"{self.phase}: {self.fault}, {self.way}, rank {self.rank} of {self.world}{where}"
 
+
+# Ends in a few words, for a reader of the campaign's table.
+SAID = {
+    "replaced": "nobody else noticed",
+    "voided": "every other rank skipped the window and said who gave it up",
+    "used": "stepped once, everywhere",
+    "unnoticed": "as if nothing had been",
+    "reported": "one warning named who was late, and where; else as if nothing had been",
+    "raises": "an error on every living rank; nobody stepped the window",
+    "used, raises": "stepped once on every other rank; then an error on every living one",
+    "used or raises": "stepped once everywhere, or an error everywhere",
+    "breaks": "an error on every living rank",
+    "parted": "an error everywhere: ranks are not at the same place",
+}
 
 # Ways in. Narrow sums are exact on two ranks, if every window is full.
 GRADSYNC = ("GradSync", "GradSync accumulate")
@@ -136,13 +152,23 @@ def _line(
     Args:
         phase, fault, end, ways, window: of the cases.
         at: places, as rank/world.
-        quick: whether `make test` runs the line, at one place a way; `make test-faults` runs all.
+        quick: whether `make test` runs the line, at one place a way; `make faults` runs all.
     """
     places = [tuple(map(int, place.split("/"))) for place in at.split()]
     for number, way in enumerate(ways):
         for other, (rank, world) in enumerate(places):
-            is_slow = not quick or other != number % len(places)
-            yield Case(phase, fault, end, way, rank, world, window=window, is_slow=is_slow)
+            is_rest = other != number % len(places)
+            yield Case(
+                phase,
+                fault,
+                end,
+                way,
+                rank,
+                world,
+                window=window,
+                is_slow=not quick or is_rest,
+                is_rest=is_rest,
+            )
 
 
 TABLE = [

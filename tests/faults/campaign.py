@@ -1,0 +1,23 @@
+"""Long campaigns of faults: what each has found, a JSON line, for `make faults` to gather."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+
+def record(*, fault: str, made_by: str, tries: int, outcome: str) -> None:
+    """Append a row to the file that PYENGINE_FAULTS_RESULTS names; nothing if it names none.
+
+    Args:
+        fault: what went wrong.
+        made_by: how it was made.
+        tries: how often.
+        outcome: what happened, and what was lost.
+    """
+    path = os.environ.get("PYENGINE_FAULTS_RESULTS")
+    if path:
+        row = {"fault": fault, "made_by": made_by, "tries": tries, "outcome": outcome}
+        with Path(path).open("a", encoding="utf-8") as results:
+            results.write(json.dumps(row) + "\n")

@@ -1,0 +1,58 @@
+"""Turn what campaigns have recorded into a result file and the table of docs/reliability.md; `make faults` calls
+it: `python tests/faults/write_table.py build/faults.jsonl`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGE, RESULTS = ROOT / "docs" / "reliability.md", ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- faults: written by make faults -->\n", "<!-- end of faults -->\n"
+Row = Mapping[str, Any]
+
+
+def merged(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Return one row for each fault, maker and outcome: tries of several processes are added up."""
+    tries: dict[tuple[str, str, str], int] = {}
+    for row in rows:
+        key = row["fault"], row["made_by"], row["outcome"]
+        tries[key] = tries.get(key, 0) + row["tries"]
+    return [
+        {"fault": fault, "made_by": made_by, "tries": number, "outcome": outcome}
+        for (fault, made_by, outcome), number in sorted(tries.items())
+    ]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the table of the page."""
+    head = "| fault | how it was made | tries | what happened |\n|---|---|---|---|\n"
+    return head + "".join(
+        f"| {row['fault']} | {row['made_by']} | {row['tries']} | {row['outcome']} |\n" for row in rows
+    )
+
+
+def parts(page: str) -> tuple[str, str, str]:
+    """Return what stands before the table, the table, and what stands behind it."""
+    before, _, rest = page.partition(BEGIN)
+    old, _, behind = rest.partition(END)
+    return before, old, behind
+
+
+def main(path: str) -> None:
+    """Write the result file and the page."""
+    rows = merged(json.loads(line) for line in Path(path).read_text().splitlines())
+    result = RESULTS / f"{datetime.date.today()}-faults.json"
+    result.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
+    before, _, behind = parts(PAGE.read_text())
+    PAGE.write_text(before + BEGIN + table(rows) + END + behind)
+    print(table(rows) + f"wrote {result.relative_to(ROOT)} and the table of {PAGE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
