@@ -158,17 +158,8 @@ def _line(
     for number, way in enumerate(ways):
         for other, (rank, world) in enumerate(places):
             is_rest = other != number % len(places)
-            yield Case(
-                phase,
-                fault,
-                end,
-                way,
-                rank,
-                world,
-                window=window,
-                is_slow=not quick or is_rest,
-                is_rest=is_rest,
-            )
+            is_slow = not quick or is_rest
+            yield Case(phase, fault, end, way, rank, world, window, is_slow=is_slow, is_rest=is_rest)
 
 
 TABLE = [

@@ -25,7 +25,7 @@ def ended() -> Iterator[Counter[tuple[str, str]]]:
     for (fault, end), tries in counts.items():
         record(
             fault=fault,
-            made_by="on one rank of 2 to 4, in each phase of a window and way into the engine (`test_faults.py`)",
+            made_by="on one rank of 2 to 4, in every phase and way in (`tests/faults/test_faults.py`)",
             tries=tries,
             outcome=f"{SAID[end]}; parameters have the bits of the steps that were taken",
         )

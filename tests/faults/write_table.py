@@ -1,5 +1,6 @@
-"""Turn what campaigns have recorded into a result file and the table of docs/reliability.md; `make faults` calls
-it: `python tests/faults/write_table.py build/faults.jsonl`.
+"""Turn what campaigns have recorded into a result file and the table of docs/reliability.md.
+
+`make faults` calls it: `python tests/faults/write_table.py build/faults.jsonl`.
 """
 
 from __future__ import annotations
