@@ -78,7 +78,7 @@ class Case:
         window: in which it has it. From 2 on they belong to the second loop.
         is_slow: whether `make test` leaves it out. `make test-slow` runs what costs a process, `make faults`
             everything.
-        is_rest: whether its line and way have another place that comes first.
+        is_rest: whether `make test-slow` leaves it out too: another place or way of its line comes first.
     """
 
     phase: str
@@ -157,8 +157,8 @@ def _line(
     places = [tuple(map(int, place.split("/"))) for place in at.split()]
     for number, way in enumerate(ways):
         for other, (rank, world) in enumerate(places):
-            is_rest = other != number % len(places)
-            is_slow = not quick or is_rest
+            is_other = other != number % len(places)
+            is_slow, is_rest = not quick or is_other, is_other or (not quick and number % 2 == 1)
             yield Case(phase, fault, end, way, rank, world, window, is_slow=is_slow, is_rest=is_rest)
 
 

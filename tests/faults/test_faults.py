@@ -12,6 +12,7 @@ from campaign import record
 from fault_cases import DEADLY, SAID, TABLE, Case, drawn
 from fault_outcomes import ENDS, Outcome
 from fault_scenario import train
+from marks import rest
 
 # No rank waits longer for another than the group's timeout. What comes on top is a busy machine.
 MARGIN_S = 25
@@ -37,9 +38,9 @@ def _id(case: Case) -> str:
 
 def _param(case: Case) -> object:
     is_first = case.fault in DEADLY and not case.is_rest
-    rest = pytest.mark.slow if is_first else pytest.mark.exhaustive
+    later = pytest.mark.slow if is_first else pytest.mark.exhaustive
     is_long = case.is_slow or (case.fault == "late" and case.way != "GradSync")
-    return pytest.param(case, id=_id(case), marks=[rest] if is_long else [])
+    return pytest.param(case, id=_id(case), marks=[later] if is_long else [])
 
 
 @pytest.mark.parametrize("case", [_param(case) for case in TABLE])
@@ -49,7 +50,7 @@ def test_a_fault_ends_on_every_rank_as_the_table_says(ranks, ended, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", drawn(30, seed=12), ids=_id)
+@pytest.mark.parametrize("case", [*drawn(12, seed=12), *rest(*drawn(60, seed=13))], ids=_id)
 def test_a_fault_at_a_random_place_ends_as_the_table_says(ranks, ended, case):
     ENDS[case.end](Outcome(case, ranks(case.world).ends(case.group_s + MARGIN_S, train, case)))
     ended[case.fault, case.end] += 1
