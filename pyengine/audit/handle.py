@@ -90,6 +90,7 @@ def audit(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: need the module that the loop calls")
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers = [_innermost(item) for item in optimizers]
     for item in optimizers:
         if not (hasattr(item, "param_groups") and hasattr(item, "register_step_pre_hook")):
             raise TypeError(f"optimizer is a {type(item).__name__}: need a torch.optim.Optimizer, or several")
@@ -101,6 +102,13 @@ def audit(
     # A sharded optimizer keeps state of other parameters on every rank.
     auditor.optimizers = [item for item in optimizers if not hasattr(item, "consolidate_state_dict")]
     return Audit(auditor, inventory.subjects, optimizers[0], every=check_every(every))
+
+
+def _innermost(optimizer: Any) -> Any:
+    """Return what steps in the end: the optimizers of Accelerate and Lightning hold another one."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 class Audit:
