@@ -1,0 +1,25 @@
+"""A step divides gradients by a loss scale with which no loss was multiplied."""
+
+import torch.distributed as dist
+from habitat import Outcome, Watch, average_, everybody, flat, mine, net, right, sgd
+
+THREAD = "deepspeedai/DeepSpeed PR#7839"
+BUG = "bf16 without ZeRO: the step divides by the loss scale of 2^16, and the backward never multiplied"
+FOUND = ("gradient", "embed.weight", (), "scaled by 1/6.554e+04 (2^-16)")
+LOSS_SCALE = 2.0**16
+
+
+def train(watch: Watch) -> Outcome:
+    model, sizes = net(), (4, 4)
+    losses = [lambda twin, x=x: twin(x) for x in everybody(*sizes)]
+    optimizer, due = sgd(model), right(model, losses, dist.get_world_size())
+    audit = watch(model, optimizer, every=1)
+    for x in mine(*sizes):
+        model(x).backward()
+    average_(model.parameters())
+    for param in model.parameters():
+        param.grad /= LOSS_SCALE  # unscaled, though no loss was scaled
+    audit.reduced()
+    got = flat(model)
+    optimizer.step()
+    return Outcome(got, due)
