@@ -90,7 +90,7 @@ class Parts:
             scale = scaler.current_scale()
         settings = "" if scaler is None else scaler.settings()
         claims = Claims(stage, self.name, settings, scale, self.verdicts.last_use())
-        position = (self.counter.index, self.verdicts.steps_taken)
+        position = (self.counter.num_sent, self.verdicts.steps_taken)
         return Header(self.comm, self.device, local=local, position=position, more=more, claims=claims)
 
 

@@ -111,6 +111,11 @@ class WindowCounter:
         return self.state in (State.SENT, State.LANDED, State.USED)
 
     @property
+    def num_sent(self) -> int:
+        """Windows sent so far, completed or about to be; ranks count alike."""
+        return self.index + self.is_sent
+
+    @property
     def ends(self) -> bool:
         """Whether the window gets no further micro-batch: the last one is out, its loop is over,
         or it has been sent.

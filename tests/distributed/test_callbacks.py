@@ -59,6 +59,37 @@ def test_a_callback_or_schedule_that_fails_leaves_a_window_that_was_stepped_once
     assert other[3] == failing[3] == [-4.0, -4.0]  # four steps of 1, on both
 
 
+def _fails_last(kind: str) -> list[bool]:
+    """One rank's callback fails in the last window of its loop, which it leaves so."""
+    rank, _ = me()
+    model = nn.Linear(2, 1)
+    sync, forward = engine(kind, model, accumulate=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    is_full = [rank == 1]
+
+    @sync.on_step
+    def full(record: pe.StepRecord) -> None:
+        if record.step == 1 and is_full.pop():
+            raise OSError("no space left on device")
+
+    steps = []
+    for _ in range(2):
+        try:
+            for window in sync.windows([torch.ones(1, 2)] * 2):
+                for x in window:
+                    sync.backward(forward(x).sum())
+                steps.append(bool(sync.step(optimizer)))
+        except OSError:
+            steps.append(True)
+            sync.synchronize()  # the others compare at the end of their loop
+    return steps
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_a_rank_whose_callback_fails_in_a_loops_last_window_meets_the_others_behind_it(ranks, kind):
+    assert ranks(2).run(_fails_last, kind) == [[True] * 4] * 2
+
+
 def _exchanged() -> str:
     model = nn.Linear(2, 1)
     sync = pe.GradSync(model, accumulate=1)
