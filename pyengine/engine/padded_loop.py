@@ -68,10 +68,13 @@ def meet_at_micro_batch(engine: Engine, *, last: bool) -> None:
 
 
 def _read(engine: Engine, source: Lookahead[Batch]) -> int:
-    """Read this rank's part of the window, and meet the others; return how many micro-batches it has."""
+    """Read this rank's part of the window, and meet the others; return how many micro-batches it has.
+
+    One more is read, so that a loader raises here, and not while the others wait in a forward.
+    """
     due = len(engine.counter.due)
     try:
-        mine = len(source.peek(max(due, 1)))
+        mine = min(len(source.peek(due + 1)), max(due, 1))
         problems = [_NO_SHARE] if mine and not due else []
     except Exception as error:
         # The others wait: they learn of it, and this rank raises its own.

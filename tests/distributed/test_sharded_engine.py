@@ -307,15 +307,15 @@ def test_a_rank_without_any_batch_is_an_error_on_every_rank(ranks):
         assert message.startswith("rank 1 has no micro-batch at all")
 
 
-def _loader_breaks() -> str:
+def _loader_breaks(number: int) -> str:
     rank, _ = me()
     sync, model = sharded("flat")
 
     def loader():
-        yield batch(0)
-        if rank:
-            raise OSError("disk")
-        yield batch(1)
+        for index in range(4):
+            if rank and index == number:
+                raise OSError("disk")
+            yield batch(index)
 
     with pytest.raises((OSError, ValueError)) as error:
         for window in sync.windows(loader()):
@@ -325,8 +325,9 @@ def _loader_breaks() -> str:
     return f"{type(error.value).__name__}: {error.value}"
 
 
-def test_a_loader_that_raises_on_one_rank_is_known_to_all(ranks):
-    first, second = ranks(2).run(_loader_breaks)
+@pytest.mark.parametrize("number", [1, 3], ids=["of this window", "of the next one"])
+def test_a_loader_that_raises_on_one_rank_is_known_to_all(ranks, number):
+    first, second = ranks(2).run(_loader_breaks, number)
     assert first.startswith("ValueError: rank 1: the loader raised OSError") and second == "OSError: disk"
 
 
