@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import Breaks, Integers, assert_same, engine, grads, integers, me, mean_of_integers
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 
@@ -118,6 +119,35 @@ def _breaks_beside_an_unused_layer() -> tuple[list[bool], list[bool]]:
 def test_a_failed_last_backward_beside_an_unused_parameter_voids_the_window(ranks):
     for stepped, untouched in ranks(2).run(_breaks_beside_an_unused_layer):
         assert stepped == [True, False, True] and untouched == [True, True]
+
+
+def _breaks_alone(dtype: torch.dtype, accumulator: str) -> list[bool]:
+    """Rank 1 alone has a third window, and fails before any parameter of it has a gradient."""
+    rank, _ = me()
+    model = nn.Linear(3, 1, dtype=dtype)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    sync = pe.attach(ddp, accumulate=1, accumulator=accumulator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepped = []
+    try:
+        for number, window in enumerate(sync.windows([torch.ones(2, 3, dtype=dtype)] * (2 + rank))):
+            for x in window:
+                Breaks.now = number == 2
+                sync.backward(Breaks.apply(ddp(x)).sum())
+            stepped.append(bool(sync.step(optimizer)))
+    except MemoryError:
+        Breaks.now = False
+        sync.abandon()
+        sync.synchronize()  # the other compares at the end of its loop
+    return stepped
+
+
+@pytest.mark.parametrize(
+    ("dtype", "accumulator"), [(torch.float32, "exact"), (torch.bfloat16, "fp32"), (torch.float32, "fp32")]
+)
+def test_a_failed_backward_voids_a_window_in_which_no_rank_has_used_anything(ranks, dtype, accumulator):
+    other, failing = ranks(2).run(_breaks_alone, dtype, accumulator)
+    assert (other, failing) == ([True, True, False], [True, True])
 
 
 def _steps_alone() -> str:

@@ -319,7 +319,9 @@ class DDPReducer:
         if not self._shares_used or reduction.used is not None or reduction.header.is_refused():
             return
         used = set() if self._sums is None else self._sums.used
-        unused = {id(param) for param in reduction.without_grad if param not in used}
+        # What voids the window has to be looked at, whoever else has used it.
+        without = [] if reduction.poison else reduction.without_grad
+        unused = {id(param) for param in without if param not in used}
         flags = send([id(param) not in unused for param in self.params], torch.uint8, self._one.device)
         reduction.used = flags, self._comm.all_reduce_max(flags)
 
