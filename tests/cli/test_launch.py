@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from command import TRAIN
+from processes import left, living
 
 from pyengine import launch
 
@@ -182,20 +183,4 @@ def test_interrupt_ends_every_process_with_one_line() -> None:
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 130
     assert errors == "interrupted: every worker has ended, nothing was saved\n"
-    deadline = time.monotonic() + 5
-    while living(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert living(process.pid) == []
-
-
-def living(group: int) -> list[str]:
-    """Return the command lines of the processes of a group that have not ended."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state, _, its_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state != "Z":
-                found.append((folder / "cmdline").read_text().replace("\0", " "))
-        except OSError:
-            continue  # it ended while we looked
-    return found
+    assert left(living, str(process.pid)) == []

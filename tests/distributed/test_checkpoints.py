@@ -320,6 +320,37 @@ def test_a_step_counts_only_as_a_whole_and_all_ranks_take_the_same(
         assert len(warned) == 1 and re.search(rf"step 3 is not whole \({reason}", warned[0])
 
 
+def _loaded_at_first(folder: str) -> tuple[list[str], float]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        start = _trained(folder, 3)[-1]
+    return [str(each.message) for each in caught], start
+
+
+@pytest.mark.parametrize("how", ["a part is missing", "parts of two saves"])
+def test_a_first_save_that_was_interrupted_is_no_reason_not_to_begin(ranks, tmp_path, how):
+    ranks(2).run(_trained, str(tmp_path), 1)
+    path = tmp_path / "step-0000000001.rank-1-of-2.pt"
+    path.unlink()
+    if how == "parts of two saves":
+        state_file.write(path, Origin(1, 1, 2, "another save", is_first=True), _state(1, 1))
+    for warned, start in ranks(2).run(_loaded_at_first, str(tmp_path)):
+        assert start == 0.0
+        assert len(warned) == 1 and re.search(
+            "it was the first one: there is nothing to go on from", warned[0]
+        )
+    assert ranks(2).run(_loaded, str(tmp_path)) == [(3, [], "")] * 2
+
+
+@pytest.mark.parametrize("how", ["not the first", "damaged"])
+def test_a_step_that_may_have_been_whole_is_not_passed_over_for_the_beginning(ranks, tmp_path, how):
+    ranks(2).run(_trained, str(tmp_path), 2 if how == "not the first" else 1, 1)
+    (path,) = tmp_path.glob("*.rank-1-of-2.pt")
+    (Path.unlink if how == "not the first" else _cut)(path)
+    for step, _, error in ranks(2).run(_loaded, str(tmp_path)):
+        assert step == -1 and re.search("no checkpoint in .* is whole", error)
+
+
 def test_another_number_of_ranks_is_refused_and_gets_all_states(ranks, tmp_path):
     ranks(3).run(_trained, str(tmp_path), 2)
     for step, _, error in ranks(2).run(_loaded, str(tmp_path)):

@@ -41,6 +41,25 @@ class Checkpoint:
         return state
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What a rank has found of a step.
+
+    Attributes:
+        text: what is wrong; empty if nothing is.
+        save: that the files are of.
+        is_newer: whether a newer pyengine wrote one.
+        is_first: whether a file says that no step was there before.
+        is_damaged: whether a file is there and of no use.
+    """
+
+    text: str
+    save: str = ""
+    is_newer: bool = False
+    is_first: bool = False
+    is_damaged: bool = False
+
+
 class Checkpoints:
     """The checkpoints of one run, in one folder; every rank makes this and calls its methods alike.
 
@@ -88,18 +107,19 @@ class Checkpoints:
 
         Cost: one write of the state, waited for until it is on the disk; two small gathers.
         """
-        everybody = self._gather((self._problem_of(step), step, uuid.uuid4().hex))
+        everybody = self._gather((self._problem_of(step), step, uuid.uuid4().hex, self._is_empty()))
         self._raise([problem for problem, *_ in everybody], ValueError)
-        if len({each for _, each, _ in everybody}) > 1:
+        if len({each for _, each, *_ in everybody}) > 1:
             raise ValueError(
-                f"step={[each for _, each, _ in everybody]} by rank: need the same on every rank; save "
+                f"step={[each for _, each, *_ in everybody]} by rank: need the same on every rank; save "
                 "behind a step that all of them have taken"
             )
         rank, world_size = self._comm.rank, self._comm.world_size
         path = self._path(step, rank, world_size)
+        is_first = all(is_empty for *_, is_empty in everybody)
         problem = ""
         try:
-            state_file.write(path, Origin(step, rank, world_size, everybody[0][2]), state)
+            state_file.write(path, Origin(step, rank, world_size, everybody[0][2], is_first), state)
         except Exception as error:  # noqa: BLE001 - whatever it is, the others must not go on as if it were there
             state_file.part_of(path).unlink(missing_ok=True)
             problem = f"step {step} could not be written to {self._folder}: {type(error).__name__}: {error}"
@@ -108,10 +128,11 @@ class Checkpoints:
         self._remove_old(set.intersection(*(set(steps) for _, steps in whole)), step)
 
     def load(self) -> Checkpoint | None:
-        """Return this rank's state of the newest whole step; None if there is no file of any step.
+        """Return this rank's state of the newest whole step; None if there is none yet.
 
         Warns:
             UserWarning: a newer step was passed over, and why: it is truncated or damaged, or lacks a part.
+                Or the first save of all was interrupted, and there is no step to go on from.
 
         Raises:
             ValueError: no step is whole, or the newest one is of another number of ranks, or of a newer
@@ -132,15 +153,16 @@ class Checkpoints:
     def _newest(self, *, is_all: bool) -> Checkpoint | None:
         found = sorted({key for mine in self._gather(self._found()) for key in mine}, reverse=True)
         reasons: list[str] = []
+        is_lost = False  # whether there has been a whole step
         for step, world_size in found:
             is_other = not is_all and world_size != self._comm.world_size
             wanted = range(world_size) if is_all or is_other else [self._comm.rank]
             mine = [self._path(step, rank, world_size) for rank in wanted]
             problems = self._gather(self._check(mine))
-            newer = [text for text, _, is_newer in problems if is_newer]
+            newer = [each.text for each in problems if each.is_newer]
             wrong = [
-                f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(problems) if text
-            ] or self._mixed([save for _, save, _ in problems])
+                f"rank {rank}: {each.text}" for rank, each in enumerate(problems) if each.text
+            ] or self._mixed([each.save for each in problems])
             if newer:
                 raise ValueError(f"step {step} in {self._folder}: {newer[0]}")
             if not wrong and is_other:
@@ -149,10 +171,16 @@ class Checkpoints:
                     f"there are {self._comm.world_size}: start as many, or share its states out by load_all()"
                 )
             if not wrong:
-                self._tell(reasons)
+                self._tell(reasons, "going on from an earlier step")
                 return Checkpoint(step, [state_file.read(path) for path in mine])
             reasons.append(f"step {step} is not whole ({wrong[0]})")
             self._refused.add(step)
+            is_lost |= any(each.is_damaged for each in problems) or not any(
+                each.is_first for each in problems
+            )
+        if reasons and not is_lost:
+            self._tell(reasons, "and it was the first one: there is nothing to go on from")
+            return None
         if reasons:
             raise ValueError(
                 f"no checkpoint in {self._folder} is whole: {'; '.join(reasons)}. To start anew take "
@@ -160,31 +188,36 @@ class Checkpoints:
             )
         return None
 
-    def _check(self, paths: Sequence[Path]) -> tuple[str, str, bool]:
-        """Return what is wrong with files, the save that they are of, and whether a newer pyengine wrote
-        one.
-        """
-        saves = set()
+    def _check(self, paths: Sequence[Path]) -> _Found:
+        """Look at files that this rank has to read: all of them, whatever is wrong with the first."""
+        text, saves, is_first, is_damaged = "", set(), False, False
         for path in paths:
             try:
                 origin = state_file.check(path)
             except FileNotFoundError:
-                return f"{path.name} is not there", "", False
+                text = text or f"{path.name} is not there"
+                continue
+            except NewerFormat as error:
+                return _Found(f"{path.name} is {error}", is_newer=True)
             except (ValueError, OSError) as error:
-                return f"{path.name} is {error}", "", isinstance(error, NewerFormat)
+                text, is_damaged = f"{path.name} is {error}", True
+                continue
             if self._path(origin.step, origin.rank, origin.world_size) != path:
-                return f"{path.name} is that of step {origin.step}, rank {origin.rank}, renamed", "", False
+                text, is_damaged = (
+                    f"{path.name} is that of step {origin.step}, rank {origin.rank}, renamed",
+                    True,
+                )
             saves.add(origin.save)
-        return "", " ".join(sorted(saves)), False
+            is_first |= origin.is_first
+        return _Found(text, " ".join(sorted(saves)), is_first=is_first, is_damaged=is_damaged)
 
     def _mixed(self, saves: Sequence[str]) -> list[str]:
         is_one = len(set(saves)) == 1 and " " not in saves[0]
         return [] if is_one else ["its parts are of different saves: one was interrupted"]
 
-    def _tell(self, reasons: Sequence[str]) -> None:
+    def _tell(self, reasons: Sequence[str], what: str) -> None:
         if reasons:
-            text = f"{self._folder}: {'; '.join(reasons)}: going on from an earlier step"
-            warnings.warn(text, UserWarning, stacklevel=4)
+            warnings.warn(f"{self._folder}: {'; '.join(reasons)}: {what}", UserWarning, stacklevel=4)
 
     def _problem_of(self, step: Any) -> str:
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
@@ -211,6 +244,10 @@ class Checkpoints:
         """Return the steps of other numbers of ranks that have a file of each of them."""
         files = Counter((step, world_size) for _, (step, _, world_size) in self._files())
         return {step for (step, size), num in files.items() if num == size != self._comm.world_size}
+
+    def _is_empty(self) -> bool:
+        """Whether this rank sees no step that it could go on from."""
+        return not {step for step, _ in self._found()} - self._refused
 
     def _own_steps(self) -> list[int]:
         place = self._comm.rank, self._comm.world_size

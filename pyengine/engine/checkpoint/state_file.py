@@ -27,12 +27,14 @@ class Origin:
         step: of the save.
         rank, world_size: whose part, of how many.
         save: what tells this save from every other one of the same step; the same on every rank.
+        is_first: whether no step was there before it.
     """
 
     step: int
     rank: int
     world_size: int
     save: str
+    is_first: bool = False
 
 
 def write(path: Path, origin: Origin, state: Any) -> None:
@@ -84,7 +86,7 @@ def check(path: Path) -> Origin:
         raise ValueError(f"truncated: it holds {num_bytes} of {said['bytes']} bytes of a state")
     if crc != said["crc32"]:
         raise ValueError("damaged: its checksum is that of other bytes")
-    return Origin(said["step"], said["rank"], said["world_size"], said["save"])
+    return Origin(said["step"], said["rank"], said["world_size"], said["save"], said.get("is_first", False))
 
 
 def read(path: Path) -> Any:

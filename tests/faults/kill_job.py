@@ -1,0 +1,73 @@
+"""One job under torch.distributed.elastic whose workers die by order: python kill_job.py JOB.json
+
+Its workers are forks of a server that has imported torch once and has no threads; a fork of the agent, which
+has some, may wait for ever for a lock that one of them held. It exits with 0 if the run came to its end, and
+with 3 if the restarts were used up before.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import signal
+import sys
+from pathlib import Path
+
+from kill_orders import Board, Order
+from kill_scenario import KillTrap, Plan, train
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+import pyengine as pe
+
+USED_UP = 3
+
+
+def work(plan: Plan, board: Board, orders: list[Order], world: int) -> str:
+    """Be a worker of one attempt."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    order = orders[attempt] if attempt < len(orders) and orders[attempt].rank == rank else None
+    trap = KillTrap(board, order, rank)
+    board.enter(rank, attempt)
+    trap.at("start")
+    return pe.launch(train, workers=world, args=(plan, trap, attempt))[0]
+
+
+def main() -> int:
+    """Run the job that a file describes; return the exit code."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    plan = Plan(Path(job["folder"]), job["windows"], job["accumulator"])
+    orders, world = [Order(**order) for order in job["orders"]], job["world"]
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    board = Board(Path(sys.argv[1]).with_suffix(".board"))
+    mp.set_forkserver_preload(["kill_scenario"])
+    killer = mp.get_context("fork").Process(
+        target=board.execute, args=(orders, world, plan.folder / "kills.jsonl"), daemon=True
+    )
+    killer.start()
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world,
+        run_id=plan.folder.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=job["max_restarts"],
+        monitor_interval=0.05,
+        start_method="forkserver",
+    )
+    try:
+        digests = elastic_launch(config, work)(plan, board, orders, world)
+    except ChildFailedError:
+        return USED_UP
+    finally:
+        killer.terminate()
+        killer.join()
+    (plan.folder / "end.json").write_text(json.dumps(sorted(set(digests.values()))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""A short training run that passes a board's phases, in a window as in the writing of a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fault_scenario import Point
+from fault_trap import watched
+from kill_orders import Board, Order
+from torch import Tensor, nn
+
+import pyengine as pe
+from pyengine.engine.checkpoint import state_file
+
+MICRO_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, whatever happens to it.
+
+    Attributes:
+        folder: of its checkpoints and its log.
+        windows: in all.
+        accumulator: the engine's argument, by name.
+    """
+
+    folder: Path
+    windows: int
+    accumulator: str
+
+    @property
+    def log(self) -> Path:
+        """Rank 0's lines: what was resumed, stepped and saved."""
+        return self.folder / "log.jsonl"
+
+
+class KillTrap:
+    """Tells the board where this worker is, and ends it at the place of its order.
+
+    Attributes:
+        turn: "early" or "last": which micro-batch of the window this is.
+    """
+
+    def __init__(self, board: Board | None, order: Order | None, rank: int) -> None:
+        self._board, self._order, self._rank = board, order, rank
+        self._passed = 0
+        self.turn = "early"
+
+    def at(self, phase: str) -> None:
+        """This worker passes a phase."""
+        if self._board is None:
+            return
+        self._board.pass_by(self._rank, phase)
+        if self._order is not None and self._order.phase == phase:
+            self._passed += 1
+            if self._passed == self._order.passes:
+                self._board.strike(self._rank)
+
+    def in_turn(self, phase: str) -> None:
+        """Likewise, in a backward: the first bucket leaves in the last one."""
+        self.at("bucket" if phase == "bucket" and self.turn == "last" else "backward")
+
+    def launched(self, work: dist.Work) -> None:
+        """A collective was launched, and nobody has waited for it."""
+        self.at("collective")
+
+    def end_window(self) -> None:
+        """The window has been stepped."""
+        if self._board is not None:
+            self._board.end_window(self._rank)
+
+
+class Net(nn.Module):
+    """Two layers with dropout; backwards pass traps, and nothing about the numbers is round."""
+
+    def __init__(self, trap: KillTrap) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 9), nn.Linear(9, 1)
+        self._trap = trap
+        self.first.weight.register_hook(lambda _: trap.at("hook"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the summed loss of a micro-batch."""
+        self._trap.at("forward")
+        hidden = Point.apply(self.first(x).tanh(), self._trap, "bucket")
+        out = self.last(nn.functional.dropout(hidden, 0.2))
+        return Point.apply((out - x.mean(1, keepdim=True)).square().sum(), self._trap, "backward")
+
+
+def train(plan: Plan, trap: KillTrap, attempt: int) -> str:
+    """Go on from the newest checkpoint, and return a digest of everything at the end."""
+    trap.at("met")
+    torch.set_num_threads(1)
+    with watched(trap), _watched_files(trap), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = _Run(plan, trap)
+        start = run.resume()
+        run.tell("resumed", step=start, attempt=attempt, warned=[str(each.message) for each in caught])
+        trap.at("resumed")
+        return run.windows(start)
+
+
+class _Scheduler(torch.optim.lr_scheduler.StepLR):
+    trap: KillTrap | None = None
+
+    def step(self, epoch: Any = None) -> None:
+        """Step behind the trap."""
+        if self.trap is not None:
+            self.trap.at("scheduler")
+        super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state without the trap."""
+        return {name: value for name, value in super().state_dict().items() if name != "trap"}
+
+
+class _Run:
+    """One attempt on one rank."""
+
+    def __init__(self, plan: Plan, trap: KillTrap) -> None:
+        self._plan, self._trap = plan, trap
+        torch.manual_seed(0)
+        self._model = Net(trap)
+        self._data = torch.randn(MICRO_BATCHES * plan.windows * 2, 6)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-2)
+        self._optimizer.register_step_pre_hook(lambda *_: trap.at("step"))
+        self._scheduler = _Scheduler(self._optimizer, 7, 0.95)
+        self._scheduler.trap = trap
+        self._sampler = pe.WindowSampler(self._data, seed=3, micro_batch=2, global_batch=2 * MICRO_BATCHES)
+        exact = pe.Exact(micro_batches=MICRO_BATCHES)
+        self._sync = pe.GradSync(
+            self._model,
+            accumulate=self._sampler.accumulate,
+            accumulator=exact if plan.accumulator == "exact" else plan.accumulator,
+            bucket_cap_mb=1e-4,
+        )
+        self._sync.on_step(lambda record: trap.at("callback"))
+        self._checkpoints = pe.Checkpoints(plan.folder / "checkpoints")
+
+    def resume(self) -> int:
+        """Load the newest whole step, and return it: twice the windows that are done, and 1 in the middle of
+        one.
+        """
+        is_exact = self._plan.accumulator == "exact"
+        found = self._checkpoints.load_all() if is_exact else self._checkpoints.load()
+        if found is None:
+            return 0
+        own = found.states[0]
+        self._model.load_state_dict(own["model"])
+        self._optimizer.load_state_dict(own["optimizer"])
+        self._scheduler.load_state_dict(own["scheduler"])
+        self._sync.load_state_dict([state["sync"] for state in found.states] if is_exact else own["sync"])
+        return found.step
+
+    def windows(self, start: int) -> str:
+        """Train to the end."""
+        trap, sync = self._trap, self._sync
+        first = start // 2
+        if first == self._plan.windows:
+            return self._digest()
+        self._sampler.set_epoch(0, window=first, due=sync.due)
+        for step, window in enumerate(sync.windows(self._loader()), start=first):
+            for position, rows in enumerate(window):
+                trap.turn = "last" if sync.is_sync_step else "early"
+                with pe.micro_batch_rng(3, step=step, index=sync.place):
+                    sync.backward(self._model(self._data[rows]), count=len(rows))
+                # A window that was resumed in its middle may have left this rank one micro-batch.
+                if position == 0 and 2 * step >= start:
+                    self._save(2 * step + 1)
+            trap.at("clip")
+            sync.clip_grad_norm_(1.0)
+            sync.step(self._optimizer, self._scheduler)
+            trap.at("stepped")
+            self.tell("stepped", step=2 * step + 2, digest=self._digest())
+            self._save(2 * step + 2)
+            trap.end_window()
+        return self._digest()
+
+    def tell(self, what: str, **values: Any) -> None:
+        """Append a line in one piece, on rank 0."""
+        if dist.get_rank() == 0:
+            line = json.dumps({"what": what, "world": dist.get_world_size(), **values}) + "\n"
+            descriptor = os.open(self._plan.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            os.write(descriptor, line.encode())
+            os.close(descriptor)
+
+    def _loader(self) -> Iterator[list[int]]:
+        for rows in self._sampler:
+            self._trap.at("loader")
+            yield rows
+
+    def _save(self, step: int) -> None:
+        self._trap.at("save")
+        parts = {
+            "model": self._model,
+            "optimizer": self._optimizer,
+            "scheduler": self._scheduler,
+            "sync": self._sync,
+        }
+        self._checkpoints.save(step, {name: part.state_dict() for name, part in parts.items()})
+        self.tell("saved", step=step)
+        self._trap.at("saved")
+
+    def _digest(self) -> str:
+        state = [value for p in self._model.parameters() for value in self._optimizer.state[p].values()]
+        sha = hashlib.sha256(repr(self._scheduler.get_last_lr()).encode())
+        for tensor in (*self._model.parameters(), *state):
+            sha.update(tensor.detach().numpy().tobytes())
+        return sha.hexdigest()[:16]
+
+
+@contextmanager
+def _watched_files(trap: KillTrap) -> Iterator[None]:
+    """Pass the phases of a checkpoint's file: on the way to it, in it, and when old ones go."""
+    write, piece, fsync = state_file.write, state_file._Summed.write, os.fsync
+    replace, unlink, read = Path.replace, Path.unlink, state_file.read
+    pieces, syncs = [0], [0]
+
+    def write_and_tell(*args: Any) -> None:
+        pieces[0] = syncs[0] = 0
+        write(*args)
+        trap.at("written")
+
+    def piece_and_tell(self: Any, data: Any) -> int:
+        pieces[0] += 1
+        if pieces[0] == 1:
+            trap.at("opened")
+        elif pieces[0] == 9:  # some of a state's tensors, and no directory of them
+            trap.at("half written")
+        return piece(self, data)
+
+    def fsync_and_tell(descriptor: int) -> None:
+        trap.at("named" if syncs[0] else "unsynced")  # the file, then the folder
+        syncs[0] += 1
+        fsync(descriptor)
+
+    patches: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = [
+        (state_file, "write", write, write_and_tell),
+        (state_file._Summed, "write", piece, piece_and_tell),
+        (os, "fsync", fsync, fsync_and_tell),
+        (Path, "replace", replace, _behind(trap, "unnamed", replace)),
+        (Path, "unlink", unlink, _behind(trap, "remove", unlink)),
+        (state_file, "read", read, _behind(trap, "load", read)),
+    ]
+    for owner, name, _, instead in patches:
+        setattr(owner, name, instead)
+    try:
+        yield
+    finally:
+        for owner, name, before, _ in patches:
+            setattr(owner, name, before)
+
+
+def _behind(trap: KillTrap, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def tell_and_do(*args: Any, **kwargs: Any) -> Any:
+        trap.at(phase)
+        return function(*args, **kwargs)
+
+    return tell_and_do

@@ -1,0 +1,162 @@
+"""Workers die at random moments under torch.distributed.elastic; the run goes on, and ends as if none had.
+
+With exact sums the number of workers changes between jobs, and the end has the bits of one worker alone that
+nobody has disturbed. Without, it has those of an undisturbed run on as many workers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+from campaign import record
+from kill_job import USED_UP
+from kill_orders import ONCE, PHASES, Kill, draw
+from processes import left, living
+
+JOB = Path(__file__).with_name("kill_job.py")
+WINDOWS_A_KILL = 4  # an order takes at most that many, on a machine that is not too busy
+LIMIT_S = 600
+
+
+@dataclass
+class Campaign:
+    """Runs of one kind, and what became of their workers."""
+
+    folder: Path
+    accumulator: str
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.kills: list[Kill] = []
+        self._generator = random.Random(self.seed)
+        self._phases = self._endless()
+        self._undisturbed: dict[int, list[str]] = {}
+        self._runs = self._jobs = 0
+
+    def run(self, jobs: Sequence[tuple[int, int]]) -> None:
+        """Make one run of jobs, each (workers, kills); all but the last end by a kill. Check it."""
+        self._runs += 1
+        folder = self.folder / f"run-{self._runs}"
+        folder.mkdir(parents=True)
+        windows = WINDOWS_A_KILL * sum(kills for _, kills in jobs) + 8
+        for number, (world, kills) in enumerate(jobs):
+            is_last = number == len(jobs) - 1
+            phases = [next(self._phases) for _ in range(kills)]
+            if number == 0 and phases[0] in ("load", "remove"):
+                phases[0] = ""  # nothing is there yet
+            orders = [asdict(order) for order in draw(self._generator, phases, world)]
+            restarts = kills if is_last else kills - 1
+            code = self._job(folder, world, windows, orders, restarts)
+            if code == 0:
+                break
+            assert (code, is_last) == (USED_UP, False), (folder / "errors.txt").read_text()[-4000:]
+        assert code == 0
+        self.kills += self._read_kills(folder)
+        self._check(folder, windows, 1 if self.accumulator == "exact" else jobs[0][0])
+
+    def _check(self, folder: Path, windows: int, world: int) -> None:
+        """Every step has the undisturbed run's digest whenever it was taken, and no step that was saved is
+        lost.
+        """
+        wanted = self._alone(world, windows)
+        lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        saved = 0
+        for line in lines:
+            if line["what"] == "stepped":
+                assert line["digest"] == wanted[line["step"] // 2 - 1], line
+            elif line["what"] == "saved":
+                saved = line["step"]
+            else:
+                assert line["step"] >= saved, line
+                assert all("is not whole" in text for text in line["warned"]), line
+        assert json.loads((folder / "end.json").read_text()) == [wanted[windows - 1]]
+
+    def _alone(self, world: int, windows: int) -> list[str]:
+        """Return the digests of an undisturbed run, by window."""
+        if len(self._undisturbed.get(world, [])) < windows:
+            folder = self.folder / f"undisturbed-{world}-{windows}"
+            folder.mkdir()
+            assert self._job(folder, world, windows, [], 0) == 0, (folder / "errors.txt").read_text()
+            lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+            self._undisturbed[world] = [line["digest"] for line in lines if line["what"] == "stepped"]
+        return self._undisturbed[world]
+
+    def _job(self, folder: Path, world: int, windows: int, orders: list[dict], max_restarts: int) -> int:
+        """Run a job in a session of its own; return its exit code."""
+        self._jobs += 1
+        file = folder / f"job-{self._jobs}.json"
+        job = {"folder": str(folder), "world": world, "windows": windows, "accumulator": self.accumulator}
+        file.write_text(json.dumps(job | {"orders": orders, "max_restarts": max_restarts}))
+        with (folder / "errors.txt").open("a") as errors:
+            process = subprocess.Popen(
+                [sys.executable, str(JOB), str(file)],
+                stdout=errors,
+                stderr=errors,
+                start_new_session=True,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
+            code = process.wait(LIMIT_S)
+        assert left(living, str(process.pid)) == []
+        return code
+
+    def _read_kills(self, folder: Path) -> list[Kill]:
+        lines = (folder / "kills.jsonl").read_text().splitlines()
+        return [Kill(**json.loads(line)) for line in lines]
+
+    def _endless(self) -> Iterator[str]:
+        """Give every phase once in random order, a moment behind each, and so on."""
+        while True:
+            for phase in self._generator.sample(PHASES, len(PHASES)):
+                yield phase
+                yield ""
+
+
+def _told(kills: Sequence[Kill]) -> str:
+    how = Counter(kill.how for kill in kills)
+    phases = Counter(kill.phase for kill in kills)
+    return f"{dict(how)}; died behind: {', '.join(f'{phase} {phases[phase]}' for phase in PHASES)}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("accumulator", "jobs"), [("exact", [(3, 3), (2, 3)]), ("fp32", [(2, 5)])])
+def test_workers_are_killed_again_and_again_and_the_run_ends_with_the_bits_of_an_undisturbed_one(
+    tmp_path, accumulator, jobs
+):
+    campaign = Campaign(tmp_path, accumulator, seed=random.randrange(10**6))
+    campaign.run(jobs)
+    assert campaign.kills, "nobody was killed"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("accumulator", "runs"),
+    [
+        ("exact", [[(3, 9), (2, 8), (4, 9)], [(2, 9), (4, 8), (3, 9)], [(4, 9), (3, 8), (2, 9)]]),
+        ("fp32", [[(2, 26)], [(3, 26)], [(4, 26)]]),
+        ("native", [[(2, 26)], [(3, 26)]]),
+    ],
+)
+def test_two_hundred_kills_lose_nothing(tmp_path, accumulator, runs):
+    campaign = Campaign(tmp_path, accumulator, seed=15)
+    for jobs in runs:
+        campaign.run(jobs)
+    wanted = sum(kills for jobs in runs for _, kills in jobs)
+    assert len(campaign.kills) >= 0.9 * wanted, _told(campaign.kills)
+    placed = {kill.phase for kill in campaign.kills if kill.how == "placed"}
+    assert set(PHASES) - set(ONCE) <= placed, _told(campaign.kills)
+    record(
+        fault=f"a worker dies (SIGKILL), accumulator {accumulator}",
+        made_by=f"torch.distributed.elastic, jobs of (workers, kills) {runs}; {_told(campaign.kills)}",
+        tries=len(campaign.kills),
+        outcome="every run ended with the bits of the undisturbed one; no step that was saved was lost; no "
+        "process was left",
+    )

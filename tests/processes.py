@@ -1,0 +1,42 @@
+"""Processes of this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def left(find: Callable[[str], list[str]], what: str, seconds: float = 5.0) -> list[str]:
+    """Return what `living` or `marked` finds, once it is nothing or the seconds are over: helpers that end
+    with their pipes need a moment.
+    """
+    end = time.monotonic() + seconds
+    while (found := find(what)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
+def marked(mark: str) -> list[str]:
+    """Return the command lines of the processes that have not ended and have a word in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():  # empty where one has ended
+                found.append((folder / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
+def living(group: str) -> list[str]:
+    """Return the command lines of the processes of a group that have not ended."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, its_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            if its_group == group and state != "Z":
+                found.append((folder / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue  # it ended while we looked
+    return found
