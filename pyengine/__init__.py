@@ -4,6 +4,14 @@ Three ways in: `GradSync` for a loop of your own, `attach` (or only `comm_hook`)
 `python -m pyengine` from the command line. `pyengine.ops` has the kernels without an engine.
 """
 
+import sys
+
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "pyengine":
+    # `python -m pyengine`, which a signal may end in the seconds that the imports below take.
+    from pyengine.cli import stopping
+
+    stopping.at_start()
+
 from pyengine import ops, telemetry, wire
 from pyengine.audit.finding import AuditError, Finding
 from pyengine.audit.handle import Audit, audit

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from pyengine.cli import terminal
+from pyengine.cli import stopping, terminal
 from pyengine.cli.arguments import Conflict
 from pyengine.cli.bench import arguments as bench
 from pyengine.cli.doctor import arguments as doctor
@@ -49,8 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = _COMMANDS[options.command][1].settings(options)
         # Only now: what it imports takes long, or is not there.
-        code: int = import_module(f"pyengine.cli.{options.command}.run").run(settings)
-        terminal.flush()
+        run: Callable[[Any], int] = import_module(f"pyengine.cli.{options.command}.run").run
+        with stopping.raised():
+            code = run(settings)
+            terminal.flush()
         return code
     except Conflict as error:
         refuse(str(error))
@@ -70,9 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if stopped is None:
             raise
         return stopped
-    except KeyboardInterrupt:
-        print("interrupted: every worker has ended, nothing was saved", file=sys.stderr)
-        return terminal.INTERRUPTED
+    except (KeyboardInterrupt, SystemExit) as stop:
+        return stopping.told(stop, "every worker has ended, nothing was saved")
 
 
 # What each does, and its arguments (with the help's text); `run` of its folder runs it.

@@ -9,7 +9,6 @@ import os
 import sys
 from typing import Any
 
-INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 _CLOSED = 141  # 128 + SIGPIPE, as a shell reports `command | head`
 
 

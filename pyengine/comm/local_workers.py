@@ -92,7 +92,7 @@ def run(
     """
     # OpenMP hangs in a fork of a process that has used its threads.
     threads = 1 if method == "fork" else max(1, torch.get_num_threads() // workers)
-    with tempfile.TemporaryDirectory(prefix="pyengine-") as folder, _signals(method) as received:
+    with tempfile.TemporaryDirectory(prefix="pyengine-") as folder, signals_noted(method) as received:
         job = _Job(fn, args, workers, threads, loopback(), uuid.uuid4().hex, Path(folder), timeout_s)
         processes: list[BaseProcess] = []
         late = ""
@@ -103,7 +103,7 @@ def run(
         finally:
             _end(processes, received)
         if received:
-            raise KeyboardInterrupt if received[0] is signal.SIGINT else SystemExit(128 + received[0])
+            return []  # of no use to anyone
         if failed:
             raise RuntimeError(_describe(failed, processes, job))
         if late:
@@ -341,20 +341,24 @@ def _of_signal(process: BaseProcess) -> str:
 
 
 def _handled() -> list[signal.Signals]:
-    """Return the signals that end a launch; under nohup a hang-up does not."""
+    """Return the signals that end a launch: under nohup a hang-up does not, nor Ctrl-C a shell's background
+    job.
+    """
     numbers = [getattr(signal, name) for name in _SIGNALS]
-    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [number for number in numbers if not (number is signal.SIGHUP and is_ignored)]
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextmanager
-def _signals(method: StartMethod) -> Iterator[list[int]]:
+def signals_noted(method: StartMethod) -> Iterator[list[int]]:
     """Give a list that signals are noted in, keep Ctrl-C away from workers that are still importing, and put
-    all back.
+    all back; then the first of them counts, whenever it came.
 
     A new process inherits the signal mask of the thread that starts it, so SIGINT is blocked in this one, and
     another thread takes its place: Python runs the handler here all the same. A fork inherits handlers too,
     and would only note what is to end it, so everything waits until it has none of them any more.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: behind the body, if one was noted.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -382,3 +386,5 @@ def _signals(method: StartMethod) -> Iterator[list[int]]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if received:
+            raise KeyboardInterrupt if received[0] is signal.SIGINT else SystemExit(128 + received[0])

@@ -12,6 +12,7 @@ from floors import FLOORS, MODULES, PACKAGE, imported_floors
 
 ROOT = {"__init__", "__main__"}  # above all floors
 LATE = {
+    "__init__.py",  # the command's signals, in the command line's own process alone
     "comm/__init__.py",
     "cli/main.py",
     "ops/native.py",

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pyengine.cli import terminal
+from pyengine.cli import stopping
 from pyengine.cli.study import machine as study_machine
 from pyengine.cli.study import plots as study_plots
 from pyengine.cli.study import report as study_report
@@ -34,13 +34,9 @@ def run(settings: Settings) -> int:
     display = JsonLines() if settings.json else Tables()
     try:
         return study(settings, execute, display)
-    except KeyboardInterrupt:
-        print(
-            f"interrupted: every worker has ended; what was measured is in {settings.folder}, and the same "
-            "command goes on",
-            file=sys.stderr,
-        )
-        return terminal.INTERRUPTED
+    except (KeyboardInterrupt, SystemExit) as stop:
+        what = f"what was measured is in {settings.folder}, and the same command goes on"
+        return stopping.told(stop, f"every worker has ended; {what}")
     except OSError as error:
         if error.filename is None:
             raise  # not a file of the study: its output, say

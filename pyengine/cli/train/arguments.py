@@ -24,6 +24,7 @@ examples:
   python -m pyengine train --model cnn --mode ddp-hook       keep DDP: pyengine drives its buckets and no_sync
   python -m pyengine train --workers 4 --accumulate 2        more ranks, shorter windows
   python -m pyengine train --dtype bf16 --accumulator fp32   bf16 parameters, gradients summed in fp32
+  python -m pyengine train --checkpoints runs/1              may be stopped and started again at any moment
   python -m pyengine train --mode ddp --json > ddp.jsonl     plain DDP, one JSON object a line
   python -m pyengine train --model gpt --trace trace.json    see backward, buckets, exposed part in Perfetto
 
@@ -45,6 +46,8 @@ class Settings:
         steps, micro_batch, lr: by model.
         clip: largest gradient norm; inf leaves gradients alone.
         traces: by model, the files to write traces to, absolute; empty for none.
+        checkpoints: by model, the folders to save to and to go on from, absolute; empty for none.
+        checkpoint_every: steps between two of them.
         json: print JSON lines instead of tables.
     """
 
@@ -61,6 +64,8 @@ class Settings:
     clip: float
     seed: int
     traces: dict[str, Path]
+    checkpoints: dict[str, Path]
+    checkpoint_every: int
     json: bool
 
 
@@ -103,6 +108,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a Chrome trace of rank 0 in a few more windows; of several models FILE names each",
     )
+    add(
+        "--checkpoints",
+        type=Path,
+        metavar="FOLDER",
+        help="save each model's training there, behind a signal too, and go on from what is there",
+    )
+    add("--checkpoint-every", type=whole(1), default=10, metavar="N", help="steps (default: 10)")
     add("--json", action="store_true", help="one JSON object a line on stdout instead of tables")
 
 
@@ -120,6 +132,11 @@ def settings(options: argparse.Namespace) -> Settings:
                 f"argument --{name}: got {got} with --mode ddp, which has no {name}: leave it out, or use "
                 "--mode ddp-hook"
             )
+    if options.mode == "ddp" and options.checkpoints is not None:
+        raise Conflict(
+            f"argument --checkpoints: got {options.checkpoints} with --mode ddp, which has no state of "
+            "pyengine's: leave it out, or use --mode ddp-hook"
+        )
     if not dist.is_torchelastic_launched():
         check_workers([options.workers])
     models = MODELS if options.model is None else (options.model,)
@@ -141,6 +158,10 @@ def settings(options: argparse.Namespace) -> Settings:
         clip=options.clip,
         seed=options.seed,
         traces=_traces(options.trace, models) if options.trace else {},
+        checkpoints=(
+            {model: options.checkpoints.absolute() / model for model in models} if options.checkpoints else {}
+        ),
+        checkpoint_every=options.checkpoint_every,
         json=options.json,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,10 @@ class Mode(Protocol):
     @property
     def buckets(self) -> int:
         """Buckets that the gradients travel in."""
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What has a state, by name."""
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
         """Train on the micro-batches, a window a step; yield what happened in each."""
@@ -77,6 +81,12 @@ class _Windowed:
         self._optimizer, self._schedule = train_optimizer.make(task.name, model, settings)
         self._records: list[StepRecord] = []
         sync.on_step(self._records.append)
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What has a state, by name."""
+        names = ("model", "optimizer", "schedule", "sync")
+        return dict(zip(names, (self.model, self._optimizer, self._schedule, self._sync), strict=True))
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
         """Train; yield what happened in each window."""

@@ -48,6 +48,11 @@ class PlainDDP:
         """Buckets that DDP has made."""
         return num_buckets(self._ddp)
 
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What has a state, by name; no checkpoint is made of it."""
+        return {}
+
     def steps(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
         """Train; yield what happened in each window."""
         source = iter(batches)

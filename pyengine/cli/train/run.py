@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from pyengine.cli import terminal
+from pyengine.cli import stopping, terminal
 from pyengine.cli.tasks.base import Task
 from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.tasks.gpt import TextTask
@@ -17,6 +17,7 @@ from pyengine.cli.train import trace as train_trace
 from pyengine.cli.train.arguments import Settings
 from pyengine.cli.train.compare import compare
 from pyengine.cli.train.report import JsonLines, Report, Tables
+from pyengine.cli.train.saving import Saving
 from pyengine.comm.launching import launch
 
 _TASKS: dict[str, Callable[[], Task]] = {"gpt": TextTask, "cnn": DigitsTask}
@@ -24,8 +25,16 @@ _TASKS: dict[str, Callable[[], Task]] = {"gpt": TextTask, "cnn": DigitsTask}
 
 def run(settings: Settings) -> int:
     """Start the workers, which do everything; return the exit code."""
+    folders = " and ".join(map(str, settings.checkpoints.values()))
+    saved = (
+        f"what was saved is in {folders}, and the same command goes on" if folders else "nothing was saved"
+    )
     try:
-        launch(work, workers=settings.workers, args=(settings,))
+        stopped = max(launch(work, workers=settings.workers, args=(settings,)))
+        if stopped:  # torchrun's worker: elsewhere launch raises
+            raise SystemExit(128 + stopped)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        return stopping.told(stop, f"every worker has ended, {saved}")
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
@@ -35,21 +44,23 @@ def run(settings: Settings) -> int:
     return 0
 
 
-def work(settings: Settings) -> None:
-    """Train and compare, model after model; runs on every rank."""
+def work(settings: Settings) -> int:
+    """Train and compare, model after model; runs on every rank. Return the signal that ended it, or 0."""
     terminal.show_everything()
     for name in settings.models:
         task = _TASKS[name]()
         report = _report(settings)
-        train(task, settings, report)
+        if stopped := train(task, settings, report):
+            return stopped
         report.compare(compare(task, settings))
         if name in settings.traces:
             train_trace.take(task, settings, settings.traces[name])
             report.trace(settings.traces[name], windows=train_trace.WINDOWS)
+    return 0
 
 
-def train(task: Task, settings: Settings, report: Report) -> None:
-    """Train one model in the chosen mode."""
+def train(task: Task, settings: Settings, report: Report) -> int:
+    """Train one model in the chosen mode; return the signal that ended it, or 0."""
     mode = train_modes.make(settings.mode, task, settings)
     steps, size = settings.steps[task.name], settings.micro_batch[task.name]
     about = {
@@ -65,9 +76,16 @@ def train(task: Task, settings: Settings, report: Report) -> None:
         rank=dist.get_rank(), world_size=dist.get_world_size(), micro_batch=size, seed=settings.seed
     )
     report.start(task.name, task.unit, steps=steps, about=about)
-    for record in mode.steps(itertools.islice(stream, steps * settings.accumulate)):
-        report.step(record)
+    folder, every = settings.checkpoints.get(task.name), settings.checkpoint_every
+    saving = Saving(folder, every=every, parts=mode.parts, steps=steps)
+    first, end = (each * settings.accumulate for each in (min(saving.start, steps), steps))
+    with saving.signals():
+        for done, record in enumerate(mode.steps(itertools.islice(stream, first, end)), saving.start + 1):
+            report.step(record)
+            if saving.must_stop(done):
+                return saving.stopped
     report.finish(task.quality(mode.model))
+    return 0
 
 
 def _report(settings: Settings) -> Report:
