@@ -25,6 +25,11 @@ BAD_TRAIN = [
     (("--model", "gpt", "--trace", "/"), "argument --trace: cannot write / ("),
     (("--trace", "no/where.json"), "no/where-gpt.json (No such file or directory): name a file, in a folder"),
     (("--trace", "/proc/trace.json"), "argument --trace: cannot write /proc/trace-gpt.json ("),
+    (
+        ("--mode", "ddp", "--checkpoints", "runs"),
+        "argument --checkpoints: got runs with --mode ddp, which has",
+    ),
+    (("--checkpoints", "/proc/runs"), "argument --checkpoints: cannot make /proc/runs/gpt ("),
     (("--mode", "ddp", "--accumulator", "native"), "argument --accumulator: got native with --mode ddp"),
 ]
 BAD_VERIFY = [

@@ -77,7 +77,7 @@ class Campaign:
                 saved = line["step"]
             else:
                 assert line["step"] >= saved, line
-                assert all("is not whole" in text for text in line["warned"]), line
+                assert all(_is_of_a_kill(text) for text in line["warned"]), line
         assert json.loads((folder / "end.json").read_text()) == [wanted[windows - 1]]
 
     def _alone(self, world: int, windows: int) -> list[str]:
@@ -120,10 +120,17 @@ class Campaign:
                 yield ""
 
 
+def _is_of_a_kill(warned: str) -> bool:
+    """Whether only whole steps or whole files are missing: a kill truncates and damages nothing."""
+    reasons = warned.split("; ")
+    return all("is not there" in reason or "of different saves" in reason for reason in reasons)
+
+
 def _told(kills: Sequence[Kill]) -> str:
-    how = Counter(kill.how for kill in kills)
+    placed = sum(kill.how == "placed" for kill in kills)
     phases = Counter(kill.phase for kill in kills)
-    return f"{dict(how)}; died behind: {', '.join(f'{phase} {phases[phase]}' for phase in PHASES)}"
+    where = ", ".join(f"{phase} {phases[phase]}" for phase in PHASES)
+    return f"{placed} on passing a place and {len(kills) - placed} at random moments; died behind {where}"
 
 
 @pytest.mark.slow
@@ -155,7 +162,7 @@ def test_two_hundred_kills_lose_nothing(tmp_path, accumulator, runs):
     assert set(PHASES) - set(ONCE) <= placed, _told(campaign.kills)
     record(
         fault=f"a worker dies (SIGKILL), accumulator {accumulator}",
-        made_by=f"torch.distributed.elastic, jobs of (workers, kills) {runs}; {_told(campaign.kills)}",
+        made_by=f"torch.distributed.elastic, 2 to 4 workers: {_told(campaign.kills)}",
         tries=len(campaign.kills),
         outcome="every run ended with the bits of the undisturbed one; no step that was saved was lost; no "
         "process was left",

@@ -158,12 +158,23 @@ def settings(options: argparse.Namespace) -> Settings:
         clip=options.clip,
         seed=options.seed,
         traces=_traces(options.trace, models) if options.trace else {},
-        checkpoints=(
-            {model: options.checkpoints.absolute() / model for model in models} if options.checkpoints else {}
-        ),
+        checkpoints=_folders(options.checkpoints, models) if options.checkpoints else {},
         checkpoint_every=options.checkpoint_every,
         json=options.json,
     )
+
+
+def _folders(folder: Path, models: tuple[str, ...]) -> dict[str, Path]:
+    """Return the folder of each model's checkpoints, and make it."""
+    folders = {model: folder.absolute() / model for model in models}
+    try:
+        for path in folders.values():
+            path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Conflict(
+            f"argument --checkpoints: cannot make {path} ({error.strerror}): name a folder of yours"
+        ) from None
+    return folders
 
 
 def _traces(file: Path, models: tuple[str, ...]) -> dict[str, Path]:
