@@ -31,6 +31,7 @@ def test_a_signal_is_raised_in_the_body_and_a_second_one_ignored(number, capsys)
             signal.raise_signal(number)
         finally:
             signal.raise_signal(number)
+    assert raised.value.__context__ is None  # the second one did nothing
     assert stopping.told(raised.value, "all is well") == 128 + number
     assert capsys.readouterr().err == f"{stopping._WORDS[number]}: all is well\n"
     assert [signal.getsignal(each) for each in BOTH] == before
