@@ -5,6 +5,10 @@
 #              thousands of windows (40 minutes), and write the table of docs/reliability.md
 # make test-adapters-oldest  set up, then run the tests of the adapters on the oldest releases of their libraries
 # make test-isa   set up, then run a choice of the tests on every instruction set that this machine has
+# make sanitize  set up, then run the op tests under AddressSanitizer and UndefinedBehaviorSanitizer, and the ops on
+#              their own threads under ThreadSanitizer (g++; twenty minutes on two cores, most of them compiling)
+# make fuzz    set up, then let libFuzzer look for inputs that ops and states do not survive: ten minutes each, or
+#              FUZZ_SECONDS=; on Python 3.11 to 3.13. make fuzz-corpus keeps of what it found the few that reach most
 # make check   set up, then ruff and mypy
 # make docs    set up, then build the site into build/docs; a broken link between pages fails
 # make linkcheck  set up, then ask the network for every link that leads out of the site
@@ -23,8 +27,12 @@ JOBS ?= 2
 WHEEL_TESTS ?= tests/ops/test_pack.py tests/ops/test_unscale_norm.py tests/distributed/test_step.py tests/cli/test_plan.py
 # What `make test-isa` runs on each: half a minute. PYENGINE_ISA=avx2 make test runs everything on one.
 ISA_TESTS ?= tests/distributed/test_step.py tests/distributed/test_world_size.py tests/ops/test_reference.py
+# How long `make fuzz` takes for each of its targets.
+FUZZ_SECONDS ?= 600
+FUZZ_TARGETS ?= op_boundary states
 VENV := .venv
 OLDEST := $(CURDIR)/build/adapters-oldest
+ATHERIS := $(CURDIR)/build/atheris
 BIN := $(VENV)/bin
 XLA_VENV := .venv-xla
 XLA_INSTALLED := $(XLA_VENV)/.installed
@@ -37,7 +45,7 @@ DOCS_INSTALLED := $(VENV)/.docs-installed
 # Folders too: their time changes when a file is removed.
 NATIVE := $(shell find csrc) setup.py CMakeLists.txt
 
-.PHONY: run test faults test-slow test-adapters-oldest test-isa check docs linkcheck wheel test-xla xla-env gpu clean
+.PHONY: run test faults test-slow test-adapters-oldest test-isa sanitize sanitized-core fuzz fuzz-corpus check docs linkcheck wheel test-xla xla-env gpu clean
 .DEFAULT_GOAL := run
 
 run: $(BUILT)
@@ -67,6 +75,39 @@ test-adapters-oldest: $(BUILT)
 test-isa: $(BUILT)
 	set -e; for isa in $$($(BIN)/python tests/isa/forced_isa.py); do \
 	    echo "PYENGINE_ISA=$$isa"; PYENGINE_ISA=$$isa $(BIN)/python -m pytest -q $(ISA_TESTS) $(ARGS); done
+
+# Sanitized builds have folders of their own (CMakePresets.json); the module that is installed stays as it is.
+PRESET = $(BIN)/cmake --preset $(1) -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+    -Dpybind11_DIR=$$($(BIN)/python -c 'import pybind11; print(pybind11.get_cmake_dir())') \
+    -DPython3_EXECUTABLE=$(CURDIR)/$(BIN)/python -DPYTHON_EXECUTABLE=$(CURDIR)/$(BIN)/python > build/$(1).log && \
+    $(BIN)/cmake --build build/$(1) --target $(2)
+
+sanitize: $(INSTALLED) sanitized-core
+	$(call PRESET,sanitize-thread,pool)
+	! build/sanitize-thread/pool race 2> build/race.log && grep -q "ThreadSanitizer: data race" build/race.log
+	TSAN_OPTIONS=halt_on_error=1 build/sanitize-thread/pool
+	PYENGINE_CORE=$$(ls $(CURDIR)/build/sanitize-address/_core*.so) tests/sanitize/sanitized.sh \
+	    $(BIN)/python -m pytest -p sanitized_core tests/sanitize tests/fuzz tests/ops --ignore-glob='*cuda*' $(ARGS)
+
+sanitized-core: $(INSTALLED)
+	mkdir -p build
+	$(call PRESET,sanitize-address,_core)
+
+# FUZZ_TARGET and the environment of libFuzzer, then its options and folders.
+FUZZ = PYTHON=$(CURDIR)/$(BIN)/python PYTHONPATH=$(ATHERIS) FUZZ_TARGET=$$target \
+    PYENGINE_CORE=$$(ls $(CURDIR)/build/sanitize-address/_core*.so) tests/fuzz/fuzz.sh
+
+fuzz: sanitized-core $(ATHERIS)
+	set -e; for target in $(FUZZ_TARGETS); do mkdir -p build/fuzz/$$target; $(FUZZ) -max_total_time=$(FUZZ_SECONDS) \
+	    -len_control=0 -max_len=256 -rss_limit_mb=8192 -timeout=60 -artifact_prefix=build/fuzz/$$target- $(ARGS) \
+	    build/fuzz/$$target tests/fuzz/corpus/$$target; done
+
+fuzz-corpus: sanitized-core $(ATHERIS)
+	set -e; for target in $(FUZZ_TARGETS); do $(FUZZ) -set_cover_merge=1 -max_len=256 -rss_limit_mb=8192 \
+	    tests/fuzz/corpus/$$target build/fuzz/$$target; done
+
+$(ATHERIS):
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ atheris==3.0.0
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -99,12 +99,13 @@ std::optional<Table> gather(const BucketPlan& plan, py::list tensors, py::tuple 
   return table;
 }
 
-// The first slot whose tensor has no more the address that the table holds; -1: all have it.
-int64_t first_moved(const Table& table, const py::list& tensors) {
+// The first slot whose tensor has no more the memory that the table points to; -1: all have it.
+int64_t first_moved(const BucketPlan& plan, const Table& table, const py::list& tensors) {
   const int64_t size = element_bytes(table.dtype);
-  for (size_t i = 0; i < table.data.size(); ++i)
-    if (table.data[i] && !is_at(PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i)), table.data[i], size))
-      return static_cast<int64_t>(i);
+  for (size_t i = 0; i < table.data.size(); ++i) {
+    PyObject* object = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i));
+    if (table.data[i] && !is_at(object, table.data[i], plan.numels()[i], size)) return static_cast<int64_t>(i);
+  }
   return -1;
 }
 
@@ -256,8 +257,7 @@ void bind_table(py::module_& m) {
   py::class_<Table>(m, "Table", py::module_local())
       .def(py::init(&make_table))
       .def_property_readonly("dtype", [](const Table& table) { return static_cast<int>(table.dtype); })
-      .def_readonly("device", &Table::device)
-      .def("first_moved", &first_moved);
+      .def_readonly("device", &Table::device);
   if (!kHasCuda) return;
   m.attr("INLINE_SLOTS") = kInlineSlots;
   m.def("uploaded", &uploaded);
@@ -266,6 +266,7 @@ void bind_table(py::module_& m) {
 void bind_plan(py::module_& m, Plans& plans) {
   m.attr("BLOCK_ELEMENTS") = kBlockElements;
   plans.cpu.def(py::init<std::vector<int64_t>, std::vector<int64_t>>())
+      .def("first_moved", &first_moved)
       .def_property_readonly("num_words", &BucketPlan::num_words)
       .def("write_words", [](const BucketPlan& plan, Address words) { plan.write_words(at<int64_t>(words)); });
   if (!plans.cuda) return;

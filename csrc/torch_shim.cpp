@@ -90,11 +90,13 @@ int64_t element_size(int32_t scalar_type) {
   }
 }
 
-// A storage may be smaller than its tensors: FSDP empties it and keeps them.
+// A storage may be smaller than its tensors: FSDP empties it and keeps them. One over foreign memory may begin anywhere,
+// and C++ reads no element at an address that is no multiple of its size.
 bool storage_holds(const void* impl, const TensorFacts& facts) {
   const int64_t size = element_size(facts.scalar_type), offset = load<int64_t>(impl, places.storage_offset);
   const int64_t bytes = load<int64_t>(load<const void*>(impl, places.storage), places.bytes);
-  return size > 0 && (facts.numel == 0 || (facts.data && (offset + facts.numel) * size <= bytes));
+  const bool aligned = size > 0 && reinterpret_cast<uintptr_t>(facts.data) % static_cast<uintptr_t>(size) == 0;
+  return size > 0 && (facts.numel == 0 || (facts.data && aligned && (offset + facts.numel) * size <= bytes));
 }
 
 void parallel_for_std_thread(int64_t n, RangeFn fn, void* context) {
@@ -156,11 +158,12 @@ bool tensor_facts(const void* object, TensorFacts* facts) {
          !s.get_data_ptr(tensor, &facts->data) && storage_holds(impl_of(object), *facts);
 }
 
-bool is_at(const void* object, const void* data, int64_t size) {
+bool is_at(const void* object, const void* data, int64_t numel, int64_t size) {
   if (!places.tensor) return true;
-  const void* impl = impl_of(object);
-  const char* begin = load<const char*>(load<const void*>(impl, places.storage), places.data);
-  return begin && begin + load<int64_t>(impl, places.storage_offset) * size == data;
+  const void *impl = impl_of(object), *storage = load<const void*>(impl, places.storage);
+  const char* begin = load<const char*>(storage, places.data);
+  const int64_t offset = load<int64_t>(impl, places.storage_offset);
+  return begin && begin + offset * size == data && (offset + numel) * size <= load<int64_t>(storage, places.bytes);
 }
 
 }  // namespace pyengine

@@ -40,7 +40,8 @@ bool learn_tensor_object(const void* object, const Probe& probe, uint64_t plain_
 // (neither lazily negated nor fake); always false before learn_tensor_object.
 bool tensor_facts(const void* object, TensorFacts* facts);
 
-// Whether a tensor with elements of `size` bytes begins at `data`, as it did once; true before learn_tensor_object.
-bool is_at(const void* object, const void* data, int64_t size);
+// Whether a tensor begins at `data`, as it did once, in a storage that still holds `numel` elements of `size` bytes from
+// there on: it may have been freed and made anew, smaller, in the same place. True before learn_tensor_object.
+bool is_at(const void* object, const void* data, int64_t numel, int64_t size);
 
 }  // namespace pyengine

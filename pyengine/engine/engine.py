@@ -52,6 +52,7 @@ class Engine:
         batch: the batch that this rank shares with others; None where every rank has its own.
         holds_parts: whether ranks share batches, or sum parts of other ranks' parameters.
         is_between_loops: whether a loop over `windows` has run out and no other one has begun.
+        rng_due: loaded states of generators that the next window will set.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Engine:
         )
         self._opened_at = -1
         self.is_between_loops = False
-        self._rng: dict[str, Any] = {}
+        self.rng_due: dict[str, Any] = {}
         self._ownership = Ownership(params, self)
         self._running = Lock()
         self.current = OpenWindow(self.parts)
@@ -124,9 +125,9 @@ class Engine:
         self.batch_norms.open()
         if (resumed := self.current.resumed) is not None:
             self.batch_norms.load(resumed.places, resumed.batch_norm)
-        if self._rng:
-            set_rng_states(self._rng)
-            self._rng = {}
+        if self.rng_due:
+            set_rng_states(self.rng_due)
+            self.rng_due = {}
 
     def hand_out(self, place: int, *, last: bool, more: bool) -> None:
         """Count a micro-batch given to the loop; `more` says that another window follows the current one."""
@@ -392,8 +393,7 @@ class Engine:
         self._opened_at = part.window
         if due is not None:
             self.counter.resume(part.places, due)
+        self.rng_due = {} if part.is_between_loops else part.rng  # set behind what the loader has drawn
         if part.is_between_loops:
             set_rng_states(part.rng)  # before the loader draws
-        else:
-            self._rng = part.rng  # which goes on behind what the loader has drawn
         flush(self.device)

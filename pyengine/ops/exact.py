@@ -144,7 +144,7 @@ class ExactSum:
             >>> total = ExactSum(plan, numel=64, terms=8, device=torch.device("cpu"))
             >>> total.deposit_([torch.ones(3)], first=True, nonfinite=flags)
         """
-        sources = self._plan._gather("tensors", tensors, self.hi)
+        sources = self._plan._gather("tensors", tensors, ("hi", self.hi))
         check_each("nonfinite", nonfinite, torch.uint8, len(self._plan.numels), self.hi.device)
         check_into(self._plan, [("limbs", self.limbs), ("bins", self.bins)], ("tensors", sources))
         if self._runner is None:

@@ -100,7 +100,9 @@ def _unscale_norm(tensors: TensorList, inv_scale: Tensor, *, is_written: bool) -
     # All are checked before the first is written.
     groups = [
         plan._gather(
-            "tensors", [t if t is not None and t.dtype == dtype else None for t in tensors], inv_scale
+            "tensors",
+            [t if t is not None and t.dtype == dtype else None for t in tensors],
+            ("inv_scale", inv_scale),
         )
         for dtype in dtypes
     ]

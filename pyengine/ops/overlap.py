@@ -132,8 +132,9 @@ def _is_outside(tensor: Tensor, first: int, last: int) -> bool:
     return end <= first or begin >= last
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype
+def _is_same(buffer: Tensor, target: Tensor) -> bool:
+    """Whether a buffer, and not a scale, has its slots where those of `target` are."""
+    return buffer.dim() > 0 and buffer.data_ptr() == target.data_ptr() and buffer.dtype == target.dtype
 
 
 def _span(name: str, tensor: Tensor, *, slot: int = -1, written: bool = False) -> _Span:

@@ -32,6 +32,7 @@ from pyengine.ops.pointers import (
     check_layout,
     check_scale,
     check_tensor,
+    device_of,
     gather,
 )
 
@@ -111,7 +112,7 @@ class BucketPlan:
             >>> flat = torch.empty(2, dtype=torch.bfloat16)
             >>> BucketPlan([0], [2]).pack_(flat, [torch.ones(2)], torch.tensor(0.5))
         """
-        sources = self._gather("tensors", tensors, flat)
+        sources = self._gather("tensors", tensors, ("flat", flat))
         check_flat("flat", flat, self.flat_numel, flat.device)
         check_scale("scale", scale, flat.device)
         check_into_flat(self, ("flat", flat), ("tensors", sources), ("scale", scale))
@@ -134,7 +135,7 @@ class BucketPlan:
             >>> grad = torch.empty(2)
             >>> BucketPlan([0], [2]).unpack_([grad], torch.ones(2), torch.tensor(0.5))
         """
-        targets = self._gather("tensors", tensors, flat)
+        targets = self._gather("tensors", tensors, ("flat", flat))
         check_flat("flat", flat, self.flat_numel, flat.device)
         check_scale("scale", scale, flat.device)
         check_out_of_flat(self, ("tensors", targets), ("flat", flat), ("scale", scale))
@@ -161,7 +162,7 @@ class BucketPlan:
             >>> plan, acc, flags = BucketPlan([0], [2]), torch.empty(2), torch.zeros(1, dtype=torch.uint8)
             >>> plan.accumulate_(acc, [torch.ones(2)], torch.tensor(1.0), first=True, nonfinite=flags)
         """
-        sources = self._gather("grads", grads, acc)
+        sources = self._gather("grads", grads, ("acc", acc))
         check_tensor("acc", acc, _FLOAT32, self.flat_numel, acc.device)
         check_scale("scale", scale, acc.device)
         check_each("nonfinite", nonfinite, torch.uint8, len(self.numels), acc.device)
@@ -202,7 +203,7 @@ class BucketPlan:
             >>> wire, acc = torch.empty(2, dtype=torch.bfloat16), torch.ones(2)
             >>> plan.accumulate_cast_(wire, acc, [torch.ones(2)], one, one, first=False, nonfinite=flags)
         """
-        sources = self._gather("grads", grads, wire)
+        sources = self._gather("grads", grads, ("wire", wire))
         check_flat("wire", wire, self.flat_numel, wire.device)
         check_tensor("acc", acc, _FLOAT32, self.flat_numel, wire.device)
         check_scale("grad_scale", grad_scale, wire.device)
@@ -256,8 +257,10 @@ class BucketPlan:
             >>> sumsq
             tensor([8.], dtype=torch.float64)
         """
-        sources = self._gather("tensors", tensors, sumsq)
-        targets = sources if out is tensors else None if out is None else self._gather("out", out, sumsq)
+        sources = self._gather("tensors", tensors, ("sumsq", sumsq))
+        targets = (
+            sources if out is tensors else None if out is None else self._gather("out", out, ("sumsq", sumsq))
+        )
         check_scale("scale", scale, sumsq.device)
         check_each("sumsq", sumsq, torch.float64, len(self.numels), sumsq.device)
         check_each("nonfinite", nonfinite, torch.uint8, len(self.numels), sumsq.device)
@@ -273,14 +276,12 @@ class BucketPlan:
             scale.data_ptr(), sumsq.data_ptr(), nonfinite.data_ptr(),
         )  # fmt: skip
 
-    def _gather(self, name: str, tensors: TensorList | Pointers, beside: Tensor) -> Pointers:
-        """Collect a list that must lie on the device of `beside`."""
-        pointers = gather(name, tensors, self.numels, self._native)
-        if pointers.device is not None and pointers.device != beside.device:
-            raise ValueError(
-                f"{name} lie on {pointers.device}; needed {beside.device}, where the other tensors are"
-            )
-        return cuda.uploaded(pointers, beside.device)
+    def _gather(self, name: str, tensors: TensorList | Pointers, beside: tuple[str, Tensor]) -> Pointers:
+        """Collect a list that must lie on the device of `beside`, a tensor with its name."""
+        pointers, device = gather(name, tensors, self.numels, self._native), device_of(*beside)
+        if pointers.device is not None and pointers.device != device:
+            raise ValueError(f"{name} lie on {pointers.device}; needed {device}, where the other tensors are")
+        return cuda.uploaded(pointers, device)
 
     def _runner(self, device: torch.device) -> native._core.BucketPlan | cuda.CudaPlan | None:
         """Return what runs raw addresses on a device; None leaves the tensors to the reference."""

@@ -82,6 +82,8 @@ def check_layout(offsets: tuple[int, ...], numels: tuple[int, ...]) -> int:
     for index, (offset, numel) in enumerate(zip(offsets, numels, strict=True)):
         if offset < 0 or numel < 0:
             raise ValueError(f"slot {index} has offset {offset} and numel {numel}; needed both at least 0")
+        if not numel and offset > MAX_NUMEL:
+            raise ValueError(f"slot {index} begins at element {offset}; needed at most 2**40")
     filled = sorted(
         (offset, numel, index) for index, (offset, numel) in enumerate(zip(offsets, numels)) if numel
     )
@@ -132,14 +134,32 @@ def _check_memory(name: str, tensor: torch.Tensor) -> None:
             f"{name} is a {type(tensor).__name__}, which keeps its elements elsewhere or nowhere; needed a "
             "plain tensor: pass what it stands for (`.to_local()` of a DTensor)"
         )
-    held = tensor.untyped_storage().nbytes()
-    needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    held, needed = _memory(tensor)
     if held < needed:
         raise ValueError(
             f"{name} is {_describe(tensor)}, whose storage holds {held} bytes; needed {needed}: the storage "
             "was resized (FSDP frees parameters and gradients like this), so call the op while it has its "
             "memory"
         )
+    if tensor.data_ptr() % tensor.element_size():
+        raise ValueError(
+            f"{name} is {_describe(tensor)}, which begins between two elements of its type (torch.frombuffer "
+            "with an odd offset does that); needed an address that is a multiple of "
+            f"{tensor.element_size()} bytes: pass tensor.clone()"
+        )
+
+
+def device_of(name: str, tensor: torch.Tensor) -> torch.device:
+    """Return where a tensor lies that is yet to be checked."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is {_describe(tensor)}; needed a torch.Tensor")
+    return tensor.device
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the bytes that a tensor's storage holds, and those that it needs."""
+    needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    return tensor.untyped_storage().nbytes(), needed
 
 
 def check_tensor(
@@ -212,6 +232,22 @@ def _check_slots(
     return (torch.float32, None) if first is None else (first.dtype, first.device)
 
 
+def _first_resized(pointers: Pointers) -> int:
+    """Return the first slot whose tensor has another numel than the slot, or no memory for it;
+    -1 if none has.
+    """
+    for index, (tensor, numel) in enumerate(zip(pointers.tensors, pointers.numels, strict=True)):
+        if tensor is None:
+            continue
+        if tensor.numel() != numel:
+            return index
+        if tensor.device.type in ADDRESSED and numel > 0:
+            held, needed = _memory(tensor)
+            if held < needed:
+                return index
+    return -1
+
+
 def _device(kind: int, index: int) -> torch.device | None:
     """Translate the core's c10::DeviceType; below zero no slot has a tensor."""
     return None if kind < 0 else torch.device("cuda", index) if kind == 1 else torch.device("cpu")
@@ -240,7 +276,7 @@ def gather(
     if isinstance(tensors, Pointers):
         if tensors.numels is not numels and tensors.numels != numels:
             raise ValueError(f"{name} is a Pointers of another plan; make it with this plan's pointers()")
-        _check_current(name, tensors)
+        _check_current(name, tensors, native_plan)
         return tensors
     if not isinstance(tensors, list):
         tensors = list(tensors)
@@ -257,11 +293,12 @@ def gather(
     return Pointers(tensors, numels, dtype, device, table)
 
 
-def _check_current(name: str, pointers: Pointers) -> None:
-    """Refuse addresses that tensors had when `pointers` was made and have no more."""
-    if pointers.table is None:
-        return
-    index = pointers.table.first_moved(pointers.tensors)
+def _check_current(name: str, pointers: Pointers, native_plan: native._core.BucketPlan | None) -> None:
+    """Refuse tensors that have no more the memory or the numel that they had when `pointers` was made."""
+    if pointers.table is None or native_plan is None:
+        index = _first_resized(pointers)
+    else:
+        index = native_plan.first_moved(pointers.table, pointers.tensors)
     if index >= 0:
         raise ValueError(
             f"{name}[{index}] has other memory than when its Pointers was made (`.data =`, a resized "

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pyengine.window.counter import State, WindowCounter, check_accumulate
+from pyengine.window.counter import State, WindowCounter, check_accumulate, share, share_of_rest
 
 
 def _syncs(counter: WindowCounter) -> bool:
@@ -82,3 +84,49 @@ def test_what_replaces_a_dropped_resumed_window_takes_its_places_until_one_is_co
     counter.go_to(5)
     counter.open()
     assert (counter.index, counter.due) == (5, [3, 4, 5])
+
+
+def _run(counter: WindowCounter, data: st.DataObject, most: int) -> list[int]:
+    """Hand out up to `most` places that are due, with backwards whenever; return those whose backward
+    ran.
+    """
+    syncs: list[bool] = []
+    due = counter.due[:most]
+    for place in due:
+        counter.hand_out(place, last=place == due[-1])
+        while counter.has_micro_batch_out and (place == due[-1] or data.draw(st.booleans())):
+            syncs.append(_syncs(counter))
+    assert syncs == [False] * (len(due) - 1) + [True] * bool(due)
+    return counter.places
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), num=st.integers(1, 9), before=st.integers(1, 4), after=st.integers(1, 4))
+def test_every_micro_batch_of_a_window_is_done_once_whoever_stops_and_goes_on(data, num, before, after):
+    """A window is begun by some ranks, each of which stops somewhere, and ended by others."""
+    done: list[int] = []
+    for rank in range(before):
+        mine = share(num, rank=rank, world_size=before)
+        counter = WindowCounter(num, share=mine)
+        counter.open()
+        done += _run(counter, data, most=data.draw(st.integers(0, len(mine))))
+    saved = sorted(done)
+    for rank in range(after):
+        counter = WindowCounter(num, share=share(num, rank=rank, world_size=after))
+        counter.resume([], share_of_rest(range(num), saved, rank=rank, world_size=after))
+        done += _run(counter, data, most=num)
+    assert sorted(done) == [*range(num)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), num=st.integers(1, 9), world=st.integers(1, 4))
+def test_a_window_flushed_short_leaves_the_next_one_whole(data, num, world):
+    for rank in range(world):
+        mine = share(num, rank=rank, world_size=world)
+        counter = WindowCounter(num, share=mine)
+        for index in range(3):
+            counter.open()
+            most = data.draw(st.integers(0, len(mine)))
+            assert _run(counter, data, most) == [*mine[:most]]
+            counter.close(completed=True)
+            assert counter.index == index + 1

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pyengine.comm import Local
 from pyengine.window.claims import Claims
 from pyengine.window.header import MAX_COUNT, Header, LocalWindow, Totals, checked_count
+from pyengine.window.shared_batch import SharedBatch
 
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
@@ -113,3 +116,32 @@ def test_a_number_beyond_any_float_is_a_count_that_the_header_refuses():
 def test_what_is_no_number_is_refused_before_anything_runs(count, error):
     with pytest.raises(error, match=r"^count"):
         checked_count(count)
+
+
+MICRO_BATCH = st.tuples(st.integers(0, 2**20), st.booleans(), st.booleans())  # count, on a device, dropped
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    windows=st.lists(st.lists(MICRO_BATCH, max_size=5), min_size=1, max_size=4),
+    sharing=st.integers(1, 3),
+    speaker=st.integers(0, 2),
+)
+def test_every_micro_batch_counts_once_whoever_has_how_many_and_shares_them(windows, sharing, speaker):
+    """Every window is that of one batch, computed by `sharing` ranks, of whom one speaks."""
+    headers = []
+    for index, window in enumerate(windows):
+        for rank in range(sharing):
+            batch = SharedBatch(index, sharing, rank == speaker % sharing)
+            local = LocalWindow(batch=batch if sharing > 1 else None)
+            for count, is_far, is_dropped in window:
+                local.append(
+                    torch.tensor(1.0), torch.tensor(count) if is_far else count, is_dropped=is_dropped
+                )
+            said = {"position": (5, 4), "more": False, "claims": Claims("sends", "one")}
+            headers.append(Header(Local(), CPU, local=local, **said))
+    totals = _totals(*headers)
+    kept = [count for window in windows for count, _, is_dropped in window if not is_dropped]
+    assert (totals.count, totals.loss) == (sum(kept), len(kept))
+    assert totals.micro_batches == sum(map(len, windows))
+    assert not (totals.differ or totals.batches_differ)

@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pyengine.gradients import layout as layouts
 from pyengine.gradients.layout import ALIGN_ELEMENTS, Layout, ParamSpec, backward_order, first_difference
@@ -73,3 +75,32 @@ def test_frozen_parameters_have_no_slot():
 )
 def test_the_first_difference_says_who_has_what(second, needle):
     assert first_difference([_specs((2,), (3,)), second]) == needle
+
+
+SPECS = st.builds(
+    ParamSpec,
+    name=st.just("p"),
+    shape=st.lists(st.integers(0, 70), max_size=3).map(tuple),
+    dtype=st.sampled_from([FP32, BF16, torch.float64]),
+    requires_grad=st.booleans(),
+    group=st.integers(0, 2),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), specs=st.lists(SPECS, max_size=12), cap=st.integers(1, 3000), world=st.integers(1, 9))
+def test_every_element_is_in_exactly_one_slot_of_its_kind(data, specs, cap, world):
+    order = data.draw(st.permutations(backward_order(specs)))
+    layout = layouts.build(specs, order, cap_bytes=cap, world_size=world)
+    found: list[int] = []
+    for bucket in layout.buckets:
+        free = 0  # the first element that no slot has
+        for slot in bucket.slots:
+            spec = specs[slot.param]
+            assert (spec.numel, spec.dtype, spec.group) == (slot.numel, bucket.dtype, bucket.group)
+            assert slot.offset >= free
+            free = slot.offset + slot.numel
+        assert free <= bucket.flags and bucket.flags + len(bucket.slots) <= bucket.numel
+        found += [slot.param for slot in bucket.slots]
+    assert sorted(found) == sorted(order)
+    assert all(bucket.slots for bucket in layout.buckets)

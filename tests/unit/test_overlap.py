@@ -78,9 +78,10 @@ def test_the_same_memory_in_another_dtype_is_refused(plan, op):
 
 
 @pytest.mark.parametrize("op", OVER_FLAT)
-def test_a_scale_inside_what_is_written_is_refused(plan, op):
+@pytest.mark.parametrize("index", [0, 9])
+def test_a_scale_inside_what_is_written_is_refused(plan, op, index):
     flat, tensors = torch.ones(12), [torch.ones(4), torch.ones(4)]
-    inside = tensors[1][2] if op is _unpack else flat[9]
+    inside = tensors[1][2] if op is _unpack else flat[index]
     with pytest.raises(ValueError, match="shares memory with .*scale"):
         op(plan, flat, tensors, inside)
     outside = flat[5]  # in the gap

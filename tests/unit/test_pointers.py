@@ -43,7 +43,12 @@ def _cut() -> torch.Tensor:
     return tensor
 
 
+def _between() -> torch.Tensor:
+    return torch.frombuffer(bytearray(17), dtype=torch.float32, offset=1)
+
+
 ODD = {
+    "between": (_between, "which begins between two elements of its type"),
     "fake": (_fake, "is a FakeTensor, which keeps its elements elsewhere or nowhere"),
     "freed": (_freed, "whose storage holds 0 bytes; needed 16"),
     "freed view": (_freed_view, "whose storage holds 0 bytes; needed 48"),
@@ -130,6 +135,57 @@ def test_pointers_of_a_tensor_that_has_other_memory_by_now_are_refused(change):
         tensors[1].data = torch.ones(4)
     with pytest.raises(ValueError, match=r"tensors\[1\] has other memory than when its Pointers was made"):
         plan.pack_(flat, pointers, ONE)
+
+
+def _freed_and_made_anew(tensor: torch.Tensor, memory: bytearray) -> None:
+    """As an allocator may do: less memory, in the same place."""
+    shorter = torch.frombuffer(memory, dtype=torch.float32, count=2)
+    tensor.set_(shorter.untyped_storage(), 0, (2,), (1,))
+
+
+@pytest.mark.parametrize("core", ["core", "reference"])
+def test_pointers_of_a_tensor_whose_storage_has_shrunk_in_its_place_are_refused(core, monkeypatch):
+    if core == "reference":
+        monkeypatch.setattr(native, "core", lambda: None)
+    elif not native.can_gather():
+        pytest.skip("the core cannot read tensors here")
+    plan, memory = BucketPlan([0], [4]), bytearray(16)
+    tensor = torch.frombuffer(memory, dtype=torch.float32)
+    pointers, address = plan.pointers([tensor]), tensor.data_ptr()
+    _freed_and_made_anew(tensor, memory)
+    assert tensor.data_ptr() == address
+    with pytest.raises(ValueError, match=r"tensors\[0\] has other memory than when its Pointers was made"):
+        plan.pack_(torch.zeros(4), pointers, ONE)
+
+
+def test_pointers_to_emptied_storages_are_refused_without_the_core(monkeypatch):
+    monkeypatch.setattr(native, "core", lambda: None)
+    plan, tensor = BucketPlan([0], [4]), torch.ones(4)
+    pointers = plan.pointers([tensor])
+    tensor.untyped_storage().resize_(4)
+    with pytest.raises(ValueError, match="has other memory than when"):
+        plan.pack_(torch.zeros(4), pointers, ONE)
+
+
+@pytest.mark.parametrize("wrong", [[1.0], None, 3])
+def test_what_is_no_tensor_where_an_op_needs_one_is_named(wrong):
+    flags = torch.zeros(1, dtype=torch.uint8)
+    with pytest.raises(TypeError, match="flat is .*; needed a torch.Tensor"):
+        PLAN.pack_(wrong, [torch.ones(4)], ONE)
+    with pytest.raises(TypeError, match="flat is .*; needed a torch.Tensor"):
+        PLAN.unpack_([torch.ones(4)], wrong, ONE)
+    with pytest.raises(TypeError, match="acc is .*; needed a torch.Tensor"):
+        PLAN.accumulate_(wrong, [torch.ones(4)], ONE, first=True, nonfinite=flags)
+    with pytest.raises(TypeError, match="wire is .*; needed a torch.Tensor"):
+        PLAN.accumulate_cast_(wrong, flags, [torch.ones(4)], ONE, ONE, first=True, nonfinite=flags)
+    with pytest.raises(TypeError, match="sumsq is .*; needed a torch.Tensor"):
+        PLAN.unscale_norm([torch.ones(4)], None, ONE, sumsq=wrong, nonfinite=flags)
+
+
+@pytest.mark.parametrize("offset", [2**40 + 1, 2**70])
+def test_an_empty_slot_lies_within_what_a_plan_can_hold_too(offset):
+    with pytest.raises(ValueError, match=f"slot 1 begins at element {offset}; needed at most 2"):
+        BucketPlan([0, offset], [4, 0])
 
 
 def test_pointers_keep_their_tensors_when_the_list_is_emptied():

@@ -58,7 +58,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         list(dict.fromkeys(engine.reducer.order())) if isinstance(engine.reducer, Reorders) else [],
         carry=engine.kept_grads.save(),
         scaler={} if scaler is None else scaler.state_dict(),
-        rng=rng_states(),
+        rng=engine.rng_due or rng_states(),  # of a loaded state that no loop goes on with yet, its own
     )
     if is_open and counter.done:
         snapshot.places = list(counter.places)

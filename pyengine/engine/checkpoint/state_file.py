@@ -16,6 +16,7 @@ FORMAT = 1
 
 _MAGIC = b"pyengine checkpoint\n"
 _HEADER_BYTES = 256  # the magic, a checksum of the rest, JSON, blanks
+_FIELDS = {"step": int, "rank": int, "world_size": int, "save": str, "bytes": int, "crc32": int}
 _PIECE_BYTES = 2**20
 
 
@@ -106,10 +107,14 @@ def _header(head: bytes) -> dict[str, Any]:
     crc, _, text = head[len(_MAGIC) :].rstrip().partition(b" ")
     if crc != b"%08x" % zlib.crc32(text):
         raise ValueError("truncated or damaged in its header")
-    said: dict[str, Any] = json.loads(text)
-    if said["format"] > FORMAT:
+    said: Any = json.loads(text)
+    is_ours = isinstance(said, dict) and type(said.get("format")) is int
+    if is_ours and said["format"] > FORMAT:
         raise NewerFormat(f"of format {said['format']}, and this pyengine reads up to {FORMAT}: update it")
-    return said
+    if not is_ours or any(type(said.get(name)) is not kind for name, kind in _FIELDS.items()):
+        raise ValueError("damaged in its header, which has not the fields that pyengine writes")
+    fields: dict[str, Any] = said
+    return fields
 
 
 def _sync_folder(folder: Path) -> None:
