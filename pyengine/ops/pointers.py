@@ -159,7 +159,7 @@ def device_of(name: str, tensor: torch.Tensor) -> torch.device:
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the bytes that a tensor's storage holds, and those that it needs."""
     needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    return tensor.untyped_storage().nbytes(), needed
+    return tensor.untyped_storage().nbytes(), int(needed)
 
 
 def check_tensor(

@@ -26,10 +26,10 @@ def test_the_generators_of_a_state_that_no_loop_goes_on_with_yet_are_saved_again
 
 
 def test_a_state_between_loops_takes_the_place_of_one_loaded_before_it():
-    (saver, model), (loader, loaded) = _engine(), _engine()
-    for _ in saver.windows([]):
+    (saver, model), (other, _), (loader, loaded) = _engine(), _engine(), _engine()
+    for _ in other.windows([]):
         pass
-    between = saver.state_dict()
+    between = other.state_dict()
     with saver.accumulate():
         torch.rand(1)
         saver.backward(model(torch.ones(1, 2)).sum())
