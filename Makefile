@@ -29,7 +29,7 @@ WHEEL_TESTS ?= tests/ops/test_pack.py tests/ops/test_unscale_norm.py tests/distr
 ISA_TESTS ?= tests/distributed/test_step.py tests/distributed/test_world_size.py tests/ops/test_reference.py
 # How long `make fuzz` takes for each of its targets.
 FUZZ_SECONDS ?= 600
-FUZZ_TARGETS ?= op_boundary states
+FUZZ_TARGETS ?= op_boundary state_boundary
 VENV := .venv
 OLDEST := $(CURDIR)/build/adapters-oldest
 ATHERIS := $(CURDIR)/build/atheris

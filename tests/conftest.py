@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +18,14 @@ _PROBLEM = forced_isa.everywhere()
 
 
 def pytest_configure() -> None:
-    """Refuse to run on another instruction set than was asked for."""
+    """Refuse to run on another instruction set than was asked for, and let Ctrl-C be heard.
+
+    A shell has its background jobs ignore it, which processes inherit, and commands respect.
+    """
     if _PROBLEM is not None:
         raise pytest.UsageError(_PROBLEM)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """Let libFuzzer look for inputs that a target does not survive: `make fuzz`, by way of fuzz.sh.
 
-    FUZZ_TARGET=states tests/fuzz/fuzz.sh [libFuzzer's options] CORPUS ...
+    FUZZ_TARGET=state_boundary tests/fuzz/fuzz.sh [libFuzzer's options] CORPUS ...
 
 What counts as new is an edge of pyengine's Python code (Atheris), or one of the sanitized core
 (tests/sanitize/coverage.cpp).

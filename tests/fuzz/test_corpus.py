@@ -11,9 +11,9 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import op_boundary
-import states
+import state_boundary
 
-TARGETS = {"op_boundary": op_boundary.run, "states": states.run}
+TARGETS = {"op_boundary": op_boundary.run, "state_boundary": state_boundary.run}
 
 
 @pytest.mark.parametrize("target", TARGETS)
