@@ -383,7 +383,7 @@ def soak(case: Soak) -> Soaked:
         while windows * 2 < case.windows:
             windows += _short_life(draw_model(case, number), places, struck)
             number += 1
-            if windows * 4 >= case.windows * (len(held) + 1) and len(held) < 2:
+            while windows * 4 >= case.windows * (len(held) + 1) and len(held) < 2:
                 held.append(Held.now(number))
         subject, loops = Subject(draw_model(case, number), places), count()
         for quarter in (3, 4):
