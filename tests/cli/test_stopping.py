@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from command import TRAIN
+from marks import rest
 from processes import left, marked
 from stops import BOTH, COMMANDS, Stop, problem, stop
 
@@ -43,7 +44,7 @@ def test_an_exit_of_another_kind_is_none_of_its_business():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", BOTH)
+@pytest.mark.parametrize("number", [signal.SIGINT, *rest(signal.SIGTERM)])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_signal_ends_a_command_cleanly(tmp_path, command, number):
     for seconds in (0.4, 6.0):
@@ -85,7 +86,7 @@ def _stopped(command: list[str], number: signal.Signals, folder: Path) -> tuple[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", BOTH)
+@pytest.mark.parametrize("number", [signal.SIGTERM, *rest(signal.SIGINT)])
 def test_train_saves_behind_a_signal_and_goes_on_to_the_same_losses(tmp_path, number):
     undisturbed = subprocess.run([*SAVED, "one"], cwd=tmp_path, capture_output=True, text=True, check=True)
     code, output, errors = _stopped([*SAVED, "other"], number, tmp_path)
