@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from cases import WIRES, Inject, Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from marks import rest
 from sharded_cases import Chain, batch, items, right_grads, shard, whole_grads
 from torch import Tensor, nn
 
@@ -68,7 +69,7 @@ def _dropped(kind: str, dtype: torch.dtype, bad: dict[Place, tuple[str, int, flo
     return record.reason
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *rest(torch.float32)])
 @pytest.mark.parametrize(("world", "k", "at"), [(1, 1, 65), (2, 0, 0), (3, 2, 130)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_window_goes_on_as_if_a_bad_micro_batch_had_not_been(ranks, kind, world, k, at, dtype):

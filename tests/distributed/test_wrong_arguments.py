@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import me
+from marks import rest
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,7 +62,7 @@ def _settings(case: str, on: int) -> str:
 
 
 @pytest.mark.parametrize("case", SETTINGS)
-@pytest.mark.parametrize("on", [0, 1])
+@pytest.mark.parametrize("on", [1, *rest(0)])
 def test_a_wrong_setting_on_all_ranks_or_on_one_is_named_on_every_rank(ranks, case, on):
     for message in ranks(2).run(_settings, case, on):
         assert message.startswith("ValueError") and SETTINGS[case][1] in message and "rank 1: " in message
