@@ -40,6 +40,21 @@ WINDOWS = [
     ("hsdp", "fp32", {2: 200, 4: 100}),
     ("replicate", "fp32", {1: 100, 2: 200, 3: 100}),
 ]
+# Troubles, for a reader of the campaign's table.
+SAID = {
+    "bad": "inf or nan in a micro-batch, skipped or dropped",
+    "flush": "a window ended early",
+    "abandon": "a window abandoned before its reduction",
+    "landed": "a window abandoned behind its reduction",
+    "loader": "an exception in the loader",
+    "forward": "an exception in a forward",
+    "early backward": "an exception in an early backward",
+    "last backward": "an exception in a window's last backward",
+    "between": "an exception between micro-batches",
+    "parts": "an exception on one rank of a sharded model, between micro-batches",
+    "optimizer": "an exception in the optimizer",
+    "callback": "an exception in a callback",
+}
 CAMPAIGN = [
     Soak(owner, accumulator, world, windows)
     for owner, accumulator, by_world in WINDOWS
@@ -94,9 +109,10 @@ def test_every_window_equals_its_reference_whatever_goes_wrong(ranks, case):
 def test_thousands_of_windows_equal_their_reference_and_leave_nothing(ranks, case):
     told = _soaked(ranks, case)
     struck = sum((each.struck for each in told), Counter())
-    for trouble, tries in {"none, or one of those below": told[0].windows, **struck}.items():
+    told_of = {SAID[trouble]: tries for trouble, tries in struck.items()}
+    for fault, tries in {"none, or one of these": told[0].windows, **told_of}.items():
         record(
-            fault=f"soak: {trouble}",
+            fault=f"the soak: {fault}",
             made_by="random windows on 1 to 4 ranks, every owner of gradients",
             tries=tries,
             outcome="every window equals one process's, bit for bit, and nothing is left behind",
