@@ -89,11 +89,7 @@ def audit(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: need the module that the loop calls")
-    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    optimizers = [_innermost(item) for item in optimizers]
-    for item in optimizers:
-        if not (hasattr(item, "param_groups") and hasattr(item, "register_step_pre_hook")):
-            raise TypeError(f"optimizer is a {type(item).__name__}: need a torch.optim.Optimizer, or several")
+    optimizers = _innermost_of(optimizer)
     if not 0 <= tolerance:
         raise ValueError(f"tolerance={tolerance}: need a share of at least 0 of what micro-batches bring")
     check_device(next(model.parameters()).device)
@@ -104,11 +100,16 @@ def audit(
     return Audit(auditor, inventory.subjects, optimizers[0], every=check_every(every))
 
 
-def _innermost(optimizer: Any) -> Any:
-    """Return what steps in the end: the optimizers of Accelerate and Lightning hold another one."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = inner
-    return optimizer
+def _innermost_of(optimizer: Any) -> list[Any]:
+    """Return what steps in the end, or raise: the optimizers of Accelerate and Lightning hold another one."""
+    found = []
+    for item in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
+        while isinstance(inner := getattr(item, "optimizer", None), torch.optim.Optimizer):
+            item = inner
+        if not (hasattr(item, "param_groups") and hasattr(item, "register_step_pre_hook")):
+            raise TypeError(f"optimizer is a {type(item).__name__}: need a torch.optim.Optimizer, or several")
+        found.append(item)
+    return found
 
 
 class Audit:

@@ -72,18 +72,14 @@ def launch(
             workers have not called `launch` within half an hour.
         TimeoutError: workers have not ended within `timeout_s`; now they have.
         KeyboardInterrupt: after Ctrl-C, when the workers have ended.
+        SystemExit: the same after SIGTERM, with 128 + the signal.
 
     Example:
         >>> pe.launch(train, workers=2, args=(config,))  # doctest: +SKIP
     """
     workers = _number(workers, num_processes)
     _check_timeout(timeout_s)
-    if getattr(current_process(), "_inheriting", False):  # as multiprocessing asks itself
-        raise RuntimeError(
-            "launch was called while a worker imports the script that calls it, which would start workers "
-            "without end: "
-            'call it under `if __name__ == "__main__":`'
-        )
+    _check_guarded()
     if dist.is_torchelastic_launched():
         return _join(fn, workers, args, timeout_s)
     return _start(fn, workers, args, timeout_s)
@@ -100,6 +96,15 @@ def _number(workers: int | None, num_processes: int | None) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise ValueError(f"{name}={number!r}: need a whole number of at least 1; 2 is a good start")
     return number
+
+
+def _check_guarded() -> None:
+    if getattr(current_process(), "_inheriting", False):  # as multiprocessing asks itself
+        raise RuntimeError(
+            "launch was called while a worker imports the script that calls it, which would start workers "
+            "without end: "
+            'call it under `if __name__ == "__main__":`'
+        )
 
 
 def _check_timeout(timeout_s: Any) -> None:

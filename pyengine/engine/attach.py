@@ -72,27 +72,31 @@ def attach(
     """
     deferral = Deferral(defer, defer_budget_mb)
     settings = Settings(
-        accumulate,
-        as_wire(wire),
-        as_accumulator(accumulator),
-        nonfinite,
-        stall_after_s=stall_after_s,
+        accumulate, as_wire(wire), as_accumulator(accumulator), nonfinite, stall_after_s=stall_after_s
     )
     if is_unit(ddp_model):
-        if device_mesh is not None or axes != Axes():
-            raise TypeError(
-                "device_mesh and axes are for a DDP, and ddp_model is sharded by FSDP2, whose units have "
-                "their meshes: leave them out"
-            )
+        _check_no_mesh(device_mesh, axes)
         return attach_sharded(ddp_model, replace(settings, deferral=str(deferral)), deferral)
+    return attach_ddp(_as_ddp(ddp_model, deferral), settings, device_mesh, axes)
+
+
+def _check_no_mesh(device_mesh: DeviceMesh | None, axes: Axes) -> None:
+    if device_mesh is not None or axes != Axes():
+        raise TypeError(
+            "device_mesh and axes are for a DDP, and ddp_model is sharded by FSDP2, whose units have "
+            "their meshes: leave them out"
+        )
+
+
+def _as_ddp(model: nn.Module, deferral: Deferral) -> DistributedDataParallel:
     if deferral != Deferral():
         raise TypeError(
-            f"{deferral}, and ddp_model is a {type(ddp_model).__name__}: both are for units of FSDP2; DDP's "
+            f"{deferral}, and ddp_model is a {type(model).__name__}: both are for units of FSDP2; DDP's "
             "gradients are always deferred, at no cost"
         )
-    if not isinstance(ddp_model, DistributedDataParallel):
-        raise TypeError(_not_ddp(ddp_model))
-    return attach_ddp(ddp_model, settings, device_mesh, axes)
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(_not_ddp(model))
+    return model
 
 
 def _not_ddp(model: object) -> str:
