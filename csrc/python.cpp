@@ -298,11 +298,39 @@ void bind_roof(py::module_& m) {
   }, NoGil());
 }
 
-void bind_checksum(py::module_& m) {
-  m.def("checksum", [](Address words, int64_t n, Address weights, int64_t row, int64_t num_rows, int64_t block,
-                       int64_t shift, int64_t num_shifts) {
-    return ops().checksum(at<int32_t>(words), n, {at<int32_t>(weights), row, num_rows, block, shift, num_shifts});
+// What a tensor on the host holds, or nullopt where that takes a closer look from Python.
+std::optional<TensorFacts> facts_on_host(PyObject* object, const py::tuple& exact_types) {
+  TensorFacts facts;
+  if (!is_plain(object, exact_types, &facts) || facts.device_type != kCpu) return std::nullopt;
+  return facts;
+}
+
+// What the audit reads: pyengine/audit/checksum.py and probe.py say what and why.
+void bind_audit(py::module_& m) {
+  py::class_<LaneRule>(m, "LaneRule", py::module_local())
+      .def(py::init([](Address weights, int64_t row, int64_t num_rows, int64_t block, int64_t shift,
+                       int64_t num_shifts) {
+        return LaneRule{at<int32_t>(weights), row, num_rows, block, shift, num_shifts};
+      }));
+  m.def("checksum", [](const LaneRule& rule, Address words, int64_t n) {
+    return ops().checksum(at<int32_t>(words), n, rule);
   }, NoGil());
+  m.def("checksum_of", [](const LaneRule& rule, py::handle tensor, const py::tuple& exact_types, int64_t start,
+                          int64_t n) -> std::optional<int64_t> {
+    const std::optional<TensorFacts> facts = facts_on_host(tensor.ptr(), exact_types);
+    if (!facts || reinterpret_cast<uintptr_t>(facts->data) % sizeof(int32_t)) return std::nullopt;
+    if (start < 0 || n < 0 || (start + n) * 4 > facts->numel * facts->element_size) return std::nullopt;
+    const py::gil_scoped_release no_gil;
+    return ops().checksum(static_cast<const int32_t*>(facts->data) + start, n, rule);
+  });
+  m.def("sample", [](py::handle tensor, const py::tuple& exact_types, int64_t start, int64_t stride, int64_t num,
+                     float weight, Address sum, Address last) {
+    const std::optional<TensorFacts> facts = facts_on_host(tensor.ptr(), exact_types);
+    const std::optional<DType> dtype = facts ? dtype_of_scalar_type(facts->scalar_type) : std::nullopt;
+    if (!dtype || start < 0 || stride < 1 || (num > 0 && start + (num - 1) * stride >= facts->numel)) return false;
+    ops().sample({facts->data, *dtype, start, stride, num, weight, at<float>(sum), at<float>(last)});
+    return true;
+  });
 }
 
 }  // namespace
@@ -322,5 +350,5 @@ PYBIND11_MODULE(PYENGINE_MODULE, m) {
   bind_unscale_norm(plans);
   bind_exact(m, plans);
   bind_roof(m);
-  bind_checksum(m);
+  bind_audit(m);
 }

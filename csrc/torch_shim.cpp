@@ -93,7 +93,7 @@ int64_t element_size(int32_t scalar_type) {
 // A storage may be smaller than its tensors: FSDP empties it and keeps them. One over foreign memory may begin anywhere,
 // and C++ reads no element at an address that is no multiple of its size.
 bool storage_holds(const void* impl, const TensorFacts& facts) {
-  const int64_t size = element_size(facts.scalar_type), offset = load<int64_t>(impl, places.storage_offset);
+  const int64_t size = facts.element_size, offset = load<int64_t>(impl, places.storage_offset);
   const int64_t bytes = load<int64_t>(load<const void*>(impl, places.storage), places.bytes);
   const bool aligned = size > 0 && reinterpret_cast<uintptr_t>(facts.data) % static_cast<uintptr_t>(size) == 0;
   return size > 0 && (facts.numel == 0 || (facts.data && aligned && (offset + facts.numel) * size <= bytes));
@@ -154,8 +154,9 @@ bool tensor_facts(const void* object, TensorFacts* facts) {
   facts->device_index = 0;  // torch says -1 for the CPU
   if (facts->device_type == kCuda && s.get_device_index(tensor, &facts->device_index)) return false;
   if (s.is_contiguous(tensor, &contiguous) || !contiguous) return false;
-  return !s.get_dtype(tensor, &facts->scalar_type) && !s.get_numel(tensor, &facts->numel) &&
-         !s.get_data_ptr(tensor, &facts->data) && storage_holds(impl_of(object), *facts);
+  if (s.get_dtype(tensor, &facts->scalar_type) || s.get_numel(tensor, &facts->numel)) return false;
+  facts->element_size = element_size(facts->scalar_type);
+  return !s.get_data_ptr(tensor, &facts->data) && storage_holds(impl_of(object), *facts);
 }
 
 bool is_at(const void* object, const void* data, int64_t numel, int64_t size) {

@@ -16,6 +16,7 @@ const char* thread_pool();
 struct TensorFacts {
   void* data;
   int64_t numel;
+  int64_t element_size;  // bytes
   int32_t scalar_type;   // c10::ScalarType
   int32_t device_type;   // c10::DeviceType: kCpu or kCuda
   int32_t device_index;  // 0 on the CPU

@@ -8,7 +8,8 @@ namespace pyengine {
 #define PYENGINE_OP(op, Call) op##_cpu,
 #define PYENGINE_LEVEL(isa) \
   namespace isa {           \
-  constexpr Ops kOps = {#isa, PYENGINE_OPS(PYENGINE_OP) roof_read, roof_update, roof_stream_copy, checksum}; \
+  constexpr Ops kOps = {#isa, PYENGINE_OPS(PYENGINE_OP) roof_read, roof_update, roof_stream_copy, checksum, \
+                         sample}; \
   }
 PYENGINE_LEVELS(PYENGINE_LEVEL)
 #undef PYENGINE_LEVEL

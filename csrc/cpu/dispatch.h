@@ -20,6 +20,16 @@ struct LaneRule {
   int64_t row, num_rows, block, shift, num_shifts;
 };
 
+// Elements start, start + stride, ... of what lies at `from`, times `weight`: written to `last` and added to `sum`, which
+// may be null.
+struct SampleCall {
+  const void* from;
+  DType dtype;
+  int64_t start, stride, num;
+  float weight;
+  float *sum, *last;
+};
+
 #define PYENGINE_OP(op, Call) void op##_cpu(const Layout& layout, const Call& call);
 #define PYENGINE_LEVEL(isa)                                           \
   namespace isa {                                                     \
@@ -28,6 +38,7 @@ struct LaneRule {
   void roof_update(float* dst, int64_t numel);                        \
   void roof_stream_copy(float* dst, const float* src, int64_t numel); \
   int64_t checksum(const int32_t* words, int64_t n, const LaneRule& rule); \
+  void sample(const SampleCall& call);                                \
   }
 PYENGINE_LEVELS(PYENGINE_LEVEL)
 #undef PYENGINE_LEVEL
@@ -42,6 +53,7 @@ struct Ops {
   void (*roof_update)(float* dst, int64_t numel);
   void (*roof_stream_copy)(float* dst, const float* src, int64_t numel);
   int64_t (*checksum)(const int32_t* words, int64_t n, const LaneRule& rule);
+  void (*sample)(const SampleCall& call);
 };
 
 // The table in force: the best this machine runs, or the one set_isa chose.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyengine.audit.check import Check, Local
-from pyengine.audit.checksum import Checksums, run_of, words_of
+from pyengine.audit.checksum import Checksums, Part, words_of
 from pyengine.audit.finding import raise_for
 from pyengine.audit.hyperparameters import digest, numbers_of
 from pyengine.audit.leaves import Leaves
@@ -22,7 +22,7 @@ from pyengine.ops.device import runs_ahead
 TOLERANCE = 2**-5
 # Of every gradient and every tensor of an optimizer's state a run of words is read in each check, and each is
 # read as a whole in one of so many.
-_RUN, _ROUND = 64, 16
+_ROUND = 16
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Auditor:
         comms: transports by `Subject.replicas` and `Subject.summed`; the first is of all ranks.
         leaves: where gradients arrive.
         tolerance: how far a reduced gradient may be off, relative to what came.
+        every: windows from one check to the next.
 
     Attributes:
         probe: notes what micro-batches bring.
@@ -74,7 +75,13 @@ class Auditor:
     """
 
     def __init__(
-        self, subjects: Sequence[Subject], comms: Sequence[Comm], leaves: Leaves, *, tolerance: float
+        self,
+        subjects: Sequence[Subject],
+        comms: Sequence[Comm],
+        leaves: Leaves,
+        *,
+        tolerance: float,
+        every: int,
     ) -> None:
         self._subjects, self._comms, self._tolerance = list(subjects), list(comms), tolerance
         self.device = device = self._subjects[0].tensor.device
@@ -86,6 +93,7 @@ class Auditor:
         self.optimizers: list[Any] = []
         self._under_way: Check | None = None
         self._checks, self._since = 0, 0
+        self._listens_on = every == 1
 
     def begin(self) -> None:
         """Look at a window from its first micro-batch on.
@@ -133,7 +141,8 @@ class Auditor:
             AuditError: something has parted; where the host runs ahead of the device, at the next `begin` or
                 `settle`.
         """
-        self.probe.disarm()
+        if not self._listens_on:
+            self.probe.disarm()
         local = self._look(step, samples, counted)
         self._under_way = Check(
             self._subjects, self._comms, local, self._tolerance, is_one_group=self._is_one_group
@@ -187,13 +196,13 @@ class Auditor:
         states: dict[int, Any] = {
             id(param): state for optimizer in self.optimizers for param, state in optimizer.state.items()
         }
-        words: list[Tensor] = []  # what is read, where its checksum belongs, and what it is multiplied by
+        parts: list[Part] = []  # what is read, where its checksum belongs, and what it is multiplied by
         rows: list[int] = []
         factors: list[int] = []
         known, has = [], []
 
-        def read(row: int, found: Tensor, factor: int = 1) -> None:
-            words.append(found)
+        def read(row: int, part: Part, factor: int = 1) -> None:
+            parts.append(part)
             rows.append(row)
             factors.append(factor)
 
@@ -203,23 +212,19 @@ class Auditor:
             if subject.replicas is None:
                 known += [0, 0, 0]
                 continue
-            is_whole = index % _ROUND == self._checks % _ROUND
-            read(3 * index, words_of(subject.tensor))
+            turn = None if index % _ROUND == self._checks % _ROUND else self._checks
+            read(3 * index, Part(subject.tensor))
             if grad is not None:
-                read(3 * index + 1, self._part(grad, is_whole=is_whole))
+                read(3 * index + 1, Part(grad, turn))
             tensors, numbers = states_of(state)
             for place, tensor in enumerate(tensors):
-                read(3 * index + 2, self._part(tensor, is_whole=is_whole), 2 * place + 3)
+                read(3 * index + 2, Part(tensor, turn), 2 * place + 3)
             known += [0, 0 if grad is not None else -1, digest([("", number) for number in numbers])]
         bits = torch.tensor(known, dtype=torch.int64, device=self.device)
         weights = torch.tensor(factors, dtype=torch.int64, device=self.device)
         places = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        bits.index_add_(0, places, self._checksums.of_all(words) * weights)
+        bits.index_add_(0, places, self._checksums.of_all(parts) * weights)
         return bits.view(-1, 3), has
-
-    def _part(self, tensor: Tensor, *, is_whole: bool) -> Tensor:
-        words = words_of(tensor)
-        return words if is_whole else run_of(words, self._checks, _RUN)
 
     def _one(self, number: int) -> Tensor:
         return torch.tensor(number, dtype=torch.int64, device=self.device)

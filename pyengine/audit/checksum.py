@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from pyengine.gradients.slots import local
 from pyengine.ops import native
 from pyengine.ops.device import runs_ahead
+from pyengine.ops.pointers import PLAIN
 
 # On the host a block and its sums stay in the second-level cache. An accelerator wants long blocks.
 _HOST_LANES, _MAX_LANES = 2**15, 2**22
@@ -20,8 +22,38 @@ _SHORT = 2**11
 _NUM_SHIFTS, _SHIFT = 16, 64
 # Lanes are weighed in so many rows, each by the same weights times one of its own.
 _NUM_ROWS = 4
+_RUN = 64
 # Odd, and without pattern in their bits: splitmix64's (Steele, Lea, Flood 2014), as signed numbers.
 _GOLDEN, _MIX = -7046029254386353131, -4658895280553007687
+
+
+class Part(NamedTuple):
+    """What is read of a tensor.
+
+    Attributes:
+        tensor: of any kind.
+        turn: None: all of it; else a run of 64 words at a place that moves with the turn.
+    """
+
+    tensor: Tensor
+    turn: int | None = None
+
+    def words(self) -> Tensor:
+        """Return its words, see `words_of`."""
+        words = words_of(self.tensor)
+        start, num = self._run(words.numel())
+        return words[start : start + num]
+
+    def read_by(self, core: Any, rule: Any) -> int:
+        """Return the checksum that the core finds: at once where the words lie in memory as they are."""
+        num, rest = divmod(self.tensor.numel() * self.tensor.element_size(), 4)
+        found: int | None = None if rest else core.checksum_of(rule, self.tensor, PLAIN, *self._run(num))
+        return native_checksum(core, rule, self.words()) if found is None else found
+
+    def _run(self, num: int) -> tuple[int, int]:
+        """Return where it begins, and its length."""
+        room = num - _RUN
+        return (0, num) if self.turn is None or room <= 0 else (self.turn * 40503 % (room + 1), _RUN)
 
 
 class Checksums:
@@ -49,19 +81,18 @@ class Checksums:
         self._row_weights = 2 * torch.arange(_NUM_ROWS, device=device) + 1
         self._sums = torch.zeros(size, dtype=torch.int32, device=device)
         self._core = None if runs_ahead(device) else native.core()
-        self._rule = (len(self._weights), _NUM_ROWS, self._lanes, _SHIFT, _NUM_SHIFTS)
+        native.can_gather()  # learns how
+        rule = (self._weights.data_ptr(), len(self._weights), _NUM_ROWS, self._lanes, _SHIFT, _NUM_SHIFTS)
+        self._rule = None if self._core is None else self._core.LaneRule(*rule)
         self._places = [
             self._sums[start : start + self._lanes] for start in range(0, _NUM_SHIFTS * _SHIFT, _SHIFT)
         ]
 
-    def of_all(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the checksums of many tensors, int64 `[n]` on the device, unread: of short ones together.
-
-        Args:
-            tensors: int32, 1-D each, see `words_of`.
-        """
+    def of_all(self, parts: Sequence[Part]) -> Tensor:
+        """Return many checksums, int64 `[n]` on the device, unread: those of short parts together."""
         if self._core is not None:
-            return torch.tensor([self._native(words) for words in tensors], dtype=torch.int64)
+            return torch.tensor([part.read_by(self._core, self._rule) for part in parts], dtype=torch.int64)
+        tensors = [part.words() for part in parts]
         found = torch.zeros(len(tensors), dtype=torch.int64, device=self._sums.device)
         short = [index for index, words in enumerate(tensors) if words.numel() <= _SHORT]
         if short:
@@ -87,7 +118,7 @@ class Checksums:
             words: int32 `[n]`, see `words_of`.
         """
         if self._core is not None:
-            return torch.tensor(self._native(words))
+            return torch.tensor(native_checksum(self._core, self._rule, words))
         num = words.numel()
         if num <= len(self._weights):
             return (words.to(torch.int64) * self._weights[:num]).sum()
@@ -97,13 +128,6 @@ class Checksums:
             place.add_(block, alpha=2 * index + 1)  # odd: what is added wraps, and no bit is lost
         rows = self._sums.view(_NUM_ROWS, -1).to(torch.int64) * self._weights
         return (rows.sum(1) * self._row_weights).sum()
-
-    def _native(self, words: Tensor) -> int:
-        assert self._core is not None and words.is_contiguous()
-        found: int = self._core.checksum(
-            words.data_ptr(), words.numel(), self._weights.data_ptr(), *self._rule
-        )
-        return found
 
 
 def words_of(tensor: Tensor) -> Tensor:
@@ -128,13 +152,11 @@ def words_of(tensor: Tensor) -> Tensor:
     return raw.view(torch.int32)
 
 
-def run_of(words: Tensor, turn: int, length: int) -> Tensor:
-    """Return at most `length` words in a row, at a place that moves with the turn."""
-    room = words.numel() - length
-    if room <= 0:
-        return words
-    start = turn * 40503 % (room + 1)
-    return words[start : start + length]
+def native_checksum(core: Any, rule: Any, words: Tensor) -> int:
+    """Return the core's checksum of words, see `words_of`."""
+    assert words.is_contiguous()
+    found: int = core.checksum(rule, words.data_ptr(), words.numel())
+    return found
 
 
 def pieces(checksums: Tensor) -> Tensor:

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from pyengine.audit.leaves import Leaves
 from pyengine.audit.subject import Subject
+from pyengine.ops import native
+from pyengine.ops.device import runs_ahead
+from pyengine.ops.pointers import PLAIN
 
 NUM_SAMPLES = 8
 
@@ -32,7 +35,7 @@ class Probe:
         weights: by subject, what the next micro-batch's gradients are multiplied by.
         arrivals: by subject, gradients that came here.
 
-    Cost: 96 bytes a parameter. Armed, some 5 µs a parameter and micro-batch; nothing otherwise.
+    Cost: 96 bytes a parameter. Armed, some 3 µs a parameter and micro-batch; nothing otherwise.
     """
 
     def __init__(self, subjects: Sequence[Subject], leaves: Leaves, device: torch.device) -> None:
@@ -41,7 +44,8 @@ class Probe:
         self.last, self._lost = torch.zeros_like(self.sums), torch.zeros_like(self.sums)
         self._sum_rows, self._last_rows = self.sums.unbind(), self.last.unbind()
         self._places = [(0, 1, 0)] * len(subjects)
-        self._views: list[tuple[Tensor, Tensor]] = []
+        core = None if runs_ahead(device) or not native.can_gather() else native.core()
+        self._take = _leave if core is None else core.sample
         self._handles: list[Any] = []
         self.weights = [1.0] * len(subjects)
         self.arrivals = [0] * len(subjects)
@@ -56,8 +60,6 @@ class Probe:
         """Begin a window: forget what was noted, look at other elements, and listen."""
         self._forget()
         self._places = [_places(subject.shard.numel, turn) for subject in self._subjects]
-        rows = zip(self._sum_rows, self._last_rows, self._places, strict=True)
-        self._views = [(total[:num], last[:num]) for total, last, (_, _, num) in rows]
         if not self._handles:
             for index, subject in enumerate(self._subjects):
                 if subject.summed is not None and subject.tensor.requires_grad:
@@ -106,7 +108,8 @@ class Probe:
         self._is_over = False
 
     def _listener(self, index: int) -> Callable[[Tensor, bool], None]:
-        total = self._sum_rows[index]
+        take, total = self._take, self._sum_rows[index]
+        sum_at, last_at = total.data_ptr(), self._last_rows[index].data_ptr()
 
         def listen(grad: Tensor, is_first: bool) -> None:
             if self._is_over:
@@ -115,19 +118,24 @@ class Probe:
                 self._lost[index] += total
                 total.zero_()
             self.arrivals[index] += 1
-            if hasattr(grad, "to_local"):  # partial sums, say: this rank's part says nothing
-                total.fill_(torch.nan)
-                return
-            start, stride, num = self._places[index]
-            part = _strided(grad.detach() if grad.requires_grad else grad, start, stride, num)
-            weight = self.weights[index]
-            mine, last_mine = self._views[index]
-            mine.add_(part, alpha=weight)
-            last_mine.copy_(part)
-            if weight != 1.0:
-                last_mine.mul_(weight)
+            if not take(grad, PLAIN, *self._places[index], self.weights[index], sum_at, last_at):
+                self._note(index, grad)
 
         return listen
+
+    def _note(self, index: int, grad: Tensor) -> None:
+        """Note what the core does not read: strided elements of any tensor."""
+        total, last = self._sum_rows[index], self._last_rows[index]
+        if hasattr(grad, "to_local"):  # partial sums, say: this rank's part says nothing
+            total.fill_(torch.nan)
+            return
+        start, stride, num = self._places[index]
+        part = _strided(grad.detach() if grad.requires_grad else grad, start, stride, num)
+        weight = self.weights[index]
+        total[:num].add_(part, alpha=weight)
+        last[:num].copy_(part)
+        if weight != 1.0:
+            last[:num].mul_(weight)
 
     def _sample_shard(self, row: Tensor, grad: Tensor, index: int) -> None:
         start, stride, num = self._places[index]
@@ -136,7 +144,14 @@ class Probe:
         end = min(num, -((start - shard.start - grad.numel()) // stride))
         if end > first:
             at = start + first * stride - shard.start
-            row[first:end].copy_(_strided(grad, at, stride, end - first))
+            found = row[first:end]
+            if not self._take(grad, PLAIN, at, stride, end - first, 1.0, 0, found.data_ptr()):
+                found.copy_(_strided(grad, at, stride, end - first))
+
+
+def _leave(*_: object) -> bool:
+    """Read nothing, where there is no core: it is left to operators."""
+    return False
 
 
 def _places(numel: int, turn: int) -> tuple[int, int, int]:

@@ -41,7 +41,7 @@ class WindowAudit:
     def __init__(self, engine: _Engine, *, every: int, module: nn.Module | None) -> None:
         self._engine, self._every = engine, every
         subjects, comms, leaves = _inventory(engine, module)
-        self._auditor = Auditor(subjects, comms, leaves, tolerance=TOLERANCE)
+        self._auditor = Auditor(subjects, comms, leaves, tolerance=TOLERANCE, every=every)
         self._world_sizes = [comms[subject.summed or 0].world_size for subject in subjects]
         self._samples: Samples | None = None
         self._window = -1

@@ -23,17 +23,27 @@ def learn_tensor_object(
 ) -> bool: ...
 def is_plain(tensor: object, exact_types: tuple[type, ...], /) -> bool: ...
 def gather(plan: BucketPlan, tensors: list[Any], exact_types: tuple[type, ...], /) -> Table | None: ...
-def checksum(
-    words: int,
-    n: int,
-    weights: int,
-    row: int,
-    num_rows: int,
-    block: int,
-    shift: int,
-    num_shifts: int,
+
+class LaneRule:
+    def __init__(
+        self, weights: int, row: int, num_rows: int, block: int, shift: int, num_shifts: int, /
+    ) -> None: ...
+
+def checksum(rule: LaneRule, words: int, n: int, /) -> int: ...
+def checksum_of(
+    rule: LaneRule, tensor: object, exact_types: tuple[type, ...], start: int, n: int, /
+) -> int | None: ...
+def sample(
+    tensor: object,
+    exact_types: tuple[type, ...],
+    start: int,
+    stride: int,
+    num: int,
+    weight: float,
+    sum: int,
+    last: int,
     /,
-) -> int: ...
+) -> bool: ...
 def roof_read(src: int, numel: int, /) -> float: ...
 def roof_update(dst: int, numel: int, /) -> None: ...
 def roof_stream_copy(dst: int, src: int, numel: int, /) -> None: ...

@@ -14,7 +14,7 @@ from pyengine.ops import native
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _DTYPES = tuple(DTYPE_CODES)
 # Subclasses may keep their data elsewhere, so only these are read by the core itself.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Where a tensor's elements lie at its address.
 ADDRESSED = ("cpu", "cuda")
 MAX_NUMEL = 2**40
@@ -110,7 +110,7 @@ def _describe(tensor: object) -> str:
 
 def _check_dense(name: str, tensor: torch.Tensor) -> None:
     """Check that a tensor's elements are what lies at its address, one after the other."""
-    if native.can_gather() and native._core.is_plain(tensor, _PLAIN):
+    if native.can_gather() and native._core.is_plain(tensor, PLAIN):
         return  # the core finds all that is wanted below, in a fifth of the time
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is {_describe(tensor)}; needed a torch.Tensor")
@@ -281,7 +281,7 @@ def gather(
     if not isinstance(tensors, list):
         tensors = list(tensors)
     if native_plan is not None and native.can_gather():
-        table = native._core.gather(native_plan, tensors, _PLAIN)
+        table = native._core.gather(native_plan, tensors, PLAIN)
         if table is not None:
             # A slow check would find the same: gather only accepts one dtype, and one device of these.
             return Pointers(tensors, numels, _DTYPES[table.dtype], _device(*table.device), table)

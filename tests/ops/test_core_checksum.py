@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyengine.audit.checksum import Checksums, words_of
+from pyengine.audit.checksum import Checksums, Part
 from pyengine.ops import native
+from pyengine.ops.pointers import PLAIN
 
 CPU = torch.device("cpu")
 # One row of weights and its ends, one block and its ends, all shifts of blocks, and a second round of them.
@@ -34,5 +35,48 @@ def test_extremes_wrap_alike(isa, defined):
 
 
 def test_many_tensors_are_read_one_by_one(isa, defined):
-    tensors = [words_of(torch.randn(num)) for num in (5, 0, 2**11, 1, 2**11 + 1, 40_000, 7)]
-    assert torch.equal(Checksums(CPU, 0).of_all(tensors), defined.of_all(tensors))
+    made = torch.randn(50_001)
+    tensors = [made[:num] for num in (5, 0, 2**11, 1, 2**11 + 1, 40_000, 7)]
+    tensors += [
+        made[1:],
+        made.bfloat16()[1:],
+        made.half()[:9],
+        made.double(),
+        made.long(),
+        made[::2],
+        made != 0,
+    ]
+    tensors += [made[:4].cfloat(), torch.nn.Parameter(made[3:]), made[:50_000].view(250, 200).t()]
+    parts = [Part(tensor, turn) for tensor in tensors for turn in (None, 0, 5)]
+    assert torch.equal(Checksums(CPU, 0).of_all(parts), defined.of_all(parts))
+
+
+def test_storages_that_were_emptied_are_not_read_behind_their_end():
+    core, rule = native.core(), Checksums(CPU, 0)._rule
+    tensor = torch.randn(100)
+    assert core.checksum_of(rule, tensor, PLAIN, 0, 100) is not None
+    for start, num in ((-1, 3), (0, 101), (98, 3), (0, -1)):
+        assert core.checksum_of(rule, tensor, PLAIN, start, num) is None
+    tensor.untyped_storage().resize_(0)
+    assert core.checksum_of(rule, tensor, PLAIN, 0, 100) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("start", "stride", "num"), [(0, 1, 0), (3, 7, 8), (0, 1, 17), (99, 50, 1)])
+def test_samples_are_strided_elements_times_a_weight(isa, dtype, start, stride, num):
+    made, total, last = torch.randn(10, 10).to(dtype), torch.ones(20), torch.zeros(20)
+    at = (total.data_ptr(), last.data_ptr())
+    assert native.core().sample(made, PLAIN, start, stride, num, 3.0, *at)
+    wanted = 3 * made.flatten()[start::stride][:num].float()
+    assert torch.equal(last[:num], wanted) and not last[num:].any()
+    assert torch.equal(total[:num], 1 + wanted) and (total[num:] == 1).all()
+    assert native.core().sample(made, PLAIN, start, stride, num, 1.0, 0, last.data_ptr())
+
+
+def test_no_sample_is_taken_of_what_the_core_cannot_read():
+    last = torch.full((4,), 5.0)
+    for made in (torch.randn(4, 4).t(), torch.ones(16).double(), torch.arange(16), torch.randn(15), None):
+        assert not native.core().sample(made, PLAIN, 0, 5, 4, 1.0, 0, last.data_ptr())
+    for start, stride in ((-1, 1), (0, 0), (13, 1)):
+        assert not native.core().sample(torch.randn(16), PLAIN, start, stride, 4, 1.0, 0, last.data_ptr())
+    assert (last == 5).all()

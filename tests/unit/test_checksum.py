@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyengine.audit.checksum import Checksums, differ, pieces, run_of, words_of
+from pyengine.audit.checksum import Checksums, Part, differ, pieces, words_of
 
 CPU = torch.device("cpu")
 # One block and less, its ends, several blocks with a rest; and what fills no whole word.
@@ -81,12 +81,14 @@ def test_sums_over_ranks_tell_whether_all_were_equal(world):
 
 def test_a_run_moves_through_all_of_a_tensor():
     words = torch.arange(1000, dtype=torch.int32)
-    seen = torch.cat([run_of(words, turn, 100) for turn in range(200)])
-    assert seen.unique().numel() > 990
-    assert run_of(words, 3, 5000).numel() == 1000
+    runs = [Part(words, turn).words() for turn in range(300)]
+    assert {run.numel() for run in runs} == {64}
+    assert torch.cat(runs).unique().numel() > 990
+    assert Part(words[:60], 3).words().numel() == 60 and Part(words).words().numel() == 1000
 
 
 def test_many_tensors_at_once_have_the_checksums_that_they_have_alone():
-    tensors = [words_of(_made(num, torch.float32)) for num in (5, 0, 2**11, 1, 2**11 + 1, 40_000, 7)]
+    parts = [Part(_made(num, torch.float32)) for num in (5, 0, 2**11, 1, 2**11 + 1, 40_000, 7)]
     checksums = Checksums(CPU, 0)
-    assert torch.equal(checksums.of_all(tensors), torch.stack([checksums.of(words) for words in tensors]))
+    alone = torch.stack([checksums.of(part.words()) for part in parts])
+    assert torch.equal(checksums.of_all(parts), alone)
