@@ -113,6 +113,13 @@ def check_into(plan: Plan, targets: Sequence[Named], tensors: NamedList) -> None
         _refuse([*(_span(*target, written=True) for target in targets), *_of_list(tensors)])
 
 
+def check_apart(targets: Sequence[tuple[str, Tensor | None]], sources: Sequence[Named]) -> None:
+    """Check an op that writes all of `targets`, where there are any, and reads all of `sources`."""
+    written = [(name, tensor) for name, tensor in targets if tensor is not None]
+    if written[0][1].device.type in ADDRESSED:
+        _refuse([*(_span(*target, written=True) for target in written), *(_span(*s) for s in sources)])
+
+
 def _has_no_addresses(plan: Plan, tensors: Pointers) -> bool:
     """Whether the tensors are of a device whose programs are not about addresses (lazy, meta),
     or there is none.

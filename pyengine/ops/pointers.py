@@ -198,6 +198,26 @@ def check_each(
         raise ValueError(f"{name} has {tensor.numel()} elements; needed {numel}, one a {of}")
 
 
+def check_rows(name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:
+    """Check a 2-D tensor of at least one row: [rows, numel], contiguous, on `device`."""
+    _check_dense(name, tensor)
+    if tensor.dtype != dtype or tensor.device != device:
+        raise TypeError(f"{name} is {_describe(tensor)}; needed {dtype} on {device}, where the others are")
+    if tensor.dim() != 2 or tensor.shape[0] < 1 or tensor.shape[1] != numel:
+        raise ValueError(f"{name} is {_describe(tensor)}; needed [W, {numel}], W at least 1")
+
+
+def check_aligned(name: str, tensor: torch.Tensor, num_bytes: int) -> None:
+    """Check that a tensor's memory begins at a multiple of `num_bytes`."""
+    if tensor.device.type not in ADDRESSED or tensor.numel() == 0:
+        return
+    if tensor.data_ptr() % num_bytes:
+        raise ValueError(
+            f"{name} begins {tensor.data_ptr() % num_bytes} bytes behind a multiple of {num_bytes}; needed "
+            "one: begin where a multiple of that lies in the buffer, or pass a clone()"
+        )
+
+
 def check_scale(name: str, scale: torch.Tensor, device: torch.device) -> None:
     """Check a scale: float32 [] on `device`."""
     if not isinstance(scale, torch.Tensor):

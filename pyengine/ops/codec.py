@@ -1,0 +1,296 @@
+"""Values in fewer bits, with a scale a block, and sums of them: `Codec`.
+
+One pass over memory each: quantise, with the residual of error feedback; add up what several ranks sent, and
+quantise the sum. Bits are the same on every instruction set, thread count and GPU, and in plain PyTorch.
+
+A payload is uint8: the float32 scales of all blocks first, then a code for each element, then zero bytes up
+to a multiple of four. bf16 and fp16 have neither scales nor a filling. What is filled up stands for zeros.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyengine.ops import codec_reference
+from pyengine.ops.codec_reference import FORMATS, Layout
+from pyengine.ops.overlap import check_apart
+from pyengine.ops.pointers import MAX_NUMEL, check_aligned, check_each, check_rows, check_tensor, device_of
+
+_BLOCKS = (32, 64, 128, 256, 512, 1024)
+_FLOAT32 = (torch.float32,)
+_OUT = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How float32 values are written in one or two bytes each.
+
+    A block of `block` neighbouring elements shares a float32 scale: its largest finite magnitude, divided by
+    the largest that a code stands for. With x' what x is decoded to and s its block's scale, where x is
+    finite:
+
+    | format | codes | to nearest, abs(x - x') is at most | stochastically |
+    |---|---|---|---|
+    | int8 | -127 to 127, and NaN | s (2^-1 + 2^-15) | s (1 + 2^-14) |
+    | e4m3 | up to 448, and NaN | max(abs(x), s 2^-6) (2^-4 + 2^-21) | twice as much |
+    | e5m2 | up to 57344, infinities and NaN | max(abs(x), s 2^-14) (2^-3 + 2^-21) | twice as much |
+    | bf16 | bfloat16 | max(abs(x), 2^-126) 2^-8 | twice as much |
+    | fp16 | float16 | max(abs(x), 2^-14) 2^-11 | twice as much |
+
+    Scales are at least 2^-110, but 0 for a block of zeros; so what is far below them is lost. What is not
+    finite crosses at its own element and changes no other: NaN as NaN, an infinity as NaN where the format
+    has none. Elsewhere no infinity comes to be, except in bf16 and fp16 by values that a cast would make one.
+
+    Stochastic rounding goes up or down with the chances that make x' right on average, decided by a hash of
+    the seed and the element's index; equal seeds give equal bits. Elements 2^32 apart share their chance.
+
+    Args:
+        format: one of "int8", "e4m3", "e5m2", "bf16", "fp16".
+        block: elements that share a scale: 32, 64, 128, 256, 512 or 1024; 1 for bf16 and fp16, which have no
+            scales. Parts of a bucket that begin at multiples of it give the payload of the whole.
+
+    Every tensor is contiguous, and on the same device; what is written shares no memory with the others. A
+    payload begins at a multiple of four bytes (two for bf16 and fp16). The caller owns all memory.
+
+    Raises:
+        ValueError, TypeError: from the constructor and every method, for arguments that do not fit; nothing
+            has been written then.
+
+    Example:
+        >>> codec = Codec("int8", block=32)
+        >>> values = torch.tensor([127.0, -3.0, 0.6])
+        >>> payload = torch.empty(codec.num_bytes(3), dtype=torch.uint8)
+        >>> codec.encode_(payload, values)
+        >>> codec.decode_(values, payload)
+        >>> values
+        tensor([127.,  -3.,   1.])
+    """
+
+    format: str
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ValueError(f"format={self.format!r}; needed one of {', '.join(map(repr, FORMATS))}")
+        if self._has_scales and self.block not in _BLOCKS:
+            raise ValueError(
+                f"block={self.block!r}; needed {', '.join(map(str, _BLOCKS))}: the elements of a scale"
+            )
+        if not self._has_scales and self.block != 1:
+            raise ValueError(f"block={self.block!r}; {self.format} has no scales, so leave block away")
+
+    def num_bytes(self, numel: int) -> int:
+        """Return the bytes of a payload of `numel` elements, 0 to 2**40; the last block may be short.
+
+        Example:
+            >>> Codec("int8", block=256).num_bytes(257)
+            268
+            >>> Codec("bf16").num_bytes(3)
+            6
+        """
+        numel = operator.index(numel)
+        if not 0 <= numel <= MAX_NUMEL:
+            raise ValueError(f"numel={numel}; needed 0 to 2**40")
+        if not self._has_scales:
+            return 2 * numel
+        return 4 * (-(-numel // self.block) + -(-numel // 4))
+
+    def encode_(
+        self,
+        payload: Tensor,
+        values: Tensor,
+        *,
+        residual: Tensor | None = None,
+        seed: int | None = None,
+        offset: int = 0,
+    ) -> None:
+        """Write the codes of `values`, or of `values + residual`, and keep what they lose.
+
+        Args:
+            payload: uint8 [num_bytes(n)], written.
+            values: float32 [n], read.
+            residual: float32 [n], read, then overwritten by x - x', where x = values + residual; by 0 where
+                x or x' is not finite.
+            seed: of stochastic rounding, an int64. None rounds to nearest, ties to even.
+            offset: index of the first element for the hash of the seed, from 0 on.
+
+        Cost: reads 4 bytes an element and writes 1 (2 for bf16 and fp16); reads and writes 4 more with a
+            residual. A scale is 4 bytes a block. A CUDA graph repeats the seed that it was captured with.
+
+        Example:
+            >>> codec, values, residual = Codec("int8", block=32), torch.tensor([127.0, 0.6]), torch.zeros(2)
+            >>> payload = torch.empty(codec.num_bytes(2), dtype=torch.uint8)
+            >>> codec.encode_(payload, values, residual=residual)
+            >>> residual
+            tensor([ 0.0000, -0.4000])
+        """
+        device = device_of("values", values)
+        check_tensor("values", values, _FLOAT32, 0, device)
+        numel = values.numel()
+        self._check_payload("payload", payload, numel, device)
+        if residual is not None:
+            check_each("residual", residual, torch.float32, numel, device, of="element of values")
+        key, offset = _checked_key(seed), _checked_offset(offset, numel)
+        check_apart([("payload", payload), ("residual", residual)], [("values", values)])
+        if numel == 0:
+            return
+        layout = Layout(FORMATS[self.format], self.block, numel)
+        x = values if residual is None else values + residual
+        error = codec_reference.encode_(layout, payload, x, key, offset)
+        if residual is not None:
+            residual.copy_(error)
+
+    def sum_encode_(
+        self,
+        out: Tensor,
+        payloads: Tensor,
+        *,
+        residual: Tensor | None = None,
+        seed: int | None = None,
+        offset: int = 0,
+    ) -> None:
+        """Add up what W payloads stand for, in float32 and in their order, and write the codes of the sum.
+
+        Args:
+            out: uint8 [num_bytes(n)], written.
+            payloads: uint8 [W, num_bytes(n)], read: the same n elements of each of W ranks, W at least 1.
+            residual: float32 [n], to which sum - x' is added, x' being what `out` stands for; nothing where
+                the sum or x' is not finite.
+            seed, offset: as for `encode_`.
+
+        Cost: reads W bytes an element and writes 1 (twice that for bf16 and fp16); reads and writes 4 more
+            with a residual.
+
+        Example:
+            >>> codec = Codec("int8", block=32)
+            >>> payloads = torch.empty(2, codec.num_bytes(2), dtype=torch.uint8)
+            >>> for payload in payloads:
+            ...     codec.encode_(payload, torch.tensor([127.0, 2.0]))
+            >>> out, values = torch.empty_like(payloads[0]), torch.empty(2)
+            >>> codec.sum_encode_(out, payloads)
+            >>> codec.decode_(values, out)
+            >>> values
+            tensor([254.,   4.])
+        """
+        device = device_of("out", out)
+        check_tensor("out", out, (torch.uint8,), 0, device)
+        layout = self._layout_of("out", out)
+        self._check_rows(payloads, out.numel(), device)
+        if residual is not None:
+            check_tensor("residual", residual, _FLOAT32, 0, device)
+            self._check_payload("out", out, residual.numel(), device)
+        key, offset = _checked_key(seed), _checked_offset(offset, layout.numel)
+        check_apart([("out", out), ("residual", residual)], [("payloads", payloads)])
+        if layout.numel == 0:
+            return
+        total = codec_reference.total(layout, payloads)
+        error = codec_reference.encode_(layout, out, total, key, offset)
+        if residual is not None:
+            residual.add_(error[: residual.numel()])
+
+    def sum_(self, out: Tensor, payloads: Tensor) -> None:
+        """Add up what W payloads stand for, in float32 and in their order.
+
+        Args:
+            out: float32, bfloat16 or float16 [n], written; a narrow one gets the sum rounded to nearest.
+            payloads: uint8 [W, num_bytes(n)], read, W at least 1.
+
+        Cost: reads W bytes an element (2 W for bf16 and fp16) and writes one of `out`.
+
+        Example:
+            >>> codec = Codec("bf16")
+            >>> payloads, out = torch.ones(2, 3, dtype=torch.bfloat16).view(torch.uint8), torch.empty(3)
+            >>> codec.sum_(out, payloads)
+            >>> out
+            tensor([2., 2., 2.])
+        """
+        device = device_of("out", out)
+        check_tensor("out", out, _OUT, 0, device)
+        self._check_rows(payloads, self.num_bytes(out.numel()), device)
+        check_apart([("out", out)], [("payloads", payloads)])
+        if out.numel() == 0:
+            return
+        layout = Layout(FORMATS[self.format], self.block, out.numel())
+        out.copy_(codec_reference.total(layout, payloads))
+
+    def decode_(self, values: Tensor, payload: Tensor) -> None:
+        """Write what a payload stands for.
+
+        Args:
+            values: float32, bfloat16 or float16 [n], written.
+            payload: uint8 [num_bytes(n)], read.
+
+        Cost: reads 1 byte an element (2 for bf16 and fp16) and writes one of `values`.
+
+        Example:
+            >>> values = torch.empty(2)
+            >>> Codec("fp16").decode_(values, torch.ones(2, dtype=torch.float16).view(torch.uint8))
+            >>> values
+            tensor([1., 1.])
+        """
+        device = device_of("values", values)
+        check_tensor("values", values, _OUT, 0, device)
+        self._check_payload("payload", payload, values.numel(), device)
+        self.sum_(values, payload.view(1, -1))
+
+    @property
+    def _has_scales(self) -> bool:
+        return FORMATS[self.format].max_scale is not None
+
+    @property
+    def _alignment(self) -> int:
+        return 4 if self._has_scales else 2
+
+    def _layout_of(self, name: str, payload: Tensor) -> Layout:
+        """Return the layout that a payload's length tells, its filling counted as elements."""
+        form, bytes_of = FORMATS[self.format], payload.numel()
+        whole, rest = divmod(bytes_of, self.block + 4) if self._has_scales else (bytes_of // 2, 0)
+        numel = whole * self.block + max(rest - 4, 0)
+        if self.num_bytes(numel) != bytes_of:
+            raise ValueError(
+                f"{name} has {bytes_of} bytes, which no payload of {self} has; needed num_bytes(n), of the n "
+                f"elements that were encoded: num_bytes({numel}) is {self.num_bytes(numel)}"
+            )
+        return Layout(form, self.block, numel)
+
+    def _check_payload(self, name: str, payload: Tensor, numel: int, device: torch.device) -> None:
+        check_tensor(name, payload, (torch.uint8,), 0, device)
+        if payload.numel() != self.num_bytes(numel):
+            raise ValueError(
+                f"{name} has {payload.numel()} bytes; needed {self.num_bytes(numel)}: num_bytes({numel}) of "
+                f"{self}"
+            )
+        check_aligned(name, payload, self._alignment)
+
+    def _check_rows(self, payloads: Tensor, num_bytes: int, device: torch.device) -> None:
+        check_rows("payloads", payloads, torch.uint8, num_bytes, device)
+        check_aligned("payloads", payloads, self._alignment)
+
+
+def _checked_key(seed: int | None) -> tuple[int, int] | None:
+    """Return the hash's key, two words without pattern (splitmix64; Steele, Lea, Flood 2014)."""
+    if seed is None:
+        return None
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed is a {type(seed).__name__}; needed an int, or None to round to nearest")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed={seed}; needed an int64, -2**63 to 2**63 - 1")
+    last = 2**64 - 1
+    z = (seed + 0x9E3779B97F4A7C15) & last
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & last
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & last
+    z ^= z >> 31
+    return z & 0xFFFFFFFF, z >> 32
+
+
+def _checked_offset(offset: int, numel: int) -> int:
+    offset = operator.index(offset)
+    if not 0 <= offset <= MAX_NUMEL - numel:
+        raise ValueError(
+            f"offset={offset}; needed 0 to {MAX_NUMEL - numel}, so that the last index is below 2**40"
+        )
+    return offset

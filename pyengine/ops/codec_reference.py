@@ -1,0 +1,215 @@
+"""`Codec` in plain PyTorch: the definition of right. The rules and why they hold stand in csrc/codec.h.
+
+Serves builds without the native core and devices it does not know, with the same bits. Arguments have been
+checked by `codec.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MIN_SCALE = 2.0**-110  # below it, 1/scale or what a small code stands for would leave float32's normal range
+_INFINITY = 0x7F800000  # float32's, as an integer: with the sign cleared, only NaN is larger
+_LOW = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class ValueFormat:
+    """What the codes of one format stand for.
+
+    Attributes:
+        code: the core's number for it.
+        num_bytes: of a code.
+        largest: finite magnitude.
+        max_scale: the largest float32 that times `largest` is finite; None where a code stands for itself.
+        nan: the code of NaN.
+        infinity: the code of +inf; that of NaN where there is none.
+        mantissa: stored bits; -1 for integers.
+        bias: of the exponent.
+    """
+
+    code: int
+    num_bytes: int
+    largest: float
+    max_scale: float | None
+    nan: int
+    infinity: int
+    mantissa: int = -1
+    bias: int = 0
+
+
+FORMATS: Mapping[str, ValueFormat] = {
+    "int8": ValueFormat(0, 1, 127, float.fromhex("0x1.020406p+121"), 0x80, 0x80),
+    "e4m3": ValueFormat(1, 1, 448, float.fromhex("0x1.249248p+119"), 0x7F, 0x7F, 3, 7),
+    "e5m2": ValueFormat(2, 1, 57344, float.fromhex("0x1.249248p+112"), 0x7F, 0x7C, 2, 15),
+    "bf16": ValueFormat(3, 2, float.fromhex("0x1.fep+127"), None, 0x7FC0, 0x7F80, 7, 127),
+    "fp16": ValueFormat(4, 2, 65504, None, 0x7E00, 0x7C00, 10, 15),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where scales and codes lie in a payload: float32 scales of all blocks first, then the codes."""
+
+    format: ValueFormat
+    block: int
+    numel: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Return how many scales there are."""
+        return 0 if self.format.max_scale is None else -(-self.numel // self.block)
+
+    def scales(self, payload: Tensor) -> Tensor:
+        """Return float32 [num_blocks], a view of uint8 [num_bytes]."""
+        return payload[: 4 * self.num_blocks].view(torch.float32)
+
+    def codes(self, payload: Tensor) -> Tensor:
+        """Return the codes, a view: uint8 [numel] or int16 [numel]."""
+        first = 4 * self.num_blocks
+        codes = payload[first : first + self.numel * self.format.num_bytes]
+        return codes if self.format.num_bytes == 1 else codes.view(torch.int16)
+
+
+@torch.no_grad()
+def encode_(layout: Layout, payload: Tensor, x: Tensor, key: tuple[int, int] | None, offset: int) -> Tensor:
+    """Write the payload of x, and return what was lost: float32 [numel], x - decoded, 0 where not finite.
+
+    Args:
+        x: float32 [numel], read.
+        key: of the hash that rounds stochastically; None rounds to nearest even.
+        offset: the first element's index for the hash.
+    """
+    payload.zero_()
+    layout.scales(payload).copy_(_scales(layout, x))
+    y = x.masked_fill(~x.isfinite(), 0) * _spread(layout, _inverse(layout.scales(payload)))
+    random = None if key is None else hashed(key, offset, layout.numel, x.device)
+    layout.codes(payload).copy_(_codes(layout.format, x, y, random))
+    decoded = decode(layout, payload)
+    return torch.where(decoded.isfinite(), x - decoded, 0.0)
+
+
+@torch.no_grad()
+def decode(layout: Layout, payload: Tensor) -> Tensor:
+    """Return what a payload stands for: float32 [numel], new memory."""
+    codes = layout.codes(payload)
+    if layout.format.max_scale is None:
+        return codes.view(torch.bfloat16 if layout.format.mantissa == 7 else torch.float16).to(torch.float32)
+    table = torch.tensor(_meanings(layout.format), device=payload.device)
+    return table[codes.to(torch.int64)] * _spread(layout, layout.scales(payload))
+
+
+@torch.no_grad()
+def total(layout: Layout, payloads: Tensor) -> Tensor:
+    """Return the sum of what payloads [W, num_bytes] stand for, rank after rank: float32 [numel]."""
+    found = decode(layout, payloads[0])
+    for payload in payloads[1:]:
+        found += decode(layout, payload)
+    return found
+
+
+def hashed(key: tuple[int, int], offset: int, numel: int, device: torch.device) -> Tensor:
+    """Return 32 random bits for each element, int64 [numel].
+
+    The multipliers and shifts are those of Wellons' lowbias32, with half of the key before each.
+    """
+    x = (torch.arange(offset, offset + numel, device=device) & _LOW) ^ key[0]
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW
+    x = (((x ^ (x >> 15)) ^ key[1]) * 0x846CA68B) & _LOW
+    return x ^ (x >> 16)
+
+
+def _spread(layout: Layout, of_blocks: Tensor) -> Tensor | float:
+    if layout.format.max_scale is None:
+        return 1.0
+    return of_blocks.repeat_interleave(layout.block)[: layout.numel]
+
+
+def _inverse(scales: Tensor) -> Tensor:
+    return torch.where(scales > 0, torch.ones_like(scales) / scales, 0.0)
+
+
+def _scales(layout: Layout, x: Tensor) -> Tensor:
+    """What is not finite counts as the smallest denormal: no scale is larger by it, and its block's not 0."""
+    if layout.format.max_scale is None:
+        return x[:0]
+    bits = _magnitude(x)
+    bits = torch.where(bits < _INFINITY, bits, 1)
+    bits = torch.nn.functional.pad(bits, (0, layout.num_blocks * layout.block - layout.numel))
+    largest = bits.view(layout.num_blocks, layout.block).amax(1).view(torch.float32)
+    # By a tensor: some devices multiply by the reciprocal of a number instead.
+    scales = largest / torch.full_like(largest, layout.format.largest)
+    return torch.where(largest.view(torch.int32) == 0, 0.0, scales.clamp(MIN_SCALE, layout.format.max_scale))
+
+
+def _magnitude(x: Tensor) -> Tensor:
+    return x.view(torch.int32) & 0x7FFFFFFF
+
+
+def _codes(form: ValueFormat, x: Tensor, y: Tensor, random: Tensor | None) -> Tensor:
+    """Return the codes of y = x / scale, zero where x is not finite, as integers that wrap where stored."""
+    magnitude = _magnitude(x)
+    infinity: Tensor | int = form.infinity
+    if form.mantissa < 0:
+        finite = _integers(y, random)
+    else:
+        sign = torch.where(x.view(torch.int32) < 0, 1 << (8 * form.num_bytes - 1), 0)
+        finite = _floats(form, y.abs(), random) | sign
+        infinity = infinity | sign if form.infinity != form.nan else form.nan
+    codes = torch.where(magnitude < _INFINITY, finite, infinity)
+    return torch.where(magnitude > _INFINITY, form.nan, codes)
+
+
+def _integers(y: Tensor, random: Tensor | None) -> Tensor:
+    if random is None:
+        return y.round().to(torch.int32)  # to even, and never beyond 127: y is within 2^-16 of it at most
+    steps = ((y.abs() * 2.0**24).to(torch.int64) + (random >> 8)) >> 24
+    return torch.where(y < 0, -steps, steps).clamp(-127, 127)
+
+
+def _floats(form: ValueFormat, y: Tensor, random: Tensor | None) -> Tensor:
+    """Return the codes of magnitudes: int64."""
+    cut = 23 - form.mantissa  # the bits that a float32 has more
+    if form.max_scale is not None:
+        y = y.clamp(max=form.largest)
+    bits = y.view(torch.int32).to(torch.int64)
+    normal = bits - ((127 - form.bias) << 23)
+    shift = form.bias + form.mantissa - 1  # the smallest denormal is 2^-shift
+    if random is None:
+        codes = (normal + ((1 << (cut - 1)) - 1) + ((bits >> cut) & 1)) >> cut
+        # Added to a power of two with this last place, a float has no bits below it.
+        tiny = (y + 2.0 ** (23 - shift)).view(torch.int32).to(torch.int64) - ((150 - shift) << 23)
+    else:
+        chance = random >> (32 - cut)
+        codes = (normal + chance) >> cut
+        tiny = ((y * 2.0 ** min(shift + cut, 127)).to(torch.int64) + chance) >> cut
+    if form.bias < 127:  # bfloat16 has float32's denormals
+        codes = torch.where(bits < ((128 - form.bias) << 23), tiny, codes)
+    # Chance never makes an infinity; what is beyond the last tie is one, as in a cast.
+    largest = int(torch.tensor(form.largest, dtype=torch.float32).view(torch.int32))
+    codes = codes.clamp(max=(largest - ((127 - form.bias) << 23)) >> cut)
+    return torch.where(bits >= largest + (1 << (cut - 1)), form.infinity, codes)
+
+
+def _meanings(form: ValueFormat) -> list[float]:
+    """Return what each of 256 codes stands for."""
+    if form.mantissa < 0:
+        return (
+            [float(code) for code in range(128)] + [float("nan")] + [float(code) for code in range(-127, 0)]
+        )
+    return [_meaning(form, code) for code in range(256)]
+
+
+def _meaning(form: ValueFormat, code: int) -> float:
+    magnitude, sign = code & 0x7F, -1.0 if code & 0x80 else 1.0
+    if magnitude >= form.infinity:
+        is_infinite = magnitude == form.infinity != form.nan
+        return sign * float("inf") if is_infinite else float("nan")
+    exponent, fraction = divmod(magnitude, 1 << form.mantissa)
+    if exponent == 0:
+        return sign * fraction * 2.0 ** (1 - form.bias - form.mantissa)
+    return sign * ((1 << form.mantissa) + fraction) * 2.0 ** (exponent - form.bias - form.mantissa)
