@@ -146,14 +146,27 @@ def _named(axes: Axes) -> Iterator[tuple[str, tuple[str, ...]]]:
         )
 
 
-def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """Return a group of these ranks, which all of them make in the same order; None where it is the default
-    one.
+def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """Return a group of these ranks, for which all of them ask in the same order; None where it is the
+    default one.
     """
-    return None if list(ranks) == list(range(dist.get_world_size())) else another_group(ranks)
+    return None if list(ranks) == list(range(dist.get_world_size())) else _known_or_new(ranks, "engines")
 
 
-def another_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return a new group of these ranks, which all of them make in the same order."""
-    group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
-    return group
+def group_apart(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Return a group of these ranks that only engines under `attach` use; asked for as `group_of`."""
+    return _known_or_new(ranks, "engines beside DDP")
+
+
+def _known_or_new(ranks: Sequence[int], what_for: str) -> dist.ProcessGroup:
+    """Return what an earlier engine over these ranks has made, or make it.
+
+    torch keeps every group until the default one ends, so it is torch's own list that is looked through: on
+    each of the ranks it has the same ones, since they make them together.
+    """
+    described, wanted = f"pyengine: {what_for}", list(ranks)
+    for group in dist.distributed_c10d._world.pg_map:
+        if group.group_desc == described and dist.get_process_group_ranks(group) == wanted:
+            return group
+    made: dist.ProcessGroup = dist.new_group(wanted, use_local_synchronization=True, group_desc=described)
+    return made

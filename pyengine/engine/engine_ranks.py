@@ -17,10 +17,10 @@ from pyengine.comm import Comm, Local, TorchDist, comm_for
 from pyengine.comm.axes import (
     Axes,
     MeshRanks,
-    another_group,
     as_tuple,
     axes_problems,
-    new_group,
+    group_apart,
+    group_of,
     process_groups,
 )
 from pyengine.engine.membership import Membership
@@ -65,7 +65,7 @@ class EngineRanks:
         self._device = device
         self._mesh = MeshRanks(mesh) if isinstance(mesh, DeviceMesh) else None
         if self._mesh is not None:
-            group = new_group(self._mesh.everybody())
+            group = group_of(self._mesh.everybody())
         self.comm = comm_for(device, group)
         self._ranks = self._global_ranks(group)
         plain = Membership.plain(rank=self.comm.rank, world_size=self.comm.world_size)
@@ -83,7 +83,7 @@ class EngineRanks:
     def groups(self) -> Groups:
         """Return the transports; every rank calls this once all of them have agreed on their memberships.
 
-        Cost: makes the process groups that the engine needs, and gathers the names.
+        Cost: makes the process groups that the engine needs and no earlier one has made; gathers the names.
         """
         if not self.membership.described:
             return Groups.of_one(self.comm)
@@ -92,13 +92,13 @@ class EngineRanks:
         return Groups(self.comm, comms, self.membership.counted, all(other == said[0] for other in said))
 
     def own_groups(self, names: Collection[str]) -> Groups:
-        """Return transports of some of the parameters, those of whose group nothing else uses: where another
+        """Return transports of some of the parameters, those of whose group DDP does not use: where another
         owner reduces the rest, the order of what the two send is no matter.
 
         Args:
             names: of these parameters.
 
-        Cost: makes a process group for every group that they have.
+        Cost: makes a process group for every group that they have, unless an earlier engine has made it.
         """
         mine = {group for name, group in zip(self._names, self._group_of, strict=True) if name in names}
         comms = [
@@ -279,11 +279,11 @@ class EngineRanks:
         return batch, mesh.size(count)
 
     def _transport(self, ranks: tuple[int, ...], *, is_alone: bool = False) -> Comm:
-        """Return a transport over ranks of the engine; one that nothing else uses, if it `is_alone`."""
+        """Return a transport over ranks of the engine; one that DDP does not use, if it `is_alone`."""
         if len(ranks) == self.comm.world_size and not is_alone:
             return self.comm
-        make, members = another_group if is_alone else new_group, sorted(self._ranks[rank] for rank in ranks)
-        comm = Local() if len(ranks) == 1 else TorchDist(make(members), self._device)
+        find, members = group_apart if is_alone else group_of, sorted(self._ranks[rank] for rank in ranks)
+        comm = Local() if len(ranks) == 1 else TorchDist(find(members), self._device)
         comm.join(self.comm)
         return comm
 

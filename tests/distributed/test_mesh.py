@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import me
 from meshes import (
     ACCUMULATE,
@@ -418,3 +419,27 @@ def _sequence_parallel() -> list[float]:
 
 def test_gradients_that_are_partial_sums_are_redistributed(ranks):
     assert_alike(ranks(4).run(_sequence_parallel))
+
+
+def _engine_after_engine() -> tuple[list[int], list[int]]:
+    mesh = mesh_of(edp=2, ep=2)
+    how: Any = {"device_mesh": mesh, "axes": pe.Axes(replicate=("edp", "ep"), groups={"experts.*": "edp"})}
+
+    def num_groups(by: str) -> int:
+        model = nn.ModuleDict({"shared": nn.Linear(2, 2), "experts": nn.ModuleList([nn.Linear(2, 2)])})
+        if by == "ddp":
+            names = [name for name, _ in model.named_parameters() if name.startswith("experts.")]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+            sync: Any = pe.attach(DistributedDataParallel(model), accumulate=1, **how)
+        else:
+            sync = pe.GradSync(model, accumulate=1, **how)
+        sync.close()
+        return len(dist.distributed_c10d._world.pg_map)
+
+    return [num_groups("own") for _ in range(3)], [num_groups("ddp") for _ in range(3)]
+
+
+def test_later_engines_take_the_process_groups_that_earlier_ones_have_made(ranks):
+    for own, beside_ddp in ranks(4).run(_engine_after_engine):
+        assert len(set(own)) == 1
+        assert set(beside_ddp) == {own[0] + 1}  # DDP's own collectives must not wait for these

@@ -76,10 +76,8 @@ def _id(case: Soak) -> str:
 
 def _assert_no_more(then: Held, now: Held, case: Soak, rank: int) -> None:
     more = {name: value - getattr(then, name) for name, value in vars(now).items()}
-    models = more.pop("models")
+    del more["models"]
     allowed = {"objects": MORE_OBJECTS, "tensors": MORE_OBJECTS, "rss": MORE_BYTES}
-    if case.owner == "experts":  # whose engines each make a group, which torch keeps
-        allowed |= {"groups": models, "tasks": 3 * models, "descriptors": 8 * models}
     too_much = {name: number for name, number in more.items() if number > allowed.get(name, 0)}
     assert not too_much, (rank, too_much, then, now)
 
