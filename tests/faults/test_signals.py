@@ -9,7 +9,7 @@ import pytest
 from campaign import record
 from stops import BOTH, COMMANDS, problem, stop
 
-TRIES = 200
+TRIES = 100
 
 
 @pytest.mark.exhaustive
