@@ -12,22 +12,20 @@ processes, window by window; a window's time is the slowest rank's.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from _harness import save
+from _network import Link, hosts, sent_bytes, wait_for
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import pyengine as pe
@@ -115,47 +113,12 @@ def main() -> None:
 
 
 def _launch(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    with tempfile.TemporaryDirectory() as folder, _network(options.world, options.rate):
-        own = ["--world", options.world, "--rounds", options.rounds, "--out", folder]
-        port = str(29000 + os.getpid() % 2000)
-        ranks = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", f"shard{rank}", sys.executable, __file__, "--rank", str(rank)]
-                + list(map(str, own)),
-                env=os.environ
-                | {"MASTER_ADDR": "10.78.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "eth0"}
-                | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
-            )
-            for rank in range(options.world)
-        ]
-        codes = [rank.wait() for rank in ranks]  # all of them, before their links go
-        if any(codes):
-            raise SystemExit("a rank failed")
+    own = [sys.executable, __file__, "--world", str(options.world), "--rounds", str(options.rounds)]
+    quiet = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder, hosts(options.world, Link(options.rate)) as made:
+        command = [*own, "--out", folder, "--rank"]
+        wait_for([host.start([*command, str(rank)], quiet) for rank, host in enumerate(made)], "the model")
         return json.loads((Path(folder) / "0.json").read_text())
-
-
-@contextlib.contextmanager
-def _network(world: int, rate: int) -> Iterator[None]:
-    """Make a namespace for every rank, with an interface eth0 on one switch, shaped to `rate` Mbit/s."""
-    try:
-        _ip("netns add switch; -n switch link add bridge type bridge; -n switch link set bridge up")
-        for rank in range(world):
-            name = f"shard{rank}"
-            _ip(f"netns add {name}; link add eth0 netns {name} type veth peer name port{rank} netns switch")
-            _ip(f"-n switch link set port{rank} master bridge up; -n {name} link set lo up")
-            _ip(f"-n {name} addr add 10.78.0.{rank + 1}/24 dev eth0; -n {name} link set eth0 up")
-            if rate:
-                shape = f"tc -n {name} qdisc add dev eth0 root tbf rate {rate}mbit burst 256kb latency 50ms"
-                subprocess.run(shape.split(), check=True)
-        yield
-    finally:
-        for name in ("switch", *(f"shard{rank}" for rank in range(world))):
-            subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
-
-
-def _ip(commands: str) -> None:
-    for command in commands.split("; "):
-        subprocess.run(["ip", *command.split()], check=True)
 
 
 def _worker(options: argparse.Namespace) -> None:
@@ -170,9 +133,9 @@ def _worker(options: argparse.Namespace) -> None:
         norms = {}
         for name, variant in variants.items():
             dist.barrier()
-            start, before = time.perf_counter(), _sent_bytes()
+            start, before = time.perf_counter(), sent_bytes()
             norms[name] = variant.run()
-            numbers = torch.tensor([time.perf_counter() - start, _sent_bytes() - before], dtype=torch.float64)
+            numbers = torch.tensor([time.perf_counter() - start, sent_bytes() - before], dtype=torch.float64)
             dist.all_reduce(numbers, dist.ReduceOp.MAX)
             if number:  # the first one warms up
                 measured[name].append(tuple(numbers.tolist()))
@@ -198,10 +161,6 @@ def _row(found: list[tuple[float, float]], variant: Variant, world: int) -> dict
         "times_least": sent / least,
         "held_mb": getattr(variant, "held_bytes", 0) / 1e6,
     }
-
-
-def _sent_bytes() -> int:
-    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
 def _print(rows: dict[str, dict[str, float]]) -> None:

@@ -2,7 +2,7 @@
 ranks.
 
     python benchmarks/bench_step.py                         # every case on loopback
-    python benchmarks/bench_step.py --cases gpt0:bf16 --rate 1000   # two network namespaces (needs root)
+    python benchmarks/bench_step.py --cases gpt0:bf16 --rate 1000   # every rank on a host (needs root)
     python benchmarks/bench_step.py --memory                # peak memory, one process a variant
     python benchmarks/bench_step.py --cases gpt:fp32 --variants floor,engine,engine_exact --name exact-2
 
@@ -30,13 +30,14 @@ from pathlib import Path
 import torch.distributed as dist
 from _harness import save
 from _megatron import Megatron
+from _network import Link, hosts, wait_for
 
 from pyengine.cli.bench.machine import card
 from pyengine.cli.bench.windows.measure import PHASES, WARM_UP, Setting, measure, slowest, summary
 from pyengine.cli.bench.windows.variants import VARIANTS
 
 CASES = ("gpt:fp32", "small:fp32", "gpt0:fp32", "gpt0:bf16", "small0:fp32", "small0:bf16")
-DEFAULT = [name for name in VARIANTS if not name.endswith("exact")]
+DEFAULT = [name for name in VARIANTS if not name.endswith(("exact", "fp16", "powersgd"))]
 VARIANTS["megatron"] = Megatron
 
 
@@ -72,75 +73,40 @@ def _options() -> argparse.Namespace:
         "--optimizer", choices=("fused", "plain"), default="fused", help="AdamW of every variant"
     )
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--world", type=int, default=2, help="ranks (with --rate: 2)")
+    parser.add_argument("--world", type=int, default=2, help="ranks")
     parser.add_argument("--name", default="step", help="of the result file")
     parser.add_argument(
-        "--rate", type=int, default=0, help="Mbit/s between two network namespaces; 0 is loopback"
+        "--rate", type=int, default=0, help="Mbit/s of every rank's link, each on a host; 0 is loopback"
     )
     parser.add_argument("--memory", action="store_true", help="peak memory instead of time")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-<name>*.json")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rate and options.world != 2:
-        parser.error(
-            f"--world {options.world} with --rate: two namespaces hold two ranks; leave one of them out"
-        )
-    return options
+    return parser.parse_args()
 
 
 def _launch(case: str, variants: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        _network(options.rate, options.world) as (prefixes, environments),
-    ):
-        ranks = [
-            subprocess.Popen(
-                [*prefixes[rank], sys.executable, __file__, "--rank", str(rank), "--cases", case]
-                + ["--variants", variants, "--optimizer", options.optimizer, "--rounds", str(options.rounds)]
-                + ["--out", folder, "--world", str(options.world)],
-                env=os.environ | environments[rank] | {"PYTHONWARNINGS": "ignore"},
-            )
-            for rank in range(options.world)
-        ]
-        if any(rank.wait() for rank in ranks):
-            raise SystemExit(f"a rank of {case} failed")
+    with tempfile.TemporaryDirectory() as folder:
+        own = ["--cases", case, "--variants", variants, "--optimizer", options.optimizer]
+        own += ["--rounds", str(options.rounds), "--out", folder, "--world", str(options.world)]
+        with _started([sys.executable, __file__, *own], options) as ranks:
+            wait_for(ranks, case)
         return _merge(
             [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(options.world)]
         )
 
 
 @contextmanager
-def _network(rate: int, world: int) -> Iterator[tuple[list[list[str]], list[dict[str, str]]]]:
-    """Loopback, or two network namespaces joined by a veth pair whose ends are shaped to `rate` Mbit/s."""
-    port = str(29000 + os.getpid() % 2000)
-    if not rate:
-        yield [[]] * world, [{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}] * world
+def _started(command: list[str], options: argparse.Namespace) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start every rank, on loopback or on a host of its own."""
+    commands = [[*command, "--rank", str(rank)] for rank in range(options.world)]
+    quiet = {"PYTHONWARNINGS": "ignore"}
+    if options.rate:
+        with hosts(options.world, Link(options.rate)) as made:
+            yield [host.start(own, quiet) for host, own in zip(made, commands, strict=True)]
         return
-    _ip(
-        "netns add bench0; netns add bench1; link add veth0 netns bench0 type veth peer name veth1 netns "
-        "bench1"
-    )
-    try:
-        for i in range(2):
-            _ip(f"-n bench{i} addr add 10.77.0.{i + 1}/24 dev veth{i}; -n bench{i} link set veth{i} up")
-            _ip(f"-n bench{i} link set lo up")
-            shape = f"tc -n bench{i} qdisc add dev veth{i} root tbf rate {rate}mbit burst 256kb latency 50ms"
-            subprocess.run(shape.split(), check=True)
-        yield (
-            [["ip", "netns", "exec", f"bench{i}"] for i in range(2)],
-            [
-                {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": f"veth{i}"}
-                for i in range(2)
-            ],
-        )
-    finally:
-        _ip("netns del bench0; netns del bench1")
-
-
-def _ip(commands: str) -> None:
-    for command in commands.split("; "):
-        subprocess.run(["ip", *command.split()], check=True)
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29000 + os.getpid() % 2000)} | quiet
+    yield [subprocess.Popen(own, env=os.environ | here) for own in commands]
 
 
 def _worker(options: argparse.Namespace) -> None:

@@ -64,12 +64,12 @@ def measure(setting: Setting, on_round: Callable[[int], None]) -> Times:
             if done >= WARM_UP:
                 times[name].append(taken)
         if done == 0:
-            _check_agreement(variants)
+            check_agreement(variants)
         on_round(done + 1)
     return times
 
 
-def _check_agreement(variants: Mapping[str, Variant]) -> None:
+def check_agreement(variants: Mapping[str, Variant]) -> None:
     """Raise on every rank unless all ranks of all variants that sync have found the same norm,
     but for rounding.
     """

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
@@ -96,10 +96,13 @@ class DDP(Variant):
 
     label = "DDP, sync every micro-batch"
     view = False
+    bucket_cap_mb: int | None = None  # DDP's own
     hook: Any = None
 
     def setup(self) -> None:
-        self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=self.view)
+        self.ddp = DistributedDataParallel(
+            self.model, gradient_as_bucket_view=self.view, bucket_cap_mb=self.bucket_cap_mb
+        )
         if self.hook is not None:
             self.ddp.register_comm_hook(None, self.hook)
         self.forward = self.ddp
@@ -133,6 +136,34 @@ class NoSyncBF16(NoSync):
     label = "DDP + no_sync, views, bf16 hook"
     view = True
     hook = staticmethod(_bf16_hook)
+
+
+def _fp16_hook(state, bucket):  # type: ignore[no-untyped-def]
+    return default_hooks.fp16_compress_hook(state, bucket)
+
+
+class NoSyncFP16(NoSyncBF16):
+    """no_sync, bucket views, and torch's fp16 compression hook."""
+
+    label = "DDP + no_sync, views, fp16 hook"
+    hook = staticmethod(_fp16_hook)
+
+
+class NoSyncPowerSGD(NoSync):
+    """no_sync, bucket views, and torch's PowerSGD hook of rank 1, from the second window on.
+
+    In a single bucket: the hook starts its later rounds in the backend's threads, so with several buckets
+    ranks start them in different orders, and gloo ends the process.
+    """
+
+    label = "DDP + no_sync, views, PowerSGD"
+    view = True
+    bucket_cap_mb = 2**20
+
+    def setup(self) -> None:
+        super().setup()
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        self.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
 class Accelerate(Variant):
@@ -248,6 +279,8 @@ VARIANTS: dict[str, type[Variant]] = {
     "no_sync": NoSync,
     "no_sync_view": NoSyncView,
     "no_sync_bf16": NoSyncBF16,
+    "no_sync_fp16": NoSyncFP16,
+    "no_sync_powersgd": NoSyncPowerSGD,
     "accelerate": Accelerate,
     "engine": Engine,
     "engine_bf16": EngineBF16,

@@ -1,0 +1,147 @@
+"""Hosts that are real to the programs on them: network namespaces on one switch, each behind a shaped link.
+
+What a host sends leaves through its interface eth0, which counts it. Needs root and iproute2. Namespaces
+carry the number of the process that made them; those of killed processes go when the next one begins.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+PORT = 29500  # every network is alone with it
+_NAME = "pyengine"
+
+
+@dataclass(frozen=True)
+class Link:
+    """What is between a host and the switch.
+
+    Attributes:
+        rate: Mbit/s that the host can send; 0 is as fast as the machine can.
+        delay_ms: what every packet of it waits.
+    """
+
+    rate: int = 0
+    delay_ms: float = 0.0
+
+    def __str__(self) -> str:
+        rate = f"{self.rate} Mbit/s" if self.rate else "unshaped"
+        return f"{rate}, {self.delay_ms:g} ms" if self.delay_ms else rate
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host of a network.
+
+    Attributes:
+        space: its namespace.
+        environment: what a program on it has to know: where rank 0 is, and which interface is the network's.
+    """
+
+    space: str
+    environment: Mapping[str, str]
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Start a program on this host, with these variables besides its own and ours."""
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.space, *command],
+            env={**os.environ, **self.environment, **environment},
+        )
+
+
+@contextmanager
+def hosts(num: int, link: Link) -> Iterator[list[Host]]:
+    """Make so many hosts, alike, and take them down at the end, also if that is SIGINT or SIGTERM.
+
+    Raises:
+        SystemExit: this needs root, iproute2, or for a delay a kernel with netem, and says which is missing.
+    """
+    if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
+        raise SystemExit("a network of several hosts needs root and iproute2 (ip, tc): run it as root")
+    _sweep()
+    spaces = [f"{_NAME}-{os.getpid()}-{index}" for index in range(num)]
+    switch = f"{_NAME}-{os.getpid()}-switch"
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        _run(f"ip netns add {switch}", f"ip -n {switch} link add bridge type bridge")
+        _run(f"ip -n {switch} link set bridge up")
+        for index, space in enumerate(spaces):
+            _connect(space, index, switch, link)
+        environment = {"MASTER_ADDR": _address(0), "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": "eth0"}
+        yield [Host(space, environment) for space in spaces]
+    finally:
+        for space in (*spaces, switch):
+            _remove(space)
+        signal.signal(signal.SIGTERM, before)
+
+
+def wait_for(ranks: Sequence[subprocess.Popen[bytes]], what: str) -> None:
+    """Wait for programs on hosts; where one of them fails, or we are stopped, end the others.
+
+    Raises:
+        SystemExit: one has failed.
+    """
+    try:
+        if any(rank.wait() for rank in ranks):
+            raise SystemExit(f"a rank of {what} failed")
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.wait()
+
+
+def sent_bytes() -> int:
+    """Return what this host has sent so far, headers included."""
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+
+
+def _connect(space: str, index: int, switch: str, link: Link) -> None:
+    _run(f"ip netns add {space}")
+    _run(f"ip link add eth0 netns {space} type veth peer name port{index} netns {switch}")
+    _run(f"ip -n {switch} link set port{index} master bridge up", f"ip -n {space} link set lo up")
+    _run(f"ip -n {space} addr add {_address(index)}/24 dev eth0", f"ip -n {space} link set eth0 up")
+    parent = "root"
+    if link.rate:
+        burst = max(2**18, link.rate * 500)  # bytes that may leave at once: a tick of the kernel's clock
+        shape = f"tbf rate {link.rate}mbit burst {burst} latency 50ms"
+        _run(f"tc -n {space} qdisc add dev eth0 root handle 1: {shape}")
+        parent = "parent 1:1"
+    if link.delay_ms:
+        try:
+            _run(f"tc -n {space} qdisc add dev eth0 {parent} netem delay {link.delay_ms}ms limit 100000")
+        except subprocess.CalledProcessError:
+            raise SystemExit("this kernel has no netem (modprobe sch_netem): leave --delay out") from None
+
+
+def _address(index: int) -> str:
+    return f"10.77.0.{index + 1}"
+
+
+def _run(*commands: str) -> None:
+    for command in commands:
+        subprocess.run(command.split(), check=True)
+
+
+def _remove(space: str) -> None:
+    subprocess.run(["ip", "netns", "del", space], check=False, stderr=subprocess.DEVNULL)
+
+
+def _sweep() -> None:
+    listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
+    for line in listed.splitlines():
+        name, _, rest = line.split()[0].partition("-")
+        pid = rest.partition("-")[0]
+        if name == _NAME and pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            _remove(line.split()[0])
+
+
+def _end(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
