@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "codec.h"
 #include "dtype.h"
 #include "exact.h"
 
@@ -69,6 +70,29 @@ struct RoundCall {
   Flat out;
 };
 
+// The next three have no layout of slots: what they walk is a payload.
+struct EncodeCall {
+  Codec codec;
+  uint8_t* payload;
+  const float* values;  // [codec.numel]
+  float* residual;      // [codec.numel] or null
+  Chance chance;
+};
+
+struct SumEncodeCall {
+  Codec codec;
+  uint8_t* out;
+  Payloads payloads;
+  float* residual;  // [codec.numel] or null
+  Chance chance;
+};
+
+struct SumCall {
+  Codec codec;
+  Flat out;  // [codec.numel]
+  Payloads payloads;
+};
+
 // Every op: <op>_cpu(layout, call) in csrc/cpu, <op>_cuda(layout, stream, call) in csrc/cuda.
 #define PYENGINE_OPS(OP)                  \
   OP(pack, PackCall)                      \
@@ -78,6 +102,9 @@ struct RoundCall {
   OP(unscale_norm, UnscaleNormCall)       \
   OP(exact_deposit, DepositCall)          \
   OP(exact_align, AlignCall)              \
-  OP(exact_round, RoundCall)
+  OP(exact_round, RoundCall)              \
+  OP(codec_encode, EncodeCall)            \
+  OP(codec_sum_encode, SumEncodeCall)     \
+  OP(codec_sum, SumCall)
 
 }  // namespace pyengine

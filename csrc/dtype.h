@@ -3,6 +3,13 @@
 #include <cstdint>
 #include <stdexcept>
 
+// What the CPU and CUDA compile alike.
+#ifdef __CUDACC__
+#define PYENGINE_EVERYWHERE __host__ __device__
+#else
+#define PYENGINE_EVERYWHERE
+#endif
+
 namespace pyengine {
 
 struct bf16 { uint16_t bits; };

@@ -11,11 +11,7 @@
 #pragma once
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define PYENGINE_EVERYWHERE __host__ __device__
-#else
-#define PYENGINE_EVERYWHERE
-#endif
+#include "dtype.h"
 
 namespace pyengine {
 

@@ -230,6 +230,51 @@ void bind_exact(py::module_& m, Plans& plans) {
   def_op(plans, "exact_round_", &Ops::exact_round, kCudaOps.exact_round, round_call);
 }
 
+Codec codec_of(int format, int64_t block, int64_t numel) {
+  return {static_cast<ValueFormat>(format), block, numel};  // with_format refuses what is none
+}
+
+// Without a key rounding is to nearest.
+using Key = std::optional<std::pair<uint32_t, uint32_t>>;
+
+Chance chance_of(const Key& key, int64_t offset) {
+  if (!key) return {};
+  return {true, {key->first, key->second}, static_cast<uint32_t>(offset)};  // indices wrap
+}
+
+EncodeCall encode_call(const Codec& codec, Address payload, Address values, Address residual, const Key& key,
+                       int64_t offset) {
+  return {codec, at<uint8_t>(payload), at<float>(values), at<float>(residual), chance_of(key, offset)};
+}
+
+// The shape of payloads: how many there are, and the bytes of each.
+SumEncodeCall sum_encode_call(const Codec& codec, Address out, Address payloads, std::pair<int64_t, int64_t> shape,
+                              Address residual, const Key& key, int64_t offset) {
+  return {codec, at<uint8_t>(out), {at<uint8_t>(payloads), shape.first, shape.second}, at<float>(residual),
+          chance_of(key, offset)};
+}
+
+SumCall sum_call(const Codec& codec, Address out, int dtype, Address payloads, std::pair<int64_t, int64_t> shape) {
+  return {codec, flat_at(out, dtype), {at<uint8_t>(payloads), shape.first, shape.second}};
+}
+
+// As def_op, of an op without a layout.
+template <class Call, class... Args>
+void def_function(py::module_& m, const std::string& name, void (*Ops::*on_cpu)(const Layout&, const Call&),
+                  void (*on_cuda)(const Layout&, void*, const Call&), Call (*make)(Args...)) {
+  m.def(name.c_str(), [=](Args... args) { (ops().*on_cpu)({}, make(args...)); }, NoGil());
+  if (!kHasCuda) return;
+  m.def((name + "_cuda").c_str(), [=](Address stream, Args... args) { on_cuda({}, at<void>(stream), make(args...)); },
+        NoGil());
+}
+
+void bind_codec(py::module_& m) {
+  py::class_<Codec>(m, "Codec", py::module_local()).def(py::init(&codec_of));
+  def_function(m, "codec_encode", &Ops::codec_encode, kCudaOps.codec_encode, encode_call);
+  def_function(m, "codec_sum_encode", &Ops::codec_sum_encode, kCudaOps.codec_sum_encode, sum_encode_call);
+  def_function(m, "codec_sum", &Ops::codec_sum, kCudaOps.codec_sum, sum_call);
+}
+
 // ---- what is no op ----
 
 Table uploaded(const Table& table, Address on_device, Address stream) {
@@ -349,6 +394,7 @@ PYBIND11_MODULE(PYENGINE_MODULE, m) {
   bind_accumulate(plans);
   bind_unscale_norm(plans);
   bind_exact(m, plans);
+  bind_codec(m);
   bind_roof(m);
   bind_audit(m);
 }

@@ -58,6 +58,24 @@ class Table:
 class ExactSum:
     def __init__(self, hi: int, lo: int, bins: int, num_blocks: int, width: int, /) -> None: ...
 
+class Codec:
+    def __init__(self, format: int, block: int, numel: int, /) -> None: ...
+
+def codec_encode(
+    codec: Codec, payload: int, values: int, residual: int, key: tuple[int, int] | None, offset: int, /
+) -> None: ...
+def codec_sum_encode(
+    codec: Codec,
+    out: int,
+    payloads: int,
+    shape: tuple[int, int],
+    residual: int,
+    key: tuple[int, int] | None,
+    offset: int,
+    /,
+) -> None: ...
+def codec_sum(codec: Codec, out: int, dtype: int, payloads: int, shape: tuple[int, int], /) -> None: ...
+
 class BucketPlan:
     def __init__(self, offsets: Sequence[int], numels: Sequence[int], /) -> None: ...
     def first_moved(self, table: Table, tensors: Sequence[object], /) -> int: ...
@@ -95,6 +113,30 @@ class BucketPlan:
 INLINE_SLOTS: int
 
 def uploaded(table: Table, on_device: int, stream: int, /) -> Table: ...
+def codec_encode_cuda(
+    stream: int,
+    codec: Codec,
+    payload: int,
+    values: int,
+    residual: int,
+    key: tuple[int, int] | None,
+    offset: int,
+    /,
+) -> None: ...
+def codec_sum_encode_cuda(
+    stream: int,
+    codec: Codec,
+    out: int,
+    payloads: int,
+    shape: tuple[int, int],
+    residual: int,
+    key: tuple[int, int] | None,
+    offset: int,
+    /,
+) -> None: ...
+def codec_sum_cuda(
+    stream: int, codec: Codec, out: int, dtype: int, payloads: int, shape: tuple[int, int], /
+) -> None: ...
 
 class CudaPlan:
     def __init__(self, plan: BucketPlan, words: int, /) -> None: ...

@@ -11,18 +11,27 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from pyengine.ops import codec_reference
+from pyengine.ops import codec_reference, cuda, native
 from pyengine.ops.codec_reference import FORMATS, Layout
 from pyengine.ops.overlap import check_apart
-from pyengine.ops.pointers import MAX_NUMEL, check_aligned, check_each, check_rows, check_tensor, device_of
+from pyengine.ops.pointers import (
+    DTYPE_CODES,
+    MAX_NUMEL,
+    check_aligned,
+    check_each,
+    check_rows,
+    check_tensor,
+    device_of,
+)
 
 _BLOCKS = (32, 64, 128, 256, 512, 1024)
 _FLOAT32 = (torch.float32,)
-_OUT = (torch.float32, torch.bfloat16, torch.float16)
+_OUT = tuple(DTYPE_CODES)
 
 
 @dataclass(frozen=True)
@@ -139,10 +148,11 @@ class Codec:
         if numel == 0:
             return
         layout = Layout(FORMATS[self.format], self.block, numel)
-        x = values if residual is None else values + residual
-        error = codec_reference.encode_(layout, payload, x, key, offset)
-        if residual is not None:
-            residual.copy_(error)
+        runner = _runner(device)
+        if runner is None:
+            return codec_reference.encode_(layout, payload, values, residual, (key, offset))
+        addresses = (payload.data_ptr(), values.data_ptr(), _address(residual))
+        runner.codec_encode(_native(layout), *addresses, key, offset)
 
     def sum_encode_(
         self,
@@ -179,18 +189,21 @@ class Codec:
         device = device_of("out", out)
         check_tensor("out", out, (torch.uint8,), 0, device)
         layout = self._layout_of("out", out)
+        check_aligned("out", out, self._alignment)
         self._check_rows(payloads, out.numel(), device)
         if residual is not None:
             check_tensor("residual", residual, _FLOAT32, 0, device)
             self._check_payload("out", out, residual.numel(), device)
+            layout = Layout(layout.format, self.block, residual.numel())
         key, offset = _checked_key(seed), _checked_offset(offset, layout.numel)
         check_apart([("out", out), ("residual", residual)], [("payloads", payloads)])
         if layout.numel == 0:
             return
-        total = codec_reference.total(layout, payloads)
-        error = codec_reference.encode_(layout, out, total, key, offset)
-        if residual is not None:
-            residual.add_(error[: residual.numel()])
+        runner = _runner(device)
+        if runner is None:
+            return codec_reference.sum_encode_(layout, out, payloads, residual, (key, offset))
+        addresses = (out.data_ptr(), payloads.data_ptr(), tuple(payloads.shape), _address(residual))
+        runner.codec_sum_encode(_native(layout), *addresses, key, offset)
 
     def sum_(self, out: Tensor, payloads: Tensor) -> None:
         """Add up what W payloads stand for, in float32 and in their order.
@@ -215,7 +228,11 @@ class Codec:
         if out.numel() == 0:
             return
         layout = Layout(FORMATS[self.format], self.block, out.numel())
-        out.copy_(codec_reference.total(layout, payloads))
+        runner = _runner(device)
+        if runner is None:
+            return codec_reference.sum_(layout, out, payloads)
+        addresses = (out.data_ptr(), DTYPE_CODES[out.dtype], payloads.data_ptr(), tuple(payloads.shape))
+        runner.codec_sum(_native(layout), *addresses)
 
     def decode_(self, values: Tensor, payload: Tensor) -> None:
         """Write what a payload stands for.
@@ -269,6 +286,22 @@ class Codec:
     def _check_rows(self, payloads: Tensor, num_bytes: int, device: torch.device) -> None:
         check_rows("payloads", payloads, torch.uint8, num_bytes, device)
         check_aligned("payloads", payloads, self._alignment)
+
+
+def _native(layout: Layout) -> native._core.Codec:
+    return native._core.Codec(layout.format.code, layout.block, layout.numel)
+
+
+def _runner(device: torch.device) -> ModuleType | cuda.Functions | None:
+    """Return what has the core's functions for a device; None where plain PyTorch has to do."""
+    if device.type == "cpu":
+        return native.core()
+    core = native.cuda_core() if device.type == "cuda" else None
+    return None if core is None else cuda.Functions(core, device)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _checked_key(seed: int | None) -> tuple[int, int] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -66,6 +67,8 @@ class Layout:
 
     def scales(self, payload: Tensor) -> Tensor:
         """Return float32 [num_blocks], a view of uint8 [num_bytes]."""
+        if self.num_blocks == 0:  # a payload of two-byte codes may begin where no float32 can
+            return payload.new_empty(0, dtype=torch.float32)
         return payload[: 4 * self.num_blocks].view(torch.float32)
 
     def codes(self, payload: Tensor) -> Tensor:
@@ -75,27 +78,48 @@ class Layout:
         return codes if self.format.num_bytes == 1 else codes.view(torch.int16)
 
 
-@torch.no_grad()
-def encode_(layout: Layout, payload: Tensor, x: Tensor, key: tuple[int, int] | None, offset: int) -> Tensor:
-    """Write the payload of x, and return what was lost: float32 [numel], x - decoded, 0 where not finite.
+# The hash's key, None to round to nearest even, and the index of element 0.
+Chance: TypeAlias = tuple[tuple[int, int] | None, int]
 
-    Args:
-        x: float32 [numel], read.
-        key: of the hash that rounds stochastically; None rounds to nearest even.
-        offset: the first element's index for the hash.
-    """
+
+@torch.no_grad()
+def encode_(layout: Layout, payload: Tensor, values: Tensor, residual: Tensor | None, chance: Chance) -> None:
+    """Write the payload of values + residual, and what that loses into the residual."""
+    x = values if residual is None else values + residual
+    error = _encode(layout, payload, x, chance)
+    if residual is not None:
+        residual.copy_(error)
+
+
+@torch.no_grad()
+def sum_encode_(
+    layout: Layout, out: Tensor, payloads: Tensor, residual: Tensor | None, chance: Chance
+) -> None:
+    """Write the payload of the sum of payloads [W, num_bytes], and add what that loses to the residual."""
+    error = _encode(layout, out, _total(layout, payloads), chance)
+    if residual is not None:
+        residual.add_(error)
+
+
+@torch.no_grad()
+def sum_(layout: Layout, out: Tensor, payloads: Tensor) -> None:
+    """Write the sum of what payloads [W, num_bytes] stand for, rank after rank."""
+    out.copy_(_total(layout, payloads))
+
+
+def _encode(layout: Layout, payload: Tensor, x: Tensor, chance: Chance) -> Tensor:
+    """Write the payload of x, and return what was lost: x - decoded, 0 where that is not finite."""
     payload.zero_()
     layout.scales(payload).copy_(_scales(layout, x))
     y = x.masked_fill(~x.isfinite(), 0) * _spread(layout, _inverse(layout.scales(payload)))
+    key, offset = chance
     random = None if key is None else hashed(key, offset, layout.numel, x.device)
     layout.codes(payload).copy_(_codes(layout.format, x, y, random))
-    decoded = decode(layout, payload)
+    decoded = _decode(layout, payload)
     return torch.where(decoded.isfinite(), x - decoded, 0.0)
 
 
-@torch.no_grad()
-def decode(layout: Layout, payload: Tensor) -> Tensor:
-    """Return what a payload stands for: float32 [numel], new memory."""
+def _decode(layout: Layout, payload: Tensor) -> Tensor:
     codes = layout.codes(payload)
     if layout.format.max_scale is None:
         return codes.view(torch.bfloat16 if layout.format.mantissa == 7 else torch.float16).to(torch.float32)
@@ -103,13 +127,11 @@ def decode(layout: Layout, payload: Tensor) -> Tensor:
     return table[codes.to(torch.int64)] * _spread(layout, layout.scales(payload))
 
 
-@torch.no_grad()
-def total(layout: Layout, payloads: Tensor) -> Tensor:
-    """Return the sum of what payloads [W, num_bytes] stand for, rank after rank: float32 [numel]."""
-    found = decode(layout, payloads[0])
+def _total(layout: Layout, payloads: Tensor) -> Tensor:
+    total = _decode(layout, payloads[0])
     for payload in payloads[1:]:
-        found += decode(layout, payload)
-    return found
+        total += _decode(layout, payload)
+    return total
 
 
 def hashed(key: tuple[int, int], offset: int, numel: int, device: torch.device) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -98,6 +99,33 @@ class CudaPlan:
 
     def _make_scratch(self) -> Tensor:
         return torch.zeros(self._plan.scratch_bytes, dtype=torch.uint8, device=self._device)
+
+
+class Functions:
+    """The core's functions that need no plan, on one device; calls run on its current stream.
+
+    Args:
+        core: the native module.
+        device: a CUDA device with its index; addresses given to a function are there.
+
+    Cost: one launch a call.
+    """
+
+    def __init__(self, core: ModuleType, device: torch.device) -> None:
+        self._core, self._device = core, device
+
+    def codec_encode(self, *arguments: Any) -> None:
+        self._launch(self._core.codec_encode_cuda, *arguments)
+
+    def codec_sum_encode(self, *arguments: Any) -> None:
+        self._launch(self._core.codec_sum_encode_cuda, *arguments)
+
+    def codec_sum(self, *arguments: Any) -> None:
+        self._launch(self._core.codec_sum_cuda, *arguments)
+
+    def _launch(self, function: Callable[..., None], *arguments: Any) -> None:
+        with torch.cuda.device(self._device):
+            function(torch.cuda.current_stream(self._device).cuda_stream, *arguments)
 
 
 def uploaded(pointers: Pointers, device: torch.device) -> Pointers:

@@ -16,7 +16,7 @@ PLACES = [
 # Sources and tests beside the ops that are not ops.
 NOT_OPS = {
     "dispatch", "roof", "reference", "upload", "cuda", "cuda_build", "cuda_emulator", "cuda_streams",
-    "exact_accuracy", "exact_cuda", "functional", "checksum", "core_checksum", "codec",
+    "exact_accuracy", "exact_cuda", "functional", "checksum", "core_checksum", "codec", "codec_cuda",
 }  # fmt: skip
 
 
