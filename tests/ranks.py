@@ -112,6 +112,8 @@ class RankPool:
 
     def __init__(self) -> None:
         self._workers: list[Worker] = []
+        # A store that outlives its run, in garbage of a rank that failed, ends the process if its file is gone.
+        self._stores, self._num_runs = tempfile.TemporaryDirectory(), 0
 
     def run(self, group: tuple[str, int], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Run `fn(*args, **kwargs)` on the ranks of a group of (backend, size);
@@ -133,21 +135,22 @@ class RankPool:
         for worker in self._workers:
             worker.kill()
         self._workers = []
+        self._stores.cleanup()
 
     @contextmanager
     def _started(self, group: tuple[str, int], job: tuple[Any, ...]) -> Iterator[list[Worker]]:
         """Give every rank of a group its job; afterwards, replace who has died."""
         backend, world = group
         workers = self._take(world)
-        with tempfile.TemporaryDirectory() as folder:
-            store = os.path.join(folder, "store")
-            for rank, worker in enumerate(workers):
-                worker.send((*job, (backend, rank, world, store)))
-            try:
-                yield workers
-            finally:
-                # The new ones start while tests go on with the others.
-                self._workers = [w if w.is_alive else Worker() for w in self._workers]
+        store = os.path.join(self._stores.name, str(self._num_runs))
+        self._num_runs += 1
+        for rank, worker in enumerate(workers):
+            worker.send((*job, (backend, rank, world, store)))
+        try:
+            yield workers
+        finally:
+            # The new ones start while tests go on with the others.
+            self._workers = [w if w.is_alive else Worker() for w in self._workers]
 
     def _take(self, world: int) -> list[Worker]:
         while len(self._workers) < world:

@@ -160,7 +160,8 @@ class Outcome:
         if self._case.fault == "kill" and not (self._case.has("hook") or self._meets_in_ddp):
             found = {_finding(told.error) for told in self.told.values()}
             assert len(found) == 1, [told.error for told in self.told.values()]
-            assert f"rank {self._case.rank} of {self._case.world} has died" in found.pop()
+            (said,) = found
+            assert f"rank {self._case.rank} of {self._case.world} has died" in said, said
         for rank, told in self._others.items():
             assert len(told.windows) in steps and len(told.windows) == len(set(told.windows)), self
             assert told.params == _trained(self._case, self._planned(len(told.windows))), (
