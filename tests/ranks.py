@@ -112,7 +112,7 @@ class RankPool:
 
     def __init__(self) -> None:
         self._workers: list[Worker] = []
-        # A store that outlives its run, in garbage of a rank that failed, ends the process if its file is gone.
+        # A store outlives its run in garbage of a rank that failed, and ends the process if its file is gone.
         self._stores, self._num_runs = tempfile.TemporaryDirectory(), 0
 
     def run(self, group: tuple[str, int], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
