@@ -25,6 +25,9 @@ struct Codec {
   ValueFormat format;
   int64_t block;  // elements that share a scale, at most kMostBlock
   int64_t numel;
+  int64_t num_scales;  // blocks, or none
+
+  PYENGINE_EVERYWHERE int64_t scale_bytes() const { return num_scales * static_cast<int64_t>(sizeof(float)); }
 };
 inline constexpr int64_t kMostBlock = 1024;
 
@@ -188,6 +191,7 @@ void with_format(ValueFormat format, const Fn& fn) {
 
 }  // namespace
 
+// Of what has no scales these are blocks to walk in.
 inline constexpr int64_t num_blocks_of(const Codec& codec) { return (codec.numel + codec.block - 1) / codec.block; }
 inline constexpr int64_t round_up_to_four(int64_t n) { return (n + 3) / 4 * 4; }
 

@@ -231,7 +231,8 @@ void bind_exact(py::module_& m, Plans& plans) {
 }
 
 Codec codec_of(int format, int64_t block, int64_t numel) {
-  return {static_cast<ValueFormat>(format), block, numel};  // with_format refuses what is none
+  const bool has_scales = block > 1;
+  return {static_cast<ValueFormat>(format), block, numel, has_scales ? (numel + block - 1) / block : 0};
 }
 
 // Without a key rounding is to nearest.

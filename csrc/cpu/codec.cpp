@@ -90,8 +90,7 @@ Place<Format> place_of(const Codec& codec, const uint8_t* payload, int64_t index
   using Code = typename Format::Code;
   auto* scales = reinterpret_cast<float*>(const_cast<uint8_t*>(payload));
   const int64_t begin = index * codec.block, left = codec.numel - begin;
-  auto* codes = reinterpret_cast<Code*>(const_cast<uint8_t*>(payload) +
-                                        (kHasScale<Format> ? num_blocks_of(codec) * sizeof(float) : 0));
+  auto* codes = reinterpret_cast<Code*>(const_cast<uint8_t*>(payload) + codec.scale_bytes());
   return {kHasScale<Format> ? scales + index : nullptr, codes + begin, begin, left < codec.block ? left : codec.block};
 }
 
@@ -120,7 +119,7 @@ void sum_block(float* sum, const Codec& codec, const Payloads& payloads, int64_t
 template <class Format>
 void write_filling(const Codec& codec, uint8_t* payload) {
   if constexpr (kHasScale<Format>) {
-    uint8_t* codes = payload + num_blocks_of(codec) * sizeof(float);
+    uint8_t* codes = payload + codec.scale_bytes();
     for (int64_t i = codec.numel; i < round_up_to_four(codec.numel); ++i) codes[i] = 0;
   }
 }

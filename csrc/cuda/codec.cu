@@ -113,8 +113,7 @@ struct Parts {
 
   __device__ __forceinline__ Parts(const Codec& codec, const uint8_t* payload)
       : scales(reinterpret_cast<float*>(const_cast<uint8_t*>(payload))),
-        codes(reinterpret_cast<typename Format::Code*>(const_cast<uint8_t*>(payload) +
-                                                       (kHasScale<Format> ? 4 * num_blocks_of(codec) : 0))) {}
+        codes(reinterpret_cast<typename Format::Code*>(const_cast<uint8_t*>(payload) + codec.scale_bytes())) {}
 };
 
 // All threads of a warp come here, also those that have no block.
@@ -283,12 +282,15 @@ struct Number {
 // Calls fn with the runs of a block that a thread has.
 template <class Format, class Fn>
 void with_steps(const Codec& codec, const Fn& fn) {
-  if constexpr (!kHasScale<Format>) return fn(Number<2>{});
-  switch (codec.block / (kWarp * kEach)) {
-    case 8: return fn(Number<8>{});
-    case 4: return fn(Number<4>{});
-    case 2: return fn(Number<2>{});
-    default: return fn(Number<1>{});
+  if constexpr (!kHasScale<Format>) {
+    fn(Number<2>{});
+  } else {
+    switch (codec.block / (kWarp * kEach)) {
+      case 8: return fn(Number<8>{});
+      case 4: return fn(Number<4>{});
+      case 2: return fn(Number<2>{});
+      default: return fn(Number<1>{});
+    }
   }
 }
 

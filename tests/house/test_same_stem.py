@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-STEMS = ["pack", "accumulate", "unscale_norm", "exact"]
+STEMS = ["pack", "accumulate", "unscale_norm", "exact", "codec"]
 PLACES = [
     "csrc/cpu/{}.cpp",
     "csrc/cuda/{}.cu",
@@ -16,7 +16,7 @@ PLACES = [
 # Sources and tests beside the ops that are not ops.
 NOT_OPS = {
     "dispatch", "roof", "reference", "upload", "cuda", "cuda_build", "cuda_emulator", "cuda_streams",
-    "exact_accuracy", "exact_cuda", "functional", "checksum", "core_checksum", "codec", "codec_cuda",
+    "exact_accuracy", "exact_cuda", "functional", "checksum", "core_checksum", "codec_cuda",
     "sample",
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pyengine.cli.bench.kernels import accumulate, exact, pack, unscale_norm
+from pyengine.cli.bench.kernels import accumulate, codec, exact, pack, unscale_norm
 from pyengine.cli.bench.kernels.case import Build, Sizes
 from pyengine.cli.bench.timing import measure, percentile
 
@@ -17,6 +17,7 @@ OPS: Mapping[str, Callable[[Sizes], list[Build]]] = {
     "accumulate": accumulate.cases,
     "unscale_norm": unscale_norm.cases,
     "exact": exact.cases,
+    "codec": codec.cases,
 }
 
 
