@@ -103,7 +103,7 @@ fuzz: sanitized-core $(ATHERIS)
 	    build/fuzz/$$target tests/fuzz/corpus/$$target; done
 
 fuzz-corpus: sanitized-core $(ATHERIS)
-	set -e; for target in $(FUZZ_TARGETS); do $(FUZZ) -set_cover_merge=1 -max_len=256 -rss_limit_mb=8192 \
+	set -e; for target in $(FUZZ_TARGETS); do $(FUZZ) -set_cover_merge=1 -use_counters=0 -max_len=256 -rss_limit_mb=8192 \
 	    tests/fuzz/corpus/$$target build/fuzz/$$target; done
 
 $(ATHERIS):

@@ -125,7 +125,12 @@ def _resize(draw: Draw, tensor: Tensor) -> None:
         storage.fill_(0)
 
 
-MOVES = (_set_data, _resize, lambda draw, tensor: tensor.resize_(draw.below(tensor.numel() + 1)))
+def _shrink(draw: Draw, tensor: Tensor) -> None:
+    if not tensor.requires_grad:  # or torch refuses
+        tensor.resize_(draw.below(tensor.numel() + 1))
+
+
+MOVES = (_set_data, _resize, _shrink)
 
 
 def _flags(draw: Draw, memory: Memory, plan: BucketPlan) -> Tensor:
