@@ -123,6 +123,9 @@ class Exchanges(Protocol):
     @property
     def world_size(self) -> int: ...
 
+    @property
+    def rank(self) -> int: ...
+
     def all_to_all(self, received: Tensor, parts: Tensor) -> Work:
         """Start sending every rank a part of its own.
 
@@ -132,6 +135,16 @@ class Exchanges(Protocol):
                 rank.
 
         Cost: (W - 1) / W times its bytes sent by every rank of W.
+        """
+
+    def all_gather(self, gathered: Tensor, part: Tensor) -> Work:
+        """Start sending a part of this rank's to every other one.
+
+        Args:
+            gathered: `[world_size * n]`, written: the r-th part comes from rank r.
+            part: `[n]`, of the same dtype, read. n is the same on every rank.
+
+        Cost: (W - 1) times its bytes sent by every rank of W.
         """
 
 

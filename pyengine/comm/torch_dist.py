@@ -21,6 +21,8 @@ from pyengine.ops.device import as_current, runs_ahead
 _HOST_ORDERED = {"gloo", "mpi"}
 # As DDP: large enough for any network, and no second copy of the model.
 _PIECE_BYTES = 256 * 2**20
+# As torch calls it since 2.13, and before.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _Work:
@@ -131,6 +133,12 @@ class TorchDist:
         with self.roll_call.named():
             work = dist.all_to_all_single(received, parts, group=self._group, async_op=True)
         return self._launched(work, f"an all-to-all of {parts.nbytes} bytes")
+
+    def all_gather(self, gathered: Tensor, part: Tensor) -> Work:
+        self.traffic.count(gathered.nbytes - part.nbytes)
+        with self.roll_call.named():
+            work = _all_gather_single(gathered, part, group=self._group, async_op=True)
+        return self._launched(work, f"an all-gather of {gathered.nbytes} bytes")
 
     def all_gather_object(self, value: object) -> list[Any]:
         if self._host_watch is not None:

@@ -21,7 +21,7 @@ from pyengine.engine.handshake import Shares, resized
 from pyengine.engine.kept_grads import KeptGrads
 from pyengine.engine.open_window import OpenWindow, Parts
 from pyengine.engine.ownership import Ownership
-from pyengine.gradients.base import HoldsParts, Reducer, SeesForwards, SumsParts
+from pyengine.gradients.base import HoldsParts, KeepsResiduals, Reducer, SeesForwards, SumsParts
 from pyengine.gradients.dropping import Dropping
 from pyengine.gradients.marks import GradMarks
 from pyengine.gradients.settings import Settings
@@ -328,9 +328,8 @@ class Engine:
                 # collective stays.
                 if current.verdict is None:
                     raise
-        scaler = None if current.is_scale_updated else self.parts.scaler
-        if scaler is not None and current.verdict is not None and not current.verdict.was_refused:
-            scaler.follow()  # the others update theirs when they step
+        if current.verdict is not None and not current.verdict.was_refused:
+            current.follow_scale()  # the others update theirs when they step
         flush(self.device)
         self.drop()
 
@@ -377,6 +376,17 @@ class Engine:
         self.shares = resized(self.shares, accumulate, is_exact=self.is_exact)
         self.counter.accumulate, self.counter.share = accumulate, self.shares.of(self.comm.rank)
 
+    def _load_residuals(self, saved: dict[str, Tensor]) -> None:
+        kept = self.reducer.residuals if isinstance(self.reducer, KeepsResiduals) else None
+        if kept is not None and kept.is_kept:
+            kept.load(saved)
+        elif saved:
+            warnings.warn(
+                "load_state_dict: the state has residuals, of a wire that keeps what it loses, and this "
+                "engine's wire does not: they are lost, as a window's rounding is without them",
+                stacklevel=4,
+            )
+
     def resume(self, part: Snapshot, *, due: Sequence[int] | None) -> None:
         """Go on from a snapshot, whose sums are loaded at the first backward.
 
@@ -388,6 +398,7 @@ class Engine:
         self.counter.go_to(part.window)
         self.current = OpenWindow(self.parts, part if due is not None else None)
         self.kept_grads.load(part.carry, is_open=due is not None)
+        self._load_residuals(part.residuals)
         self.parts.marks.take()
         self.verdicts.restart(part.steps)
         self._opened_at = part.window

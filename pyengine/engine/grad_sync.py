@@ -36,7 +36,8 @@ class GradSync(Sync):
         params_or_module: a module, or its parameters, or `(name, parameter)` pairs. All that require a
             gradient.
         accumulate: micro-batches a window, per rank.
-        wire: how a bucket travels: `pe.wire.FP32()`, `BF16()`, `FP16()`; or their dtypes.
+        wire: how a bucket travels: `pe.wire.FP32()`, `BF16()`, `Int8()` and so on (docs/wires.md); or the
+            dtype of one of the first.
         accumulator: "fp32", or torch.float32, sums in fp32 whatever the parameters' type; "native" sums in
             their own type; "exact" gives the same bits for every world size (docs/reproducible.md), over the
             fp32 wire only, with whole-numbered counts; given a module, not its parameters, it keeps

@@ -17,7 +17,7 @@ from pyengine.engine.batch_norm import BatchNormReplay
 from pyengine.engine.checkpoint.snapshot import Snapshot
 from pyengine.engine.kept_grads import KeptGrads
 from pyengine.engine.window_audit import WindowAudit
-from pyengine.gradients.base import MovesGradients, Pads, Reducer, SeesForwards
+from pyengine.gradients.base import KeepsResiduals, MovesGradients, Pads, Reducer, SeesForwards
 from pyengine.gradients.dropping import Dropping
 from pyengine.gradients.marks import GradMarks
 from pyengine.ops.device import Readback, flush, is_lazy
@@ -235,6 +235,8 @@ class OpenWindow:
             if parts.audit is not None:
                 parts.audit.sample(parts.final)
             self.verdict = self._conclude(self.header)
+            if isinstance(parts.reducer, KeepsResiduals) and not self.header.was_refused:
+                parts.reducer.residuals.settle(parts.final.found_inf)
             parts.counter.state = State.LANDED
             parts.verdicts.append(self.verdict)
             if parts.scaler is not None:
@@ -288,7 +290,6 @@ class OpenWindow:
         if parts.audit is not None:
             parts.audit.look_at(optimizer)
         done, alike = claim
-        scaler = None if self.is_scale_updated else parts.scaler
         norm, factor = parts.final.norm_before_clipping(), parts.final.whole_factor()
         try:
             with span("optimizer"):
@@ -298,9 +299,7 @@ class OpenWindow:
             verdict.use.steps.append(replace(done, name=f"{done.name}, which raised,"))
             raise
         finally:
-            if scaler is not None:
-                scaler.follow()
-                self.is_scale_updated = True
+            self.follow_scale()
         stepped = parts.final.found_inf == 0
         report = None if parts.counter.state is State.USED else self._report(verdict, norm, callbacks)
         self._use(verdict, done, [factor, *alike])
@@ -312,6 +311,17 @@ class OpenWindow:
             actions.append(partial(verdict.then, report, awaits=bool(callbacks)))
         call_all(actions)
         return stepped
+
+    def follow_scale(self) -> None:
+        """Let the loss scale follow the outcome, once, and what wires keep with it."""
+        parts, scaler = self._parts, self._parts.scaler
+        if scaler is None or self.is_scale_updated:
+            return
+        before = scaler.current_scale()
+        scaler.follow()
+        self.is_scale_updated = True
+        if isinstance(parts.reducer, KeepsResiduals) and parts.reducer.residuals.is_kept:
+            parts.reducer.residuals.scale_(scaler.current_scale() / before)
 
     def _look_back(self) -> None:
         """Refuse the window if a gradient came since the last one, and was not zeroed: it would be lost."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
+from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.slots import Forms, Saved
 from pyengine.step.stepper import Stepper
 from pyengine.window.final_pass import FinalPass
@@ -245,6 +246,17 @@ class Reorders(Protocol):
         """Lay the buckets out as an `order` says, between windows; every rank alike. Parameters that it
         leaves out come last.
         """
+
+
+@runtime_checkable
+class KeepsResiduals(Protocol):
+    """A reducer whose wire may keep what it loses.
+
+    Attributes:
+        residuals: of its parameters.
+    """
+
+    residuals: Residuals
 
 
 @runtime_checkable

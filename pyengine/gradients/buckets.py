@@ -21,12 +21,14 @@ from pyengine.gradients.groups import Groups
 from pyengine.gradients.in_flight import Transfers
 from pyengine.gradients.layout import ParamSpec, backward_order, build
 from pyengine.gradients.local_part import local_parts, release
+from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import Saved
 from pyengine.step.stepper import PlainStepper, Stepper
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
+from pyengine.wire.memory import Place, WireMemory, keeps_residual
 
 
 class BucketReducer:
@@ -74,6 +76,9 @@ class BucketReducer:
         # alive, all nodes have one stream, and autograd makes it wait for whichever streams a backward runs
         # on.
         self._nodes = [get_gradient_edge(param).node for param in self.params if param.requires_grad]
+        self._memory = WireMemory()
+        keys = {spec.name: spec.name for spec in specs if spec.requires_grad}
+        self.residuals = Residuals([(self._memory, keys)], is_kept=keeps_residual(self._wire))
         self._lay_out(backward_order(specs))
         self.in_place = all(bucket.in_place for bucket in self._buckets)
 
@@ -89,10 +94,10 @@ class BucketReducer:
         made = []
         for bucket in self.layout.buckets:
             mine = [self.parts[slot.param] for slot in bucket.slots]
+            places = [Place(slot.name, slot.offset, slot.numel) for slot in bucket.slots]
+            wire = self._memory.wire_for(self._wire, places, bucket.flags, mine[0].device)
             made.append(
-                bucket_accumulator(
-                    kind, bucket, mine, wire=self._wire, terms=self._terms, watch=watch, apart=apart
-                )
+                bucket_accumulator(kind, bucket, mine, wire=wire, terms=self._terms, watch=watch, apart=apart)
             )
         self._buckets = made
         self._slot_params = [slot.param for bucket in self.layout.buckets for slot in bucket.slots]
@@ -244,9 +249,8 @@ class BucketReducer:
     def _prepare(self, header: Header, *, held: Collection[int] = ()) -> Transfers:
         """Get ready to send the buckets; those `held` wait for the end of the backward."""
         self._divisor = Divisor(header.inv_count, self._wire, in_place=self.in_place)
-        self._transfers = Transfers(
-            self._buckets, header, self._divisor, wire=self._wire, groups=self._groups, held=held
-        )
+        self._memory.begin(header.position[0])
+        self._transfers = Transfers(self._buckets, header, self._divisor, groups=self._groups, held=held)
         return self._transfers
 
     def _send_rest(self, *, poison: bool) -> None:

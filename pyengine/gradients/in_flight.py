@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from pyengine.comm.base import Comm, Work
+from pyengine.comm.staged import Staged
 from pyengine.gradients.accumulator import BucketAccumulator
 from pyengine.gradients.groups import Groups
 from pyengine.ops.trace import span
 from pyengine.window.divisor import Divisor
 from pyengine.window.header import Header
-from pyengine.wire import Wire
 
 
 class Transfer:
@@ -22,40 +22,31 @@ class Transfer:
         bucket: what travels.
         is_complete: whether every gradient of the running backward has come.
         is_held: whether it waits for the end of the backward: some gradient may come again.
-        rounds: starts its collectives, one after the other.
-        rounds_left: collectives still to be started.
-        work: the one started last.
+        work: its sum over ranks, once it has started.
     """
 
-    rounds: Iterator[Work]
     work: Work
 
     def __init__(self, bucket: BucketAccumulator, *, is_held: bool) -> None:
         self.bucket = bucket
         self.is_complete = False
         self.is_held = is_held
-        self.rounds_left = bucket.num_rounds
-
-    def launch(self) -> None:
-        """Start the next round; the one before has landed."""
-        self.work = next(self.rounds)
-        self.rounds_left -= 1
 
 
 class Transfers:
     """All buckets of one window.
 
     Collectives start in the same order on every rank, whatever the order of readiness, and of whatever group.
-    A bucket's later rounds follow when the next bucket starts, so that its first one has had time to land.
+    The later ones of a bucket follow when the next bucket starts, so that its first has had time to land.
     Ranks that have other buckets than this one may start them in another order, and would wait for each
-    other: there all first rounds come before any later one. None starts before the header has come, and none
+    other: there all first ones come before any later one. None starts before the header has come, and none
     at all if ranks disagree in it.
 
     Args:
         buckets: in the order of the layout.
         header: of the window.
         divisor: what comes in on the way to the wire.
-        wire, groups: how buckets travel, over which ranks each.
+        groups: over which ranks each bucket is summed.
         held: indices of buckets that wait for the end of the backward.
 
     Attributes:
@@ -68,12 +59,11 @@ class Transfers:
         header: Header,
         divisor: Divisor,
         *,
-        wire: Wire,
         groups: Groups,
         held: Collection[int] = (),
     ) -> None:
         self.all = [Transfer(bucket, is_held=index in held) for index, bucket in enumerate(buckets)]
-        self.header, self._divisor, self._wire, self._groups = header, divisor, wire, groups
+        self.header, self._divisor, self._groups = header, divisor, groups
         self._next = 0
 
     def complete(self, transfer: Transfer) -> None:
@@ -92,7 +82,7 @@ class Transfers:
         while self._next < len(self.all):
             self._start(poison=poison)
         for transfer in self.all:
-            self._finish_rounds(transfer)
+            self._start_later(transfer)
 
     def late(self) -> list[tuple[BucketAccumulator, int]]:
         """Return the slots, with their buckets, that the backward has added to after it had seemed to
@@ -118,19 +108,19 @@ class Transfers:
         transfer = self.all[self._next]
         # A narrow wire needs the count of all ranks: waiting for it must not hold up the backward.
         comm = self._comm(transfer)
-        with span("launch bucket", self._next), comm.side_stream(transfer.bucket.round_tensors()):
+        with span("launch bucket", self._next), comm.side_stream(transfer.bucket.sent_tensors()):
             inv_count = self._divisor.before_wire()
-            transfer.rounds = transfer.bucket.rounds(inv_count, self._wire, comm, poison=poison)
-            transfer.launch()
+            transfer.work = transfer.bucket.send(inv_count, comm, poison=poison)
         self._next += 1
         if self._next > 1 and self._groups.are_alike:
-            self._finish_rounds(self.all[self._next - 2])
+            self._start_later(self.all[self._next - 2])
 
     def _comm(self, transfer: Transfer) -> Comm:
         return self._groups.comms[transfer.bucket.bucket.group]
 
-    def _finish_rounds(self, transfer: Transfer) -> None:
-        while transfer.rounds_left:
-            with self._comm(transfer).side_stream([]):
-                transfer.work.wait()
-                transfer.launch()
+    def _start_later(self, transfer: Transfer) -> None:
+        """Start the later collectives of a bucket; where a stream waits, it does the rest, too."""
+        if isinstance(transfer.work, Staged):
+            comm = self._comm(transfer)
+            with comm.side_stream([]):
+                transfer.work.start_all(to_end=comm.is_stream_ordered)

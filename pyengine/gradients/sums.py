@@ -74,22 +74,29 @@ class Fp32Sum:
         self._plan.accumulate_(self.flat, grads, self._one, first=first, nonfinite=nonfinite)
 
     def deposit_into_wire_(
-        self, wire: Tensor, grads: TensorList | Pointers, scale: Tensor, *, first: bool, nonfinite: Tensor
+        self,
+        wire: Tensor,
+        grads: TensorList | Pointers,
+        scale: Tensor | None,
+        *,
+        first: bool,
+        nonfinite: Tensor,
     ) -> None:
         """Write (sum + gradients) times `scale` into a wire buffer.
 
         Args:
-            wire: of the wire's type, `[numel]`, written; where it is `flat` itself, nothing is scaled.
+            wire: of the wire's type, `[numel]`, written; may be `flat` itself.
             grads, first: as for `deposit_`.
-            scale: float32, 0-dim.
+            scale: float32, 0-dim; None for 1.
             nonfinite: uint8 `[slots]`, OR-ed with 1 where a value on the wire is not finite; where that is
-                `flat` itself, where a gradient is not.
+                `flat` itself, unscaled, where a gradient is not.
 
         Cost: one pass; reads 4 bytes (0 if `first`) and a gradient, writes one wire element.
         """
-        if wire is self.flat:
+        if wire is self.flat and scale is None:
             self.deposit_(grads, first=first, nonfinite=nonfinite)
         else:
+            scale = self._one if scale is None else scale
             self._plan.accumulate_cast_(
                 wire, self.flat, grads, self._one, scale, first=first, nonfinite=nonfinite
             )
@@ -103,8 +110,11 @@ class ExactOverRanks(ExactSum):
         num_flags: flags that travel with the first round.
 
     Attributes:
+        num_rounds: collectives that `rounds` launches.
         flags: uint8 `[num_flags]`, written before `rounds`; the largest over all ranks after the first.
     """
+
+    num_rounds = 2
 
     def __init__(
         self, plan: BucketPlan, *, numel: int, terms: int, device: torch.device, num_flags: int = 0

@@ -18,6 +18,7 @@ from pyengine.gradients.buckets import BucketReducer
 from pyengine.gradients.ddp.reducer import DDPReducer
 from pyengine.gradients.groups import Groups
 from pyengine.gradients.layout import ParamSpec
+from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import Saved
 from pyengine.step.stepper import PlainStepper, Stepper
@@ -63,6 +64,8 @@ class TwoOwners:
         self.names, self.params, self.counted = own.names, own.params, counted
         # 1/count comes in once: at the end for both, or with what lands for both.
         ddp.in_place = own.in_place = ddp.in_place and own.in_place
+        both = [*ddp.residuals.owners, *own.residuals.owners]
+        self.residuals = Residuals(both, is_kept=own.residuals.is_kept)
 
     @property
     def parts(self) -> Sequence[Parameter]:

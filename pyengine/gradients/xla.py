@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyengine.comm.base import Comm, RefusesTypes, Work
+from pyengine.comm.base import Comm, Exchanges, RefusesTypes, Work
 from pyengine.gradients.accumulator import sum_dtype
 from pyengine.gradients.layout import ParamSpec, backward_order, build
 from pyengine.gradients.settings import Settings
@@ -27,6 +27,7 @@ from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
 from pyengine.window.nonfinite import flagged_in
+from pyengine.wire.exchange import exchanges_parts
 
 
 def problems_of_device(device: torch.device, comm: Comm, settings: Settings) -> list[str]:
@@ -40,7 +41,12 @@ def problems_of_device(device: torch.device, comm: Comm, settings: Settings) -> 
             "'fp32' on an XLA device, whose result is the same on every replica but not for every number "
             "of replicas"
         )
-    if isinstance(comm, RefusesTypes) and (reason := comm.refuses(settings.wire.dtype)):
+    if exchanges_parts(settings.wire) and not isinstance(comm, Exchanges):
+        found.append(
+            f"wire={settings.wire}: it exchanges parts of a bucket between ranks, for which a recorded "
+            "program has no collective here; use wire.BF16() or wire.FP32()"
+        )
+    elif isinstance(comm, RefusesTypes) and (reason := comm.refuses(settings.wire.dtype)):
         found.append(f"wire={settings.wire}: {reason}; use wire.FP32()")
     return found
 

@@ -1,7 +1,25 @@
 """Wires: how a bucket crosses the network and is summed there."""
 
-from pyengine.comm.base import Comm, Work
-from pyengine.wire.base import Scatters, Wire
+from pyengine.comm.base import Comm, Exchanges, Work
+from pyengine.wire.base import Encodes, Scatters, Wire
 from pyengine.wire.cast import BF16, FP16, FP32
+from pyengine.wire.encoded import FP8, Int8
+from pyengine.wire.error_feedback import ErrorFeedback
+from pyengine.wire.memory import BucketMemory, KeepsMemory
 
-__all__ = ["BF16", "FP16", "FP32", "Comm", "Scatters", "Wire", "Work"]
+__all__ = [
+    "BF16",
+    "FP8",
+    "FP16",
+    "FP32",
+    "BucketMemory",
+    "Comm",
+    "Encodes",
+    "ErrorFeedback",
+    "Exchanges",
+    "Int8",
+    "KeepsMemory",
+    "Scatters",
+    "Wire",
+    "Work",
+]

@@ -57,3 +57,24 @@ class Scatters(Wire, Protocol):
 
         Cost: (W - 1) / W times the bytes of `parts` sent by every rank of W.
         """
+
+
+@runtime_checkable
+class Encodes(Wire, Protocol):
+    """A wire that sends something else than its elements, so that what it brings back is near their sum, and
+    0 need not be 0.
+
+    Nothing but gradients may go into its buckets, and what is of its `dtype` already goes over it all the
+    same.
+
+    Attributes:
+        is_encoded: whether it is such a wire; one around another may not know before it has that.
+    """
+
+    @property
+    def is_encoded(self) -> bool: ...
+
+
+def is_encoded(wire: Wire) -> bool:
+    """Whether a wire sends something else than its elements; see `Encodes`."""
+    return isinstance(wire, Encodes) and wire.is_encoded

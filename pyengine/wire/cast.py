@@ -1,4 +1,4 @@
-"""Cast wires: the sum is an all-reduce in the wire's own type."""
+"""Cast wires: what travels are the bucket's own elements, in the wire's type."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from pyengine.comm.base import Comm, Exchanges, Work, ring_bytes
+from pyengine.ops.codec import Codec
 from pyengine.wire.base import Wire
+from pyengine.wire.exchange import Encoding, Parts, sum_as_it_is
+from pyengine.wire.spelled import Spelled
+
+_SUMS = ("wire", "fp32")
 
 
-@dataclass(frozen=True)
-class _Cast:
+class _Cast(Spelled):
     dtype: ClassVar[torch.dtype]
     folds_count: ClassVar[bool]
 
@@ -37,7 +41,7 @@ class _Cast:
         return ring_bytes(numel * self.dtype.itemsize, world_size)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FP32(_Cast):
     """Send and sum in float32: 8 (W - 1) / W bytes an element. 1/count is applied after the sum."""
 
@@ -45,27 +49,76 @@ class FP32(_Cast):
     folds_count: ClassVar[bool] = False
 
 
-@dataclass(frozen=True)
-class BF16(_Cast):
-    """Send and sum in bfloat16: half the bytes; a sum over W ranks carries about W - 1 roundings of at most
-    2^-8.
+@dataclass(frozen=True, repr=False)
+class _Narrow(_Cast):
+    """A type of two bytes.
+
+    With `sum="fp32"` ranks exchange parts, each adds one up in float32, rounds the sum and sends it round. A
+    value is then rounded by its cast and once in the sum, whatever W: no element is further from the sum of
+    what was cast than (u + W 2^-24) times the sum of absolute values.
+    """
+
+    folds_count: ClassVar[bool] = True
+    _format: ClassVar[str]
+
+    sum: str = "wire"
+
+    def __post_init__(self) -> None:
+        if self.sum not in _SUMS:
+            raise ValueError(
+                f"sum={self.sum!r}: need 'wire', an all-reduce in the wire's own type, or 'fp32', which adds "
+                "up in float32"
+            )
+
+    @property
+    def encoding(self) -> Encoding | None:
+        """How values become bytes for those who add them up in float32; None where nobody does."""
+        return Encoding(Codec(self._format)) if self.sum == "fp32" else None
+
+    def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
+        encoding = self.encoding
+        if encoding is None:
+            return super().all_reduce_(flat, comm)
+        return sum_as_it_is(flat, comm, encoding.codec)
+
+    def bytes_on_wire(self, numel: int, world_size: int) -> int:
+        """Return what one rank sends: 4 (W - 1) / W bytes an element, with `sum="fp32"` of whole parts."""
+        encoding = self.encoding
+        if encoding is None:
+            return super().bytes_on_wire(numel, world_size)
+        return Parts(encoding.codec, numel, world_size).bytes_sent
+
+
+@dataclass(frozen=True, repr=False)
+class BF16(_Narrow):
+    """Send in bfloat16: half the bytes, roundings of at most 2^-8.
+
+    Args:
+        sum: "wire" is an all-reduce in bfloat16, which rounds at every rank: about W roundings over W ranks.
+            "fp32" adds up in float32 between two exchanges of the same bytes: two roundings.
     """
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
-    folds_count: ClassVar[bool] = True
+    _format: ClassVar[str] = "bf16"
 
 
-@dataclass(frozen=True)
-class FP16(_Cast):
-    """Send and sum in float16: half the bytes, roundings of at most 2^-11,
+@dataclass(frozen=True, repr=False)
+class FP16(_Narrow):
+    """Send in float16: half the bytes, roundings of at most 2^-11,
     range 6e-8 to 65504 (use a GradScaler).
+
+    Args:
+        sum: as for `BF16`.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float16
-    folds_count: ClassVar[bool] = True
+    _format: ClassVar[str] = "fp16"
 
 
 _OF_DTYPE: dict[torch.dtype, Wire] = {kind.dtype: kind() for kind in (FP32, BF16, FP16)}
+# How wires are called, by what a user may write for them.
+_CALLED = {"FP32": "FP32", "BF16": "BF16", "FP16": "FP16", "INT8": "Int8", "FP8": "FP8"}
+_CALLED |= {"FP8_E4M3FN": "FP8", "FP8_E5M2": "FP8", "ERRORFEEDBACK": "ErrorFeedback"}
 
 
 def as_wire(wire: Wire | torch.dtype) -> Wire:
@@ -80,6 +133,7 @@ def wire_problems(wire: Any) -> list[str]:
         return []
     name = (wire.__name__ if isinstance(wire, type) else str(wire)).removeprefix("torch.").upper()
     name = name.replace("BFLOAT", "BF").replace("FLOAT", "FP")
-    meant = name if name in ("FP32", "BF16", "FP16") else "FP32"
-    text = f"wire={wire!r}: need a wire; use pe.wire.{meant}(), of FP32(), BF16() and FP16(), or their dtypes"
-    return [f"{text}, torch.bfloat16 say"]
+    meant = _CALLED.get(name, "FP32")
+    call = "ErrorFeedback(pe.wire.Int8())" if meant == "ErrorFeedback" else f"{meant}()"
+    text = f"wire={wire!r}: need a wire; use pe.wire.{call}, of FP32(), BF16(), FP16(), Int8(), FP8() and"
+    return [f"{text} ErrorFeedback(...), or a dtype of the first three, torch.bfloat16 say"]

@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import me
+from marks import rest
 from sharded_cases import Chain, shard, train_a_window
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from wire_cases import ENCODED, STOCHASTIC, sum_bound
 
 import pyengine as pe
 
@@ -152,6 +154,39 @@ def test_what_overflows_on_the_wire_skips_the_step_everywhere(ranks):
     assert ranks(2).run(_is_skipped) == [[False, True]] * 2
 
 
+def _ends_within_a_block(kind: str, name: str, wire: pe.wire.Wire, options: dict[str, Any]) -> int:
+    """Compare with float64, where any block may hold the largest gradient; return the bytes sent."""
+    rank, world = me()
+    sync, model = _sharded(kind, wire=wire, **options)
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for window in sync.windows([_batch(rank, number) for number in range(ACCUMULATE)]):
+        for x, items in window:
+            sync.backward(model(x).square().sum(), count=items)
+        sync.step(optimizer)
+        sync.unscale_()
+    # By rank and micro-batch no value is larger than the sum of all magnitudes; `sum_bound` allows as many
+    # roundings as there are terms, and one of the sum, which is not rounded here.
+    largest = max(float(magnitude.max()) for _, magnitude in _right(world))
+    terms = [torch.tensor([largest])] * (world * (ACCUMULATE if options else 1))
+    bound = float(sum_bound(name, terms)) * (2 if wire == STOCHASTIC else 1)
+    for param, (total, magnitude) in zip(model.parameters(), _right(world), strict=True):
+        far = (param.grad.full_tensor().double() - total).abs()
+        assert (far <= bound + 32 * 2.0**-24 * magnitude).all()
+        assert kind == "hsdp" or far.max() > 0
+    return records[0].bytes_on_wire
+
+
+@pytest.mark.parametrize("options", [{}, *rest({"defer": "none"})], ids=str)
+@pytest.mark.parametrize(("kind", "world"), [KINDS[0], *rest(KINDS[1], KINDS[2]), KINDS[3]])
+def test_encoded_wires_scatter_bytes(ranks, kind, world, options):
+    wide = ranks(world).run(_ends_within_a_block, kind, "int8", pe.wire.BF16(), options)
+    for name, wire in {**ENCODED, "int8 by chance": STOCHASTIC}.items():
+        sent = ranks(world).run(_ends_within_a_block, kind, name.split()[0], wire, options)
+        assert all(few < many for few, many in zip(sent, wide, strict=True))
+
+
 def _one_rank(kind: str) -> None:
     sync, model = _sharded(kind, wire=pe.wire.FP16())
     x, items = _batch(0, 0)
@@ -195,6 +230,12 @@ def _refused(case: str) -> str:
         case "early":
             fully_shard(model)
             options = {"wire": pe.wire.FP16(), "defer": "none"}
+        case "feedback":
+            fully_shard(model)
+            options["wire"] = pe.wire.ErrorFeedback(pe.wire.Int8())
+        case "encoded replicas":
+            shard(model, "replicate")
+            options["wire"] = pe.wire.Int8()
         case "own":
             fully_shard(model).set_custom_reduce_scatter(_Own())
     with pytest.raises(ValueError) as error:
@@ -207,6 +248,8 @@ REFUSED = {
     "only replicas": "reduces in float32, and wire=BF16(): it has replicas and no shards",
     "wider": "reduces in bfloat16, and wire=FP32(): a wire has to be of the type",
     "early": "wire=FP16() for unit '', which sends gradients before the window's count is known",
+    "feedback": "wire=ErrorFeedback(wire=Int8()): under FSDP nothing keeps what a rank's values lose",
+    "encoded replicas": "reduces in float32, and wire=Int8(): it has replicas and no shards",
     "own": "it has a reduce-scatter of its own",
 }
 

@@ -105,5 +105,6 @@ _KINDS: dict[str, _Kind] = {
     "batch_norm": (lambda value: _is_list_of(value, _is_dense), "a list of tensors"),
     "carry": (lambda value: _is_dict_of(value, _is_tensor), "tensors by parameter"),
     "scaler": (lambda value: _is_dict_of(value, is_number), "numbers by name"),
+    "residuals": (lambda value: _is_dict_of(value, _is_dense), "tensors by parameter"),
     "rng": (lambda value: _is_dict_of(value, lambda _: True), "states by generator"),
 }

@@ -88,7 +88,7 @@ class Form:
             return [numbers]
         looks = (
             *(self._place, self._count, self._totals, self._sum, self._row),
-            *(self._carry, self._order, self._scaler, _rng),
+            *(self._carry, self._residual, self._order, self._scaler, _rng),
         )
         return [f"state of {snapshot.owner} has {text}" for look in looks for text in look(snapshot)]
 
@@ -147,6 +147,16 @@ class Form:
             yield f"carry[{name!r}], which is no parameter here"
         known = s.carry.keys() & own.keys()
         yield from _unlike("carry", {n: s.carry[n] for n in known}, {n: own[n] for n in known})
+
+    def _residual(self, s: Snapshot) -> Iterator[str]:
+        trained = {name: math.prod(shape) for name, shape, _, _ in self.engine.identity.params}
+        for name in s.residuals.keys() - trained.keys():
+            yield f"residuals[{name!r}], which is no parameter here"
+        known = s.residuals.keys() & trained.keys()
+        needed: dict[str, _Like] = {name: (torch.float32, (trained[name],)) for name in known}
+        yield from _unlike("residuals", {name: s.residuals[name] for name in known}, needed)
+        if any(not bool(s.residuals[name].isfinite().all()) for name in known):
+            yield "residuals that are not finite"
 
     def _order(self, s: Snapshot) -> Iterator[str]:
         reducer = self.engine.reducer

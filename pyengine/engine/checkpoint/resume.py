@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from pyengine.data.rng import rng_refusal, rng_states
 from pyengine.engine.checkpoint.fit import problems
-from pyengine.engine.checkpoint.snapshot import Snapshot, disjoint, in_order, merge
+from pyengine.engine.checkpoint.snapshot import Snapshot, disjoint, in_order, merge, share_residuals
 from pyengine.engine.engine import Engine
 from pyengine.engine.handshake import raise_problems
-from pyengine.gradients.base import RefusesLoad, Reorders
+from pyengine.gradients.base import KeepsResiduals, RefusesLoad, Reorders
 from pyengine.window.counter import State, share_of_rest
 
 
@@ -57,6 +57,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         engine.is_between_loops,
         list(dict.fromkeys(engine.reducer.order())) if isinstance(engine.reducer, Reorders) else [],
         carry=engine.kept_grads.save(),
+        residuals=engine.reducer.residuals.save() if isinstance(engine.reducer, KeepsResiduals) else {},
         scaler={} if scaler is None else scaler.state_dict(),
         rng=engine.rng_due or rng_states(),  # of a loaded state that no loop goes on with yet, its own
     )
@@ -153,7 +154,7 @@ def _prepare(engine: Engine, states: object) -> tuple[list[str], _Said, Snapshot
     is_own = isinstance(states, dict) or not engine.is_exact
     try:
         found, snapshots = _read(engine, states)
-        is_own = not engine.is_exact or (isinstance(states, dict) and len(snapshots) < 2)
+        is_own = _loads_own(engine, states, snapshots)
         own = [s for s in snapshots if (s.rank, s.world_size) == (engine.comm.rank, engine.comm.world_size)]
         found = found or _misfits(engine, snapshots, own, is_own=is_own)
         if not found:
@@ -174,11 +175,30 @@ def _read(engine: Engine, states: object) -> tuple[list[str], list[Snapshot]]:
     return [], [snapshot for state in listed for snapshot in Snapshot.read(state)]
 
 
+def _loads_own(engine: Engine, states: object, snapshots: Sequence[Snapshot]) -> bool:
+    """Whether each rank goes on from its own part; else all parts are shared out. Sums that are not exact
+    cannot be, but between windows there are none.
+    """
+    if isinstance(states, dict) and len(snapshots) < 2:
+        return True
+    if engine.is_exact:
+        return False
+    is_as_before = all(snapshot.world_size == engine.comm.world_size for snapshot in snapshots)
+    return is_as_before or any(snapshot.places for snapshot in snapshots)
+
+
 def _put_together(engine: Engine, parts: list[Snapshot], own: list[Snapshot], *, is_own: bool) -> Snapshot:
     """Put together what this rank goes on from."""
     mine = own if is_own else _mine(engine, disjoint(parts))
     part = merge([s for s in mine if s.places], parts[0], engine.device)
     part.rng = own[0].rng if own else {}
+    if is_own:
+        part.residuals = own[0].residuals
+    else:
+        comm = engine.comm
+        part.residuals = share_residuals(
+            parts, rank=comm.rank, world_size=comm.world_size, device=engine.device
+        )
     return part
 
 
@@ -190,8 +210,8 @@ def _misfits(engine: Engine, snapshots: list[Snapshot], own: list[Snapshot], *, 
         hint = (
             "pass the states of all ranks in a list"
             if engine.is_exact
-            else "start as many ranks as there were; only accumulator='exact' goes on with other numbers of "
-            "ranks"
+            else "start as many ranks as there were, or pass the states of all ranks in a list, of a window "
+            "that was not begun; only accumulator='exact' shares out an open one"
         )
         found.append(f"states of {owners or 'nobody'} on {here}: {hint}")
     elif is_own and own[0].places and own[0].accumulate != engine.counter.accumulate:
@@ -200,6 +220,14 @@ def _misfits(engine: Engine, snapshots: list[Snapshot], own: list[Snapshot], *, 
             f"accumulate={engine.counter.accumulate}: the open window ends as it began; make the engine as "
             "it was, or load between windows"
         )
+    if not is_own and not engine.is_exact:
+        worlds = sorted({s.world_size for s in snapshots})
+        if len(worlds) > 1 or sorted(s.rank for s in snapshots) != list(range(worlds[0])):
+            owners = ", ".join(s.owner for s in snapshots)
+            found.append(
+                f"states of {owners} on {here}: need those of all ranks of one save, each once, to share out "
+                "what they keep"
+            )
     if not is_own and engine.holds_parts:
         found.append(
             "states in a list, and ranks here hold other parameters or share batches: pass each rank its own "

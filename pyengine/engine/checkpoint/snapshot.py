@@ -69,6 +69,8 @@ class Snapshot:
         batch_norm: rows of running statistics, one a micro-batch; see `BatchNormReplay.save`.
         carry: gradients kept from the window before, by name: the parameter's shape and dtype.
         scaler: state of the loss scaler; empty without one.
+        residuals: what the wire has lost on this rank and is still to send, by name, float32 `[numel]` in the
+            order in which the parameter is stored; saved where there are any, else left out.
         rng: states of the random generators, by name.
         checksum: of a snapshot that was read, of all its other fields.
     """
@@ -90,6 +92,7 @@ class Snapshot:
     batch_norm: list[Tensor] = field(default_factory=list)
     carry: dict[str, Tensor] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)
+    residuals: dict[str, Tensor] = field(default_factory=dict)
     rng: dict[str, Any] = field(default_factory=dict)
     checksum: int = 0
 
@@ -122,7 +125,7 @@ class Snapshot:
 
 
 _CONTENT = [f.name for f in fields(Snapshot) if f.name != "checksum"]
-_OPTIONAL: dict[str, Callable[[], Any]] = {"dropped": list, "totals": dict}
+_OPTIONAL: dict[str, Callable[[], Any]] = {"dropped": list, "totals": dict, "residuals": dict}
 _NEED = f"need what sync.state_dict() returned, version {VERSION} or {_FLAT}"
 
 
@@ -240,6 +243,29 @@ def merge(snapshots: Sequence[Snapshot], about: Snapshot, device: torch.device) 
     # Copies: they become somebody's `.grad`, and the state may be loaded again.
     whole.carry = {name: grad.detach().to(device, copy=True) for name, grad in about.carry.items()}
     return whole
+
+
+def share_residuals(
+    snapshots: Sequence[Snapshot], *, rank: int, world_size: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Return one rank's share of the residuals: each rank of the snapshots gives its own to one of the ranks
+    there are now, so that their sum is what it was.
+
+    Args:
+        snapshots: of all ranks there were.
+        rank, world_size: whose share, and of how many.
+        device: where it is to lie.
+
+    Returns:
+        float32 `[numel]` by parameter, the caller's.
+    """
+    shared: dict[str, Tensor] = {}
+    for snapshot in sorted(snapshots, key=lambda s: s.rank):
+        if snapshot.rank % world_size == rank:
+            for name, part in snapshot.residuals.items():
+                mine = part.detach().to(device)
+                shared[name] = shared[name] + mine if name in shared else mine.clone()
+    return shared
 
 
 def _merge_sums(name: str, snapshots: Sequence[Snapshot], device: torch.device) -> dict[str, Tensor]:

@@ -25,9 +25,10 @@ class Stateful(HasEngine):
         `{"version", "window", "steps", "rank 0 of 2": (content, checksum)}`; so
         `torch.distributed.checkpoint`, for which an engine is a `Stateful`, keeps ranks apart. The content:
         windows and steps completed, the sums, counts, losses and running statistics of the open window's
-        micro-batches that are done here, with their places; the loss scale, gradients carried over, and the
-        states of the random generators. Parameters, optimizer and scheduler are the caller's to save, as
-        ever. On an accelerator every rank calls this at the same point, as `synchronize`.
+        micro-batches that are done here, with their places; the loss scale, gradients carried over, what the
+        wire has lost and is still to send, and the states of the random generators. Parameters, optimizer and
+        scheduler are the caller's to save, as ever. On an accelerator every rank calls this at the same
+        point, as `synchronize`.
 
         With accumulator="exact" the last states of any ranks in a window fit together, whenever each was
         saved.
@@ -46,12 +47,12 @@ class Stateful(HasEngine):
         """Go on where `state_dict` was called, bit for bit; every rank calls this before its loop.
 
         Args:
-            states: this rank's own state, on as many ranks as there were; or, with accumulator="exact", a
-                list of the states of all ranks, the same on every rank, whose sums and remaining
-                micro-batches are then shared out among the ranks there are now. All of one window, that of
-                the parameters (`state["window"]`). A state may be missing, or older than others that hold its
-                micro-batches: what is missing is computed again. One dict may hold the parts of several
-                ranks.
+            states: this rank's own state, on as many ranks as there were; or a list of the states of all
+                ranks, the same on every rank, taken between windows, of which what a wire keeps is then
+                shared out among the ranks there are now. With accumulator="exact" the window may be open:
+                sums and remaining micro-batches are shared out, too, and a state may be missing, or older
+                than others that hold its micro-batches: what is missing is computed again. All of one window,
+                that of the parameters (`state["window"]`). One dict may hold the parts of several ranks.
 
         Nothing of a rank's own is needed but its loader, which goes on behind what is done:
         `sampler.set_epoch(..., due=sync.due)`, or `dealer.set_epoch(..., done=sync.done)`. The generators go

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -13,14 +13,16 @@ from torch.nn import Parameter
 from pyengine.comm.base import Comm, Work
 from pyengine.gradients.accumulator.main_grad import pop_written, withdraw
 from pyengine.gradients.accumulator.slot_group import SlotGroup, cut
+from pyengine.gradients.accumulator.used_flags import FlagsBeside, FlagsInside, UsedFlags
 from pyengine.gradients.arrival import Watch
 from pyengine.gradients.layout import Bucket
 from pyengine.gradients.slots import Saved, load_parts, saved_flags, slots_of, views_of
 from pyengine.gradients.sums import SlotNorms
-from pyengine.ops.device import Readback, send
+from pyengine.ops.device import Readback
 from pyengine.ops.plan import BucketPlan
 from pyengine.window.final_pass import FinalPass
 from pyengine.wire import Wire
+from pyengine.wire.base import is_encoded
 
 
 class BucketAccumulator(ABC):
@@ -30,19 +32,19 @@ class BucketAccumulator(ABC):
     the sum and `.grad` are valid until the next window's first backward overwrites them.
 
     Life of a window: `begin`, `add` after every earlier backward, `arm` before the last one, `has_arrived`
-    during it, `rounds` once the bucket is complete, `from_wire` after the last of them.
+    during it, `send` once the bucket is complete, `from_wire` when it has landed.
 
     Args:
         bucket: place in the layout.
         params: the bucket's parameters in slot order, on one device.
 
     Attributes:
-        num_rounds: collectives that `rounds` launches.
         in_place: whether what lands is `.grad`, without another pass.
+        flags: which slots were used, and whether the window is void.
     """
 
-    num_rounds = 1
     in_place = False
+    flags: UsedFlags
     _sum: Tensor
 
     def __init__(self, bucket: Bucket, params: Sequence[Parameter]) -> None:
@@ -56,17 +58,18 @@ class BucketAccumulator(ABC):
         self._has_fused = False  # whether a layer adds to `main_grad` by itself
         self._groups = [SlotGroup(bucket, params, slots) for slots in cut(bucket, device)]
 
-    def set_buffers(self, wire: Tensor, result: Tensor) -> None:
+    def set_buffers(self, flat: Tensor, result: Tensor, flags: UsedFlags) -> None:
         """Say where the sum over ranks lands, and what `.grad` views.
 
         Args:
-            wire: of the wire's type, `[bucket.numel]`, owned by this bucket.
-            result: of the parameters' type, `[bucket.numel]`; owned too, and may be `wire`.
+            flat: of the wire's type, `[bucket.numel]`, owned by this bucket.
+            result: of the parameters' type, `[bucket.numel]`; owned too, and may be `flat`.
+            flags: the used flags.
         """
-        self._wire, self._result = wire, result
-        self._wire_slots = self.plan.pointers(slots_of(wire, self.bucket.slots))
+        self._wire, self._result, self.flags = flat, result, flags
+        self._wire_slots = self.plan.pointers(slots_of(flat, self.bucket.slots))
         self._slots = (
-            self._wire_slots if result is wire else self.plan.pointers(slots_of(result, self.bucket.slots))
+            self._wire_slots if result is flat else self.plan.pointers(slots_of(result, self.bucket.slots))
         )
         self.bind()
 
@@ -132,20 +135,28 @@ class BucketAccumulator(ABC):
         """
 
     @abstractmethod
-    def rounds(self, inv_count: Tensor | None, wire: Wire, comm: Comm, *, poison: bool) -> Iterator[Work]:
-        """Launch the bucket's collectives one after the other; go on only when the last one has landed.
+    def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
+        """Start to sum the bucket over ranks.
 
         Args:
             inv_count: float32, 0-dim, multiplied in on the way to the wire; None for nothing.
-            wire: of the type that the bucket was made for.
+            comm: over the bucket's ranks.
             poison: void the window.
 
         Cost: the last backward's gradients, which are accumulated in the pass that casts where there is one,
-        and the all-reduces: an element on the wire for every element of the bucket.
+        and what the wire sends for the bucket.
         """
 
-    def round_tensors(self) -> list[Tensor]:
-        """Return every tensor that `rounds` uses, so that a side stream keeps its memory."""
+    def send_over(self, wire: Wire, comm: Comm, *, poison: bool) -> Work:
+        """Start to sum the wire buffer over ranks, with the used flags in it or beside it."""
+        self.flags.write(self._used, poison=poison)
+        if not isinstance(self.flags, FlagsBeside):
+            return wire.all_reduce_(self._wire, comm)
+        self.flags.start(comm)
+        return wire.all_reduce_(self._wire[: self.bucket.flags], comm)
+
+    def sent_tensors(self) -> list[Tensor]:
+        """Return every tensor that `send` uses, so that a side stream keeps its memory."""
         return [self._sum, self._wire, *(param.grad for param in self.params if param.grad is not None)]
 
     def from_wire(self, inv_count: Tensor | None, final: FinalPass) -> None:
@@ -161,7 +172,7 @@ class BucketAccumulator(ABC):
         """
         out = None if self._slots is self._wire_slots and inv_count is None else self._slots
         self.norms.read(self._wire_slots, out, self.one if inv_count is None else inv_count, final)
-        final.void = self.void(final.void)
+        final.void = self.flags.void(final.void)
 
     def scale_(self, scale: Tensor) -> None:
         """Multiply the published gradients in place.
@@ -175,7 +186,7 @@ class BucketAccumulator(ABC):
 
     def used_anywhere(self) -> Tensor | None:
         """Return which slots any rank used, bool `[slots]`, the caller's; None where this rank used all."""
-        return None if all(self._used) else self._landed_flags() != 0
+        return None if all(self._used) else self.flags.landed() != 0
 
     @abstractmethod
     def blame(self) -> Callable[[int], list[int] | None]:
@@ -192,6 +203,12 @@ class BucketAccumulator(ABC):
     def allocate(self, dtype: torch.dtype) -> Tensor:
         """Return a flat buffer of zeros, `[bucket.numel]`."""
         return torch.zeros(self.bucket.numel, dtype=dtype, device=self.one.device)
+
+    def flags_for(self, wire: Wire, flat: Tensor) -> UsedFlags:
+        """Make the used flags: in the wire buffer, `[bucket.numel]`, if the wire lets them arrive there."""
+        if is_encoded(wire):
+            return FlagsBeside(torch.zeros(len(self.params), dtype=torch.uint8, device=flat.device))
+        return FlagsInside(flat[self.bucket.flags : self.bucket.flags + len(self.params)])
 
     def save(self) -> Saved:
         """Return what earlier micro-batches of this window have left, as `Reducer.save`."""
@@ -240,35 +257,6 @@ class BucketAccumulator(ABC):
     def _set_first(self, is_first: bool) -> None:
         for group in self._groups:
             group.is_first = is_first
-
-    def write_used(self, flat: Tensor, used: Sequence[bool], *, poison: bool) -> None:
-        """Write the used flags behind the slots of a flat buffer.
-
-        Args:
-            flat: `[bucket.numel]`, of which `[slots]` elements from `bucket.flags` on are written: 0 or 1.
-            used: by slot.
-            poison: write nan, for a window that this rank had to give up.
-        """
-        flags = self._flags(flat)
-        if poison:
-            flags.fill_(float("nan"))
-        elif all(used):
-            flags.fill_(1)
-        else:
-            flags.copy_(send(used, flat.dtype, flat.device))
-
-    def void(self, before: Tensor) -> Tensor:
-        """Return `before`, or nan if a landed flag is nan: some rank gave the window up. Both float32,
-        0-dim.
-        """
-        return before + self._landed_flags().float().sum() * 0
-
-    def _landed_flags(self) -> Tensor:
-        """Return the used flags as all ranks have them, `[slots]`; the bucket's memory."""
-        return self._flags(self._wire)
-
-    def _flags(self, flat: Tensor) -> Tensor:
-        return flat[self.bucket.flags : self.bucket.flags + len(self.params)]
 
 
 def _described(dtype: torch.dtype, device: torch.device, shape: torch.Size, strides: tuple[int, ...]) -> str:

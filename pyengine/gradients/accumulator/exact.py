@@ -4,7 +4,7 @@ or the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,14 +12,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm, Work
+from pyengine.comm.staged import Staged
 from pyengine.gradients.accumulator.grouped import GroupedBucket
+from pyengine.gradients.accumulator.used_flags import FlagsBeside
 from pyengine.gradients.layout import Bucket
 from pyengine.gradients.sums import ExactOverRanks
-from pyengine.ops.device import send
 from pyengine.window.final_pass import FinalPass
-from pyengine.wire import Wire
-
-_USED, _GAVE_UP = 1, 2
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,6 @@ class ExactBucket(GroupedBucket):
         terms: micro-batches of a full window, over all ranks.
     """
 
-    num_rounds = 2
-
     def __init__(self, bucket: Bucket, params: Sequence[Parameter], *, terms: int) -> None:
         super().__init__(bucket, params)
         self._exact = ExactOverRanks(
@@ -57,27 +53,21 @@ class ExactBucket(GroupedBucket):
         self.set_sum(self._exact)
         self._sum = self._exact.hi.view(torch.float32)
         self.in_place = bucket.dtype == torch.float32
-        self.set_buffers(self._sum, self._sum if self.in_place else self.allocate(bucket.dtype))
+        result = self._sum if self.in_place else self.allocate(bucket.dtype)
+        self.set_buffers(self._sum, result, FlagsBeside(self._exact.flags))
 
-    def rounds(self, inv_count: Tensor | None, wire: Wire, comm: Comm, *, poison: bool) -> Iterator[Work]:
+    def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
         """Agree on the bin of every block, then add the integers: as `ExactOverRanks.rounds`."""
-        del inv_count, wire  # 1/count comes after the sum, which has a wire of its own
+        del inv_count  # it comes after the sum
         self.unseal()
         self._store_rest()
-        flags = [_GAVE_UP if poison else _USED * used for used in self._used]
-        self._exact.flags.copy_(send(flags, torch.uint8, self.one.device))
-        yield from self._exact.rounds(comm)
+        self.flags.write(self._used, poison=poison)
+        return Staged(self._exact.rounds(comm), self._exact.num_rounds, self.one.device)
 
-    def round_tensors(self) -> list[Tensor]:
-        return [*super().round_tensors(), *self._exact.round_tensors()]
+    def sent_tensors(self) -> list[Tensor]:
+        return [*super().sent_tensors(), *self._exact.round_tensors()]
 
     def from_wire(self, inv_count: Tensor | None, final: FinalPass) -> None:
         """Round the sum once, in place, before it is published: 12 bytes an element more."""
         self._exact.rounded_()
         super().from_wire(inv_count, final)
-
-    def void(self, before: Tensor) -> Tensor:
-        return torch.where((self._landed_flags() == _GAVE_UP).any(), float("nan"), before)
-
-    def _landed_flags(self) -> Tensor:
-        return self._exact.flags

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -39,7 +39,9 @@ class Fp32Bucket(GroupedBucket):
         self.set_sum(self._fp32)
         flat = self._sum = self._fp32.flat
         landed = flat if wire.dtype == torch.float32 else self.allocate(wire.dtype)
-        self.set_buffers(landed, landed if wire.dtype == bucket.dtype else self.allocate(bucket.dtype))
+        result = landed if wire.dtype == bucket.dtype else self.allocate(bucket.dtype)
+        self._over_wire = wire
+        self.set_buffers(landed, result, self.flags_for(wire, landed))
 
     def bind(self) -> None:
         super().bind()
@@ -59,11 +61,12 @@ class Fp32Bucket(GroupedBucket):
         self._find_fused()
         super().add()
 
-    def rounds(self, inv_count: Tensor | None, wire: Wire, comm: Comm, *, poison: bool) -> Iterator[Work]:
-        yield wire.all_reduce_(self.to_wire(inv_count, poison=poison), comm)
+    def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
+        self.to_wire(inv_count)
+        return self.send_over(self._over_wire, comm, poison=poison)
 
-    def to_wire(self, inv_count: Tensor | None, *, poison: bool) -> Tensor:
-        """Return the wire buffer, `[bucket.numel]`: the sum with the last gradients and the used flags.
+    def to_wire(self, inv_count: Tensor | None) -> None:
+        """Write the sum, with the last gradients, into the wire buffer.
 
         Cost: with a narrow wire one pass of 8 bytes an element adds, scales, casts and checks; else as `add`.
         """
@@ -71,11 +74,8 @@ class Fp32Bucket(GroupedBucket):
         self._find_fused()
         grads = self._whole.pop(self._used)
         first, flags = self._groups[0].is_first, self._flagged[-1]
-        scale = self.one if inv_count is None else inv_count
-        self._fp32.deposit_into_wire_(self._wire, grads, scale, first=first, nonfinite=flags)
+        self._fp32.deposit_into_wire_(self._wire, grads, inv_count, first=first, nonfinite=flags)
         self._set_first(False)
-        self.write_used(self._wire, self._used, poison=poison)
-        return self._wire
 
     def _find_fused(self) -> None:
         for index in pop_written(self.params):

@@ -4,7 +4,7 @@ no pass of ours before the reduction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -38,7 +38,9 @@ class NativeBucket(BucketAccumulator):
         self._watched: list[Tensor] | None = [] if watch else None
         self._sum = self.allocate(bucket.dtype)
         self.in_place = wire.dtype == bucket.dtype and not wire.folds_count
-        self.set_buffers(self._sum if self.in_place else self.allocate(wire.dtype), self._sum)
+        flat = self._sum if self.in_place else self.allocate(wire.dtype)
+        self._over_wire = wire
+        self.set_buffers(flat, self._sum, self.flags_for(wire, flat))
 
     def bind(self) -> None:
         super().bind()
@@ -92,11 +94,14 @@ class NativeBucket(BucketAccumulator):
         (part,) = slots_of(self._sum, [self.bucket.slots[index]])
         return {"sum": part}
 
-    def rounds(self, inv_count: Tensor | None, wire: Wire, comm: Comm, *, poison: bool) -> Iterator[Work]:
-        yield wire.all_reduce_(self.to_wire(inv_count, poison=poison), comm)
+    def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
+        self.to_wire(inv_count)
+        return self.send_over(self._over_wire, comm, poison=poison)
 
-    def to_wire(self, inv_count: Tensor | None, *, poison: bool) -> Tensor:
-        """Return the sum, cast to the wire with `inv_count` folded in if the wire is another buffer."""
+    def to_wire(self, inv_count: Tensor | None) -> None:
+        """Bring every gradient into the sum, and cast that to the wire with `inv_count` folded in if the wire
+        is another buffer.
+        """
         if self._sealed is None:
             self._settle()
             self._sealed = self._versions()
@@ -105,8 +110,6 @@ class NativeBucket(BucketAccumulator):
         if not self.in_place:
             scale = self.one if inv_count is None else inv_count
             self.plan.pack_(self._wire, self._slots, scale)
-        self.write_used(self._wire, self._used, poison=poison)
-        return self._wire
 
     def blame(self) -> Callable[[int], list[int] | None]:
         """Name the first micro-batch only: the sum stays non-finite afterwards."""

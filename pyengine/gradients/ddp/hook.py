@@ -4,6 +4,7 @@ Used alone (`register_comm_hook`), it averages over ranks as DDP itself does. Dr
 each bucket to the window's `Reduction`. No string annotations here: DDP inspects the hook's signature.
 """
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,13 +18,17 @@ from torch.futures import Future
 
 from pyengine.comm import TorchDist
 from pyengine.comm.base import Work
+from pyengine.comm.staged import Staged
 from pyengine.gradients.ddp.callbacks import Callbacks
+from pyengine.gradients.ddp.staged_buckets import StagedBuckets
 from pyengine.ops.device import runs_ahead
 from pyengine.ops.plan import BucketPlan
 from pyengine.ops.pointers import DTYPE_CODES
 from pyengine.ops.trace import span
 from pyengine.wire import FP32, Wire
+from pyengine.wire.base import is_encoded
 from pyengine.wire.cast import as_wire, wire_problems
+from pyengine.wire.memory import Place, WireMemory, keeps_residual
 
 # A bucket under way, and what is to be done when it has landed: returns the bucket's buffer, `[numel]`,
 # DDP's.
@@ -43,6 +48,7 @@ class WireBuffer:
         params: the bucket's.
 
     Attributes:
+        wire: as given.
         params: their ids.
         plan: the buffer, as one slot.
         one: float32, 0-dim, 1.
@@ -53,12 +59,12 @@ class WireBuffer:
         self.params = {id(param) for param in params}
         self.plan = BucketPlan([0], [self.numel])
         self.one = torch.ones((), device=flat.device)
-        self._dtype = wire.dtype
+        self.wire = wire
 
     @cached_property
     def flat(self) -> Tensor:
         """Of the wire's type, `[numel]`, owned by this object; made at its first use."""
-        return torch.empty(self.numel, dtype=self._dtype, device=self.one.device)
+        return torch.empty(self.numel, dtype=self.wire.dtype, device=self.one.device)
 
 
 class HookState:
@@ -69,7 +75,8 @@ class HookState:
 
     Args:
         process_group: the one DDP was built with; None is the default group.
-        wire: how a bucket travels: `pe.wire.FP32()`, `BF16()`, `FP16()`; or their dtypes.
+        wire: how a bucket travels: `pe.wire.FP32()`, `BF16()`, `Int8()` and so on (docs/wires.md); or the
+            dtype of one of the first.
         group: the same as `process_group`.
 
     Raises:
@@ -94,19 +101,25 @@ class HookState:
             None  # what an engine does with a bucket, instead of the mean
         )
         self.is_released = False  # by an engine that has been closed
+        self.staged = StagedBuckets()
         self._callbacks = Callbacks()
+        self.memory = WireMemory()
         self._wire_buffers: dict[int, WireBuffer] = {}
         self._comms: dict[torch.device, TorchDist] = {}
 
     def serve(self, wire: Wire) -> None:
         """Let an engine, which sets `reduce`, have its buckets sent over this wire."""
         self.wire, self.is_released = wire, False
-        self._wire_buffers = {}
+        self._forget()
 
     def release(self) -> None:
         """Average over ranks in fp32, as DDP itself does: no hook can be taken off DDP."""
         self.wire, self.reduce, self.is_released = FP32(), None, True
-        self._wire_buffers = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        """Keep nothing of any bucket."""
+        self._wire_buffers, self.memory = {}, WireMemory()
 
     def call_back(self, future: Future[Any], callback: Callable[[Future[Any]], Tensor]) -> Future[Tensor]:
         """Return a future of the tensor that `callback` returns for another one; see `Callbacks`."""
@@ -142,10 +155,22 @@ class HookState:
         flat, params = bucket.buffer(), bucket.parameters()
         buffer = self._wire_buffers.get(id(params[0]))
         if buffer is None or buffer.numel != flat.numel():
-            buffer = WireBuffer(flat, self.wire, params)
+            buffer = WireBuffer(flat, self._wire_for(flat, params), params)
             others = {key: old for key, old in self._wire_buffers.items() if not old.params & buffer.params}
             self._wire_buffers = others | {id(params[0]): buffer}
         return buffer
+
+    def checked(self, landed: Tensor, bucket: Any) -> Tensor:
+        """Return a bucket that has landed; of one that is not finite, and so not used, nothing is kept."""
+        if keeps_residual(self.wire):
+            self.memory.drop_of(bucket.parameters()[0], ~torch.isfinite(landed.sum()))
+        return landed
+
+    def _wire_for(self, flat: Tensor, params: Sequence[Tensor]) -> Wire:
+        """Return the wire of a bucket, with what was kept of its parameters in another one."""
+        ends = itertools.accumulate(param.numel() for param in params)
+        places = [Place(p, end - p.numel(), p.numel()) for p, end in zip(params, ends, strict=True)]
+        return self.memory.wire_for(self.wire, places, flat.numel(), flat.device)
 
     def __copy__(self) -> "HookState":
         self._check_own()
@@ -206,13 +231,14 @@ def _mean(state: HookState, bucket: Any) -> Future[torch.Tensor]:
     world_size, folds = dist.get_world_size(state.group), state.wire.folds_count
 
     def start(comm: TorchDist) -> Launched:
-        return launch(
+        work, land = launch(
             state,
             bucket,
             comm,
             before=lambda one: one / world_size if folds else None,
             after=lambda one: None if folds else one / world_size,
         )
+        return work, lambda: state.checked(land(), bucket)
 
     return exchange(state, bucket, start, failures=[])
 
@@ -238,9 +264,6 @@ def exchange(
             "sparse=False"
         )
     comm = state.comm(flat.device)
-    with span("launch bucket", bucket.index()), comm.side_stream([flat]):
-        work, land = start(comm)
-
     # Not the state or the transport: a backend's thread must not be the last to hold the process group.
     roll_call = comm.roll_call
 
@@ -253,9 +276,15 @@ def exchange(
             raise
         return land()
 
+    with span("launch bucket", bucket.index()), comm.side_stream([flat]):
+        work, land = start(comm)
+        if comm.is_stream_ordered and isinstance(work, Staged):
+            return completed(finish(work.wait))  # the stream waits
     if runs_ahead(flat.device) and not comm.is_stream_ordered:
         # gloo's future is complete before the stream that copies the result back to the device is.
         return completed(finish(work.wait))
+    if isinstance(work, Staged):
+        return state.staged.add(bucket, work, lambda: finish(work.wait))
     future = work.get_future()
     if roll_call.watch is not None and not comm.is_stream_ordered:
         future = roll_call.watch.guard(future, state.call_back)
@@ -288,10 +317,10 @@ def launch(
     all-reduce of an element on the wire for every element.
     """
     flat: Tensor = bucket.buffer()
-    wire = state.wire
     if flat.dtype not in DTYPE_CODES:
         return _launch_wide(state, bucket, comm, before, after)
     buffer = state.wire_buffer(bucket)
+    wire = buffer.wire
     into, out_of = before(buffer.one), after(buffer.one)
     is_moved = wire.folds_count or wire.dtype != flat.dtype
     moved = buffer.flat if is_moved else flat
@@ -314,10 +343,16 @@ def _launch_wide(state: HookState, bucket: Any, comm: TorchDist, before: Scale, 
     flat: Tensor = bucket.buffer()
     one = torch.ones((), dtype=flat.dtype, device=flat.device)
     into, out_of = before(one), after(one)
-    if into is not None:
-        moved = state.wire_buffer(bucket).flat.copy_(flat * into)
-        return state.wire.all_reduce_(moved, comm), lambda: flat.copy_(moved)
-    return comm.all_reduce(flat), lambda: flat if out_of is None else flat.mul_(out_of)
+    if into is None and not is_encoded(state.wire):
+        return comm.all_reduce(flat), lambda: flat if out_of is None else flat.mul_(out_of)
+    buffer = state.wire_buffer(bucket)
+    moved = buffer.flat.copy_(flat if into is None else flat * into)
+
+    def land() -> Tensor:
+        flat.copy_(moved)
+        return flat if out_of is None else flat.mul_(out_of)
+
+    return buffer.wire.all_reduce_(moved, comm), land
 
 
 def leave_unreduced(bucket: Any) -> Future[torch.Tensor]:
@@ -343,6 +378,9 @@ class _SingleGradient:
 
     def index(self) -> int:
         return id(self._param)
+
+    def is_last(self) -> bool:
+        return True
 
     def parameters(self) -> Sequence[Tensor]:
         return [self._param]

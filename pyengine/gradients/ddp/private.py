@@ -197,11 +197,15 @@ class Drive:
 
         Cost: two copies of these buckets, and their reductions.
         """
-        for bucket in self._reducer._get_zeros_like_grad_buckets()[num_sent:]:
+        rest = self._reducer._get_zeros_like_grad_buckets()[num_sent:]
+        for bucket in rest:
             for param, slot in _slots(bucket):
                 if param.grad is not None:
                     slot.copy_(param.grad)
-            comm_hook(self._state, bucket).wait()
+        # All start before one is waited for: the last one drives on those of several collectives.
+        futures = [comm_hook(self._state, bucket) for bucket in rest]
+        for bucket, future in zip(rest, futures, strict=True):
+            future.wait()
             publish(bucket, bucket.parameters())
         self._reducer._push_all_rebuilt_params()  # as on the other ranks, for whose orders rank 0's stands
 

@@ -24,6 +24,7 @@ from pyengine.gradients.ddp.private import Drive, publish, reduced_parameters
 from pyengine.gradients.ddp.reduction import Reduction
 from pyengine.gradients.ddp.sums import ExactBucketSum, Fp32BucketSum, Sums, Watched
 from pyengine.gradients.param_sums import packed
+from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import Saved, slot_gradient
 from pyengine.gradients.sums import SlotNorms
@@ -33,6 +34,7 @@ from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
 from pyengine.window.nonfinite import flagged_in
+from pyengine.wire.memory import keeps_residual
 
 
 class DDPReducer:
@@ -68,6 +70,8 @@ class DDPReducer:
         self.params: Sequence[Parameter] = [p for _, p in named]
         self._name_of = {p: name for name, p in named}
         self._ddp, self._state = ddp, state
+        keys = {name: p for name, p in named}
+        self.residuals = Residuals([(state.memory, keys)], is_kept=keeps_residual(state.wire))
         self._comm = state.comm(self.params[0].device)
         self._one = torch.ones((), device=self.params[0].device)
         index = {p: i for i, p in enumerate(self.params)}
@@ -189,6 +193,7 @@ class DDPReducer:
             # Also where no earlier micro-batch has made them: every rank sums the same way.
             self._sums.match_buckets()
         divisor = Divisor(header.inv_count, self._state.wire, in_place=self.in_place)
+        self._state.memory.begin(header.position[0])
         reduction = Reduction(self._state, header, divisor, self._sums, self._watched)
         if self._shares_used and self._drive.searches:
             # What earlier micro-batches used: they have left no `.grad`, which DDP would want to see.
@@ -306,11 +311,13 @@ class DDPReducer:
 
     def _send_rest(self, reduction: Reduction) -> None:
         """Send past DDP what it has not sent, and let it forget this backward."""
-        for bucket, future in reduction.under_way:
+        sent, is_complete = list(reduction.under_way), reduction.is_complete
+        if not is_complete:
+            self._drive.send_by_hand(len(sent))
+        for bucket, future in sent:
             future.wait()
             publish(bucket, bucket.parameters())
-        if not reduction.is_complete:
-            self._drive.send_by_hand(len(reduction.under_way))
+        if not is_complete:
             self._drive.match_used_map()
         self._drive.forget()
 

@@ -72,11 +72,7 @@ class Reduction:
     def _start(self, bucket: Any, comm: TorchDist) -> Launched:
         total = None if self._sums is None else self._sums.of(bucket)
         if isinstance(total, ExactBucketSum):
-            try:
-                return total.launch(bucket.buffer(), comm, self.divisor.after_wire, poison=self.poison)
-            except Exception as error:
-                self.failures.append(error)  # it waits for a collective of its own
-                raise
+            return total.launch(bucket.buffer(), comm, self.divisor.after_wire, poison=self.poison)
 
         def fill(flat: Tensor, scale: Tensor) -> bool:
             if self.poison:

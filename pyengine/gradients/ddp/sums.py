@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.comm.base import Comm, by_dtype
+from pyengine.comm.staged import Staged
 from pyengine.gradients.ddp.hook import Launched
 from pyengine.gradients.param_sums import ExactParamSum, ParamSum, packed
 from pyengine.gradients.slots import Saved, load_parts, saved_flags, slot_gradient
@@ -175,10 +176,8 @@ class ExactBucketSum(ExactParamSum):
         """
         grads = flat.split(self._plan.numels)
         self.add(grads)
-        rounds = self._exact.rounds(comm, poison=poison)
-        next(rounds).wait()
-        scale = after()  # before the collective, behind which `land` is ordered
-        work = next(rounds)
+        work = Staged(self._exact.rounds(comm, poison=poison), self._exact.num_rounds, flat.device)
+        scale = after()
 
         def land() -> Tensor:
             self._plan.unpack_(grads, self._exact.rounded_(), self._one if scale is None else scale)

@@ -142,6 +142,7 @@ class FSDPReducer(Sharded):
         # Sums of FSDP's own: nothing rewrites them.
         self._divisor = Divisor(header.inv_count, self._travels_as, in_place=True)
         self.wire.before = self._divisor.before_wire
+        self.wire.memory.begin(header.position[0])
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:

@@ -12,6 +12,8 @@ from pyengine.comm import TorchDist
 from pyengine.comm.base import Comm, ring_bytes
 from pyengine.ops.device import runs_ahead
 from pyengine.wire import Scatters, Wire
+from pyengine.wire.base import is_encoded
+from pyengine.wire.memory import Place, WireMemory
 
 
 def _run(comm: Comm, launch: Callable[[bool], Any], what: str, *, group: Any, is_async: bool) -> Any:
@@ -56,6 +58,7 @@ class ShardWire:
 
     Attributes:
         wire, comm: as given.
+        memory: what the wire keeps of units.
         before: returns what is multiplied in on the way to a narrower type, float32 0-dim; None for nothing.
             Set for each window.
     """
@@ -63,6 +66,7 @@ class ShardWire:
     def __init__(self, wire: Wire, comm: Comm) -> None:
         self.wire, self.comm = wire, comm
         self.before: Callable[[], Tensor | None] = _nothing
+        self.memory = WireMemory()
         self._over: dict[Any, TorchDist] = {}
 
     def takes(self, inner: Any, group: Any, parts: Tensor) -> bool:
@@ -70,14 +74,24 @@ class ShardWire:
 
         gloo's own is an all-reduce, which sends twice as much.
         """
-        if parts.dtype != self.wire.dtype:
+        if parts.dtype != self.wire.dtype or is_encoded(self.wire):
             return True
         is_slow = not runs_ahead(parts.device) and _backend(group, parts.device) == "gloo"
         return is_slow and type(inner).__name__ == "DefaultReduceScatter" and isinstance(self.wire, Scatters)
 
-    def reduce_scatter(self, out: Tensor, parts: Tensor, group: Any) -> None:
-        """Sum over a group; see `Scatters.reduce_scatter`. Values are cast where the wire is narrower."""
-        assert isinstance(self.wire, Scatters)  # or it was refused
+    def wire_of(self, unit: object, parts: Tensor) -> Wire:
+        """Return the wire of one unit, with a memory of its own."""
+        return self.memory.wire_for(self.wire, [Place(unit, 0, parts.numel())], parts.numel(), parts.device)
+
+    def reduce_scatter(self, out: Tensor, parts: Tensor, group: Any, wire: Wire) -> None:
+        """Sum over a group; see `Scatters.reduce_scatter`. Values are cast where the wire is narrower.
+
+        Args:
+            out, parts: as there.
+            group: of ranks.
+            wire: of the unit.
+        """
+        assert isinstance(wire, Scatters)  # or it was refused
         if group not in self._over:
             self._over[group] = TorchDist(group, parts.device)
             self._over[group].join(self.comm)
@@ -85,7 +99,7 @@ class ShardWire:
             scale, wide = self.before(), parts
             parts = torch.empty_like(wide, dtype=self.wire.dtype)
             parts.copy_(wide) if scale is None else torch.mul(wide, scale, out=parts)
-        self.wire.reduce_scatter(out, parts, self._over[group])
+        wire.reduce_scatter(out, parts, self._over[group])
 
 
 def _nothing() -> None:
@@ -110,6 +124,7 @@ class ReduceScatterOverWire:
 
     def __init__(self, inner: Any, wire: ShardWire) -> None:
         self._inner, self._wire = inner, wire
+        self._own_wire: Wire | None = None
         self.allocate = inner.allocate
         self.earlier: Tensor | None = None
 
@@ -124,7 +139,9 @@ class ReduceScatterOverWire:
 
     def _sum(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool) -> Any:
         if self._wire.takes(self._inner, group, input_tensor):
-            return self._wire.reduce_scatter(output_tensor, input_tensor, group)
+            if self._own_wire is None:
+                self._own_wire = self._wire.wire_of(self, input_tensor)
+            return self._wire.reduce_scatter(output_tensor, input_tensor, group, self._own_wire)
         self._wire.comm.traffic.count(input_tensor.nbytes - output_tensor.nbytes)
         return _run(
             self._wire.comm,

@@ -22,6 +22,7 @@ from pyengine.gradients.fsdp.traffic import (
     counted_all_reduce,
 )
 from pyengine.wire import Wire
+from pyengine.wire.base import is_encoded
 
 
 class Unit:
@@ -61,9 +62,12 @@ class Unit:
         return self.is_sharded and self.replicas > 1
 
     def narrows(self, wire: Wire) -> bool:
-        """Whether sums of its gradients are to be scattered over a wire of another type than they have."""
+        """Whether sums of its gradients are to be scattered otherwise than as elements of the type they
+        have.
+        """
         dtype = reduce_dtype(self.module)
-        return dtype is not None and dtype != wire.dtype and self.is_sharded and self.shards > 1
+        is_other = dtype is not None and (dtype != wire.dtype or is_encoded(wire))
+        return is_other and self.is_sharded and self.shards > 1
 
     def open(self, mode: str, *, keeps: bool) -> None:
         """Begin a window; see `Choice`.

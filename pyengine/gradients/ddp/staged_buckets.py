@@ -1,0 +1,77 @@
+"""DDP's buckets whose sums take several collectives, driven by the hook itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.futures import Future
+
+from pyengine.comm.staged import Staged
+
+
+@dataclass
+class _UnderWay:
+    """A bucket that was started, and what waits for it and returns its buffer."""
+
+    index: int
+    work: Staged
+    finish: Callable[[], Tensor]
+    future: Future[Any] = field(default_factory=Future)
+
+    def start_later(self) -> None:
+        """Start the collectives that are left; what breaks one is told by `end`."""
+        try:
+            self.work.start_all()
+        except Exception:  # noqa: BLE001 - the work raises it again
+            return
+
+    def end(self) -> None:
+        try:
+            self.future.set_result(self.finish())
+        except Exception as error:  # noqa: BLE001 - whoever waits for the future raises it
+            self.future.set_exception(error)
+
+
+class StagedBuckets:
+    """The buckets of one backward.
+
+    The later collectives of a bucket follow when the next bucket starts, and what is left when the last one
+    has started: in the same order on every rank, and never from a thread of the backend's.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: list[_UnderWay] = []
+        self._repeated: int | None = None  # the number of the last bucket, if one before had it, too
+
+    def add(self, bucket: Any, work: Staged, finish: Callable[[], Tensor]) -> Future[Tensor]:
+        """Drive on what is under way, behind the first collective of a bucket.
+
+        Args:
+            bucket: DDP's.
+            work: started.
+            finish: waits for it and returns the bucket's buffer.
+
+        Returns:
+            A future of that buffer; it is done, or has failed, when DDP has handed out its last bucket.
+        """
+        index = bucket.index()
+        # In static_graph's first backward every bucket has the number 0, and none is the last.
+        repeats = index == self._repeated or any(other.index >= index for other in self._under_way)
+        self._repeated = index if repeats else None
+        new = _UnderWay(index, work, finish)
+        if self._under_way:
+            self._under_way[-1].start_later()
+        self._under_way.append(new)
+        if bucket.is_last() or repeats:
+            self._end_all()
+        return new.future
+
+    def _end_all(self) -> None:
+        under_way, self._under_way = self._under_way, []
+        for each in under_way:
+            each.start_later()
+        for each in under_way:
+            each.end()

@@ -1,0 +1,81 @@
+"""A wire of one bucket, with what is kept of it from one window to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyengine.comm.base import Comm, Exchanges, Work
+from pyengine.wire.base import Wire
+from pyengine.wire.exchange import Encoding, Rounding, scatter_sum, sum_encoded
+from pyengine.wire.memory import BucketMemory
+
+_LAST = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class BucketWire:
+    """Float32 buckets, encoded, over a wire that keeps something of them.
+
+    Attributes:
+        wire: as the user gave it.
+        encoding: how values become bytes.
+        memory: of the bucket.
+        keeps_residual: whether what the bytes lose is kept, and added to the next values.
+    """
+
+    wire: Wire
+    encoding: Encoding
+    memory: BucketMemory
+    keeps_residual: bool = False
+    is_encoded = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.wire.dtype
+
+    @property
+    def folds_count(self) -> bool:
+        return self.wire.folds_count
+
+    def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
+        first, second = self._seed(comm.rank, 0), self._seed(comm.rank, 1)
+        self.memory.next_turn()
+        residual = self.memory.residual if self.keeps_residual and comm.world_size > 1 else None
+        return sum_encoded(flat, comm, self.encoding.codec, Rounding(residual, (first, second)))
+
+    def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Exchanges) -> None:
+        assert not self.keeps_residual  # or it was refused
+        encoding = Encoding(self.encoding.codec, self._seed(comm.rank, 0))
+        self.memory.next_turn()
+        scatter_sum(out, parts, comm, encoding)
+
+    def bytes_on_wire(self, numel: int, world_size: int) -> int:
+        return self.wire.bytes_on_wire(numel, world_size)
+
+    def _seed(self, rank: int, stage: int) -> int | None:
+        """Return a seed that no other rank, bucket, window or encoding has; None to round to nearest."""
+        seed = self.encoding.seed
+        if seed is None:
+            return None
+        for word in (self.memory.turn, self.memory.number, rank, stage):
+            seed = _mixed(seed ^ word)
+        return seed - 2**63
+
+
+def _mixed(word: int) -> int:
+    """Return 64 bits without pattern (splitmix64; Steele, Lea, Flood 2014)."""
+    z = (word + 0x9E3779B97F4A7C15) & _LAST
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _LAST
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _LAST
+    return z ^ (z >> 31)
+
+
+def without_memory(wire: Wire) -> RuntimeError:
+    """Return what to raise where a wire that keeps something was given no memory."""
+    return RuntimeError(
+        f"wire={wire}: it keeps something of every bucket from one window to the next, and was given no "
+        "memory for it: a wire around it needs for_bucket(memory), too, and has to pass on what that returns"
+    )

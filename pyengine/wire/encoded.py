@@ -1,0 +1,116 @@
+"""Wires whose elements share scales: a byte each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from pyengine.comm.base import Comm, Exchanges, Work
+from pyengine.ops.codec import Codec
+from pyengine.wire.base import Wire
+from pyengine.wire.bucket_wire import BucketWire, without_memory
+from pyengine.wire.exchange import Encoding, Parts, scatter_sum, sum_encoded
+from pyengine.wire.memory import BucketMemory
+from pyengine.wire.spelled import Spelled
+
+_ROUNDINGS = ("nearest", "stochastic")
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class _Encoded(Spelled):
+    """Buckets are handed over in float32; 1/count is applied after the sum.
+
+    Ranks exchange parts as the codec writes them, each adds one up in float32, writes the sum and sends it
+    round: two roundings, one of a rank's values and one of their sum.
+    """
+
+    dtype: ClassVar[torch.dtype] = torch.float32
+    folds_count: ClassVar[bool] = False
+    is_encoded: ClassVar[bool] = True
+    keeps_residual: ClassVar[bool] = False
+
+    block: int = 256
+    rounding: str = "nearest"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rounding not in _ROUNDINGS:
+            raise ValueError(f"rounding={self.rounding!r}: need 'nearest' or 'stochastic'")
+        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed!r}: need a whole number of at least 0 and below 2**63")
+        self._codec()  # which checks the rest
+
+    @property
+    def encoding(self) -> Encoding:
+        """How values become bytes."""
+        return Encoding(self._codec(), self.seed if self.rounding == "stochastic" else None)
+
+    def for_bucket(self, memory: BucketMemory) -> Wire:
+        """Return the wire of one bucket: chance has to differ from one window to the next."""
+        return BucketWire(self, self.encoding, memory)
+
+    def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
+        if self.rounding == "stochastic":
+            raise without_memory(self)
+        return sum_encoded(flat, comm, self._codec())
+
+    def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Exchanges) -> None:
+        """Exchange the parts as the codec writes them, and add them up in the type of `out`: one rounding."""
+        if self.rounding == "stochastic":
+            raise without_memory(self)
+        scatter_sum(out, parts, comm, self.encoding)
+
+    def _codec(self) -> Codec:
+        raise NotImplementedError
+
+    def bytes_on_wire(self, numel: int, world_size: int) -> int:
+        """Return what one rank sends, for W parts of whole blocks: 2 (W - 1) / W bytes an element, and four
+        times as many a block.
+        """
+        return Parts(self._codec(), numel, world_size).bytes_sent
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Int8(_Encoded):
+    """Send whole numbers from -127 to 127, with a float32 scale a block: about a quarter of float32's bytes.
+
+    A value is rounded by at most 0.50004 times its block's scale, the largest magnitude in it divided by 127;
+    then the sum is, in its own blocks. Elements far below the largest of their block are lost: see
+    `ErrorFeedback`. inf and nan cross at their own element, as nan.
+
+    Args:
+        block: elements that share a scale: 32, 64, 128, 256, 512 or 1024.
+        rounding: "nearest"; or "stochastic", up or down with chances that are right on average, for twice the
+            bound.
+        seed: of the chances.
+    """
+
+    def _codec(self) -> Codec:
+        return Codec("int8", self.block)
+
+
+@dataclass(frozen=True, repr=False)
+class FP8(_Encoded):
+    """Send floats of eight bits, with a float32 scale a block: about a quarter of float32's bytes.
+
+    A value x is rounded by at most 2^-4 (e4m3) or 2^-3 (e5m2) times the larger of abs(x) and its block's
+    scale times 2^-6 or 2^-14; that scale is the largest magnitude in it divided by 448 or 57344. Then the sum
+    is, in its own blocks.
+
+    Args:
+        format: "e4m3", or "e5m2" with a wider range and coarser steps.
+        block, rounding, seed: as for `Int8`.
+    """
+
+    format: str = "e4m3"
+
+    def __post_init__(self) -> None:
+        if self.format not in ("e4m3", "e5m2"):
+            raise ValueError(f"format={self.format!r}: need 'e4m3' or 'e5m2'")
+        super().__post_init__()
+
+    def _codec(self) -> Codec:
+        return Codec(self.format, self.block)

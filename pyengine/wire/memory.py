@@ -1,0 +1,184 @@
+"""What wires keep of a bucket from one window to the next, and who keeps it for them.
+
+Residuals are kept by parameter: buckets are laid out anew, and states go to other numbers of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from pyengine.ops.device import runs_ahead
+from pyengine.wire.base import Wire
+
+_TURNS = 2**20  # of a window: more sums of a bucket than any has
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter lies in a bucket.
+
+    Attributes:
+        key: of the parameter, whatever bucket it is in.
+        offset, numel: in elements.
+    """
+
+    key: Hashable
+    offset: int
+    numel: int
+
+
+class BucketMemory:
+    """What a wire keeps of one bucket; its owner makes it.
+
+    Args:
+        number: of the bucket, among those of its owner.
+        numel, device: of the bucket, and where it lies.
+        places: of its parameters.
+
+    Attributes:
+        number: as given.
+        turn: of the sum that is sent next; no two sums of a bucket have the same.
+    """
+
+    def __init__(self, number: int, numel: int, device: torch.device, places: Sequence[Place]) -> None:
+        self.number, self.turn = number, 0
+        self._numel, self._device = numel, device
+        self._place_of = {place.key: place for place in places}
+        self._residual: Tensor | None = None
+
+    @property
+    def residual(self) -> Tensor:
+        """Float32 `[numel]`, this object's: what this rank's sums still lack. Zeros at its first use."""
+        if self._residual is None:
+            self._residual = torch.zeros(self._numel, device=self._device)
+        return self._residual
+
+    def next_turn(self) -> int:
+        """Return the turn of a sum that is sent now."""
+        self.turn += 1
+        return self.turn - 1
+
+    def part(self, key: Hashable) -> Tensor | None:
+        """Return a parameter's residual, float32 `[numel]`, this object's; None if there is none."""
+        if self._residual is None:
+            return None
+        place = self._place_of[key]
+        return self._residual[place.offset : place.offset + place.numel]
+
+    def load(self, parts: Mapping[Hashable, Tensor]) -> None:
+        """Take over the residuals of those parameters that have one in `parts`."""
+        for key, place in self._place_of.items():
+            if key in parts:
+                self.residual[place.offset : place.offset + place.numel].copy_(parts[key])
+
+    def clear(self) -> None:
+        """Set the residual to zero."""
+        if self._residual is not None:
+            self._residual.zero_()
+
+    def drop(self, is_bad: Tensor) -> None:
+        """Set the residual to zero if `is_bad`, 0-dim, is not 0.
+
+        Cost: on an accelerator a read and a write of the residual; on the host nothing if it is 0.
+        """
+        if self._residual is None:
+            return
+        if runs_ahead(self._device):
+            self._residual.masked_fill_(is_bad != 0, 0)
+        elif bool(is_bad != 0):
+            self._residual.zero_()
+
+    def scale_(self, factor: Tensor) -> None:
+        """Multiply the residual by `factor`, 0-dim."""
+        if self._residual is not None and (runs_ahead(self._device) or float(factor) != 1):
+            self._residual.mul_(factor)
+
+
+@runtime_checkable
+class KeepsMemory(Wire, Protocol):
+    """A wire that keeps something of a bucket from one window to the next: whoever owns the bucket gives it
+    the memory.
+
+    Attributes:
+        keeps_residual: whether that is a residual; else it only wants to know the turn.
+    """
+
+    @property
+    def keeps_residual(self) -> bool: ...
+
+    def for_bucket(self, memory: BucketMemory) -> Wire:
+        """Return the wire that sends this one bucket, over all windows."""
+
+
+def keeps_residual(wire: Wire) -> bool:
+    """Whether a wire keeps what it loses."""
+    return isinstance(wire, KeepsMemory) and wire.keeps_residual
+
+
+class WireMemory:
+    """What the wires of one owner of buckets keep."""
+
+    def __init__(self) -> None:
+        self._memory_of: dict[Hashable, BucketMemory] = {}
+        self._loaded: dict[Hashable, Tensor] = {}  # for parameters that no bucket has come with
+        self._num_made = self._turn = 0
+
+    def wire_for(self, wire: Wire, places: Sequence[Place], numel: int, device: torch.device) -> Wire:
+        """Return the wire of a bucket that was laid out: what was kept of its parameters goes on there.
+
+        Args:
+            wire: as the user gave it.
+            places: of the bucket's parameters.
+            numel, device: of the bucket.
+        """
+        if not isinstance(wire, KeepsMemory):
+            return wire
+        memory = BucketMemory(self._num_made, numel, device, places)
+        memory.turn = self._turn
+        if wire.keeps_residual:
+            memory.load(self.parts())
+        for place in places:
+            self._memory_of[place.key] = memory
+            self._loaded.pop(place.key, None)
+        self._num_made += 1
+        return wire.for_bucket(memory)
+
+    def begin(self, window: int) -> None:
+        """Begin to send a window, which has turns of its own."""
+        self._turn = window * _TURNS
+        for memory in self._memories():
+            memory.turn = self._turn
+
+    def parts(self) -> dict[Hashable, Tensor]:
+        """Return the residuals by parameter, float32 `[numel]`, in the memory that wires use."""
+        found = {key: memory.part(key) for key, memory in self._memory_of.items()}
+        return self._loaded | {key: part for key, part in found.items() if part is not None}
+
+    def load(self, parts: Mapping[Hashable, Tensor]) -> None:
+        """Overwrite all residuals, with zeros where `parts` has none; it is read at once, or kept."""
+        self._loaded = {key: part for key, part in parts.items() if key not in self._memory_of}
+        for memory in self._memories():
+            memory.clear()
+            memory.load(parts)
+
+    def drop(self, is_bad: Tensor) -> None:
+        """Let nothing stay of a window if `is_bad`, 0-dim, is not 0; see `BucketMemory.drop`."""
+        for memory in self._memories():
+            memory.drop(is_bad)
+
+    def drop_of(self, key: Hashable, is_bad: Tensor) -> None:
+        """Do as `drop`, with the bucket that a parameter lies in."""
+        self._memory_of[key].drop(is_bad)
+
+    def scale_(self, factor: Tensor) -> None:
+        """Multiply all residuals by `factor`, 0-dim."""
+        for memory in self._memories():
+            memory.scale_(factor)
+
+    def _memories(self) -> list[BucketMemory]:
+        return list(dict.fromkeys(self._memory_of.values()))

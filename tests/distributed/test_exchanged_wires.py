@@ -1,0 +1,221 @@
+"""Wires whose sums take two exchanges: bits, bytes, and how far they are from float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import WORLDS, me
+from torch import Tensor
+from wire_cases import BF16, ENCODED, FEEDBACK, FP16, STOCHASTIC, WIRES, sum_bound
+
+import pyengine as pe
+from pyengine.comm import TorchDist, comm_for
+from pyengine.wire.memory import BucketMemory
+
+NUMELS = (0, 1, 31, 32, 33, 100, 1000, 4096)
+
+
+def _comm() -> TorchDist:
+    comm = comm_for(torch.device("cpu"), None)
+    assert isinstance(comm, TorchDist)
+    return comm
+
+
+def _terms(numel: int, world: int) -> list[Tensor]:
+    """Return what each rank brings: of all magnitudes, as gradients are."""
+    terms = []
+    for rank in range(world):
+        generator = torch.Generator().manual_seed(1000 * rank + numel)
+        terms.append(torch.randn(numel, generator=generator) * 2.0 ** (torch.arange(numel) % 7 - 9.0))
+    return terms
+
+
+def _bound(wire: pe.wire.Wire, numel: int) -> pe.wire.Wire:
+    """Return the wire of a bucket."""
+    if isinstance(wire, pe.wire.KeepsMemory):
+        return wire.for_bucket(BucketMemory(0, numel, torch.device("cpu"), []))
+    return wire
+
+
+def _sums() -> list[tuple[str, int, Tensor]]:
+    """Sum buckets of all sizes over all wires, within bounds, and count the bytes."""
+    rank, world = me()
+    comm, found = _comm(), []
+    for name, wire in WIRES.items():
+        for numel in NUMELS:
+            terms = [term.to(wire.dtype).float() for term in _terms(numel, world)]
+            flat = terms[rank].to(wire.dtype, copy=True)
+            before = comm.traffic.bytes_sent
+            work = _bound(wire, numel).all_reduce_(flat, comm)
+            work.wait()
+            assert comm.traffic.bytes_sent - before == wire.bytes_on_wire(numel, world)
+            right = sum(term.double() for term in terms)
+            if world == 1:
+                assert torch.equal(flat.double(), right)
+            elif numel:
+                assert ((flat.double() - right).abs() <= sum_bound(name, terms)).all(), (name, numel)
+            found.append((name, numel, flat))
+    return found
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_wire_sums_within_its_bound_sends_what_it_says_and_gives_all_ranks_the_same_bits(ranks, world):
+    first, *others = ranks(world).run(_sums)
+    for other in others:
+        for (name, numel, mine), (_, _, theirs) in zip(first, other, strict=True):
+            assert torch.equal(mine, theirs), (name, numel)
+
+
+def _bytes_an_element() -> list[int]:
+    return [wire.bytes_on_wire(2**20, 4) for wire in (pe.wire.FP32(), BF16, pe.wire.Int8(), pe.wire.FP8())]
+
+
+def test_a_wire_of_one_byte_sends_a_quarter_and_its_scales():
+    # 2 (W - 1) / W elements of 4, 2 and 1 bytes; a scale of 4 bytes for 256 of the last.
+    assert _bytes_an_element() == [
+        6 * 2**20,
+        3 * 2**20,
+        2**20 * 3 // 2 * 260 // 256,
+        2**20 * 3 // 2 * 260 // 256,
+    ]
+    assert pe.wire.ErrorFeedback(pe.wire.Int8()).bytes_on_wire(1000, 3) == pe.wire.Int8().bytes_on_wire(
+        1000, 3
+    )
+
+
+def _crossing() -> None:
+    """inf and nan of one rank come to their own element on every rank, as what is not finite."""
+    rank, world = me()
+    comm = _comm()
+    for wire in (*WIRES.values(), *FEEDBACK.values(), STOCHASTIC):
+        flat = torch.ones(300, dtype=wire.dtype)
+        if rank == world - 1:
+            flat[7], flat[200], flat[299] = torch.inf, -torch.inf, torch.nan
+        bound = _bound(wire, 300)
+        bound.all_reduce_(flat, comm).wait()
+        wrong = torch.nonzero(~flat.isfinite()).flatten().tolist()
+        assert wrong == [7, 200, 299], wire
+        if wire in FEEDBACK.values():
+            assert bound.memory.residual.isfinite().all()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_is_not_finite_crosses_every_wire_at_its_own_element(ranks, world):
+    ranks(world).run(_crossing)
+
+
+def _conserves() -> None:
+    """What has arrived and what all ranks still keep is together what they have sent."""
+    rank, world = me()
+    comm, numel = _comm(), 1000
+    for name, wire in FEEDBACK.items():
+        bound = _bound(wire, numel)
+        arrived, sent = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+        for number in range(5):
+            terms = [term * (number + 1) for term in _terms(numel, world)]
+            flat = terms[rank].clone()
+            bound.all_reduce_(flat, comm).wait()
+            arrived += flat.double()
+            sent += sum(term.double() for term in terms)
+        kept = sum(r.double() for r in comm.all_gather_object(bound.memory.residual))
+        # Every residual is a difference of float32 numbers, rounded once or twice a window, as are sums.
+        size = 5 * 5 * sum(term.abs().max() for term in terms) * 4 * world * 2.0**-24
+        assert ((arrived + kept - sent).abs() <= size).all(), name
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_error_feedback_loses_nothing(ranks, world):
+    ranks(world).run(_conserves)
+
+
+def _scatters() -> None:
+    """A wire leaves each rank its part, rounded once."""
+    rank, world = me()
+    comm, size = _comm(), 77
+    for name, wire in WIRES.items():
+        terms = [term.to(wire.dtype).float() for term in _terms(size * world, world)]
+        before, out = comm.traffic.bytes_sent, torch.empty(size)
+        _bound(wire, size * world).reduce_scatter(out, terms[rank].to(wire.dtype), comm)
+        right = sum(term.double() for term in terms)[rank * size :][:size]
+        assert ((out.double() - right).abs() <= sum_bound(name, terms)[rank * size :][:size]).all(), name
+        if name in ENCODED:
+            codec = wire.encoding.codec
+            assert comm.traffic.bytes_sent - before == (world - 1) * codec.num_bytes(size)
+    assert torch.equal(_one_rank_alone(), torch.arange(5.0))
+
+
+def _one_rank_alone() -> Tensor:
+    from pyengine.comm import Local
+
+    out = torch.empty(5)
+    pe.wire.Int8().reduce_scatter(out, torch.arange(5.0), Local())
+    return out
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_wire_leaves_every_rank_its_part(ranks, world):
+    ranks(world).run(_scatters)
+
+
+def _by_chance() -> list[list[int]]:
+    """Return this rank's seeds of some turns, and check that the mean of many sums is near."""
+    _, world = me()
+    comm, numel, turns = _comm(), 64, 400
+    bound = _bound(STOCHASTIC, numel)
+    values = torch.linspace(-1.0, 1.0, numel)
+    total, seeds = torch.zeros(numel, dtype=torch.float64), []
+    for turn in range(turns):
+        if turn < 3:
+            seeds.append([bound._seed(comm.rank, stage) for stage in range(2)])
+        flat = values.clone()
+        bound.all_reduce_(flat, comm).wait()
+        total += flat.double()
+    # Each sum is off by at most world + 1 independent steps of world / 127, right on average: by Hoeffding's
+    # inequality 64 means of 400 are all within 6 deviations of that range, but for a chance of 1e-6.
+    step = 1 / 127 * (1 + 2.0**-14)
+    size = (world * step**2 + (world * step) ** 2) ** 0.5
+    assert ((total / turns - world * values.double()).abs() <= 6 * size / turns**0.5).all()
+    return seeds
+
+
+def test_stochastic_rounding_is_right_on_average_with_chances_of_its_own_every_time(ranks):
+    found = ranks(2).run(_by_chance)
+    flat = [seed for rank in found for turn in rank for seed in turn]
+    assert len(set(flat)) == len(flat)
+
+
+def _without_memory() -> list[str]:
+    messages = []
+    for wire in (STOCHASTIC, FEEDBACK["int8"]):
+        with pytest.raises(RuntimeError) as error:
+            wire.all_reduce_(torch.ones(3), _comm())
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_wire_that_keeps_something_says_what_it_lacks(ranks):
+    for messages in ranks(1).run(_without_memory):
+        assert all("has to pass on what that returns" in message for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: pe.wire.BF16(sum="fp16"), "sum='fp16': need 'wire'"),
+        (lambda: pe.wire.Int8(block=100), "block=100"),
+        (lambda: pe.wire.Int8(rounding="up"), "rounding='up': need 'nearest' or 'stochastic'"),
+        (lambda: pe.wire.Int8(seed=-1), "seed=-1: need a whole number"),
+        (lambda: pe.wire.FP8("e3m4"), "format='e3m4': need 'e4m3' or 'e5m2'"),
+        (lambda: pe.wire.ErrorFeedback(FP16), ""),
+        (lambda: pe.wire.ErrorFeedback(pe.wire.FP16()), r"use FP16\(sum='fp32'\)"),
+        (lambda: pe.wire.ErrorFeedback(pe.wire.FP32()), r"wire=FP32\(\): need a wire that is rounded"),
+        (lambda: pe.wire.ErrorFeedback(pe.wire.Int8), "need a wire that is rounded"),
+    ],
+    ids=str,
+)
+def test_an_argument_that_makes_no_wire_is_named(make, message):
+    if not message:
+        make()
+        return
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()

@@ -1,0 +1,64 @@
+"""Wires by name, and how far each may be from the sum that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import pyengine as pe
+from pyengine.ops.codec import Codec
+
+INT8, E4M3, E5M2 = pe.wire.Int8(block=32), pe.wire.FP8(block=32), pe.wire.FP8("e5m2", block=32)
+BF16, FP16 = pe.wire.BF16(sum="fp32"), pe.wire.FP16(sum="fp32")
+STOCHASTIC = pe.wire.Int8(block=32, rounding="stochastic", seed=3)
+# What one rank's values go through, by wire.
+CODECS = {
+    "bf16": (BF16, Codec("bf16")),
+    "fp16": (FP16, Codec("fp16")),
+    "int8": (INT8, Codec("int8", 32)),
+    "e4m3": (E4M3, Codec("e4m3", 32)),
+    "e5m2": (E5M2, Codec("e5m2", 32)),
+}
+FEEDBACK = {name: pe.wire.ErrorFeedback(wire) for name, (wire, _) in CODECS.items()}
+WIRES = {name: wire for name, (wire, _) in CODECS.items()}
+ENCODED = {name: WIRES[name] for name in ("int8", "e4m3", "e5m2")}
+
+
+def rounding(name: str, x: Tensor, largest: Tensor | float) -> Tensor:
+    """Bound |x - x'| by element, as `Codec` promises it.
+
+    Args:
+        name: of the codec.
+        x: float64, what is encoded, or a bound of its magnitude.
+        largest: a bound of the magnitudes in x's block.
+    """
+    largest = torch.as_tensor(largest, dtype=torch.float64)
+    scale = {"int8": largest / 127, "e4m3": largest / 448, "e5m2": largest / 57344}.get(name)
+    tiny = 2.0**-110  # of a scale
+    match name:
+        case "int8":
+            return (scale + tiny) * (0.5 + 2.0**-15) + 0 * x
+        case "e4m3":
+            return torch.maximum(x.abs(), (scale + tiny) * 2.0**-6) * (2.0**-4 + 2.0**-21)
+        case "e5m2":
+            return torch.maximum(x.abs(), (scale + tiny) * 2.0**-14) * (2.0**-3 + 2.0**-21)
+        case "bf16":
+            return x.abs().clamp(min=2.0**-126) * 2.0**-8
+        case _:
+            return x.abs().clamp(min=2.0**-14) * 2.0**-11
+
+
+def sum_bound(name: str, terms: Sequence[Tensor]) -> Tensor:
+    """Bound by element how far the sum of float32 terms, one a rank, is from the exact one.
+
+    Each is rounded, by e; then W of them are added up in float32, W - 1 roundings of 2^-24; then the sum is
+    rounded, whose magnitude is at most that of the terms and their errors together. Blocks are whatever they
+    are: the largest of all elements bounds theirs.
+    """
+    wide = [term.double() for term in terms]
+    first = sum(rounding(name, x, x.abs().max()) for x in wide)
+    size = sum(x.abs() for x in wide) + first
+    added = size * len(terms) * 2.0**-24
+    return first + added + rounding(name, size + added, (size + added).max())

@@ -1,0 +1,96 @@
+"""What wires keep goes with parameters, from one layout of buckets to the next."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import pyengine as pe
+from pyengine.wire.bucket_wire import BucketWire
+from pyengine.wire.memory import Place, WireMemory
+
+CPU = torch.device("cpu")
+FEEDBACK = pe.wire.ErrorFeedback(pe.wire.Int8())
+
+
+def _bucket(memory: WireMemory, *places: tuple[str, int, int], wire: pe.wire.Wire = FEEDBACK) -> BucketWire:
+    numel = max(offset + numel for _, offset, numel in places) + 5
+    bound = memory.wire_for(wire, [Place(*place) for place in places], numel, CPU)
+    assert isinstance(bound, BucketWire)
+    return bound
+
+
+def _fill(wire: BucketWire, key: str, value: float) -> None:
+    assert wire.memory.residual.numel() > 0  # which makes it
+    part = wire.memory.part(key)
+    assert part is not None
+    part.fill_(value)
+
+
+def _kept(memory: WireMemory) -> dict[object, float]:
+    return {key: float(part.unique()) for key, part in memory.parts().items()}
+
+
+def test_residuals_follow_their_parameters_into_other_buckets():
+    memory = WireMemory()
+    first, second = _bucket(memory, ("a", 0, 3), ("b", 64, 2)), _bucket(memory, ("c", 0, 4))
+    for wire, key, value in ((first, "a", 1.0), (first, "b", 2.0), (second, "c", 3.0)):
+        _fill(wire, key, value)
+    # One bucket at a time, as DDP hands them out: those that are still to come keep theirs.
+    _bucket(memory, ("c", 0, 4), ("a", 64, 3))
+    assert _kept(memory) == {"a": 1.0, "b": 2.0, "c": 3.0}
+    _bucket(memory, ("b", 0, 2))
+    assert _kept(memory) == {"a": 1.0, "b": 2.0, "c": 3.0}
+
+
+def test_what_is_loaded_waits_for_its_bucket_and_is_there_meanwhile():
+    memory, saved = WireMemory(), {"a": torch.full((3,), 7.0)}
+    memory.load(saved)
+    assert _kept(memory) == {"a": 7.0}
+    wire = _bucket(memory, ("a", 0, 3), ("b", 64, 2))
+    assert _kept(memory) == {"a": 7.0, "b": 0.0}
+    memory.load({})
+    assert not wire.memory.residual.any()
+
+
+def test_a_wire_that_keeps_no_residual_takes_no_memory():
+    memory = WireMemory()
+    memory.load({"a": torch.ones(3)})
+    wire = _bucket(memory, ("a", 0, 3), wire=pe.wire.Int8(rounding="stochastic"))
+    assert wire.memory.part("a") is None and memory.parts() == {}
+
+
+def test_every_window_has_turns_of_its_own():
+    memory = WireMemory()
+    wire = _bucket(memory, ("a", 0, 3))
+    memory.begin(0)
+    early = [wire.memory.next_turn() for _ in range(3)]
+    memory.begin(1)
+    late = [wire.memory.next_turn() for _ in range(3)]
+    assert len({*early, *late}) == 6
+    memory.begin(1)  # as a run does that goes on from a state
+    assert [wire.memory.next_turn() for _ in range(3)] == late
+    assert _bucket(memory, ("b", 0, 3)).memory.turn == wire.memory.turn - 3
+
+
+def _residual(value: float) -> tuple[WireMemory, Tensor]:
+    memory = WireMemory()
+    residual = _bucket(memory, ("a", 0, 3)).memory.residual
+    residual.fill_(value)
+    return memory, residual
+
+
+def test_nothing_stays_of_a_window_that_is_not_used():
+    memory, residual = _residual(3.0)
+    memory.drop(torch.tensor(0.0))
+    assert residual.eq(3).all()
+    memory.drop(torch.tensor(1.0))
+    assert residual.eq(0).all()
+
+
+def test_residuals_are_multiplied_with_the_loss_scale():
+    memory, residual = _residual(3.0)
+    memory.scale_(torch.tensor(1.0))
+    assert residual.eq(3).all()
+    memory.scale_(torch.tensor(0.5))
+    assert residual.eq(1.5).all()
