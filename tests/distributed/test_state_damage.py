@@ -300,3 +300,10 @@ def _loaded_twice() -> bool:
 
 def test_a_state_is_not_written_to_by_the_run_that_goes_on_from_it():
     assert _loaded_twice()
+
+
+def test_a_state_that_holds_itself_is_refused_and_not_followed_for_ever():
+    state = _interrupted("own")
+    own = state["rank 0 of 1"][0]
+    own["carry"] = {"x": own}
+    assert "one in itself" in _message(_make("own")[0], state)
