@@ -22,7 +22,7 @@ from pyengine.ops.device import runs_ahead
 TOLERANCE = 2**-5
 # Of every gradient and every tensor of an optimizer's state a run of words is read in each check, and each is
 # read as a whole in one of so many.
-_ROUND = 16
+_ROUND = 64
 
 
 @dataclass(frozen=True)

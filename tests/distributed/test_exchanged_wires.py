@@ -211,7 +211,6 @@ def test_a_wire_that_keeps_something_says_what_it_lacks(ranks):
         (lambda: pe.wire.ErrorFeedback(pe.wire.FP32()), r"wire=FP32\(\): need a wire that is rounded"),
         (lambda: pe.wire.ErrorFeedback(pe.wire.Int8), "need a wire that is rounded"),
     ],
-    ids=str,
 )
 def test_an_argument_that_makes_no_wire_is_named(make, message):
     if not message:
