@@ -15,6 +15,10 @@
 #include "plan.h"
 #include "torch_shim.h"
 
+#ifdef PYENGINE_SHARED
+#include "shared_arena.h"
+#endif
+
 #ifndef PYENGINE_MODULE
 #define PYENGINE_MODULE _core
 #endif
@@ -379,6 +383,50 @@ void bind_audit(py::module_& m) {
   });
 }
 
+#ifdef PYENGINE_SHARED
+using Block = py::class_<SharedBlock, std::shared_ptr<SharedBlock>>;
+using Job = py::class_<SharedJob, std::shared_ptr<SharedJob>>;
+using Arena = py::class_<SharedArena, std::shared_ptr<SharedArena>>;
+
+std::shared_ptr<SharedJob> submit(SharedArena& arena, Address data, int64_t numel, int kind) {
+  if (kind < 0 || kind >= kSharedKinds) throw std::invalid_argument("a kind of collective that no rank knows");
+  return arena.submit(at<void>(data), numel, static_cast<SharedKind>(kind));
+}
+
+// The thread that calls this has no GIL but in the two functions.
+void serve(SharedArena& arena, const py::function& on_wait, const py::function& on_done) {
+  const py::gil_scoped_release no_gil;
+  auto wait = [&](double seconds) {
+    const py::gil_scoped_acquire gil;
+    on_wait(seconds);
+  };
+  auto done = [&](const std::shared_ptr<SharedJob>& job) {
+    const py::gil_scoped_acquire gil;
+    on_done(job);
+  };
+  arena.serve(wait, done);
+}
+
+void bind_shared(py::module_& m) {
+  Block(m, "SharedBlock", py::buffer_protocol(), py::module_local()).def_buffer([](SharedBlock& block) {
+    return py::buffer_info(static_cast<uint8_t*>(block.data()), block.bytes());
+  });
+  Job(m, "SharedJob", py::module_local());
+  m.def("shared_file_size", &SharedFile::size);
+  Arena(m, "SharedArena", py::module_local())
+      .def(py::init<int, int, int>())
+      .def("allocate", &SharedArena::allocate, NoGil())
+      .def("submit", &submit, NoGil())
+      .def("serve", &serve)
+      .def("wait", &SharedArena::wait, NoGil())
+      .def("error", &SharedArena::error)
+      .def("call_back", &SharedArena::call_back)
+      .def("fail", &SharedArena::fail)
+      .def("missing", &SharedArena::missing)
+      .def("close", &SharedArena::close, NoGil());
+}
+#endif
+
 }  // namespace
 
 PYBIND11_MODULE(PYENGINE_MODULE, m) {
@@ -398,4 +446,7 @@ PYBIND11_MODULE(PYENGINE_MODULE, m) {
   bind_codec(m);
   bind_roof(m);
   bind_audit(m);
+#ifdef PYENGINE_SHARED
+  bind_shared(m);
+#endif
 }

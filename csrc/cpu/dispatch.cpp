@@ -9,7 +9,7 @@ namespace pyengine {
 #define PYENGINE_LEVEL(isa) \
   namespace isa {           \
   constexpr Ops kOps = {#isa, PYENGINE_OPS(PYENGINE_OP) roof_read, roof_update, roof_stream_copy, checksum, \
-                         sample}; \
+                         sample, shared_sum}; \
   }
 PYENGINE_LEVELS(PYENGINE_LEVEL)
 #undef PYENGINE_LEVEL

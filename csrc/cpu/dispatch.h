@@ -2,6 +2,7 @@
 #pragma once
 #include "../calls.h"
 #include "../plan.h"
+#include "../shared_kind.h"
 
 // The instruction sets of this build, best first. A further one is a name here, its runs_<name> in dispatch.cpp, a
 // simd_<name>.h and a line in CMakeLists.txt.
@@ -39,6 +40,7 @@ struct SampleCall {
   void roof_stream_copy(float* dst, const float* src, int64_t numel); \
   int64_t checksum(const int32_t* words, int64_t n, const LaneRule& rule); \
   void sample(const SampleCall& call);                                \
+  void shared_sum(const SharedSum& call);                             \
   }
 PYENGINE_LEVELS(PYENGINE_LEVEL)
 #undef PYENGINE_LEVEL
@@ -54,6 +56,7 @@ struct Ops {
   void (*roof_stream_copy)(float* dst, const float* src, int64_t numel);
   int64_t (*checksum)(const int32_t* words, int64_t n, const LaneRule& rule);
   void (*sample)(const SampleCall& call);
+  void (*shared_sum)(const SharedSum& call);
 };
 
 // The table in force: the best this machine runs, or the one set_isa chose.

@@ -44,6 +44,13 @@ def by_dtype(tensors: Iterable[T]) -> list[list[T]]:
     return [*found.values()]
 
 
+def flat_zeros(comm: Comm, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros, `[numel]`, where a transport reduces them best; the memory lives as long as they do."""
+    if isinstance(comm, Allocates):
+        return comm.allocate(numel, dtype)
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
 class Work(Protocol):
     """A collective under way."""
 
@@ -146,6 +153,14 @@ class Exchanges(Protocol):
 
         Cost: (W - 1) times its bytes sent by every rank of W.
         """
+
+
+@runtime_checkable
+class Allocates(Protocol):
+    """A transport that reduces faster what lies in memory of its own."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return zeros, `[numel]`, on the transport's device; theirs is the memory as long as they live."""
 
 
 @runtime_checkable

@@ -59,6 +59,7 @@ class TorchDist:
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
+        self._joined: list[Comm] = []
         self.world_size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         if self.rank < 0:
@@ -84,12 +85,16 @@ class TorchDist:
             self.roll_call.watch.position = position
 
     def join(self, other: Comm) -> None:
-        """Let what is sent here belong to another transport's engine."""
+        """Let what is sent here belong to another transport's engine, and end with that."""
         self.traffic = other.traffic
         if isinstance(other, TorchDist):
             self.roll_call.watch = other.roll_call.watch
+            other._joined.append(self)
 
     def release(self) -> None:
+        for comm in self._joined:
+            comm.release()
+        self._joined = []
         if self.roll_call.watch is not None:
             self.roll_call.watch.close()
             self.roll_call.watch = None

@@ -33,6 +33,7 @@ def attach(
     stall_after_s: float | None = 30.0,
     device_mesh: DeviceMesh | None = None,
     axes: Axes = Axes(),  # noqa: B008 - frozen
+    shared_memory: bool = True,
 ) -> Sync:
     """Let DDP's buckets, or FSDP2's units, travel once a window.
 
@@ -58,6 +59,8 @@ def attach(
             has to be that of `axes.replicate`. Parameters that DDP was told to ignore, experts say, and that
             a pattern of `axes.groups` names are reduced over that group, in buckets of the engine's own; with
             the values of its first rank. Other ignored ones are the caller's.
+        shared_memory: as for `GradSync`; DDP's buckets lie elsewhere, and are copied through the caches. Over
+            FSDP2 it does nothing yet.
 
     Returns:
         The same loop as `GradSync` gives. Set `.grad` is DDP's own.
@@ -72,7 +75,12 @@ def attach(
     """
     deferral = Deferral(defer, defer_budget_mb)
     settings = Settings(
-        accumulate, as_wire(wire), as_accumulator(accumulator), nonfinite, stall_after_s=stall_after_s
+        accumulate,
+        as_wire(wire),
+        as_accumulator(accumulator),
+        nonfinite,
+        stall_after_s=stall_after_s,
+        shared_memory=shared_memory,
     )
     if is_unit(ddp_model):
         _check_no_mesh(device_mesh, axes)

@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.comm import TorchDist
 from pyengine.comm.axes import Axes, has_group
+from pyengine.comm.base import Comm
 from pyengine.engine.engine_ranks import EngineRanks
 from pyengine.engine.handshake import sparse_modules
 from pyengine.engine.make import make_engine
@@ -47,16 +48,19 @@ def attach_ddp(
     def reducer(specs: list[ParamSpec], micro_batches: int) -> DDPReducer | TwoOwners:
         state.serve(settings.wire)
         device = named[0][1].device
-        if device_mesh is None and isinstance(ranks.comm, TorchDist):
-            state.travel_by(ranks.comm, device)
-        else:  # DDP's ranks are some of the engine's, or this one alone
-            state.comm(device).join(ranks.comm)
+        comm: Comm = ranks.comm
+        if device_mesh is not None or not isinstance(comm, TorchDist):
+            comm = TorchDist(state.group, device)  # DDP's ranks are some of the engine's, or this one alone
+            comm.join(ranks.comm)
+        comm = ranks.shared(comm) if settings.shared_memory else comm
+        assert isinstance(comm, TorchDist)
+        state.travel_by(comm, device)
         ddp = DDPReducer(ddp_model, state, settings=settings, terms=micro_batches)
         if not own:
             ddp.counted = ranks.counted(ddp.names)
             return ddp
         names, params = zip(*own, strict=True)
-        groups = ranks.own_groups(names)
+        groups = ranks.own_groups(names, shared_memory=settings.shared_memory)
         ranks.broadcast(own, groups)
         return TwoOwners(
             ddp,

@@ -23,6 +23,7 @@ from pyengine.comm.axes import (
     group_of,
     process_groups,
 )
+from pyengine.comm.shared_memory import share_memory
 from pyengine.engine.membership import Membership
 from pyengine.gradients.groups import Groups
 from pyengine.gradients.layout import ParamSpec
@@ -71,6 +72,7 @@ class EngineRanks:
         plain = Membership.plain(rank=self.comm.rank, world_size=self.comm.world_size)
         self.membership, self._group_of = plain, [0] * len(named)
         self._names = [name for name, _ in named]
+        self._shared: dict[int, Comm] = {}
         self._patterns: list[tuple[int, str]] = []
         self.problems = self._problems(mesh, axes)
         if not self.problems and (self._mesh is not None or axes.groups):
@@ -80,23 +82,38 @@ class EngineRanks:
         """Describe what this rank holds of each parameter."""
         return [_spec(name, param, group) for (name, param), group in zip(named, self._group_of, strict=True)]
 
-    def groups(self) -> Groups:
+    def groups(self, *, shared_memory: bool) -> Groups:
         """Return the transports; every rank calls this once all of them have agreed on their memberships.
+
+        Args:
+            shared_memory: whether gradients are to be reduced in memory that ranks share, where they can.
 
         Cost: makes the process groups that the engine needs and no earlier one has made; gathers the names.
         """
         if not self.membership.described:
-            return Groups.of_one(self.comm)
+            return Groups(self.comm, [self.shared(self.comm) if shared_memory else self.comm])
         comms = [self._transport(ranks) for ranks in self.membership.groups]
+        if shared_memory:
+            comms = [self.shared(comm) for comm in comms]
         said = self.comm.all_gather_object([*zip(self._names, self._group_of, strict=True)])
         return Groups(self.comm, comms, self.membership.counted, all(other == said[0] for other in said))
 
-    def own_groups(self, names: Collection[str]) -> Groups:
+    def shared(self, comm: Comm) -> Comm:
+        """Return a transport over ranks of the engine that reduces in memory which they share, where it can;
+        every one of those ranks calls this. What is not gradients goes by `comm` itself, in the order of all
+        engines.
+        """
+        if id(comm) not in self._shared:
+            self._shared[id(comm)] = share_memory(comm)
+        return self._shared[id(comm)]
+
+    def own_groups(self, names: Collection[str], *, shared_memory: bool) -> Groups:
         """Return transports of some of the parameters, those of whose group DDP does not use: where another
         owner reduces the rest, the order of what the two send is no matter.
 
         Args:
             names: of these parameters.
+            shared_memory: as for `groups`.
 
         Cost: makes a process group for every group that they have, unless an earlier engine has made it.
         """
@@ -105,6 +122,8 @@ class EngineRanks:
             self._transport(ranks, is_alone=True) if index in mine else self.comm
             for index, ranks in enumerate(self.membership.groups)
         ]
+        if shared_memory:
+            comms = [self.shared(comm) if index in mine else comm for index, comm in enumerate(comms)]
         return Groups(self.comm, comms, are_alike=False)
 
     def counted(self, names: Sequence[str]) -> list[bool] | None:

@@ -57,6 +57,8 @@ class GradSync(Sync):
         stall_after_s: seconds of waiting for other ranks after which a warning says which of them has not
             come, and where everybody is (docs/reliability.md); a rank that has died is an error on all others
             within seconds. None or 0: neither, and no thread that watches.
+        shared_memory: ranks of one host, with parameters on the CPU, reduce gradients in memory that they
+            share (docs/wires.md); False: through the process group.
 
     Raises:
         ValueError: an argument is off, or the ranks' parameters differ, or "exact" meets a SyncBatchNorm;
@@ -80,6 +82,7 @@ class GradSync(Sync):
         process_group: dist.ProcessGroup | None = None,
         device_mesh: DeviceMesh | None = None,
         axes: Axes = Axes(),  # noqa: B008 - frozen
+        shared_memory: bool = True,
     ) -> None:
         named, buffers = _named(params_or_module)
         params = [param for _, param in named]
@@ -95,12 +98,13 @@ class GradSync(Sync):
             nonfinite,
             bucket_cap_mb,
             stall_after_s=stall_after_s,
+            shared_memory=shared_memory,
         )
         problems = [*sharded_modules(params_or_module), *wrong_group, *wrapped_problems(params_or_module)]
         problems += problems_of_device(device, comm, settings)
 
         def reducer(specs: list[ParamSpec], micro_batches: int) -> BucketReducer | XlaReducer:
-            groups = ranks.groups()
+            groups = ranks.groups(shared_memory=shared_memory)
             ranks.broadcast([*named, *buffers], groups)
             if is_lazy(device):
                 return XlaReducer(specs, params, comm=comm, settings=settings)

@@ -97,7 +97,16 @@ class BucketReducer:
             places = [Place(slot.name, slot.offset, slot.numel) for slot in bucket.slots]
             wire = self._memory.wire_for(self._wire, places, bucket.flags, mine[0].device)
             made.append(
-                bucket_accumulator(kind, bucket, mine, wire=wire, terms=self._terms, watch=watch, apart=apart)
+                bucket_accumulator(
+                    kind,
+                    bucket,
+                    mine,
+                    wire=wire,
+                    terms=self._terms,
+                    watch=watch,
+                    comm=self._groups.comms[bucket.group],
+                    apart=apart,
+                )
             )
         self._buckets = made
         self._slot_params = [slot.param for bucket in self.layout.buckets for slot in bucket.slots]

@@ -25,6 +25,7 @@ class Settings:
     bucket_cap_mb: float = 25
     deferral: str = ""
     stall_after_s: float | None = 30.0
+    shared_memory: bool = True
 
     @property
     def kind(self) -> str:
@@ -60,7 +61,9 @@ class Settings:
     def shared(self) -> str:
         """Describe what has to be equal on every rank (micro-batches a window need not be)."""
         return f"wire={self.wire}, accumulator={self.accumulator!r}, nonfinite={self.nonfinite!r}, " + (
-            f"bucket_cap_mb={float(self.bucket_cap_mb)}" + (f", {self.deferral}" if self.deferral else "")
+            f"bucket_cap_mb={float(self.bucket_cap_mb)}"
+            + (f", {self.deferral}" if self.deferral else "")
+            + ("" if self.shared_memory else ", shared_memory=False")
         )
 
     def problems(self) -> list[str]:
@@ -91,6 +94,11 @@ class Settings:
             found.append(
                 f"stall_after_s={self.stall_after_s!r}: need seconds of waiting after which a stalled sync "
                 "is reported, above 0 and finite; or None, or 0, for no report"
+            )
+        if type(self.shared_memory) is not bool:
+            found.append(
+                f"shared_memory={self.shared_memory!r}: need True, ranks of one host reduce in memory that "
+                "they share where they can; or False, they never do"
             )
         size = self.bucket_cap_mb
         if not isinstance(size, Real) or isinstance(size, bool) or not 0 < size * 2**20 < math.inf:

@@ -50,17 +50,15 @@ class Fp32Sum:
 
     Args:
         plan: slots of the buffer.
-        numel: elements of the buffer.
-        device: where it lies.
+        flat: the buffer, float32 `[numel]`; owned by this object from now on.
 
     Attributes:
-        flat: float32 `[numel]`, owned by this object.
+        flat: as given.
     """
 
-    def __init__(self, plan: BucketPlan, *, numel: int, device: torch.device) -> None:
-        self._plan = plan
-        self.flat = torch.zeros(numel, device=device)
-        self._one = torch.ones((), device=device)
+    def __init__(self, plan: BucketPlan, flat: Tensor) -> None:
+        self._plan, self.flat = plan, flat
+        self._one = torch.ones((), device=flat.device)
 
     def over(self, plan: BucketPlan) -> Fp32Sum:
         other = copy(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -9,12 +10,14 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 from fault_cases import BEHIND_A_BUCKET, LATE_S, PAUSE_S, STALL_AFTER_S, Case
+
+from pyengine.comm.arena import Arena
 
 
 class Boom(Exception):
@@ -27,20 +30,25 @@ class Quit(Exception):
 
 @contextmanager
 def watched(trap: Trap) -> Iterator[list[dist.Work]]:
-    """Tell the trap of every all-reduce of the body; give the list of them."""
-    launch = dist.all_reduce
+    """Tell the trap of every all-reduce of the body, through the group or in shared memory; give the list of
+    them.
+    """
     works: list[dist.Work] = []
 
-    def all_reduce(*args: Any, **kwargs: Any) -> Any:
-        works.append(launch(*args, **kwargs))
-        trap.launched(works[-1])
-        return works[-1]
+    def noted(launch: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            works.append(launch(*args, **kwargs))
+            trap.launched(works[-1])
+            return works[-1]
 
-    dist.all_reduce = all_reduce
+        return call
+
+    all_reduce, reduce = dist.all_reduce, Arena.reduce
+    dist.all_reduce, Arena.reduce = noted(all_reduce), noted(reduce)
     try:
         yield works
     finally:
-        dist.all_reduce = launch
+        dist.all_reduce, Arena.reduce = all_reduce, reduce
 
 
 def _close(descriptor: int) -> None:
@@ -51,9 +59,11 @@ def _close(descriptor: int) -> None:
 
 
 def hang_up(works: Sequence[dist.Work]) -> None:
-    """Close this rank's connections, as the end of its program would,
+    """Close this rank's connections and leave shared memory, as the end of its program would,
     and wait until its collectives have noticed.
     """
+    for arena in [held for held in gc.get_objects() if isinstance(held, Arena)]:
+        arena.close()
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):

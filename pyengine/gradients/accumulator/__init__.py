@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import Parameter
 
+from pyengine.comm.base import Comm
 from pyengine.gradients.accumulator.base import BucketAccumulator
 from pyengine.gradients.accumulator.exact import Exact, ExactBucket
 from pyengine.gradients.accumulator.fp32 import Fp32Bucket
@@ -44,6 +45,7 @@ def bucket_accumulator(
     wire: Wire,
     terms: int,
     watch: bool,
+    comm: Comm,
     apart: bool = False,
 ) -> BucketAccumulator:
     """Make the accumulator of one bucket.
@@ -55,6 +57,7 @@ def bucket_accumulator(
         wire: how it travels.
         terms: micro-batches of a full window, over all ranks.
         watch: whether every micro-batch is checked for inf and nan.
+        comm: by which it travels.
         apart: whether `.grad` holds a micro-batch's gradient alone until that is accumulated: sums are then
             in memory of their own, fp32 at least, which no layer gets to see.
     """
@@ -63,5 +66,5 @@ def bucket_accumulator(
     # Autograd cannot add in place to what a DTensor's `.grad` is a view of, unnoticed.
     has_parts = any(isinstance(param, LocalPart) for param in params)
     if apart or has_parts or sum_dtype(kind, bucket.dtype) != bucket.dtype:
-        return Fp32Bucket(bucket, params, wire=wire, offers=not apart)
-    return NativeBucket(bucket, params, wire=wire, watch=watch)
+        return Fp32Bucket(bucket, params, wire=wire, comm=comm, offers=not apart)
+    return NativeBucket(bucket, params, wire=wire, comm=comm, watch=watch)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyengine.comm.base import Comm, Work
+from pyengine.comm.base import Comm, Work, flat_zeros
 from pyengine.gradients.accumulator.main_grad import pop_written, withdraw
 from pyengine.gradients.accumulator.slot_group import SlotGroup, cut
 from pyengine.gradients.accumulator.used_flags import FlagsBeside, FlagsInside, UsedFlags
@@ -200,9 +200,11 @@ class BucketAccumulator(ABC):
         """Take everything off the parameters but `.grad`."""
         withdraw(self.params)
 
-    def allocate(self, dtype: torch.dtype) -> Tensor:
-        """Return a flat buffer of zeros, `[bucket.numel]`."""
-        return torch.zeros(self.bucket.numel, dtype=dtype, device=self.one.device)
+    def allocate(self, dtype: torch.dtype, comm: Comm | None = None) -> Tensor:
+        """Return a flat buffer of zeros, `[bucket.numel]`; of a transport's memory, if it travels by one."""
+        if comm is None:
+            return torch.zeros(self.bucket.numel, dtype=dtype, device=self.one.device)
+        return flat_zeros(comm, self.bucket.numel, dtype=dtype, device=self.one.device)
 
     def flags_for(self, wire: Wire, flat: Tensor) -> UsedFlags:
         """Make the used flags: in the wire buffer, `[bucket.numel]`, if the wire lets them arrive there."""

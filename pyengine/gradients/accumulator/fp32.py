@@ -30,15 +30,16 @@ class Fp32Bucket(GroupedBucket):
     """
 
     def __init__(
-        self, bucket: Bucket, params: Sequence[Parameter], *, wire: Wire, offers: bool = True
+        self, bucket: Bucket, params: Sequence[Parameter], *, wire: Wire, comm: Comm, offers: bool = True
     ) -> None:
         super().__init__(bucket, params)
         self._offers = offers
         self._whole = SlotGroup(bucket, params, range(len(params)))
-        self._fp32 = Fp32Sum(self.plan, numel=bucket.numel, device=self.one.device)
+        travels = wire.dtype == torch.float32
+        self._fp32 = Fp32Sum(self.plan, self.allocate(torch.float32, comm if travels else None))
         self.set_sum(self._fp32)
         flat = self._sum = self._fp32.flat
-        landed = flat if wire.dtype == torch.float32 else self.allocate(wire.dtype)
+        landed = flat if travels else self.allocate(wire.dtype, comm)
         result = landed if wire.dtype == bucket.dtype else self.allocate(bucket.dtype)
         self._over_wire = wire
         self.set_buffers(landed, result, self.flags_for(wire, landed))

@@ -33,12 +33,14 @@ class NativeBucket(BucketAccumulator):
             each.
     """
 
-    def __init__(self, bucket: Bucket, params: Sequence[Parameter], *, wire: Wire, watch: bool) -> None:
+    def __init__(
+        self, bucket: Bucket, params: Sequence[Parameter], *, wire: Wire, comm: Comm, watch: bool
+    ) -> None:
         super().__init__(bucket, params)
         self._watched: list[Tensor] | None = [] if watch else None
-        self._sum = self.allocate(bucket.dtype)
         self.in_place = wire.dtype == bucket.dtype and not wire.folds_count
-        flat = self._sum if self.in_place else self.allocate(wire.dtype)
+        self._sum = self.allocate(bucket.dtype, comm if self.in_place else None)
+        flat = self._sum if self.in_place else self.allocate(wire.dtype, comm)
         self._over_wire = wire
         self.set_buffers(flat, self._sum, self.flags_for(wire, flat))
 

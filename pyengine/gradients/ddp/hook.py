@@ -8,7 +8,6 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from pyengine.comm import TorchDist
-from pyengine.comm.base import Work
+from pyengine.comm.base import Comm, Work, flat_zeros
 from pyengine.comm.staged import Staged
 from pyengine.gradients.ddp.callbacks import Callbacks
 from pyengine.gradients.ddp.staged_buckets import StagedBuckets
@@ -60,11 +59,15 @@ class WireBuffer:
         self.plan = BucketPlan([0], [self.numel])
         self.one = torch.ones((), device=flat.device)
         self.wire = wire
+        self._flat: Tensor | None = None
 
-    @cached_property
-    def flat(self) -> Tensor:
-        """Of the wire's type, `[numel]`, owned by this object; made at its first use."""
-        return torch.empty(self.numel, dtype=self.wire.dtype, device=self.one.device)
+    def flat(self, comm: Comm) -> Tensor:
+        """Return memory of the wire's type, `[numel]`, owned by this object; of the transport by which it
+        first travels.
+        """
+        if self._flat is None:
+            self._flat = flat_zeros(comm, self.numel, dtype=self.wire.dtype, device=self.one.device)
+        return self._flat
 
 
 class HookState:
@@ -323,7 +326,7 @@ def launch(
     wire = buffer.wire
     into, out_of = before(buffer.one), after(buffer.one)
     is_moved = wire.folds_count or wire.dtype != flat.dtype
-    moved = buffer.flat if is_moved else flat
+    moved = buffer.flat(comm) if is_moved else flat
     scale = buffer.one if into is None else into
     if not fill(moved, scale) and is_moved:
         buffer.plan.pack_(moved, [flat], scale)
@@ -346,7 +349,7 @@ def _launch_wide(state: HookState, bucket: Any, comm: TorchDist, before: Scale, 
     if into is None and not is_encoded(state.wire):
         return comm.all_reduce(flat), lambda: flat if out_of is None else flat.mul_(out_of)
     buffer = state.wire_buffer(bucket)
-    moved = buffer.flat.copy_(flat if into is None else flat * into)
+    moved = buffer.flat(comm).copy_(flat if into is None else flat * into)
 
     def land() -> Tensor:
         flat.copy_(moved)

@@ -130,7 +130,7 @@ class Fp32BucketSum(ParamSum):
 
     def __init__(self, params: Sequence[Any]) -> None:
         plan = packed([p.numel() for p in params])
-        self._fp32 = Fp32Sum(plan, numel=plan.flat_numel, device=params[0].device)
+        self._fp32 = Fp32Sum(plan, torch.zeros(plan.flat_numel, device=params[0].device))
         super().__init__(params, plan, self._fp32)
 
     def fill(self, last: Tensor, flat: Tensor, scale: Tensor) -> bool:

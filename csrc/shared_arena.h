@@ -1,0 +1,96 @@
+// Collectives of the ranks of one host in memory that they share. One thread of each rank runs them, in the order in
+// which they were submitted, which has to be the same on all ranks.
+#pragma once
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "shared_kind.h"
+#include "shared_memory.h"
+
+namespace pyengine {
+
+// One collective of this rank.
+class SharedJob {
+ public:
+  SharedJob(void* data, int64_t numel, SharedKind kind) : data(data), numel(numel), kind(kind) {}
+  int64_t bytes() const { return numel * shared_bytes(kind); }
+
+  void* const data;
+  const int64_t numel;
+  const SharedKind kind;
+
+ private:
+  friend class SharedArena;
+  bool is_done_ = false, calls_back_ = false;  // by the arena's mutex, as all below
+  std::string error_;
+};
+
+class SharedArena {
+ public:
+  // Called now and then by the thread that serves, while it waits for other ranks: for how many seconds it has.
+  using OnWait = std::function<void(double)>;
+  // Called by that thread when a job that is to call back is done.
+  using OnDone = std::function<void(const std::shared_ptr<SharedJob>&)>;
+
+  SharedArena(int descriptor, int rank, int world_size);
+
+  std::shared_ptr<SharedBlock> allocate(int64_t bytes);
+  // Combines `numel` elements over all ranks in place, in memory that stays until the job is done. It lies in blocks of
+  // `allocate`, on all ranks, or it is copied.
+  std::shared_ptr<SharedJob> submit(void* data, int64_t numel, SharedKind kind);
+  // Runs jobs until `close`.
+  void serve(const OnWait& on_wait, const OnDone& on_done);
+  // Waits for a job; whether it is done.
+  bool wait(const SharedJob& job, double seconds);
+  // Why a job that is done has failed; empty if it has not.
+  std::string error(const SharedJob& job);
+  // Lets OnDone have a job; false if it is done already.
+  bool call_back(SharedJob& job);
+  // Lets every job from now on fail, and those of other ranks.
+  void fail(const std::string& why);
+  // The ranks that the job under way waits for.
+  std::vector<int> missing() const;
+  // Ends `serve`; jobs that are not done fail, and other ranks that wait for this one learn that it has left.
+  void close();
+
+ private:
+  using Pointers = std::vector<void*>;
+  struct Range { int64_t begin, end; };
+
+  std::shared_ptr<SharedJob> next();
+  bool finish(SharedJob& job, const std::string& error);
+  void run(const SharedJob& job, const OnWait& on_wait);
+  void run_in_place(const SharedJob& job, SharedBlock& block, const OnWait& on_wait);
+  void run_staged(const SharedJob& job, const OnWait& on_wait);
+  void post(const SharedJob& job, const SharedBlock* block);
+  bool is_alike() const;
+  Range share(int64_t n, int rank) const;
+  std::shared_ptr<SharedBlock> block_of(const SharedJob& job);
+  // Waits until every rank has called this as often.
+  void meet(const OnWait& on_wait) { arrive(), await(on_wait); }
+  void arrive();
+  void await(const OnWait& on_wait);
+  bool have_arrived() const;
+  void check_going();
+  void tell();
+  std::string failure();
+
+  const std::shared_ptr<SharedFile> file_;
+  const int rank_, world_size_;
+  uint64_t point_ = 0;
+  std::shared_ptr<SharedBlock> staging_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::shared_ptr<SharedJob>> queue_;
+  std::vector<std::weak_ptr<SharedBlock>> blocks_;
+  std::string failure_;
+  std::atomic<bool> has_failed_ = false, is_closed_ = false;
+};
+
+}  // namespace pyengine

@@ -1,0 +1,124 @@
+#include "shared_memory.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <mutex>
+#include <set>
+#include <stdexcept>
+#include <system_error>
+
+namespace pyengine {
+namespace {
+
+// Of the file, which has holes where nobody has taken anything: offsets are never used twice.
+constexpr int64_t kRegionBytes = int64_t{1} << 42;
+
+int64_t page_bytes() { return sysconf(_SC_PAGESIZE); }
+
+int64_t in_pages(int64_t bytes) {
+  const int64_t page = page_bytes();
+  return (bytes + page - 1) / page * page;
+}
+
+int64_t control_bytes(int world_size) {
+  return in_pages(static_cast<int64_t>(sizeof(SharedControl) + sizeof(SharedPlace) * static_cast<size_t>(world_size)));
+}
+
+[[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
+
+void* map(int descriptor, int64_t offset, int64_t bytes) {
+  void* data = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, offset);
+  if (data == MAP_FAILED) fail("mmap of shared memory");
+  return data;
+}
+
+// The blocks of this process, for a fork: the child must not write to its parent's.
+struct Blocks {
+  std::mutex mutex;
+  std::set<SharedBlock*> all;
+  Blocks();
+};
+
+Blocks& blocks() {
+  static Blocks* const found = new Blocks;  // never freed: a tensor may be the last thing of a process
+  return *found;
+}
+
+Blocks::Blocks() {
+  pthread_atfork([] { blocks().mutex.lock(); }, [] { blocks().mutex.unlock(); },
+                 [] {
+                   for (SharedBlock* block : blocks().all) block->part();
+                   blocks().mutex.unlock();
+                 });
+}
+
+}  // namespace
+
+SharedFile::SharedFile(int descriptor, int rank, int world_size)
+    : descriptor_(descriptor), rank_(rank), pid_(getpid()), control_bytes_(control_bytes(world_size)),
+      control_(map(descriptor, 0, control_bytes_)) {}
+
+SharedFile::~SharedFile() {
+  munmap(control_, static_cast<size_t>(control_bytes_));
+  close(descriptor_);
+}
+
+bool SharedFile::is_mine() const { return getpid() == pid_; }
+
+int64_t SharedFile::size(int world_size) { return control_bytes(world_size) + world_size * kRegionBytes; }
+
+int64_t SharedFile::take(int64_t bytes) {
+  if (taken_ + bytes > kRegionBytes) throw std::runtime_error("a rank's region of shared memory is used up");
+  const int64_t offset = control_bytes_ + rank_ * kRegionBytes + taken_;
+  // Now, not at the first access, where a lack of memory would be a signal.
+  while (fallocate(descriptor_, 0, offset, bytes))
+    if (errno != EINTR) fail("fallocate of shared memory");
+  taken_ += bytes;
+  return offset;
+}
+
+SharedMapping::SharedMapping(const SharedFile& file, int64_t offset, int64_t bytes)
+    : offset(offset), bytes(bytes), data(map(file.descriptor(), offset, bytes)) {}
+
+SharedMapping::~SharedMapping() { munmap(data, static_cast<size_t>(bytes)); }
+
+SharedBlock::SharedBlock(std::shared_ptr<SharedFile> file, int64_t bytes, int world_size)
+    : file_(std::move(file)), bytes_(bytes), mapping_(*file_, file_->take(in_pages(bytes)), in_pages(bytes)),
+      peers_(static_cast<size_t>(world_size)) {
+  const std::lock_guard lock(blocks().mutex);
+  blocks().all.insert(this);
+}
+
+SharedBlock::~SharedBlock() {
+  {
+    const std::lock_guard lock(blocks().mutex);
+    blocks().all.erase(this);
+  }
+  if (file_->is_mine())
+    fallocate(file_->descriptor(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, mapping_.offset, mapping_.bytes);
+}
+
+bool SharedBlock::holds(const void* begin, int64_t num_bytes) const {
+  const auto at = reinterpret_cast<uintptr_t>(begin), start = reinterpret_cast<uintptr_t>(data());
+  return at >= start && at + static_cast<uintptr_t>(num_bytes) <= start + static_cast<uintptr_t>(bytes_);
+}
+
+void* SharedBlock::peer(int rank, int64_t offset, int64_t bytes) {
+  std::unique_ptr<SharedMapping>& mapped = peers_[static_cast<size_t>(rank)];
+  if (!mapped || mapped->offset != offset || mapped->bytes < bytes) {
+    mapped.reset();
+    mapped = std::make_unique<SharedMapping>(*file_, offset, in_pages(bytes));
+  }
+  return mapped->data;
+}
+
+void SharedBlock::part() {
+  mmap(mapping_.data, static_cast<size_t>(mapping_.bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED,
+       file_->descriptor(), mapping_.offset);
+}
+
+}  // namespace pyengine

@@ -1,0 +1,265 @@
+"""Memory that the ranks of one host share, and reductions in it.
+
+It is a file without a name (`memfd_create`), which the other ranks open through `/proc`: it needs no
+/dev/shm, and nothing of it outlives the last process that has it mapped, however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyengine.comm.pending import listed
+from pyengine.comm.process_state import ProcessId
+from pyengine.ops import native
+
+# The kinds of csrc/shared_kind.h, by type.
+_SUMS = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float64: 3,
+    torch.int32: 4,
+}
+_MAXIMA = {torch.uint8: 5}
+# In so many seconds a wait looks at Python's signals.
+_LOOK_S = 1.0
+_TOKEN_BYTES = 16
+_LONGER = "the collective in shared memory takes longer"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one rank says to the others of its host.
+
+    Attributes:
+        process: its process.
+        refusal: why it cannot share memory; empty if it can.
+        descriptor: of a file that it has made; -1 if it has none.
+        token: the file's first bytes.
+    """
+
+    process: ProcessId
+    refusal: str
+    descriptor: int = -1
+    token: bytes = b""
+
+    @classmethod
+    def make(cls, world_size: int) -> Offer:
+        """Make a file, of which nothing is in memory yet; `withdraw` closes it."""
+        me = ProcessId.own()
+        if sys.platform != "linux":
+            return cls(me, f"there is no memfd_create on {sys.platform}")
+        if native.core() is None:
+            return cls(me, "pyengine's native core is missing")
+        descriptor = -1
+        try:
+            descriptor = os.memfd_create("pyengine", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, native._core.shared_file_size(world_size))
+            token = secrets.token_bytes(_TOKEN_BYTES)
+            os.pwrite(descriptor, token, 0)
+        except OSError as error:
+            if descriptor >= 0:
+                os.close(descriptor)
+            return cls(me, f"memfd_create: {error}")
+        return cls(me, "", descriptor, token)
+
+    def withdraw(self) -> None:
+        """Close the file here; who has opened it keeps it."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+    def open(self) -> int:
+        """Return a descriptor of the file, the caller's.
+
+        Raises:
+            OSError: it cannot be opened from this process.
+        """
+        descriptor = os.open(f"/proc/{self.process.pid}/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        if os.pread(descriptor, _TOKEN_BYTES, 0) != self.token:
+            os.close(descriptor)
+            raise OSError(f"/proc has another process {self.process.pid} than {self.process.host} says")
+        return descriptor
+
+
+class Arena:
+    """This rank's part of the memory that the ranks of a host share.
+
+    One thread runs its collectives in their order, and sleeps otherwise. It ends with `close`, with this
+    object and with the interpreter.
+
+    Args:
+        descriptor: of the file, which it takes over.
+        processes: of the ranks that share it, by place.
+        place: of this rank among them.
+        ranks: what they are called, by place.
+
+    Cost: a thread, a file descriptor, and a mebibyte once something is reduced that does not lie in it.
+    """
+
+    def __init__(
+        self,
+        descriptor: int,
+        *,
+        processes: Sequence[ProcessId],
+        place: int,
+        ranks: Sequence[int],
+    ) -> None:
+        self._core = native._core.SharedArena(descriptor, place, len(processes))
+        self._processes, self._me = list(processes), processes[place]
+        self._ranks, self._timeout_s = list(ranks), float("inf")
+        self._works: dict[Any, SharedWork] = {}
+        self._thread = threading.Thread(
+            target=_serve,
+            args=(self._core, self._works, weakref.ref(self)),
+            name="pyengine-shared",
+            daemon=True,
+        )
+        self._end = weakref.finalize(self, _end, self._core, self._thread, os.getpid())
+        self._thread.start()
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return zeros, `[numel]`, that all ranks of the host see; the memory lives as long as the tensor.
+
+        In a process that is forked off it is as it was, and what is written there is not seen here. Where
+        there is no memory left to share it is ordinary memory, which is copied to be reduced.
+        """
+        if numel > 0:
+            try:
+                block = self._core.allocate(numel * dtype.itemsize)
+            except RuntimeError:
+                pass
+            else:
+                return torch.frombuffer(block, dtype=dtype)[:numel]
+        return torch.zeros(numel, dtype=dtype)
+
+    @staticmethod
+    def takes(flat: Tensor, *, is_max: bool) -> bool:
+        """Whether a tensor can be reduced here."""
+        kinds = _MAXIMA if is_max else _SUMS
+        return flat.dtype in kinds and flat.is_contiguous()
+
+    def reduce(self, flat: Tensor, *, is_max: bool, timeout_s: float) -> SharedWork:
+        """Start summing over the ranks of the host, or taking the maximum, in place.
+
+        Args:
+            flat: that it `takes`; stays untouched until the work has been waited for.
+            timeout_s: seconds after which a collective under way fails that some rank has not come to.
+
+        Cost: where it comes from `allocate`, on all ranks, a read and a write an element; elsewhere it is
+            copied through the caches in addition.
+        """
+        self._timeout_s = timeout_s
+        kind = (_MAXIMA if is_max else _SUMS)[flat.dtype]
+        job = self._core.submit(flat.data_ptr(), flat.numel(), kind)
+        work = self._works[job] = SharedWork(self._works, self._core, job, flat)
+        return work
+
+    def close(self) -> None:
+        """End the thread; ranks that wait for this one fail, and what is under way here."""
+        self._end()
+
+    def look(self, waited_s: float) -> None:
+        """Let the collective that this rank waits in fail, if a rank has died, or it takes too long."""
+        missing = self._core.missing()
+        dead = [place for place in missing if self._processes[place].state(self._me) == "dead"]
+        late = self._core.missing()  # what one that is dead has done counts
+        if gone := [place for place in dead if place in late]:
+            which = ", ".join(f"rank {self._ranks[place]}, {self._processes[place]}" for place in gone)
+            self._core.fail(f"shared memory: {which}, has died")
+        elif late and waited_s > self._timeout_s:
+            which = listed([self._ranks[place] for place in late])
+            self._core.fail(f"shared memory: {which} did not come within {self._timeout_s:g} s")
+
+
+class SharedWork:
+    """A collective under way, as `dist.Work`.
+
+    Args:
+        works: all that are not done, by job.
+        core, job: the native ones.
+        flat: what is reduced; kept until it is done.
+    """
+
+    def __init__(self, works: dict[Any, SharedWork], core: Any, job: Any, flat: Tensor) -> None:
+        self._works, self._core, self._job, self._flat = works, core, job, flat
+        self._future: torch.futures.Future[Any] | None = None
+        self._owed: torch.futures.Future[Any] | None = None
+        self._lock = threading.Lock()
+
+    def is_completed(self) -> bool:
+        """Whether it is done, or has failed."""
+        return bool(self._core.wait(self._job, 0.0))
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait for the result.
+
+        Raises:
+            RuntimeError: the collective has failed, or the time is over.
+        """
+        end = float("inf") if timeout is None else time.monotonic() + timeout.total_seconds()
+        while not self._core.wait(self._job, max(0.0, min(_LOOK_S, end - time.monotonic()))):
+            if time.monotonic() > end:
+                raise RuntimeError(_LONGER)
+        self.settle()
+        if error := self._core.error(self._job):
+            raise RuntimeError(error)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future that completes with it, on the thread that ran it or one that has waited for it."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future: torch.futures.Future[Any] = torch.futures.Future()
+            self._future = self._owed = future
+        if not self._core.call_back(self._job):
+            self.settle()
+        return future
+
+    def settle(self) -> None:
+        """Complete the future, if somebody has asked for it; the collective is done."""
+        self._works.pop(self._job, None)
+        with self._lock:
+            future, self._owed = self._owed, None
+        if future is None:
+            return
+        if error := self._core.error(self._job):
+            future.set_exception(RuntimeError(error))
+        else:
+            future.set_result([self._flat])
+
+
+def _serve(core: Any, works: dict[Any, SharedWork], ref: weakref.ref[Arena]) -> None:
+    """Run an arena's collectives until it is closed, and settle them."""
+
+    def on_wait(waited_s: float) -> None:
+        arena = ref()
+        if arena is not None:
+            arena.look(waited_s)
+
+    def on_done(job: Any) -> None:
+        if (work := works.get(job)) is not None:
+            work.settle()
+
+    core.serve(on_wait, on_done)
+    for work in list(works.values()):
+        work.settle()
+
+
+def _end(core: Any, thread: threading.Thread, pid: int) -> None:
+    if os.getpid() != pid:  # a fork has no such thread, and the others count on the one that has
+        return
+    core.close()
+    if thread is not threading.current_thread():
+        thread.join(1.0)

@@ -1,0 +1,301 @@
+"""Memory that ranks share, and reductions in it. The ranks are threads here, each with an arena of its own
+over one file; `tests/distributed/test_shared_memory.py` has processes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyengine.comm.arena import Arena, Offer, SharedWork
+from pyengine.comm.process_state import ProcessId
+from pyengine.ops import native
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or native.core() is None, reason="needs Linux and the native core"
+)
+
+ALIVE = timedelta(seconds=30)
+
+
+@contextmanager
+def _arenas(world: int, *, others: ProcessId | None = None) -> Iterator[list[Arena]]:
+    offer = Offer.make(world)
+    processes = [offer.process, *[others or offer.process] * (world - 1)]
+    made = [
+        Arena(offer.open(), processes=processes, place=place, ranks=range(world)) for place in range(world)
+    ]
+    offer.withdraw()
+    try:
+        yield made
+    finally:
+        for arena in made:
+            arena.close()
+
+
+def _reduce(arena: Arena, flat: Tensor, *, is_max: bool = False, timeout_s: float = 30.0) -> SharedWork:
+    return arena.reduce(flat, is_max=is_max, timeout_s=timeout_s)
+
+
+def _memory(arena: Arena, numel: int, dtype: torch.dtype, where: str) -> Tensor:
+    """Return memory of a rank: its arena's, torch's, or some that does not begin with a line of the cache."""
+    if where == "shared":
+        return arena.allocate(numel, dtype)
+    if where == "odd":
+        return arena.allocate(numel + 3, dtype)[3:]
+    return torch.zeros(numel, dtype=dtype)
+
+
+PLACES: dict[str, Callable[[int], str]] = {
+    "shared": lambda rank: "shared",
+    "own": lambda rank: "own",
+    "odd": lambda rank: "odd",
+    "one is not": lambda rank: "own" if rank == 0 else "shared",
+}
+
+
+def _in_rank_order(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the sum with one rounding an addition in the type of the sum, and one at the end."""
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part.to(wide)
+    return total.to(dtype)
+
+
+@pytest.fixture(params=["auto", "generic", "avx2", "avx512"])
+def isa(request):
+    """Run on one instruction set, if this machine has it."""
+    if not native._core.set_isa(request.param):
+        pytest.skip("this machine lacks it")
+    yield request.param
+    native._core.set_isa(os.environ.get("PYENGINE_ISA", "auto"))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_sums_are_those_of_the_ranks_in_their_order_wherever_they_lie(isa, world, dtype):
+    with _arenas(world) as arenas:
+        for numel in (1, 5, 129, 4097, 400_003):
+            parts = [
+                torch.randn(numel, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world)
+            ]
+            want = _in_rank_order(parts, dtype)
+            exact = torch.stack([part.double() for part in parts]).sum(0)
+            size = torch.stack([part.double().abs() for part in parts]).sum(0)
+            # One rounding to the type, and W - 1 of the sum's.
+            unit = torch.finfo(dtype).eps / 2 + (world - 1) * torch.finfo(torch.float32).eps / 2
+            assert ((want.double() - exact).abs() <= unit * size * 1.01).all()
+            for where in PLACES.values():
+                buffers = [_memory(arena, numel, dtype, where(rank)) for rank, arena in enumerate(arenas)]
+                for buffer, part in zip(buffers, parts, strict=True):
+                    buffer.copy_(part)
+                pairs = zip(arenas, buffers, strict=True)
+                works = [_reduce(arena, buffer) for arena, buffer in pairs]
+                for work, buffer in zip(works, buffers, strict=True):
+                    work.wait()
+                    assert torch.equal(buffer, want)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("where", [*PLACES])
+def test_integers_wrap_and_marks_take_the_largest(world, where):
+    with _arenas(world) as arenas:
+        generator = torch.Generator().manual_seed(1)
+        for numel in (1, 8193, 300_001):
+            ints = [torch.randint(-(2**31), 2**31, (numel,), generator=generator).int() for _ in range(world)]
+            marks = [torch.randint(0, 256, (numel,), generator=generator).byte() for _ in range(world)]
+            total = torch.stack(ints).sum(0, dtype=torch.int64).int()
+            for parts, want, is_max in ((ints, total, False), (marks, torch.stack(marks).amax(0), True)):
+                buffers = [
+                    _memory(arena, numel, want.dtype, PLACES[where](rank))
+                    for rank, arena in enumerate(arenas)
+                ]
+                for buffer, part in zip(buffers, parts, strict=True):
+                    buffer.copy_(part)
+                works = [_reduce(a, b, is_max=is_max) for a, b in zip(arenas, buffers, strict=True)]
+                for work, buffer in zip(works, buffers, strict=True):
+                    work.wait()
+                    assert torch.equal(buffer, want)
+
+
+def test_nan_has_the_same_bits_on_every_rank():
+    with _arenas(2) as arenas:
+        buffers = [arena.allocate(2, torch.float32) for arena in arenas]
+        for buffer, bits in zip(buffers, (0x7FC00001, 0x7FC00002), strict=True):
+            buffer.view(torch.int32).fill_(bits)
+        for work in [_reduce(a, b) for a, b in zip(arenas, buffers, strict=True)]:
+            work.wait()
+        assert torch.equal(buffers[0].view(torch.int32), buffers[1].view(torch.int32))
+        assert buffers[0].isnan().all()
+
+
+def test_collectives_run_in_their_order_and_their_futures_complete():
+    with _arenas(2) as arenas:
+        queues = [[arena.allocate(10, torch.float32).fill_(n) for n in range(20)] for arena in arenas]
+        works = [[_reduce(a, flat) for flat in q] for a, q in zip(arenas, queues, strict=True)]
+        futures = [work.get_future() for work in works[0]]
+        for number, future in enumerate(futures):
+            assert torch.equal(future.wait()[0], torch.full((10,), 2.0 * number))
+        works[1][-1].wait()
+        assert all(work.is_completed() for work in [*works[0], *works[1]])
+        assert works[1][3].get_future().done()  # asked for behind its end
+
+
+def test_what_takes_longer_says_so_and_may_be_waited_for_again():
+    with _arenas(2) as arenas:
+        flats = [torch.ones(3) for _ in arenas]
+        work = _reduce(arenas[0], flats[0])
+        assert not work.is_completed()
+        with pytest.raises(RuntimeError, match="takes longer"):
+            work.wait(timedelta(seconds=0.01))
+        _reduce(arenas[1], flats[1]).wait(ALIVE)
+        work.wait(ALIVE)
+        assert torch.equal(flats[0], torch.full((3,), 2.0))
+
+
+def test_ranks_in_different_collectives_all_raise():
+    with _arenas(3) as arenas:
+        works = [_reduce(arena, torch.ones(3 + (rank == 1))) for rank, arena in enumerate(arenas)]
+        for work in works:
+            with pytest.raises(RuntimeError, match="different collectives|has given a collective"):
+                work.wait(ALIVE)
+        with pytest.raises(RuntimeError, match="different collectives|has given"):  # from now on
+            _reduce(arenas[0], torch.ones(2)).wait(ALIVE)
+
+
+def test_a_rank_that_does_not_come_in_time_is_an_error_on_all():
+    with _arenas(3) as arenas:
+        works = [_reduce(arena, torch.ones(3), timeout_s=0.1) for arena in arenas[:2]]
+        said = []
+        for work in works:
+            with pytest.raises(RuntimeError) as error:
+                work.wait(ALIVE)
+            said.append(str(error.value))
+        assert any("rank 2 did not come within 0.1 s" in text for text in said)
+
+
+def test_a_rank_that_has_closed_is_an_error_on_those_that_wait_for_it():
+    with _arenas(2) as arenas:
+        work = _reduce(arenas[0], torch.ones(3))
+        future = work.get_future()
+        arenas[1].close()
+        with pytest.raises(RuntimeError, match="closed or dropped its engine"):
+            work.wait(ALIVE)
+        with pytest.raises(RuntimeError, match="closed or dropped its engine"):
+            future.wait()
+        with pytest.raises(RuntimeError, match="this rank has left"):
+            _reduce(arenas[1], torch.ones(3))
+
+
+def test_a_rank_that_waits_when_its_own_arena_closes_raises():
+    with _arenas(2) as arenas:
+        works = [_reduce(arenas[0], torch.ones(3)) for _ in range(2)]
+        futures = [work.get_future() for work in works]
+        threading.Timer(0.05, arenas[0].close).start()
+        for work, future in zip(works, futures, strict=True):
+            with pytest.raises(RuntimeError, match="this rank has left"):
+                work.wait(ALIVE)
+            with pytest.raises(RuntimeError, match="this rank has left"):
+                future.wait()
+
+
+def test_a_dead_rank_is_named():
+    child = subprocess.Popen(["sleep", "60"])
+    stat = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    me = ProcessId.own()
+    with _arenas(2, others=ProcessId(child.pid, me.host, me.space, stat)) as arenas:
+        work = _reduce(arenas[0], torch.ones(3))
+        with pytest.raises(RuntimeError, match="takes longer"):
+            work.wait(timedelta(seconds=0.4))  # it lives
+        child.kill()
+        with pytest.raises(RuntimeError, match=rf"rank 1, process {child.pid} on .*, has died"):
+            work.wait(ALIVE)
+    child.wait()
+
+
+def _traces() -> tuple[int, int, int]:
+    """Return how many descriptors, mapped parts and threads of an arena this process has."""
+    gc.collect()
+    links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _exists(fd)]
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    threads = [thread for thread in threading.enumerate() if thread.name == "pyengine-shared"]
+    return sum("memfd:pyengine" in e for e in links), sum("memfd:pyengine" in e for e in maps), len(threads)
+
+
+def _exists(descriptor: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{descriptor}")
+
+
+def test_nothing_is_left_of_an_arena_that_is_closed_and_of_one_that_is_dropped():
+    before = _traces()
+    with _arenas(2) as arenas:
+        flats = [arena.allocate(1000, torch.float32) for arena in arenas]
+        own = [torch.ones(10) for _ in arenas]
+        for pair in (flats, own):
+            works = [_reduce(arena, flat) for arena, flat in zip(arenas, pair, strict=True)]
+            for work in works:
+                work.wait(ALIVE)
+        assert _traces() > before
+    assert _traces()[2] == before[2]
+    assert torch.equal(flats[0], torch.zeros(1000))  # memory that somebody has stays
+    del arenas, flats, works, work, pair
+    assert _traces() == before
+    offer = Offer.make(1)
+    arena = Arena(offer.open(), processes=[offer.process], place=0, ranks=[0])
+    offer.withdraw()
+    del arena
+    assert _traces() == before
+
+
+def test_memory_of_a_tensor_that_goes_is_free_at_once():
+    offer = Offer.make(1)
+    arena = Arena(offer.open(), processes=[offer.process], place=0, ranks=[0])
+    blocks = os.fstat(offer.descriptor).st_blocks
+    flat = arena.allocate(2**18, torch.float32)
+    assert os.fstat(offer.descriptor).st_blocks >= blocks + 2**20 // 512
+    del flat
+    assert os.fstat(offer.descriptor).st_blocks == blocks
+    arena.close()
+    offer.withdraw()
+
+
+def test_a_fork_writes_to_memory_of_its_own_and_frees_none_of_ours():
+    with _arenas(2) as arenas:
+        flats = [arena.allocate(5000, torch.float32).fill_(3.0) for arena in arenas]
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                if flats[0].sum() == 15000:
+                    flats[0].fill_(7.0)
+                    flats.clear()
+                    arenas.clear()
+                    gc.collect()
+                    code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert torch.equal(flats[0], torch.full((5000,), 3.0))
+        for work in [_reduce(a, f) for a, f in zip(arenas, flats, strict=True)]:
+            work.wait(ALIVE)
+        assert torch.equal(flats[1], torch.full((5000,), 6.0))
+
+
+def test_a_file_of_another_process_is_not_taken_for_the_one_that_was_offered():
+    offer = Offer.make(2)
+    os.pwrite(offer.descriptor, b"another's token!", 0)
+    with pytest.raises(OSError, match="another process"):
+        offer.open()
+    offer.withdraw()
