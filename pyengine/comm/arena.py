@@ -45,12 +45,15 @@ class Offer:
 
     Attributes:
         process: its process.
+        network: the space of its addresses: ranks that would not see each other's are on two hosts, whatever
+            the kernel.
         refusal: why it cannot share memory; empty if it can.
         descriptor: of a file that it has made; -1 if it has none.
         token: the file's first bytes.
     """
 
     process: ProcessId
+    network: str
     refusal: str
     descriptor: int = -1
     token: bytes = b""
@@ -60,9 +63,10 @@ class Offer:
         """Make a file, of which nothing is in memory yet; `withdraw` closes it."""
         me = ProcessId.own()
         if sys.platform != "linux":
-            return cls(me, f"there is no memfd_create on {sys.platform}")
+            return cls(me, "", f"there is no memfd_create on {sys.platform}")
+        network = os.readlink("/proc/self/ns/net")
         if native.core() is None:
-            return cls(me, "pyengine's native core is missing")
+            return cls(me, network, "pyengine's native core is missing")
         descriptor = -1
         try:
             descriptor = os.memfd_create("pyengine", os.MFD_CLOEXEC)
@@ -72,8 +76,8 @@ class Offer:
         except OSError as error:
             if descriptor >= 0:
                 os.close(descriptor)
-            return cls(me, f"memfd_create: {error}")
-        return cls(me, "", descriptor, token)
+            return cls(me, network, f"memfd_create: {error}")
+        return cls(me, network, "", descriptor, token)
 
     def withdraw(self) -> None:
         """Close the file here; who has opened it keeps it."""

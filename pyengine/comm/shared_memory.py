@@ -97,10 +97,8 @@ def share_memory(comm: Comm) -> Comm:
 
 def _are_of_one_host(offers: Sequence[Offer]) -> bool:
     """Whether all ranks are processes of one host; ranks that are threads are not."""
-    processes = [offer.process for offer in offers]
-    return len({each.space for each in processes}) == 1 and len({each.pid for each in processes}) == len(
-        processes
-    )
+    hosts = {(offer.process.space, offer.network) for offer in offers}
+    return len(hosts) == 1 and len({offer.process.pid for offer in offers}) == len(offers)
 
 
 def _opened(offers: Sequence[Offer]) -> tuple[int, str]:
