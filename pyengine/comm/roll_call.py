@@ -88,7 +88,9 @@ class RollCall:
             if time.monotonic() > end or (self.watch is not None and self.watch.knows(absent)):
                 break
             time.sleep(0.02)
-        waiting = [] if self.watch is None else self.watch.waiting(absent)
+        if self.watch is None:
+            return absent
+        waiting = set(self.watch.waiting(absent)) - set(self.watch.dead(absent))  # what they said last
         return [rank for rank in absent if rank not in waiting]
 
 
