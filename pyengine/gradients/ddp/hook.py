@@ -54,17 +54,13 @@ class WireBuffer:
     """
 
     def __init__(self, flat: Tensor, wire: Wire, params: Sequence[Tensor]) -> None:
-        self.numel = flat.numel()
+        self.numel, self.wire = flat.numel(), wire
         self.params = {id(param) for param in params}
-        self.plan = BucketPlan([0], [self.numel])
-        self.one = torch.ones((), device=flat.device)
-        self.wire = wire
+        self.plan, self.one = BucketPlan([0], [self.numel]), torch.ones((), device=flat.device)
         self._flat: Tensor | None = None
 
     def flat(self, comm: Comm) -> Tensor:
-        """Return memory of the wire's type, `[numel]`, owned by this object; of the transport by which it
-        first travels.
-        """
+        """Return memory of the wire's type, `[numel]`, this object's; of the transport that asks first."""
         if self._flat is None:
             self._flat = flat_zeros(comm, self.numel, dtype=self.wire.dtype, device=self.one.device)
         return self._flat
