@@ -117,7 +117,7 @@ def _say(comm: TorchDist, refusals: Sequence[str]) -> None:
         why = next(text for text in refusals if text)
         warnings.warn(
             f"the {comm.world_size} ranks of this host reduce through their process group, not in memory "
-            f"that they share, which is slower: {why}. shared_memory=False says that this is meant",
+            f"that they share, which is slower: {why}. leave shared_memory=True out",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -33,7 +33,7 @@ def attach(
     stall_after_s: float | None = 30.0,
     device_mesh: DeviceMesh | None = None,
     axes: Axes = Axes(),  # noqa: B008 - frozen
-    shared_memory: bool = True,
+    shared_memory: bool = False,
 ) -> Sync:
     """Let DDP's buckets, or FSDP2's units, travel once a window.
 

@@ -57,8 +57,8 @@ class GradSync(Sync):
         stall_after_s: seconds of waiting for other ranks after which a warning says which of them has not
             come, and where everybody is (docs/reliability.md); a rank that has died is an error on all others
             within seconds. None or 0: neither, and no thread that watches.
-        shared_memory: ranks of one host, with parameters on the CPU, reduce gradients in memory that they
-            share (docs/wires.md); False: through the process group.
+        shared_memory: True lets ranks of one host, with parameters on the CPU, reduce gradients in memory
+            that they share (docs/wires.md); False goes through the process group.
 
     Raises:
         ValueError: an argument is off, or the ranks' parameters differ, or "exact" meets a SyncBatchNorm;
@@ -82,7 +82,7 @@ class GradSync(Sync):
         process_group: dist.ProcessGroup | None = None,
         device_mesh: DeviceMesh | None = None,
         axes: Axes = Axes(),  # noqa: B008 - frozen
-        shared_memory: bool = True,
+        shared_memory: bool = False,
     ) -> None:
         named, buffers = _named(params_or_module)
         params = [param for _, param in named]

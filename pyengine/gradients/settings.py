@@ -25,7 +25,7 @@ class Settings:
     bucket_cap_mb: float = 25
     deferral: str = ""
     stall_after_s: float | None = 30.0
-    shared_memory: bool = True
+    shared_memory: bool = False
 
     @property
     def kind(self) -> str:
@@ -63,7 +63,7 @@ class Settings:
         return f"wire={self.wire}, accumulator={self.accumulator!r}, nonfinite={self.nonfinite!r}, " + (
             f"bucket_cap_mb={float(self.bucket_cap_mb)}"
             + (f", {self.deferral}" if self.deferral else "")
-            + ("" if self.shared_memory else ", shared_memory=False")
+            + (", shared_memory=True" if self.shared_memory else "")
         )
 
     def problems(self) -> list[str]:

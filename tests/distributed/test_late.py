@@ -243,7 +243,7 @@ def _on_the_side(kind: str, dtype: torch.dtype, wire: pe.wire.Wire) -> tuple[int
     rank, world = me()
     model = Integers(dtype)
     options = {"bucket_cap_mb": 1e-5} if kind == "own" else {}
-    sync, forward = engine(kind, model, accumulate=2, wire=wire, shared_memory=False, **options)
+    sync, forward = engine(kind, model, accumulate=2, wire=wire, **options)
     comm, recorder = sync._engine.comm, _Recorder()
     comm.is_stream_ordered, comm._side_stream = True, recorder
     for window in sync.windows([integers(2 * rank + k) for k in range(2)]):

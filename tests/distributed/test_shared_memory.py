@@ -74,7 +74,7 @@ def _windows(sync: pe.Sync, forward: nn.Module, model: Integers, num: int = 2) -
 def _trained(kind: str, dtype: torch.dtype, **options: Any) -> tuple[int, int]:
     with _Reductions() as seen:
         model = Integers(dtype)
-        sync, forward = engine(kind, model, accumulate=2, **options)
+        sync, forward = engine(kind, model, accumulate=2, **{"shared_memory": True, **options})
         _windows(sync, forward, model)
         sync.close()
     return seen.num, seen.num_in_place
@@ -111,7 +111,7 @@ def _random_bits(world: int) -> list[torch.Tensor]:
     """Return gradients of random floats, whose sum depends on its order."""
     torch.manual_seed(0)
     model = nn.Linear(300, 300)
-    sync = pe.GradSync(model)
+    sync = pe.GradSync(model, shared_memory=True)
     torch.manual_seed(1 + me()[0])
     with sync.accumulate():
         sync.backward(model(torch.randn(64, 300)).square().sum(), count=64)
@@ -160,7 +160,7 @@ def _refused(how: str) -> tuple[list[str], int]:
         with warnings.catch_warnings(record=True) as caught, _Reductions() as seen:
             warnings.simplefilter("always")
             model = Integers(torch.float32)
-            sync, forward = engine("own", model, accumulate=2)
+            sync, forward = engine("own", model, accumulate=2, shared_memory=True)
             _windows(sync, forward, model)
             sync.close()
     finally:
@@ -198,7 +198,7 @@ def _traces() -> tuple[int, int, int]:
 def _left(kind: str, ends: str) -> tuple[Any, ...]:
     before = _traces()
     model = Integers(torch.float32)
-    sync, forward = engine(kind, model, accumulate=2)
+    sync, forward = engine(kind, model, accumulate=2, shared_memory=True)
     _windows(sync, forward, model, num=3)  # the order of buckets is another one from the second on
     under_way = _traces()
     if ends == "close":
@@ -223,7 +223,7 @@ def _killed(who: str, stall_after_s: float | None) -> tuple[float, str]:
     rank, _ = me()
     roll_call.WAIT_S = 0.5
     model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50))
-    sync = pe.GradSync(model, stall_after_s=stall_after_s, bucket_cap_mb=1e-5)
+    sync = pe.GradSync(model, shared_memory=True, stall_after_s=stall_after_s, bucket_cap_mb=1e-5)
 
     def window() -> None:
         with sync.accumulate():
@@ -274,7 +274,7 @@ def test_a_rank_that_is_stopped_in_a_reduction_is_an_error_behind_the_groups_tim
 def _all_killed(note: str) -> None:
     """Tell which file the ranks share, then have all of them killed in a window."""
     model = nn.Linear(100, 100)
-    sync = pe.GradSync(model)
+    sync = pe.GradSync(model, shared_memory=True)
     with sync.accumulate():
         sync.backward(model(torch.ones(1, 100)).sum())
     for line in Path("/proc/self/maps").read_text().splitlines():

@@ -23,7 +23,7 @@ def _counted(kind: str, batch_norm: bool, accumulate: int) -> list[list[list[str
     """
     model = _model(batch_norm)
     options = {"bucket_cap_mb": 1e-5} if kind == "own" else {}
-    sync, forward = engine(kind, model, accumulate=accumulate, shared_memory=False, **options)
+    sync, forward = engine(kind, model, accumulate=accumulate, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     windows = []
     for window in sync.windows([torch.randn(3, 4) for _ in range(5 * accumulate)]):
@@ -64,7 +64,7 @@ def test_batch_norm_buffers_travel_once_a_window_and_find_unused_adds_one(ranks,
 
 def _own_bytes(wire: pe.wire.Wire, dtype: torch.dtype) -> tuple[pe.StepRecord, int, int]:
     model = _model(False).to(dtype)
-    sync = pe.GradSync(model, accumulate=2, wire=wire, shared_memory=False)
+    sync = pe.GradSync(model, accumulate=2, wire=wire)
     records: list[pe.StepRecord] = []
     sync.on_step(records.append)
     # The second window: behind the first one's buckets the ranks share the order in which gradients came,

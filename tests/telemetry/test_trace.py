@@ -26,10 +26,10 @@ def _train(path: str, kind: str) -> None:
     model = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(BUCKETS)])
     cap = {"bucket_cap_mb": 1 / 16}
     if kind == "own":
-        forward, sync = model, pe.GradSync(model, accumulate=2, **cap, shared_memory=False)
+        forward, sync = model, pe.GradSync(model, accumulate=2, **cap)
     else:
         forward = DistributedDataParallel(model, **cap)
-        sync = pe.attach(forward, accumulate=2, shared_memory=False)
+        sync = pe.attach(forward, accumulate=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train(windows: int) -> None:
