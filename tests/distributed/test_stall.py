@@ -145,7 +145,9 @@ def test_a_dead_rank_is_the_same_error_on_every_other_rank(ranks, world, phase):
 
 
 def _threads() -> list[int]:
-    """Return how many threads watch, more than before: before, with an engine of each kind, after it is closed, or dropped."""
+    """Return how many threads watch, more than before: with an engine of each kind, after it is closed, or
+    dropped.
+    """
     made = [len(_watchers())]
     for after_s in (30, None, 0):
         sync = pe.GradSync(nn.Linear(2, 2), stall_after_s=after_s)
@@ -157,7 +159,7 @@ def _threads() -> list[int]:
     del sync
     gc.collect()
     made.append(len(_watchers()))
-    # Engines that other tests of this process have dropped behind a collective that failed may be held by DDP.
+    # Engines that other tests have dropped here behind a collective that failed may be held by DDP.
     return [num - made[0] for num in made]
 
 
