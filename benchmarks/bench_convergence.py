@@ -1,0 +1,155 @@
+"""What a wire does to training: losses of `train`'s models over every wire, several seeds each.
+
+    python benchmarks/bench_convergence.py --save        # GPT and CNN, 500 steps, three seeds, every wire
+    python benchmarks/bench_convergence.py --draw benchmarks/results/<date>-convergence.json  # the plot
+
+Two gloo workers. Runs of one model and seed differ in the wire alone: the same start, the same micro-batches.
+What is told of a wire is the loss on data that training never reads (of the CNN the share that is named
+wrong), and how far it lies from fp32's with the same seed; the noise to hold that against is how far fp32's
+own seeds lie apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+import torch.distributed as dist
+from _harness import save
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+import pyengine as pe
+from pyengine.cli.bench.machine import card
+from pyengine.cli.study.axes import INK, STYLE
+from pyengine.cli.tasks.cnn import DigitsTask
+from pyengine.cli.tasks.gpt import TextTask
+from pyengine.comm.launching import launch
+
+PLOT = Path(__file__).resolve().parents[1] / "docs" / "convergence.svg"
+ACCUMULATE, MICRO_BATCH, SMOOTH = 2, 8, 20
+TASKS: dict[str, Any] = {"gpt": TextTask, "cnn": DigitsTask}
+WIRES = {
+    "fp32": pe.wire.FP32(),
+    "bf16": pe.wire.BF16(),
+    "bf16, fp32 sums": pe.wire.BF16(sum="fp32"),
+    "fp16, fp32 sums": pe.wire.FP16(sum="fp32"),
+    "int8": pe.wire.Int8(),
+    "int8, error feedback": pe.wire.ErrorFeedback(pe.wire.Int8()),
+    "fp8 e4m3": pe.wire.FP8("e4m3"),
+    "fp8 e4m3, error feedback": pe.wire.ErrorFeedback(pe.wire.FP8("e4m3")),
+    "fp8 e5m2, error feedback": pe.wire.ErrorFeedback(pe.wire.FP8("e5m2")),
+}
+
+
+def train(model: str, wire: str, seed: int, steps: int) -> tuple[list[float], float]:
+    """Train on this worker; return the loss of every step, and on held-out data at the end."""
+    torch.set_num_threads(1)
+    task = TASKS[model]()
+    torch.manual_seed(seed)
+    network = task.build()
+    sync = pe.GradSync(network, accumulate=ACCUMULATE, wire=WIRES[wire])
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True)
+    losses: list[float] = []
+    sync.on_step(lambda record: losses.append(record.loss or 0.0))
+    batches = task.batches(
+        rank=dist.get_rank(), world_size=dist.get_world_size(), micro_batch=MICRO_BATCH, seed=seed
+    )
+    for window in sync.windows(batches):
+        for batch in window:
+            loss, count = task.loss(network, batch)
+            sync.backward(loss, count=count)
+        sync.clip_grad_norm_(1.0)
+        sync.step(optimizer)
+        if len(losses) == steps:
+            break
+    network.eval()
+    quality = task.quality(network)
+    return losses, quality.get("held_out_loss", 1 - quality["accuracy"])
+
+
+def main() -> None:
+    """Run everything, print a table, write a result file and the plot."""
+    options = _options()
+    if options.draw:
+        _draw(json.loads(options.draw.read_text())["models"])
+        return
+    models: dict[str, Any] = {}
+    for model in options.models:
+        models[model] = _measure(model, options)
+        _print(model, models[model])
+    if options.save:
+        content = {"machine": card(1), "options": {**vars(options), "draw": None}, "models": models}
+        print("wrote", save("convergence", content))
+        _draw(models)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--models", type=lambda text: text.split(","), default=list(TASKS), help="gpt,cnn")
+    add("--wires", type=lambda text: text.split(";"), default=list(WIRES), help="names, with ; between them")
+    add("--steps", type=int, default=500)
+    add("--seeds", type=int, default=3)
+    add("--save", action="store_true", help="write benchmarks/results/<date>-convergence.json and the plot")
+    add("--draw", type=Path, help="a result file: write only the plot of it")
+    return parser.parse_args()
+
+
+def _measure(model: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return losses by wire: of each seed, the curve and what was reached."""
+    found: dict[str, dict[str, Any]] = {}
+    for wire in options.wires:
+        curves, finals = [], []
+        for seed in range(options.seeds):
+            print(f"\r{model}, {wire}, seed {seed}{'':30}", end="", file=sys.stderr, flush=True)
+            losses, final = launch(train, workers=2, args=(model, wire, seed, options.steps))[0]
+            curves.append([round(statistics.mean(part), 4) for part in _cut(losses)])
+            finals.append(final)
+        found[wire] = {"curves": curves, "finals": finals}
+    return found
+
+
+def _cut(losses: Sequence[float]) -> list[Sequence[float]]:
+    return [losses[start : start + SMOOTH] for start in range(0, len(losses), SMOOTH)]
+
+
+def _print(model: str, wires: dict[str, dict[str, Any]]) -> None:
+    first = wires.get("fp32", next(iter(wires.values())))["finals"]
+    print(f"\r{model:30}{'held out':>10}{'lowest':>10}{'highest':>10}{'over fp32':>11}{'at most':>10}")
+    for wire, row in wires.items():
+        finals = row["finals"]
+        over = [mine - theirs for mine, theirs in zip(finals, first, strict=True)]
+        numbers = (statistics.mean(finals), min(finals), max(finals), statistics.mean(over), max(over))
+        print(f"{wire:30}" + "".join(f"{number:10.4f}" for number in numbers))
+
+
+def _draw(models: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """Draw, of every model, the mean over seeds of each wire's loss, with the band between its seeds."""
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": "pyengine", "svg.fonttype": "path"}):
+        figure = Figure(figsize=(9, 3.6 * len(models)), layout="constrained")
+        colours = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
+        for axes, (model, wires) in zip(figure.subplots(len(models), squeeze=False)[:, 0], models.items()):
+            for (wire, row), colour in zip(wires.items(), colours, strict=False):
+                steps = [SMOOTH * (index + 0.5) for index in range(len(row["curves"][0]))]
+                columns = list(zip(*row["curves"], strict=True))
+                colour = INK if wire == "fp32" else colour
+                axes.plot(steps, [statistics.mean(c) for c in columns], color=colour, lw=1.4, label=wire)
+                axes.fill_between(steps, [*map(min, columns)], [*map(max, columns)], color=colour, alpha=0.12)
+            axes.set(title=model, xlabel="optimizer steps", ylabel="training loss", yscale="log")
+            axes.legend(fontsize="small", ncols=2)
+        FigureCanvasSVG(figure).print_svg(PLOT, metadata={"Date": None})
+    print("wrote", PLOT.name)
+
+
+if __name__ == "__main__":
+    main()
