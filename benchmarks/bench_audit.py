@@ -50,7 +50,7 @@ class _Inside:
         for owner, name in CALLS:
             setattr(owner, name, self._timed(getattr(owner, name)))
         listener = Probe._listener
-        Probe._listener = lambda probe, index: self._timed(listener(probe, index))  # type: ignore[method-assign]
+        Probe._listener = lambda *given: self._timed(listener(*given))  # type: ignore[method-assign]
 
     def read(self) -> float:
         """Return the seconds, and begin again."""

@@ -1,4 +1,4 @@
-// The one pybind11 file: pointers and sizes in, never tensors. Checks stand in pyengine/ops/plan.py.
+// Binds ops and module: pointers and sizes in, never tensors. Checks stand in pyengine/ops/plan.py.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -13,11 +13,7 @@
 #include "cuda/ops.h"
 #include "overlap.h"
 #include "plan.h"
-#include "torch_shim.h"
-
-#ifdef PYENGINE_SHARED
-#include "shared_arena.h"
-#endif
+#include "python.h"
 
 #ifndef PYENGINE_MODULE
 #define PYENGINE_MODULE _core
@@ -27,12 +23,6 @@ namespace py = pybind11;
 using namespace pyengine;
 
 namespace {
-
-using Address = uintptr_t;
-using NoGil = py::call_guard<py::gil_scoped_release>;
-
-template <class T>
-T* at(Address address) { return reinterpret_cast<T*>(address); }
 
 using Device = std::pair<int32_t, int32_t>;  // c10::DeviceType and index
 
@@ -61,23 +51,6 @@ Table make_table(const std::vector<Address>& addresses, int dtype) {
   table.dtype = checked(dtype);
   for (Address address : addresses) table.data.push_back(at<void>(address));
   return table;
-}
-
-std::optional<DType> dtype_of_scalar_type(int32_t scalar_type) {
-  switch (scalar_type) {  // c10::ScalarType, fixed by torch's serialization format
-    case 6: return DType::f32;
-    case 15: return DType::bf16;
-    case 5: return DType::fp16;
-    default: return std::nullopt;
-  }
-}
-
-// Whether an op may take the object's elements from its address; subclasses may keep theirs elsewhere.
-bool is_plain(PyObject* object, const py::tuple& exact_types, TensorFacts* facts) {
-  bool exact = false;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(exact_types.ptr()); ++i)
-    exact |= reinterpret_cast<PyObject*>(Py_TYPE(object)) == PyTuple_GET_ITEM(exact_types.ptr(), i);
-  return exact && tensor_facts(object, facts);
 }
 
 // The addresses of a list of plain tensors, about 30 ns each where attribute calls from Python take 400.
@@ -347,85 +320,6 @@ void bind_roof(py::module_& m) {
     ops().roof_stream_copy(at<float>(dst), at<float>(src), n);
   }, NoGil());
 }
-
-// What a tensor on the host holds, or nullopt where that takes a closer look from Python.
-std::optional<TensorFacts> facts_on_host(PyObject* object, const py::tuple& exact_types) {
-  TensorFacts facts;
-  if (!is_plain(object, exact_types, &facts) || facts.device_type != kCpu) return std::nullopt;
-  return facts;
-}
-
-// What the audit reads: pyengine/audit/checksum.py and probe.py say what and why.
-void bind_audit(py::module_& m) {
-  py::class_<LaneRule>(m, "LaneRule", py::module_local())
-      .def(py::init([](Address weights, int64_t row, int64_t num_rows, int64_t block, int64_t shift,
-                       int64_t num_shifts) {
-        return LaneRule{at<int32_t>(weights), row, num_rows, block, shift, num_shifts};
-      }));
-  m.def("checksum", [](const LaneRule& rule, Address words, int64_t n) {
-    return ops().checksum(at<int32_t>(words), n, rule);
-  }, NoGil());
-  m.def("checksum_of", [](const LaneRule& rule, py::handle tensor, const py::tuple& exact_types, int64_t start,
-                          int64_t n) -> std::optional<int64_t> {
-    const std::optional<TensorFacts> facts = facts_on_host(tensor.ptr(), exact_types);
-    if (!facts || reinterpret_cast<uintptr_t>(facts->data) % sizeof(int32_t)) return std::nullopt;
-    if (start < 0 || n < 0 || (start + n) * 4 > facts->numel * facts->element_size) return std::nullopt;
-    const py::gil_scoped_release no_gil;
-    return ops().checksum(static_cast<const int32_t*>(facts->data) + start, n, rule);
-  });
-  m.def("sample", [](py::handle tensor, const py::tuple& exact_types, int64_t start, int64_t stride, int64_t num,
-                     float weight, Address sum, Address last) {
-    const std::optional<TensorFacts> facts = facts_on_host(tensor.ptr(), exact_types);
-    const std::optional<DType> dtype = facts ? dtype_of_scalar_type(facts->scalar_type) : std::nullopt;
-    if (!dtype || start < 0 || stride < 1 || (num > 0 && start + (num - 1) * stride >= facts->numel)) return false;
-    ops().sample({facts->data, *dtype, start, stride, num, weight, at<float>(sum), at<float>(last)});
-    return true;
-  });
-}
-
-#ifdef PYENGINE_SHARED
-using Block = py::class_<SharedBlock, std::shared_ptr<SharedBlock>>;
-using Job = py::class_<SharedJob, std::shared_ptr<SharedJob>>;
-using Arena = py::class_<SharedArena, std::shared_ptr<SharedArena>>;
-
-std::shared_ptr<SharedJob> submit(SharedArena& arena, Address data, int64_t numel, int kind) {
-  if (kind < 0 || kind >= kSharedKinds) throw std::invalid_argument("a kind of collective that no rank knows");
-  return arena.submit(at<void>(data), numel, static_cast<SharedKind>(kind));
-}
-
-// The thread that calls this has no GIL but in the two functions.
-void serve(SharedArena& arena, const py::function& on_wait, const py::function& on_done) {
-  const py::gil_scoped_release no_gil;
-  auto wait = [&](double seconds) {
-    const py::gil_scoped_acquire gil;
-    on_wait(seconds);
-  };
-  auto done = [&](const std::shared_ptr<SharedJob>& job) {
-    const py::gil_scoped_acquire gil;
-    on_done(job);
-  };
-  arena.serve(wait, done);
-}
-
-void bind_shared(py::module_& m) {
-  Block(m, "SharedBlock", py::buffer_protocol(), py::module_local()).def_buffer([](SharedBlock& block) {
-    return py::buffer_info(static_cast<uint8_t*>(block.data()), block.bytes());
-  });
-  Job(m, "SharedJob", py::module_local());
-  m.def("shared_file_size", &SharedFile::size);
-  Arena(m, "SharedArena", py::module_local())
-      .def(py::init<int, int, int>())
-      .def("allocate", &SharedArena::allocate, NoGil())
-      .def("submit", &submit, NoGil())
-      .def("serve", &serve)
-      .def("wait", &SharedArena::wait, NoGil())
-      .def("error", &SharedArena::error)
-      .def("call_back", &SharedArena::call_back)
-      .def("fail", &SharedArena::fail)
-      .def("missing", &SharedArena::missing)
-      .def("close", &SharedArena::close, NoGil());
-}
-#endif
 
 }  // namespace
 

@@ -75,7 +75,7 @@ def audit(
             where, since when, and the likely cause. On an accelerator behind the step.
 
     Cost: of a checked window a read of the parameters, some 3 µs a parameter and micro-batch, and one
-    all-reduce of 160 bytes a parameter; of any other a hook of the optimizer's step. Memory: 96 bytes a
+    all-reduce of 160 bytes a parameter; of any other a hook of the optimizer's step. Memory: 140 bytes a
     parameter and 170 KB (docs/reliability.md).
 
     Example:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +10,9 @@ from torch import Tensor, nn
 from pyengine.audit.subject import Subject
 from pyengine.gradients.fsdp.private import is_unit
 
-Listener = Callable[[Tensor, bool], None]
+# Makes a hook of a leaf. It is told whose `.grad` stays None until the first gradient since they were set to
+# None has been accumulated; nobody's, where that says nothing.
+MakeHook = Callable[[tuple[Tensor, ...]], Callable[[Tensor], None]]
 
 
 class Leaves:
@@ -26,17 +27,15 @@ class Leaves:
         for param, module, name in [] if model is None else _sharded(model):
             self._shown.setdefault(id(param), _Shown(param, module, name))
 
-    def listen(self, subject: Subject, listener: Listener) -> list[Any]:
-        """Call `listener(gradient, is_first)` with what every backward brings, before it is accumulated.
-
-        `is_first`: nothing has been accumulated yet since gradients were set to None.
+    def listen(self, subject: Subject, make_hook: MakeHook) -> list[Any]:
+        """Call the hook that is made with the gradient that every backward brings, before it is accumulated.
 
         Returns:
             Handles.
         """
         param = subject.tensor
         shown = self._shown.get(id(param))
-        return [_hooked(param, param, listener) if shown is None else shown.listen(listener)]
+        return [_hooked(param, param, make_hook) if shown is None else shown.listen(make_hook)]
 
 
 class _Shown:
@@ -49,16 +48,16 @@ class _Shown:
     def __init__(self, param: Tensor, module: nn.Module, name: str) -> None:
         self._param, self._name = param, name
         self.leaf: Tensor | None = None
-        self._waiting: list[tuple[Listener, _Later]] = []
+        self._waiting: list[tuple[MakeHook, _Later]] = []
         # Behind FSDP's own, which shows it.
         self._handle = module.register_forward_pre_hook(self._find)
 
-    def listen(self, listener: Listener) -> Any:
-        """Hook the listener to the leaf, now or when it is shown."""
+    def listen(self, make_hook: MakeHook) -> Any:
+        """Hook it to the leaf, now or when it is shown."""
         if self.leaf is not None:
-            return _hooked(self.leaf, self._param, listener)
+            return _hooked(self.leaf, self._param, make_hook)
         handle = _Later()
-        self._waiting.append((listener, handle))
+        self._waiting.append((make_hook, handle))
         return handle
 
     def _find(self, module: nn.Module, _: Any) -> None:
@@ -67,9 +66,9 @@ class _Shown:
             return
         self._handle.remove()
         self.leaf = leaf
-        for listener, handle in self._waiting:
+        for make_hook, handle in self._waiting:
             if not handle.is_removed:
-                handle.kept = _hooked(leaf, self._param, listener)
+                handle.kept = _hooked(leaf, self._param, make_hook)
         self._waiting = []
 
 
@@ -86,14 +85,10 @@ class _Later:
             self.kept.remove()
 
 
-def _hooked(leaf: Tensor, param: Any, listener: Listener) -> Any:
+def _hooked(leaf: Tensor, param: Any, make_hook: MakeHook) -> Any:
     # Megatron takes `.grad` away behind every micro-batch: there None says nothing.
-    restarts = not hasattr(param, "main_grad")
-    return leaf.register_hook(partial(_arrive, leaf, param, listener, restarts))
-
-
-def _arrive(leaf: Tensor, param: Tensor, listener: Listener, restarts: bool, grad: Tensor) -> None:
-    listener(grad, restarts and leaf.grad is None and param.grad is None)
+    owners = () if hasattr(param, "main_grad") else (leaf,) if leaf is param else (leaf, param)
+    return leaf.register_hook(make_hook(owners))
 
 
 def _sharded(model: nn.Module) -> Iterator[tuple[Tensor, nn.Module, str]]:

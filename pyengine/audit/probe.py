@@ -6,7 +6,9 @@ that came in, times one factor. What is not reduced, lost, or multiplied by some
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, MutableSequence, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -32,24 +34,28 @@ class Probe:
     Attributes:
         sums: float32 `[subjects, NUM_SAMPLES]`, of this rank's micro-batches.
         last: the same of its last one.
-        weights: by subject, what the next micro-batch's gradients are multiplied by.
-        arrivals: by subject, gradients that came here.
 
-    Cost: 96 bytes a parameter. Armed, some 3 µs a parameter and micro-batch; nothing otherwise.
+    Cost: 140 bytes a parameter. Armed, some 3 µs a parameter and micro-batch; nothing otherwise.
     """
 
     def __init__(self, subjects: Sequence[Subject], leaves: Leaves, device: torch.device) -> None:
         self._subjects, self._leaves = subjects, leaves
-        self.sums = torch.zeros(len(subjects), NUM_SAMPLES, device=device)
+        num = len(subjects)
+        self.sums = torch.zeros(num, NUM_SAMPLES, device=device)
         self.last, self._lost = torch.zeros_like(self.sums), torch.zeros_like(self.sums)
         self._sum_rows, self._last_rows = self.sums.unbind(), self.last.unbind()
-        self._places = [(0, 1, 0)] * len(subjects)
-        core = None if runs_ahead(device) or not native.can_gather() else native.core()
-        self._take = _leave if core is None else core.sample
+        # Arrays, for the core reads and writes them: it is told where they lie.
+        self._places = array("q", [0, 1, 0] * num)
+        self._weights, self._ones = array("d", [1.0] * num), array("d", [1.0] * num)
+        self._arrivals, self._zeros = array("q", [0] * num), array("q", [0] * num)
+        self._is_over = array("B", [0])
+        self._core = None if runs_ahead(device) or not native.can_gather() else native.core()
         self._handles: list[Any] = []
-        self.weights = [1.0] * len(subjects)
-        self.arrivals = [0] * len(subjects)
-        self._is_over = False
+
+    @property
+    def arrivals(self) -> Sequence[int]:
+        """By subject, gradients that came here."""
+        return list(self._arrivals)
 
     @property
     def is_armed(self) -> bool:
@@ -59,21 +65,24 @@ class Probe:
     def arm(self, turn: int) -> None:
         """Begin a window: forget what was noted, look at other elements, and listen."""
         self._forget()
-        self._places = [_places(subject.shard.numel, turn) for subject in self._subjects]
+        for index, subject in enumerate(self._subjects):
+            self._places[3 * index : 3 * index + 3] = array("q", _places(subject.shard.numel, turn))
         if not self._handles:
             for index, subject in enumerate(self._subjects):
                 if subject.summed is not None and subject.tensor.requires_grad:
-                    self._handles += self._leaves.listen(subject, self._listener(index))
+                    self._handles += self._leaves.listen(subject, partial(self._listener, index))
 
-    def weights_of_next(self) -> list[float]:
-        """Return the weights of the micro-batch that comes next, to be changed."""
-        if self._is_over:
+    def weights_of_next(self) -> MutableSequence[float]:
+        """Return by subject what the gradients of the micro-batch that comes next are multiplied by, to be
+        changed.
+        """
+        if self._is_over[0]:
             self._forget()
-        return self.weights
+        return self._weights
 
     def end(self) -> None:
         """Let the next gradient that comes begin a new window, for the one that was reduced is over."""
-        self._is_over = True
+        self._is_over[0] = 1
 
     def disarm(self) -> None:
         """Take the hooks off."""
@@ -104,24 +113,35 @@ class Probe:
         self.sums.zero_()
         self.last.zero_()
         self._lost.zero_()
-        self.weights, self.arrivals = [1.0] * len(self._subjects), [0] * len(self._subjects)
-        self._is_over = False
+        self._weights[:], self._arrivals[:] = self._ones, self._zeros
+        self._is_over[0] = 0
 
-    def _listener(self, index: int) -> Callable[[Tensor, bool], None]:
-        take, total = self._take, self._sum_rows[index]
-        sum_at, last_at = total.data_ptr(), self._last_rows[index].data_ptr()
+    def _listener(self, index: int, owners: tuple[Tensor, ...]) -> Callable[[Tensor], None]:
+        """Return a hook of a leaf, see `MakeHook`; the core's does the same where it can read what comes."""
+        total = self._sum_rows[index]
 
-        def listen(grad: Tensor, is_first: bool) -> None:
-            if self._is_over:
+        def listen(grad: Tensor) -> None:
+            if self._is_over[0]:
                 self._forget()
-            if is_first and self.arrivals[index]:
+            if self._arrivals[index] and owners and all(owner.grad is None for owner in owners):
                 self._lost[index] += total
                 total.zero_()
-            self.arrivals[index] += 1
-            if not take(grad, PLAIN, *self._places[index], self.weights[index], sum_at, last_at):
-                self._note(index, grad)
+            self._arrivals[index] += 1
+            self._note(index, grad)
 
-        return listen
+        if self._core is None:
+            return listen
+        hook: Callable[[Tensor], None] = self._core.Listener(self._notes, index, owners, PLAIN, listen)
+        return hook
+
+    @cached_property
+    def _notes(self) -> Any:
+        """Return where the core finds what is noted."""
+        assert self._core is not None
+        arrays = (self._is_over, self._places, self._weights, self._arrivals)
+        tensors = (self.sums, self.last, self._lost)
+        where = [*(item.buffer_info()[0] for item in arrays), *(item.data_ptr() for item in tensors)]
+        return self._core.Notes(*where, NUM_SAMPLES)
 
     def _note(self, index: int, grad: Tensor) -> None:
         """Note what the core does not read: strided elements of any tensor."""
@@ -129,29 +149,27 @@ class Probe:
         if hasattr(grad, "to_local"):  # partial sums, say: this rank's part says nothing
             total.fill_(torch.nan)
             return
-        start, stride, num = self._places[index]
+        start, stride, num = self._places[3 * index : 3 * index + 3]
         part = _strided(grad.detach() if grad.requires_grad else grad, start, stride, num)
-        weight = self.weights[index]
+        weight = self._weights[index]
         total[:num].add_(part, alpha=weight)
         last[:num].copy_(part)
         if weight != 1.0:
             last[:num].mul_(weight)
 
     def _sample_shard(self, row: Tensor, grad: Tensor, index: int) -> None:
-        start, stride, num = self._places[index]
+        start, stride, num = self._places[3 * index : 3 * index + 3]
         shard = self._subjects[index].shard
         first = max(0, -((start - shard.start) // stride))
         end = min(num, -((start - shard.start - grad.numel()) // stride))
         if end > first:
             at = start + first * stride - shard.start
-            found = row[first:end]
-            if not self._take(grad, PLAIN, at, stride, end - first, 1.0, 0, found.data_ptr()):
+            found, num = row[first:end], end - first
+            is_read = self._core is not None and self._core.sample(
+                grad, PLAIN, at, stride, num, 1.0, 0, found.data_ptr()
+            )
+            if not is_read:
                 found.copy_(_strided(grad, at, stride, end - first))
-
-
-def _leave(*_: object) -> bool:
-    """Read nothing, where there is no core: it is left to operators."""
-    return False
 
 
 def _places(numel: int, turn: int) -> tuple[int, int, int]:

@@ -33,6 +33,33 @@ def checksum(rule: LaneRule, words: int, n: int, /) -> int: ...
 def checksum_of(
     rule: LaneRule, tensor: object, exact_types: tuple[type, ...], start: int, n: int, /
 ) -> int | None: ...
+
+class Notes:
+    def __init__(
+        self,
+        is_over: int,
+        places: int,
+        weights: int,
+        arrivals: int,
+        sums: int,
+        last: int,
+        lost: int,
+        width: int,
+        /,
+    ) -> None: ...
+
+class Listener:
+    def __init__(
+        self,
+        notes: Notes,
+        index: int,
+        owners: tuple[object, ...],
+        exact_types: tuple[type, ...],
+        rest: object,
+        /,
+    ) -> None: ...
+    def __call__(self, grad: object, /) -> None: ...
+
 def sample(
     tensor: object,
     exact_types: tuple[type, ...],

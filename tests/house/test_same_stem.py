@@ -17,7 +17,7 @@ PLACES = [
 NOT_OPS = {
     "dispatch", "roof", "reference", "upload", "cuda", "cuda_build", "cuda_emulator", "cuda_streams",
     "exact_accuracy", "exact_cuda", "functional", "checksum", "core_checksum", "codec_cuda",
-    "sample", "shared_sum",
+    "sample", "shared_sum", "core_listener",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The stub of the extension says what csrc/python.cpp binds; mypy (`make check`) believes the stub."""
+"""The stub of the extension says what csrc/python*.cpp bind; mypy (`make check`) believes the stub."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def _bound(core: object) -> dict[str, int | None]:
 
 def _names(owner: object) -> list[str]:
     own = [name for name in vars(owner) if not name.startswith("_")]
-    return [*own, "__init__"] if isinstance(owner, type) else own
+    return own + [
+        name for name in ("__init__", "__call__") if isinstance(owner, type) and name in vars(owner)
+    ]
 
 
 def _arguments(value: object) -> int | None:

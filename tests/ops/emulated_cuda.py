@@ -52,7 +52,7 @@ def load_kernels(folder: Path):
     and import it under another name.
     """
     pybind11 = pytest.importorskip("pybind11")
-    core = [CSRC / f"{name}.cpp" for name in ("python", "plan", "overlap", "torch_shim")]
+    core = [CSRC / f"{name}.cpp" for name in ("python", "python_audit", "plan", "overlap", "torch_shim")]
     sources = [*core, EMULATOR / "no_cpu_ops.cpp"]
     flags = ("-DPYENGINE_CUDA", "-DPYENGINE_MODULE=emulated_kernels", f"-I{pybind11.get_include()}",
              f"-I{sysconfig.get_path('include')}")  # fmt: skip

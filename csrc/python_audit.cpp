@@ -1,0 +1,136 @@
+// Binds what the audit reads: pyengine/audit/checksum.py and probe.py say what and why.
+#include <pybind11/stl.h>
+
+#include <array>
+#include <utility>
+
+#include "cpu/dispatch.h"
+#include "python.h"
+
+namespace py = pybind11;
+
+namespace pyengine {
+namespace {
+
+using Place = std::array<int64_t, 3>;  // start, stride, number
+
+// What is noted of one window's gradients, by subject; in memory of Python's.
+struct Notes {
+  const uint8_t* is_over;  // 1: the window has been reduced, and what comes is another one's
+  const Place* places;
+  const double* weights;
+  int64_t* arrivals;
+  float *sums, *last, *lost;  // [subjects][width]
+  int64_t width;
+};
+
+// Whether there are such elements, of a type that can be read.
+bool has(const std::optional<TensorFacts>& facts, const Place& place) {
+  const auto [start, stride, num] = place;
+  return facts && dtype_of_scalar_type(facts->scalar_type) && start >= 0 && stride >= 1 &&
+         (num <= 0 || start + (num - 1) * stride < facts->numel);
+}
+
+void sample(const TensorFacts& facts, const Place& place, double weight, float* sum, float* last) {
+  const auto [start, stride, num] = place;
+  const DType dtype = *dtype_of_scalar_type(facts.scalar_type);
+  ops().sample({facts.data, dtype, start, stride, num, static_cast<float>(weight), sum, last});
+}
+
+// A hook of a leaf. What it does not read, and what begins a new window, is left to `rest`.
+struct Listener {
+  Notes notes;
+  int64_t index;
+  py::object owners;  // a tuple: while none of them has a gradient, what comes is the first of it
+  py::object exact_types, rest;
+
+  void operator()(const py::object& grad) const {
+    const Place& place = notes.places[index];
+    const std::optional<TensorFacts> facts =
+        *notes.is_over ? std::nullopt : facts_on_host(grad.ptr(), py::reinterpret_borrow<py::tuple>(exact_types));
+    if (!has(facts, place)) {
+      rest(grad);
+      return;
+    }
+    float *sum = notes.sums + index * notes.width, *lost = notes.lost + index * notes.width;
+    if (notes.arrivals[index]++ && begins_anew()) {
+      for (int64_t i = 0; i < notes.width; ++i) lost[i] += std::exchange(sum[i], 0.0f);
+    }
+    sample(*facts, place, notes.weights[index], sum, notes.last + index * notes.width);
+  }
+
+  bool begins_anew() const {
+    const Py_ssize_t num = PyTuple_GET_SIZE(owners.ptr());
+    for (Py_ssize_t i = 0; i < num; ++i)
+      if (!py::handle(PyTuple_GET_ITEM(owners.ptr(), i)).attr("grad").is_none()) return false;
+    return num > 0;
+  }
+};
+
+bool is_made(PyObject* self) {
+  return reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder().holder_constructed();
+}
+
+// A leaf has the hook, and the hook the leaf: Python's collector has to see it.
+void collect(PyHeapTypeObject* heap) {
+  PyTypeObject* type = &heap->ht_type;
+  type->tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type->tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (!is_made(self)) return 0;
+    const Listener& listener = py::cast<const Listener&>(py::handle(self));
+    Py_VISIT(listener.owners.ptr());
+    Py_VISIT(listener.exact_types.ptr());
+    Py_VISIT(listener.rest.ptr());
+    return 0;
+  };
+  type->tp_clear = [](PyObject* self) {
+    if (!is_made(self)) return 0;
+    Listener& listener = py::cast<Listener&>(py::handle(self));
+    listener.owners = py::tuple();
+    listener.rest = py::none();
+    return 0;
+  };
+}
+
+}  // namespace
+
+void bind_audit(py::module_& m) {
+py::class_<LaneRule>(m, "LaneRule", py::module_local())
+      .def(py::init([](Address weights, int64_t row, int64_t num_rows, int64_t block, int64_t shift,
+                       int64_t num_shifts) {
+        return LaneRule{at<int32_t>(weights), row, num_rows, block, shift, num_shifts};
+      }));
+  m.def("checksum", [](const LaneRule& rule, Address words, int64_t n) {
+    return ops().checksum(at<int32_t>(words), n, rule);
+  }, NoGil());
+  m.def("checksum_of", [](const LaneRule& rule, py::handle tensor, const py::tuple& exact_types, int64_t start,
+                          int64_t n) -> std::optional<int64_t> {
+    const std::optional<TensorFacts> facts = facts_on_host(tensor.ptr(), exact_types);
+    if (!facts || reinterpret_cast<uintptr_t>(facts->data) % sizeof(int32_t)) return std::nullopt;
+    if (start < 0 || n < 0 || (start + n) * 4 > facts->numel * facts->element_size) return std::nullopt;
+    const py::gil_scoped_release no_gil;
+    return ops().checksum(static_cast<const int32_t*>(facts->data) + start, n, rule);
+  });
+  m.def("sample", [](py::handle tensor, const py::tuple& exact_types, int64_t start, int64_t stride, int64_t num,
+                     float weight, Address sum, Address last) {
+    const std::optional<TensorFacts> facts = facts_on_host(tensor.ptr(), exact_types);
+    const Place place{start, stride, num};
+    if (!has(facts, place)) return false;
+    sample(*facts, place, weight, at<float>(sum), at<float>(last));
+    return true;
+  });
+  py::class_<Notes>(m, "Notes", py::module_local())
+      .def(py::init([](Address is_over, Address places, Address weights, Address arrivals, Address sums, Address last,
+                       Address lost, int64_t width) {
+        return Notes{at<uint8_t>(is_over), at<Place>(places), at<double>(weights),
+                     at<int64_t>(arrivals), at<float>(sums), at<float>(last), at<float>(lost), width};
+      }));
+  py::class_<Listener>(m, "Listener", py::module_local(), py::custom_type_setup(&collect))
+      .def(py::init([](const Notes& notes, int64_t index, py::tuple owners, py::tuple exact_types, py::object rest) {
+        return Listener{notes, index, std::move(owners), std::move(exact_types), std::move(rest)};
+      }))
+      .def("__call__", &Listener::operator());
+}
+
+}  // namespace pyengine
