@@ -31,22 +31,16 @@ from pyengine.cli.bench.machine import card
 from pyengine.cli.study.axes import INK, STYLE
 from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.tasks.gpt import TextTask
+from pyengine.cli.wires import WIRES
 from pyengine.comm.launching import launch
 
 PLOT = Path(__file__).resolve().parents[1] / "docs" / "convergence.svg"
 ACCUMULATE, MICRO_BATCH, SMOOTH = 2, 8, 20
 TASKS: dict[str, Any] = {"gpt": TextTask, "cnn": DigitsTask}
-WIRES = {
-    "fp32": pe.wire.FP32(),
-    "bf16": pe.wire.BF16(),
-    "bf16, fp32 sums": pe.wire.BF16(sum="fp32"),
-    "fp16, fp32 sums": pe.wire.FP16(sum="fp32"),
-    "int8": pe.wire.Int8(),
-    "int8, error feedback": pe.wire.ErrorFeedback(pe.wire.Int8()),
-    "fp8 e4m3": pe.wire.FP8("e4m3"),
-    "fp8 e4m3, error feedback": pe.wire.ErrorFeedback(pe.wire.FP8("e4m3")),
-    "fp8 e5m2, error feedback": pe.wire.ErrorFeedback(pe.wire.FP8("e5m2")),
-}
+DEFAULT = (
+    *("fp32", "bf16", "bf16-sum-fp32", "fp16-sum-fp32", "int8", "int8-ef"),
+    *("fp8-e4m3", "fp8-e4m3-ef", "fp8-e5m2-ef"),
+)
 
 
 def train(model: str, wire: str, seed: int, steps: int) -> tuple[list[float], float]:
@@ -97,7 +91,7 @@ def _options() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--models", type=lambda text: text.split(","), default=list(TASKS), help="gpt,cnn")
-    add("--wires", type=lambda text: text.split(";"), default=list(WIRES), help="names, with ; between them")
+    add("--wires", type=lambda text: text.split(","), default=list(DEFAULT), help=f"of {', '.join(WIRES)}")
     add("--steps", type=int, default=500)
     add("--seeds", type=int, default=3)
     add("--save", action="store_true", help="write benchmarks/results/<date>-convergence.json and the plot")

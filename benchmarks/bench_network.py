@@ -35,7 +35,8 @@ from pyengine.cli.bench.windows.variants import VARIANTS, Engine
 
 DEFAULT = (
     *("floor", "no_sync_view", "no_sync_bf16", "no_sync_fp16", "no_sync_powersgd", "accelerate"),
-    *("engine", "engine_bf16", "attach", "attach_bf16"),
+    *("engine", "engine_bf16", "engine_bf16_sum_fp32", "engine_int8", "engine_int8_ef", "engine_fp8_e4m3"),
+    *("engine_exact", "attach", "attach_bf16", "attach_int8_ef"),
 )
 
 

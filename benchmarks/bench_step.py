@@ -37,7 +37,10 @@ from pyengine.cli.bench.windows.measure import PHASES, WARM_UP, Setting, measure
 from pyengine.cli.bench.windows.variants import VARIANTS
 
 CASES = ("gpt:fp32", "small:fp32", "gpt0:fp32", "gpt0:bf16", "small0:fp32", "small0:bf16")
-DEFAULT = [name for name in VARIANTS if not name.endswith(("exact", "fp16", "powersgd"))]
+DEFAULT = (
+    *("floor", "ddp", "no_sync", "no_sync_view", "no_sync_bf16", "accelerate"),
+    *("engine", "engine_bf16", "engine_native_bf16", "attach", "attach_bf16"),
+)
 VARIANTS["megatron"] = Megatron
 
 

@@ -119,6 +119,20 @@ def test_a_trace_shows_backward_buckets_and_what_is_exposed(
         ] + [0]
 
 
+def encoded() -> list[Row]:
+    chosen = ["train", "--model", "cnn", "--accumulate", "3", "--wire", "int8-ef"]
+    return compare(DigitsTask(), settings(build_parser().parse_args(chosen)))
+
+
+def test_a_wire_of_bytes_sends_a_quarter_and_is_near_in_the_short_window_too(
+    ranks: Callable[[int], Any],
+) -> None:
+    ours, ddp = ranks(2).run(encoded)[0]
+    assert ours.bytes_sent == pytest.approx(ddp.bytes_sent / 3 / 4, rel=0.05)  # a scale a block; the header
+    # Two roundings of 1/127 of a block's largest at most, on average far less.
+    assert ROUNDING < max(ours.full_window, ours.short_window) < 0.05 < ddp.short_window
+
+
 def narrow_and_wide() -> list[list[Row]]:
     wide = settings(build_parser().parse_args(["train", "--model", "cnn", "--accumulate", "3"]))
     narrow = replace(wide, dtype="bf16", wire="bf16", accumulator="native")

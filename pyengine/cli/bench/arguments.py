@@ -16,7 +16,7 @@ from pyengine.cli.bench.kernels.case import Sizes
 from pyengine.cli.bench.kernels.processor import OPS
 from pyengine.cli.bench.windows.measure import DTYPES, Setting
 from pyengine.cli.bench.windows.models import MODELS
-from pyengine.cli.bench.windows.variants import VARIANTS
+from pyengine.cli.bench.windows.variants import BY_NAME, VARIANTS
 
 DESCRIPTION = """\
 Measure on this machine what pyengine buys: `kernels` against torch's expressions and against the rate of the
@@ -42,7 +42,9 @@ models:
 
 variants:
 """
-    + "".join(f"  {name:<20}{variant.label}\n" for name, variant in VARIANTS.items())
+    + "".join(f"  {name:<20}{variant.label}\n" for name, variant in BY_NAME.items())
+    + """  engine_bf16 and so on, attach_bf16 and so on: the same over every other wire of `train`
+"""
     + """
 columns:
   median, min    milliseconds a window, of the slowest worker

@@ -5,22 +5,26 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch.distributed as dist
 
 from pyengine.cli.arguments import Conflict, above_zero, check_workers, check_writable, each, whole
 from pyengine.cli.tasks.base import MODELS
+from pyengine.cli.wires import WIRES
 
 DESCRIPTION = """\
 Train on two or more worker processes of this machine, a window of micro-batches an optimizer step, then run
 the same data through plain DistributedDataParallel and print what was saved. Data comes with every
 installation: the sources of Python's standard library for `gpt`, scikit-learn's digits for `cnn`."""
 
-EXAMPLES = """\
+EXAMPLES = (
+    """\
 examples:
   python -m pyengine train                                   both models, 2 workers, 8 micro-batches a window
   python -m pyengine train --model gpt --wire bf16           half the bytes on the network
+  python -m pyengine train --model gpt --wire int8-ef        a quarter of them, with error feedback
   python -m pyengine train --model cnn --mode ddp-hook       keep DDP: pyengine drives its buckets and no_sync
   python -m pyengine train --workers 4 --accumulate 2        more ranks, shorter windows
   python -m pyengine train --dtype bf16 --accumulator fp32   bf16 parameters, gradients summed in fp32
@@ -32,7 +36,12 @@ modes:
   engine    pe.GradSync owns flat gradient buckets; they travel once a window
   ddp-hook  pe.attach on DistributedDataParallel: its buckets travel once a window
   ddp       plain DDP: loss / accumulate, and every backward all-reduces
+
+wires (docs/wires.md; ef: with error feedback):
 """
+    + fill(", ".join(WIRES), width=100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    + "\n"
+)
 
 MODES = ("engine", "ddp-hook", "ddp")
 
@@ -97,7 +106,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("--micro-batch", type=whole(1), metavar="N", help=f"items a backward ({each(_MICRO_BATCH)})")
     add("--steps", type=whole(1), metavar="N", help=f"optimizer steps ({each(_STEPS)})")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="type of the parameters (default: fp32)")
-    add("--wire", choices=("fp32", "bf16", "fp16"), help="type that gradients travel in (default: fp32)")
+    add("--wire", choices=tuple(WIRES), metavar="WIRE", help="how gradients travel (default: fp32)")
     add("--accumulator", choices=("fp32", "native"), help="where a window's sum is kept (default: fp32)")
     add("--lr", type=above_zero, metavar="X", help=f"peak learning rate ({each(_LR)})")
     add("--clip", type=above_zero, default=1.0, metavar="X", help="gradient norm limit, or inf (default: 1)")

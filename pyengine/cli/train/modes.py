@@ -14,13 +14,12 @@ from pyengine.cli.train import gradient as train_gradient
 from pyengine.cli.train import optimizer as train_optimizer
 from pyengine.cli.train.arguments import Settings
 from pyengine.cli.train.plain_ddp import PlainDDP, num_buckets
+from pyengine.cli.wires import WIRES
 from pyengine.engine.attach import attach
 from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.sync import Sync
 from pyengine.step.step_record import StepRecord
-from pyengine.wire import BF16, FP16, FP32
 
-_WIRES = {"fp32": FP32(), "bf16": BF16(), "fp16": FP16()}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -115,7 +114,7 @@ class OnEngine(_Windowed):
     label = "pyengine"
 
     def __init__(self, task: Task, model: nn.Module, settings: Settings) -> None:
-        wire = _WIRES[settings.wire]
+        wire = WIRES[settings.wire]
         sync = GradSync(model, accumulate=settings.accumulate, wire=wire, accumulator=settings.accumulator)
         super().__init__(task, model, settings, module=model, sync=sync)
         self.buckets = len(sync.layout.buckets)
@@ -128,7 +127,7 @@ class OnDDP(_Windowed):
 
     def __init__(self, task: Task, model: nn.Module, settings: Settings) -> None:
         self._ddp = DistributedDataParallel(model)
-        wire = _WIRES[settings.wire]
+        wire = WIRES[settings.wire]
         sync = attach(self._ddp, accumulate=settings.accumulate, wire=wire, accumulator=settings.accumulator)
         super().__init__(task, model, settings, module=self._ddp, sync=sync)
 

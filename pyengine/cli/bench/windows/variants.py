@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
+from pyengine.cli.wires import WIRES
 
 MAX_NORM = 0.5
 
@@ -204,11 +205,19 @@ class Engine(Variant):
     is_ours = True
     wire: pe.wire.Wire = pe.wire.FP32()
     accumulator = "fp32"
+    shared_memory = False
 
     def make(self) -> pe.Sync:
-        return pe.GradSync(
-            self.model, accumulate=len(self.micro_batches), wire=self.wire, accumulator=self.accumulator
-        )
+        return pe.GradSync(self.model, **self.arguments())
+
+    def arguments(self) -> dict[str, Any]:
+        """Return what is made the same way, whoever owns the gradients."""
+        return {
+            "accumulate": len(self.micro_batches),
+            "wire": self.wire,
+            "accumulator": self.accumulator,
+            "shared_memory": self.shared_memory,
+        }
 
     def setup(self) -> None:
         self.sync = self.make()
@@ -225,17 +234,11 @@ class Engine(Variant):
         self.sync.step(self.optimizer)
 
 
-class EngineBF16(Engine):
-    """GradSync with a bf16 wire."""
-
-    label = "GradSync, bf16 wire"
-    wire = pe.wire.BF16()
-
-
-class EngineNative(EngineBF16):
+class EngineNative(Engine):
     """GradSync that sums in the parameters' own type, bf16 wire."""
 
     label = "GradSync, native sums, bf16 wire"
+    wire = pe.wire.BF16()
     accumulator = "native"
 
 
@@ -254,9 +257,7 @@ class Attach(Engine):
     def make(self) -> pe.Sync:
         self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         self.forward = self.ddp
-        return pe.attach(
-            self.ddp, accumulate=len(self.micro_batches), wire=self.wire, accumulator=self.accumulator
-        )
+        return pe.attach(self.ddp, **self.arguments())
 
 
 class AttachExact(Attach):
@@ -266,14 +267,31 @@ class AttachExact(Attach):
     accumulator = "exact"
 
 
-class AttachBF16(Attach):
-    """attach with a bf16 wire."""
+class EngineShared(Engine):
+    """GradSync in memory that the ranks of a host share."""
 
-    label = "attach, bf16 wire"
-    wire = pe.wire.BF16()
+    label = "GradSync, shared memory"
+    shared_memory = True
 
 
-VARIANTS: dict[str, type[Variant]] = {
+class AttachShared(Attach):
+    """attach over memory that the ranks of a host share."""
+
+    label = "attach, shared memory"
+    shared_memory = True
+
+
+def _over(kind: type[Engine], wire: str) -> type[Variant]:
+    """Return a variant over a wire of this name."""
+    about = {
+        "__doc__": f"{kind.label} over {WIRES[wire]!r}.",
+        "label": f"{kind.label}, {wire} wire",
+        "wire": WIRES[wire],
+    }
+    return type(kind.__name__, (kind,), about)
+
+
+BY_NAME: dict[str, type[Variant]] = {
     "floor": Floor,
     "ddp": DDP,
     "no_sync": NoSync,
@@ -283,10 +301,18 @@ VARIANTS: dict[str, type[Variant]] = {
     "no_sync_powersgd": NoSyncPowerSGD,
     "accelerate": Accelerate,
     "engine": Engine,
-    "engine_bf16": EngineBF16,
     "engine_native_bf16": EngineNative,
     "engine_exact": EngineExact,
+    "engine_shared": EngineShared,
     "attach": Attach,
-    "attach_bf16": AttachBF16,
     "attach_exact": AttachExact,
+    "attach_shared": AttachShared,
 }
+# Every other wire as well: engine_int8_ef and attach_int8_ef are over "int8-ef".
+_OVER_WIRES = {
+    f"{name}_{wire.replace('-', '_')}": _over(kind, wire)
+    for name, kind in (("engine", Engine), ("attach", Attach))
+    for wire in WIRES
+    if wire != "fp32"
+}
+VARIANTS = BY_NAME | _OVER_WIRES
