@@ -61,23 +61,37 @@ class SharedMemory(TorchDist):
         return limit.total_seconds()
 
 
-def share_memory(comm: Comm) -> Comm:
-    """Return a transport over the same ranks that reduces in shared memory; where that cannot be, `comm`.
+def problems_of_sharing(device: torch.device) -> list[str]:
+    """Say why ranks cannot share the memory of a device."""
+    if not runs_ahead(device):
+        return []
+    return [
+        (
+            f"shared_memory=True, and parameters lie on {device}: ranks share memory of the host, so need "
+            "parameters on the CPU; leave it out"
+        )
+    ]
 
-    It cannot be on other devices than the CPU, for one rank, and for ranks of several hosts; nobody says so.
-    Where the host refuses on any rank, all of them go on as before, and rank 0 warns and says why.
+
+def share_memory(comm: Comm) -> Comm:
+    """Return a transport over the same ranks that reduces in shared memory; one rank has nothing to share.
+
+    Where ranks are of several hosts, or the host refuses on any of them, all go on by `comm`, and rank 0
+    warns and says why.
 
     Args:
-        comm: transport; every rank of it calls this, and its end is the end of what is returned.
+        comm: transport, of tensors on the CPU; every rank of it calls this, and its end is the end of what is
+            returned.
 
     Cost: two gathers of objects.
     """
-    if not isinstance(comm, TorchDist) or runs_ahead(comm._device) or comm.world_size == 1:
+    if not isinstance(comm, TorchDist) or comm.world_size == 1:
         return comm
     offer = Offer.make(comm.world_size)
     try:
         offers: list[Offer] = comm.all_gather_object(offer)
-        if not _are_of_one_host(offers):
+        if apart := _apart(offers):
+            _say(comm, apart)
             return comm
         descriptor, refusal = _opened(offers)
         refusals = comm.all_gather_object(refusal)  # behind it the file is open everywhere
@@ -86,7 +100,7 @@ def share_memory(comm: Comm) -> Comm:
     if any(refusals):
         if descriptor >= 0:
             os.close(descriptor)
-        _say(comm, refusals)
+        _say(comm, next(text for text in refusals if text))
         return comm
     processes = [offer.process for offer in offers]
     arena = Arena(descriptor, processes=processes, place=comm.rank, ranks=comm.ranks)
@@ -95,10 +109,14 @@ def share_memory(comm: Comm) -> Comm:
     return shared
 
 
-def _are_of_one_host(offers: Sequence[Offer]) -> bool:
-    """Whether all ranks are processes of one host; ranks that are threads are not."""
+def _apart(offers: Sequence[Offer]) -> str:
+    """Say why ranks are not processes of one host; empty if they are."""
     hosts = {(offer.process.space, offer.network) for offer in offers}
-    return len(hosts) == 1 and len({offer.process.pid for offer in offers}) == len(offers)
+    if len(hosts) > 1:
+        return f"they are of {len(hosts)} hosts, or of containers that do not see each other's processes"
+    if len({offer.process.pid for offer in offers}) < len(offers):
+        return "some of them are threads of one process"
+    return ""
 
 
 def _opened(offers: Sequence[Offer]) -> tuple[int, str]:
@@ -112,11 +130,10 @@ def _opened(offers: Sequence[Offer]) -> tuple[int, str]:
         return -1, f"{offers[0].process} does not share its file: {error}"
 
 
-def _say(comm: TorchDist, refusals: Sequence[str]) -> None:
+def _say(comm: TorchDist, why: str) -> None:
     if dist.get_rank() == comm.ranks[0]:
-        why = next(text for text in refusals if text)
         warnings.warn(
-            f"the {comm.world_size} ranks of this host reduce through their process group, not in memory "
+            f"shared_memory=True: {comm.world_size} ranks reduce through their process group, not in memory "
             f"that they share, which is slower: {why}. leave shared_memory=True out",
             RuntimeWarning,
             stacklevel=2,

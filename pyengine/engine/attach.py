@@ -60,7 +60,7 @@ def attach(
             a pattern of `axes.groups` names are reduced over that group, in buckets of the engine's own; with
             the values of its first rank. Other ignored ones are the caller's.
         shared_memory: as for `GradSync`; DDP's buckets lie elsewhere, and are copied through the caches. Over
-            FSDP2 it does nothing yet.
+            FSDP2 it is refused.
 
     Returns:
         The same loop as `GradSync` gives. Set `.grad` is DDP's own.

@@ -23,7 +23,7 @@ from pyengine.comm.axes import (
     group_of,
     process_groups,
 )
-from pyengine.comm.shared_memory import share_memory
+from pyengine.comm.shared_memory import problems_of_sharing, share_memory
 from pyengine.engine.membership import Membership
 from pyengine.gradients.groups import Groups
 from pyengine.gradients.layout import ParamSpec
@@ -151,6 +151,8 @@ class EngineRanks:
     def problems_with(self, named: Named, settings: Settings, *, num_batch_norms: int) -> list[str]:
         """Say what an engine cannot do over these ranks."""
         found = list(self.problems)
+        if settings.shared_memory is True:
+            found += problems_of_sharing(self._device)
         narrow = [name for name, param in named if is_dtensor(param) and param.dtype.itemsize < 4]
         if narrow and settings.kind == "native":
             found.append(

@@ -294,3 +294,17 @@ def _two_streams(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["own", "own-native"])
 def test_a_forward_on_two_streams_gives_the_same_gradients(ranks, kind, backend):
     ranks(1).over(backend).run(_two_streams, kind)
+
+
+def _shares_memory() -> str:
+    try:
+        pe.GradSync(nn.Linear(2, 2, device=DEVICE), shared_memory=True)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_memory_of_the_device_is_not_shared(ranks, world):
+    for text in ranks(world).run(_shares_memory):
+        assert "shared_memory=True, and parameters lie on cuda:0" in text

@@ -242,6 +242,9 @@ def _refused(case: str) -> str:
             fully_shard(model)
             loss_of(model, batch(0))
             model = model.first
+        case "shared memory":
+            fully_shard(model)
+            options = {"shared_memory": bool(dist.get_rank())}
         case "one rank":
             fully_shard(model)
             options = {"accumulator": "exact", "defer": "none"} if dist.get_rank() else {}
@@ -259,6 +262,7 @@ REFUSED = {
     "mesh": "is on a mesh of ranks",
     "part": "need a DistributedDataParallel, or a model that fully_shard",
     "inner": "a unit within a larger one",
+    "shared memory": "rank 1: shared_memory=True, and ddp_model is sharded by FSDP2",
     "one rank": "rank 1: defer='none', defer_budget_mb=None: accumulator='exact' holds whole sums",
 }
 

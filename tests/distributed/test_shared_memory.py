@@ -24,7 +24,7 @@ from marks import rest
 from torch import nn
 
 import pyengine as pe
-from pyengine.comm import roll_call
+from pyengine.comm import roll_call, shared_memory
 from pyengine.comm.arena import Arena, Offer
 
 KINDS = ("own", "own-native", "own-exact", "attach", "attach-view")
@@ -165,13 +165,13 @@ def _refused(how: str) -> tuple[list[str], int]:
             sync.close()
     finally:
         Offer.make, Arena.allocate = make, kept  # type: ignore[method-assign]
-    return [str(each.message) for each in caught if "ranks of this host" in str(each.message)], seen.num
+    return [str(each.message) for each in caught if "ranks reduce through" in str(each.message)], seen.num
 
 
 def test_where_a_rank_can_make_no_file_all_go_through_the_group_and_rank_0_says_why(ranks):
     said = ranks(3).run(_refused, "no file")
     assert [(len(texts), num) for texts, num in said] == [(1, 0), (0, 0), (0, 0)]
-    assert "the 3 ranks of this host reduce through their process group" in said[0][0][0]
+    assert "shared_memory=True: 3 ranks reduce through their process group" in said[0][0][0]
     assert "memfd_create: [Errno 27] File too large" in said[0][0][0]
 
 
@@ -302,27 +302,37 @@ def _maps(folder: Path) -> str:
         return ""
 
 
-def _of_two_hosts(what: str) -> int:
-    """Train where ranks say that they are on two hosts."""
+def _of_two_hosts(what: str) -> tuple[list[str], int]:
+    """Train where ranks say that they are on two hosts; return what was said, and how much was shared."""
     rank, _ = me()
     make = Offer.make
 
     def elsewhere(world: int) -> Any:
         offer = make(world)
+        if what == "threads":
+            return replace(offer, process=replace(offer.process, pid=1))
         if what == "network":
             return replace(offer, network=f"net:[{rank % 2}]")
         return replace(offer, process=replace(offer.process, space=f"host {rank % 2}"))
 
     Offer.make = elsewhere
     try:
-        return _trained("own", torch.float32)[0]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            num, _ = _trained("own", torch.float32)
     finally:
         Offer.make = make
+    return [str(each.message) for each in caught if "ranks reduce through" in str(each.message)], num
 
 
-@pytest.mark.parametrize("what", ["processes", "network"])
-def test_ranks_of_several_hosts_go_through_the_group(ranks, what):
-    assert ranks(3).run(_of_two_hosts, what) == [0] * 3
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [("processes", "of 2 hosts"), ("network", "of 2 hosts"), ("threads", "threads of one process")],
+)
+def test_ranks_of_several_hosts_go_through_the_group_and_rank_0_says_why(ranks, what, why):
+    said = ranks(3).run(_of_two_hosts, what)
+    assert [(len(texts), num) for texts, num in said] == [(1, 0), (0, 0), (0, 0)]
+    assert why in said[0][0][0]
 
 
 def _argument(value: object) -> str:
@@ -337,6 +347,29 @@ def test_an_argument_that_is_no_bool_and_ranks_that_differ_are_refused(ranks):
     assert "shared_memory='no': need True" in ranks(1).run(_argument, "no")[0]
     said = ranks(2).run(_differing)
     assert len(set(said)) == 1 and "ranks have different settings" in said[0]
+
+
+def _on_an_accelerator(owner: str) -> str:
+    """Say that the parameters of rank 1 are not on the CPU."""
+    real = shared_memory.runs_ahead
+    shared_memory.runs_ahead = lambda device: me()[0] == 1
+    model = nn.Linear(2, 2)
+    try:
+        if owner == "own":
+            pe.GradSync(model, shared_memory=True)
+        else:
+            pe.attach(nn.parallel.DistributedDataParallel(model), shared_memory=True)
+    except ValueError as error:
+        return str(error)
+    finally:
+        shared_memory.runs_ahead = real
+    return ""
+
+
+@pytest.mark.parametrize("owner", ["own", "attach"])
+def test_memory_of_an_accelerator_is_refused_on_every_rank(ranks, owner):
+    for text in ranks(2).run(_on_an_accelerator, owner):
+        assert text.startswith("rank 1: shared_memory=True, and parameters lie on cpu")
 
 
 def _differing() -> str:

@@ -54,6 +54,12 @@ def problems_of_fsdp(model: nn.Module, settings: Settings) -> list[str]:
     found = []
     if is_inner(model):
         found.append("ddp_model is a unit within a larger one: pass the outermost, whose forward you call")
+    if settings.shared_memory is True:
+        found.append(
+            "shared_memory=True, and ddp_model is sharded by FSDP2, whose units reduce through their own "
+            "process groups: leave it out; for memory that ranks share need GradSync, or attach over a "
+            "DistributedDataParallel"
+        )
     for unit in units_of(model):
         where = f"FSDP unit {unit.name!r}" if unit.name else "ddp_model"
         found += [f"{where} {text}" for text in _unit_problems(unit, settings)]
