@@ -8,7 +8,8 @@ without an audit, audited in every window, and audited every 100th. What is repo
 unchecked windows, plus a hundredth of what a checked window costs more. A window's time is the slower
 worker's, and one of a machine that others share differs from the next by some percent: `spends` is
 therefore told too, over the window without one: the time inside the audit's own calls by the clock, on the
-worker that comes last and waits for nobody, less what the timers take. `--pe` audits stock DDP with `no_sync` by `pe.audit` in place of an engine.
+worker that comes last and waits for nobody, less what the timers take. `--pe` audits stock DDP with
+`no_sync` by `pe.audit` in place of an engine.
 """
 
 from __future__ import annotations
