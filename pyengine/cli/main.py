@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing not in _EXTRA:
             raise
-        extra = "study" if options.command == "study" else "train"
+        is_in_train = options.command != "study" and missing in ("rich", "sklearn", "numpy")
+        extra = "train" if is_in_train else "study"
         print(
             f"{options.command} needs {_EXTRA[missing]}, which is not installed: pip install '.[{extra}]' "
             "in a clone of pyengine",
