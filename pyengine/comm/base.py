@@ -149,7 +149,8 @@ class Exchanges(Protocol):
 
         Args:
             gathered: `[world_size * n]`, written: the r-th part comes from rank r.
-            part: `[n]`, of the same dtype, read. n is the same on every rank.
+            part: `[n]`, of the same dtype, read; may be its own place in `gathered`. n is the same on every
+                rank.
 
         Cost: (W - 1) times its bytes sent by every rank of W.
         """

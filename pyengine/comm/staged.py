@@ -50,13 +50,6 @@ class Staged:
         if not self._is_over:
             self._go_on()
 
-    def start_all(self, *, to_end: bool = False) -> None:
-        """Start every collective that is left; wait for the last one as well where it is `to_end`."""
-        while self.rounds_left:
-            self.step()
-        if to_end:
-            self.wait()
-
     def wait(self) -> None:
         """Run to the end; on an accelerator let the current stream wait for it."""
         while not self._is_over or self._error is not None:

@@ -63,8 +63,8 @@ class Reducer(Protocol):
         Args:
             header: sent already; its 1/count is multiplied in where the window's `Divisor` says.
 
-        Cost: an all-reduce a bucket, of an element of the wire's type for every element and used flag (exact
-        sums: two, of 8 bytes an element and a byte for every 64 elements and flag).
+        Cost: an all-reduce a bucket, of an element of the wire's type for every element and used flag (of
+        exact sums what `ExactOverRanks.rounds` says).
         """
 
     def give_up(self) -> None:

@@ -37,10 +37,10 @@ class Transfers:
     """All buckets of one window.
 
     Collectives start in the same order on every rank, whatever the order of readiness, and of whatever group.
-    The later ones of a bucket follow when the next bucket starts, so that its first has had time to land.
+    Each later one of a bucket follows when a next bucket starts, so that the one before has had time to land.
     Ranks that have other buckets than this one may start them in another order, and would wait for each
-    other: there all first ones come before any later one. None starts before the header has come, and none
-    at all if ranks disagree in it.
+    other: there all first ones come before any second one, and these before any third. None starts before the
+    header has come, and none at all if ranks disagree in it.
 
     Args:
         buckets: in the order of the layout.
@@ -81,8 +81,9 @@ class Transfers:
             return
         while self._next < len(self.all):
             self._start(poison=poison)
-        for transfer in self.all:
-            self._start_later(transfer)
+        staged = [transfer.work for transfer in self.all if isinstance(transfer.work, Staged)]
+        for _ in range(1 + max((work.rounds_left for work in staged), default=0)):
+            self._start_later(self.all)
 
     def late(self) -> list[tuple[BucketAccumulator, int]]:
         """Return the slots, with their buckets, that the backward has added to after it had seemed to
@@ -112,15 +113,19 @@ class Transfers:
             inv_count = self._divisor.before_wire()
             transfer.work = transfer.bucket.send(inv_count, comm, poison=poison)
         self._next += 1
-        if self._next > 1 and self._groups.are_alike:
-            self._start_later(self.all[self._next - 2])
+        if self._groups.are_alike:
+            self._start_later(self.all[: self._next - 1])
 
     def _comm(self, transfer: Transfer) -> Comm:
         return self._groups.comms[transfer.bucket.bucket.group]
 
-    def _start_later(self, transfer: Transfer) -> None:
-        """Start the later collectives of a bucket; where a stream waits, it does the rest, too."""
-        if isinstance(transfer.work, Staged):
-            comm = self._comm(transfer)
-            with comm.side_stream([]):
-                transfer.work.start_all(to_end=comm.is_stream_ordered)
+    def _start_later(self, transfers: Sequence[Transfer]) -> None:
+        """Start the next collective of buckets under way; where a stream waits, it does the rest, too.
+
+        The last bucket comes first: what it sends travels while those before it are added up.
+        """
+        for transfer in reversed(transfers):
+            comm, work = self._comm(transfer), transfer.work
+            if isinstance(work, Staged) and (work.rounds_left or comm.is_stream_ordered):
+                with comm.side_stream([]):
+                    work.step()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyengine.comm.base import Comm
 from pyengine.gradients.sums import ExactOverRanks, WindowSum
 from pyengine.ops.exact_reference import BLOCK
 from pyengine.ops.plan import BucketPlan
@@ -66,16 +67,17 @@ class ExactParamSum(ParamSum):
     Args:
         params: as for `ParamSum`; at least one.
         terms: micro-batches of a full window, over all ranks.
+        comm: by which the sum travels.
         num_flags: flags that travel with the first round.
     """
 
-    def __init__(self, params: Sequence[Any], *, terms: int, num_flags: int = 0) -> None:
+    def __init__(self, params: Sequence[Any], *, terms: int, comm: Comm, num_flags: int = 0) -> None:
         numels = [param.numel() for param in params]
         *offsets, end = itertools.accumulate([-(-n // BLOCK) * BLOCK for n in numels], initial=0)
         plan, device = BucketPlan(offsets, numels), params[0].device
         self._one = torch.ones((), device=device)
         self._exact = ExactOverRanks(
-            plan, numel=max(BLOCK, end), terms=terms, device=device, num_flags=num_flags
+            plan, numel=max(BLOCK, end), terms=terms, device=device, comm=comm, num_flags=num_flags
         )
         super().__init__(params, plan, self._exact)
 

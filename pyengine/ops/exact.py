@@ -60,6 +60,8 @@ class ExactSum:
             than that can overflow; counting them is the caller's.
         device: where the sum lies. CPU and CUDA run in the native core, everything else in
             `exact_reference.py`.
+        limbs: int32 [2 * numel] on that device, zeros, to hold the sum in; this object's from now on. None
+            allocates them.
 
     Attributes:
         limbs: int32 [2, numel], owned by this object: hi and lo.
@@ -84,17 +86,30 @@ class ExactSum:
         tensor([3., 6., 1.])
     """
 
-    def __init__(self, plan: BucketPlan, *, numel: int, terms: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: BucketPlan,
+        *,
+        numel: int,
+        terms: int,
+        device: torch.device,
+        limbs: Tensor | None = None,
+    ) -> None:
         _check(plan, numel, terms)
+        if limbs is None:
+            limbs = torch.zeros(2 * numel, dtype=torch.int32, device=device)
+        check_each("limbs", limbs, torch.int32, 2 * numel, device, of="limb")
         self.width = 31 - (terms - 1).bit_length()
-        self.limbs = torch.zeros(2, numel, dtype=torch.int32, device=device)
-        self.hi, self.lo = self.limbs
-        self.bins = torch.zeros(numel // BLOCK, dtype=torch.uint8, device=device)
-        self._plan = plan
-        self._runner = plan._runner(self.hi.device)
+        bins = torch.zeros(numel // BLOCK, dtype=torch.uint8, device=device)
+        self._lie_in(plan, limbs.view(2, numel), bins)
+
+    def _lie_in(self, plan: BucketPlan, limbs: Tensor, bins: Tensor) -> None:
+        self.limbs, self.bins = limbs, bins
+        self.hi, self.lo = limbs
+        self._plan, self._runner = plan, plan._runner(limbs.device)
         if self._runner is not None:
-            hi, lo, bins = (limb.data_ptr() for limb in self._limbs)
-            self._native = native._core.ExactSum(hi, lo, bins, self.bins.numel(), self.width)
+            hi, lo, places = (limb.data_ptr() for limb in self._limbs)
+            self._native = native._core.ExactSum(hi, lo, places, bins.numel(), self.width)
 
     def __repr__(self) -> str:
         return f"ExactSum({self._plan}, width {self.width}, on {self.hi.device})"
@@ -110,6 +125,28 @@ class ExactSum:
         _check(plan, self.hi.numel(), 1)
         other = copy(self)
         other._plan, other._runner = plan, plan._runner(self.hi.device)
+        return other
+
+    def between(self, start: int, stop: int) -> ExactSum:
+        """Return a range of this sum, in the same memory, as one of a single slot.
+
+        Args:
+            start, stop: its elements; multiples of 64, at most `numel`.
+
+        Cost: nothing.
+
+        Example:
+            >>> total = ExactSum(BucketPlan([0, 64], [3, 3]), numel=128, terms=8, device=torch.device("cpu"))
+            >>> total.between(64, 128).bins.numel()
+            1
+        """
+        if start % BLOCK or stop % BLOCK or not 0 <= start <= stop <= self.hi.numel():
+            raise ValueError(
+                f"start={start}, stop={stop}; needed multiples of {BLOCK} from 0 to {self.hi.numel()}"
+            )
+        other = copy(self)
+        plan, blocks = BucketPlan([0], [stop - start]), slice(start // BLOCK, stop // BLOCK)
+        other._lie_in(plan, self.limbs[:, start:stop], self.bins[blocks])
         return other
 
     def parts(self, offset: int, numel: int) -> dict[str, Tensor]:

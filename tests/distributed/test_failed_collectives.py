@@ -47,6 +47,7 @@ def _break(state: pe.HookState, numel: int) -> None:
     comm = state.comm(torch.device("cpu"))
     all_reduce = comm.all_reduce
     comm.all_reduce = lambda flat: Broken() if flat.numel() >= numel else all_reduce(flat)
+    comm.all_to_all = lambda received, parts: Broken()
 
 
 def _ddp(dtype: torch.dtype = torch.float32, **options: object) -> DistributedDataParallel:

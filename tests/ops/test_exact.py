@@ -180,6 +180,21 @@ def test_large_sums_equal_the_reference_on_any_number_of_threads(threads, numels
     assert_same_bits(out, expected)
 
 
+def test_a_range_of_a_sum_is_rounded_in_its_own_memory(isa):
+    plan, numel = make_aligned_plan(SIZES)
+    total = make_sum(12, plan=plan, numel=numel)
+    deposit_all(total, [[random_values(n, torch.float32, seed=n + k) for n in SIZES] for k in range(3)])
+    out = torch.empty(numel)
+    total.round_(out)
+    hi = total.hi.clone()
+    total.between(64, 256).round_(total.hi[64:256].view(torch.float32))
+    assert_same_bits(total.hi[64:256].view(torch.float32), out[64:256])
+    assert torch.equal(total.hi[:64], hi[:64]) and torch.equal(total.hi[256:], hi[256:])
+    for start, stop in [(0, 100), (-64, 64), (64, 0), (0, numel + 64)]:
+        with pytest.raises(ValueError, match=f"start={start}, stop={stop}; needed multiples of 64"):
+            total.between(start, stop)
+
+
 def test_a_first_deposit_forgets_what_was_there_and_leaves_gaps_alone(isa):
     total = make_sum(8)
     for limb in (total.hi, total.lo, total.bins):

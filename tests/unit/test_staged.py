@@ -33,9 +33,10 @@ class _Round:
         raise AssertionError("nobody asks")
 
 
-def _rounds(name: str, log: list[str], error: Exception | None = None) -> Iterator[Work]:
+def _rounds(name: str, log: list[str], error: Exception | None = None, num: int = 2) -> Iterator[Work]:
     yield _Round(f"{name}0", log, error)
-    yield _Round(f"{name}1", log)
+    for number in range(1, num):
+        yield _Round(f"{name}{number}", log)
     log.append(f"end {name}")
 
 
@@ -81,13 +82,13 @@ class _Bucket:
 
 
 def _drive(
-    buckets: list[_Bucket], broken: int = -1
+    buckets: list[_Bucket], broken: int = -1, num: int = 2
 ) -> tuple[list[str], list[torch.futures.Future[torch.Tensor]]]:
     staged, log, futures = StagedBuckets(), [], []
     for number, bucket in enumerate(buckets):
         name = "abc"[number]
         error = RuntimeError("lost") if number == broken else None
-        work = Staged(_rounds(name, log, error), 2, CPU)
+        work = Staged(_rounds(name, log, error, num), num, CPU)
 
         def finish(work: Staged = work) -> torch.Tensor:
             work.wait()
@@ -103,6 +104,12 @@ def test_the_hook_starts_a_buckets_later_collectives_behind_the_next_buckets_fir
     starts = [line.removeprefix("start ") for line in log if line.startswith("start")]
     assert starts == ["a0", "b0", "a1", "c0", "b1", "c1"]
     assert [line for line in log if line.startswith("end")] == ["end a", "end b", "end c"]
+
+
+def test_the_hook_starts_a_third_collective_behind_the_first_of_the_next_bucket_but_one():
+    log, _ = _drive([_Bucket(0, False), _Bucket(1, False), _Bucket(2, True)], num=3)
+    starts = [line.removeprefix("start ") for line in log if line.startswith("start")]
+    assert starts == ["a0", "b0", "a1", "c0", "b1", "a2", "c1", "b2", "c2"]
 
 
 def test_buckets_that_are_all_number_0_as_in_a_static_graphs_first_backward_come_to_their_end():

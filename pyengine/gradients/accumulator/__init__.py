@@ -62,7 +62,7 @@ def bucket_accumulator(
             in memory of their own, fp32 at least, which no layer gets to see.
     """
     if kind == "exact":
-        return ExactBucket(bucket, params, terms=terms)
+        return ExactBucket(bucket, params, terms=terms, comm=comm)
     # Autograd cannot add in place to what a DTensor's `.grad` is a view of, unnoticed.
     has_parts = any(isinstance(param, LocalPart) for param in params)
     if apart or has_parts or sum_dtype(kind, bucket.dtype) != bucket.dtype:

@@ -89,7 +89,7 @@ class DDPReducer:
             for p in self.params
             if self._is_exact or settings.drops or sum_dtype(settings.kind, p.dtype) != p.dtype
         }
-        make = partial(ExactBucketSum, terms=terms) if self._is_exact else Fp32BucketSum
+        make = partial(ExactBucketSum, terms=terms, comm=self._comm) if self._is_exact else Fp32BucketSum
         self._sums = Sums(ddp, make, summed) if summed else None
         rest = [p for p in self.params if p.dtype not in summed]
         self._watched = Watched(rest) if settings.raises and rest else None

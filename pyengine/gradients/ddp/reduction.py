@@ -72,7 +72,7 @@ class Reduction:
     def _start(self, bucket: Any, comm: TorchDist) -> Launched:
         total = None if self._sums is None else self._sums.of(bucket)
         if isinstance(total, ExactBucketSum):
-            return total.launch(bucket.buffer(), comm, self.divisor.after_wire, poison=self.poison)
+            return total.launch(bucket.buffer(), self.divisor.after_wire, poison=self.poison)
 
         def fill(flat: Tensor, scale: Tensor) -> bool:
             if self.poison:

@@ -22,9 +22,10 @@ class _UnderWay:
     future: Future[Any] = field(default_factory=Future)
 
     def start_later(self) -> None:
-        """Start the collectives that are left; what breaks one is told by `end`."""
+        """Start the next collective, if one is left; what breaks one is told by `end`."""
         try:
-            self.work.start_all()
+            if self.work.rounds_left:
+                self.work.step()
         except Exception:  # noqa: BLE001 - the work raises it again
             return
 
@@ -38,7 +39,7 @@ class _UnderWay:
 class StagedBuckets:
     """The buckets of one backward.
 
-    The later collectives of a bucket follow when the next bucket starts, and what is left when the last one
+    Each later collective of a bucket follows when a next bucket starts, and what is left when the last one
     has started: in the same order on every rank, and never from a thread of the backend's.
     """
 
@@ -62,16 +63,20 @@ class StagedBuckets:
         repeats = index == self._repeated or any(other.index >= index for other in self._under_way)
         self._repeated = index if repeats else None
         new = _UnderWay(index, work, finish)
-        if self._under_way:
-            self._under_way[-1].start_later()
+        self._start_later()
         self._under_way.append(new)
         if bucket.is_last() or repeats:
             self._end_all()
         return new.future
 
-    def _end_all(self) -> None:
-        under_way, self._under_way = self._under_way, []
-        for each in under_way:
+    def _start_later(self) -> None:
+        # The last bucket comes first: what it sends travels while those before it are added up.
+        for each in reversed(self._under_way):
             each.start_later()
+
+    def _end_all(self) -> None:
+        for _ in range(max(each.work.rounds_left for each in self._under_way)):
+            self._start_later()
+        under_way, self._under_way = self._under_way, []
         for each in under_way:
             each.end()

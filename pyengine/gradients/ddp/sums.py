@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pyengine.comm.base import Comm, by_dtype
-from pyengine.comm.staged import Staged
+from pyengine.comm.base import by_dtype
 from pyengine.gradients.ddp.hook import Launched
 from pyengine.gradients.param_sums import ExactParamSum, ParamSum, packed
 from pyengine.gradients.slots import Saved, load_parts, saved_flags, slot_gradient
@@ -160,27 +159,24 @@ class ExactBucketSum(ExactParamSum):
     wire.
     """
 
-    def launch(
-        self, flat: Tensor, comm: Comm, after: Callable[[], Tensor | None], *, poison: bool
-    ) -> Launched:
+    def launch(self, flat: Tensor, after: Callable[[], Tensor | None], *, poison: bool) -> Launched:
         """Add the last gradients, which lie in DDP's buffer, and start to sum over all ranks into it.
 
         Args:
             flat: DDP's buffer, `[numel]`, read and later written.
-            comm: transport.
             after: returns what is still to be multiplied in, float32, 0-dim; None for nothing.
             poison: void the window.
 
-        Cost: the deposit and the rounds of `ExactOverRanks`; when they have landed, 20 bytes an element to
-        round the sum and write a float32 gradient.
+        Cost: the deposit and the rounds of `ExactOverRanks`; when they have landed, 8 bytes an element to
+        write a float32 gradient.
         """
         grads = flat.split(self._plan.numels)
         self.add(grads)
-        work = Staged(self._exact.rounds(comm, poison=poison), self._exact.num_rounds, flat.device)
+        work = self._exact.rounds(poison=poison)
         scale = after()
 
         def land() -> Tensor:
-            self._plan.unpack_(grads, self._exact.rounded_(), self._one if scale is None else scale)
+            self._plan.unpack_(grads, self._exact.rounded, self._one if scale is None else scale)
             return flat
 
         return work, land

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyengine.comm.base import Comm, Work
+from pyengine.comm.base import Comm
+from pyengine.comm.staged import Staged
 from pyengine.gradients.fsdp.places import is_first, shard_of
 from pyengine.gradients.fsdp.sharded import Managed, Sharded
 from pyengine.gradients.param_sums import ExactParamSum
@@ -38,6 +39,7 @@ class UnitSum(ExactParamSum):
         params: the unit's, sharded; at least one.
         indices: theirs, in the order of registration.
         terms: micro-batches of a full window, over all ranks.
+        comm: over all ranks.
 
     Attributes:
         indices: as given.
@@ -47,11 +49,13 @@ class UnitSum(ExactParamSum):
     Bytes an element: 8.02 on every rank, and 2 more where parameters are narrow.
     """
 
-    def __init__(self, params: Sequence[Parameter], indices: Sequence[int], *, terms: int) -> None:
-        super().__init__(params, terms=terms, num_flags=len(params))
+    def __init__(
+        self, params: Sequence[Parameter], indices: Sequence[int], *, terms: int, comm: Comm
+    ) -> None:
+        super().__init__(params, terms=terms, comm=comm, num_flags=len(params))
         self.indices = list(indices)
         self._norms = SlotNorms(self._plan, self.indices, self.device)
-        flat = self._exact.hi.view(torch.float32)
+        flat = self._exact.rounded
         if params[0].dtype != torch.float32:
             flat = torch.empty(flat.numel(), dtype=params[0].dtype, device=self.device)
         slots = zip(self._plan.offsets, self._plan.numels, strict=True)
@@ -61,7 +65,7 @@ class UnitSum(ExactParamSum):
             not self.in_place
         )
 
-    def rounds(self, used: Sequence[bool], comm: Comm, *, poison: bool) -> Iterator[Work]:
+    def rounds(self, used: Sequence[bool], *, poison: bool) -> Staged:
         """Merge the sums of all ranks, and tell which parameters any of them used; see
         `ExactOverRanks.rounds`.
         """
@@ -70,10 +74,10 @@ class UnitSum(ExactParamSum):
             self._exact.deposit_(nothing, first=True, nonfinite=torch.zeros_like(self._exact.flags))
         flags = [_GAVE_UP if poison else _USED * is_used for is_used in used]
         self._exact.flags.copy_(send(flags, torch.uint8, self.device))
-        return self._exact.rounds(comm)
+        return self._exact.rounds()
 
     def land(self, inv_count: Tensor | None, final: FinalPass) -> Tensor:
-        """Round the sums, read their norm, and give every parameter its shard, in memory of this object.
+        """Read the norm of the rounded sums, and give every parameter its shard, in memory of this object.
 
         Args:
             inv_count: what is still to be multiplied in, float32 0-dim; None for nothing.
@@ -82,12 +86,13 @@ class UnitSum(ExactParamSum):
         Returns:
             uint8 `[params]`, 0 where no rank has used a parameter.
 
-        Cost: 12 bytes an element to round, and one read.
+        Cost: a read of an element, and for narrow ones 4 bytes read and one written.
         """
         flags = self._exact.flags
-        rounded = self._exact.rounded_()
         if not self.in_place:
-            self._plan.unpack_(self._slots, rounded, self._one if inv_count is None else inv_count)
+            self._plan.unpack_(
+                self._slots, self._exact.rounded, self._one if inv_count is None else inv_count
+            )
         self._norms.read(self._slots, None, self._one, final)
         final.void = torch.where((flags == _GAVE_UP).any(), torch.nan, final.void)
         for param, slot in zip(self.params, self._slots, strict=True):
@@ -107,19 +112,18 @@ class ExactFSDPReducer(Sharded):
         super().__init__(managed, dtype=torch.float32, watches=False)
         index = {id(param): i for i, param in enumerate(self.params)}
         self._sums = [
-            UnitSum(unit.params, [index[id(param)] for param in unit.params], terms=terms)
+            UnitSum(unit.params, [index[id(param)] for param in unit.params], terms=terms, comm=self.comm)
             for unit in managed.units
             if any(param.requires_grad for param in unit.params)
         ]
         self.held_bytes = sum(total.num_bytes for total in self._sums)
         self._speaks = send([is_first(param) for param in self.params], torch.bool, self.params[0].device)
-        self._rounds: list[tuple[Iterator[Work], Work]] = []
-        self._works: list[Work] = []
+        self._works: list[Staged] = []
         self._divisor: Divisor | None = None
 
     def begin(self) -> None:
         super().begin()
-        self._divisor, self._rounds, self._works = None, [], []
+        self._divisor, self._works = None, []
         for total in self._sums:
             total.begin()
 
@@ -149,7 +153,8 @@ class ExactFSDPReducer(Sharded):
             self._start(poison=True)
 
     def finish(self, final: FinalPass) -> None:
-        if self._divisor is None or len(self._works) < len(self._sums):
+        is_sent = len(self._works) == len(self._sums) and not any(work.rounds_left for work in self._works)
+        if self._divisor is None or not is_sent:
             raise RuntimeError(
                 "gradients were not reduced: a collective failed on this rank. Nothing is stepped here, and "
                 "other ranks may have gone on: start all ranks anew, from a checkpoint"
@@ -198,14 +203,13 @@ class ExactFSDPReducer(Sharded):
                 load_parts(total.parts(slot), saved.get(name))
 
     def _start(self, *, poison: bool) -> None:
-        """Start what is still missing: a first round of every unit, then a second one."""
+        """Start what is still missing: a first round of every unit, then the later ones."""
         used = self.unsharded.used
-        for total in self._sums[len(self._rounds) :]:
-            rounds = total.rounds([used[index] for index in total.indices], self.comm, poison=poison)
-            self._rounds.append((rounds, next(rounds)))
-        for rounds, work in self._rounds[len(self._works) :]:
-            work.wait()
-            self._works.append(next(rounds))
+        for total in self._sums[len(self._works) :]:
+            self._works.append(total.rounds([used[index] for index in total.indices], poison=poison))
+        while any(work.rounds_left for work in self._works):
+            for work in self._works:
+                work.step()
 
 
 def _flat(grad: Tensor | None) -> Tensor | None:

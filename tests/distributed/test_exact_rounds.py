@@ -1,0 +1,115 @@
+"""How ranks merge exact sums: bits, bytes, and the transports that cannot exchange parts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from cases import WORLDS, me
+from torch import Tensor
+
+from pyengine.comm import comm_for
+from pyengine.comm.base import Comm, Exchanges, Traffic, Work
+from pyengine.gradients.sums import ExactOverRanks
+from pyengine.ops.exact import ExactSum
+from pyengine.ops.plan import BucketPlan
+
+CPU = torch.device("cpu")
+# Fewer blocks than ranks, as many, and numbers that no number of ranks divides.
+LAYOUTS = ([1], [64, 64], [200, 0, 3], [64] * 7, [1000, 1, 130, 4096])
+TERMS = 8
+
+
+class _ReducesOnly:
+    """A transport in which nobody can send somebody else a part of its own."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm, self.world_size, self.rank = comm, comm.world_size, comm.rank
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._comm.traffic
+
+    def all_reduce(self, flat: Tensor) -> Work:
+        return self._comm.all_reduce(flat)
+
+    def all_reduce_max(self, flat: Tensor) -> Work:
+        return self._comm.all_reduce_max(flat)
+
+
+def _plan(numels: list[int]) -> tuple[BucketPlan, int]:
+    *offsets, end = itertools.accumulate([-(-n // 64) * 64 for n in numels], initial=0)
+    return BucketPlan(offsets, numels), end
+
+
+def _terms(numels: list[int], rank: int) -> list[list[Tensor | None]]:
+    """Two terms a rank, of all magnitudes, so that bins differ between ranks; some are not finite, some are
+    zero, one is missing.
+    """
+    terms: list[list[Tensor | None]] = []
+    for number in range(2):
+        generator = torch.Generator().manual_seed(10 * rank + number)
+        exponents = [torch.randint(-30, 30, (n,), generator=generator) for n in numels]
+        terms.append([torch.randn(e.numel(), generator=generator) * 2.0**e for e in exponents])
+    whole = terms[0][0]
+    assert whole is not None
+    if rank == 1:
+        terms[1][-1] = None
+        whole[-1] = math.nan if numels[0] > 1 else 2.0**90
+        if len(numels) == 7:
+            terms[0][5], terms[1][5] = torch.full((64,), math.inf), torch.zeros(64)
+    if len(numels) > 1:
+        terms[0][1], terms[1][1] = torch.zeros(numels[1]), torch.full((numels[1],), 1e-40)
+    return terms
+
+
+def _deposit(total: ExactSum, terms: list[list[Tensor | None]], slots: int) -> None:
+    for number, term in enumerate(terms):
+        total.deposit_(term, first=number == 0, nonfinite=torch.zeros(slots, dtype=torch.uint8))
+
+
+def _merged(comm: Comm, numels: list[int], *, poison: bool = False) -> tuple[Tensor, int]:
+    """Return the rounded sum over ranks, and the bytes that this one has sent."""
+    plan, numel = _plan(numels)
+    total = ExactOverRanks(plan, numel=numel, terms=TERMS, device=CPU, comm=comm, num_flags=2)
+    result, num_bytes = torch.empty(0), 0
+    for _ in range(2):  # what a window leaves is no matter to the next one
+        _deposit(total, _terms(numels, comm.rank), len(numels))
+        total.flags.fill_(comm.rank)
+        before = comm.traffic.bytes_sent
+        total.rounds(poison=poison).wait()
+        result, num_bytes = total.rounded[:numel].clone(), comm.traffic.bytes_sent - before
+        assert total.flags.tolist() == [comm.world_size - 1] * 2
+    return result, num_bytes
+
+
+def _bits(values: Tensor) -> list[int]:
+    return torch.where(values.isnan(), math.nan, values).view(torch.int32).tolist()
+
+
+def _merges() -> None:
+    _, world = me()
+    comm = comm_for(CPU, None)
+    for numels in LAYOUTS:
+        plan, numel = _plan(numels)
+        alone = ExactSum(plan, numel=numel, terms=TERMS, device=CPU)
+        _deposit(alone, [term for rank in range(world) for term in _terms(numels, rank)], len(numels))
+        right = torch.empty(numel)
+        alone.round_(right)
+        found, num_bytes = _merged(comm, numels)
+        assert _bits(found) == _bits(right)
+        assert _bits(_merged(_ReducesOnly(comm), numels)[0]) == _bits(right)
+        assert _merged(comm, numels, poison=True)[0].isnan().all()
+        # Parts of whole blocks: two limbs to everybody else, one float32 to everybody else; bins and flags.
+        if world > 1:
+            assert isinstance(comm, Exchanges)
+            part = -(-numel // (64 * world)) * 64
+            marks = part * world // 64 + 2
+            assert num_bytes == (world - 1) * part * (8 + 4) + 2 * (world - 1) * marks // world
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_ranks_merge_to_the_bits_of_one_sum_and_send_parts_of_it(ranks, world):
+    ranks(world).run(_merges)
