@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pyengine.comm.pending import listed
-from pyengine.comm.process_state import ProcessId
+from pyengine.comm.process_state import ProcessId, own_network
 from pyengine.ops import native
 
 # The kinds of csrc/shared_kind.h, by type.
@@ -64,7 +64,7 @@ class Offer:
         me = ProcessId.own()
         if sys.platform != "linux":
             return cls(me, "", f"there is no memfd_create on {sys.platform}")
-        network = os.readlink("/proc/self/ns/net")
+        network = own_network()
         if native.core() is None:
             return cls(me, network, "pyengine's native core is missing")
         descriptor = -1

@@ -146,6 +146,13 @@ def _named(axes: Axes) -> Iterator[tuple[str, tuple[str, ...]]]:
         )
 
 
+def num_ranks(group: Any) -> int | None:
+    """Return the size of a process group, None being the default one; None where there is no such group."""
+    if isinstance(group, dist.ProcessGroup):
+        return group.size()
+    return dist.get_world_size() if group is None and dist.is_initialized() else None
+
+
 def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     """Return a group of these ranks, for which all of them ask in the same order; None where it is the
     default one.
@@ -156,6 +163,13 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
 def group_apart(ranks: Sequence[int]) -> dist.ProcessGroup:
     """Return a group of these ranks that only engines under `attach` use; asked for as `group_of`."""
     return _known_or_new(ranks, "engines beside DDP")
+
+
+def group_within(ranks: Sequence[int], parent: Sequence[int]) -> dist.ProcessGroup:
+    """Return a group of some ranks of `parent` that only the levels of transports over `parent` use; all of
+    these ask for it in the same order.
+    """
+    return _known_or_new(ranks, f"levels of ranks {[*parent]}")
 
 
 def _known_or_new(ranks: Sequence[int], what_for: str) -> dist.ProcessGroup:

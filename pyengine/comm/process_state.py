@@ -53,6 +53,11 @@ class ProcessId:
         return f"process {self.pid} on {self.host}"
 
 
+def own_network() -> str:
+    """Return the space of this process's addresses; empty where that is not known."""
+    return os.readlink("/proc/self/ns/net") if sys.platform == "linux" else ""
+
+
 def _space() -> str:
     if sys.platform != "linux":
         return f"{uuid.getnode():x}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from pyengine.comm.arena import Arena, Offer
 from pyengine.comm.base import Comm, Work, ring_bytes
+from pyengine.comm.levels import Hosts, Levels, by_host
+from pyengine.comm.process_state import ProcessId
+from pyengine.comm.staged import Staged
 from pyengine.comm.torch_dist import TorchDist
 from pyengine.ops.device import runs_ahead
 
@@ -49,8 +53,21 @@ class SharedMemory(TorchDist):
         if self._arena is None or not self._arena.takes(flat, is_max=is_max):
             return super()._all_reduce(flat, op)
         self.traffic.count(ring_bytes(flat.nbytes, self.world_size))
+        return self._reduced(self._arena, flat, is_max=is_max)
+
+    def share_part(self, flat: Tensor, part: slice) -> Work:
+        """Start to let every rank have all parts; see `SharesParts`. It is the second half of a reduction,
+        whose bytes are counted with the first one.
+        """
+        flat[: part.start].zero_()
+        flat[part.stop :].zero_()
+        if self._arena is None:
+            return super()._all_reduce(flat, dist.ReduceOp.SUM)
+        return self._reduced(self._arena, flat, is_max=False)
+
+    def _reduced(self, arena: Arena, flat: Tensor, *, is_max: bool) -> Work:
         with self.roll_call.named():
-            work: Any = self._arena.reduce(flat, is_max=is_max, timeout_s=self._timeout_s())
+            work: Any = arena.reduce(flat, is_max=is_max, timeout_s=self._timeout_s())
         return self._launched(work, f"an all-reduce of {flat.nbytes} bytes")
 
     def _timeout_s(self) -> float:
@@ -73,10 +90,59 @@ def problems_of_sharing(device: torch.device) -> list[str]:
     ]
 
 
-def share_memory(comm: Comm) -> Comm:
-    """Return a transport over the same ranks that reduces in shared memory; one rank has nothing to share.
+class SharedHosts(TorchDist):
+    """Collectives of one process group whose ranks are processes of several hosts, on tensors on the CPU.
 
-    Where ranks are of several hosts, or the host refuses on any of them, all go on by `comm`, and rank 0
+    A sum runs in the arena of each host first, then each rank sums a part across hosts, and the host's parts
+    come together in its arena: a bucket crosses the network once a host. As many ranks of a host take part
+    in that as the smallest host has. All other collectives, and types that the arena has not, are the process
+    group's.
+
+    Args:
+        group: the group; None is the default group.
+        device: where the tensors lie.
+        levels: within the host, in an arena or by this rank alone, and across hosts; ended by `release`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, levels: Levels) -> None:
+        super().__init__(group, device)
+        self._inside, self._across = levels.inside, levels.across
+        self._by_host = levels
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if isinstance(self._inside, SharedMemory):
+            return self._inside.allocate(numel, dtype)
+        return torch.zeros(numel, dtype=dtype)
+
+    def _part(self, ranks: Sequence[int], *, alone: bool) -> Comm:
+        inside = self._inside
+        is_host = isinstance(inside, SharedMemory) and inside.ranks == tuple(self.ranks[r] for r in ranks)
+        return inside if is_host else super()._part(ranks, alone=alone)
+
+    def _all_reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> Work:
+        if op != dist.ReduceOp.SUM or not Arena.takes(flat, is_max=False):
+            return super()._all_reduce(flat, op)
+        return Staged(self._rounds(flat), self._num_rounds(flat), flat.device)
+
+    def _num_rounds(self, flat: Tensor) -> int:
+        part = self._by_host.part_of(flat.numel())
+        return (2 if self._inside.world_size > 1 else 0) + (1 if part.stop > part.start else 0)
+
+    def _rounds(self, flat: Tensor) -> Iterator[Work]:
+        inside, part = self._inside, self._by_host.part_of(flat.numel())
+        if inside.world_size > 1:
+            yield inside.all_reduce(flat)
+        if part.stop > part.start:
+            yield self._across.all_reduce(flat[part])
+        if isinstance(inside, SharedMemory):
+            yield inside.share_part(flat, part)
+
+
+def share_memory(comm: Comm) -> Comm:
+    """Return a transport over the same ranks that reduces in shared memory, of each host where there are
+    several; one rank has nothing to share.
+
+    Where no two ranks are of one host, or a host refuses on any of them, all go on by `comm`, and rank 0
     warns and says why.
 
     Args:
@@ -90,10 +156,12 @@ def share_memory(comm: Comm) -> Comm:
     offer = Offer.make(comm.world_size)
     try:
         offers: list[Offer] = comm.all_gather_object(offer)
-        if apart := _apart(offers):
+        hosts = by_host([(each.process.space, each.network) for each in offers])
+        if apart := _apart(offers, hosts):
             _say(comm, apart)
             return comm
-        descriptor, refusal = _opened(offers)
+        mine = [offers[rank] for host in hosts if comm.rank in host for rank in host]
+        descriptor, refusal = _opened(mine)
         refusals = comm.all_gather_object(refusal)  # behind it the file is open everywhere
     finally:
         offer.withdraw()
@@ -102,19 +170,31 @@ def share_memory(comm: Comm) -> Comm:
             os.close(descriptor)
         _say(comm, next(text for text in refusals if text))
         return comm
-    processes = [offer.process for offer in offers]
-    arena = Arena(descriptor, processes=processes, place=comm.rank, ranks=comm.ranks)
-    shared = SharedMemory(comm._group, comm._device, arena)
+    levels = comm.cut(hosts)
+    inside = _shared(levels.inside, descriptor, [each.process for each in mine])
+    if inside.world_size == comm.world_size:
+        return inside
+    shared = SharedHosts(comm._group, comm._device, replace(levels, inside=inside))
     shared.join(comm)
     return shared
 
 
-def _apart(offers: Sequence[Offer]) -> str:
-    """Say why ranks are not processes of one host; empty if they are."""
-    hosts = {(offer.process.space, offer.network) for offer in offers}
-    if len(hosts) > 1:
-        return f"they are of {len(hosts)} hosts, or of containers that do not see each other's processes"
-    if len({offer.process.pid for offer in offers}) < len(offers):
+def _shared(inside: Comm, descriptor: int, processes: Sequence[ProcessId]) -> Comm:
+    """Return a transport over the ranks of this host that reduces in an arena; one rank needs none."""
+    if not isinstance(inside, TorchDist):
+        os.close(descriptor)
+        return inside
+    arena = Arena(descriptor, processes=processes, place=inside.rank, ranks=inside.ranks)
+    shared = SharedMemory(inside._group, inside._device, arena)
+    shared.join(inside)
+    return shared
+
+
+def _apart(offers: Sequence[Offer], hosts: Hosts) -> str:
+    """Say why no two ranks are processes of one host; empty if some are."""
+    if len(hosts) == len(offers):
+        return "each is of another host, or of a container that does not see the others' processes"
+    if any(len({offers[rank].process.pid for rank in host}) < len(host) for host in hosts):
         return "some of them are threads of one process"
     return ""
 

@@ -14,6 +14,31 @@ from pyengine.comm.base import Work
 from pyengine.ops.device import has_events, recorded_event
 
 
+def rounds_of(work: Work) -> Iterator[Work]:
+    """Yield a work that has started as rounds of another one, the collectives of a staged one each."""
+    if not isinstance(work, Staged):
+        yield work
+        return
+    for _ in range(work.rounds_left + 1):
+        yield _Round(work)
+
+
+class _Round:
+    """The collective under way of a staged work; behind its end the next one is under way."""
+
+    def __init__(self, work: Staged) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.step()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def get_future(self) -> Future[Any]:
+        return self._work.get_future()
+
+
 class Staged:
     """Collectives that follow each other, and what is left to do behind the last one.
 

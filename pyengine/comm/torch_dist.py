@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyengine.comm.axes import group_within
 from pyengine.comm.base import Comm, Traffic, Work, by_dtype, ring_bytes
+from pyengine.comm.levels import Hosts, Levels, by_host, check_equal, given, own_host
+from pyengine.comm.local import Local
 from pyengine.comm.roll_call import RollCall
 from pyengine.comm.side_stream import SideStream
 from pyengine.comm.stall import StallWatch
@@ -60,6 +63,7 @@ class TorchDist:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
         self._joined: list[Comm] = []
+        self._levels: dict[Hosts | None, Levels] = {}
         self.world_size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         if self.rank < 0:
@@ -94,10 +98,51 @@ class TorchDist:
     def release(self) -> None:
         for comm in self._joined:
             comm.release()
-        self._joined = []
+        self._joined, self._levels = [], {}
         if self.roll_call.watch is not None:
             self.roll_call.watch.close()
             self.roll_call.watch = None
+
+    def levels(self, hosts: Hosts | None = None) -> Levels:
+        """Return the transports within a host and across hosts; see `HasLevels`."""
+        if hosts not in self._levels:
+            if hosts is None:
+                found = by_host(self.all_gather_object(own_host()))
+            else:
+                found = given(hosts, self.ranks)
+            check_equal(found)
+            self._levels[hosts] = self.cut(found)
+        return self._levels[hosts]
+
+    def cut(self, hosts: Hosts) -> Levels:
+        """Return transports within a host and across hosts, whose end is the end of this one.
+
+        Args:
+            hosts: ranks of this transport; hosts may have unequal numbers of them.
+        """
+        mine = next(host for host in hosts if self.rank in host)
+        place, num_places = mine.index(self.rank), min(map(len, hosts))
+        there = [host[place] for host in hosts] if place < num_places else [self.rank]
+        is_even = len({len(host) for host in hosts}) == 1
+        # In this order on all ranks of each.
+        inside, across = self._part(mine, alone=not is_even), self._part(there, alone=not is_even)
+        return Levels(inside, across, num_places)
+
+    def _part(self, ranks: Sequence[int], *, alone: bool) -> Comm:
+        """Return a transport over some of the ranks.
+
+        Args:
+            ranks: of this transport.
+            alone: whether to make a process group for one rank, too: how many a rank has goes into the names
+                of the next ones, so that all ranks have to make equally many.
+        """
+        if len(ranks) == self.world_size:
+            return self
+        members = [self.ranks[rank] for rank in ranks]
+        group = group_within(members, self.ranks) if alone or len(ranks) > 1 else None
+        comm = Local() if len(ranks) == 1 else TorchDist(group, self._device)
+        comm.join(self)
+        return comm
 
     def run(
         self, launch: Callable[[bool], dist.Work | None], what: str, group: dist.ProcessGroup | None = None

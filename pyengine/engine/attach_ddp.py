@@ -9,7 +9,7 @@ from pyengine.comm import TorchDist
 from pyengine.comm.axes import Axes, has_group
 from pyengine.comm.base import Comm
 from pyengine.engine.engine_ranks import EngineRanks
-from pyengine.engine.handshake import sparse_modules
+from pyengine.engine.handshake import prepare_wire, sparse_modules
 from pyengine.engine.make import make_engine
 from pyengine.engine.sync import Sync
 from pyengine.gradients.ddp.hook import HookState
@@ -55,12 +55,14 @@ def attach_ddp(
         comm = ranks.shared(comm) if settings.shared_memory else comm
         assert isinstance(comm, TorchDist)
         state.travel_by(comm, device)
+        prepare_wire(settings.wire, [comm], ranks.comm)
         ddp = DDPReducer(ddp_model, state, settings=settings, terms=micro_batches)
         if not own:
             ddp.counted = ranks.counted(ddp.names)
             return ddp
         names, params = zip(*own, strict=True)
         groups = ranks.own_groups(names, shared_memory=settings.shared_memory)
+        prepare_wire(settings.wire, [groups.comms[index] for index in ranks.groups_named(names)], ranks.comm)
         ranks.broadcast(own, groups)
         return TwoOwners(
             ddp,

@@ -117,7 +117,7 @@ class EngineRanks:
 
         Cost: makes a process group for every group that they have, unless an earlier engine has made it.
         """
-        mine = {group for name, group in zip(self._names, self._group_of, strict=True) if name in names}
+        mine = self.groups_named(names)
         comms = [
             self._transport(ranks, is_alone=True) if index in mine else self.comm
             for index, ranks in enumerate(self.membership.groups)
@@ -199,6 +199,10 @@ class EngineRanks:
         if any(is_dtensor(param) for _, param in named):
             return ["ddp_model has DTensor parameters, which its buckets cannot hold: use pe.GradSync"]
         return []
+
+    def groups_named(self, names: Collection[str]) -> set[int]:
+        """Return the groups of some of the parameters."""
+        return {group for name, group in zip(self._names, self._group_of, strict=True) if name in names}
 
     def group_named(self, name: str) -> int:
         """Return the group that a tensor of this name, a buffer say, belongs to."""

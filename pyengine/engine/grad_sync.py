@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pyengine.comm.axes import Axes
 from pyengine.engine.engine_ranks import EngineRanks
-from pyengine.engine.handshake import group_problems, sharded_modules, wrapped_problems
+from pyengine.engine.handshake import group_problems, prepare_wire, sharded_modules, wrapped_problems
 from pyengine.engine.make import make_engine
 from pyengine.engine.sync import Sync
 from pyengine.gradients.accumulator import Exact, as_accumulator
@@ -105,6 +105,7 @@ class GradSync(Sync):
 
         def reducer(specs: list[ParamSpec], micro_batches: int) -> BucketReducer | XlaReducer:
             groups = ranks.groups(shared_memory=shared_memory)
+            prepare_wire(settings.wire, groups.comms, comm)
             ranks.broadcast([*named, *buffers], groups)
             if is_lazy(device):
                 return XlaReducer(specs, params, comm=comm, settings=settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
@@ -22,6 +22,7 @@ from pyengine.gradients.settings import Settings
 from pyengine.ops.exact import MAX_TERMS
 from pyengine.ops.pointers import DTYPE_CODES
 from pyengine.window.counter import share
+from pyengine.wire import FP32, Prepares, Wire
 
 
 def agree(
@@ -47,10 +48,9 @@ def agree(
         ValueError: names the rank and the argument, or the first parameter that differs and who has what.
     """
     problems = [*settings.problems(), *problems]
-    # What is wrong need not even pickle.
-    everybody = comm.all_gather_object(
-        (problems, None if problems else settings, list(specs), membership, uuid4().int % 2**32)
-    )
+    # What is wrong need not even pickle, nor a wire: what it prints is compared.
+    sent = None if problems else (replace(settings, wire=FP32()), settings.shared())
+    everybody = comm.all_gather_object((problems, sent, list(specs), membership, uuid4().int % 2**32))
     raise_problems([texts for texts, *_ in everybody])
     world_size = len(everybody)
     members: list[Membership] = [
@@ -60,12 +60,12 @@ def agree(
     differences = memberships_differ(members, [specs for _, _, specs, *_ in everybody])
     if differences:
         raise ValueError(differences[0])
-    shared = [settings.shared() for _, settings, *_ in everybody]
+    everybodys, shared = [sent[0] for _, sent, *_ in everybody], [sent[1] for _, sent, *_ in everybody]
     if len(set(shared)) > 1:
         values = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(shared))
         raise ValueError(f"ranks have different settings: {values}. Pass the same ones on every rank")
     batches = [member.batch.index for member in members]
-    windows = [settings.accumulate for _, settings, *_ in everybody]
+    windows = [settings.accumulate for settings in everybodys]
     first = [batches.index(batch) for batch in range(members[0].num_batches)]
     unlike = [r for r, batch in enumerate(batches) if windows[r] != windows[first[batch]]]
     if unlike:
@@ -73,7 +73,7 @@ def agree(
             f"accumulate={windows} by rank, and rank {first[batches[unlike[0]]]} shares its batch with rank "
             f"{unlike[0]}: pass the same on both"
         )
-    shares = _shares([everybody[rank][1] for rank in first], engine_id=everybody[0][-1])
+    shares = _shares([everybodys[rank] for rank in first], engine_id=everybody[0][-1])
     names = [[spec.name for spec in specs] for _, _, specs, *_ in everybody]
     return replace(shares, batches=batches, are_alike=all(other == names[0] for other in names))
 
@@ -87,6 +87,22 @@ def raise_problems(problems: Sequence[Sequence[str]]) -> None:
     ]
     if found:
         raise ValueError("; ".join(found))
+
+
+def prepare_wire(wire: Wire, comms: Iterable[Comm], everybody: Comm) -> None:
+    """Make what a wire needs of transports before the first bucket travels.
+
+    Args:
+        wire: as the user gave it.
+        comms: over ranks of `everybody`; every rank of each calls this.
+        everybody: transport over all ranks.
+
+    Raises:
+        ValueError: it cannot be had, on any rank; on every rank.
+    """
+    if isinstance(wire, Prepares):
+        problems = [text for comm in comms for text in wire.prepare(comm)]
+        raise_problems(everybody.all_gather_object(problems))
 
 
 @dataclass(frozen=True)

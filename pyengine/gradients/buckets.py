@@ -94,8 +94,10 @@ class BucketReducer:
         made = []
         for bucket in self.layout.buckets:
             mine = [self.parts[slot.param] for slot in bucket.slots]
-            places = [Place(slot.name, slot.offset, slot.numel) for slot in bucket.slots]
-            wire = self._memory.wire_for(self._wire, places, bucket.flags, mine[0].device)
+            slots = zip(bucket.slots, mine, strict=True)
+            places = [Place(slot.name, slot.offset, slot.numel, part) for slot, part in slots]
+            is_last = bucket is self.layout.buckets[-1]
+            wire = self._memory.wire_for(self._wire, places, bucket.flags, mine[0].device, is_last=is_last)
             made.append(
                 bucket_accumulator(
                     kind,

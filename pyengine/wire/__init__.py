@@ -1,10 +1,12 @@
 """Wires: how a bucket crosses the network and is summed there."""
 
 from pyengine.comm.base import Comm, Exchanges, Work
-from pyengine.wire.base import Encodes, Scatters, Wire
+from pyengine.wire.base import Encodes, Prepares, Scatters, Wire
 from pyengine.wire.cast import BF16, FP16, FP32
 from pyengine.wire.encoded import FP8, Int8
 from pyengine.wire.error_feedback import ErrorFeedback
+from pyengine.wire.from_hook import FromHook
+from pyengine.wire.hierarchical import Hierarchical
 from pyengine.wire.memory import BucketMemory, KeepsMemory
 
 __all__ = [
@@ -17,8 +19,11 @@ __all__ = [
     "Encodes",
     "ErrorFeedback",
     "Exchanges",
+    "FromHook",
+    "Hierarchical",
     "Int8",
     "KeepsMemory",
+    "Prepares",
     "Scatters",
     "Wire",
     "Work",

@@ -75,6 +75,14 @@ class Encodes(Wire, Protocol):
     def is_encoded(self) -> bool: ...
 
 
+@runtime_checkable
+class Prepares(Wire, Protocol):
+    """A wire that needs something of a transport before the first bucket travels: groups within it, say."""
+
+    def prepare(self, comm: Comm) -> list[str]:
+        """Make it, or say why it cannot be had; every rank of the transport calls this."""
+
+
 def is_encoded(wire: Wire) -> bool:
     """Whether a wire sends something else than its elements; see `Encodes`."""
     return isinstance(wire, Encodes) and wire.is_encoded

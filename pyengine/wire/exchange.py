@@ -17,7 +17,7 @@ from torch import Tensor
 from pyengine.comm.base import Comm, Exchanges, Work
 from pyengine.comm.staged import Staged
 from pyengine.ops.codec import Codec
-from pyengine.wire.base import Wire, is_encoded
+from pyengine.wire.base import Prepares, Wire, is_encoded
 
 _ROUNDS = 2  # an all-to-all and an all-gather
 
@@ -76,6 +76,38 @@ class Parts:
         return rows.view(self.world_size, -1)[:, :num_bytes].contiguous()
 
 
+class _AsItIs(Codec):
+    """Float32 elements as they are."""
+
+    def __post_init__(self) -> None:
+        assert self.block == 1
+
+    def num_bytes(self, numel: int) -> int:
+        return numel * torch.float32.itemsize
+
+    def encode_(
+        self,
+        payload: Tensor,
+        values: Tensor,
+        *,
+        residual: Tensor | None = None,
+        seed: int | None = None,
+        offset: int = 0,
+    ) -> None:
+        del residual, seed, offset  # nothing is lost
+        payload.view(torch.float32).copy_(values)
+
+    def sum_(self, out: Tensor, payloads: Tensor) -> None:
+        rows = payloads.view(-1).view(torch.float32).view(payloads.shape[0], out.numel())
+        torch.sum(rows, 0, out=out)
+
+    def decode_(self, values: Tensor, payload: Tensor) -> None:
+        values.copy_(payload.view(torch.float32))
+
+
+AS_IT_IS = _AsItIs("float32")
+
+
 @dataclass(frozen=True)
 class Encoding:
     """How values become bytes.
@@ -103,7 +135,8 @@ class HasEncoding(Wire, Protocol):
 
 def exchanges_parts(wire: Wire) -> bool:
     """Whether a wire of ours needs a transport in which ranks can exchange parts."""
-    return is_encoded(wire) or (isinstance(wire, HasEncoding) and wire.encoding is not None)
+    has_encoding = isinstance(wire, HasEncoding) and wire.encoding is not None
+    return has_encoding or is_encoded(wire) or isinstance(wire, Prepares)
 
 
 @dataclass(frozen=True)

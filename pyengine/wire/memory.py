@@ -25,11 +25,22 @@ class Place:
     Attributes:
         key: of the parameter, whatever bucket it is in.
         offset, numel: in elements.
+        param: the parameter, or this rank's part of it; None where what lies there is none.
     """
 
     key: Hashable
     offset: int
     numel: int
+    param: Tensor | None = None
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return its part of a bucket, a view of it in the shape and with the strides of the parameter."""
+        if self.param is None:
+            return flat[self.offset : self.offset + self.numel]
+        begin = flat.storage_offset() + self.offset
+        if self.param.is_contiguous():
+            return flat[self.offset : self.offset + self.numel].view(self.param.shape)
+        return flat.as_strided(self.param.shape, self.param.stride(), begin)
 
 
 class BucketMemory:
@@ -39,14 +50,23 @@ class BucketMemory:
         number: of the bucket, among those of its owner.
         numel, device: of the bucket, and where it lies.
         places: of its parameters.
+        is_last: whether no bucket of a window starts behind it.
 
     Attributes:
-        number: as given.
+        number, places, is_last: as given.
         turn: of the sum that is sent next; no two sums of a bucket have the same.
     """
 
-    def __init__(self, number: int, numel: int, device: torch.device, places: Sequence[Place]) -> None:
-        self.number, self.turn = number, 0
+    def __init__(
+        self,
+        number: int,
+        numel: int,
+        device: torch.device,
+        places: Sequence[Place],
+        *,
+        is_last: bool = False,
+    ) -> None:
+        self.number, self.turn, self.places, self.is_last = number, 0, list(places), is_last
         self._numel, self._device = numel, device
         self._place_of = {place.key: place for place in places}
         self._residual: Tensor | None = None
@@ -99,6 +119,27 @@ class BucketMemory:
             self._residual.mul_(factor)
 
 
+class BucketPart(BucketMemory):
+    """One part of a bucket, as the memory of a bucket; made anew for every sum, and the whole is in its next
+    turn then.
+
+    Args:
+        whole: of the bucket, whose residual this one's is a view of.
+        bounds: elements of the part.
+        index, num_parts: of the parts, each of which is a bucket with a number of its own.
+    """
+
+    def __init__(self, whole: BucketMemory, bounds: slice, *, index: int, num_parts: int) -> None:
+        number = whole.number * num_parts + index
+        super().__init__(number, bounds.stop - bounds.start, whole._device, [])
+        self.turn = whole.next_turn()
+        self._whole, self._bounds = whole, bounds
+
+    @property
+    def residual(self) -> Tensor:
+        return self._whole.residual[self._bounds]
+
+
 @runtime_checkable
 class KeepsMemory(Wire, Protocol):
     """A wire that keeps something of a bucket from one window to the next: whoever owns the bucket gives it
@@ -128,17 +169,26 @@ class WireMemory:
         self._loaded: dict[Hashable, Tensor] = {}  # for parameters that no bucket has come with
         self._num_made = self._turn = 0
 
-    def wire_for(self, wire: Wire, places: Sequence[Place], numel: int, device: torch.device) -> Wire:
+    def wire_for(
+        self,
+        wire: Wire,
+        places: Sequence[Place],
+        numel: int,
+        device: torch.device,
+        *,
+        is_last: bool = False,
+    ) -> Wire:
         """Return the wire of a bucket that was laid out: what was kept of its parameters goes on there.
 
         Args:
             wire: as the user gave it.
             places: of the bucket's parameters.
             numel, device: of the bucket.
+            is_last: whether no bucket of a window starts behind it.
         """
         if not isinstance(wire, KeepsMemory):
             return wire
-        memory = BucketMemory(self._num_made, numel, device, places)
+        memory = BucketMemory(self._num_made, numel, device, places, is_last=is_last)
         memory.turn = self._turn
         if wire.keeps_residual:
             memory.load(self.parts())

@@ -154,7 +154,7 @@ class HookState:
         flat, params = bucket.buffer(), bucket.parameters()
         buffer = self._wire_buffers.get(id(params[0]))
         if buffer is None or buffer.numel != flat.numel():
-            buffer = WireBuffer(flat, self._wire_for(flat, params), params)
+            buffer = WireBuffer(flat, self._wire_for(bucket, flat, params), params)
             others = {key: old for key, old in self._wire_buffers.items() if not old.params & buffer.params}
             self._wire_buffers = others | {id(params[0]): buffer}
         return buffer
@@ -165,11 +165,12 @@ class HookState:
             self.memory.drop_of(bucket.parameters()[0], ~torch.isfinite(landed.sum()))
         return landed
 
-    def _wire_for(self, flat: Tensor, params: Sequence[Tensor]) -> Wire:
+    def _wire_for(self, bucket: Any, flat: Tensor, params: Sequence[Tensor]) -> Wire:
         """Return the wire of a bucket, with what was kept of its parameters in another one."""
         ends = itertools.accumulate(param.numel() for param in params)
-        places = [Place(p, end - p.numel(), p.numel()) for p, end in zip(params, ends, strict=True)]
-        return self.memory.wire_for(self.wire, places, flat.numel(), flat.device)
+        places = [Place(p, end - p.numel(), p.numel(), p) for p, end in zip(params, ends, strict=True)]
+        last = bucket.is_last()
+        return self.memory.wire_for(self.wire, places, flat.numel(), flat.device, is_last=last)
 
     def __copy__(self) -> "HookState":
         self._check_own()

@@ -23,7 +23,7 @@ from pyengine.gradients.fsdp.units import Unit, units_of
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import local
 from pyengine.wire import Scatters, Wire
-from pyengine.wire.base import is_encoded
+from pyengine.wire.base import Prepares, is_encoded
 from pyengine.wire.memory import keeps_residual
 
 
@@ -101,7 +101,7 @@ def _sum_problems(unit: Unit, settings: Settings) -> Iterator[str]:
             "reduces in float16, which sums before 1/count leave the range of: give its "
             "MixedPrecisionPolicy reduce_dtype=torch.float32"
         )
-    elif dtype != settings.wire.dtype or is_encoded(settings.wire):
+    elif dtype != settings.wire.dtype or is_encoded(settings.wire) or isinstance(settings.wire, Prepares):
         yield from _wire_problems(unit, dtype, settings.wire)
 
 

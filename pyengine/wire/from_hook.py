@@ -1,0 +1,170 @@
+"""Communication hooks of DDP as wires."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pyengine.comm.axes import num_ranks
+from pyengine.comm.base import Comm, Work
+from pyengine.comm.staged import Staged
+from pyengine.wire.base import Wire
+from pyengine.wire.bucket_wire import without_memory
+from pyengine.wire.memory import BucketMemory
+
+
+@dataclass(frozen=True, repr=False)
+class FromHook:
+    """Let a communication hook of DDP, `(state, bucket) -> Future[Tensor]`, bring a bucket to its mean over
+    ranks: those of `torch.distributed.algorithms.ddp_comm_hooks`, PowerSGD's say, or one's own.
+
+    The hook is given what DDP would give it: float32 values of which the mean over ranks is to be taken, that
+    is the rank's part of the window's gradient, over the count, times the number of ranks (a product that
+    rounds nothing where that is a power of two). What it returns becomes the gradient. An object with the
+    methods of `dist.GradBucket` shows it the bucket and its parameters' parts of it, in their shapes.
+
+    Hooks run one bucket after the other, in the same order on every rank, each to its end before anything
+    else is sent: one that goes on from the backend's threads, as PowerSGD's does, would meet the collectives
+    of another bucket there. So on a backend that the host waits for, gloo say, the backward waits, too.
+
+    A bucket with inf or nan on any rank goes through the hook as zeros on that rank, so that what the hook
+    keeps stays finite, and comes back as nan on all ranks.
+
+    Args:
+        hook: of DDP, over dense buckets.
+        state: what it is called with, as `register_comm_hook` has it; the hook's own. It is in no state of
+            the engine, and does not follow a loss scale. One engine a state.
+
+    Raises:
+        TypeError: no function. Where the engine is made, on every rank: a process group in the state that has
+            not the engine's number of ranks.
+
+    Cost: what the hook costs, two passes, and an all-reduce of a byte.
+
+    Example:
+        >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+        >>> FromHook(bf16_compress_hook)
+        FromHook(torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook)
+    """
+
+    dtype: ClassVar[torch.dtype] = torch.float32
+    folds_count: ClassVar[bool] = True
+    is_encoded: ClassVar[bool] = True
+    keeps_residual: ClassVar[bool] = False
+
+    hook: Callable[[Any, Any], Any]
+    state: Any = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.hook):
+            raise TypeError(
+                f"hook is a {type(self.hook).__name__}: need a DDP communication hook, a function of (state, "
+                "bucket)"
+            )
+
+    def __repr__(self) -> str:
+        name = getattr(self.hook, "__qualname__", type(self.hook).__qualname__)
+        state = "" if self.state is None else f", state=a {type(self.state).__name__}"
+        return f"FromHook({getattr(self.hook, '__module__', '')}.{name}{state})"
+
+    def prepare(self, comm: Comm) -> list[str]:
+        """Compare the ranks of the hook's process group with those of the gradients."""
+        if self.state is None and not getattr(self.hook, "__module__", "").startswith("torch."):
+            return []  # it has a group of its own, or none
+        number = num_ranks(getattr(self.state, "process_group", self.state))
+        if number in (None, comm.world_size):
+            return []
+        return [
+            (
+                f"wire={self}: the hook takes the mean over {number} ranks, and gradients are summed over "
+                f"{comm.world_size}: give its state the process group of the engine"
+            )
+        ]
+
+    def for_bucket(self, memory: BucketMemory) -> Wire:
+        """Return the wire of one bucket: a hook wants to know its parameters."""
+        return _HookedBucket(self, memory)
+
+    def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
+        raise without_memory(self)
+
+    def bytes_on_wire(self, numel: int, world_size: int) -> int:
+        """Raise ValueError: only the hook knows. `StepRecord.bytes_on_wire` has no bytes of it either."""
+        raise ValueError(
+            f"wire={self}: what a hook of {numel} elements over {world_size} ranks sends, it does not tell"
+        )
+
+
+@dataclass(frozen=True)
+class _HookedBucket:
+    """One bucket over a hook.
+
+    Attributes:
+        wire: as the user gave it.
+        memory: of the bucket.
+    """
+
+    wire: FromHook
+    memory: BucketMemory
+    dtype: ClassVar[torch.dtype] = FromHook.dtype
+    folds_count: ClassVar[bool] = FromHook.folds_count
+    is_encoded: ClassVar[bool] = True
+
+    def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
+        return Staged(self._run(flat, comm), 0, flat.device)
+
+    def bytes_on_wire(self, numel: int, world_size: int) -> int:
+        return self.wire.bytes_on_wire(numel, world_size)
+
+    def _run(self, flat: Tensor, comm: Comm) -> Iterator[Work]:
+        """Run the hook to its end."""
+        bad = (~torch.isfinite(flat)).any().to(torch.uint8).reshape(1)
+        flat.masked_fill_(bad != 0, 0).mul_(comm.world_size)
+        comm.all_reduce_max(bad).wait()
+        found = self.wire.hook(self.wire.state, HookBucket(flat, self.memory)).wait()
+        found = found if isinstance(found, Tensor) else found[0]
+        if found is not flat:
+            flat.copy_(found.reshape(flat.shape))
+        for place in self.memory.places:  # between them lies what no window overwrites
+            place.of(flat).masked_fill_(bad != 0, float("nan"))
+        yield from ()
+
+
+class HookBucket:
+    """A bucket as hooks of DDP see it: has the methods of `dist.GradBucket`, which Python cannot make.
+
+    Args:
+        flat: float32 `[numel]`, what the mean is to be taken of.
+        memory: of the bucket.
+    """
+
+    def __init__(self, flat: Tensor, memory: BucketMemory) -> None:
+        self._flat, self._memory = flat, memory
+
+    def index(self) -> int:
+        """Return a number that no other bucket of the engine has."""
+        return self._memory.number
+
+    def buffer(self) -> Tensor:
+        """Return the bucket, `[numel]`."""
+        return self._flat
+
+    def set_buffer(self, flat: Tensor) -> None:
+        """Set what `buffer` returns."""
+        self._flat = flat
+
+    def is_last(self) -> bool:
+        """Whether it is the window's last bucket."""
+        return self._memory.is_last
+
+    def gradients(self) -> list[Tensor]:
+        """Return views of the bucket, in the shapes of its parameters."""
+        return [place.of(self._flat) for place in self._memory.places]
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters, or this rank's parts of them."""
+        return [place.param for place in self._memory.places if place.param is not None]

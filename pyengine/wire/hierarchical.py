@@ -1,0 +1,259 @@
+"""Sums in two levels: within a host, and of each rank's part across hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pyengine.comm.base import Comm, Work
+from pyengine.comm.levels import HasLevels, Hosts, Levels, SharesParts
+from pyengine.comm.staged import Staged, rounds_of
+from pyengine.ops.codec import Codec
+from pyengine.wire.base import Prepares, Wire, is_encoded
+from pyengine.wire.bucket_wire import without_memory
+from pyengine.wire.cast import BF16, FP16, FP32, as_wire, wire_problems
+from pyengine.wire.exchange import AS_IT_IS, HasEncoding, Parts, exchanges_of, exchanges_parts
+from pyengine.wire.memory import BucketMemory, BucketPart, KeepsMemory, keeps_residual
+from pyengine.wire.spelled import Spelled
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Hierarchical(Spelled):
+    """Sum within each host, and across hosts only a part a rank: a slow network between hosts carries a
+    bucket once a host, not once a rank.
+
+    The ranks of a host send each other a part of the bucket; each adds its part up in float32, sums that
+    over the ranks of its place on all hosts, by a wire of their own, and sends the sum round its host.
+    Buckets are handed over in float32.
+
+    With L ranks on each of H hosts and Σ|g| the sum over ranks of an element's magnitudes, an element is off
+    by at most the error of `intra`'s rounding of each rank's values; (L - 1) 2^-24 Σ|g| of the additions
+    within a host; the error of `inter`, as its own documentation has it, for the H sums of hosts; and
+    `intra`'s rounding of the result. `FP32()` rounds nothing, so that with it on both levels no element is
+    further from the sum than (L + H) 2^-24 Σ|g|. inf and nan cross at their own element.
+
+    Args:
+        intra: how a bucket travels within a host: `FP32()`, `BF16()`, `FP16()`, or `Int8()` and `FP8()` that
+            round to nearest; or the dtype of one of the first.
+        inter: how a part travels across hosts: any wire of one level. What `ErrorFeedback(...)` keeps here is
+            what the sum of a host has lost.
+        mesh: which ranks are one host: a DeviceMesh of two dimensions, the last of which lies within hosts;
+            or rows of ranks, as the default group numbers them. None: ranks of one machine that have one
+            network are. Ranks that do not take part in a sum may be in it.
+
+    Raises:
+        TypeError, ValueError: a wire that has no place there, or something else for a mesh. Where the engine
+            is made, on every rank: a rank that is not in the mesh, or hosts of unequal numbers of ranks.
+
+    Cost: `bytes_on_wire`; memory for two buckets in `intra`'s form and 1/L of one in float32 while it is
+    under way. Process groups of each host, and of each place, which later engines over these ranks use too.
+    """
+
+    dtype: ClassVar[torch.dtype] = torch.float32
+
+    intra: Wire | torch.dtype = FP32()  # noqa: RUF009 - frozen
+    inter: Wire | torch.dtype = FP32()  # noqa: RUF009 - frozen
+    mesh: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("intra", "inter"):
+            wire = as_wire(getattr(self, name))
+            if problems := wire_problems(wire):
+                raise TypeError(f"{name}: {problems[0]}")
+            object.__setattr__(self, name, wire)
+        object.__setattr__(self, "mesh", _rows(self.mesh))
+        self._codec()
+        if isinstance(self.inter, Prepares):
+            raise TypeError(f"inter={self.inter!r}: need a wire of one level, BF16() or Int8() say")
+
+    @property
+    def folds_count(self) -> bool:
+        return self._wires[0].folds_count or self._wires[1].folds_count
+
+    @property
+    def is_encoded(self) -> bool:
+        return any(map(is_encoded, self._wires))
+
+    @property
+    def keeps_residual(self) -> bool:
+        return keeps_residual(self._wires[1])
+
+    def prepare(self, comm: Comm) -> list[str]:
+        try:
+            self._levels(comm)
+        except (TypeError, ValueError) as error:
+            return [f"wire={self}: {error}"]
+        return []
+
+    def for_bucket(self, memory: BucketMemory) -> Wire:
+        """Return the wire of one bucket."""
+        return HierarchicalBucket(self, memory)
+
+    def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
+        inter = self._wires[1]
+        if isinstance(inter, KeepsMemory):
+            raise without_memory(self)
+        return self.start(flat, comm, inter)
+
+    def start(self, flat: Tensor, comm: Comm, inter: Wire) -> Work:
+        """Start as `all_reduce_`, with `inter` for this rank's part of this bucket."""
+        levels = self._levels(comm)
+        if levels.inside.world_size == 1:
+            rounds = _across(flat, levels, inter)
+        elif isinstance(levels.inside, SharesParts) and self._codec() is None:
+            rounds = _in_shared_memory(flat, levels, inter)
+        else:
+            rounds = self._exchanged(flat, levels, inter)
+        inside = 0 if levels.inside.world_size == 1 else 2
+        across = 0 if levels.across.world_size == 1 else 2 if exchanges_parts(inter) else 1
+        return Staged(rounds, inside + across, flat.device)
+
+    def part_of(self, numel: int, comm: Comm) -> slice:
+        """Return the elements of a bucket that this rank sums across hosts."""
+        levels = self._levels(comm)
+        return self._parts(numel, levels.inside.world_size).bounds(levels.inside.rank)
+
+    def bytes_on_wire(self, numel: int, world_size: int) -> int:
+        """Return what one rank sends: 2 (L - 1) / L of the bucket as `intra` has it, for whole parts, and
+        what `inter` sends for a part among H ranks.
+
+        Raises:
+            ValueError: without a mesh it is not known how many ranks a host has.
+        """
+        if self.mesh is None:
+            raise ValueError(
+                f"wire={self}: what it sends depends on how many ranks a host has: pass mesh=, or see "
+                "StepRecord.bytes_on_wire"
+            )
+        num_inside = len(self.mesh[0]) if world_size > 1 else 1
+        parts = self._parts(numel, num_inside)
+        return parts.bytes_sent + self._wires[1].bytes_on_wire(parts.numel_of(0), world_size // num_inside)
+
+    @property
+    def _wires(self) -> tuple[Wire, Wire]:
+        assert not isinstance(self.intra, torch.dtype) and not isinstance(self.inter, torch.dtype)
+        return self.intra, self.inter
+
+    def _levels(self, comm: Comm) -> Levels:
+        if not isinstance(comm, HasLevels):
+            raise TypeError("ranks of this transport are in no process group that could be cut into hosts")
+        return comm.levels(self.mesh)
+
+    def _codec(self) -> Codec | None:
+        """Return how values are written within a host; None: as they are."""
+        intra = self._wires[0]
+        if isinstance(intra, FP32):
+            return None
+        if isinstance(intra, BF16 | FP16):
+            intra = replace(intra, sum="fp32")
+        if not isinstance(intra, HasEncoding) or intra.encoding is None or intra.encoding.seed is not None:
+            raise ValueError(
+                f"intra={intra!r}: need FP32(), BF16(), FP16(), or Int8() or FP8() that round to nearest; "
+                "chance and ErrorFeedback have their place in inter"
+            )
+        return intra.encoding.codec
+
+    def _parts(self, numel: int, num_inside: int) -> Parts:
+        return Parts(self._codec() or AS_IT_IS, numel, num_inside)
+
+    def _exchanged(self, flat: Tensor, levels: Levels, inter: Wire) -> Iterator[Work]:
+        """Exchange parts within the host, as `exchange._encoded` does, with the sum across hosts between."""
+        num_inside, place, inside = levels.inside.world_size, levels.inside.rank, exchanges_of(levels.inside)
+        codec = self._codec() or AS_IT_IS
+        parts = Parts(codec, flat.numel(), num_inside)
+        rows = torch.zeros(num_inside * parts.num_bytes, dtype=torch.uint8, device=flat.device)
+        received = torch.empty_like(rows)
+        for rank in range(num_inside):
+            codec.encode_(parts.payload(rows, rank), flat[parts.bounds(rank)])
+        yield inside.all_to_all(received, rows)
+        mine = flat[parts.bounds(place)]
+        codec.sum_(mine, parts.payloads_of(received, place))
+        yield from _across(mine, levels, inter)
+        own = torch.zeros(parts.num_bytes, dtype=torch.uint8, device=flat.device)
+        codec.encode_(own[: codec.num_bytes(mine.numel())], mine)
+        yield inside.all_gather(rows, own)
+        for rank in range(num_inside):
+            codec.decode_(flat[parts.bounds(rank)], parts.payload(rows, rank))
+
+
+def _across(part: Tensor, levels: Levels, inter: Wire) -> Iterator[Work]:
+    """Sum a part over hosts, in place, in the type of their wire."""
+    if levels.across.world_size == 1 or part.numel() == 0:
+        return
+    moved = part.to(inter.dtype)
+    yield from rounds_of(inter.all_reduce_(moved, levels.across))
+    if moved is not part:
+        part.copy_(moved)
+
+
+def _in_shared_memory(flat: Tensor, levels: Levels, inter: Wire) -> Iterator[Work]:
+    """Let the host reduce in memory that its ranks share: nothing travels but parts across hosts."""
+    inside = levels.inside
+    assert isinstance(inside, SharesParts)
+    yield inside.all_reduce(flat)
+    if levels.across.world_size > 1:  # alike on all ranks of the host
+        part = Parts(AS_IT_IS, flat.numel(), inside.world_size).bounds(inside.rank)
+        yield from _across(flat[part], levels, inter)
+        yield inside.share_part(flat, part)
+
+
+@dataclass(frozen=True)
+class HierarchicalBucket:
+    """One bucket over a wire of two levels, whose `inter` keeps something of it.
+
+    Attributes:
+        wire: as the user gave it.
+        memory: of the bucket.
+    """
+
+    wire: Hierarchical
+    memory: BucketMemory
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.wire.dtype
+
+    @property
+    def folds_count(self) -> bool:
+        return self.wire.folds_count
+
+    @property
+    def is_encoded(self) -> bool:
+        return self.wire.is_encoded
+
+    def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
+        inter = self.wire._wires[1]
+        if not isinstance(inter, KeepsMemory):
+            return self.wire.start(flat, comm, inter)
+        if inter.keeps_residual:
+            # All of it, not only at this rank's part, which may have been another one when it was kept.
+            flat += self.memory.residual
+            self.memory.residual.zero_()
+        levels, bounds = self.wire._levels(comm), self.wire.part_of(flat.numel(), comm)
+        part = BucketPart(self.memory, bounds, index=levels.inside.rank, num_parts=levels.inside.world_size)
+        return self.wire.start(flat, comm, inter.for_bucket(part))
+
+    def bytes_on_wire(self, numel: int, world_size: int) -> int:
+        return self.wire.bytes_on_wire(numel, world_size)
+
+
+def _rows(mesh: Any) -> Hosts | None:
+    """Return a mesh as rows of ranks."""
+    if mesh is None:
+        return None
+    rows = getattr(mesh, "mesh", mesh)
+    rows = rows.tolist() if isinstance(rows, Tensor) else rows
+    try:
+        found = tuple(tuple(map(int, row)) for row in rows)
+    except (TypeError, ValueError):
+        found = ()
+    if not found or not found[0] or len({len(row) for row in found}) > 1:
+        raise TypeError(
+            f"mesh={mesh!r}: need a DeviceMesh of two dimensions, the last of which lies within hosts, or "
+            "rows of as many ranks each, [[0, 1], [2, 3]] say"
+        )
+    return found

@@ -1,0 +1,333 @@
+"""Sums in two levels: near float64, the same bits on every rank, on hosts of any shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Inject, Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from marks import rest
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from wire_cases import INT8, WIRES, rounding, sum_bound
+
+import pyengine as pe
+from pyengine.comm import TorchDist, torch_dist
+from pyengine.wire.memory import BucketMemory
+
+CPU = torch.device("cpu")
+NUMELS = (0, 1, 3, 64, 301)
+# Ranks by host.
+SHAPES = {
+    1: [[[0]]],
+    2: [[[0, 1]], [[0], [1]]],
+    3: [[[0, 1, 2]], [[0], [1], [2]]],
+    4: [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]], [[0], [1], [2], [3]]],
+}
+PAIRS = [
+    ("fp32", "fp32"),
+    ("fp32", "bf16"),
+    ("bf16", "fp32"),
+    ("fp32", "int8"),
+    ("int8", "e4m3"),
+    ("fp16", "bf16"),
+]
+FEEDBACK = pe.wire.ErrorFeedback(INT8)
+
+
+def _wire(name: str) -> pe.wire.Wire:
+    return WIRES.get(name, pe.wire.FP32())
+
+
+def _pair(intra: str, inter: str, mesh: Any = None) -> pe.wire.Hierarchical:
+    return pe.wire.Hierarchical(intra=_wire(intra), inter=_wire(inter), mesh=mesh)
+
+
+def _terms(numel: int, world: int) -> list[Tensor]:
+    """Return what each rank brings: of all magnitudes, as gradients are."""
+    generator = torch.Generator().manual_seed(numel)
+    size = 2.0 ** (torch.arange(numel) % 7 - 9.0)
+    return [torch.randn(numel, generator=generator) * size for _ in range(world)]
+
+
+def _added(terms: list[Tensor]) -> Tensor:
+    """Bound what float32 additions of terms lose, each by 2^-24 of what is added up so far."""
+    return len(terms) * 2.0**-24 * sum(term.abs() for term in terms)
+
+
+def _bound(intra: str, inter: str, terms: list[Tensor], mesh: list[list[int]]) -> Tensor:
+    """Bound by element how far the sum is from the exact one, as the wire's documentation derives it.
+
+    Each rank's values are rounded once for their host, where they are added up; the sums of hosts are summed
+    over hosts, with the error of that wire; and the result is rounded for the host again. A level of one rank
+    does nothing. Errors grow with what is rounded, values and earlier errors together.
+    """
+    off, sums = torch.zeros_like(terms[0]), []
+    for host in mesh:
+        mine = [terms[rank] for rank in host]
+        if len(host) > 1:
+            lost = [rounding(intra, x, x.abs().max()) if intra != "fp32" else 0 * x for x in mine]
+            mine = [x.abs() + e for x, e in zip(mine, lost, strict=True)]
+            off = off + sum(lost) + _added(mine)
+        sums.append(sum(x.abs() for x in mine) + off)
+    if len(mesh) > 1:
+        off = off + (_added(sums) if inter == "fp32" else sum_bound(inter, [x.float() for x in sums]))
+    size = sum(sums) + off
+    if len(mesh[0]) > 1 and intra != "fp32":
+        off = off + rounding(intra, size, size.max())
+    return off * (1 + 2.0**-20)  # the bound itself is computed in float32 in places
+
+
+def _bucket(wire: pe.wire.Hierarchical, numel: int) -> pe.wire.Wire:
+    return wire.for_bucket(BucketMemory(0, numel, CPU, []))
+
+
+def _sums(mesh: list[list[int]]) -> list[tuple[Any, ...]]:
+    rank, world = me()
+    comm, found = TorchDist(None, CPU), []
+    is_first = any(host[0] == rank for host in mesh)
+    for intra, inter in PAIRS:
+        wire = _pair(intra, inter, mesh)
+        for numel in NUMELS:
+            terms = _terms(numel, world)
+            flat, before = terms[rank].clone(), comm.traffic.bytes_sent
+            _bucket(wire, numel).all_reduce_(flat, comm).wait()
+            sent = comm.traffic.bytes_sent - before
+            most = wire.bytes_on_wire(numel, world)
+            assert sent == most or (sent < most and not is_first), (intra, inter, numel, sent, most)
+            right = sum(term.double() for term in terms)
+            if numel:
+                bound = _bound(intra, inter, [term.double() for term in terms], mesh)
+                assert ((flat.double() - right).abs() <= bound).all(), (intra, inter, numel)
+            found.append((intra, inter, numel, flat))
+    comm.release()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, *rest(3), 4])
+def test_sums_are_near_float64_and_have_the_same_bits_on_every_rank(ranks, world):
+    for mesh in SHAPES[world]:
+        first, *others = ranks(world).run(_sums, mesh)
+        for other in others:
+            assert all(torch.equal(a[-1], b[-1]) for a, b in zip(first, other, strict=True))
+
+
+def _nonfinite() -> None:
+    """What is not finite stays at its own element, on every rank."""
+    rank, _ = me()
+    comm = TorchDist(None, CPU)
+    for intra, inter in PAIRS:
+        wire = _pair(intra, inter, [[0, 1], [2, 3]])
+        for bad in (float("inf"), float("-inf"), float("nan")):
+            flat = torch.ones(70)
+            flat[[3, 69]] = torch.tensor(bad if rank == 2 else 1.0)
+            _bucket(wire, 70).all_reduce_(flat, comm).wait()
+            assert (~torch.isfinite(flat)).nonzero().flatten().tolist() == [3, 69], (intra, inter, bad)
+    comm.release()
+
+
+def test_inf_and_nan_cross_at_their_own_element(ranks):
+    ranks(4).run(_nonfinite)
+
+
+def _feedback() -> list[Tensor]:
+    """Send the same values again and again: what a window loses comes with the next ones, also where a
+    parameter has come to lie in another rank's part in between.
+    """
+    rank, world = me()
+    comm, numel, windows = TorchDist(None, CPU), 301, 16
+    terms = _terms(numel, world)
+    wire = pe.wire.Hierarchical(inter=FEEDBACK, mesh=[[0, 1], [2, 3]])
+    memory = BucketMemory(0, numel, CPU, [])
+    total = torch.zeros(numel, dtype=torch.float64)
+    for window in range(windows):
+        turned = window >= windows // 2
+        flat = terms[rank].flip(0) if turned else terms[rank].clone()
+        if window == windows // 2:
+            memory.residual.copy_(memory.residual.flip(0))
+        wire.for_bucket(memory).all_reduce_(flat, comm).wait()
+        total += flat.double().flip(0) if turned else flat.double()
+    right = sum(term.double() for term in terms)
+    hosts = [terms[0] + terms[1], terms[2] + terms[3]]
+    # Of two windows, whose values are larger by what was kept.
+    once = sum_bound("int8", hosts)
+    assert ((total / windows - right).abs() <= 2.2 * once / windows + 2.0**-20 * right.abs()).all()
+    comm.release()
+    return [memory.residual]
+
+
+def test_error_feedback_between_hosts_comes_late_rather_than_never(ranks):
+    kept = ranks(4).run(_feedback)
+    assert all(float(residual.abs().max()) > 0 for (residual,) in kept)
+
+
+@contextmanager
+def _hosts(host_of: Callable[[int], object]) -> Iterator[None]:
+    """Let ranks say that they are on certain hosts."""
+    real = torch_dist.own_host
+    torch_dist.own_host = lambda: host_of(me()[0])
+    try:
+        yield
+    finally:
+        torch_dist.own_host = real
+
+
+def _windows(kind: str, mesh: Any, **options: Any) -> None:
+    rank, world = me()
+    for wire in (pe.wire.Hierarchical(mesh=mesh), pe.wire.Hierarchical(mesh=mesh, inter=torch.float32)):
+        model = Integers(torch.float32)
+        sync, forward = engine(kind, model, accumulate=2, wire=wire, **options)
+        for window in range(2):  # buckets are laid out anew between them
+            for k in range(2):
+                with sync.accumulate():
+                    sync.backward(forward(*integers(100 * window + 10 * rank + k, 4)), count=4)
+            sync.unscale_()
+            batches = [integers(100 * window + 10 * r + k, 4) for r in range(world) for k in range(2)]
+            assert_same(grads(model), mean_of_integers(model, batches, 8 * world))
+            sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+        sync.close()
+
+
+def _engines(kind: str) -> None:
+    world = me()[1]
+    for mesh in SHAPES[world][:2]:
+        _windows(kind, mesh)
+    with _hosts(lambda rank: rank // 2):
+        if world != 3:
+            _windows(kind, None)
+        if world == 4:
+            _windows(kind, init_device_mesh("cpu", (2, 2)))
+
+
+@pytest.mark.parametrize("world", [*rest(1), 2, *rest(3), 4])
+@pytest.mark.parametrize("kind", ["own", "attach", *rest("own-native", "attach-view", "attach-unused")])
+def test_engines_have_the_gradient_of_one_big_batch(ranks, world, kind):
+    ranks(world).run(_engines, kind)
+
+
+def _hook(static: bool) -> None:
+    _, world = me()
+    for wire in (_pair("fp32", "fp32", SHAPES[world][0]), _pair("fp32", "int8", SHAPES[world][0])):
+        model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 2))
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5, static_graph=static)
+        ddp.register_comm_hook(pe.HookState(wire=wire), pe.comm_hook)
+        for _ in range(3):
+            ddp.zero_grad()
+            (ddp(torch.ones(2, 6)).sum() * (1 + me()[0])).backward()
+            mean = (1 + world) / 2
+            twin = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 2))
+            twin.load_state_dict(model.state_dict())
+            (twin(torch.ones(2, 6)).sum() * mean).backward()
+            for mine, right in zip(model.parameters(), twin.parameters(), strict=True):
+                # Int8 rounds twice, by 1/254 of the largest each, of up to three times the mean.
+                atol = 4 / 127 * float(right.grad.abs().max()) if wire.is_encoded else 0.0
+                torch.testing.assert_close(mine.grad, right.grad, atol=atol, rtol=2.0**-20)
+
+
+@pytest.mark.parametrize("world", [2, *rest(1, 3), 4])
+@pytest.mark.parametrize("static", [False, *rest(True)])
+def test_the_bare_hook_averages(ranks, world, static):
+    ranks(world).run(_hook, static)
+
+
+def _skipped(kind: str) -> list[bool]:
+    """A window with inf on one rank is used by none."""
+    rank, _ = me()
+    found = []
+    for inter in ("fp32", "int8"):
+        model = nn.Linear(5, 3)
+        sync, forward = engine(kind, model, accumulate=1, wire=_pair("fp32", inter, [[0, 1], [2, 3]]))
+        for bad in (True, False):
+            with sync.accumulate():
+                x = forward(torch.ones(2, 5)).sum()
+                sync.backward(Inject.apply(x, float("inf") if bad and rank == 3 else 1.0), count=2)
+            found.append(bool(sync.step(torch.optim.SGD(model.parameters(), lr=0.1))))
+        sync.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_a_window_with_inf_is_used_by_no_rank(ranks, kind):
+    assert ranks(4).run(_skipped, kind) == [[False, True, False, True]] * 4
+
+
+def _groups() -> list[int]:
+    counts = []
+    for _ in range(3):
+        sync = pe.GradSync(nn.Linear(2, 2), wire=_pair("fp32", "fp32", [[0, 1], [2, 3]]))
+        sync.close()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_later_engines_use_the_process_groups_of_the_first(ranks):
+    for first, *later in ranks(4).run(_groups):
+        assert later == [first] * 2
+
+
+def _refused(case: str) -> str:
+    wire, model = pe.wire.Hierarchical(), nn.Linear(2, 2)
+    match case:
+        case "unequal":
+            make = lambda: pe.GradSync(model, wire=wire)
+        case "unequal attach":
+            make = lambda: pe.attach(DistributedDataParallel(model), wire=wire)
+        case "no place":
+            make = lambda: pe.GradSync(model, wire=_pair("fp32", "fp32", [[0], [1]]))
+        case _:
+            make = lambda: pe.attach(fully_shard(model), wire=wire)
+    try:
+        with _hosts(lambda rank: rank // 2):
+            make()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+REFUSED = {
+    "unequal": "wire=Hierarchical(): the 3 ranks are 2 + 1 by host",
+    "unequal attach": "wire=Hierarchical(): the 3 ranks are 2 + 1 by host",
+    "no place": "mesh=[[0], [1]]: rank 2 is in none of its rows",
+    "fsdp": "which has no reduce_scatter",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_hosts_of_unequal_numbers_are_refused_on_every_rank(ranks, case):
+    for text in ranks(3).run(_refused, case):
+        assert REFUSED[case] in text and "rank 0: " in text
+
+
+WRONG = {
+    "feedback inside": ({"intra": FEEDBACK}, ValueError, "intra=ErrorFeedback"),
+    "chance inside": ({"intra": pe.wire.Int8(rounding="stochastic")}, ValueError, "chance and ErrorFeedback"),
+    "two levels": ({"inter": pe.wire.Hierarchical()}, TypeError, "need a wire of one level"),
+    "no wire": ({"inter": "bf16"}, TypeError, "inter: wire='bf16': need a wire"),
+    "no mesh": ({"mesh": 2}, TypeError, "mesh=2: need a DeviceMesh of two dimensions"),
+    "one row": ({"mesh": [0, 1]}, TypeError, "need a DeviceMesh of two dimensions"),
+    "ragged": ({"mesh": [[0, 1], [2]]}, TypeError, "rows of as many ranks each"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_are_named(case):
+    options, kind, text = WRONG[case]
+    with pytest.raises(kind) as error:
+        pe.wire.Hierarchical(**options)
+    assert text in str(error.value)
+
+
+def test_bytes_without_a_mesh_are_not_known():
+    with pytest.raises(ValueError, match="depends on how many ranks a host has"):
+        pe.wire.Hierarchical().bytes_on_wire(10, 4)
+
+
+def test_a_wire_prints_as_it_was_made():
+    wire = pe.wire.Hierarchical(intra=torch.bfloat16, inter=pe.wire.Int8(), mesh=[[0, 1], [2, 3]])
+    assert repr(wire) == "Hierarchical(intra=BF16(), inter=Int8(), mesh=((0, 1), (2, 3)))"
