@@ -1,4 +1,6 @@
 // Binds memory that ranks share: pyengine/comm/arena.py.
+#include <pybind11/stl.h>
+
 #include <memory>
 #include <stdexcept>
 
