@@ -1,5 +1,5 @@
 # make run     set up, then train two small models on two local workers and compare with plain DDP
-# make test    set up, then run the tests (twelve to fourteen minutes on two cores)
+# make test    set up, then run the tests (fourteen to eighteen minutes on two cores)
 # make test-slow  set up, then run those that take long: two hosts, torchrun, elastic restarts, whole studies, dying ranks
 # make faults  set up, then run every fault at every place, what is killed hundreds of times and what runs for
 #              thousands of windows (40 minutes), and write the table of docs/reliability.md
