@@ -96,7 +96,7 @@ void collect(PyHeapTypeObject* heap) {
 }  // namespace
 
 void bind_audit(py::module_& m) {
-py::class_<LaneRule>(m, "LaneRule", py::module_local())
+  py::class_<LaneRule>(m, "LaneRule", py::module_local())
       .def(py::init([](Address weights, int64_t row, int64_t num_rows, int64_t block, int64_t shift,
                        int64_t num_shifts) {
         return LaneRule{at<int32_t>(weights), row, num_rows, block, shift, num_shifts};

@@ -35,7 +35,7 @@ class Probe:
         sums: float32 `[subjects, NUM_SAMPLES]`, of this rank's micro-batches.
         last: the same of its last one.
 
-    Cost: 140 bytes a parameter. Armed, some 3 µs a parameter and micro-batch; nothing otherwise.
+    Cost: 140 bytes a parameter. Armed, a hook a parameter and micro-batch; nothing otherwise.
     """
 
     def __init__(self, subjects: Sequence[Subject], leaves: Leaves, device: torch.device) -> None:

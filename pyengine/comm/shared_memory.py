@@ -78,18 +78,6 @@ class SharedMemory(TorchDist):
         return limit.total_seconds()
 
 
-def problems_of_sharing(device: torch.device) -> list[str]:
-    """Say why ranks cannot share the memory of a device."""
-    if not runs_ahead(device):
-        return []
-    return [
-        (
-            f"shared_memory=True, and parameters lie on {device}: ranks share memory of the host, so need "
-            "parameters on the CPU; leave it out"
-        )
-    ]
-
-
 class SharedHosts(TorchDist):
     """Collectives of one process group whose ranks are processes of several hosts, on tensors on the CPU.
 
@@ -106,16 +94,16 @@ class SharedHosts(TorchDist):
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, levels: Levels) -> None:
         super().__init__(group, device)
-        self._inside, self._across = levels.inside, levels.across
         self._by_host = levels
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        if isinstance(self._inside, SharedMemory):
-            return self._inside.allocate(numel, dtype)
+        inside = self._by_host.inside
+        if isinstance(inside, SharedMemory):
+            return inside.allocate(numel, dtype)
         return torch.zeros(numel, dtype=dtype)
 
     def _part(self, ranks: Sequence[int], *, alone: bool) -> Comm:
-        inside = self._inside
+        inside = self._by_host.inside
         is_host = isinstance(inside, SharedMemory) and inside.ranks == tuple(self.ranks[r] for r in ranks)
         return inside if is_host else super()._part(ranks, alone=alone)
 
@@ -126,16 +114,28 @@ class SharedHosts(TorchDist):
 
     def _num_rounds(self, flat: Tensor) -> int:
         part = self._by_host.part_of(flat.numel())
-        return (2 if self._inside.world_size > 1 else 0) + (1 if part.stop > part.start else 0)
+        return (2 if self._by_host.inside.world_size > 1 else 0) + (1 if part.stop > part.start else 0)
 
     def _rounds(self, flat: Tensor) -> Iterator[Work]:
-        inside, part = self._inside, self._by_host.part_of(flat.numel())
+        inside, part = self._by_host.inside, self._by_host.part_of(flat.numel())
         if inside.world_size > 1:
             yield inside.all_reduce(flat)
         if part.stop > part.start:
-            yield self._across.all_reduce(flat[part])
+            yield self._by_host.across.all_reduce(flat[part])
         if isinstance(inside, SharedMemory):
             yield inside.share_part(flat, part)
+
+
+def problems_of_sharing(device: torch.device) -> list[str]:
+    """Say why ranks cannot share the memory of a device."""
+    if not runs_ahead(device):
+        return []
+    return [
+        (
+            f"shared_memory=True, and parameters lie on {device}: ranks share memory of the host, so need "
+            "parameters on the CPU; leave it out"
+        )
+    ]
 
 
 def share_memory(comm: Comm) -> Comm:

@@ -37,37 +37,32 @@ def attach(
 ) -> Sync:
     """Let DDP's buckets, or FSDP2's units, travel once a window.
 
-    Over DDP it registers the hook and drives no_sync; over FSDP2 it drives the units' own switches
-    (docs/sharded.md).
+    Over DDP it registers the hook and drives no_sync; over FSDP2 the units' own switches (docs/sharded.md).
 
     Args:
         ddp_model: the wrapped model, without another communication hook; or a module that `fully_shard` or
             `replicate` (torch 2.13's) was called on as a whole, units within it included.
         accumulate, wire, accumulator, nonfinite, stall_after_s: as for `GradSync`. Narrow parameters with
-            "fp32" get fp32 sums in addition to DDP's buckets: 4 bytes an element more. Over FSDP2 the units'
-            MixedPrecisionPolicy says in which type gradients are summed, and the arguments have to say the
-            same; "exact" sums past it. A wire may be narrower: gradients are scattered in its type and added
-            up in the policy's (docs/sharded.md).
+            "fp32" get fp32 sums in addition to DDP's buckets: 4 bytes an element more. Over FSDP2 the
+            arguments have to say the type in which the units' MixedPrecisionPolicy sums; "exact" sums past
+            it, and a narrower wire scatters in its own type and adds up in the policy's.
         defer: of a sharded model, when units reduce: "all" defers every reduction to the window's last
             backward, and holds unsharded sums; "outer" (HSDP) scatters in every micro-batch and sums over
             replicas once; "none" reduces in every micro-batch. Or a dict of these by a unit's name.
-        defer_budget_mb: instead, MiB that a rank may hold to communicate less: for gathered parameters, which
-            then stay so for a window, and for unsharded sums. `math.inf` has both everywhere: one gather and
-            one reduction a window.
+        defer_budget_mb: instead, MiB that a rank may hold for parameters that stay gathered for a window, and
+            for unsharded sums. `math.inf` has both everywhere: one gather and one reduction a window.
         device_mesh, axes: where other ranks share batches with those of DDP's group, or hold other stages:
             the mesh of all of them, and what its axes hold, as for `GradSync` (docs/mesh.md). DDP's group
-            has to be that of `axes.replicate`. Parameters that DDP was told to ignore, experts say, and that
-            a pattern of `axes.groups` names are reduced over that group, in buckets of the engine's own; with
-            the values of its first rank. Other ignored ones are the caller's.
-        shared_memory: as for `GradSync`; DDP's buckets lie elsewhere, and are copied through the caches. Over
-            FSDP2 it is refused.
+            has to be that of `axes.replicate`. Parameters that DDP was told to ignore, experts say, are
+            reduced over the group whose pattern in `axes.groups` names them, with the values of its first
+            rank; others are the caller's.
+        shared_memory: as for `GradSync`, DDP's buckets being copied through it; refused over FSDP2.
 
     Returns:
         The same loop as `GradSync` gives. Set `.grad` is DDP's own.
 
     Raises:
-        TypeError: neither a DistributedDataParallel nor sharded by FSDP2.
-        RuntimeError: this torch's FSDP2 cannot be driven: 2.13 can.
+        TypeError: neither DDP nor sharded by FSDP2. RuntimeError: an FSDP2 that cannot be driven; 2.13's can.
         ValueError: `axes.groups` names a parameter that DDP reduces; a sparse embedding, which DDP puts into
             a bucket of its own; a DDP that reduces past its buckets, or has a hook; a parameter unfrozen
             since; a SyncBatchNorm with "exact"; a unit's policy, mesh or hook that cannot be driven. Raised

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,23 +17,17 @@ from pyengine.data.rng import set_rng_states
 from pyengine.engine.batch_norm import BatchNormReplay
 from pyengine.engine.checkpoint.snapshot import Snapshot, identify
 from pyengine.engine.handshake import Shares, resized
-from pyengine.engine.kept_grads import KeptGrads
-from pyengine.engine.open_window import OpenWindow, Parts
+from pyengine.engine.open_window import OpenWindow
 from pyengine.engine.ownership import Ownership
-from pyengine.gradients.base import HoldsParts, KeepsResiduals, Reducer, SeesForwards, SumsParts
-from pyengine.gradients.dropping import Dropping
-from pyengine.gradients.marks import GradMarks
+from pyengine.engine.parts import make_parts
+from pyengine.gradients.base import KeepsResiduals, Reducer, SeesForwards, SumsParts
 from pyengine.gradients.settings import Settings
 from pyengine.ops.device import flush, is_lazy, runs_ahead
 from pyengine.step.step_record import StepCallback
 from pyengine.step.window_optimizer import OptimizerCheck
 from pyengine.window.counter import State, WindowCounter
-from pyengine.window.final_pass import FinalPass
-from pyengine.window.header import make_local_window
-from pyengine.window.holdings import Holdings
 from pyengine.window.shared_batch import SharedBatch
 from pyengine.window.verdict import Verdict, check_agreement
-from pyengine.window.verdict_queue import VerdictQueue
 
 
 class Engine:
@@ -74,36 +67,9 @@ class Engine:
         names, params = reducer.names, reducer.params
         summed = reducer.parts if isinstance(reducer, SumsParts) else params
         self.identity = identify(settings.kind, shares.micro_batches, batch_norms.num_modules, names, summed)
-        counted = reducer.counted if isinstance(reducer, HoldsParts) else None
-        held = f"{len(params)} parameters, the first {names[0]!r}"
-        if counted is not None:  # ranks may have others
-            held = f"parts of a model on {comm.world_size} ranks"
-        holdings = None if counted is None else Holdings(counted, comm, device)
-        self.final = FinalPass(len(params), device, holdings)
+        self.parts = parts = make_parts(reducer, comm, settings, self.counter, batch_norms, shares, batch)
+        self.final, self.verdicts, self.kept_grads = parts.final, parts.verdicts, parts.kept_grads
         self.is_late = not settings.raises and runs_ahead(device)
-        self.verdicts = VerdictQueue(comm, device)
-        self.kept_grads = KeptGrads(names, params)
-        self.parts = Parts(
-            name=f"{held} (engine {shares.engine_id:08x})",
-            reducer=reducer,
-            comm=comm,
-            counter=self.counter,
-            batch_norms=batch_norms,
-            kept_grads=self.kept_grads,
-            marks=GradMarks(reducer),
-            dropping=Dropping(reducer) if settings.drops else None,
-            final=self.final,
-            verdicts=self.verdicts,
-            new_counts=make_local_window(
-                device,
-                is_exact=self.is_exact,
-                max_micro_batches=shares.micro_batches if self.is_exact else math.inf,
-                batch=batch,
-            ),
-            device=device,
-            largest=min(torch.finfo(param.dtype).max for param in params),
-            raises=settings.raises,
-        )
         self._opened_at = -1
         self.is_between_loops = False
         self.rng_due: dict[str, Any] = {}

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pyengine.engine.engine import Engine
-from pyengine.engine.open_window import OpenWindow, Parts
+from pyengine.engine.open_window import OpenWindow
+from pyengine.engine.parts import Parts
 from pyengine.gradients.base import Overlaps
 from pyengine.window.counter import State
 from pyengine.window.header import Count, checked_count

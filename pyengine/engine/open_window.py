@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,86 +12,19 @@ import torch
 from torch import Tensor
 
 from pyengine.audit.finding import AuditError
-from pyengine.comm.base import Comm
-from pyengine.engine.batch_norm import BatchNormReplay
 from pyengine.engine.checkpoint.snapshot import Snapshot
-from pyengine.engine.kept_grads import KeptGrads
-from pyengine.engine.window_audit import WindowAudit
-from pyengine.gradients.base import KeepsResiduals, MovesGradients, Pads, Reducer, SeesForwards
-from pyengine.gradients.dropping import Dropping
-from pyengine.gradients.marks import GradMarks
+from pyengine.engine.parts import Parts
+from pyengine.gradients.base import KeepsResiduals, MovesGradients, Pads, SeesForwards
 from pyengine.ops.device import Readback, flush, is_lazy
 from pyengine.ops.trace import span
 from pyengine.step.clock import Clock
-from pyengine.step.grad_scaler import GradScaler
 from pyengine.step.step_record import StepCallback, StepRecord
 from pyengine.window.callbacks import call_all
-from pyengine.window.claims import Claims, OptimizerStep
-from pyengine.window.counter import State, WindowCounter
+from pyengine.window.claims import OptimizerStep
+from pyengine.window.counter import State
 from pyengine.window.denominators import Denominators
-from pyengine.window.final_pass import FinalPass
-from pyengine.window.header import Header, LocalWindow, Totals
+from pyengine.window.header import Header, Totals
 from pyengine.window.verdict import Evidence, Verdict
-from pyengine.window.verdict_queue import VerdictQueue
-
-
-@dataclass
-class Parts:
-    """What all windows of an engine share.
-
-    Attributes:
-        name: of the engine, with an identity that all ranks of it have in common.
-        reducer: owns the gradients.
-        comm: transport.
-        counter: where ranks stand, and in which state the window is.
-        batch_norms: the replay of running statistics.
-        kept_grads: gradients that the caller keeps from one window to the next.
-        marks: tell whether somebody else has written to gradients.
-        dropping: looks at micro-batches before they are accumulated; None where none is ever dropped.
-        final: what is still to be multiplied into the gradients, their norm and finite flags.
-        verdicts: on this window and earlier ones, and the steps taken.
-        new_counts: makes what a window's counts and losses are noted in.
-        device: where the gradients lie.
-        largest: finite number of their narrowest type.
-        raises: whether inf and nan are an error.
-        scaler: the loss scaler, if there is one.
-        audit: compares ranks, if it was asked for.
-    """
-
-    name: str
-    reducer: Reducer
-    comm: Comm
-    counter: WindowCounter
-    batch_norms: BatchNormReplay
-    kept_grads: KeptGrads
-    marks: GradMarks
-    dropping: Dropping | None
-    final: FinalPass
-    verdicts: VerdictQueue
-    new_counts: Callable[[], LocalWindow]
-    device: torch.device
-    largest: float
-    raises: bool
-    scaler: GradScaler | None = None
-    audit: WindowAudit | None = None
-
-    def send_header(self, local: LocalWindow, *, more: bool, stage: str) -> Header:
-        """Launch a header: where this rank is, what it counted, and what must be alike everywhere.
-
-        Args:
-            local: this rank's counts and losses.
-            more: whether it has another window after this one.
-            stage: what the header is for.
-
-        Cost: one all-reduce of 184 bytes, not waited for.
-        """
-        scaler, scale = self.scaler, None
-        if scaler is not None and not is_lazy(self.device):
-            scale = scaler.current_scale()
-        settings = "" if scaler is None else scaler.settings()
-        claims = Claims(stage, self.name, settings, scale, self.verdicts.last_use())
-        position = (self.counter.num_sent, self.verdicts.steps_taken)
-        return Header(self.comm, self.device, local=local, position=position, more=more, claims=claims)
 
 
 class OpenWindow:

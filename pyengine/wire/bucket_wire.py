@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from pyengine.comm.base import Comm, Exchanges, Work
-from pyengine.wire.base import Wire
+from pyengine.wire.base import Wire, is_encoded
 from pyengine.wire.exchange import Encoding, Rounding, scatter_sum, sum_encoded
 from pyengine.wire.memory import BucketMemory
 
 _LAST = 2**64 - 1
 
 
+_W = TypeVar("_W", bound=Wire)
+
+
 @dataclass(frozen=True)
-class BucketWire:
-    """Float32 buckets, encoded, over a wire that keeps something of them.
+class OfBucket(Generic[_W]):
+    """A wire of one bucket: what it says of itself is what the user's says.
 
     Attributes:
         wire: as the user gave it.
-        encoding: how values become bytes.
         memory: of the bucket.
-        keeps_residual: whether what the bytes lose is kept, and added to the next values.
     """
 
-    wire: Wire
-    encoding: Encoding
+    wire: _W
     memory: BucketMemory
-    keeps_residual: bool = False
-    is_encoded = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -39,6 +38,26 @@ class BucketWire:
     @property
     def folds_count(self) -> bool:
         return self.wire.folds_count
+
+    @property
+    def is_encoded(self) -> bool:
+        return is_encoded(self.wire)
+
+    def bytes_on_wire(self, numel: int, world_size: int) -> int:
+        return self.wire.bytes_on_wire(numel, world_size)
+
+
+@dataclass(frozen=True)
+class BucketWire(OfBucket[Wire]):
+    """Float32 buckets, encoded, over a wire that keeps something of them.
+
+    Attributes:
+        encoding: how values become bytes.
+        keeps_residual: whether what the bytes lose is kept, and added to the next values.
+    """
+
+    encoding: Encoding
+    keeps_residual: bool = False
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
         first, second = self._seed(comm.rank, 0), self._seed(comm.rank, 1)
@@ -51,9 +70,6 @@ class BucketWire:
         encoding = Encoding(self.encoding.codec, self._seed(comm.rank, 0))
         self.memory.next_turn()
         scatter_sum(out, parts, comm, encoding)
-
-    def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        return self.wire.bytes_on_wire(numel, world_size)
 
     def _seed(self, rank: int, stage: int) -> int | None:
         """Return a seed that no other rank, bucket, window or encoding has; None to round to nearest."""

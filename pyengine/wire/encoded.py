@@ -50,7 +50,7 @@ class _Encoded(Spelled):
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
         """Return the wire of one bucket: chance has to differ from one window to the next."""
-        return BucketWire(self, self.encoding, memory)
+        return BucketWire(self, memory, self.encoding)
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
         if self.rounding == "stochastic":

@@ -64,7 +64,7 @@ class ErrorFeedback:
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
         """Return the wire of one bucket, whose residuals lie in `memory`."""
-        return BucketWire(self, self._encoding, memory, keeps_residual=True)
+        return BucketWire(self, memory, self._encoding, keeps_residual=True)
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
         raise without_memory(self)

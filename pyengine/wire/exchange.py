@@ -7,7 +7,7 @@ and all ranks get the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -61,6 +61,10 @@ class Parts:
         """Return how many they are."""
         bounds = self.bounds(rank)
         return int(bounds.stop - bounds.start)
+
+    def new_payload(self, device: torch.device, num: int = 1) -> Tensor:
+        """Return memory for so many parts: zeros, since what fills short ones up travels, too."""
+        return torch.zeros(num * self.num_bytes, dtype=torch.uint8, device=device)
 
     def payload(self, rows: Tensor, rank: int) -> Tensor:
         """Return a part's payload, a view of uint8 `[world_size * num_bytes]`."""
@@ -186,32 +190,49 @@ def sum_encoded(flat: Tensor, comm: Comm, codec: Codec, rounding: Rounding = TO_
 
 def _encoded(flat: Tensor, comm: Comm, codec: Codec, rounding: Rounding) -> Iterator[Work]:
     parts, exchanges = Parts(codec, flat.numel(), comm.world_size), exchanges_of(comm)
-    first, second = rounding.seeds
-    # Zeros: what fills short parts up travels, too.
-    rows = torch.zeros(comm.world_size * parts.num_bytes, dtype=torch.uint8, device=flat.device)
-    received = torch.empty_like(rows)
-    for rank in range(comm.world_size):
-        bounds = parts.bounds(rank)
-        codec.encode_(
-            parts.payload(rows, rank),
-            flat[bounds],
-            residual=rounding.residual_of(bounds),
-            seed=first,
-            offset=bounds.start,
-        )
-    yield exchanges.all_to_all(received, rows)
+    received = yield from send_parts(flat, parts, exchanges, rounding)
     mine = parts.bounds(comm.rank)
-    own = torch.zeros(parts.num_bytes, dtype=torch.uint8, device=flat.device)
+    own = parts.new_payload(flat.device)
     codec.sum_encode_(
         own[: codec.num_bytes(parts.numel_of(comm.rank))],
         parts.payloads_of(received, comm.rank),
         residual=rounding.residual_of(mine),
-        seed=second,
+        seed=rounding.seeds[1],
         offset=mine.start,
     )
-    yield exchanges.all_gather(rows, own)
+    del received
+    yield from send_round(flat, own, parts, exchanges)
+
+
+def send_parts(
+    flat: Tensor, parts: Parts, comm: Exchanges, rounding: Rounding = TO_NEAREST
+) -> Generator[Work, None, Tensor]:
+    """Encode a bucket and send every rank its part: one round.
+
+    Returns:
+        What this rank has got, for `Parts.payloads_of`.
+    """
+    rows = parts.new_payload(flat.device, comm.world_size)
     for rank in range(comm.world_size):
-        codec.decode_(flat[parts.bounds(rank)], parts.payload(rows, rank))
+        bounds = parts.bounds(rank)
+        parts.codec.encode_(
+            parts.payload(rows, rank),
+            flat[bounds],
+            residual=rounding.residual_of(bounds),
+            seed=rounding.seeds[0],
+            offset=bounds.start,
+        )
+    received = torch.empty_like(rows)
+    yield comm.all_to_all(received, rows)
+    return received
+
+
+def send_round(flat: Tensor, own: Tensor, parts: Parts, comm: Exchanges) -> Iterator[Work]:
+    """Send all ranks this rank's part, encoded, and decode all parts into the bucket: one round."""
+    rows = parts.new_payload(flat.device, comm.world_size)
+    yield comm.all_gather(rows, own)
+    for rank in range(comm.world_size):
+        parts.codec.decode_(flat[parts.bounds(rank)], parts.payload(rows, rank))
 
 
 def sum_as_it_is(flat: Tensor, comm: Comm, codec: Codec) -> Work:

@@ -13,7 +13,7 @@ from pyengine.comm.axes import num_ranks
 from pyengine.comm.base import Comm, Work
 from pyengine.comm.staged import Staged
 from pyengine.wire.base import Wire
-from pyengine.wire.bucket_wire import without_memory
+from pyengine.wire.bucket_wire import OfBucket, without_memory
 from pyengine.wire.memory import BucketMemory
 
 
@@ -99,26 +99,11 @@ class FromHook:
         )
 
 
-@dataclass(frozen=True)
-class _HookedBucket:
-    """One bucket over a hook.
-
-    Attributes:
-        wire: as the user gave it.
-        memory: of the bucket.
-    """
-
-    wire: FromHook
-    memory: BucketMemory
-    dtype: ClassVar[torch.dtype] = FromHook.dtype
-    folds_count: ClassVar[bool] = FromHook.folds_count
-    is_encoded: ClassVar[bool] = True
+class _HookedBucket(OfBucket[FromHook]):
+    """One bucket over a hook."""
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
         return Staged(self._run(flat, comm), 0, flat.device)
-
-    def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        return self.wire.bytes_on_wire(numel, world_size)
 
     def _run(self, flat: Tensor, comm: Comm) -> Iterator[Work]:
         """Run the hook to its end."""

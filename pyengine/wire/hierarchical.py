@@ -14,9 +14,17 @@ from pyengine.comm.levels import HasLevels, Hosts, Levels, SharesParts
 from pyengine.comm.staged import Staged, rounds_of
 from pyengine.ops.codec import Codec
 from pyengine.wire.base import Prepares, Wire, is_encoded
-from pyengine.wire.bucket_wire import without_memory
+from pyengine.wire.bucket_wire import OfBucket, without_memory
 from pyengine.wire.cast import BF16, FP16, FP32, as_wire, wire_problems
-from pyengine.wire.exchange import AS_IT_IS, HasEncoding, Parts, exchanges_of, exchanges_parts
+from pyengine.wire.exchange import (
+    AS_IT_IS,
+    HasEncoding,
+    Parts,
+    exchanges_of,
+    exchanges_parts,
+    send_parts,
+    send_round,
+)
 from pyengine.wire.memory import BucketMemory, BucketPart, KeepsMemory, keeps_residual
 from pyengine.wire.spelled import Spelled
 
@@ -80,7 +88,7 @@ class Hierarchical(Spelled):
 
     @property
     def keeps_residual(self) -> bool:
-        return keeps_residual(self._wires[1])
+        return keeps_residual(self.between_hosts)
 
     def prepare(self, comm: Comm) -> list[str]:
         try:
@@ -94,7 +102,7 @@ class Hierarchical(Spelled):
         return HierarchicalBucket(self, memory)
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
-        inter = self._wires[1]
+        inter = self.between_hosts
         if isinstance(inter, KeepsMemory):
             raise without_memory(self)
         return self.start(flat, comm, inter)
@@ -112,10 +120,11 @@ class Hierarchical(Spelled):
         across = 0 if levels.across.world_size == 1 else 2 if exchanges_parts(inter) else 1
         return Staged(rounds, inside + across, flat.device)
 
-    def part_of(self, numel: int, comm: Comm) -> slice:
-        """Return the elements of a bucket that this rank sums across hosts."""
-        levels = self._levels(comm)
-        return self._parts(numel, levels.inside.world_size).bounds(levels.inside.rank)
+    def part_for(self, memory: BucketMemory, numel: int, comm: Comm) -> BucketPart:
+        """Return the memory of what this rank sums across hosts, of a bucket's."""
+        inside = self._levels(comm).inside
+        bounds = self._parts(numel, inside.world_size).bounds(inside.rank)
+        return BucketPart(memory, bounds, index=inside.rank, num_parts=inside.world_size)
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
         """Return what one rank sends: 2 (L - 1) / L of the bucket as `intra` has it, for whole parts, and
@@ -131,7 +140,14 @@ class Hierarchical(Spelled):
             )
         num_inside = len(self.mesh[0]) if world_size > 1 else 1
         parts = self._parts(numel, num_inside)
-        return parts.bytes_sent + self._wires[1].bytes_on_wire(parts.numel_of(0), world_size // num_inside)
+        return parts.bytes_sent + self.between_hosts.bytes_on_wire(
+            parts.numel_of(0), world_size // num_inside
+        )
+
+    @property
+    def between_hosts(self) -> Wire:
+        """`inter`, as a wire."""
+        return self._wires[1]
 
     @property
     def _wires(self) -> tuple[Wire, Wire]:
@@ -161,23 +177,17 @@ class Hierarchical(Spelled):
         return Parts(self._codec() or AS_IT_IS, numel, num_inside)
 
     def _exchanged(self, flat: Tensor, levels: Levels, inter: Wire) -> Iterator[Work]:
-        """Exchange parts within the host, as `exchange._encoded` does, with the sum across hosts between."""
-        num_inside, place, inside = levels.inside.world_size, levels.inside.rank, exchanges_of(levels.inside)
-        codec = self._codec() or AS_IT_IS
-        parts = Parts(codec, flat.numel(), num_inside)
-        rows = torch.zeros(num_inside * parts.num_bytes, dtype=torch.uint8, device=flat.device)
-        received = torch.empty_like(rows)
-        for rank in range(num_inside):
-            codec.encode_(parts.payload(rows, rank), flat[parts.bounds(rank)])
-        yield inside.all_to_all(received, rows)
-        mine = flat[parts.bounds(place)]
+        """Exchange parts within the host, and sum this rank's across hosts in between."""
+        place, inside = levels.inside.rank, exchanges_of(levels.inside)
+        parts = self._parts(flat.numel(), inside.world_size)
+        codec, mine = parts.codec, flat[parts.bounds(place)]
+        received = yield from send_parts(flat, parts, inside)
         codec.sum_(mine, parts.payloads_of(received, place))
+        del received
         yield from _across(mine, levels, inter)
-        own = torch.zeros(parts.num_bytes, dtype=torch.uint8, device=flat.device)
+        own = parts.new_payload(flat.device)
         codec.encode_(own[: codec.num_bytes(mine.numel())], mine)
-        yield inside.all_gather(rows, own)
-        for rank in range(num_inside):
-            codec.decode_(flat[parts.bounds(rank)], parts.payload(rows, rank))
+        yield from send_round(flat, own, parts, inside)
 
 
 def _across(part: Tensor, levels: Levels, inter: Wire) -> Iterator[Work]:
@@ -201,44 +211,19 @@ def _in_shared_memory(flat: Tensor, levels: Levels, inter: Wire) -> Iterator[Wor
         yield inside.share_part(flat, part)
 
 
-@dataclass(frozen=True)
-class HierarchicalBucket:
-    """One bucket over a wire of two levels, whose `inter` keeps something of it.
-
-    Attributes:
-        wire: as the user gave it.
-        memory: of the bucket.
-    """
-
-    wire: Hierarchical
-    memory: BucketMemory
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.wire.dtype
-
-    @property
-    def folds_count(self) -> bool:
-        return self.wire.folds_count
-
-    @property
-    def is_encoded(self) -> bool:
-        return self.wire.is_encoded
+class HierarchicalBucket(OfBucket["Hierarchical"]):
+    """One bucket over a wire of two levels, whose `inter` may keep something of it."""
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
-        inter = self.wire._wires[1]
+        inter = self.wire.between_hosts
         if not isinstance(inter, KeepsMemory):
             return self.wire.start(flat, comm, inter)
         if inter.keeps_residual:
             # All of it, not only at this rank's part, which may have been another one when it was kept.
             flat += self.memory.residual
             self.memory.residual.zero_()
-        levels, bounds = self.wire._levels(comm), self.wire.part_of(flat.numel(), comm)
-        part = BucketPart(self.memory, bounds, index=levels.inside.rank, num_parts=levels.inside.world_size)
+        part = self.wire.part_for(self.memory, flat.numel(), comm)
         return self.wire.start(flat, comm, inter.for_bucket(part))
-
-    def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        return self.wire.bytes_on_wire(numel, world_size)
 
 
 def _rows(mesh: Any) -> Hosts | None:

@@ -124,6 +124,19 @@ def mean_of_integers(model: Integers, batches: Sequence[Batch], count: float) ->
     }
 
 
+def windows_of_integers(sync: pe.Sync, forward: nn.Module, model: Integers, num: int = 2) -> None:
+    """Run windows of two micro-batches a rank, and compare each with one big batch."""
+    rank, world = me()
+    for window in range(num):
+        for k in range(2):
+            with sync.accumulate():
+                sync.backward(forward(*integers(100 * window + 10 * rank + k, 4)), count=4)
+        sync.unscale_()
+        batches = [integers(100 * window + 10 * r + k, 4) for r in range(world) for k in range(2)]
+        assert_same(grads(model), mean_of_integers(model, batches, 8 * world))
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+
+
 def grads(model: nn.Module) -> dict[str, Tensor | None]:
     """Return copies of the gradients by name, on the CPU."""
     return {name: None if p.grad is None else p.grad.clone().cpu() for name, p in model.named_parameters()}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Inject, Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from cases import Inject, Integers, engine, me, windows_of_integers
 from marks import rest
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -179,18 +179,10 @@ def _hosts(host_of: Callable[[int], object]) -> Iterator[None]:
 
 
 def _windows(kind: str, mesh: Any, **options: Any) -> None:
-    rank, world = me()
     for wire in (pe.wire.Hierarchical(mesh=mesh), pe.wire.Hierarchical(mesh=mesh, inter=torch.float32)):
         model = Integers(torch.float32)
         sync, forward = engine(kind, model, accumulate=2, wire=wire, **options)
-        for window in range(2):  # buckets are laid out anew between them
-            for k in range(2):
-                with sync.accumulate():
-                    sync.backward(forward(*integers(100 * window + 10 * rank + k, 4)), count=4)
-            sync.unscale_()
-            batches = [integers(100 * window + 10 * r + k, 4) for r in range(world) for k in range(2)]
-            assert_same(grads(model), mean_of_integers(model, batches, 8 * world))
-            sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+        windows_of_integers(sync, forward, model)  # buckets are laid out anew between windows
         sync.close()
 
 

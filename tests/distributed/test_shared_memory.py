@@ -21,7 +21,7 @@ from typing import Any, Self
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from cases import Integers, engine, me, windows_of_integers
 from marks import rest
 from torch import nn
 
@@ -60,24 +60,11 @@ def _map_of(address: int) -> str:
     return ""
 
 
-def _windows(sync: pe.Sync, forward: nn.Module, model: Integers, num: int = 2) -> None:
-    """Train windows of two micro-batches a rank, and compare with one big batch."""
-    rank, world = me()
-    for window in range(num):
-        for k in range(2):
-            with sync.accumulate():
-                sync.backward(forward(*integers(100 * window + 10 * rank + k, 4)), count=4)
-        sync.unscale_()
-        batches = [integers(100 * window + 10 * r + k, 4) for r in range(world) for k in range(2)]
-        assert_same(grads(model), mean_of_integers(model, batches, 8 * world))
-        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-
-
 def _trained(kind: str, dtype: torch.dtype, **options: Any) -> tuple[int, int]:
     with _Reductions() as seen:
         model = Integers(dtype)
         sync, forward = engine(kind, model, accumulate=2, **{"shared_memory": True, **options})
-        _windows(sync, forward, model)
+        windows_of_integers(sync, forward, model)
         sync.close()
     return seen.num, seen.num_in_place
 
@@ -163,7 +150,7 @@ def _refused(how: str) -> tuple[list[str], int]:
             warnings.simplefilter("always")
             model = Integers(torch.float32)
             sync, forward = engine("own", model, accumulate=2, shared_memory=True)
-            _windows(sync, forward, model)
+            windows_of_integers(sync, forward, model)
             sync.close()
     finally:
         Offer.make, Arena.allocate = make, kept  # type: ignore[method-assign]
@@ -201,7 +188,7 @@ def _left(kind: str, ends: str) -> tuple[Any, ...]:
     before = _traces()
     model = Integers(torch.float32)
     sync, forward = engine(kind, model, accumulate=2, shared_memory=True)
-    _windows(sync, forward, model, num=3)  # the order of buckets is another one from the second on
+    windows_of_integers(sync, forward, model, num=3)  # the order of buckets is another one from the second on
     under_way = _traces()
     if ends == "close":
         sync.close()

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.futures import Future
 
 from pyengine.comm import TorchDist
-from pyengine.comm.base import Comm, Work, flat_zeros
+from pyengine.comm.base import Work
 from pyengine.comm.staged import Staged
 from pyengine.gradients.ddp.callbacks import Callbacks
 from pyengine.gradients.ddp.staged_buckets import StagedBuckets
+from pyengine.gradients.ddp.wire_buffer import WireBuffer
 from pyengine.ops.device import runs_ahead
-from pyengine.ops.plan import BucketPlan
 from pyengine.ops.pointers import DTYPE_CODES
 from pyengine.ops.trace import span
 from pyengine.wire import FP32, Wire
@@ -35,35 +35,6 @@ Launched = tuple[Work, Callable[[], Tensor]]
 # What to multiply in, 0-dim, given a 0-dim one of the type in which the bucket is multiplied; None for
 # nothing.
 Scale = Callable[[Tensor], Tensor | None]
-
-
-class WireBuffer:
-    """What is kept of a bucket from one reduction to the next: memory of the wire's type, and the pass into
-    it.
-
-    Args:
-        flat: the bucket's buffer, `[numel]`; not kept.
-        wire: how it travels.
-        params: the bucket's.
-
-    Attributes:
-        wire: as given.
-        params: their ids.
-        plan: the buffer, as one slot.
-        one: float32, 0-dim, 1.
-    """
-
-    def __init__(self, flat: Tensor, wire: Wire, params: Sequence[Tensor]) -> None:
-        self.numel, self.wire = flat.numel(), wire
-        self.params = {id(param) for param in params}
-        self.plan, self.one = BucketPlan([0], [self.numel]), torch.ones((), device=flat.device)
-        self._flat: Tensor | None = None
-
-    def flat(self, comm: Comm) -> Tensor:
-        """Return memory of the wire's type, `[numel]`, this object's; of the transport that asks first."""
-        if self._flat is None:
-            self._flat = flat_zeros(comm, self.numel, dtype=self.wire.dtype, device=self.one.device)
-        return self._flat
 
 
 class HookState:
