@@ -108,7 +108,7 @@ def _single(ranks, *case) -> list[str]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("micro_batches", [12, *rest(8)])
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, *rest(6), 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_world_size_gives_the_same_bits(ranks, kind, world, micro_batches, dtype):
     alone = _single(ranks, micro_batches, dtype, "exact")

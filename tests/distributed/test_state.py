@@ -173,7 +173,7 @@ def _chain(ranks, kind: str, name: str, stops: list[tuple[int, int]], last: int,
 END = WINDOWS - 1
 
 
-@pytest.mark.parametrize(("world", "last"), [(1, 1), (2, 2), (4, 1), (1, 3), (3, 4), (2, 6)])
+@pytest.mark.parametrize(("world", "last"), [*rest((1, 1), (2, 2)), (4, 1), (1, 3), *rest((3, 4)), (2, 6)])
 @pytest.mark.parametrize("kind", ["own", "attach"])
 def test_exact_sums_go_on_in_mid_window_on_any_world_size(ranks, kind, world, last):
     _chain(ranks, kind, "gpt", [(world, END)], last)
@@ -256,7 +256,7 @@ def _own(
 
 @pytest.mark.parametrize("stop", [1, *rest(2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("accumulator", ["fp32", "native", "exact"])
+@pytest.mark.parametrize("accumulator", ["fp32", *rest("native"), "exact"])
 @pytest.mark.parametrize("kind", ["own", "attach"])
 def test_ranks_go_on_with_their_own_states_and_generators_bit_for_bit(ranks, kind, accumulator, dtype, stop):
     world = 2 if kind == "attach" else 3  # DDP lays its buckets out anew, and a ring's order depends on that
