@@ -52,8 +52,8 @@ def test_many_tensors_are_read_one_by_one(isa, defined):
 
 
 def test_storages_that_were_emptied_are_not_read_behind_their_end():
-    core, rule = native.core(), Checksums(CPU, 0)._rule
-    tensor = torch.randn(100)
+    core, checksums = native.core(), Checksums(CPU, 0)
+    rule, tensor = checksums._rule, torch.randn(100)  # whose weights are the checksums'
     assert core.checksum_of(rule, tensor, PLAIN, 0, 100) is not None
     for start, num in ((-1, 3), (0, 101), (98, 3), (0, -1)):
         assert core.checksum_of(rule, tensor, PLAIN, start, num) is None
