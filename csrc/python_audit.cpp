@@ -2,7 +2,10 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <optional>
+#include <stdexcept>
 #include <utility>
+#include <vector>
 
 #include "cpu/dispatch.h"
 #include "python.h"
@@ -35,6 +38,31 @@ void sample(const TensorFacts& facts, const Place& place, double weight, float* 
   const auto [start, stride, num] = place;
   const DType dtype = *dtype_of_scalar_type(facts.scalar_type);
   ops().sample({facts.data, dtype, start, stride, num, static_cast<float>(weight), sum, last});
+}
+
+// Which words of n are read: all, or of a turn of at least 0 a run that moves with it; pyengine/audit/checksum.py
+// defines it.
+std::pair<int64_t, int64_t> run_of(int64_t turn, int64_t n, int64_t run) {
+  const int64_t room = n - run;
+  return turn < 0 || room <= 0 ? std::pair(int64_t{0}, n) : std::pair(turn * 40503 % (room + 1), run);
+}
+
+// A checksum a tensor; None where it takes a closer look from Python.
+std::vector<std::optional<int64_t>> checksums_of(const LaneRule& rule, const std::vector<py::object>& tensors,
+                                                 const std::vector<int64_t>& turns, int64_t run,
+                                                 const py::tuple& exact_types) {
+  if (tensors.size() != turns.size() || run < 1) throw std::invalid_argument("a turn a tensor, and runs of a word or more");
+  std::vector<std::optional<int64_t>> found(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const std::optional<TensorFacts> facts = facts_on_host(tensors[i].ptr(), exact_types);
+    if (!facts || reinterpret_cast<uintptr_t>(facts->data) % sizeof(int32_t)) continue;
+    const int64_t bytes = facts->numel * facts->element_size;
+    if (bytes % sizeof(int32_t)) continue;
+    const auto [start, n] = run_of(turns[i], bytes / 4, run);
+    const py::gil_scoped_release no_gil;
+    found[i] = ops().checksum(static_cast<const int32_t*>(facts->data) + start, n, rule);
+  }
+  return found;
 }
 
 // A hook of a leaf. What it does not read, and what begins a new window, is left to `rest`.
@@ -104,14 +132,7 @@ void bind_audit(py::module_& m) {
   m.def("checksum", [](const LaneRule& rule, Address words, int64_t n) {
     return ops().checksum(at<int32_t>(words), n, rule);
   }, NoGil());
-  m.def("checksum_of", [](const LaneRule& rule, py::handle tensor, const py::tuple& exact_types, int64_t start,
-                          int64_t n) -> std::optional<int64_t> {
-    const std::optional<TensorFacts> facts = facts_on_host(tensor.ptr(), exact_types);
-    if (!facts || reinterpret_cast<uintptr_t>(facts->data) % sizeof(int32_t)) return std::nullopt;
-    if (start < 0 || n < 0 || (start + n) * 4 > facts->numel * facts->element_size) return std::nullopt;
-    const py::gil_scoped_release no_gil;
-    return ops().checksum(static_cast<const int32_t*>(facts->data) + start, n, rule);
-  });
+  m.def("checksums_of", &checksums_of);
   m.def("sample", [](py::handle tensor, const py::tuple& exact_types, int64_t start, int64_t stride, int64_t num,
                      float weight, Address sum, Address last) {
     const std::optional<TensorFacts> facts = facts_on_host(tensor.ptr(), exact_types);

@@ -44,12 +44,6 @@ class Part(NamedTuple):
         start, num = self._run(words.numel())
         return words[start : start + num]
 
-    def read_by(self, core: Any, rule: Any) -> int:
-        """Return the checksum that the core finds: at once where the words lie in memory as they are."""
-        num, rest = divmod(self.tensor.numel() * self.tensor.element_size(), 4)
-        found: int | None = None if rest else core.checksum_of(rule, self.tensor, PLAIN, *self._run(num))
-        return native_checksum(core, rule, self.words()) if found is None else found
-
     def _run(self, num: int) -> tuple[int, int]:
         """Return where it begins, and its length."""
         room = num - _RUN
@@ -91,7 +85,7 @@ class Checksums:
     def of_all(self, parts: Sequence[Part]) -> Tensor:
         """Return many checksums, int64 `[n]` on the device, unread: those of short parts together."""
         if self._core is not None:
-            return torch.tensor([part.read_by(self._core, self._rule) for part in parts], dtype=torch.int64)
+            return torch.tensor(self._of_all_by(self._core, parts), dtype=torch.int64)
         tensors = [part.words() for part in parts]
         found = torch.zeros(len(tensors), dtype=torch.int64, device=self._sums.device)
         short = [index for index, words in enumerate(tensors) if words.numel() <= _SHORT]
@@ -110,6 +104,15 @@ class Checksums:
             if words.numel() > _SHORT:
                 found[index] = self.of(words)
         return found
+
+    def _of_all_by(self, core: Any, parts: Sequence[Part]) -> list[int]:
+        """Return what the core finds: at once where the words lie in memory as they are."""
+        turns = [-1 if part.turn is None else part.turn for part in parts]
+        found = core.checksums_of(self._rule, [part.tensor for part in parts], turns, _RUN, PLAIN)
+        return [
+            native_checksum(core, self._rule, part.words()) if each is None else each
+            for part, each in zip(parts, found, strict=True)
+        ]
 
     def of(self, words: Tensor) -> Tensor:
         """Return the checksum, int64 0-dim on the device, unread.

@@ -54,11 +54,15 @@ def test_many_tensors_are_read_one_by_one(isa, defined):
 def test_storages_that_were_emptied_are_not_read_behind_their_end():
     core, checksums = native.core(), Checksums(CPU, 0)
     rule, tensor = checksums._rule, torch.randn(100)  # whose weights are the checksums'
-    assert core.checksum_of(rule, tensor, PLAIN, 0, 100) is not None
-    for start, num in ((-1, 3), (0, 101), (98, 3), (0, -1)):
-        assert core.checksum_of(rule, tensor, PLAIN, start, num) is None
+    assert core.checksums_of(rule, [tensor], [-1], 64, PLAIN) != [None]
+    for turns, run in (([0, 1], 64), ([0], 0), ([], 64)):
+        with pytest.raises(ValueError, match="a turn a tensor"):
+            core.checksums_of(rule, [tensor], turns, run, PLAIN)
     tensor.untyped_storage().resize_(0)
-    assert core.checksum_of(rule, tensor, PLAIN, 0, 100) is None
+    assert core.checksums_of(rule, [tensor, torch.zeros(3, dtype=torch.uint8)], [-1, 5], 64, PLAIN) == [
+        None,
+        None,
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
