@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -71,6 +71,26 @@ class SharesParts(Protocol):
             flat: `[numel]`, of the same dtype on every rank; of it `part` is read, and the rest written.
             part: this rank's; those of all ranks do not overlap. What is in none becomes 0.
         """
+
+
+@runtime_checkable
+class KnowsHosts(Protocol):
+    """A transport that is told which ranks are of one host.
+
+    Attributes:
+        ranks: its own, as the default group has them.
+        host_of: hosts by rank; empty until somebody has told it.
+    """
+
+    ranks: tuple[int, ...]
+    host_of: Mapping[int, Hashable]
+
+
+def spans_hosts(comm: Comm) -> bool:
+    """Whether a transport's ranks are of several hosts; so they are taken for where that is not known."""
+    if not isinstance(comm, KnowsHosts) or not comm.host_of:
+        return True
+    return len({comm.host_of[rank] for rank in comm.ranks}) > 1
 
 
 def own_host() -> Hashable:

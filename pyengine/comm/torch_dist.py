@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -57,6 +57,7 @@ class TorchDist:
 
     Attributes:
         ranks: of the group, as the default group has them.
+        host_of: see `KnowsHosts`.
         roll_call: names the ranks that do not answer when a collective has failed.
     """
 
@@ -64,6 +65,7 @@ class TorchDist:
         self._group = group
         self._joined: list[Comm] = []
         self._levels: dict[Hosts | None, Levels] = {}
+        self.host_of: Mapping[int, Hashable] = {}
         self.world_size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         if self.rank < 0:
@@ -92,7 +94,7 @@ class TorchDist:
         """Let what is sent here belong to another transport's engine, and end with that."""
         self.traffic = other.traffic
         if isinstance(other, TorchDist):
-            self.roll_call.watch = other.roll_call.watch
+            self.roll_call.watch, self.host_of = other.roll_call.watch, other.host_of
             other._joined.append(self)
 
     def release(self) -> None:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pyengine.comm.base import Comm
+from pyengine.comm.levels import KnowsHosts, own_host
 from pyengine.engine.membership import Membership, memberships_differ
 from pyengine.gradients.accumulator import Exact
 from pyengine.gradients.layout import ParamSpec
@@ -42,14 +43,15 @@ def agree(
         membership: which groups this rank is in; None: all ranks are alike.
 
     Returns:
-        How a full window is dealt out, and the engine's identity.
+        How a full window is dealt out, and the engine's identity. The transport knows which ranks are of one
+        host, and so does what joins it from here on.
 
     Raises:
         ValueError: names the rank and the argument, or the first parameter that differs and who has what.
     """
     problems = [*settings.problems(), *problems]
     # What is wrong need not even pickle, nor a wire: what it prints is compared.
-    sent = None if problems else (replace(settings, wire=FP32()), settings.shared())
+    sent = None if problems else (replace(settings, wire=FP32()), settings.shared(), own_host())
     everybody = comm.all_gather_object((problems, sent, list(specs), membership, uuid4().int % 2**32))
     raise_problems([texts for texts, *_ in everybody])
     world_size = len(everybody)
@@ -60,7 +62,9 @@ def agree(
     differences = memberships_differ(members, [specs for _, _, specs, *_ in everybody])
     if differences:
         raise ValueError(differences[0])
-    everybodys, shared = [sent[0] for _, sent, *_ in everybody], [sent[1] for _, sent, *_ in everybody]
+    everybodys, shared, hosts = map(list, zip(*[sent for _, sent, *_ in everybody], strict=True))
+    if isinstance(comm, KnowsHosts):
+        comm.host_of = dict(zip(comm.ranks, hosts, strict=True))
     if len(set(shared)) > 1:
         values = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(shared))
         raise ValueError(f"ranks have different settings: {values}. Pass the same ones on every rank")

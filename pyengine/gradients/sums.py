@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyengine.comm.base import Allocates, Comm, Exchanges, Work, flat_zeros
+from pyengine.comm.levels import spans_hosts
 from pyengine.comm.staged import Staged
 from pyengine.ops.exact import ExactSum
 from pyengine.ops.exact_reference import BLOCK, POISONED
@@ -104,9 +105,10 @@ class Fp32Sum:
 class ExactOverRanks(ExactSum):
     """An exact sum, and the rounds in which ranks merge theirs and round the result.
 
-    Where ranks can exchange parts, each adds up and rounds a part of its own, of whole blocks: integers
-    travel once, and what they have become once, as float32. Where they reduce in memory that they share, the
-    sum lies there and is added up in place.
+    Between hosts each rank adds up and rounds a part of its own, of whole blocks: integers travel once, and
+    what they have become once, as float32, 1.5 times the bytes of a float32 all-reduce. Within one host,
+    where bytes are cheap and copies are not, and where ranks cannot exchange parts, the integers go through
+    an all-reduce. Where ranks reduce in memory that they share, the sum lies there and is added up in place.
 
     Args:
         plan, terms: as for `ExactSum`.
@@ -137,8 +139,8 @@ class ExactOverRanks(ExactSum):
         limbs = flat_zeros(comm, 2 * numel, dtype=torch.int32, device=device)
         super().__init__(plan, numel=numel, terms=terms, device=device, limbs=limbs)
         self._comm = comm
-        is_exchanged = comm.world_size > 1 and isinstance(comm, Exchanges) and not isinstance(comm, Allocates)
-        self.num_rounds = 3 if is_exchanged else 2
+        can_exchange = isinstance(comm, Exchanges) and not isinstance(comm, Allocates)
+        self.num_rounds = 3 if comm.world_size > 1 and can_exchange and spans_hosts(comm) else 2
         self.rounded: Tensor = self.hi.view(torch.float32)
         num_marks = self.bins.numel() + num_flags
         self._marks = flat_zeros(comm, num_marks, dtype=torch.uint8, device=device)
@@ -154,8 +156,8 @@ class ExactOverRanks(ExactSum):
         Cost: an all-reduce of a byte a block and flag. Then, with W ranks that exchange parts, two
             all-to-alls of 4 bytes an element and an all-gather of 4, which take 1.5 times the bytes of a
             float32 all-reduce, and memory for 8 while they are under way; 8 bytes an element are read, and
-            12 / W written. Elsewhere an all-reduce of 8 bytes an element; 8 read, and 4 written. Before it 2
-            bytes a block are read, and where a bin grows 4 read and 8 written an element.
+            12 / W written. Within a host an all-reduce of 8 bytes an element; 8 read, and 4 written. Before
+            it 2 bytes a block are read, and where a bin grows 4 read and 8 written an element.
         """
         return Staged(self._rounds(poison=poison), self.num_rounds, self.hi.device)
 

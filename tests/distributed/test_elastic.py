@@ -100,15 +100,15 @@ def _note(folder: Path, step: int, place: int) -> None:
 def _die_in_a_collective(sync: pe.Sync, fate: Fate) -> None:
     """Let the doomed rank die when a bucket's integers are on their way."""
     comm = sync._engine.comm
-    all_to_all = comm.all_to_all
+    all_reduce = comm.all_reduce
 
-    def launch_and_die(received: torch.Tensor, sent: torch.Tensor) -> object:
-        work = all_to_all(received, sent)
-        if sent.dtype == torch.int32:
+    def launch_and_die(flat: torch.Tensor) -> object:
+        work = all_reduce(flat)
+        if flat.dtype == torch.int32:
             fate.at(fate.now, "mid-collective")
         return work
 
-    comm.all_to_all = launch_and_die  # type: ignore[method-assign]
+    comm.all_reduce = launch_and_die  # type: ignore[method-assign]
 
 
 def _save(folder: Path, model: Gpt, optimizer: torch.optim.Optimizer, history: list) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from unittest import mock
 
 import pytest
 import torch
-from cases import WORLDS, me
+from cases import WORLDS, Integers, engine, me, windows_of_integers
+from marks import rest
 from torch import Tensor
 
 from pyengine.comm import comm_for
 from pyengine.comm.base import Comm, Exchanges, Traffic, Work
+from pyengine.engine import handshake
 from pyengine.gradients.sums import ExactOverRanks
 from pyengine.ops.exact import ExactSum
 from pyengine.ops.plan import BucketPlan
@@ -113,3 +116,24 @@ def _merges() -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_ranks_merge_to_the_bits_of_one_sum_and_send_parts_of_it(ranks, world):
     ranks(world).run(_merges)
+
+
+def _windows_over(hosts: str, kind: str) -> list[int]:
+    """Return the bytes of each window of an engine whose ranks are of one host, or each of its own."""
+    rank, _ = me()
+    records = []
+    with mock.patch.object(handshake, "own_host", lambda: 0 if hosts == "one" else rank):
+        model = Integers(torch.float32)
+        options = {"accumulator": "exact"} if kind == "attach" else {}
+        sync, forward = engine(kind, model, accumulate=2, **options)
+    sync.on_step(records.append)
+    windows_of_integers(sync, forward, model)
+    sync.close()
+    return [record.bytes_on_wire for record in records]
+
+
+@pytest.mark.parametrize("kind", ["own-exact", "attach"])
+@pytest.mark.parametrize("world", [2, *rest(3), 4])
+def test_parts_are_exchanged_between_hosts_and_not_within_one(ranks, world, kind):
+    inside, between = (ranks(world).run(_windows_over, hosts, kind)[0] for hosts in ("one", "many"))
+    assert all(b < a for a, b in zip(inside, between, strict=True))

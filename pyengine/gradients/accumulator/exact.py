@@ -37,7 +37,7 @@ class ExactBucket(GroupedBucket):
     a buffer of the parameters' type, which for float32 is the memory of the sum.
 
     Bytes an element: 8.02 for the sum (and 2 for narrow gradients), 12 moved by the first micro-batch and
-    20 by later ones with fp32 gradients; on the wire 1.5 times those of fp32 sums.
+    20 by later ones with fp32 gradients; on the wire those of `ExactOverRanks.rounds`.
 
     Args:
         terms: micro-batches of a full window, over all ranks.
