@@ -12,6 +12,7 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "isa")]
 
 import forced_isa
+from pairs import leave_out
 from ranks import RankPool, Ranks
 
 _PROBLEM = forced_isa.everywhere()
@@ -26,6 +27,12 @@ def pytest_configure() -> None:
         raise pytest.UsageError(_PROBLEM)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks choose
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let combinations that show nothing new run in `make faults` alone."""
+    leave_out(items)
 
 
 @pytest.fixture(scope="session")

@@ -52,9 +52,15 @@ class Ended:
 
 
 class Worker:
-    """A process that serves one rank after another."""
+    """A process that serves one run after another, always as the same rank: what DTensor remembers of a
+    rank's shard goes by its mesh, and lasts as long as the process.
+
+    Attributes:
+        rank: it serves; None until its first run.
+    """
 
     def __init__(self) -> None:
+        self.rank: int | None = None
         context = mp.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -153,10 +159,15 @@ class RankPool:
             self._workers = [w if w.is_alive else Worker() for w in self._workers]
 
     def _take(self, world: int) -> list[Worker]:
-        while len(self._workers) < world:
-            self._workers.append(Worker())
-        self._workers.sort(key=lambda worker: not worker.is_ready)
-        return self._workers[:world]
+        taken: list[Worker] = []
+        for rank in range(world):
+            free = [worker for worker in self._workers if worker.rank is None]
+            worker = next((w for w in self._workers if w.rank == rank), None) or (free or [Worker()])[0]
+            if worker not in self._workers:
+                self._workers.append(worker)
+            worker.rank = rank
+            taken.append(worker)
+        return taken
 
 
 class _Ends:

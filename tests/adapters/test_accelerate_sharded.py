@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from twin import CLOSE, LR, MOMENTUM, Net, Twin, decay, loss_of, weights_of
 from worlds import items
 
+pytestmark = pytest.mark.slow
 pytest.importorskip("accelerate", reason="needs pyengine[adapters]")
 
 from accelerate import Accelerator, DataLoaderConfiguration

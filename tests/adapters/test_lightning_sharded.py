@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from twin import CLOSE, LR, MOMENTUM, Net, Twin, loss_of, weights_of
 
+pytestmark = pytest.mark.slow
 pytest.importorskip("lightning", reason="needs pyengine[adapters]")
 
 from lightning.pytorch import Callback, LightningModule

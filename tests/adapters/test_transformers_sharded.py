@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_accelerate_sharded import sharding, tell_accelerate
 
+pytestmark = pytest.mark.slow
 pytest.importorskip("transformers", reason="needs pyengine[adapters]")
 
 from test_transformers_trainer import ACCUMULATE, CLOSE, LENGTH, VOCABULARY, dataset

@@ -48,6 +48,7 @@ def times(*windows_s: float) -> list[dict[str, float]]:
     return [{"window": seconds} for seconds in windows_s]
 
 
+@pytest.mark.slow
 def test_json_has_every_variant_and_every_round(saved: tuple[list[dict[str, Any]], Path]) -> None:
     lines = events(saved[0], "variant")
     assert [line["variant"] for line in lines] == ["floor", "no_sync", "engine"]

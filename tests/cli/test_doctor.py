@@ -57,6 +57,7 @@ def broken(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_broken_one_without_compiler_and_rich_says_so_and_still_runs_its_workers(
     broken: Path, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ print([result.values for result in results], pe.launch(lambda: dist.get_rank(), 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["-c", "-"])
 def test_functions_and_classes_of_a_session_work_in_forked_workers_of_one_thread(way: str) -> None:
     command = [sys.executable, way] + ([SESSION] if way == "-c" else [])
@@ -55,6 +56,7 @@ pe.launch(fn, workers=2)
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_ends_and_says_what_is_missing(tmp_path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py")]

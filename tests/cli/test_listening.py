@@ -52,10 +52,8 @@ def elsewhere() -> list[str]:
     return prefix if may and subprocess.run([*prefix, "true"], check=False).returncode == 0 else []
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in ("launch", "doctor") else pytest.param(name, marks=pytest.mark.slow) for name in TINY],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY)
 def test_only_the_loopback_is_listened_on(name: str, tmp_path: Path) -> None:
     addresses, code, said = listened_on([*elsewhere(), *command(name, tmp_path)])
     assert code == 0, said

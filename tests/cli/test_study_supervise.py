@@ -23,12 +23,14 @@ def ran(
     return execute(asked(f"study_subjects:{function}"), limits, folder / "log.txt", watch)
 
 
+@pytest.mark.slow
 def test_worker_that_is_killed_is_a_failure_that_names_it(tmp_path: Path) -> None:
     outcome = ran("killed", tmp_path)
     assert (outcome.status, outcome.traces, outcome.steps) == ("failed", [], 0)
     assert "of 2 failed (exit code -9)" in outcome.reason
 
 
+@pytest.mark.slow
 def test_interrupt_ends_every_process_also_those_of_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

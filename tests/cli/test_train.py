@@ -36,11 +36,14 @@ def events(lines: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == name]
 
 
-@pytest.fixture(params=RUNS, ids=" ".join)
+@pytest.fixture(
+    params=[RUNS[0], *(pytest.param(run, marks=pytest.mark.slow) for run in RUNS[1:])], ids=" ".join
+)
 def lines(request: pytest.FixtureRequest, train: Train) -> list[dict[str, Any]]:
     return train(*request.param)
 
 
+@pytest.mark.slow
 def test_both_models_run_in_order_by_default(train: Train) -> None:
     assert [line["model"] for line in events(train(*RUNS[1]), "start")] == ["gpt", "cnn"]
 

@@ -87,6 +87,7 @@ def _train(blocked: bool, dtype: str, wire: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, wire", [("bfloat16", "BF16"), *rest(("float32", "FP32"), ("float32", "FP16"))]
 )

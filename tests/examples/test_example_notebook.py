@@ -12,6 +12,7 @@ import pytest
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="workers of a notebook are forked")
 def test_the_notebook_trains_two_workers(tmp_path):
     cells = json.loads(NOTEBOOK.read_text())["cells"]

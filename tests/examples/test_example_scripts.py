@@ -38,6 +38,7 @@ def test_an_example_has_at_most_sixty_lines_and_says_how_it_is_run(script):
     assert _command(script.name)[-1] == f"examples/{script.name}"
 
 
+@pytest.mark.slow
 def test_launch_starts_the_workers_of_an_example():
     assert "6 optimizer steps for 22 micro-batches" in _run("wrap_unnested.py")
 

@@ -147,17 +147,19 @@ def _line(
     window: int = 2,
     quick: bool = True,
 ) -> Iterator[Case]:
-    """Spell a line out: one case a way and place; the quick ones take the places in turn, and leave the rest.
+    """Spell a line out: one case a way and place. The quick ones take every third way, each line beginning
+    with another one, and the places in turn; they leave the rest.
 
     Args:
         phase, fault, end, ways, window: of the cases.
         at: places, as rank/world.
-        quick: whether `make test` runs the line, at one place a way; `make faults` runs all.
+        quick: whether `make test` runs the line, as far as said; `make faults` runs all.
     """
     places = [tuple(map(int, place.split("/"))) for place in at.split()]
+    step, start = min(3, len(ways)), len(phase + fault)  # any number that differs from line to line
     for number, way in enumerate(ways):
         for other, (rank, world) in enumerate(places):
-            is_other = other != number % len(places)
+            is_other = other != number % len(places) or (quick and number % step != start % step)
             is_slow, is_rest = not quick or is_other, is_other or (not quick and number % 2 == 1)
             yield Case(phase, fault, end, way, rank, world, window, is_slow=is_slow, is_rest=is_rest)
 

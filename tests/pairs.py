@@ -1,0 +1,83 @@
+"""Which combinations of a test's arguments run by default, where it takes ranks: as few as show each value in
+company.
+
+What breaks, breaks with one value or with two that meet, seldom with three (Kuhn, Wallace, Gallo 2004). So
+of three arguments or more every two values meet in some combination, and of two every value comes with two of
+the other's. `make faults` runs all combinations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
+from itertools import combinations
+
+import pytest
+
+_MANY = 3  # axes of which pairs are wanted
+_TIMES = 2  # that a value of fewer axes comes
+
+
+def covering(cases: Sequence[Sequence[Hashable]]) -> set[int]:
+    """Choose cases, the same ones every time.
+
+    Args:
+        cases: by case, its value on every axis.
+
+    Returns:
+        Their places.
+    """
+    shown = [_shown(case) for case in cases]
+    times = 1 if len(cases[0]) >= _MANY else _TIMES
+    missing = {what: min(times, num) for what, num in Counter(w for case in shown for w in case).items()}
+    left, used = list(range(len(cases))), Counter[Hashable]()
+
+    def worth(index: int) -> tuple[int, int, int]:
+        """Of those that show most, the one whose values have come least."""
+        news = sum(missing[what] > 0 for what in shown[index])
+        return news, -sum(used[value] for value in enumerate(cases[index])), -index
+
+    while any(missing.values()):
+        best = max(left, key=worth)
+        left.remove(best)
+        for what in shown[best]:
+            missing[what] = max(0, missing[what] - 1)
+        used.update(enumerate(cases[best]))
+    return set(range(len(cases))) - set(left)
+
+
+def _shown(case: Sequence[Hashable]) -> list[Hashable]:
+    """Return what a case shows: pairs of values, or values."""
+    values = list(enumerate(case))
+    return list(combinations(values, 2)) if len(case) >= _MANY else list(values)
+
+
+def leave_out(items: Sequence[pytest.Item]) -> None:
+    """Mark as exhaustive what others of the same test show, too, where it costs a world of processes."""
+    tests: dict[tuple[str, bool], list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        is_costly = isinstance(item, pytest.Function) and "ranks" in item.fixturenames
+        if is_costly and not item.get_closest_marker("exhaustive"):
+            is_slow = item.get_closest_marker("slow") is not None
+            tests[item.nodeid.partition("[")[0], is_slow].append(item)
+    for same in tests.values():
+        cases = [_values(item) for item in same]
+        if len(cases[0]) < 2:
+            continue
+        chosen = covering(cases)
+        for index, item in enumerate(same):
+            if index not in chosen:
+                item.add_marker(pytest.mark.exhaustive)
+
+
+def _values(item: pytest.Function) -> list[Hashable]:
+    """Return a value an axis: arguments that are given together are one."""
+    if not hasattr(item, "callspec"):
+        return []
+    params = dict(item.callspec.params)
+    axes: list[Hashable] = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+        axes.append(tuple(id(params.pop(name)) for name in names))  # the same object in every combination
+    return [*axes, *map(id, params.values())]
