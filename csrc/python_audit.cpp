@@ -47,10 +47,17 @@ std::pair<int64_t, int64_t> run_of(int64_t turn, int64_t n, int64_t run) {
   return turn < 0 || room <= 0 ? std::pair(int64_t{0}, n) : std::pair(turn * 40503 % (room + 1), run);
 }
 
+WordWeights weights_of(Address weights, int64_t block) {
+  if (block < 1) throw std::invalid_argument("blocks of a word or more");
+  return {at<int32_t>(weights), block};
+}
+
 // A checksum a tensor; None where it takes a closer look from Python.
-std::vector<std::optional<int64_t>> checksums_of(const LaneRule& rule, const std::vector<py::object>& tensors,
+std::vector<std::optional<int64_t>> checksums_of(Address weights, int64_t block,
+                                                 const std::vector<py::object>& tensors,
                                                  const std::vector<int64_t>& turns, int64_t run,
                                                  const py::tuple& exact_types) {
+  const WordWeights rule = weights_of(weights, block);
   if (tensors.size() != turns.size() || run < 1) throw std::invalid_argument("a turn a tensor, and runs of a word or more");
   std::vector<std::optional<int64_t>> found(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -124,13 +131,8 @@ void collect(PyHeapTypeObject* heap) {
 }  // namespace
 
 void bind_audit(py::module_& m) {
-  py::class_<LaneRule>(m, "LaneRule", py::module_local())
-      .def(py::init([](Address weights, int64_t row, int64_t num_rows, int64_t block, int64_t shift,
-                       int64_t num_shifts) {
-        return LaneRule{at<int32_t>(weights), row, num_rows, block, shift, num_shifts};
-      }));
-  m.def("checksum", [](const LaneRule& rule, Address words, int64_t n) {
-    return ops().checksum(at<int32_t>(words), n, rule);
+  m.def("checksum", [](Address weights, int64_t block, Address words, int64_t n) {
+    return ops().checksum(at<int32_t>(words), n, weights_of(weights, block));
   }, NoGil());
   m.def("checksums_of", &checksums_of);
   m.def("sample", [](py::handle tensor, const py::tuple& exact_types, int64_t start, int64_t stride, int64_t num,

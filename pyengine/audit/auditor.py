@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyengine.audit.check import Check, Local
-from pyengine.audit.checksum import Checksums, Part, words_of
+from pyengine.audit.checksum import Part, checksums_on, words_of
 from pyengine.audit.finding import raise_for
 from pyengine.audit.hyperparameters import digest, numbers_of
 from pyengine.audit.leaves import Leaves
@@ -88,7 +88,7 @@ class Auditor:
         # Some ranks may be in one group only, and still have to learn what another one has found.
         self._is_one_group = not any(num > 1 for num in comms[0].all_gather_object(len(comms)))
         numel = sum(subject.tensor.numel() for subject in self._subjects)
-        self._checksums = Checksums(device, numel)
+        self._checksums = checksums_on(device, numel)
         self.probe = Probe(self._subjects, leaves, device)
         self.optimizers: list[Any] = []
         self._under_way: Check | None = None

@@ -100,7 +100,7 @@ class Check:
     ) -> None:
         self._is_one_group = is_one_group
         self._subjects, self._comms, self._local, self._tolerance = subjects, comms, local, tolerance
-        self.step, self._total = local.step, 0.0
+        self.step, self._total, self._void = local.step, 0.0, 0.0
         self._factors: dict[int, float] = {}
         self._vectors = [self._pack(group) for group in range(len(comms))]
         works = [comm.all_reduce(vector) for comm, vector in zip(comms, self._vectors, strict=True)]
@@ -144,32 +144,62 @@ class Check:
         found: dict[int, set[str]] = {}
         read = [torch.tensor(numbers.get(), dtype=torch.float64) for numbers in self._numbers]
         total, void = float(read[0][0]), float(read[0][1])
-        self._total = total
+        self._total, self._void = total, void
         if bool(differ(read[0][3:_HEAD].reshape(1, 4), self._comms[0].world_size)):
             found.setdefault(-1, set()).add("hyperparameters")
         claimed = float(self._local.claimed)
         if not void and not math.isnan(claimed) and abs(claimed - total) > 1e-9 * max(1.0, total):
             found.setdefault(-2, set()).add("divisor")
         probed: list[_Probed] = []
-        for group, comm in enumerate(self._comms):
-            same, summed = self._indices("replicas", group), self._indices("summed", group)
-            end = _HEAD + len(same) * 12
-            unequal = differ(read[group][_HEAD:end].reshape(-1, 4), comm.world_size).reshape(-1, 3)
-            for index, row in zip(same, unequal.tolist(), strict=True):
-                kinds = {kind for kind, is_odd in zip(_KINDS, row, strict=True) if is_odd}
-                if void:
-                    kinds.discard("gradient")
-                if kinds:
+        looked = [self._alike_and_sums(group, read[group]) for group in range(len(self._comms))]
+        if not all(self._are_surely_fine(group, *found_there) for group, found_there in enumerate(looked)):
+            for group, (unequal, rows) in enumerate(looked):
+                for index, kinds in self._kinds(group, unequal).items():
                     found.setdefault(index, set()).update(kinds)
-            rows = read[group][end:].reshape(-1, 2 * _PROBES + 2).tolist()
-            for index, (*values, scale, count) in zip(summed, rows, strict=True):
-                factor = self._factors[index] = 1.0 / (count or comm.world_size)
-                due = [factor * came for came in values[:_PROBES]]
-                probed.append(_Probed(index, due, values[_PROBES:], factor * scale))
+                probed += self._probed(group, rows)
         if not void:
             for index in self._badly_reduced(probed):
                 found.setdefault(index, set()).add("gradient")
         return found, bool(found)
+
+    def _alike_and_sums(self, group: int, read: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what ranks have not alike, bool `[subjects, 3]`, and the sums over samples: float64
+        `[subjects, 2 * _PROBES + 2]`, of what came, what is left, of what size it is, and the count.
+        """
+        end = _HEAD + len(self._indices("replicas", group)) * 12
+        unequal = differ(read[_HEAD:end].reshape(-1, 4), self._comms[group].world_size).reshape(-1, 3)
+        return unequal, read[end:].reshape(-1, 2 * _PROBES + 2)
+
+    def _are_surely_fine(self, group: int, unequal: Tensor, rows: Tensor) -> bool:
+        """Whether everything is alike and all sums are finite and what they have to be, by a known factor."""
+        if not self._local.is_strict or bool(unequal.any()):
+            return False
+        came, left = rows[:, :_PROBES], rows[:, _PROBES : 2 * _PROBES]
+        scale, count = rows[:, -2:].split(1, 1)
+        world_size = float(self._comms[group].world_size)
+        factors = 1.0 / torch.where(count == 0, torch.full_like(count, world_size), count)
+        return bool(((left - factors * came).abs() <= self._tolerance * factors * scale).all())
+
+    def _kinds(self, group: int, unequal: Tensor) -> dict[int, set[str]]:
+        """Return in what ranks differ, by subject."""
+        found: dict[int, set[str]] = {}
+        for index, row in zip(self._indices("replicas", group), unequal.tolist(), strict=True):
+            kinds = {kind for kind, is_odd in zip(_KINDS, row, strict=True) if is_odd}
+            if self._void:
+                kinds.discard("gradient")
+            if kinds:
+                found[index] = kinds
+        return found
+
+    def _probed(self, group: int, rows: Tensor) -> list[_Probed]:
+        """Return the sums over samples of every subject, and note its factor."""
+        found = []
+        world_size = self._comms[group].world_size
+        for index, (*values, scale, count) in zip(self._indices("summed", group), rows.tolist(), strict=True):
+            factor = self._factors[index] = 1.0 / (count or world_size)
+            due = [factor * came for came in values[:_PROBES]]
+            found.append(_Probed(index, due, values[_PROBES:], factor * scale))
+        return found
 
     def _badly_reduced(self, probed: Sequence[_Probed]) -> list[int]:
         """Return the subjects whose reduced gradient is not what came, times the factor."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +13,11 @@ from pyengine.ops import native
 from pyengine.ops.device import runs_ahead
 from pyengine.ops.pointers import PLAIN
 
-# On the host a block and its sums stay in the second-level cache. An accelerator wants long blocks.
-_HOST_LANES, _MAX_LANES = 2**15, 2**22
+# On the host words are weighed block by block, and the weights of one stay in the first-level cache.
+_BLOCK = 2**10
+_BLOCKS_AT_ONCE = 2**8  # without the core
+# An accelerator wants long blocks, and few of them.
+_MIN_LANES, _MAX_LANES = 2**15, 2**22
 _ELEMENTS_A_LANE = 2**10  # of all that is read, so that the sums are a small part of it
 # Words of a tensor that is summed together with others: what a call costs is more than what it reads.
 _SHORT = 2**11
@@ -50,42 +53,106 @@ class Part(NamedTuple):
         return (0, num) if self.turn is None or room <= 0 else (self.turn * 40503 % (room + 1), _RUN)
 
 
-class Checksums:
+class Checksums(Protocol):
     """Checksums of tensors on one device.
 
     Equal bits in equal places give equal numbers, whatever the order in which they are added up: arithmetic
-    is of integers. What changes within one lane is always seen, so a changed sign or bit is; elements that
-    change places are seen unless two weights chance to cancel, once in 2^31.
+    is of integers that wrap. A word that changes alone is always seen, so a changed sign or bit is; words
+    that change places are seen unless two weights chance to cancel, once in 2^31.
+    """
+
+    def of(self, words: Tensor) -> Tensor:
+        """Return the checksum, int64 0-dim on the device, unread.
+
+        Args:
+            words: int32 `[n]`, see `words_of`.
+        """
+
+    def of_all(self, parts: Sequence[Part]) -> Tensor:
+        """Return many checksums, int64 `[n]` on the device, unread."""
+
+
+def checksums_on(device: torch.device, numel: int) -> Checksums:
+    """Return the checksums of a device's tensors, of `numel` elements in all."""
+    return LaneSums(device, numel) if runs_ahead(device) else BlockSums()
+
+
+class BlockSums:
+    """Words times odd weights, added up in 64 bits, block by block: every block has a factor of its own.
+
+    The native core computes the same; PyTorch's operators, below, are the definition.
+
+    Cost: `of` reads 4 bytes a word; held are 4 KB.
+    """
+
+    def __init__(self) -> None:
+        self._weights = _odd_weights(_BLOCK)
+        self._core = native.core()
+        native.can_gather()  # learns how
+
+    def of(self, words: Tensor) -> Tensor:
+        if self._core is not None:
+            return torch.tensor(self._native(words))
+        total = torch.zeros((), dtype=torch.int64)
+        num_words = _BLOCKS_AT_ONCE * _BLOCK
+        for start in range(0, words.numel(), num_words):
+            part = words[start : start + num_words].to(torch.int64)
+            blocks = torch.nn.functional.pad(part, (0, -part.numel() % _BLOCK)).view(-1, _BLOCK)
+            first = start // _BLOCK
+            factors = _mixed(torch.arange(first, first + len(blocks))) | 1
+            total += ((blocks * self._weights).sum(1) * factors).sum()
+        return total
+
+    def of_all(self, parts: Sequence[Part]) -> Tensor:
+        if self._core is None:
+            found = [int(self.of(part.words())) for part in parts]
+        else:
+            found = self._native_of_all(parts)
+        return torch.tensor(found, dtype=torch.int64)
+
+    def _native_of_all(self, parts: Sequence[Part]) -> list[int]:
+        """Return what the core finds: at once where the words lie in memory as they are."""
+        assert self._core is not None
+        turns = [-1 if part.turn is None else part.turn for part in parts]
+        tensors = [part.tensor for part in parts]
+        found = self._core.checksums_of(self._weights.data_ptr(), _BLOCK, tensors, turns, _RUN, PLAIN)
+        return [
+            self._native(part.words()) if each is None else each
+            for part, each in zip(parts, found, strict=True)
+        ]
+
+    def _native(self, words: Tensor) -> int:
+        assert self._core is not None and words.is_contiguous()
+        found: int = self._core.checksum(self._weights.data_ptr(), _BLOCK, words.data_ptr(), words.numel())
+        return found
+
+
+class LaneSums:
+    """Words times odd numbers, added up in 32 bits lane by lane; then lanes times odd weights, in 64.
+
+    Few launches, no memory a word, and no products of 64 bits a word.
 
     Args:
         device: of the tensors.
-        numel: elements of all that is to be read; says how long a block is on an accelerator.
+        numel: elements of all that is to be read; says how long a block is.
 
-    The native core computes the same on the host; PyTorch's operators, below, are the definition.
-
-    Cost: `of` reads 4 bytes a word; held are 5 bytes a lane, 170 KB on the host, and on an accelerator at
-    most 1/64 byte an element from 11 M elements on.
+    Cost: `of` reads 4 bytes a word; held are 5 bytes a lane: 170 KB, and from 11 M elements on at most 1/64
+    byte an element.
     """
 
     def __init__(self, device: torch.device, numel: int) -> None:
-        wanted = max(_HOST_LANES, min(_MAX_LANES, numel // _ELEMENTS_A_LANE))
-        self._lanes = 1 << wanted.bit_length() - 1 if runs_ahead(device) else _HOST_LANES
+        wanted = max(_MIN_LANES, min(_MAX_LANES, numel // _ELEMENTS_A_LANE))
+        self._lanes = 1 << wanted.bit_length() - 1
         size = self._lanes + _NUM_SHIFTS * _SHIFT
-        self._weights = (_mixed(torch.arange(1, size // _NUM_ROWS + 1)) | 1).to(torch.int32).to(device)
+        self._weights = _odd_weights(size // _NUM_ROWS).to(device)
         self._row_weights = 2 * torch.arange(_NUM_ROWS, device=device) + 1
         self._sums = torch.zeros(size, dtype=torch.int32, device=device)
-        self._core = None if runs_ahead(device) else native.core()
-        native.can_gather()  # learns how
-        rule = (self._weights.data_ptr(), len(self._weights), _NUM_ROWS, self._lanes, _SHIFT, _NUM_SHIFTS)
-        self._rule = None if self._core is None else self._core.LaneRule(*rule)
         self._places = [
             self._sums[start : start + self._lanes] for start in range(0, _NUM_SHIFTS * _SHIFT, _SHIFT)
         ]
 
     def of_all(self, parts: Sequence[Part]) -> Tensor:
         """Return many checksums, int64 `[n]` on the device, unread: those of short parts together."""
-        if self._core is not None:
-            return torch.tensor(self._of_all_by(self._core, parts), dtype=torch.int64)
         tensors = [part.words() for part in parts]
         found = torch.zeros(len(tensors), dtype=torch.int64, device=self._sums.device)
         short = [index for index, words in enumerate(tensors) if words.numel() <= _SHORT]
@@ -105,23 +172,7 @@ class Checksums:
                 found[index] = self.of(words)
         return found
 
-    def _of_all_by(self, core: Any, parts: Sequence[Part]) -> list[int]:
-        """Return what the core finds: at once where the words lie in memory as they are."""
-        turns = [-1 if part.turn is None else part.turn for part in parts]
-        found = core.checksums_of(self._rule, [part.tensor for part in parts], turns, _RUN, PLAIN)
-        return [
-            native_checksum(core, self._rule, part.words()) if each is None else each
-            for part, each in zip(parts, found, strict=True)
-        ]
-
     def of(self, words: Tensor) -> Tensor:
-        """Return the checksum, int64 0-dim on the device, unread.
-
-        Args:
-            words: int32 `[n]`, see `words_of`.
-        """
-        if self._core is not None:
-            return torch.tensor(native_checksum(self._core, self._rule, words))
         num = words.numel()
         if num <= len(self._weights):
             return (words.to(torch.int64) * self._weights[:num]).sum()
@@ -155,13 +206,6 @@ def words_of(tensor: Tensor) -> Tensor:
     return raw.view(torch.int32)
 
 
-def native_checksum(core: Any, rule: Any, words: Tensor) -> int:
-    """Return the core's checksum of words, see `words_of`."""
-    assert words.is_contiguous()
-    found: int = core.checksum(rule, words.data_ptr(), words.numel())
-    return found
-
-
 def pieces(checksums: Tensor) -> Tensor:
     """Return numbers that float64 can add up exactly over ranks.
 
@@ -184,6 +228,10 @@ def differ(summed: Tensor, world_size: int) -> Tensor:
 
 
 _MASK = 2**20 - 1
+
+
+def _odd_weights(num: int) -> Tensor:
+    return (_mixed(torch.arange(1, num + 1)) | 1).to(torch.int32)
 
 
 def _mixed(value: Tensor) -> Tensor:

@@ -50,10 +50,10 @@ def audit(
 ) -> Audit:
     """Audit any loop: stock DDP, FSDP2, Accelerate, Megatron's `main_grad`, or one of your own.
 
-    Every `every`-th window, the first one among them, all ranks compare what has to be the same on each, and
-    what the reduction has left with what the micro-batches brought. A window ends with the (first)
-    optimizer's step, and the check runs before it. Every rank calls this behind what wraps the model and
-    makes the optimizer, and before the first backward.
+    Every `every`-th window, the first among them, all ranks compare what has to be the same on each, and what
+    the reduction has left with what the micro-batches brought. A window ends with the (first) optimizer's
+    step, and the check runs before it. Every rank calls this behind what wraps the model and makes the
+    optimizer, before the first backward.
 
     Args:
         model: as the loop calls it; wrapped by DDP, sharded by FSDP2, compiled, or plain.
@@ -73,8 +73,9 @@ def audit(
         RuntimeError: the parameters lie on an XLA device.
         AuditError: on every rank, before the optimizer's step (on an accelerator behind it): what has parted.
 
-    Cost: of a checked window a read of the parameters, a native hook a parameter and micro-batch, and one
-    all-reduce of 160 bytes a parameter; of others a hook of the step. Memory: 140 bytes a parameter, 170 KB.
+    Cost: of a checked window a read of the parameters, a native hook a parameter and micro-batch, and an
+    all-reduce of 160 bytes a parameter; of others a hook of the step. Memory: 140 bytes a parameter, 4 KB, or
+    on an accelerator 170 KB or 1/64 byte an element.
 
     Example:
         >>> watch = pe.audit(ddp_model, optimizer, every=100)  # doctest: +SKIP
@@ -92,10 +93,8 @@ def audit(
         raise ValueError(f"tolerance={tolerance}: need a share of at least 0 of what micro-batches bring")
     check_device(next(model.parameters()).device)
     inventory = Inventory(model, optimizers, group=process_group, groups=groups or {})
-    leaves = Leaves(inventory.module)
-    auditor = Auditor(
-        inventory.subjects, inventory.comms, leaves, tolerance=tolerance, every=check_every(every)
-    )
+    leaves, every = Leaves(inventory.module), check_every(every)
+    auditor = Auditor(inventory.subjects, inventory.comms, leaves, tolerance=tolerance, every=every)
     # A sharded optimizer keeps state of other parameters on every rank.
     auditor.optimizers = [item for item in optimizers if not hasattr(item, "consolidate_state_dict")]
     return Audit(auditor, inventory.subjects, optimizers[0], every=every)

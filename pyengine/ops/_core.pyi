@@ -23,15 +23,15 @@ def learn_tensor_object(
 ) -> bool: ...
 def is_plain(tensor: object, exact_types: tuple[type, ...], /) -> bool: ...
 def gather(plan: BucketPlan, tensors: list[Any], exact_types: tuple[type, ...], /) -> Table | None: ...
-
-class LaneRule:
-    def __init__(
-        self, weights: int, row: int, num_rows: int, block: int, shift: int, num_shifts: int, /
-    ) -> None: ...
-
-def checksum(rule: LaneRule, words: int, n: int, /) -> int: ...
+def checksum(weights: int, block: int, words: int, n: int, /) -> int: ...
 def checksums_of(
-    rule: LaneRule, tensors: list[object], turns: list[int], run: int, exact_types: tuple[type, ...], /
+    weights: int,
+    block: int,
+    tensors: list[object],
+    turns: list[int],
+    run: int,
+    exact_types: tuple[type, ...],
+    /,
 ) -> list[int | None]: ...
 
 class Notes:

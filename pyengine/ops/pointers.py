@@ -198,13 +198,31 @@ def check_each(
         raise ValueError(f"{name} has {tensor.numel()} elements; needed {numel}, one a {of}")
 
 
-def check_rows(name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:
-    """Check a 2-D tensor of at least one row: [rows, numel], contiguous, on `device`."""
-    _check_dense(name, tensor)
+def check_rows(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int, device: torch.device
+) -> torch.Tensor:
+    """Check a 2-D tensor of at least one row on `device`: [rows, numel], of contiguous rows.
+
+    Returns:
+        What lies between its first and its last element: a view, 1-D.
+    """
+    span = _span_of_rows(tensor)
+    _check_dense(name, span)
     if tensor.dtype != dtype or tensor.device != device:
         raise TypeError(f"{name} is {_describe(tensor)}; needed {dtype} on {device}, where the others are")
     if tensor.dim() != 2 or tensor.shape[0] < 1 or tensor.shape[1] != numel:
         raise ValueError(f"{name} is {_describe(tensor)}; needed [W, {numel}], W at least 1")
+    return span
+
+
+def _span_of_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what lies from the first row to the last, 1-D; what has no contiguous rows, as it is."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.dim() != 2:
+        return tensor
+    rows, numel = tensor.shape
+    if tensor.is_contiguous() or tensor.stride(1) != 1:
+        return tensor
+    return tensor.as_strided(((rows - 1) * tensor.stride(0) + numel,), (1,))
 
 
 def check_aligned(name: str, tensor: torch.Tensor, num_bytes: int) -> None:

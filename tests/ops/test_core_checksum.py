@@ -5,33 +5,32 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyengine.audit.checksum import Checksums, Part
+from pyengine.audit.checksum import BlockSums, Part
 from pyengine.ops import native
 from pyengine.ops.pointers import PLAIN
 
-CPU = torch.device("cpu")
-# One row of weights and its ends, one block and its ends, all shifts of blocks, and a second round of them.
-SIZES = [0, 1, 8447, 8448, 8449, 2**15, 2**15 + 1, 100_003, 17 * 2**15 + 5, 40 * 2**15]
+# One block and its ends, several of them, and what the definition reads at once, with a rest.
+SIZES = [0, 1, 1023, 1024, 1025, 5000, 2**18, 2**18 + 1, 600_003]
 
 
 @pytest.fixture(scope="module")
 def defined():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "core", lambda: None)
-        return Checksums(CPU, 0)
+        return BlockSums()
 
 
 @pytest.mark.parametrize("num", SIZES)
 def test_the_core_s_checksum_is_the_defined_one(isa, threads, defined, num):
     torch.manual_seed(num)
     words = torch.randint(-(2**31), 2**31, (num + 1,)).to(torch.int32)[1:]
-    assert torch.equal(Checksums(CPU, num).of(words), defined.of(words))
+    assert torch.equal(BlockSums().of(words), defined.of(words))
 
 
 def test_extremes_wrap_alike(isa, defined):
     for value in (-(2**31), 2**31 - 1):
         words = torch.full((70_000,), value, dtype=torch.int32)
-        assert torch.equal(Checksums(CPU, 0).of(words), defined.of(words))
+        assert torch.equal(BlockSums().of(words), defined.of(words))
 
 
 def test_many_tensors_are_read_one_by_one(isa, defined):
@@ -48,18 +47,21 @@ def test_many_tensors_are_read_one_by_one(isa, defined):
     ]
     tensors += [made[:4].cfloat(), torch.nn.Parameter(made[3:]), made[:50_000].view(250, 200).t()]
     parts = [Part(tensor, turn) for tensor in tensors for turn in (None, 0, 5)]
-    assert torch.equal(Checksums(CPU, 0).of_all(parts), defined.of_all(parts))
+    assert torch.equal(BlockSums().of_all(parts), defined.of_all(parts))
 
 
 def test_storages_that_were_emptied_are_not_read_behind_their_end():
-    core, checksums = native.core(), Checksums(CPU, 0)
-    rule, tensor = checksums._rule, torch.randn(100)  # whose weights are the checksums'
-    assert core.checksums_of(rule, [tensor], [-1], 64, PLAIN) != [None]
+    core, tensor = native.core(), torch.randn(100)
+    weights = torch.ones(16, dtype=torch.int32)
+    rule = (weights.data_ptr(), len(weights))
+    assert core.checksums_of(*rule, [tensor], [-1], 64, PLAIN) != [None]
+    with pytest.raises(ValueError, match="blocks of a word"):
+        core.checksums_of(rule[0], 0, [tensor], [-1], 64, PLAIN)
     for turns, run in (([0, 1], 64), ([0], 0), ([], 64)):
         with pytest.raises(ValueError, match="a turn a tensor"):
-            core.checksums_of(rule, [tensor], turns, run, PLAIN)
+            core.checksums_of(*rule, [tensor], turns, run, PLAIN)
     tensor.untyped_storage().resize_(0)
-    assert core.checksums_of(rule, [tensor, torch.zeros(3, dtype=torch.uint8)], [-1, 5], 64, PLAIN) == [
+    assert core.checksums_of(*rule, [tensor, torch.zeros(3, dtype=torch.uint8)], [-1, 5], 64, PLAIN) == [
         None,
         None,
     ]

@@ -6,16 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyengine.audit.checksum import Checksums, Part, differ, pieces, words_of
+from pyengine.audit.checksum import BlockSums, LaneSums, Part, differ, pieces, words_of
 
 CPU = torch.device("cpu")
 # One block and less, its ends, several blocks with a rest; and what fills no whole word.
-SIZES = [0, 1, 2, 3, 7, 2**15 - 1, 2**15, 2**15 + 1, 100_001]
+SIZES = [0, 1, 2, 3, 7, 1024, 1025, 2**15 - 1, 2**15, 2**15 + 1, 100_001]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
 
 
-def _of(tensor: Tensor) -> int:
-    return int(Checksums(CPU, tensor.numel()).of(words_of(tensor)))
+@pytest.fixture(params=["host", "accelerator"])
+def of(request):
+    def checksum(tensor: Tensor) -> int:
+        sums = BlockSums() if request.param == "host" else LaneSums(CPU, tensor.numel())
+        return int(sums.of(words_of(tensor)))
+
+    return checksum
 
 
 def _made(num: int, dtype: torch.dtype) -> Tensor:
@@ -25,49 +30,49 @@ def _made(num: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num", SIZES)
-def test_equal_bits_have_equal_checksums_wherever_they_lie(num, dtype):
+def test_equal_bits_have_equal_checksums_wherever_they_lie(of, num, dtype):
     tensor = _made(num, dtype)
     unaligned = torch.cat([tensor[:1], tensor])[1:] if num else tensor.clone()
     strided = torch.stack([tensor, tensor], 1)[:, 0]
-    assert _of(tensor) == _of(unaligned) == _of(strided) == _of(tensor.clone())
+    assert of(tensor) == of(unaligned) == of(strided) == of(tensor.clone())
 
 
 @pytest.mark.parametrize("num", SIZES[1:])
-def test_one_bit_is_seen_wherever_it_flips(num):
+def test_one_bit_is_seen_wherever_it_flips(of, num):
     tensor = _made(num, torch.float32)
-    whole = _of(tensor)
+    whole = of(tensor)
     for place in {0, num // 2, num - 1}:
         for bit in (0, 13, 30, 31):
             flipped = tensor.clone()
             flipped.view(torch.int32)[place] ^= -(2**31) if bit == 31 else 1 << bit
-            assert _of(flipped) != whole
+            assert of(flipped) != whole
 
 
-@pytest.mark.parametrize("distance", [1, 384, 2**15 - 64, 2**15, 3 * 2**15])
-def test_a_swap_is_seen_at_any_distance(distance):
+@pytest.mark.parametrize("distance", [1, 384, 1024, 2**15 - 64, 2**15, 3 * 2**15])
+def test_a_swap_is_seen_at_any_distance(of, distance):
     tensor = _made(4 * 2**15, torch.float32)
-    whole = _of(tensor)
+    whole = of(tensor)
     for place in range(0, tensor.numel() - distance, 1571):
         swapped = tensor.clone()
         swapped[[place, place + distance]] = tensor[[place + distance, place]]
-        assert _of(swapped) != whole
+        assert of(swapped) != whole
 
 
 @pytest.mark.parametrize("pair", [(0, 1), (5, 2**15 + 5), (7, 33500)])
-def test_two_signs_are_seen(pair):
+def test_two_signs_are_seen(of, pair):
     tensor = _made(100_001, torch.float32)
     turned = tensor.clone()
     turned[list(pair)] *= -1
-    assert _of(turned) != _of(tensor)
+    assert of(turned) != of(tensor)
 
 
-def test_zeros_of_other_signs_and_nans_are_bits_like_others():
-    assert _of(torch.tensor([0.0])) != _of(torch.tensor([-0.0]))
-    assert _of(torch.tensor([torch.nan])) == _of(torch.tensor([torch.nan]))
+def test_zeros_of_other_signs_and_nans_are_bits_like_others(of):
+    assert of(torch.tensor([0.0])) != of(torch.tensor([-0.0]))
+    assert of(torch.tensor([torch.nan])) == of(torch.tensor([torch.nan]))
 
 
-def test_lengths_are_told_apart_by_what_is_there():
-    assert _of(torch.ones(3)) != _of(torch.ones(4))
+def test_lengths_are_told_apart_by_what_is_there(of):
+    assert of(torch.ones(3)) != of(torch.ones(4))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8192])
@@ -87,8 +92,8 @@ def test_a_run_moves_through_all_of_a_tensor():
     assert Part(words[:60], 3).words().numel() == 60 and Part(words).words().numel() == 1000
 
 
-def test_many_tensors_at_once_have_the_checksums_that_they_have_alone():
+@pytest.mark.parametrize("checksums", [BlockSums(), LaneSums(CPU, 0)], ids=["host", "accelerator"])
+def test_many_tensors_at_once_have_the_checksums_that_they_have_alone(checksums):
     parts = [Part(_made(num, torch.float32)) for num in (5, 0, 2**11, 1, 2**11 + 1, 40_000, 7)]
-    checksums = Checksums(CPU, 0)
     alone = torch.stack([checksums.of(part.words()) for part in parts])
     assert torch.equal(checksums.of_all(parts), alone)
