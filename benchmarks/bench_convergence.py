@@ -1,6 +1,7 @@
 """What a wire does to training: losses of `train`'s models over every wire, several seeds each.
 
     python benchmarks/bench_convergence.py --save        # GPT and CNN, 500 steps, three seeds, every wire
+    python benchmarks/bench_convergence.py --save --go-on benchmarks/results/<date>-convergence.json  # rest
     python benchmarks/bench_convergence.py --draw benchmarks/results/<date>-convergence.json  # the plot
 
 Two gloo workers. Runs of one model and seed differ in the wire alone: the same start, the same micro-batches.
@@ -35,7 +36,7 @@ from pyengine.cli.wires import WIRES
 from pyengine.comm.launching import launch
 
 PLOT = Path(__file__).resolve().parents[1] / "docs" / "convergence.svg"
-ACCUMULATE, MICRO_BATCH, SMOOTH = 2, 8, 20
+ACCUMULATE, MICRO_BATCH, SMOOTH = 2, 4, 20
 TASKS: dict[str, Any] = {"gpt": TextTask, "cnn": DigitsTask}
 DEFAULT = (
     *("fp32", "bf16", "bf16-sum-fp32", "fp16-sum-fp32", "int8", "int8-ef"),
@@ -75,13 +76,16 @@ def main() -> None:
     if options.draw:
         _draw(json.loads(options.draw.read_text())["models"])
         return
-    models: dict[str, Any] = {}
+    models: dict[str, Any] = json.loads(options.go_on.read_text())["models"] if options.go_on else {}
     for model in options.models:
-        models[model] = _measure(model, options)
-        _print(model, models[model])
+        found = models.setdefault(model, {})
+        for wire in (wire for wire in options.wires if wire not in found):
+            found[wire] = _measure(model, wire, options)
+            if options.save:  # now: a run that is stopped keeps what it has
+                told = {**vars(options), "draw": None, "go_on": None}
+                save("convergence", {"machine": card(1), "options": told, "models": models})
+        _print(model, found)
     if options.save:
-        content = {"machine": card(1), "options": {**vars(options), "draw": None}, "models": models}
-        print("wrote", save("convergence", content))
         _draw(models)
 
 
@@ -95,22 +99,20 @@ def _options() -> argparse.Namespace:
     add("--steps", type=int, default=500)
     add("--seeds", type=int, default=3)
     add("--save", action="store_true", help="write benchmarks/results/<date>-convergence.json and the plot")
+    add("--go-on", type=Path, help="a result file: keep what it has, and run what it lacks")
     add("--draw", type=Path, help="a result file: write only the plot of it")
     return parser.parse_args()
 
 
-def _measure(model: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return losses by wire: of each seed, the curve and what was reached."""
-    found: dict[str, dict[str, Any]] = {}
-    for wire in options.wires:
-        curves, finals = [], []
-        for seed in range(options.seeds):
-            print(f"\r{model}, {wire}, seed {seed}{'':30}", end="", file=sys.stderr, flush=True)
-            losses, final = launch(train, workers=2, args=(model, wire, seed, options.steps))[0]
-            curves.append([round(statistics.mean(part), 4) for part in _cut(losses)])
-            finals.append(final)
-        found[wire] = {"curves": curves, "finals": finals}
-    return found
+def _measure(model: str, wire: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return, by seed, the curve of losses and what was reached."""
+    curves, finals = [], []
+    for seed in range(options.seeds):
+        print(f"\r{model}, {wire}, seed {seed}{'':30}", end="", file=sys.stderr, flush=True)
+        losses, final = launch(train, workers=2, args=(model, wire, seed, options.steps))[0]
+        curves.append([round(statistics.mean(part), 4) for part in _cut(losses)])
+        finals.append(final)
+    return {"curves": curves, "finals": finals}
 
 
 def _cut(losses: Sequence[float]) -> list[Sequence[float]]:

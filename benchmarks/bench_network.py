@@ -40,13 +40,13 @@ from pyengine.cli.plan import model as plan_model
 from pyengine.cli.plan.calibration import Calibration, read
 from pyengine.cli.plan.measure import measure
 from pyengine.cli.plan.model import Cluster, Work
-from pyengine.cli.wires import WIRES
+from pyengine.cli.wires import PLANNED, WIRES
 from pyengine.wire import Wire
 
 DEFAULT = (
     *("floor", "no_sync_view", "no_sync_bf16", "no_sync_fp16", "no_sync_powersgd", "accelerate"),
-    *("engine", "engine_bf16", "engine_bf16_sum_fp32", "engine_int8", "engine_int8_ef", "engine_fp8_e4m3"),
-    *("engine_exact", "attach", "attach_bf16", "attach_int8_ef"),
+    *("engine", "engine_bf16", "engine_bf16_sum_fp32", "engine_int8", "engine_int8_ef", "engine_fp8_e4m3_ef"),
+    *("engine_powersgd_r2", "engine_exact", "engine_exact_slots", "attach", "attach_int8_ef"),
 )
 # Peers, by the wire that they send as much as.
 AS_WIRES = {"no_sync": "fp32", "no_sync_view": "fp32", "accelerate": "fp32"}
@@ -68,7 +68,9 @@ def main() -> None:
         _print(rows)
         if options.save:  # now: a run that is stopped keeps what it has
             machine = card(1) | {"hosts": options.hosts, "ranks a host": options.ranks}
-            name = f"network-{options.hosts}" + (f"x{options.ranks}" if options.ranks > 1 else "")
+            name = options.name or f"network-{options.hosts}" + (
+                f"x{options.ranks}" if options.ranks > 1 else ""
+            )
             asked = vars(options) | {"calibration": None}  # which is here
             content = {"machine": machine, "options": asked, "calibration": asdict(calibration)}
             content["links"] = results
@@ -89,6 +91,7 @@ def _options() -> argparse.Namespace:
     add("--rounds", type=int, default=6, help="windows of every variant at every rate")
     add("--calibration", type=Path, help="of `plan --measure`, or an earlier result: do not measure it anew")
     add("--save", action="store_true", help="write benchmarks/results/<date>-network-<hosts>.json")
+    add("--name", help="of that file, in place of network-<hosts>")
     add("--out", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -128,7 +131,8 @@ def _wire(name: str) -> Wire | None:
     """Return the wire that a variant sends over, or as over; None of one that the model does not know."""
     variant = VARIANTS[name]
     if issubclass(variant, Engine):
-        return None if variant.accumulator == "exact" else variant.wire
+        is_known = variant.accumulator != "exact" and variant.wire in PLANNED.values()
+        return variant.wire if is_known else None
     return WIRES[AS_WIRES[name]] if name in AS_WIRES else None
 
 
@@ -196,16 +200,16 @@ def _work(options: argparse.Namespace) -> None:
         "times": times,
         "sent": {name: statistics.median(numbers) for name, numbers in sent.items()},
         "numel": sum(param.numel() for param in variants[names[0]].model.parameters()),
-        "wire_bytes": {name: _wire_bytes(variant) for name, variant in variants.items()},
+        "wire_bytes": {name: _wire_bytes(name, variant) for name, variant in variants.items()},
     }
     (Path(options.out) / f"{rank}.json").write_text(json.dumps(told))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _wire_bytes(variant: Any) -> float:
+def _wire_bytes(name: str, variant: Any) -> float:
     """Return what the wire says that a rank sends in a window; 0 where there is no wire of ours."""
-    if not isinstance(variant, Engine) or variant.accumulator == "exact":
+    if not isinstance(variant, Engine) or _wire(name) is None:
         return 0
     numel = sum(param.numel() for param in variant.model.parameters())
     return variant.wire.bytes_on_wire(numel, dist.get_world_size())

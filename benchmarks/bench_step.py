@@ -4,7 +4,7 @@ ranks.
     python benchmarks/bench_step.py                         # every case on loopback
     python benchmarks/bench_step.py --cases gpt0:bf16 --rate 1000   # every rank on a host (needs root)
     python benchmarks/bench_step.py --memory                # peak memory, one process a variant
-    python benchmarks/bench_step.py --cases gpt:fp32 --variants floor,engine,engine_exact --name exact-2
+    python benchmarks/bench_step.py --cases gpt:fp32 --variants floor,engine,engine_exact,engine_exact_slots
 
 Two gloo ranks (`--world`) with one thread each. Variants take turns in the same processes, window by window,
 so that a change of the machine's mood hits all of them; a window's time is the slower rank's

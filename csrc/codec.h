@@ -34,7 +34,7 @@ inline constexpr int64_t kMostBlock = 1024;
 // The same elements of several ranks, one payload behind the other.
 struct Payloads {
   const uint8_t* data;
-  int64_t num_ranks, num_bytes;  // of one payload
+  int64_t num_ranks, stride;  // in bytes, from one payload to the next
 };
 
 // How rounding is decided: to nearest even, or by a hash of the key and the element's index.

@@ -14,11 +14,10 @@
 
 namespace pyengine {
 
-// How words meet in a checksum: blocks of `block` words are added up at lanes that move by `shift` and come back
-// after num_shifts of them; num_rows rows of `row` lanes share the weights.
-struct LaneRule {
+// What words are weighed by in a checksum, block by block: pyengine/audit/checksum.py.
+struct WordWeights {
   const int32_t* weights;
-  int64_t row, num_rows, block, shift, num_shifts;
+  int64_t block;
 };
 
 // Elements start, start + stride, ... of what lies at `from`, times `weight`: written to `last` and added to `sum`, which
@@ -38,7 +37,7 @@ struct SampleCall {
   float roof_read(const float* src, int64_t numel);                   \
   void roof_update(float* dst, int64_t numel);                        \
   void roof_stream_copy(float* dst, const float* src, int64_t numel); \
-  int64_t checksum(const int32_t* words, int64_t n, const LaneRule& rule); \
+  int64_t checksum(const int32_t* words, int64_t n, const WordWeights& rule); \
   void sample(const SampleCall& call);                                \
   void shared_sum(const SharedSum& call);                             \
   }
@@ -54,7 +53,7 @@ struct Ops {
   float (*roof_read)(const float* src, int64_t numel);
   void (*roof_update)(float* dst, int64_t numel);
   void (*roof_stream_copy)(float* dst, const float* src, int64_t numel);
-  int64_t (*checksum)(const int32_t* words, int64_t n, const LaneRule& rule);
+  int64_t (*checksum)(const int32_t* words, int64_t n, const WordWeights& rule);
   void (*sample)(const SampleCall& call);
   void (*shared_sum)(const SharedSum& call);
 };

@@ -225,7 +225,7 @@ __device__ __forceinline__ Values<kSteps> sum_block(const Spot<kSteps>& spot, co
 #pragma unroll
     for (int r = 0; r < kAhead; ++r)
       if (rank + r < payloads.num_ranks)
-        sent[r] = load_sent<Format>(spot, codec, payloads.data + (rank + r) * payloads.num_bytes);
+        sent[r] = load_sent<Format>(spot, codec, payloads.data + (rank + r) * payloads.stride);
 #pragma unroll
     for (int r = 0; r < kAhead; ++r)
       if (rank + r < payloads.num_ranks) add_sent<Format>(sum, sent[r], rank + r == 0);
@@ -300,37 +300,38 @@ int64_t ctas_for(const Codec& codec) {
   return (num_blocks_of(codec) + each - 1) / each;
 }
 
-}  // namespace
-
-// ---- entry points ----
-
-void codec_encode_cuda(const Layout&, void* stream, const EncodeCall& given) {
-  EncodeCall call = given;
+// Launches kernel_for(format, steps) with a call that encodes.
+template <class Call, class KernelFor>
+void launch_encoding(const Call& given, const char* op, void* stream, const KernelFor& kernel_for) {
+  Call call = given;
   call.codec = walked(given.codec);
   if (call.codec.numel == 0) return;
   with_format(call.codec.format, [&](auto format) {
-    using Format = decltype(format);
-    with_steps<Format>(call.codec, [&](auto steps) {
-      constexpr int kSteps = decltype(steps)::value;
-      const auto kernel = call.chance.is_stochastic ? codec_encode_kernel<Format, kSteps, true>
-                                                    : codec_encode_kernel<Format, kSteps, false>;
-      launch(kernel, "codec_encode", ctas_for(call.codec), kThreads, stream, call);
+    with_steps<decltype(format)>(call.codec, [&](auto steps) {
+      launch(kernel_for(format, steps), op, ctas_for(call.codec), kThreads, stream, call);
     });
   });
 }
 
-void codec_sum_encode_cuda(const Layout&, void* stream, const SumEncodeCall& given) {
-  SumEncodeCall call = given;
-  call.codec = walked(given.codec);
-  if (call.codec.numel == 0) return;
-  with_format(call.codec.format, [&](auto format) {
+}  // namespace
+
+// ---- entry points ----
+
+void codec_encode_cuda(const Layout&, void* stream, const EncodeCall& call) {
+  launch_encoding(call, "codec_encode", stream, [&](auto format, auto steps) {
     using Format = decltype(format);
-    with_steps<Format>(call.codec, [&](auto steps) {
-      constexpr int kSteps = decltype(steps)::value;
-      const auto kernel = call.chance.is_stochastic ? codec_sum_encode_kernel<Format, kSteps, true>
-                                                    : codec_sum_encode_kernel<Format, kSteps, false>;
-      launch(kernel, "codec_sum_encode", ctas_for(call.codec), kThreads, stream, call);
-    });
+    constexpr int kSteps = decltype(steps)::value;
+    return call.chance.is_stochastic ? codec_encode_kernel<Format, kSteps, true>
+                                     : codec_encode_kernel<Format, kSteps, false>;
+  });
+}
+
+void codec_sum_encode_cuda(const Layout&, void* stream, const SumEncodeCall& call) {
+  launch_encoding(call, "codec_sum_encode", stream, [&](auto format, auto steps) {
+    using Format = decltype(format);
+    constexpr int kSteps = decltype(steps)::value;
+    return call.chance.is_stochastic ? codec_sum_encode_kernel<Format, kSteps, true>
+                                     : codec_sum_encode_kernel<Format, kSteps, false>;
   });
 }
 

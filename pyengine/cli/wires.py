@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pyengine.wire import BF16, FP8, FP16, FP32, ErrorFeedback, Int8, Wire
+from pyengine.wire import BF16, FP8, FP16, FP32, ErrorFeedback, Int8, PowerSGD, Wire
 
 # Rounded where their own rank sees it, which error feedback needs.
 _FED_BACK: dict[str, Wire] = {
@@ -12,10 +12,13 @@ _FED_BACK: dict[str, Wire] = {
     "fp8-e4m3": FP8("e4m3"),
     "fp8-e5m2": FP8("e5m2"),
 }
-WIRES: dict[str, Wire] = {
+# What these send an element is known, whatever the model.
+PLANNED: dict[str, Wire] = {
     "fp32": FP32(),
     "bf16": BF16(),
     "fp16": FP16(),
     **_FED_BACK,
     **{f"{name}-ef": ErrorFeedback(wire) for name, wire in _FED_BACK.items()},
 }
+# And what the others send depends on the shapes of parameters.
+WIRES: dict[str, Wire] = {**PLANNED, **{f"powersgd-r{rank}": PowerSGD(rank) for rank in (1, 2, 4)}}

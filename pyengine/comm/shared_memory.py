@@ -126,6 +126,18 @@ class SharedHosts(TorchDist):
             yield inside.share_part(flat, part)
 
 
+def wrong_choice(shared_memory: object) -> list[str]:
+    """Say what is wrong with the argument of this name."""
+    if type(shared_memory) is bool:
+        return []
+    return [
+        (
+            f"shared_memory={shared_memory!r}: need True, ranks of one host reduce in memory that they share "
+            "where they can; or False, they never do"
+        )
+    ]
+
+
 def problems_of_sharing(device: torch.device) -> list[str]:
     """Say why ranks cannot share the memory of a device."""
     if not runs_ahead(device):

@@ -18,6 +18,7 @@ from pyengine.comm.local import Local
 from pyengine.comm.roll_call import RollCall
 from pyengine.comm.side_stream import SideStream
 from pyengine.comm.stall import StallWatch
+from pyengine.comm.transfers import PointToPoint, Transfers
 from pyengine.ops.device import as_current, runs_ahead
 
 # Backends that the host waits for, whatever device the tensors lie on; of all others the stream waits.
@@ -31,7 +32,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 class _Work:
     """A collective under way, whose failure names ranks."""
 
-    def __init__(self, work: dist.Work, roll_call: RollCall, watch: StallWatch | None) -> None:
+    def __init__(self, work: dist.Work | Transfers, roll_call: RollCall, watch: StallWatch | None) -> None:
         self._work, self._roll_call, self._watch = work, roll_call, watch
 
     def wait(self) -> None:
@@ -76,6 +77,8 @@ class TorchDist:
         self.is_stream_ordered = runs_ahead(device) and _backend(group, device) not in _HOST_ORDERED
         self._device = device
         self._side_stream = SideStream(device) if self.is_stream_ordered else None
+        is_gloo = not runs_ahead(device) and _backend(group, device) == "gloo"
+        self._point_to_point = PointToPoint(group, self.ranks) if is_gloo else None
 
     def watch_stalls(self, after_s: float) -> None:
         """Report collectives that ranks have not come to after so many seconds, and fail where one has died.
@@ -101,6 +104,8 @@ class TorchDist:
         for comm in self._joined:
             comm.release()
         self._joined, self._levels = [], {}
+        if self._point_to_point is not None:
+            self._point_to_point.close()
         if self.roll_call.watch is not None:
             self.roll_call.watch.close()
             self.roll_call.watch = None
@@ -183,13 +188,19 @@ class TorchDist:
     def all_to_all(self, received: Tensor, parts: Tensor) -> Work:
         self.traffic.count(parts.nbytes - parts.nbytes // self.world_size)
         with self.roll_call.named():
-            work = dist.all_to_all_single(received, parts, group=self._group, async_op=True)
+            if self._point_to_point is not None:
+                work = self._point_to_point.all_to_all(received, parts)
+            else:
+                work = dist.all_to_all_single(received, parts, group=self._group, async_op=True)
         return self._launched(work, f"an all-to-all of {parts.nbytes} bytes")
 
     def all_gather(self, gathered: Tensor, part: Tensor) -> Work:
         self.traffic.count(gathered.nbytes - part.nbytes)
         with self.roll_call.named():
-            work = _all_gather_single(gathered, part, group=self._group, async_op=True)
+            if self._point_to_point is not None:
+                work = self._point_to_point.all_gather(gathered, part)
+            else:
+                work = _all_gather_single(gathered, part, group=self._group, async_op=True)
         return self._launched(work, f"an all-gather of {gathered.nbytes} bytes")
 
     def all_gather_object(self, value: object) -> list[Any]:
@@ -254,7 +265,7 @@ class TorchDist:
             work = dist.all_reduce(flat, op, group=self._group, async_op=True)
         return self._launched(work, f"an all-reduce of {flat.nbytes} bytes")
 
-    def _launched(self, work: dist.Work, what: str) -> _Work:
+    def _launched(self, work: dist.Work | Transfers, what: str) -> _Work:
         if self.roll_call.watch is not None:
             self.roll_call.watch.pending.add(self.ranks, what, work.is_completed)
         return _Work(work, self.roll_call, self._host_watch)

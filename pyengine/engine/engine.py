@@ -66,7 +66,9 @@ class Engine:
         self.device = device = reducer.params[0].device
         names, params = reducer.names, reducer.params
         summed = reducer.parts if isinstance(reducer, SumsParts) else params
-        self.identity = identify(settings.kind, shares.micro_batches, batch_norms.num_modules, names, summed)
+        self.identity = identify(
+            settings.kind, shares.terms, shares.run, batch_norms.num_modules, names, summed
+        )
         self.parts = parts = make_parts(reducer, comm, settings, self.counter, batch_norms, shares, batch)
         self.final, self.verdicts, self.kept_grads = parts.final, parts.verdicts, parts.kept_grads
         self.is_late = not settings.raises and runs_ahead(device)
@@ -342,14 +344,20 @@ class Engine:
         self.shares = resized(self.shares, accumulate, is_exact=self.is_exact)
         self.counter.accumulate, self.counter.share = accumulate, self.shares.of(self.comm.rank)
 
-    def _load_residuals(self, saved: dict[str, Tensor]) -> None:
+    def _load_residuals(self, part: Snapshot) -> None:
         kept = self.reducer.residuals if isinstance(self.reducer, KeepsResiduals) else None
         if kept is not None and kept.is_kept:
-            kept.load(saved)
-        elif saved:
+            kept.load(part.residuals, part.factors)
+        elif part.residuals:
             warnings.warn(
                 "load_state_dict: the state has residuals, of a wire that keeps what it loses, and this "
                 "engine's wire does not: they are lost, as a window's rounding is without them",
+                stacklevel=4,
+            )
+        if part.factors and not (kept is not None and kept.has_factors):
+            warnings.warn(
+                "load_state_dict: the state has factors, of PowerSGD, and this engine's wire keeps none: "
+                "they are left out, and an engine over PowerSGD that loads its states begins with new ones",
                 stacklevel=4,
             )
 
@@ -364,7 +372,7 @@ class Engine:
         self.counter.go_to(part.window)
         self.current = OpenWindow(self.parts, part if due is not None else None)
         self.kept_grads.load(part.carry, is_open=due is not None)
-        self._load_residuals(part.residuals)
+        self._load_residuals(part)
         self.parts.marks.take()
         self.verdicts.restart(part.steps)
         self._opened_at = part.window

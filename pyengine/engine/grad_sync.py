@@ -42,7 +42,8 @@ class GradSync(Sync):
             their own type; "exact" gives the same bits for every world size (docs/reproducible.md), over the
             fp32 wire only, with whole-numbered counts; given a module, not its parameters, it keeps
             BatchNorm's running statistics alike too. `pe.Exact(micro_batches=...)` is the same where the
-            window is not the sum of `accumulate` over ranks.
+            window is not the sum of `accumulate` over ranks, and `pe.Exact(micro_batches=..., slots=...)`
+            sums exactly over slots of it, which costs less.
         group, process_group: the process group, by either name; None is the default group, or this process
             alone if there is none. On an XLA device all replicas (docs/xla.md).
         device_mesh, axes: in place of a group, the mesh of all ranks, and what its axes hold (docs/mesh.md);

@@ -121,6 +121,7 @@ class Shares:
         are_alike: whether all ranks have parameters of the same names.
         engine_id: a random number of 32 bits that all ranks of this engine have in common, and other engines
             do not.
+        run: micro-batches of a run, which one rank adds up before it accumulates them; see `Runs`.
     """
 
     places: list[range]
@@ -129,10 +130,16 @@ class Shares:
     engine_id: int
     batches: list[int]
     are_alike: bool = True
+    run: int = 1
 
     def of(self, rank: int) -> range:
         """Return the places that a rank computes."""
         return self.places[self.batches[rank]]
+
+    @property
+    def terms(self) -> int:
+        """Runs over all ranks: as many terms as a sum of a full window has."""
+        return self.micro_batches // self.run
 
     @property
     def total(self) -> int:
@@ -172,12 +179,33 @@ def _shares(everybody: Sequence[Settings], *, engine_id: int) -> Shares:
             )
     else:
         total, origin = sum(by_rank), f"accumulate={by_rank} by rank"
-    if first.kind == "exact" and not 1 <= total <= MAX_TERMS:
+    terms, what = total // first.run, "micro-batches" if first.run == 1 else "slots"
+    if first.kind == "exact" and not 1 <= terms <= MAX_TERMS:
         raise ValueError(
-            f"{origin} makes {total} micro-batches a window over all ranks: accumulator='exact' takes 1 to "
+            f"{origin} makes {terms} {what} a window over all ranks: accumulator='exact' takes 1 to "
             f"{MAX_TERMS}; make micro-batches larger or windows shorter"
         )
-    return Shares(_places(by_rank, total), total, by_rank, engine_id, [*range(len(by_rank))])
+    if first.run > 1:
+        _check_runs(by_rank, terms, first.run, origin)
+    return Shares(_places(by_rank, total), total, by_rank, engine_id, [*range(len(by_rank))], run=first.run)
+
+
+def _check_runs(by_rank: Sequence[int], slots: int, run: int, origin: str) -> None:
+    """Raise unless every rank gets whole slots, as many as any other."""
+    world_size = len(by_rank)
+    if slots % world_size:
+        fits = ", ".join(str(n) for n in range(1, slots + 1) if slots % n == 0)
+        raise ValueError(
+            f"{origin} on {world_size} ranks with batches of their own: a slot is added up on one rank, so "
+            f"that number has to divide slots; {slots} slots can be dealt to {fits} ranks"
+        )
+    mine = slots // world_size * run
+    if any(accumulate != mine for accumulate in by_rank):
+        raise ValueError(
+            f"{origin} with accumulate={list(by_rank)} by rank: every rank gets {slots // world_size} whole "
+            f"slots of {run} micro-batches, so need accumulate={mine}, which is WindowSampler's (a Dealer "
+            "deals single micro-batches: leave slots out)"
+        )
 
 
 def _places(by_rank: Sequence[int], total: int) -> list[range]:
@@ -190,6 +218,21 @@ def _places(by_rank: Sequence[int], total: int) -> list[range]:
         return even
     ends = list(itertools.accumulate(by_rank, initial=0))
     return [range(start, end) for start, end in itertools.pairwise(ends)]
+
+
+def narrow_problems(named: Sequence[tuple[str, nn.Parameter]], settings: Settings) -> list[str]:
+    """Say which parameter autograd would sum in a narrow type, where a run is added up before it is
+    accumulated.
+    """
+    if settings.problems() or settings.run == 1:
+        return []  # what is wrong is told elsewhere
+    narrow = [(name, p) for name, p in named if p.requires_grad and p.dtype.itemsize < 4]
+    return [
+        f"accumulator={settings.accumulator}, and parameter {name!r} is {p.dtype}: PyTorch would add up the "
+        f"{settings.run} micro-batches of a slot in that type; keep float32 parameters, under torch.autocast "
+        "say, or leave slots out"
+        for name, p in narrow[:1]
+    ]
 
 
 def problems_of(named: Sequence[tuple[str, nn.Parameter]], *, takes_shards: bool = False) -> list[str]:

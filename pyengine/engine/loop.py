@@ -58,6 +58,12 @@ def _cut(engine: Engine, loader: Iterable[Batch], counting: Counting | None) -> 
 
 
 def _dealt(engine: Engine, dealer: Dealer) -> Iterator[Iterator[Dealt]]:
+    if engine.shares.run > 1:
+        raise TypeError(
+            f"loader is a Dealer, which deals single micro-batches, and accumulator=pe.Exact(slots=...) has "
+            f"slots of {engine.shares.run}, each added up on one rank: pass the loader of a WindowSampler, "
+            "or leave slots out"
+        )
     if engine.counter.accumulate < dealer.micro_batches:
         raise ValueError(
             f"accumulate={engine.counter.accumulate} with a Dealer of {dealer.micro_batches} micro-batches a "

@@ -13,7 +13,7 @@ from pyengine.engine.batch_norm import BatchNormReplay, batch_norm_problems
 from pyengine.engine.batch_norm import batch_norms as batch_norms_of
 from pyengine.engine.engine import Engine
 from pyengine.engine.engine_ranks import EngineRanks
-from pyengine.engine.handshake import agree, problems_of
+from pyengine.engine.handshake import agree, narrow_problems, problems_of
 from pyengine.engine.ownership import owned_problems
 from pyengine.engine.sharded_ranks import ShardedRanks
 from pyengine.engine.whereabouts import whereabouts_of
@@ -38,8 +38,8 @@ def make_engine(
         named: the parameters, in registration order.
         comm: transport; every rank of it calls this.
         settings: this rank's arguments.
-        make_reducer: given the parameters' descriptions and the micro-batches of a full window over all
-            ranks, return who owns the gradients; called once all ranks have agreed.
+        make_reducer: given the parameters' descriptions and the deposits of a full window over all ranks,
+            return who owns the gradients; called once all ranks have agreed.
         source: the module, if there is one, whose BatchNorms exact sums keep alike.
         problems: what else is wrong here.
         ranks: which ranks share what, where that is not everything.
@@ -77,6 +77,7 @@ def _make(
     takes_shards = ranks is not None and ranks.takes_dtensors
     found = [
         *problems_of(named, takes_shards=takes_shards),
+        *narrow_problems(named, settings),
         *problems,
         *owned_problems(named),
     ]
@@ -84,7 +85,7 @@ def _make(
     if ranks is not None:
         found += ranks.problems_with(named, settings, num_batch_norms=len(batch_norms_of(module)))
     shares = agree(comm, specs, settings, found, None if ranks is None else ranks.membership)
-    reducer = make_reducer(specs, shares.micro_batches)
+    reducer = make_reducer(specs, shares.terms)
     batch_norms = BatchNormReplay(module, most=shares.most, total=shares.total)
     batch = None if ranks is None else ranks.shared_batch
     return Engine(reducer, comm, settings, batch_norms, shares=shares, batch=batch)

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyengine.engine.engine import Engine
 from pyengine.engine.open_window import OpenWindow
 from pyengine.engine.parts import Parts
-from pyengine.gradients.base import Overlaps
+from pyengine.gradients.base import Keeps, Overlaps
 from pyengine.window.counter import State
 from pyengine.window.header import Count, checked_count
 
@@ -97,6 +97,7 @@ class MicroBatch:
         parts.counter.check_backward()
         self._window, self._parts = window, parts
         self._index, self._syncs = parts.counter.done, parts.counter.next_backward_syncs
+        self._ends_run = self._syncs or window.is_padding or window.runs.ends_at(parts.counter.latest)
         self._count: Count = count
         self._says_count = says or window.denominators is not None
         self._loss: Tensor | None = None
@@ -201,6 +202,7 @@ class MicroBatch:
         """Let the body run the backwards; then accumulate, and send if this is the window's last."""
         window, parts = self._window, self._parts
         window.begin()
+        self._check_turn()
         due = parts.counter.done + 1 < parts.counter.handed
         try:
             with window.clock.phase("backward"), parts.batch_norms.micro_batch(due=due):
@@ -230,6 +232,9 @@ class MicroBatch:
         if self._syncs and isinstance(reducer, Overlaps):
             with self._window.sending() as header, reducer.overlap(header, roots):
                 yield
+        elif not self._ends_run and isinstance(reducer, Keeps):
+            with reducer.keep():
+                yield
         else:
             with reducer.add():
                 yield
@@ -240,7 +245,24 @@ class MicroBatch:
             self._refuse_wrong()
         if not self._has_last or self._parts.dropping is not None:
             self._note()
-            self._parts.reducer.collect()
+            if self._ends_run:
+                self._parts.reducer.collect()
+
+    def _check_turn(self) -> None:
+        """Refuse a backward that is not that of the micro-batch handed out last, where it matters whose it
+        is.
+        """
+        window, counter = self._window, self._parts.counter
+        if window.runs.size == 1 or counter.handed == counter.done + 1:
+            return
+        text = (
+            f"micro-batches of window {counter.index} were taken before the backwards of earlier ones had "
+            "run, and accumulator=pe.Exact(slots=...) sums those of a slot in order: run the backward of "
+            "each before the next one is taken, and where there is none say "
+            "`with sync.micro_batch(count=0): pass`"
+        )
+        if text not in window.counts.refusals:
+            window.refuse(text)
 
     def _refuse_wrong(self) -> None:
         parts, scaler = self._parts, self._parts.scaler
@@ -268,6 +290,7 @@ class MicroBatch:
             is_dropped = parts.dropping.look(self._index, self._loss)
             parts.batch_norms.drop(is_dropped)
         if not self._window.is_padding:
+            self._window.runs.add(ends=self._ends_run)
             self._window.counts.append(self._loss, self._count, is_dropped=is_dropped)
 
     def _check_open(self, what: str) -> None:

@@ -15,6 +15,7 @@ from pyengine.audit.finding import AuditError
 from pyengine.engine.checkpoint.snapshot import Snapshot
 from pyengine.engine.parts import Parts
 from pyengine.gradients.base import KeepsResiduals, MovesGradients, Pads, SeesForwards
+from pyengine.gradients.slots import Saved
 from pyengine.ops.device import Readback, flush, is_lazy
 from pyengine.ops.trace import span
 from pyengine.step.clock import Clock
@@ -24,6 +25,7 @@ from pyengine.window.claims import OptimizerStep
 from pyengine.window.counter import State
 from pyengine.window.denominators import Denominators
 from pyengine.window.header import Header, Totals
+from pyengine.window.runs import Runs
 from pyengine.window.verdict import Evidence, Verdict
 
 
@@ -40,6 +42,7 @@ class OpenWindow:
     Attributes:
         resumed: as given, until then.
         counts: this rank's counts and losses.
+        runs: its runs of micro-batches, each of which is accumulated once.
         denominators: what its losses are means over, if that was read ahead; else None.
         has_more_windows: whether another window follows, as far as this rank knows.
         is_padding: whether the micro-batch handed out last is padding: its loss and count are not noted.
@@ -55,6 +58,7 @@ class OpenWindow:
     def __init__(self, parts: Parts, resumed: Snapshot | None = None) -> None:
         self._parts, self.resumed = parts, resumed
         self.counts = parts.new_counts()
+        self.runs = Runs(parts.run, done=0 if resumed is None else len(resumed.places))
         if resumed is not None:
             self.counts.is_silent = True  # whether it was is not saved
             told = [
@@ -119,8 +123,23 @@ class OpenWindow:
             )
             raise RuntimeError(self.unusable)
 
+    def end_run(self) -> None:
+        """Accumulate what is left of a run that gets no further micro-batch."""
+        if self.runs.is_open:
+            self._parts.reducer.collect()
+            self.runs.end()
+
+    def save(self) -> Saved:
+        """Return what this window's micro-batches have left, as `Reducer.save`, with flags by micro-batch."""
+        saved = self._parts.reducer.save()
+        for parts in saved.values():
+            if "nonfinite" in parts:
+                parts["nonfinite"] = self.runs.spread(parts["nonfinite"])
+        return saved
+
     def send(self) -> None:
         """Send what has been accumulated, without a backward."""
+        self.end_run()
         with self.clock.phase("exposed_sync"), self.sending() as header:
             self._parts.reducer.reduce(header)
         self._parts.marks.take()
@@ -285,7 +304,12 @@ class OpenWindow:
             final.back_off(header.has_dropped())
             dropped = parts.dropping.reports()
         evidence = Evidence(
-            parts.counter.index, self.counts, self.gave_up, reducer.names, reducer.blame(), dropped
+            parts.counter.index,
+            self.counts,
+            self.gave_up,
+            reducer.names,
+            self.runs.blame(reducer.blame()),
+            dropped,
         )
         return Verdict(header, final, evidence, comm=parts.comm, raises=parts.raises)
 

@@ -134,6 +134,7 @@ def _handed_out(
 
 def pad(engine: Engine, *, last: bool) -> None:
     """Hand out a micro-batch that is not one."""
+    engine.current.end_run()
     engine.counter.pad(last=last)
     engine.current.is_padding = True
     assert isinstance(engine.reducer, Pads)

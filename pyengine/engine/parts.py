@@ -47,6 +47,7 @@ class Parts:
         device: where the gradients lie.
         largest: finite number of their narrowest type.
         raises: whether inf and nan are an error.
+        run: micro-batches of a run; see `Runs`.
         scaler: the loss scaler, if there is one.
         audit: compares ranks, if it was asked for.
     """
@@ -65,6 +66,7 @@ class Parts:
     device: torch.device
     largest: float
     raises: bool
+    run: int
     scaler: GradScaler | None = None
     audit: WindowAudit | None = None
 
@@ -124,4 +126,5 @@ def make_parts(
         device=device,
         largest=min(torch.finfo(param.dtype).max for param in params),
         raises=settings.raises,
+        run=shares.run,
     )

@@ -62,6 +62,14 @@ class Position(HasEngine):
         return places[-1]
 
     @property
+    def is_slot_end(self) -> bool:
+        """Whether no slot, as `pe.Exact(slots=...)` cuts the window, is half summed: behind a backward
+        `state_dict` may be called. True everywhere without slots.
+        """
+        engine = self._engine
+        return engine.counter.state is not State.OPEN or not engine.current.runs.is_open
+
+    @property
     def due(self) -> list[int]:
         """Places of the window's micro-batches that this rank is still to compute,
         for `WindowSampler.set_epoch`.

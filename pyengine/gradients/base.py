@@ -55,7 +55,9 @@ class Reducer(Protocol):
         """
 
     def collect(self) -> None:
-        """Do as `add`, once all backwards of the micro-batch have run, or none."""
+        """Do as `add`, once all backwards of the micro-batch have run, or none; also for what `Keeps.keep`
+        has left, without a further micro-batch.
+        """
 
     def reduce(self, header: Header) -> None:
         """Start every reduction of the window, all of whose micro-batches have been accumulated.
@@ -139,6 +141,16 @@ class Overlaps(Protocol):
 
         Raises:
             RuntimeError: a gradient came after its reduction could start.
+        """
+
+
+@runtime_checkable
+class Keeps(Protocol):
+    """A reducer that can leave what a micro-batch brings where autograd adds that of the next one."""
+
+    def keep(self) -> AbstractContextManager[None]:
+        """Leave the gradients of the backward in the body where they are, to be accumulated with those of a
+        later micro-batch, in place of `add` or `collect`. Nothing may travel.
         """
 
 

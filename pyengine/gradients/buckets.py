@@ -28,7 +28,7 @@ from pyengine.step.stepper import PlainStepper, Stepper
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
-from pyengine.wire.memory import Place, WireMemory, keeps_residual
+from pyengine.wire.memory import Place, WireMemory
 
 
 class BucketReducer:
@@ -43,7 +43,7 @@ class BucketReducer:
         params: all parameters; those that require no gradient are left alone.
         groups: over which ranks each gradient is summed.
         settings: how buckets sum and travel, and how large they are.
-        terms: micro-batches of a full window, over all ranks.
+        terms: deposits of a full window, over all ranks.
 
     Attributes:
         in_place: whether what lands is `.grad`, so that 1/count is left to the final pass; False also where
@@ -78,7 +78,7 @@ class BucketReducer:
         self._nodes = [get_gradient_edge(param).node for param in self.params if param.requires_grad]
         self._memory = WireMemory()
         keys = {spec.name: spec.name for spec in specs if spec.requires_grad}
-        self.residuals = Residuals([(self._memory, keys)], is_kept=keeps_residual(self._wire))
+        self.residuals = Residuals([(self._memory, keys)], self._wire)
         self._lay_out(backward_order(specs))
         self.in_place = all(bucket.in_place for bucket in self._buckets)
 
@@ -141,6 +141,11 @@ class BucketReducer:
         ):
             yield
         self.collect()
+
+    @contextmanager
+    def keep(self) -> Iterator[None]:
+        with self._observed_once():
+            yield
 
     def _taken_early(self) -> list[BucketAccumulator]:
         """Return the buckets that may be accumulated inside an earlier backward: of exact sums, which have

@@ -66,7 +66,7 @@ class ExactParamSum(ParamSum):
 
     Args:
         params: as for `ParamSum`; at least one.
-        terms: micro-batches of a full window, over all ranks.
+        terms: deposits of a full window, over all ranks.
         comm: by which the sum travels.
         num_flags: flags that travel with the first round.
     """

@@ -6,22 +6,25 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from torch import Tensor
 
-from pyengine.wire.memory import WireMemory
+from pyengine.wire import Wire
+from pyengine.wire.memory import WireMemory, keeps_factors, keeps_residual
 
 
 class Residuals:
-    """The residuals of one or more owners of buckets.
+    """The residuals of one or more owners of buckets, and what else wires keep.
 
     Args:
         owners: their memories, and in each the key of a parameter by name.
-        is_kept: whether the wire keeps any.
+        wire: which keeps them, or none.
 
     Attributes:
-        is_kept: as given.
+        wire: as given.
+        is_kept, has_factors: whether the wire keeps any, and factors besides.
     """
 
-    def __init__(self, owners: Sequence[tuple[WireMemory, Mapping[str, Hashable]]], *, is_kept: bool) -> None:
-        self.owners, self.is_kept = list(owners), is_kept
+    def __init__(self, owners: Sequence[tuple[WireMemory, Mapping[str, Hashable]]], wire: Wire) -> None:
+        self.owners, self.wire = list(owners), wire
+        self.is_kept, self.has_factors = keeps_residual(wire), keeps_factors(wire)
 
     def save(self) -> dict[str, Tensor]:
         """Return copies, float32 `[numel]` in storage order each; the caller's. None of parameters that have
@@ -33,10 +36,26 @@ class Residuals:
             saved.update({name: parts[key].clone() for name, key in key_of.items() if key in parts})
         return saved
 
-    def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Overwrite all: with zeros where there is none in `saved`."""
+    def save_factors(self) -> dict[str, Tensor]:
+        """Return copies of what else is kept, float32 `[columns, rank]` each; the caller's."""
+        return {
+            name: memory.factors[key].clone()
+            for memory, key_of in self.owners
+            for name, key in key_of.items()
+            if key in memory.factors
+        }
+
+    def load(self, saved: Mapping[str, Tensor], factors: Mapping[str, Tensor]) -> None:
+        """Overwrite all: residuals with zeros where there is none in `saved`, and factors with nothing.
+        Factors are left out if the wire keeps none: they would be in its own states from then on.
+        """
         for memory, key_of in self.owners:
             memory.load({key: saved[name] for name, key in key_of.items() if name in saved})
+            memory.factors.clear()
+            if self.has_factors:
+                memory.factors.update(
+                    {key: factors[name].detach().clone() for name, key in key_of.items() if name in factors}
+                )
 
     def settle(self, is_unused: Tensor) -> None:
         """Let nothing stay of a window that has landed, if it must not be used: 0-dim, not 0."""

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from numbers import Real
 
+from pyengine.comm.shared_memory import wrong_choice
 from pyengine.gradients.accumulator import KINDS, Exact
 from pyengine.window.counter import check_accumulate
 from pyengine.wire import FP32, Wire
@@ -33,6 +34,11 @@ class Settings:
         if isinstance(self.accumulator, Exact):
             return "exact"
         return self.accumulator if isinstance(self.accumulator, str) else ""
+
+    @property
+    def run(self) -> int:
+        """Micro-batches that are added up before they are accumulated: of a slot of exact sums, else 1."""
+        return self.accumulator.run if isinstance(self.accumulator, Exact) else 1
 
     @property
     def raises(self) -> bool:
@@ -69,8 +75,8 @@ class Settings:
     def problems(self) -> list[str]:
         """Say what is wrong with the values."""
         found = [*check_accumulate(self.accumulate), *wire_problems(self.wire)]
-        if isinstance(self.accumulator, Exact) and type(self.accumulator.micro_batches) is not int:
-            found.append(f"accumulator={self.accumulator}: need a whole number of micro-batches")
+        wrong_window = _exact_problems(self.accumulator) if isinstance(self.accumulator, Exact) else []
+        found += wrong_window
         if self.kind not in KINDS:
             found.append(
                 f"accumulator={self.accumulator!r}: need one of {', '.join(map(repr, KINDS))}, or "
@@ -90,22 +96,44 @@ class Settings:
                 "accumulator='native' with nonfinite='drop_micro_batch': autograd adds to .grad by itself, "
                 "and what it has added cannot be taken out again: use accumulator='fp32'"
             )
+        elif self.drops and not wrong_window and self.run > 1:
+            found.append(
+                f"accumulator={self.accumulator} with nonfinite='drop_micro_batch': autograd adds up the "
+                f"{self.run} micro-batches of a slot by itself, and one of them cannot be taken out again: "
+                "leave slots out, or use nonfinite='skip'"
+            )
         if not self.watches_stalls and self.stall_after_s is not None and not _is_zero(self.stall_after_s):
             found.append(
                 f"stall_after_s={self.stall_after_s!r}: need seconds of waiting after which a stalled sync "
                 "is reported, above 0 and finite; or None, or 0, for no report"
             )
-        if type(self.shared_memory) is not bool:
-            found.append(
-                f"shared_memory={self.shared_memory!r}: need True, ranks of one host reduce in memory that "
-                "they share where they can; or False, they never do"
-            )
+        found += wrong_choice(self.shared_memory)
         size = self.bucket_cap_mb
         if not isinstance(size, Real) or isinstance(size, bool) or not 0 < size * 2**20 < math.inf:
             found.append(
                 f"bucket_cap_mb={size!r}: need a size above 0, in MiB, and a finite one; 25 is a good start"
             )
         return found
+
+
+def _exact_problems(exact: Exact) -> list[str]:
+    """Say what is wrong with the size of a window of exact sums, and with its slots."""
+    num, slots = exact.micro_batches, exact.slots
+    if type(num) is not int:
+        return [f"accumulator={exact}: need a whole number of micro-batches"]
+    if slots is None:
+        return []
+    if type(slots) is not int or slots < 1:
+        return [f"accumulator={exact}: need a whole number of slots from 1 on, or None: a micro-batch each"]
+    if num < slots or num % slots:
+        lower = max((n for n in range(1, min(slots, num) + 1) if num % n == 0), default=1)
+        return [
+            (
+                f"accumulator={exact}: slots need equally many micro-batches, so their number has to divide "
+                f"micro_batches; slots={lower} does"
+            )
+        ]
+    return []
 
 
 def _is_zero(value: object) -> bool:

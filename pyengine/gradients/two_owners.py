@@ -36,7 +36,7 @@ class TwoOwners:
         counted: by parameter, DDP's first, whether this rank counts it in the norm; None: all ranks hold the
             same.
         settings: how buckets of both sum and travel.
-        terms: micro-batches of a full window, over all ranks.
+        terms: deposits of a full window, over all ranks.
     """
 
     stepper: Stepper = PlainStepper()
@@ -65,7 +65,7 @@ class TwoOwners:
         # 1/count comes in once: at the end for both, or with what lands for both.
         ddp.in_place = own.in_place = ddp.in_place and own.in_place
         both = [*ddp.residuals.owners, *own.residuals.owners]
-        self.residuals = Residuals(both, is_kept=own.residuals.is_kept)
+        self.residuals = Residuals(both, own.residuals.wire)
 
     @property
     def parts(self) -> Sequence[Parameter]:
@@ -105,6 +105,11 @@ class TwoOwners:
     @contextmanager
     def add(self) -> Iterator[None]:
         with self._own.add(), self._ddp.add():
+            yield
+
+    @contextmanager
+    def keep(self) -> Iterator[None]:
+        with self._own.keep(), self._ddp.keep():
             yield
 
     def collect(self) -> None:

@@ -62,8 +62,9 @@ class Codec:
         block: elements that share a scale: 32, 64, 128, 256, 512 or 1024; 1 for bf16 and fp16, which have no
             scales. Parts of a bucket that begin at multiples of it give the payload of the whole.
 
-    Every tensor is contiguous, and on the same device; what is written shares no memory with the others. A
-    payload begins at a multiple of four bytes (two for bf16 and fp16). The caller owns all memory.
+    Every tensor is contiguous, of several payloads each one, and on the same device; what is written shares
+    no memory with the others. A payload begins at a multiple of four bytes (two for bf16 and fp16). The
+    caller owns all memory.
 
     Raises:
         ValueError, TypeError: from the constructor and every method, for arguments that do not fit; nothing
@@ -167,7 +168,8 @@ class Codec:
 
         Args:
             out: uint8 [num_bytes(n)], written.
-            payloads: uint8 [W, num_bytes(n)], read: the same n elements of each of W ranks, W at least 1.
+            payloads: uint8 [W, num_bytes(n)], read: the same n elements of each of W ranks, W at least 1;
+                each row is contiguous.
             residual: float32 [n], to which sum - x' is added, x' being what `out` stands for; nothing where
                 the sum or x' is not finite.
             seed, offset: as for `encode_`.
@@ -190,19 +192,19 @@ class Codec:
         check_tensor("out", out, (torch.uint8,), 0, device)
         layout = self._layout_of("out", out)
         check_aligned("out", out, self._alignment)
-        self._check_rows(payloads, out.numel(), device)
+        span = self._check_rows(payloads, out.numel(), device)
         if residual is not None:
             check_tensor("residual", residual, _FLOAT32, 0, device)
             self._check_payload("out", out, residual.numel(), device)
             layout = Layout(layout.format, self.block, residual.numel())
         key, offset = _checked_key(seed), _checked_offset(offset, layout.numel)
-        check_apart([("out", out), ("residual", residual)], [("payloads", payloads)])
+        check_apart([("out", out), ("residual", residual)], [("payloads", span)])
         if layout.numel == 0:
             return
         runner = _runner(device)
         if runner is None:
             return codec_reference.sum_encode_(layout, out, payloads, residual, (key, offset))
-        addresses = (out.data_ptr(), payloads.data_ptr(), tuple(payloads.shape), _address(residual))
+        addresses = (out.data_ptr(), payloads.data_ptr(), _rows(payloads), _address(residual))
         runner.codec_sum_encode(_native(layout), *addresses, key, offset)
 
     def sum_(self, out: Tensor, payloads: Tensor) -> None:
@@ -223,15 +225,15 @@ class Codec:
         """
         device = device_of("out", out)
         check_tensor("out", out, _OUT, 0, device)
-        self._check_rows(payloads, self.num_bytes(out.numel()), device)
-        check_apart([("out", out)], [("payloads", payloads)])
+        span = self._check_rows(payloads, self.num_bytes(out.numel()), device)
+        check_apart([("out", out)], [("payloads", span)])
         if out.numel() == 0:
             return
         layout = Layout(FORMATS[self.format], self.block, out.numel())
         runner = _runner(device)
         if runner is None:
             return codec_reference.sum_(layout, out, payloads)
-        addresses = (out.data_ptr(), DTYPE_CODES[out.dtype], payloads.data_ptr(), tuple(payloads.shape))
+        addresses = (out.data_ptr(), DTYPE_CODES[out.dtype], payloads.data_ptr(), _rows(payloads))
         runner.codec_sum(_native(layout), *addresses)
 
     def decode_(self, values: Tensor, payload: Tensor) -> None:
@@ -283,9 +285,13 @@ class Codec:
             )
         check_aligned(name, payload, self._alignment)
 
-    def _check_rows(self, payloads: Tensor, num_bytes: int, device: torch.device) -> None:
-        check_rows("payloads", payloads, torch.uint8, num_bytes, device)
+    def _check_rows(self, payloads: Tensor, num_bytes: int, device: torch.device) -> Tensor:
+        """Return what lies between the first payload and the last, a view."""
+        span = check_rows("payloads", payloads, torch.uint8, num_bytes, device)
         check_aligned("payloads", payloads, self._alignment)
+        if payloads.shape[0] > 1:  # the others are as far apart
+            check_aligned("payloads[1]", payloads[1], self._alignment)
+        return span
 
 
 def _native(layout: Layout) -> native._core.Codec:
@@ -298,6 +304,11 @@ def _runner(device: torch.device) -> ModuleType | cuda.Functions | None:
         return native.core()
     core = native.cuda_core() if device.type == "cuda" else None
     return None if core is None else cuda.Functions(core, device)
+
+
+def _rows(payloads: Tensor) -> tuple[int, int]:
+    """Return how many payloads there are, and how many bytes apart they begin."""
+    return payloads.shape[0], payloads.stride(0)
 
 
 def _address(tensor: Tensor | None) -> int:

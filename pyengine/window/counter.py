@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from enum import Enum
+from itertools import groupby
 
 
 def share(num: int, *, rank: int, world_size: int) -> range:
@@ -19,10 +20,15 @@ def share(num: int, *, rank: int, world_size: int) -> range:
     return range(rank * num // world_size, (rank + 1) * num // world_size)
 
 
-def share_of_rest(all_: Collection[int], done: Collection[int], *, rank: int, world_size: int) -> list[int]:
-    """Return which places of a window fall to a rank when those in `done` need nobody any more."""
+def share_of_rest(
+    all_: Collection[int], done: Collection[int], *, rank: int, world_size: int, run: int = 1
+) -> list[int]:
+    """Return which places of a window fall to a rank when those in `done` need nobody any more; those of a
+    `run`, as many neighbours, to one rank.
+    """
     rest = sorted(set(all_) - set(done))
-    return [rest[index] for index in share(len(rest), rank=rank, world_size=world_size)]
+    runs = [list(places) for _, places in groupby(rest, lambda place: place // run)]
+    return [place for i in share(len(runs), rank=rank, world_size=world_size) for place in runs[i]]
 
 
 class State(Enum):
@@ -99,6 +105,11 @@ class WindowCounter:
     def handed(self) -> int:
         """Micro-batches handed out in this window."""
         return len(self.places) + self.padding
+
+    @property
+    def latest(self) -> int:
+        """Place of the micro-batch handed out last; 0 if none was."""
+        return self.places[-1] if self.places else 0
 
     @property
     def has_micro_batch_out(self) -> bool:

@@ -60,16 +60,19 @@ class BucketWire(OfBucket[Wire]):
     keeps_residual: bool = False
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
-        first, second = self._seed(comm.rank, 0), self._seed(comm.rank, 1)
-        self.memory.next_turn()
-        residual = self.memory.residual if self.keeps_residual and comm.world_size > 1 else None
-        return sum_encoded(flat, comm, self.encoding.codec, Rounding(residual, (first, second)))
+        rounding = self._next_rounding(comm)
+        return sum_encoded(flat, comm, self.encoding.codec, rounding, memory=self.memory.payloads)
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Exchanges) -> None:
-        assert not self.keeps_residual  # or it was refused
-        encoding = Encoding(self.encoding.codec, self._seed(comm.rank, 0))
+        """Sum the parts of a bucket as large as the memory; see `Scatters.reduce_scatter`."""
+        scatter_sum(out, parts, comm, self.encoding.codec, self._next_rounding(comm))
+
+    def _next_rounding(self, comm: Comm | Exchanges) -> Rounding:
+        """Return how a sum is rounded that is sent now."""
+        seeds = self._seed(comm.rank, 0), self._seed(comm.rank, 1)
         self.memory.next_turn()
-        scatter_sum(out, parts, comm, encoding)
+        is_kept = self.keeps_residual and comm.world_size > 1
+        return Rounding(self.memory.residual if is_kept else None, seeds)
 
     def _seed(self, rank: int, stage: int) -> int | None:
         """Return a seed that no other rank, bucket, window or encoding has; None to round to nearest."""

@@ -11,7 +11,10 @@ from torch import Tensor
 from pyengine.comm.base import Comm, Exchanges, Work, ring_bytes
 from pyengine.ops.codec import Codec
 from pyengine.wire.base import Wire
+from pyengine.wire.bucket_wire import OfBucket
 from pyengine.wire.exchange import Encoding, Parts, sum_as_it_is
+from pyengine.wire.memory import BucketMemory
+from pyengine.wire.payload_memory import PayloadMemory
 from pyengine.wire.spelled import Spelled
 
 _SUMS = ("wire", "fp32")
@@ -59,6 +62,7 @@ class _Narrow(_Cast):
     """
 
     folds_count: ClassVar[bool] = True
+    keeps_residual: ClassVar[bool] = False
     _format: ClassVar[str]
 
     sum: str = "wire"
@@ -75,11 +79,19 @@ class _Narrow(_Cast):
         """How values become bytes for those who add them up in float32; None where nobody does."""
         return Encoding(Codec(self._format)) if self.sum == "fp32" else None
 
+    def for_bucket(self, memory: BucketMemory) -> Wire:
+        """Return the wire of one bucket."""
+        return self if self.encoding is None else _NarrowBucket(self, memory)
+
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
+        return self.start(flat, comm, PayloadMemory())
+
+    def start(self, flat: Tensor, comm: Comm, memory: PayloadMemory) -> Work:
+        """Start as `all_reduce_`, in the memory of a bucket where a sum takes some."""
         encoding = self.encoding
         if encoding is None:
             return super().all_reduce_(flat, comm)
-        return sum_as_it_is(flat, comm, encoding.codec)
+        return sum_as_it_is(flat, comm, encoding.codec, memory=memory)
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
         """Return what one rank sends: 4 (W - 1) / W bytes an element, with `sum="fp32"` of whole parts."""
@@ -87,6 +99,20 @@ class _Narrow(_Cast):
         if encoding is None:
             return super().bytes_on_wire(numel, world_size)
         return Parts(encoding.codec, numel, world_size).bytes_sent
+
+
+class _NarrowBucket(OfBucket[_Narrow]):
+    """One bucket over a type of two bytes that is added up in float32."""
+
+    @property
+    def encoding(self) -> Encoding | None:
+        return self.wire.encoding
+
+    def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Exchanges) -> None:
+        self.wire.reduce_scatter(out, parts, comm)
+
+    def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
+        return self.wire.start(flat, comm, self.memory.payloads)
 
 
 @dataclass(frozen=True, repr=False)
@@ -118,7 +144,7 @@ class FP16(_Narrow):
 _OF_DTYPE: dict[torch.dtype, Wire] = {kind.dtype: kind() for kind in (FP32, BF16, FP16)}
 # How wires are called, by what a user may write for them.
 _CALLED = {"FP32": "FP32", "BF16": "BF16", "FP16": "FP16", "INT8": "Int8", "FP8": "FP8"}
-_CALLED |= {"FP8_E4M3FN": "FP8", "FP8_E5M2": "FP8", "ERRORFEEDBACK": "ErrorFeedback"}
+_CALLED |= {"FP8_E4M3FN": "FP8", "FP8_E5M2": "FP8", "ERRORFEEDBACK": "ErrorFeedback", "POWERSGD": "PowerSGD"}
 
 
 def as_wire(wire: Wire | torch.dtype) -> Wire:

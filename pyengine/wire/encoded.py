@@ -14,6 +14,7 @@ from pyengine.wire.base import Wire
 from pyengine.wire.bucket_wire import BucketWire, without_memory
 from pyengine.wire.exchange import Encoding, Parts, scatter_sum, sum_encoded
 from pyengine.wire.memory import BucketMemory
+from pyengine.wire.payload_memory import PayloadMemory
 from pyengine.wire.spelled import Spelled
 
 _ROUNDINGS = ("nearest", "stochastic")
@@ -49,19 +50,21 @@ class _Encoded(Spelled):
         return Encoding(self._codec(), self.seed if self.rounding == "stochastic" else None)
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
-        """Return the wire of one bucket: chance has to differ from one window to the next."""
+        """Return the wire of one bucket: chance has to differ from one window to the next, and payloads go
+        on in the same memory.
+        """
         return BucketWire(self, memory, self.encoding)
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
         if self.rounding == "stochastic":
             raise without_memory(self)
-        return sum_encoded(flat, comm, self._codec())
+        return sum_encoded(flat, comm, self._codec(), memory=PayloadMemory())
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Exchanges) -> None:
         """Exchange the parts as the codec writes them, and add them up in the type of `out`: one rounding."""
         if self.rounding == "stochastic":
             raise without_memory(self)
-        scatter_sum(out, parts, comm, self.encoding)
+        scatter_sum(out, parts, comm, self._codec())
 
     def _codec(self) -> Codec:
         raise NotImplementedError

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyengine.comm.base import Comm, Work
+from pyengine.comm.base import Comm, Exchanges, Work
 from pyengine.wire.base import Wire
 from pyengine.wire.bucket_wire import BucketWire, without_memory
 from pyengine.wire.exchange import Encoding, HasEncoding, Parts
@@ -20,10 +20,10 @@ class ErrorFeedback:
     """Keep what another wire's rounding loses, and add it to what is sent in the next window.
 
     Every rank keeps one residual, float32, an element: what its values lost, and in its own part of a bucket
-    what the sum lost as well. So the sum over windows of all that has arrived differs from the sum of the
-    true gradients by no more than the residuals that are left, which is what one window loses: the mean over
-    n windows is n times nearer (Seide et al. 2014, Karimireddy et al. 2019; of both roundings Tang et al.
-    2019).
+    what the sum lost as well (sums of sharded gradients are not rounded). So the sum over windows of all that
+    has arrived differs from the sum of the true gradients by no more than the residuals that are left, which
+    is what one window loses: the mean over n windows is n times nearer (Seide et al. 2014, Karimireddy et al.
+    2019; of both roundings Tang et al. 2019).
 
     1/count comes in before the residual is added, which is therefore in units of the mean gradient: windows
     may have any counts. A window that is not used, for inf or nan say, takes the residuals with it: they
@@ -35,7 +35,9 @@ class ErrorFeedback:
     Raises:
         TypeError, ValueError: it is another one.
 
-    Cost: 4 bytes an element kept, and as many read and written in the encoding pass.
+    Cost: 4 bytes an element kept, and as many read and written in the encoding pass. Under FSDP2 an element
+    of the unsharded gradients, on every rank, whatever the world size; and 4 bytes read and written there
+    for 1/count.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float32
@@ -67,6 +69,10 @@ class ErrorFeedback:
         return BucketWire(self, memory, self._encoding, keeps_residual=True)
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
+        raise without_memory(self)
+
+    def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Exchanges) -> None:
+        """Sum sharded gradients; in `for_bucket`'s wire, which keeps what every part's values lose."""
         raise without_memory(self)
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:

@@ -7,7 +7,7 @@ and all ranks get the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -18,6 +18,7 @@ from pyengine.comm.base import Comm, Exchanges, Work
 from pyengine.comm.staged import Staged
 from pyengine.ops.codec import Codec
 from pyengine.wire.base import Prepares, Wire, is_encoded
+from pyengine.wire.payload_memory import PayloadMemory
 
 _ROUNDS = 2  # an all-to-all and an all-gather
 
@@ -62,22 +63,21 @@ class Parts:
         bounds = self.bounds(rank)
         return int(bounds.stop - bounds.start)
 
-    def new_payload(self, device: torch.device, num: int = 1) -> Tensor:
-        """Return memory for so many parts: zeros, since what fills short ones up travels, too."""
-        return torch.zeros(num * self.num_bytes, dtype=torch.uint8, device=device)
+    def place(self, rows: Tensor, rank: int) -> Tensor:
+        """Return a part's place, a view of uint8 `[world_size * num_bytes]`: its payload and what fills that
+        up.
+        """
+        return rows[rank * self.num_bytes :][: self.num_bytes]
 
     def payload(self, rows: Tensor, rank: int) -> Tensor:
         """Return a part's payload, a view of uint8 `[world_size * num_bytes]`."""
-        start = rank * self.num_bytes
-        return rows[start : start + self.codec.num_bytes(self.numel_of(rank))]
+        return self.place(rows, rank)[: self.codec.num_bytes(self.numel_of(rank))]
 
     def payloads_of(self, rows: Tensor, rank: int) -> Tensor:
-        """Return what all ranks have sent of one part, uint8 `[world_size, bytes]`, in what they have sent.
-
-        Cost: nothing, or a copy if the part is a short one.
+        """Return what all ranks have sent of one part, uint8 `[world_size, bytes]`, a view of what they have
+        sent.
         """
-        num_bytes = self.codec.num_bytes(self.numel_of(rank))
-        return rows.view(self.world_size, -1)[:, :num_bytes].contiguous()
+        return rows.view(self.world_size, -1)[:, : self.codec.num_bytes(self.numel_of(rank))]
 
 
 class _AsItIs(Codec):
@@ -102,8 +102,8 @@ class _AsItIs(Codec):
         payload.view(torch.float32).copy_(values)
 
     def sum_(self, out: Tensor, payloads: Tensor) -> None:
-        rows = payloads.view(-1).view(torch.float32).view(payloads.shape[0], out.numel())
-        torch.sum(rows, 0, out=out)
+        if out.numel() > 0:
+            torch.sum(payloads.view(torch.float32), 0, out=out)
 
     def decode_(self, values: Tensor, payload: Tensor) -> None:
         values.copy_(payload.view(torch.float32))
@@ -171,7 +171,57 @@ def exchanges_of(comm: Comm) -> Exchanges:
     return comm
 
 
-def sum_encoded(flat: Tensor, comm: Comm, codec: Codec, rounding: Rounding = TO_NEAREST) -> Work:
+class Exchange:
+    """The memory of one sum in two exchanges: what a rank sends, and what it gets.
+
+    Args:
+        parts: of the bucket.
+        device: where it lies.
+        memory: that it is taken from.
+
+    Attributes:
+        parts: as given.
+        sent, received: uint8 `[world_size * num_bytes]`, a place a part. What fills short parts up is zeros,
+            since it travels, too.
+    """
+
+    def __init__(self, parts: Parts, device: torch.device, memory: PayloadMemory) -> None:
+        self.parts, self._memory = parts, memory
+        num_bytes = parts.world_size * parts.num_bytes
+        self.sent = memory.take("sent", num_bytes, device)
+        self.received = memory.take("received", num_bytes, device)
+
+    def send_parts(self, flat: Tensor, comm: Exchanges, rounding: Rounding = TO_NEAREST) -> Work:
+        """Encode a bucket and start to send every rank its part; behind it `sent` is free."""
+        for rank in range(comm.world_size):
+            bounds = self.parts.bounds(rank)
+            self.parts.codec.encode_(
+                self.parts.payload(self.sent, rank),
+                flat[bounds],
+                residual=rounding.residual_of(bounds),
+                seed=rounding.seeds[0],
+                offset=bounds.start,
+            )
+        return comm.all_to_all(self.received, self.sent)
+
+    def send_round(self, flat: Tensor, comm: Exchanges) -> Iterator[Work]:
+        """Send all ranks this rank's part, whose payload has its place in `sent`, decode all parts into the
+        bucket, and give the memory back: one round.
+        """
+        yield comm.all_gather(self.received, self.parts.place(self.sent, comm.rank))
+        for rank in range(comm.world_size):
+            self.parts.codec.decode_(flat[self.parts.bounds(rank)], self.parts.payload(self.received, rank))
+        self._memory.give_back(sent=self.sent, received=self.received)
+
+
+def sum_encoded(
+    flat: Tensor,
+    comm: Comm,
+    codec: Codec,
+    rounding: Rounding = TO_NEAREST,
+    *,
+    memory: PayloadMemory,
+) -> Work:
     """Start summing a bucket over ranks, in place, as a codec writes it.
 
     Args:
@@ -179,96 +229,78 @@ def sum_encoded(flat: Tensor, comm: Comm, codec: Codec, rounding: Rounding = TO_
         comm: transport.
         codec: how values travel, and the sum.
         rounding: see there.
+        memory: of the bucket.
 
     Cost: `Parts.bytes_sent` bytes; 4 bytes read and a code written an element, a code read and written of the
-    W received, and a code read and 4 bytes written; memory for two codes an element while it is under way.
+    W received, and a code read and 4 bytes written; of `memory` two codes an element.
     """
     if comm.world_size == 1:
         return Staged(iter(()), 0, flat.device)
-    return Staged(_encoded(flat, comm, codec, rounding), _ROUNDS, flat.device)
+    return Staged(_encoded(flat, comm, codec, rounding, memory), _ROUNDS, flat.device)
 
 
-def _encoded(flat: Tensor, comm: Comm, codec: Codec, rounding: Rounding) -> Iterator[Work]:
+def _encoded(
+    flat: Tensor, comm: Comm, codec: Codec, rounding: Rounding, memory: PayloadMemory
+) -> Iterator[Work]:
     parts, exchanges = Parts(codec, flat.numel(), comm.world_size), exchanges_of(comm)
-    received = yield from send_parts(flat, parts, exchanges, rounding)
+    exchange = Exchange(parts, flat.device, memory)
+    yield exchange.send_parts(flat, exchanges, rounding)
     mine = parts.bounds(comm.rank)
-    own = parts.new_payload(flat.device)
     codec.sum_encode_(
-        own[: codec.num_bytes(parts.numel_of(comm.rank))],
-        parts.payloads_of(received, comm.rank),
+        parts.payload(exchange.sent, comm.rank),
+        parts.payloads_of(exchange.received, comm.rank),
         residual=rounding.residual_of(mine),
         seed=rounding.seeds[1],
         offset=mine.start,
     )
-    del received
-    yield from send_round(flat, own, parts, exchanges)
+    yield from exchange.send_round(flat, exchanges)
 
 
-def send_parts(
-    flat: Tensor, parts: Parts, comm: Exchanges, rounding: Rounding = TO_NEAREST
-) -> Generator[Work, None, Tensor]:
-    """Encode a bucket and send every rank its part: one round.
-
-    Returns:
-        What this rank has got, for `Parts.payloads_of`.
-    """
-    rows = parts.new_payload(flat.device, comm.world_size)
-    for rank in range(comm.world_size):
-        bounds = parts.bounds(rank)
-        parts.codec.encode_(
-            parts.payload(rows, rank),
-            flat[bounds],
-            residual=rounding.residual_of(bounds),
-            seed=rounding.seeds[0],
-            offset=bounds.start,
-        )
-    received = torch.empty_like(rows)
-    yield comm.all_to_all(received, rows)
-    return received
-
-
-def send_round(flat: Tensor, own: Tensor, parts: Parts, comm: Exchanges) -> Iterator[Work]:
-    """Send all ranks this rank's part, encoded, and decode all parts into the bucket: one round."""
-    rows = parts.new_payload(flat.device, comm.world_size)
-    yield comm.all_gather(rows, own)
-    for rank in range(comm.world_size):
-        parts.codec.decode_(flat[parts.bounds(rank)], parts.payload(rows, rank))
-
-
-def sum_as_it_is(flat: Tensor, comm: Comm, codec: Codec) -> Work:
+def sum_as_it_is(flat: Tensor, comm: Comm, codec: Codec, *, memory: PayloadMemory) -> Work:
     """Start summing a bucket that is written already, in place: of the type that the codec writes.
 
     Args:
         flat: bfloat16 or float16 `[numel]`, contiguous.
         comm: transport.
         codec: of that type, without scales.
+        memory: of the bucket.
 
-    Cost: `Parts.bytes_sent` bytes; W elements read and one written of every W; memory for a copy of the
-    bucket and 1/W of it while it is under way, and for another one where W does not divide it.
+    Cost: `Parts.bytes_sent` bytes; W elements read and one written of every W; of `memory` a copy of the
+    bucket, and another one where W does not divide it.
     """
     if comm.world_size == 1:
         return Staged(iter(()), 0, flat.device)
-    return Staged(_as_it_is(flat, comm, codec), _ROUNDS, flat.device)
+    return Staged(_as_it_is(flat, comm, codec, memory), _ROUNDS, flat.device)
 
 
-def _as_it_is(flat: Tensor, comm: Comm, codec: Codec) -> Iterator[Work]:
+def _as_it_is(flat: Tensor, comm: Comm, codec: Codec, memory: PayloadMemory) -> Iterator[Work]:
     parts, exchanges = Parts(codec, flat.numel(), comm.world_size), exchanges_of(comm)
-    numel = parts.size * comm.world_size
-    rows = flat if numel == flat.numel() else torch.nn.functional.pad(flat, (0, numel - flat.numel()))
-    received = torch.empty_like(rows)
-    yield exchanges.all_to_all(received, rows)
-    own = torch.empty(parts.size, dtype=flat.dtype, device=flat.device)
-    codec.sum_encode_(own.view(torch.uint8), received.view(torch.uint8).view(comm.world_size, -1))
-    yield exchanges.all_gather(rows, own)
-    if rows is not flat:
-        flat.copy_(rows[: flat.numel()])
+    num_bytes, given = comm.world_size * parts.num_bytes, flat.view(torch.uint8)
+    received = memory.take("received", num_bytes, flat.device)
+    is_whole = num_bytes == given.numel()
+    rows = given if is_whole else memory.take("sent", num_bytes, flat.device)
+    if not is_whole:
+        rows[: given.numel()].copy_(given)
+    yield exchanges.all_to_all(received.view(flat.dtype), rows.view(flat.dtype))
+    own = parts.place(rows, comm.rank)  # which has been sent
+    codec.sum_encode_(own, received.view(comm.world_size, -1))
+    yield exchanges.all_gather(rows.view(flat.dtype), own.view(flat.dtype))
+    memory.give_back(received=received)
+    if not is_whole:
+        given.copy_(rows[: given.numel()])
+        memory.give_back(sent=rows)
 
 
-def scatter_sum(out: Tensor, parts: Tensor, comm: Exchanges, encoding: Encoding) -> None:
-    """Sum over ranks what an encoding makes of it, and keep this rank's part; see
-    `Scatters.reduce_scatter`.
+def scatter_sum(
+    out: Tensor, parts: Tensor, comm: Exchanges, codec: Codec, rounding: Rounding = TO_NEAREST
+) -> None:
+    """Sum over ranks what a codec makes of it, and keep this rank's part; see `Scatters.reduce_scatter`.
+
+    Args:
+        out, parts, comm: as there.
+        codec: how values travel.
+        rounding: see there; the sum is not rounded.
     """
-    codec = encoding.codec
     if comm.world_size == 1:
         out.copy_(parts)
         return
@@ -276,8 +308,14 @@ def scatter_sum(out: Tensor, parts: Tensor, comm: Exchanges, encoding: Encoding)
     num_bytes = codec.num_bytes(numel)
     rows = torch.empty(comm.world_size * num_bytes, dtype=torch.uint8, device=parts.device)
     for rank in range(comm.world_size):
-        row, part = rows[rank * num_bytes :][:num_bytes], parts[rank * numel :][:numel]
-        codec.encode_(row, part, seed=encoding.seed, offset=rank * numel)
+        bounds = slice(rank * numel, (rank + 1) * numel)
+        codec.encode_(
+            rows[rank * num_bytes :][:num_bytes],
+            parts[bounds],
+            residual=rounding.residual_of(bounds),
+            seed=rounding.seeds[0],
+            offset=bounds.start,
+        )
     received = torch.empty_like(rows)
     comm.all_to_all(received, rows).wait()
     codec.sum_(out, received.view(comm.world_size, -1))

@@ -18,14 +18,15 @@ from pyengine.wire.bucket_wire import OfBucket, without_memory
 from pyengine.wire.cast import BF16, FP16, FP32, as_wire, wire_problems
 from pyengine.wire.exchange import (
     AS_IT_IS,
+    Exchange,
     HasEncoding,
     Parts,
     exchanges_of,
     exchanges_parts,
-    send_parts,
-    send_round,
 )
 from pyengine.wire.memory import BucketMemory, BucketPart, KeepsMemory, keeps_residual
+from pyengine.wire.payload_memory import PayloadMemory
+from pyengine.wire.power_sgd import PowerSGD
 from pyengine.wire.spelled import Spelled
 
 
@@ -57,8 +58,8 @@ class Hierarchical(Spelled):
         TypeError, ValueError: a wire that has no place there, or something else for a mesh. Where the engine
             is made, on every rank: a rank that is not in the mesh, or hosts of unequal numbers of ranks.
 
-    Cost: `bytes_on_wire`; memory for two buckets in `intra`'s form and 1/L of one in float32 while it is
-    under way. Process groups of each host, and of each place, which later engines over these ranks use too.
+    Cost: `bytes_on_wire`; memory for two buckets in `intra`'s form, and for 1/L of one as `inter` has it, of
+    each bucket. Process groups of each host, and of each place, which later engines over these ranks use too.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float32
@@ -75,7 +76,7 @@ class Hierarchical(Spelled):
             object.__setattr__(self, name, wire)
         object.__setattr__(self, "mesh", _rows(self.mesh))
         self._codec()
-        if isinstance(self.inter, Prepares):
+        if isinstance(self.inter, Prepares | PowerSGD):  # of parts there are no matrices
             raise TypeError(f"inter={self.inter!r}: need a wire of one level, BF16() or Int8() say")
 
     @property
@@ -103,19 +104,19 @@ class Hierarchical(Spelled):
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
         inter = self.between_hosts
-        if isinstance(inter, KeepsMemory):
+        if isinstance(inter, KeepsMemory) and is_encoded(inter):
             raise without_memory(self)
-        return self.start(flat, comm, inter)
+        return self.start(flat, comm, inter, PayloadMemory())
 
-    def start(self, flat: Tensor, comm: Comm, inter: Wire) -> Work:
-        """Start as `all_reduce_`, with `inter` for this rank's part of this bucket."""
+    def start(self, flat: Tensor, comm: Comm, inter: Wire, memory: PayloadMemory) -> Work:
+        """Start as `all_reduce_`, with `inter` for this rank's part of a bucket, in the bucket's memory."""
         levels = self._levels(comm)
         if levels.inside.world_size == 1:
-            rounds = _across(flat, levels, inter)
+            rounds = _across(flat, levels, inter, memory)
         elif isinstance(levels.inside, SharesParts) and self._codec() is None:
-            rounds = _in_shared_memory(flat, levels, inter)
+            rounds = _in_shared_memory(flat, levels, inter, memory)
         else:
-            rounds = self._exchanged(flat, levels, inter)
+            rounds = self._exchanged(flat, levels, inter, memory)
         inside = 0 if levels.inside.world_size == 1 else 2
         across = 0 if levels.across.world_size == 1 else 2 if exchanges_parts(inter) else 1
         return Staged(rounds, inside + across, flat.device)
@@ -176,38 +177,41 @@ class Hierarchical(Spelled):
     def _parts(self, numel: int, num_inside: int) -> Parts:
         return Parts(self._codec() or AS_IT_IS, numel, num_inside)
 
-    def _exchanged(self, flat: Tensor, levels: Levels, inter: Wire) -> Iterator[Work]:
+    def _exchanged(self, flat: Tensor, levels: Levels, inter: Wire, memory: PayloadMemory) -> Iterator[Work]:
         """Exchange parts within the host, and sum this rank's across hosts in between."""
         place, inside = levels.inside.rank, exchanges_of(levels.inside)
         parts = self._parts(flat.numel(), inside.world_size)
         codec, mine = parts.codec, flat[parts.bounds(place)]
-        received = yield from send_parts(flat, parts, inside)
-        codec.sum_(mine, parts.payloads_of(received, place))
-        del received
-        yield from _across(mine, levels, inter)
-        own = parts.new_payload(flat.device)
-        codec.encode_(own[: codec.num_bytes(mine.numel())], mine)
-        yield from send_round(flat, own, parts, inside)
+        exchange = Exchange(parts, flat.device, memory)
+        yield exchange.send_parts(flat, inside)
+        codec.sum_(mine, parts.payloads_of(exchange.received, place))
+        yield from _across(mine, levels, inter, memory)
+        codec.encode_(parts.payload(exchange.sent, place), mine)
+        yield from exchange.send_round(flat, inside)
 
 
-def _across(part: Tensor, levels: Levels, inter: Wire) -> Iterator[Work]:
+def _across(part: Tensor, levels: Levels, inter: Wire, memory: PayloadMemory) -> Iterator[Work]:
     """Sum a part over hosts, in place, in the type of their wire."""
     if levels.across.world_size == 1 or part.numel() == 0:
         return
-    moved = part.to(inter.dtype)
+    if part.dtype == inter.dtype:
+        yield from rounds_of(inter.all_reduce_(part, levels.across))
+        return
+    across = memory.take("across", part.numel() * inter.dtype.itemsize, part.device)
+    moved = across.view(inter.dtype).copy_(part)
     yield from rounds_of(inter.all_reduce_(moved, levels.across))
-    if moved is not part:
-        part.copy_(moved)
+    part.copy_(moved)
+    memory.give_back(across=across)
 
 
-def _in_shared_memory(flat: Tensor, levels: Levels, inter: Wire) -> Iterator[Work]:
+def _in_shared_memory(flat: Tensor, levels: Levels, inter: Wire, memory: PayloadMemory) -> Iterator[Work]:
     """Let the host reduce in memory that its ranks share: nothing travels but parts across hosts."""
     inside = levels.inside
     assert isinstance(inside, SharesParts)
     yield inside.all_reduce(flat)
     if levels.across.world_size > 1:  # alike on all ranks of the host
         part = Parts(AS_IT_IS, flat.numel(), inside.world_size).bounds(inside.rank)
-        yield from _across(flat[part], levels, inter)
+        yield from _across(flat[part], levels, inter, memory)
         yield inside.share_part(flat, part)
 
 
@@ -217,13 +221,13 @@ class HierarchicalBucket(OfBucket["Hierarchical"]):
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
         inter = self.wire.between_hosts
         if not isinstance(inter, KeepsMemory):
-            return self.wire.start(flat, comm, inter)
+            return self.wire.start(flat, comm, inter, self.memory.payloads)
         if inter.keeps_residual:
             # All of it, not only at this rank's part, which may have been another one when it was kept.
             flat += self.memory.residual
             self.memory.residual.zero_()
         part = self.wire.part_for(self.memory, flat.numel(), comm)
-        return self.wire.start(flat, comm, inter.for_bucket(part))
+        return self.wire.start(flat, comm, inter.for_bucket(part), part.payloads)
 
 
 def _rows(mesh: Any) -> Hosts | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pyengine.ops.device import runs_ahead
 from pyengine.wire.base import Wire
+from pyengine.wire.payload_memory import PayloadMemory
 
 _TURNS = 2**20  # of a window: more sums of a bucket than any has
 
@@ -33,6 +34,14 @@ class Place:
     numel: int
     param: Tensor | None = None
 
+    def read(self, flat: Tensor) -> Tensor:
+        """Return the parameter's part of a residual, `[numel]` in storage order: a view of it, or a copy."""
+        return flat[self.offset : self.offset + self.numel]
+
+    def write(self, flat: Tensor, part: Tensor) -> None:
+        """Overwrite it by what `read` returned, on any device."""
+        flat[self.offset : self.offset + self.numel].copy_(part)
+
     def of(self, flat: Tensor) -> Tensor:
         """Return its part of a bucket, a view of it in the shape and with the strides of the parameter."""
         if self.param is None:
@@ -51,10 +60,14 @@ class BucketMemory:
         numel, device: of the bucket, and where it lies.
         places: of its parameters.
         is_last: whether no bucket of a window starts behind it.
+        factors: of all parameters of the owner; None: of this bucket's alone.
 
     Attributes:
         number, places, is_last: as given.
+        factors: what the wire keeps of parameters besides residuals, by key: the same on every rank, float32
+            `[columns, rank]`. The wire replaces them.
         turn: of the sum that is sent next; no two sums of a bucket have the same.
+        payloads: what the bucket's sums have travelled in.
     """
 
     def __init__(
@@ -65,8 +78,11 @@ class BucketMemory:
         places: Sequence[Place],
         *,
         is_last: bool = False,
+        factors: dict[Hashable, Tensor] | None = None,
     ) -> None:
+        self.factors = {} if factors is None else factors
         self.number, self.turn, self.places, self.is_last = number, 0, list(places), is_last
+        self.payloads = PayloadMemory()
         self._numel, self._device = numel, device
         self._place_of = {place.key: place for place in places}
         self._residual: Tensor | None = None
@@ -84,17 +100,16 @@ class BucketMemory:
         return self.turn - 1
 
     def part(self, key: Hashable) -> Tensor | None:
-        """Return a parameter's residual, float32 `[numel]`, this object's; None if there is none."""
-        if self._residual is None:
-            return None
-        place = self._place_of[key]
-        return self._residual[place.offset : place.offset + place.numel]
+        """Return a parameter's residual, float32 `[numel]`, this object's or a copy; None if there is
+        none.
+        """
+        return None if self._residual is None else self._place_of[key].read(self._residual)
 
     def load(self, parts: Mapping[Hashable, Tensor]) -> None:
         """Take over the residuals of those parameters that have one in `parts`."""
         for key, place in self._place_of.items():
             if key in parts:
-                self.residual[place.offset : place.offset + place.numel].copy_(parts[key])
+                place.write(self.residual, parts[key])
 
     def clear(self) -> None:
         """Set the residual to zero."""
@@ -132,7 +147,7 @@ class BucketPart(BucketMemory):
     def __init__(self, whole: BucketMemory, bounds: slice, *, index: int, num_parts: int) -> None:
         number = whole.number * num_parts + index
         super().__init__(number, bounds.stop - bounds.start, whole._device, [])
-        self.turn = whole.next_turn()
+        self.turn, self.payloads = whole.next_turn(), whole.payloads
         self._whole, self._bounds = whole, bounds
 
     @property
@@ -146,7 +161,8 @@ class KeepsMemory(Wire, Protocol):
     the memory.
 
     Attributes:
-        keeps_residual: whether that is a residual; else it only wants to know the turn.
+        keeps_residual: whether that is a residual; else it only wants to know the turn, or what its payloads
+            travel in.
     """
 
     @property
@@ -161,10 +177,32 @@ def keeps_residual(wire: Wire) -> bool:
     return isinstance(wire, KeepsMemory) and wire.keeps_residual
 
 
+@runtime_checkable
+class KeepsFactors(KeepsMemory, Protocol):
+    """One that keeps factors of parameters, too; see `BucketMemory`.
+
+    Attributes:
+        keeps_factors: whether it does.
+    """
+
+    @property
+    def keeps_factors(self) -> bool: ...
+
+
+def keeps_factors(wire: Wire) -> bool:
+    """Whether a wire keeps factors of parameters."""
+    return isinstance(wire, KeepsFactors) and wire.keeps_factors
+
+
 class WireMemory:
-    """What the wires of one owner of buckets keep."""
+    """What the wires of one owner of buckets keep.
+
+    Attributes:
+        factors: by parameter; see `BucketMemory`.
+    """
 
     def __init__(self) -> None:
+        self.factors: dict[Hashable, Tensor] = {}
         self._memory_of: dict[Hashable, BucketMemory] = {}
         self._loaded: dict[Hashable, Tensor] = {}  # for parameters that no bucket has come with
         self._num_made = self._turn = 0
@@ -188,7 +226,7 @@ class WireMemory:
         """
         if not isinstance(wire, KeepsMemory):
             return wire
-        memory = BucketMemory(self._num_made, numel, device, places, is_last=is_last)
+        memory = BucketMemory(self._num_made, numel, device, places, is_last=is_last, factors=self.factors)
         memory.turn = self._turn
         if wire.keeps_residual:
             memory.load(self.parts())
@@ -205,7 +243,7 @@ class WireMemory:
             memory.turn = self._turn
 
     def parts(self) -> dict[Hashable, Tensor]:
-        """Return the residuals by parameter, float32 `[numel]`, in the memory that wires use."""
+        """Return the residuals by parameter, float32 `[numel]`, in the memory that wires use, or copies."""
         found = {key: memory.part(key) for key, memory in self._memory_of.items()}
         return self._loaded | {key: part for key, part in found.items() if part is not None}
 
@@ -220,6 +258,11 @@ class WireMemory:
         """Let nothing stay of a window if `is_bad`, 0-dim, is not 0; see `BucketMemory.drop`."""
         for memory in self._memories():
             memory.drop(is_bad)
+        if self._loaded and (runs_ahead(is_bad.device) or bool(is_bad != 0)):
+            # Not in place: what is loaded is the state's.
+            self._loaded = {
+                key: torch.where(is_bad != 0, 0, part.to(is_bad.device)) for key, part in self._loaded.items()
+            }
 
     def drop_of(self, key: Hashable, is_bad: Tensor) -> None:
         """Do as `drop`, with the bucket that a parameter lies in."""
@@ -229,6 +272,8 @@ class WireMemory:
         """Multiply all residuals by `factor`, 0-dim."""
         for memory in self._memories():
             memory.scale_(factor)
+        if self._loaded and (runs_ahead(factor.device) or float(factor) != 1):
+            self._loaded = {key: part.to(factor.device) * factor for key, part in self._loaded.items()}
 
     def _memories(self) -> list[BucketMemory]:
         return list(dict.fromkeys(self._memory_of.values()))

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from pyengine.cli.plan import model
-from pyengine.cli.plan.model import GAPS, HEADERS, Cluster, Speeds, Transport, Work
-from pyengine.cli.wires import WIRES
+from pyengine.cli.plan.model import HEADERS, Cluster, Speeds, Transport, Work
+from pyengine.cli.wires import PLANNED, WIRES
 
 NUMEL = 1024 * 1000
 KINDS = ("all_reduce fp32", "all_reduce bf16", "all_reduce fp16", "exchange")
@@ -28,9 +28,9 @@ def test_a_float32_ring_of_four_sends_six_bytes_an_element_and_runs_no_kernel() 
     assert found.total_s == found.link_s
 
 
-def test_exchanges_leave_gaps_on_the_link() -> None:
+def test_exchanges_send_what_the_wire_says() -> None:
     found = model.sync(WIRES["bf16-sum-fp32"], WORK, ROOMY, EVEN)
-    assert found.link_s == pytest.approx(GAPS * HEADERS * 3 * NUMEL / 1e9)
+    assert found.link_s == pytest.approx(HEADERS * 3 * NUMEL / 1e9)
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def test_a_share_that_is_met_exactly_is_met() -> None:
     assert work.least_accumulate(0.8, 0.1) == 9  # 0.8 of 9 * 0.8 + 0.8; in floats a little more than 9
 
 
-@pytest.mark.parametrize("name", WIRES)
-def test_every_wire_with_a_name_is_predicted(name: str) -> None:
-    assert model.sync(WIRES[name], WORK, ROOMY, EVEN).exposed_s > 0
+@pytest.mark.parametrize("name", PLANNED)
+def test_every_wire_of_known_bytes_is_predicted(name: str) -> None:
+    assert model.sync(PLANNED[name], WORK, ROOMY, EVEN).exposed_s > 0
 
 
 def test_losses_are_named() -> None:

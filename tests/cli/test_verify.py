@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pyengine.cli.arguments import Conflict
 from pyengine.cli.main import build_parser, main
 from pyengine.cli.verify.arguments import EXAMPLES, settings
 from pyengine.cli.verify.probe import Run, Trace
@@ -82,6 +83,26 @@ def test_built_in_model_with_plain_sums_is_not(checked: Verify) -> None:
     assert [name for name, _ in heard.finding.causes] == ["BatchNorm", "sums"]
 
 
+def test_windows_cut_in_slots_are_identical(checked: Verify) -> None:
+    arguments = "--slots", "2", "--micro-batches", "4", "--workers", "1,2", "--steps", "1"
+    heard = checked(*arguments, "--model", "cnn", "--wrap", "own,ddp")
+    assert heard.findings == {"cnn": None} and len(heard.runs) > 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--accumulator", "fp32"), "argument --slots: got 4 with --accumulator fp32"),
+        (("--micro-batches", "6"), "argument --slots: 4 does not divide the 6 micro-batches"),
+        (("--workers", "1,2,3"), "argument --slots: 4 cannot be dealt to 3 workers in whole slots"),
+    ],
+)
+def test_slots_that_cannot_be_are_refused(arguments: tuple[str, ...], message: str) -> None:
+    parsed = build_parser().parse_args(["verify", "--slots", "4", "--workers", "1,2", *arguments])
+    with pytest.raises(Conflict, match=message):
+        settings(parsed)
+
+
 def test_function_that_does_what_the_help_says_is_identical(checked: Verify) -> None:
     heard = checked("--train", "subjects:right")
     assert heard.findings == {"subjects:right": None}
@@ -106,6 +127,7 @@ def test_example_of_the_help_runs(checked: Verify, tmp_path: Path, monkeypatch: 
     assert heard.reference.steps == 4
 
 
+@pytest.mark.slow
 def test_a_model_is_identical_over_every_owner_of_its_gradients(checked: Verify) -> None:
     heard = checked("--wrap", "own,ddp,fsdp,hsdp", "--workers", "1,2", "--model", "gpt", "--steps", "2")
     assert heard.findings == {"gpt": None}
@@ -133,8 +155,15 @@ FAULTS = [
 ]
 
 
+QUICK = ("plain_sums", "dropout_by_rank", "optimizer_by_rank", "divided_by_world", "unseeded")
+
+
 @pytest.mark.parametrize(
-    ("function", "step", "kind", "name", "rank", "causes"), FAULTS, ids=[fault[0] for fault in FAULTS]
+    ("function", "step", "kind", "name", "rank", "causes"),
+    [
+        pytest.param(*fault, id=fault[0], marks=[] if fault[0] in QUICK else pytest.mark.slow)
+        for fault in FAULTS
+    ],
 )
 def test_fault_is_found_with_its_cause(
     checked: Verify, function: str, step: int, kind: str, name: str | None, rank: int, causes: list[str]

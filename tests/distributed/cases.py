@@ -6,7 +6,7 @@ bit for bit: `float32(sum of integers) * float32(1 / count)`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -248,3 +248,23 @@ class Collectives(TorchDispatchMode):
 def me() -> tuple[int, int]:
     """Return (rank, world size)."""
     return dist.get_rank(), dist.get_world_size()
+
+
+def error_of(fn: Callable[..., object], *args: object, **kwargs: object) -> str:
+    """Return what a call raises, or that it does not."""
+    try:
+        fn(*args, **kwargs)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return str(error)
+    return "no error"
+
+
+def step_while_the_scale_grows(sync: pe.Sync, model: nn.Module, num: int) -> None:
+    """Take so many micro-batches, and steps of SGD, under a loss scale that grows in every second window."""
+    sync.scaler = pe.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for window in sync.windows([1.0] * num):
+        for scale in window:
+            sync.backward(model(scale))
+        sync.step(optimizer)
+        optimizer.zero_grad()

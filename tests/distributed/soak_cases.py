@@ -387,6 +387,7 @@ def soak(case: Soak) -> Soaked:
                 held.append(Held.now(number))
         subject, loops = Subject(draw_model(case, number), places), count()
         for quarter in (3, 4):
+            windows += subject.run(draw_loop(subject.made, next(loops)))  # what it starts late, it has then
             while windows * 4 < case.windows * quarter:
                 windows += subject.run(draw_loop(subject.made, next(loops)))
             held.append(Held.now(number + 1))

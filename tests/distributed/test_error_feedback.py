@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import engine, me
+from cases import engine, me, step_while_the_scale_grows
 from marks import rest
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -199,17 +199,42 @@ def test_a_state_that_cannot_be_shared_out_and_a_wire_that_keeps_nothing_are_nam
     assert ranks(2).run(_loads, states, WIRE) == ["", ""]
 
 
+def _factors(wire: pe.wire.Wire) -> tuple[str, set[str]]:
+    """Load a state with factors; return what is said, and whose factors the engine's own state has."""
+    rank, _ = me()
+    model = nn.Linear(40, 40)
+    state = pe.GradSync(model, accumulate=1, wire=pe.wire.PowerSGD())
+    for window in state.windows(torch.ones(1, 2, 40)):
+        for batch in window:
+            state.backward(model(batch).sum(), count=2)
+        state.unscale_()
+    saved = state.state_dict()
+    assert saved[f"rank {rank} of 2"][0]["factors"]
+    state.close()
+    sync = pe.GradSync(model, accumulate=1, wire=wire)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sync.load_state_dict(saved)
+    said = "; ".join(str(warning.message) for warning in caught)
+    return said, set(sync.state_dict()[f"rank {rank} of 2"][0].get("factors", {}))
+
+
+@pytest.mark.parametrize(
+    ("wire", "says", "keeps"),
+    [(WIRE, True, 0), (pe.wire.FP32(), True, 0), (pe.wire.PowerSGD(), False, 1)],
+    ids=["feedback", "fp32", "power"],
+)
+def test_factors_go_to_a_wire_that_keeps_some(ranks, wire, says, keeps):
+    for said, kept in ranks(2).run(_factors, wire):
+        assert ("the state has factors, of PowerSGD" in said) == says and len(kept) == keeps
+
+
 def _scaled() -> tuple[float, float]:
     """The loss scale grows in every second window."""
     rank, world = me()
     model = _Fixed(rank)
     sync = pe.GradSync(model, accumulate=1, wire=WIRE)
-    sync.scaler = pe.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for window in sync.windows([1.0] * 12):
-        for scale in window:
-            sync.backward(model(scale))
-        sync.step(optimizer)
+    step_while_the_scale_grows(sync, model, 12)
     terms = [target / world for target in _targets(world)]
     far = torch.cat([param.detach() for param in model.params]).double() + 12 * sum(terms)
     return float(far.abs().max()), _lost(terms)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from cases import WORLDS, me
 from torch import Tensor
-from wire_cases import BF16, ENCODED, FEEDBACK, FP16, STOCHASTIC, WIRES, sum_bound
+from torch.utils._python_dispatch import TorchDispatchMode
+from wire_cases import BF16, ENCODED, FEEDBACK, FP16, INT8, STOCHASTIC, WIRES, sum_bound
 
 import pyengine as pe
 from pyengine.comm import TorchDist, comm_for
@@ -64,6 +67,66 @@ def test_every_wire_sums_within_its_bound_sends_what_it_says_and_gives_all_ranks
     for other in others:
         for (name, numel, mine), (_, _, theirs) in zip(first, other, strict=True):
             assert torch.equal(mine, theirs), (name, numel)
+
+
+class _Made(TorchDispatchMode):
+    """Notes the bytes of every tensor that is made, and is no view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor)}
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in given:
+            self.sizes.append(made.nbytes)
+        return made
+
+
+def _windows() -> None:
+    """Sum buckets again and again over one wire each, with parts that are whole, short and empty."""
+    rank, world = me()
+    comm = _comm()
+    two_levels = pe.wire.Hierarchical(intra=BF16, inter=INT8, mesh=[[each] for each in range(world)])
+    within = pe.wire.Hierarchical(intra=INT8, mesh=[[*range(world)]])
+    for wire in (*WIRES.values(), *FEEDBACK.values(), STOCHASTIC, two_levels, within):
+        for numel in (64 * world, 999):
+            bound = _bound(wire, numel)
+            terms = [term.to(wire.dtype) for term in _terms(numel, world)]
+            for window in range(3):
+                flat, once = terms[rank].clone(), terms[rank].clone()
+                _bound(wire, numel).all_reduce_(once, comm).wait()
+                with _Made() as made:
+                    bound.all_reduce_(flat, comm).wait()
+                largest = max(made.sizes, default=0)
+                assert (largest >= numel) == (window == 0), (wire, numel, window, largest)
+                if wire not in FEEDBACK.values() and wire != STOCHASTIC:
+                    assert torch.equal(flat, once), (wire, numel, window)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_from_the_second_window_on_a_sum_takes_no_memory_and_has_the_bits_of_the_first(ranks, world):
+    ranks(world).run(_windows)
+
+
+def _at_once() -> None:
+    """Start sums of one bucket while others are under way, one of which never ends."""
+    comm, numel = _comm(), 999
+    world = comm.world_size
+    for wire in WIRES.values():
+        bound = _bound(wire, numel)
+        flats = [torch.full((numel,), 2.0**power, dtype=wire.dtype) for power in range(4)]
+        bound.all_reduce_(flats[0], comm).wait()
+        works = [bound.all_reduce_(flat, comm) for flat in flats[1:]]  # the first of which never ends
+        for power, work in ((2, works[1]), (3, works[2])):
+            work.wait()
+            wanted = torch.full((numel,), world * 2.0**power)
+            assert ((flats[power].float() - wanted).abs() <= 0.07 * wanted).all(), (wire, power)
+
+
+def test_sums_of_one_bucket_that_are_under_way_at_once_have_memory_of_their_own(ranks):
+    ranks(2).run(_at_once)
 
 
 def _bytes_an_element() -> list[int]:

@@ -11,7 +11,7 @@ import random
 
 import pytest
 import torch
-from cases import me
+from cases import error_of, me
 from marks import rest
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -202,20 +202,12 @@ def test_a_bad_value_is_handled_and_named_alike_on_every_world_size(ranks, kind,
         assert (f"rank {rank}, micro-batch {k}" in reason) == (spike != 1e4)
 
 
-def _error(fn, *args: object, **kwargs: object) -> str:
-    try:
-        fn(*args, **kwargs)
-    except (ValueError, TypeError, RuntimeError) as error:
-        return str(error)
-    return "no error"
-
-
 def _refused() -> list[str]:
     model = nn.Linear(2, 1)
     exact = {"accumulator": "exact"}
     messages = [
-        _error(pe.GradSync, model, accumulate=2, wire=pe.wire.BF16(), **exact),
-        _error(pe.GradSync, model, accumulate=2049, **exact),
+        error_of(pe.GradSync, model, accumulate=2, wire=pe.wire.BF16(), **exact),
+        error_of(pe.GradSync, model, accumulate=2049, **exact),
     ]
     sync = pe.GradSync(model, accumulate=1, **exact)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -225,9 +217,9 @@ def _refused() -> list[str]:
             sync.backward(model(torch.ones(1, 2)).sum(), count=count)
         sync.step(optimizer)
 
-    messages.append(_error(window, 2.5))
+    messages.append(error_of(window, 2.5))
     sync.abandon()
-    return [*messages, _error(window, 2.0)]
+    return [*messages, error_of(window, 2.0)]
 
 
 def test_what_would_break_the_invariance_is_refused_on_every_rank(ranks):
@@ -303,7 +295,7 @@ def _too_many() -> tuple[str, bool]:
                 sync.backward(model(x).sum())
             sync.step(optimizer)
 
-    return _error(run), torch.equal(model.weight, before)
+    return error_of(run), torch.equal(model.weight, before)
 
 
 def test_more_micro_batches_than_the_sum_can_take_is_an_error_on_every_rank(ranks):

@@ -106,6 +106,34 @@ def test_a_state_of_an_open_window_goes_on(ranks, defer):
     ranks(4).run(_resumes, _cut, defer=defer, nonfinite="raise")
 
 
+def _goes_on_with_what_is_lost() -> None:
+    wire = pe.wire.ErrorFeedback(pe.wire.Int8())
+    sync, model, shard = _cut(wire=wire)
+    data, norms, states = _shards()[shard], [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for window in sync.windows(data):
+        for x in window:
+            sync.backward(loss_of(model, x), count=count_of(x))
+        norms.append(sync.grad_norm())
+        sync.step(optimizer)
+        optimizer.zero_grad()
+        states.append(sync.state_dict())
+    sync.close()
+    sync, model, _ = _cut(wire=wire)
+    sync.load_state_dict(states[0])
+    for window in sync.windows(data[ACCUMULATE:]):
+        for x in window:
+            sync.backward(loss_of(model, x), count=count_of(x))
+        assert torch.equal(sync.grad_norm(), norms[1])
+        sync.unscale_()
+    rank, _ = me()
+    assert states[0][f"rank {rank} of 4"][0]["residuals"]["first.up.weight"].shape == (4 * 6,)  # of 8 rows, 4
+
+
+def test_residuals_of_what_this_rank_has_go_on_from_a_state(ranks):
+    ranks(4).run(_goes_on_with_what_is_lost)
+
+
 def _is_skipped() -> bool:
     sync, model, shard = _cut()
     rank, _ = me()

@@ -230,8 +230,11 @@ def _refused(case: str) -> str:
         case "early":
             fully_shard(model)
             options = {"wire": pe.wire.FP16(), "defer": "none"}
-        case "feedback":
+        case "feedback between hosts":
             fully_shard(model)
+            options["wire"] = pe.wire.Hierarchical(inter=pe.wire.ErrorFeedback(pe.wire.Int8()))
+        case "fed back replicas":
+            shard(model, "replicate")
             options["wire"] = pe.wire.ErrorFeedback(pe.wire.Int8())
         case "encoded replicas":
             shard(model, "replicate")
@@ -248,7 +251,8 @@ REFUSED = {
     "only replicas": "reduces in float32, and wire=BF16(): it has replicas and no shards",
     "wider": "reduces in bfloat16, and wire=FP32(): a wire has to be of the type",
     "early": "wire=FP16() for unit '', which sends gradients before the window's count is known",
-    "feedback": "wire=ErrorFeedback(wire=Int8()): under FSDP nothing keeps what a rank's values lose",
+    "feedback between hosts": "which has no reduce_scatter: pass the wire of torch.float32",
+    "fed back replicas": "wire=ErrorFeedback(wire=Int8()): it has replicas and no shards",
     "encoded replicas": "reduces in float32, and wire=Int8(): it has replicas and no shards",
     "own": "it has a reduce-scatter of its own",
 }

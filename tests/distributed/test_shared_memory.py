@@ -4,8 +4,10 @@ remains of it. What a reduction computes is in `tests/unit/test_arena.py`.
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import resource
 import signal
 import threading
@@ -127,6 +129,48 @@ def test_sums_have_the_order_of_ranks_and_the_same_bits_on_all(ranks, world):
         assert torch.equal(got, want)
 
 
+def _hooked(wire: pe.wire.Wire) -> tuple[torch.Tensor, torch.Tensor, int, int, bool]:
+    """Train by `comm_hook` alone; return the last gradient, the mean of what ranks had in their order, and
+    what was reduced, and whether nothing was left of it.
+    """
+    rank, world = me()
+    before = _traces()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 300, bias=False), nn.Linear(300, 300, bias=False))
+    twin = copy.deepcopy(model)
+    ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.1)
+    state = copy.copy(pe.HookState(wire=wire, shared_memory=True))
+    ddp.register_comm_hook(pickle.loads(pickle.dumps(state)), pe.comm_hook)
+    torch.manual_seed(1 + rank)
+    with _Reductions() as seen:
+        for _ in range(3):  # DDP lays its buckets out anew behind the first one
+            x = torch.randn(64, 300)
+            ddp.zero_grad()
+            ddp(x).square().sum().backward()
+    twin(x).square().sum().backward()
+    own = [torch.empty(0)] * world
+    dist.all_gather_object(own, twin[0].weight.grad)
+    total = own[0]
+    for part in own[1:]:
+        total = total + part
+    grad = model[0].weight.grad.clone()
+    del ddp, model, state
+    return grad, total * torch.tensor(1.0 / world), seen.num, seen.num_in_place, _traces() == before
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_bare_hook_reduces_in_shared_memory_in_the_order_of_ranks_and_leaves_nothing(ranks, world):
+    for wire in (pe.wire.FP32(), pe.wire.BF16()):
+        found = ranks(world).run(_hooked, wire)
+        for grad, mean, num, in_place, is_clean in found:
+            assert torch.equal(grad, found[0][0]) and is_clean
+            assert (num > 0) == (world > 1)
+            if wire == pe.wire.FP32():
+                assert torch.equal(grad, mean) and in_place == 0  # they lie in DDP's memory
+            else:
+                assert in_place == num
+
+
 def _refused(how: str) -> tuple[list[str], int]:
     """Train where rank 1 cannot share memory; return what was said."""
     rank, _ = me()
@@ -208,6 +252,31 @@ def test_nothing_is_left_of_an_engine(ranks, kind, ends):
         assert closed[2] == (before[2] if ends == "close" else under_way[2])
 
 
+def _killed_by_hook() -> str:
+    """Kill rank 1 in a reduction of a bare hook; return what the others are told."""
+    model = nn.Linear(50, 50)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    ddp.register_comm_hook(pe.HookState(shared_memory=True), pe.comm_hook)
+    roll_call.WAIT_S = 0.5
+    try:
+        for window in range(3):
+            if window == 2 and me()[0] == 1:
+                Arena.reduce = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
+            ddp(torch.ones(1, 50)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("world", [2, *rest(3)])
+def test_a_rank_that_is_killed_under_a_bare_hook_is_an_error_that_names_it(ranks, world):
+    ends = ranks(world).ends(30, _killed_by_hook)
+    assert ends[1].exit_code == -signal.SIGKILL
+    for end in [*ends[:1], *ends[2:]]:
+        assert not end.is_silent and not end.error
+        assert "rank 1" in end.value
+
+
 def _killed(who: str, stall_after_s: float | None) -> tuple[float, str]:
     rank, _ = me()
     roll_call.WAIT_S = 0.5
@@ -220,6 +289,7 @@ def _killed(who: str, stall_after_s: float | None) -> tuple[float, str]:
 
     window()
     sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    dist.barrier()  # a process that is new imports much in its first step
     reduce = Arena.reduce
     if rank == 1:  # behind the header, with the first bucket
 
@@ -399,6 +469,8 @@ def _argument(value: object) -> str:
 
 
 def test_an_argument_that_is_no_bool_and_ranks_that_differ_are_refused(ranks):
+    with pytest.raises(ValueError, match="shared_memory=1: need True"):
+        pe.HookState(shared_memory=1)
     assert "shared_memory='no': need True" in ranks(1).run(_argument, "no")[0]
     said = ranks(2).run(_differing)
     assert len(set(said)) == 1 and "ranks have different settings" in said[0]
@@ -412,6 +484,10 @@ def _on_an_accelerator(owner: str) -> str:
     try:
         if owner == "own":
             pe.GradSync(model, shared_memory=True)
+        elif owner == "hook":
+            ddp = nn.parallel.DistributedDataParallel(model)
+            ddp.register_comm_hook(pe.HookState(shared_memory=True), pe.comm_hook)
+            ddp(torch.ones(1, 2)).sum().backward()
         else:
             pe.attach(nn.parallel.DistributedDataParallel(model), shared_memory=True)
     except ValueError as error:
@@ -421,7 +497,7 @@ def _on_an_accelerator(owner: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("owner", ["own", "attach"])
+@pytest.mark.parametrize("owner", ["own", "attach", "hook"])
 def test_memory_of_an_accelerator_is_refused_on_every_rank(ranks, owner):
     for text in ranks(2).run(_on_an_accelerator, owner):
         assert text.startswith("rank 1: shared_memory=True, and parameters lie on cpu")

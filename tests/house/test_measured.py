@@ -141,6 +141,24 @@ def test_peak_memory_of_the_readme_is_that_of_the_result_file():
     assert said in (ROOT / "README.md").read_text()
 
 
+def test_what_an_engine_costs_is_that_of_the_result_files():
+    low = {
+        (world, phase, kind): row[phase]["min_ms"]
+        for world in (2, 4)
+        for kind, row in _linked("docs/wires.md", f"engine-{world}")["rows"].items()
+        for phase in ("make", "window")
+    }
+
+    def pair(world: int, phase: str, digits: int) -> list[str]:
+        return [f"{low[world, phase, kind]:.{digits}f}" for kind in ("shared memory", "process group")]
+
+    said = (
+        "at best {} instead of {} ms on two ranks, and {} instead of {} ms on four, on two cores, for "
+        "windows of {} instead of {} and {} instead of {} ms"
+    ).format(*pair(2, "make", 1), *pair(4, "make", 0), *pair(2, "window", 1), *pair(4, "window", 0))
+    assert said in (ROOT / "docs/wires.md").read_text()
+
+
 def test_windows_on_networks_are_what_the_command_on_the_page_says(capsys, monkeypatch):
     (command,) = re.findall(
         r"^python -m pyengine (plan --calibration benchmarks/.*)",

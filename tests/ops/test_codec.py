@@ -247,6 +247,18 @@ def test_a_sum_is_that_of_the_decoded_in_their_order(codec, numel, world, seed):
     assert torch.equal(again, out)
 
 
+@pytest.mark.parametrize("codec", CODECS, ids=_name)
+def test_payloads_may_lie_further_apart_than_they_are_long(codec):
+    payloads = torch.stack([_encoded(codec, _values(333, seed=rank)) for rank in range(3)])
+    apart = torch.full((3, payloads.shape[1] + 8), 0xAA, dtype=torch.uint8)[:, : payloads.shape[1]]
+    apart.copy_(payloads)
+    outs = [torch.empty(333) for _ in range(2)], [torch.empty_like(payloads[0]) for _ in range(2)]
+    for source, total, out in zip((payloads, apart), *outs, strict=True):
+        codec.sum_(total, source)
+        codec.sum_encode_(out, source)
+    assert all(torch.equal(*pair) for pair in outs)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("codec", CODECS, ids=_name)
 def test_narrow_sums_are_rounded_once(codec, dtype):
@@ -335,6 +347,16 @@ BYTES, VALUES = torch.zeros(CODEC.num_bytes(32), dtype=torch.uint8), torch.zeros
             lambda: CODEC.decode_(VALUES, torch.zeros(40, dtype=torch.uint8)[1:37]),
             ValueError,
             "payload begins 1 bytes behind a multiple of 4",
+        ),
+        (
+            lambda: CODEC.sum_(VALUES, torch.zeros(2, 37, dtype=torch.uint8)[:, :36]),
+            ValueError,
+            r"payloads\[1\] begins 1 bytes behind a multiple of 4",
+        ),
+        (
+            lambda: CODEC.sum_(VALUES, torch.zeros(36, 2, dtype=torch.uint8).T),
+            ValueError,
+            "payloads is .*needed a dense contiguous tensor",
         ),
     ],
 )  # fmt: skip

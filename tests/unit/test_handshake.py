@@ -80,11 +80,19 @@ def test_an_exact_window_is_as_long_as_it_was_made_for(micro_batches, by_rank, p
         (Exact(2), [1, 3], r"accumulate=3: need at least as many micro-batches"),
         (Exact(4097), [1, 1], r"makes 4097 micro-batches a window over all ranks: .* takes 1 to 4096"),
         ("exact", [2049, 2048], r"accumulate=\[2049, 2048\] by rank makes 4097 micro-batches"),
+        (Exact(8194, slots=4097), [8194], r"makes 4097 slots a window over all ranks: .* takes 1 to 4096"),
+        (Exact(8, slots=4), [4, 2, 2], r"slots=4\) on 3 ranks .* can be dealt to 1, 2, 4 ranks"),
+        (Exact(8, slots=4), [5, 3], r"accumulate=\[5, 3\] by rank: .* 2 whole slots of 2 .* accumulate=4"),
     ],
 )
 def test_a_window_that_exact_sums_cannot_hold_is_refused(accumulator, by_rank, message):
     with pytest.raises(ValueError, match=message):
         agreed(by_rank, accumulator=accumulator)
+
+
+def test_a_window_cut_in_slots_takes_a_term_a_slot():
+    shares = agreed([6144, 6144], accumulator=Exact(12288, slots=4096))
+    assert (shares.run, shares.terms, shares.micro_batches) == (3, 4096, 12288)
 
 
 @pytest.mark.parametrize("by_rank", [[2, 2], [1, 3]], ids=str)

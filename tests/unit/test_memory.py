@@ -94,3 +94,27 @@ def test_residuals_are_multiplied_with_the_loss_scale():
     assert residual.eq(3).all()
     memory.scale_(torch.tensor(0.5))
     assert residual.eq(1.5).all()
+
+
+def _only_loaded() -> tuple[WireMemory, Tensor]:
+    memory, state = WireMemory(), torch.full((3,), 8.0)
+    _bucket(memory, ("a", 0, 3))
+    memory.load({"b": state})  # of a parameter that is frozen, say
+    return memory, state
+
+
+def test_what_is_loaded_and_waits_for_its_bucket_follows_the_loss_scale():
+    memory, state = _only_loaded()
+    memory.scale_(torch.tensor(0.25))
+    assert _kept(memory) == {"b": 2.0} and state.eq(8).all()
+    wire = _bucket(memory, ("b", 0, 3))
+    memory.scale_(torch.tensor(2.0))
+    assert _kept(memory) == {"b": 4.0} and wire.memory.residual[:3].eq(4).all()
+
+
+def test_what_is_loaded_and_waits_for_its_bucket_does_not_stay_of_a_window_that_is_not_used():
+    memory, state = _only_loaded()
+    memory.drop(torch.tensor(0.0))
+    assert _kept(memory) == {"b": 8.0}
+    memory.drop(torch.tensor(1.0))
+    assert _kept(memory) == {"b": 0.0} and state.eq(8).all()

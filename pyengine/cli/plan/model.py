@@ -15,9 +15,6 @@ from pyengine.wire.exchange import HasEncoding, exchanges_parts
 
 T = TypeVar("T")
 HEADERS = 1.05  # bytes on a link a byte sent: TCP, IP and Ethernet, in packets of 1500
-# Times as long as its bytes ask for that an exchange takes a link: gloo leaves it idle between rounds. Two
-# hosts at 0.1 Gbit/s sent 8.7 MB/s in exchanges, and 11.6 in rings.
-GAPS = 1.3
 LOSSES = ("lossless", "lossy, fed back", "lossy")  # what wires do to the sum; the least first
 _EXACTLY = 1e-9  # below this a share is only a rounding above the one that is asked for
 _CAST = {torch.bfloat16: Codec("bf16"), torch.float16: Codec("fp16")}
@@ -166,8 +163,7 @@ def sync(wire: Wire, work: Work, cluster: Cluster, speeds: Speeds) -> Sync:
     transport = _known(speeds.transports, transport_kind(wire))
     bytes_sent = num_buckets * wire.bytes_on_wire(numel, world_size)
     latency_s = speeds.latency_s * (num_buckets * steps(wire, world_size) + 2 * (world_size - 1))  # a header
-    gaps = GAPS if exchanges_parts(wire) else 1
-    link_s = gaps * HEADERS * num_buckets * link_bytes(wire, numel, cluster) / cluster.link_bytes_s
+    link_s = HEADERS * num_buckets * link_bytes(wire, numel, cluster) / cluster.link_bytes_s
     transport_s = cluster.slowdown * bytes_sent / transport.bytes_s
     passes = kernel_bytes(wire, work.numel, world_size)
     kernels_s = cluster.slowdown * sum(n / _known(speeds.kernels, name) for name, n in passes.items())

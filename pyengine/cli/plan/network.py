@@ -17,7 +17,7 @@ from pyengine.cli.plan.measure import measure
 from pyengine.cli.plan.model import Cluster, Sync
 from pyengine.cli.plan.network_arguments import Measure, Settings
 from pyengine.cli.terminal import print_json
-from pyengine.cli.wires import WIRES
+from pyengine.cli.wires import PLANNED
 
 _ABOUT = 1.1  # times as many micro-batches as the fewest
 
@@ -76,10 +76,10 @@ def _rows(link: float, hosts: int, settings: Settings) -> list[Row]:
     work = settings.work
     found: list[Row] = []
     for name in settings.wires:
-        sync = model.sync(WIRES[name], work, cluster, settings.speeds)
+        sync = model.sync(PLANNED[name], work, cluster, settings.speeds)
         accumulate = settings.accumulate or work.least_accumulate(sync.exposed_s, settings.share)
         window_s = work.window_s(accumulate, sync.exposed_s)
-        loss = model.loss_of(WIRES[name])
+        loss = model.loss_of(PLANNED[name])
         row = Row(link, hosts, cluster.world_size, name, loss, accumulate, sync, window_s, is_best=False)
         found.append(row)
     fewest = min(row.accumulate for row in found)
@@ -100,7 +100,7 @@ def _print_tables(rows: Sequence[Row], settings: Settings) -> None:
         console.print(_table([row for row in rows if row.link_gbit_s == link]))
     console.print(_caption(settings), highlight=False)
     for loss in dict.fromkeys(row.loss for row in rows):
-        names = [name for name in settings.wires if model.loss_of(WIRES[name]) == loss]
+        names = [name for name in settings.wires if model.loss_of(PLANNED[name]) == loss]
         console.print(f"{loss}: {', '.join(names)}", highlight=False)
 
 

@@ -14,7 +14,7 @@ from pyengine.cli.arguments import Conflict, check_workers, check_writable, fini
 from pyengine.cli.plan import calibration
 from pyengine.cli.plan.calibration import Calibration
 from pyengine.cli.plan.model import Speeds, Transport, Work
-from pyengine.cli.wires import WIRES
+from pyengine.cli.wires import PLANNED
 
 EXAMPLES = """\
   python -m pyengine plan --measure mine.json                what this machine can do, in a quarter minute
@@ -237,6 +237,6 @@ def _share(text: str) -> float:
 
 def _wires(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
-    if not set(names) <= set(WIRES) or len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"got {text}, need different ones of {', '.join(WIRES)}")
+    if not set(names) <= set(PLANNED) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"got {text}, need different ones of {', '.join(PLANNED)}")
     return names

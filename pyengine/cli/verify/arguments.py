@@ -50,8 +50,8 @@ with --wrap the engine is made by `sync, forward = verify.wrap(model, accumulate
 and the optimizer behind it.
 
 `sync` may be left out (DDP without pyengine): norm and number of items are then not compared. A function that
-takes verify.steps, verify.micro_batches, verify.accumulator or verify.bucket_cap_mb follows the command line;
-only one that takes verify.bucket_cap_mb runs with small buckets too.
+takes verify.steps, verify.micro_batches, verify.slots, verify.accumulator or verify.bucket_cap_mb follows the
+command line; only one that takes verify.bucket_cap_mb runs with small buckets too.
 """
 
 BUILT_IN = "pyengine.cli.verify.subjects:{}"
@@ -65,6 +65,7 @@ class Settings:
         subjects: training functions as "module:function", by the name they are reported under.
         workers: world sizes; the first one is what the others are compared with.
         micro_batches: in a window, over all ranks.
+        slots: in how many slots exact sums cut the window; None: every micro-batch is one.
         wraps: who owns the gradients; every one runs on all of `workers` that it can.
         json: print JSON lines instead of tables.
     """
@@ -73,6 +74,7 @@ class Settings:
     workers: tuple[int, ...]
     steps: int
     micro_batches: int
+    slots: int | None
     accumulator: str
     wraps: tuple[str, ...]
     json: bool
@@ -90,6 +92,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         default=12,
         metavar="N",
         help="in a window, over all workers (default: 12)",
+    )
+    add(
+        "--slots",
+        type=whole(1),
+        metavar="N",
+        help="cut the window in slots, and sum exactly over them (default: every micro-batch is one)",
     )
     add("--model", choices=(*MODELS, "both"), help="built-in model (default: both)")
     add("--train", metavar="MODULE:FUNCTION", help="verify this training function instead of a built-in one")
@@ -123,15 +131,31 @@ def settings(options: argparse.Namespace) -> Settings:
                 f"argument --wrap: {name} on {', '.join(map(str, options.workers))} workers: "
                 f"{needs(name, options.workers[0])}"
             )
+    _check_slots(options)
     return Settings(
         subjects=_subjects(options.train, options.model),
         workers=options.workers,
         steps=options.steps,
         micro_batches=options.micro_batches,
+        slots=options.slots,
         accumulator=options.accumulator,
         wraps=options.wrap,
         json=options.json,
     )
+
+
+def _check_slots(options: argparse.Namespace) -> None:
+    slots = options.slots
+    if slots is None:
+        return
+    if options.accumulator != "exact":
+        raise Conflict(f"argument --slots: got {slots} with --accumulator {options.accumulator}: need exact")
+    if options.micro_batches % slots:
+        raise Conflict(
+            f"argument --slots: {slots} does not divide the {options.micro_batches} micro-batches of a window"
+        )
+    if uneven := [workers for workers in options.workers if slots % workers]:
+        raise Conflict(f"argument --slots: {slots} cannot be dealt to {uneven[0]} workers in whole slots")
 
 
 def _wraps(text: str) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ class Run:
         wrap: one of `WRAPS`.
         last: step after which training ends.
         keep: folder for the tensors of that step; None keeps digests only.
+        slots: in how many slots exact sums cut a window; None: every micro-batch is one.
     """
 
     label: str
@@ -46,6 +47,7 @@ class Run:
     wrap: str
     last: int
     keep: str | None = None
+    slots: int | None = None
 
 
 @dataclass
@@ -76,12 +78,13 @@ class Probe:
         run: what the function is to do.
 
     Attributes:
-        steps, micro_batches, accumulator: of the command line, for functions that want to follow it.
+        steps, micro_batches, slots, accumulator: of the command line, for functions that want to follow it.
         trace: what has been recorded.
     """
 
     def __init__(self, run: Run) -> None:
-        self.steps, self.micro_batches, self.accumulator = run.steps, run.micro_batches, run.accumulator
+        self.steps, self.micro_batches, self.slots = run.steps, run.micro_batches, run.slots
+        self.accumulator = run.accumulator
         self.trace = Trace()
         self._run = run
         self._step = START

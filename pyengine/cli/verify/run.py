@@ -148,6 +148,7 @@ def _runs(settings: Settings) -> list[Run]:
         accumulator=settings.accumulator,
         bucket_cap_mb=_BUCKET_CAP_MB,
         last=settings.steps - 1,
+        slots=settings.slots,
     )
     is_one = len(settings.wraps) == 1
     first, *others = [

@@ -36,10 +36,11 @@ def _train(task: Task, verify: Probe) -> None:
     model = _build(task)
     size = _MICRO_BATCH * verify.micro_batches
     sampler = WindowSampler(task.num_samples, seed=_SEED, micro_batch=_MICRO_BATCH, global_batch=size)
+    exact = Exact(verify.micro_batches, slots=verify.slots)
     sync, forward = verify.wrap(
         model,
         accumulate=sampler.accumulate,
-        accumulator=Exact(verify.micro_batches) if verify.accumulator == "exact" else verify.accumulator,
+        accumulator=exact if verify.accumulator == "exact" else verify.accumulator,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     verify.watch(model, optimizer=optimizer, sync=sync)

@@ -74,7 +74,8 @@ def _is_param(value: Any) -> bool:
 def _is_identity(value: Any) -> bool:
     return (
         _is_dict_of(value, lambda _: True)
-        and set(value) == {"accumulator", "terms", "batch_norms", "params"}
+        and set(value) - {"run"} == {"accumulator", "terms", "batch_norms", "params"}
+        and is_whole(value.get("run", 1), 1)
         and isinstance(value["accumulator"], str)
         and (value["terms"] is None or is_whole(value["terms"], 1))
         and is_whole(value["batch_norms"])
@@ -106,5 +107,6 @@ _KINDS: dict[str, _Kind] = {
     "carry": (lambda value: _is_dict_of(value, _is_tensor), "tensors by parameter"),
     "scaler": (lambda value: _is_dict_of(value, is_number), "numbers by name"),
     "residuals": (lambda value: _is_dict_of(value, _is_dense), "tensors by parameter"),
+    "factors": (lambda value: _is_dict_of(value, _is_dense), "tensors by parameter"),
     "rng": (lambda value: _is_dict_of(value, lambda _: True), "states by generator"),
 }

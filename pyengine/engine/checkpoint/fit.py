@@ -45,11 +45,13 @@ def problems(engine: Engine, snapshots: Sequence[Snapshot]) -> list[str]:
 
 def _misfit(snapshot: Snapshot, identity: Identity) -> str:
     theirs = snapshot.identity
-    if (theirs.accumulator, theirs.terms) != (identity.accumulator, identity.terms):
+    kinds = [(one.accumulator, one.terms, one.run) for one in (theirs, identity)]
+    if kinds[0] != kinds[1]:
+        (their_number, their_slots), (number, slots) = _window_of(theirs), _window_of(identity)
         return (
-            f"state of accumulator={theirs.accumulator!r} with {theirs.terms or 'any'} micro-batches a "
-            f"window, this is accumulator={identity.accumulator!r} with {identity.terms or 'any'}: make the "
-            "engine as it was (pe.Exact(micro_batches=...) keeps the window on any world size)"
+            f"state of accumulator={theirs.accumulator!r} with {their_number} micro-batches a "
+            f"window{their_slots}, this is accumulator={identity.accumulator!r} with {number}{slots}: make "
+            "the engine as it was (pe.Exact(micro_batches=...) keeps the window on any world size)"
         )
     if theirs.batch_norms != identity.batch_norms:
         return (
@@ -61,6 +63,12 @@ def _misfit(snapshot: Snapshot, identity: Identity) -> str:
     if not changed and len(theirs.params) != len(identity.params):
         changed = f"{len(theirs.params)} in the state, {len(identity.params)} here"
     return f"parameters differ: {changed}" if changed else ""
+
+
+def _window_of(identity: Identity) -> tuple[str, str]:
+    """Return the micro-batches of a window, as text, and in what it is cut."""
+    number = "any" if identity.terms is None else str(identity.terms * identity.run)
+    return number, f" in {identity.terms} slots" if identity.run > 1 else ""
 
 
 class Form:
@@ -88,7 +96,7 @@ class Form:
             return [numbers]
         looks = (
             *(self._place, self._count, self._totals, self._sum, self._row),
-            *(self._carry, self._residual, self._order, self._scaler, _rng),
+            *(self._carry, self._residual, self._factor, self._order, self._scaler, _rng),
         )
         return [f"state of {snapshot.owner} has {text}" for look in looks for text in look(snapshot)]
 
@@ -149,14 +157,35 @@ class Form:
         yield from _unlike("carry", {n: s.carry[n] for n in known}, {n: own[n] for n in known})
 
     def _residual(self, s: Snapshot) -> Iterator[str]:
-        trained = {name: math.prod(shape) for name, shape, _, _ in self.engine.identity.params}
+        # Of as many elements as a whole sum has, which under tensor parallelism is a part of the parameter's.
+        trained = {
+            name: self.sums[name]["sum"][1] if "sum" in self.sums[name] else (math.prod(shape),)
+            for name, shape, _, _ in self.engine.identity.params
+        }
         for name in s.residuals.keys() - trained.keys():
             yield f"residuals[{name!r}], which is no parameter here"
         known = s.residuals.keys() & trained.keys()
-        needed: dict[str, _Like] = {name: (torch.float32, (trained[name],)) for name in known}
+        needed: dict[str, _Like] = {name: (torch.float32, trained[name]) for name in known}
         yield from _unlike("residuals", {name: s.residuals[name] for name in known}, needed)
         if any(not bool(s.residuals[name].isfinite().all()) for name in known):
             yield "residuals that are not finite"
+
+    def _factor(self, s: Snapshot) -> Iterator[str]:
+        sizes = {name: math.prod(shape) for name, shape, _, _ in self.engine.identity.params}
+        for name, factor in s.factors.items():
+            if name not in sizes:
+                yield f"factors[{name!r}], which is no parameter here"
+            elif (
+                factor.dtype != torch.float32
+                or factor.dim() != 2
+                or 0 in factor.shape
+                or sizes[name] % factor.shape[0]
+                or not bool(factor.isfinite().all())
+            ):
+                yield (
+                    f"factors[{name!r}] of {factor.dtype} {list(factor.shape)}, need finite float32 of as "
+                    "many rows as the parameter has columns"
+                )
 
     def _order(self, s: Snapshot) -> Iterator[str]:
         reducer = self.engine.reducer

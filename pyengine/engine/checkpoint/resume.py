@@ -34,18 +34,8 @@ def take_snapshot(engine: Engine) -> Snapshot:
             f"state_dict: the gradients of window {counter.index} have been sent and not been used: call it "
             "before the window's last backward, or after sync.step"
         )
+    _check_between(engine)
     is_open = counter.state is State.OPEN
-    if is_open and counter.done != counter.handed:
-        raise RuntimeError(
-            f"state_dict: {counter.handed} micro-batches of window {counter.index} were handed out and "
-            f"{counter.done} came to sync.backward: call it between two micro-batches"
-        )
-    engine.current.look()
-    refusals = engine.current.counts.refusals
-    if is_open and refusals:
-        raise RuntimeError(
-            f"state_dict: no step could use window {counter.index} ({refusals[0]}): call sync.abandon() first"
-        )
     scaler = engine.parts.scaler
     snapshot = Snapshot(
         counter.index + (counter.is_sent),
@@ -58,6 +48,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         list(dict.fromkeys(engine.reducer.order())) if isinstance(engine.reducer, Reorders) else [],
         carry=engine.kept_grads.save(),
         residuals=engine.reducer.residuals.save() if isinstance(engine.reducer, KeepsResiduals) else {},
+        factors=engine.reducer.residuals.save_factors() if isinstance(engine.reducer, KeepsResiduals) else {},
         scaler={} if scaler is None else scaler.state_dict(),
         rng=engine.rng_due or rng_states(),  # of a loaded state that no loop goes on with yet, its own
     )
@@ -70,9 +61,33 @@ def take_snapshot(engine: Engine) -> Snapshot:
         snapshot.dropped = dropped if any(dropped) else []
         loaded, known = engine.current.resumed, engine.current.denominators
         snapshot.totals = dict(known.totals if known else loaded.totals if loaded else {})
-        snapshot.sums = engine.reducer.save() if loaded is None else loaded.sums
+        snapshot.sums = engine.current.save() if loaded is None else loaded.sums
         snapshot.batch_norm = engine.batch_norms.save() if loaded is None else loaded.batch_norm
     return snapshot
+
+
+def _check_between(engine: Engine) -> None:
+    """Raise RuntimeError unless this rank is between two micro-batches, or slots, of a window that can be
+    used.
+    """
+    counter, current = engine.counter, engine.current
+    is_open = counter.state is State.OPEN
+    if is_open and counter.done != counter.handed:
+        raise RuntimeError(
+            f"state_dict: {counter.handed} micro-batches of window {counter.index} were handed out and "
+            f"{counter.done} came to sync.backward: call it between two micro-batches"
+        )
+    current.look()
+    if is_open and current.runs.is_open:
+        raise RuntimeError(
+            f"state_dict: place {counter.latest} of window {counter.index} is inside a slot of "
+            f"{engine.shares.run} micro-batches, whose sum is half made: call it where sync.is_slot_end"
+        )
+    refusals = current.counts.refusals
+    if is_open and refusals:
+        raise RuntimeError(
+            f"state_dict: no step could use window {counter.index} ({refusals[0]}): call sync.abandon() first"
+        )
 
 
 def load_states(engine: Engine, states: object) -> list[int]:
@@ -289,4 +304,10 @@ def _due(engine: Engine, done: list[int], part: Snapshot, *, is_own: bool) -> li
     if not done:
         return None
     everything = {place for places in engine.shares.places for place in places}
-    return share_of_rest(everything, done, rank=engine.comm.rank, world_size=engine.comm.world_size)
+    return share_of_rest(
+        everything,
+        done,
+        rank=engine.comm.rank,
+        world_size=engine.comm.world_size,
+        run=engine.shares.run,
+    )

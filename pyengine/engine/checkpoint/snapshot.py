@@ -37,16 +37,21 @@ class Identity:
 
     Attributes:
         accumulator: "native", "fp32" or "exact".
-        terms: micro-batches of a full window over all ranks, where an exact sum's grid depends on it; else
-            None.
+        terms: deposits of a full window over all ranks, where an exact sum's grid depends on it; else None.
         batch_norms: modules whose running statistics are replayed.
         params: name, shape, strides and dtype of every parameter.
+        run: micro-batches that make one deposit; saved where there are several, else left out.
     """
 
     accumulator: str
     terms: int | None
     batch_norms: int
     params: list[tuple[str, list[int], list[int], str]]
+    run: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {name: value for name, value in vars(self).items() if name != "run" or value > 1}
 
 
 @dataclass
@@ -71,6 +76,8 @@ class Snapshot:
         scaler: state of the loss scaler; empty without one.
         residuals: what the wire has lost on this rank and is still to send, by name, float32 `[numel]` in the
             order in which the parameter is stored; saved where there are any, else left out.
+        factors: what the wire keeps of parameters besides, by name, float32 `[columns, rank]`, the same on
+            every rank; saved where there are any, else left out.
         rng: states of the random generators, by name.
         checksum: of a snapshot that was read, of all its other fields.
     """
@@ -93,6 +100,7 @@ class Snapshot:
     carry: dict[str, Tensor] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)
     residuals: dict[str, Tensor] = field(default_factory=dict)
+    factors: dict[str, Tensor] = field(default_factory=dict)
     rng: dict[str, Any] = field(default_factory=dict)
     checksum: int = 0
 
@@ -105,7 +113,7 @@ class Snapshot:
         """Return it as tensors and plain values, which `torch.load` reads with `weights_only=True`."""
         kept = [name for name in _CONTENT if name not in _OPTIONAL or getattr(self, name)]
         content = {name: getattr(self, name) for name in kept}
-        content["identity"] = dict(vars(self.identity))
+        content["identity"] = self.identity.to_dict()
         position = {name: content[name] for name in _POSITION}
         return {"version": VERSION, **position, self.owner: (content, checksum(content))}
 
@@ -125,7 +133,12 @@ class Snapshot:
 
 
 _CONTENT = [f.name for f in fields(Snapshot) if f.name != "checksum"]
-_OPTIONAL: dict[str, Callable[[], Any]] = {"dropped": list, "totals": dict, "residuals": dict}
+_OPTIONAL: dict[str, Callable[[], Any]] = {
+    "dropped": list,
+    "totals": dict,
+    "residuals": dict,
+    "factors": dict,
+}
 _NEED = f"need what sync.state_dict() returned, version {VERSION} or {_FLAT}"
 
 
@@ -177,7 +190,8 @@ def _of(content: dict[str, Any], found: int) -> Snapshot:
 
 def identify(
     accumulator: str,
-    micro_batches: int,
+    terms: int,
+    run: int,
     batch_norms: int,
     names: Sequence[str],
     params: Sequence[Parameter],
@@ -186,7 +200,8 @@ def identify(
 
     Args:
         accumulator: "native", "fp32" or "exact".
-        micro_batches: of a full window over all ranks.
+        terms: deposits of a full window over all ranks.
+        run: micro-batches that make one.
         batch_norms: modules whose running statistics are replayed.
         names, params: in registration order.
     """
@@ -195,7 +210,7 @@ def identify(
         for name, p in zip(names, params, strict=True)
         if p.requires_grad
     ]
-    return Identity(accumulator, micro_batches if accumulator == "exact" else None, batch_norms, described)
+    return Identity(accumulator, terms if accumulator == "exact" else None, batch_norms, described, run)
 
 
 def in_order(snapshots: Sequence[Snapshot]) -> list[Snapshot]:

@@ -35,7 +35,8 @@ class Stateful(HasEngine):
 
         Raises:
             RuntimeError: between a micro-batch's hand-out and its backward (so also after one that had no
-                backward, for the rest of the window), or between the window's last backward and the step.
+                backward, for the rest of the window), between the window's last backward and the step, or
+                inside a slot of `pe.Exact(slots=...)` (see `is_slot_end`).
 
         Cost: copies the sums: 4 bytes an element (2 of narrow "native" ones), 8 for "exact". Their checksum
         reads the copy once on the host, about 2 GB/s (a device's is copied there), and so does

@@ -55,7 +55,7 @@ def bucket_accumulator(
         bucket: its place in the layout.
         params: the bucket's, in slot order.
         wire: how it travels.
-        terms: micro-batches of a full window, over all ranks.
+        terms: deposits of a full window, over all ranks.
         watch: whether every micro-batch is checked for inf and nan.
         comm: by which it travels.
         apart: whether `.grad` holds a micro-batch's gradient alone until that is accumulated: sums are then

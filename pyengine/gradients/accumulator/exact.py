@@ -20,14 +20,35 @@ from pyengine.gradients.sums import ExactOverRanks
 
 @dataclass(frozen=True)
 class Exact:
-    """accumulator="exact", where the size of a window is not the sum of `accumulate` over the ranks.
+    """accumulator="exact", where the size of a window is not the sum of `accumulate` over the ranks, or where
+    sums need not be exact within a slot.
 
     Args:
-        micro_batches: of a full window, over all ranks: as many terms as a sum may take, 1 to 4096. The grid
-            depends on it, so runs have the same bits only if it is the same; see `pe.Dealer`.
+        micro_batches: of a full window, over all ranks.
+        slots: in how many slots the window is cut, of equally many neighbouring micro-batches. PyTorch adds
+            up the gradients of a slot, in `.grad`, on one rank and in the order of their places; the sum over
+            slots is exact. So the bits depend on the number of slots, and are the same on every number of
+            ranks that divides it; and a slot costs one deposit, not one a micro-batch. Parameters narrower
+            than float32 are refused, which PyTorch would add up in their own type. None: every micro-batch is
+            a slot of its own, and which rank computes it is no matter; see `pe.Dealer`.
+
+    The exact sum takes 1 to 4096 slots. Its grid depends on their number, so runs have the same bits only if
+    that is the same, too.
     """
 
     micro_batches: int
+    slots: int | None = None
+
+    @property
+    def run(self) -> int:
+        """Micro-batches of a slot."""
+        return 1 if self.slots is None else self.micro_batches // self.slots
+
+    def __str__(self) -> str:
+        slots = "" if self.slots is None else f", slots={self.slots!r}"
+        return f"Exact(micro_batches={self.micro_batches!r}{slots})"
+
+    __repr__ = __str__
 
 
 class ExactBucket(GroupedBucket):
@@ -40,7 +61,7 @@ class ExactBucket(GroupedBucket):
     20 by later ones with fp32 gradients; on the wire those of `ExactOverRanks.rounds`.
 
     Args:
-        terms: micro-batches of a full window, over all ranks.
+        terms: deposits of a full window, over all ranks.
         comm: by which it travels.
     """
 

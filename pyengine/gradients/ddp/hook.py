@@ -17,6 +17,7 @@ from torch.futures import Future
 
 from pyengine.comm import TorchDist
 from pyengine.comm.base import Work
+from pyengine.comm.shared_memory import problems_of_sharing, share_memory, wrong_choice
 from pyengine.comm.staged import Staged
 from pyengine.gradients.ddp.callbacks import Callbacks
 from pyengine.gradients.ddp.staged_buckets import StagedBuckets
@@ -48,9 +49,13 @@ class HookState:
         wire: how a bucket travels: `pe.wire.FP32()`, `BF16()`, `Int8()` and so on (docs/wires.md); or the
             dtype of one of the first.
         group: the same as `process_group`.
+        shared_memory: True lets ranks of one host, with gradients on the CPU, reduce in memory that they
+            share (docs/wires.md), from the first bucket on until the state and its models are gone. Every
+            rank says the same.
 
     Raises:
-        TypeError, ValueError: no process group, or two; no wire.
+        TypeError, ValueError: no process group, or two; no wire; no bool. From the first backward: gradients
+            that do not lie on the CPU, with `shared_memory=True`.
 
     Example:
         >>> ddp_model.register_comm_hook(pe.HookState(wire=torch.bfloat16), pe.comm_hook)  # doctest: +SKIP
@@ -62,10 +67,11 @@ class HookState:
         *,
         wire: Wire | torch.dtype = FP32(),  # noqa: B008 - frozen
         group: dist.ProcessGroup | None = None,
+        shared_memory: bool = False,
     ) -> None:
         self.group = _one_group(process_group, group)
-        self.wire = as_wire(wire)
-        if problems := wire_problems(self.wire):
+        self.wire, self.shared_memory = as_wire(wire), shared_memory
+        if problems := [*wire_problems(self.wire), *wrong_choice(shared_memory)]:
             raise ValueError(problems[0])
         self.reduce: Callable[[Any], Future[Tensor]] | None = (
             None  # what an engine does with a bucket, instead of the mean
@@ -111,8 +117,18 @@ class HookState:
     def comm(self, device: torch.device) -> TorchDist:
         """Return the transport for buckets on a device."""
         if device not in self._comms:
-            self._comms[device] = TorchDist(self.group, device)
+            comm = TorchDist(self.group, device)
+            self._comms[device] = self._shared(comm, device) if self.shared_memory else comm
         return self._comms[device]
+
+    def _shared(self, comm: TorchDist, device: torch.device) -> TorchDist:
+        """Return a transport that reduces in memory which ranks share; all of them make it at one bucket."""
+        mine = [f"rank {dist.get_rank()}: {problem}" for problem in problems_of_sharing(device)]
+        if problems := [problem for each in comm.all_gather_object(mine) for problem in each]:
+            raise ValueError(problems[0])
+        shared = share_memory(comm)
+        assert isinstance(shared, TorchDist)
+        return shared
 
     def travel_by(self, comm: TorchDist, device: torch.device) -> None:
         """Let buckets on a device travel by an engine's transport, over the same ranks."""
@@ -145,7 +161,7 @@ class HookState:
 
     def __copy__(self) -> "HookState":
         self._check_own()
-        return HookState(self.group, wire=self.wire)
+        return HookState(self.group, wire=self.wire, shared_memory=self.shared_memory)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HookState":
         del memo  # a process group has no copies
@@ -158,10 +174,10 @@ class HookState:
                 "HookState: a process group cannot be pickled; the state comes back on the default group",
                 stacklevel=2,
             )
-        return {"wire": self.wire}
+        return {"wire": self.wire, "shared_memory": self.shared_memory}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        HookState.__init__(self, wire=state["wire"])
+        HookState.__init__(self, wire=state["wire"], shared_memory=state.get("shared_memory", False))
 
     def _check_own(self) -> None:
         if self.reduce is not None:

@@ -34,7 +34,6 @@ from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
 from pyengine.window.nonfinite import flagged_in
-from pyengine.wire.memory import keeps_residual
 
 
 class DDPReducer:
@@ -46,7 +45,7 @@ class DDPReducer:
         settings: its accumulator "fp32" sums narrow gradients in fp32 buffers of our own, 4 bytes an element
             more than DDP's; "exact" sums all of them there, exactly, in 8.02; "native" leaves sums to
             autograd.
-        terms: micro-batches of a full window, over all ranks.
+        terms: deposits of a full window, over all ranks.
 
     Attributes:
         counted: see `HoldsParts`; None until somebody else sets it.
@@ -71,7 +70,7 @@ class DDPReducer:
         self._name_of = {p: name for name, p in named}
         self._ddp, self._state = ddp, state
         keys = {name: p for name, p in named}
-        self.residuals = Residuals([(state.memory, keys)], is_kept=keeps_residual(state.wire))
+        self.residuals = Residuals([(state.memory, keys)], state.wire)
         self._comm = state.comm(self.params[0].device)
         self._one = torch.ones((), device=self.params[0].device)
         index = {p: i for i, p in enumerate(self.params)}
@@ -158,6 +157,11 @@ class DDPReducer:
             yield
         self.collect()
 
+    @contextmanager
+    def keep(self) -> Iterator[None]:
+        with self._drive.learning():
+            yield
+
     def collect(self) -> None:
         if self._watched is not None:
             self._watched.add()
@@ -198,6 +202,7 @@ class DDPReducer:
         if self._shares_used and self._drive.searches:
             # What earlier micro-batches used: they have left no `.grad`, which DDP would want to see.
             self._drive.forget()
+            reduction.kept = [param for param in self.params if param.grad is not None]
         self._reduction = reduction
         self._state.reduce = reduction.reduce
         return reduction
@@ -335,8 +340,9 @@ class DDPReducer:
     def _drop_unused(self, reduction: Reduction, flags: Tensor, work: Work) -> None:
         """Leave no gradient where no rank has used a parameter, as the flags say once `work` has landed."""
         work.wait()
+        missing = [*reduction.without_grad, *reduction.kept]
         for bucket, _ in reduction.under_way:
-            publish(bucket, reduction.without_grad if self._drive.searches else self._drive.unpublished())
+            publish(bucket, missing if self._drive.searches else self._drive.unpublished())
         if reduction.without_grad:  # a host read, only here
             for param, is_used in zip(self.params, flags.tolist(), strict=True):
                 if not is_used:

@@ -35,6 +35,8 @@ class Reduction:
         used: which parameters were used here, uint8 `[params]`, and the all-reduce that makes it their
             maximum over ranks; None where that was not sent.
         without_grad: parameters that had no `.grad` when DDP handed their bucket out.
+        kept: those in whose `.grad` earlier micro-batches had left something to be sent, before the last
+            backward.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Reduction:
         self.failures: list[Exception] = []
         self.under_way: list[tuple[Any, Any]] = []
         self.without_grad: list[Any] = []
+        self.kept: list[Any] = []
         self.used: tuple[Tensor, Work] | None = None
 
     def reduce(self, bucket: Any) -> Future[Tensor]:

@@ -14,6 +14,7 @@ from pyengine.gradients.fsdp.places import whole_shape
 from pyengine.gradients.fsdp.private import compute_dtype, reduce_dtype
 from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.settings import Settings
+from pyengine.wire.memory import keeps_residual
 
 MODES = ("all", "outer", "none")
 Defer = str | Mapping[str, str]
@@ -117,6 +118,12 @@ def _choice_problems(unit: Unit, choice: Choice, settings: Settings) -> Iterator
             f"defer='none' for unit {unit.name!r}, whose parameters are narrow: torch sums reduced "
             "gradients in their type, and accumulator='fp32' asks for float32; keep float32 parameters, "
             "with MixedPrecisionPolicy(param_dtype=...)"
+        )
+    if choice.mode != "all" and keeps_residual(settings.wire) and unit.narrows(settings.wire):
+        yield (
+            f"wire={settings.wire} for unit {unit.name!r}, which sends gradients before the window's count "
+            f"is known (defer={choice.mode!r}), and what it keeps is of mean gradients: use defer='all', or "
+            "the wire within it"
         )
     largest = torch.finfo(settings.wire.dtype).max
     if choice.mode != "all" and unit.narrows(settings.wire) and largest < torch.finfo(torch.bfloat16).max:

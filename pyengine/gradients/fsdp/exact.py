@@ -38,7 +38,7 @@ class UnitSum(ExactParamSum):
     Args:
         params: the unit's, sharded; at least one.
         indices: theirs, in the order of registration.
-        terms: micro-batches of a full window, over all ranks.
+        terms: deposits of a full window, over all ranks.
         comm: over all ranks.
 
     Attributes:
@@ -105,7 +105,7 @@ class ExactFSDPReducer(Sharded):
 
     Args:
         managed: what of the model is driven.
-        terms: micro-batches of a full window, over all ranks.
+        terms: deposits of a full window, over all ranks.
     """
 
     def __init__(self, managed: Managed, *, terms: int) -> None:
@@ -133,8 +133,13 @@ class ExactFSDPReducer(Sharded):
         yield
         self.collect()
 
+    @contextmanager
+    def keep(self) -> Iterator[None]:
+        """Let the body run as under no_sync, too."""
+        yield
+
     def collect(self) -> None:
-        """Deposit what the micro-batch has left in the unsharded parameters' `.grad`."""
+        """Deposit what micro-batches have left in the unsharded parameters' `.grad`."""
         is_void, grads = self.unsharded.is_void, self.unsharded.take()
         self.end_padding()
         for total in self._sums if not is_void else []:

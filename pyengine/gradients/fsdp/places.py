@@ -7,10 +7,78 @@ shards once more.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+
+from pyengine.wire.memory import Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScatteredPlace(Place):
+    """Where a parameter lies in what a unit scatters: a shard in every rank's part, padded there.
+
+    Its `offset` counts from the start of a part.
+
+    Attributes:
+        shape: of the parameter, as forwards on this rank see it.
+        dim: along which it is sharded.
+        shards: how many parts there are.
+        padded: elements of a shard with what pads it.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    shards: int
+    padded: int
+
+    def read(self, flat: Tensor) -> Tensor:
+        whole = flat.new_empty(self.shape)
+        for shard, chunk in self._shards(flat, whole):
+            chunk.copy_(shard)
+        return whole.view(-1)
+
+    def write(self, flat: Tensor, part: Tensor) -> None:
+        for shard, chunk in self._shards(flat, part.reshape(self.shape)):
+            shard.copy_(chunk)
+
+    def _shards(self, flat: Tensor, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return each shard, in what is scattered and in the whole; the last ones may be short or missing."""
+        rows = flat.view(self.shards, -1)[:, self.offset : self.offset + self.padded]
+        chunks = whole.chunk(self.shards, self.dim)
+        return [
+            (row[: chunk.numel()].view(chunk.shape), chunk) for row, chunk in zip(rows, chunks, strict=False)
+        ]
+
+
+def scattered_places(params: Sequence[Any], names: Mapping[int, str], data_ndim: int) -> list[ScatteredPlace]:
+    """Return where parameters lie in what their unit scatters, one after the other.
+
+    Args:
+        params: that it reduces, sharded.
+        names: by a parameter's id: the keys.
+        data_ndim: see `Unit`.
+    """
+    places, offset = [], 0
+    for param in params:
+        dim = next(place.dim for place in param.placements[:data_ndim] if not place.is_replicate())
+        shape, padded = whole_shape(param, data_ndim), padded_numel(param, data_ndim)
+        _, shards = replicas_and_shards([param], data_ndim)
+        places.append(
+            ScatteredPlace(
+                names[id(param)],
+                offset,
+                math.prod(shape),
+                shape=tuple(shape),
+                dim=dim,
+                shards=shards,
+                padded=padded,
+            )
+        )
+        offset += padded
+    return places
 
 
 def replicas_and_shards(params: Sequence[Any], data_ndim: int) -> tuple[int, int]:

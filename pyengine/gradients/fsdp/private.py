@@ -6,6 +6,7 @@ Here state is read, and put back at the end. Everything that a window needs goes
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -67,6 +68,40 @@ def groups_of(module: Any) -> list[Any]:
 def parameters_of(module: Any) -> list[Parameter]:
     """Return the sharded parameters that a unit manages."""
     return [managed.sharded_param for group in groups_of(module) for managed in group.fsdp_params]
+
+
+def reduced_parameters(module: Any, waiting: Collection[int] = ()) -> list[Parameter]:
+    """Return the sharded parameters whose gradients a unit reduces: those that a forward has shown, and that
+    are trained there, or were when they got a gradient that has waited since.
+
+    Args:
+        module: the unit.
+        waiting: ids of the latter; `waiting_parameters` before the backward that reduces.
+    """
+    return [
+        managed.sharded_param
+        for managed in _shown(module)
+        if managed._unsharded_param.requires_grad or id(managed.sharded_param) in waiting
+    ]
+
+
+def waiting_parameters(module: Any) -> set[int]:
+    """Return the ids of the sharded parameters that have a gradient which the unit has not reduced yet."""
+    return {
+        id(managed.sharded_param)
+        for managed in _shown(module)
+        if managed._unsharded_param.grad is not None or managed.unsharded_accumulated_grad is not None
+    }
+
+
+def _shown(module: Any) -> list[Any]:
+    """Return what a unit manages of the parameters that a forward has shown."""
+    return [
+        managed
+        for group in groups_of(module)
+        for managed in group.fsdp_params
+        if hasattr(managed, "_unsharded_param")
+    ]
 
 
 def data_ndim(module: Any) -> int:

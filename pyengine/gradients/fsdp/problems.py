@@ -24,7 +24,6 @@ from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import local
 from pyengine.wire import Scatters, Wire
 from pyengine.wire.base import Prepares, is_encoded
-from pyengine.wire.memory import keeps_residual
 
 
 def check_version(model: nn.Module) -> None:
@@ -108,12 +107,7 @@ def _sum_problems(unit: Unit, settings: Settings) -> Iterator[str]:
 def _wire_problems(unit: Unit, dtype: torch.dtype, wire: Wire) -> Iterator[str]:
     """Say why sums of one type cannot travel over a wire of another."""
     text = f"reduces in {dtype}, and wire={wire}".replace("torch.", "")
-    if keeps_residual(wire):
-        yield (
-            f"{text}: under FSDP nothing keeps what a rank's values lose; pass the wire within it, or use "
-            "DistributedDataParallel or pe.GradSync"
-        )
-    elif dtype != wire.dtype and wire.dtype.itemsize >= dtype.itemsize:
+    if dtype != wire.dtype and wire.dtype.itemsize >= dtype.itemsize:
         yield (
             f"{text}: a wire has to be of the type that its MixedPrecisionPolicy's reduce_dtype says, or "
             f"narrower; pass the wire of that type, or reduce_dtype={wire.dtype}"

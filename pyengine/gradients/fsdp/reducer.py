@@ -18,6 +18,7 @@ from pyengine.gradients.fsdp.private import reduce_dtype
 from pyengine.gradients.fsdp.replay import Replay
 from pyengine.gradients.fsdp.scattered import Scattered
 from pyengine.gradients.fsdp.sharded import Managed, Sharded
+from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.slots import Forms, Saved
 from pyengine.ops.device import send
 from pyengine.window.divisor import Divisor
@@ -32,6 +33,9 @@ class FSDPReducer(Sharded):
 
     Args:
         managed: what of the model is driven.
+
+    Attributes:
+        residuals: what the wire loses, of whole parameters.
     """
 
     def __init__(self, managed: Managed) -> None:
@@ -42,6 +46,8 @@ class FSDPReducer(Sharded):
             choice.mode == "all" and (unit.narrows(settings.wire) or reduce_dtype(unit.module) is None)
             for unit, choice in zip(self.units, self.choices, strict=True)
         )
+        keys = {name: name for name, param in managed.named if param.requires_grad}
+        self.residuals = Residuals([(self.wire.memory, keys)], settings.wire)
         self._travels_as: Wire = settings.wire if waits else FP32()
         self._scattered = Scattered(self.units, self.choices, managed.named)
         self._replay = Replay(managed.model)

@@ -78,8 +78,9 @@ class Sharded:
         self.model: Any = managed.model
         self._is_apart = managed.settings.drops
         self.wire = ShardWire(managed.settings.wire, managed.comm)
+        names = {id(param): name for name, param in managed.named}
         for unit in self.units:
-            unit.take(self.wire)
+            unit.take(self.wire, names)
         deferred = [choice.mode == "all" for choice in self.choices]
         dtypes = [dtype or reduce_dtype(unit.module) for unit in self.units]
         self.unsharded = Unsharded(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from pyengine.comm import TorchDist
 from pyengine.comm.base import Comm, ring_bytes
+from pyengine.gradients.fsdp.places import ScatteredPlace
 from pyengine.ops.device import runs_ahead
 from pyengine.wire import Scatters, Wire
 from pyengine.wire.base import is_encoded
-from pyengine.wire.memory import Place, WireMemory
+from pyengine.wire.memory import KeepsMemory, WireMemory
 
 
 def _run(comm: Comm, launch: Callable[[bool], Any], what: str, *, group: Any, is_async: bool) -> Any:
@@ -58,14 +60,16 @@ class ShardWire:
 
     Attributes:
         wire, comm: as given.
+        keeps_memory: whether each unit needs a wire of its own; else all share the given one.
         memory: what the wire keeps of units.
-        before: returns what is multiplied in on the way to a narrower type, float32 0-dim; None for nothing.
-            Set for each window.
+        before: returns what is multiplied in on the way to the wire, float32 0-dim; None for nothing. Set for
+            each window.
     """
 
     def __init__(self, wire: Wire, comm: Comm) -> None:
         self.wire, self.comm = wire, comm
         self.before: Callable[[], Tensor | None] = _nothing
+        self.keeps_memory = isinstance(wire, KeepsMemory)
         self.memory = WireMemory()
         self._over: dict[Any, TorchDist] = {}
 
@@ -79,15 +83,17 @@ class ShardWire:
         is_slow = not runs_ahead(parts.device) and _backend(group, parts.device) == "gloo"
         return is_slow and type(inner).__name__ == "DefaultReduceScatter" and isinstance(self.wire, Scatters)
 
-    def wire_of(self, unit: object, parts: Tensor) -> Wire:
-        """Return the wire of one unit, with a memory of its own."""
-        return self.memory.wire_for(self.wire, [Place(unit, 0, parts.numel())], parts.numel(), parts.device)
+    def wire_of(self, places: Sequence[ScatteredPlace], parts: Tensor) -> Wire:
+        """Return the wire of one unit, with a memory of its own for what is kept of its parameters."""
+        assert sum(place.shards * place.padded for place in places) == parts.numel()
+        return self.memory.wire_for(self.wire, places, parts.numel(), parts.device)
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, group: Any, wire: Wire) -> None:
         """Sum over a group; see `Scatters.reduce_scatter`. Values are cast where the wire is narrower.
 
         Args:
-            out, parts: as there.
+            out: as there.
+            parts: as there, and overwritten where something is multiplied in and nothing cast.
             group: of ranks.
             wire: of the unit.
         """
@@ -95,10 +101,12 @@ class ShardWire:
         if group not in self._over:
             self._over[group] = TorchDist(group, parts.device)
             self._over[group].join(self.comm)
-        if parts.dtype != self.wire.dtype:
-            scale, wide = self.before(), parts
+        scale, wide = self.before(), parts
+        if wide.dtype != self.wire.dtype:
             parts = torch.empty_like(wide, dtype=self.wire.dtype)
             parts.copy_(wide) if scale is None else torch.mul(wide, scale, out=parts)
+        elif scale is not None:
+            parts.mul_(scale)
         wire.reduce_scatter(out, parts, self._over[group])
 
 
@@ -117,14 +125,22 @@ class ReduceScatterOverWire:
     Args:
         inner: the unit's own.
         wire: over which it travels where that is narrower, or cheaper.
+        reduced: returns the parameters that are scattered now, sharded.
+        places: returns where those lie.
 
     Attributes:
         earlier: what is added to the next sum, `[n]` in its type: that of a window that goes on from a state.
     """
 
-    def __init__(self, inner: Any, wire: ShardWire) -> None:
-        self._inner, self._wire = inner, wire
-        self._own_wire: Wire | None = None
+    def __init__(
+        self,
+        inner: Any,
+        wire: ShardWire,
+        reduced: Callable[[], Sequence[Parameter]],
+        places: Callable[[Sequence[Parameter]], Sequence[ScatteredPlace]],
+    ) -> None:
+        self._inner, self._wire, self._reduced, self._places = inner, wire, reduced, places
+        self._own_wire: tuple[Wire, list[int]] | None = None  # and the ids of the parameters
         self.allocate = inner.allocate
         self.earlier: Tensor | None = None
 
@@ -139,9 +155,7 @@ class ReduceScatterOverWire:
 
     def _sum(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool) -> Any:
         if self._wire.takes(self._inner, group, input_tensor):
-            if self._own_wire is None:
-                self._own_wire = self._wire.wire_of(self, input_tensor)
-            return self._wire.reduce_scatter(output_tensor, input_tensor, group, self._own_wire)
+            return self._wire.reduce_scatter(output_tensor, input_tensor, group, self._wire_of(input_tensor))
         self._wire.comm.traffic.count(input_tensor.nbytes - output_tensor.nbytes)
         return _run(
             self._wire.comm,
@@ -151,6 +165,18 @@ class ReduceScatterOverWire:
             group=group,
             is_async=async_op,
         )
+
+    def _wire_of(self, parts: Tensor) -> Wire:
+        """Return the unit's wire, anew if other parameters are reduced than before: not of another size only,
+        as those that are trained in turn may be of one.
+        """
+        if not self._wire.keeps_memory:
+            return self._wire.wire
+        params = self._reduced()
+        ids = [id(param) for param in params]
+        if self._own_wire is None or self._own_wire[1] != ids:
+            self._own_wire = self._wire.wire_of(self._places(params), parts), ids
+        return self._own_wire[0]
 
 
 def counted_all_reduce(comm: Comm, replicas: int) -> Callable[[Tensor], None]:

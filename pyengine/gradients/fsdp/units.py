@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.nn import Parameter
 
-from pyengine.gradients.fsdp.places import replicas_and_shards
+from pyengine.gradients.fsdp.places import ScatteredPlace, replicas_and_shards, scattered_places
 from pyengine.gradients.fsdp.private import (
     Replaced,
     data_ndim,
     is_unit,
     parameters_of,
     reduce_dtype,
+    reduced_parameters,
     shares_a_state,
+    waiting_parameters,
 )
 from pyengine.gradients.fsdp.traffic import (
     CountedAllGather,
@@ -45,6 +50,7 @@ class Unit:
         self.params = parameters_of(module)
         self.data_ndim = data_ndim(module)
         self.replicas, self.shards = replicas_and_shards(self.params, self.data_ndim)
+        self._waiting: set[int] = set()  # whose gradients the next backward reduces in any case
 
     @property
     def is_replicated(self) -> bool:
@@ -85,11 +91,25 @@ class Unit:
             module.set_reshard_after_forward(False, recurse=False)
             module.set_reshard_after_backward(False, recurse=False)
 
-    def take(self, wire: ShardWire) -> None:
+    def reduced(self) -> list[Parameter]:
+        """Return the parameters that the unit scatters now, in their order."""
+        return reduced_parameters(self.module, self._waiting)
+
+    def places(self, names: Mapping[int, str], params: Sequence[Parameter]) -> list[ScatteredPlace]:
+        """Return where parameters lie in what the unit scatters; it has to be sharded.
+
+        Args:
+            names: of parameters, by their id.
+            params: that it scatters.
+        """
+        return scattered_places(params, names, self.data_ndim)
+
+    def take(self, wire: ShardWire, names: Mapping[int, str]) -> None:
         """Let the window decide when this unit reduces: sums and not means, of every parameter on every rank.
 
         Args:
             wire: how its gradients travel; its collectives count as of that transport.
+            names: of parameters, by their id.
         """
         module = self.module
         self._replaced = Replaced(module)
@@ -98,7 +118,10 @@ class Unit:
         module.set_reduce_scatter_unused_params(True, recurse=False)
         if self.params:
             module.set_custom_all_gather(CountedAllGather(self._replaced.all_gather, wire.comm))
-            self.reduce_scatter = ReduceScatterOverWire(self._replaced.reduce_scatter, wire)
+            places = partial(self.places, names)
+            self.reduce_scatter = ReduceScatterOverWire(
+                self._replaced.reduce_scatter, wire, self.reduced, places
+            )
             module.set_custom_reduce_scatter(self.reduce_scatter)
             if self.replicas > 1:
                 module.set_all_reduce_hook(counted_all_reduce(wire.comm, self.replicas))
@@ -111,6 +134,7 @@ class Unit:
 
     def reduce(self) -> None:
         """Let the next backward reduce everything that is there, and free what was kept."""
+        self._waiting = waiting_parameters(self.module)
         self.module.set_requires_gradient_sync(True, recurse=False)
         self.module.set_reshard_after_backward(True, recurse=False)
 

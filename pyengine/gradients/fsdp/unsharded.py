@@ -120,7 +120,9 @@ class Unsharded:
         narrow = []
         for indices in self._units:
             found = [
-                param for param in map(self._found.get, indices) if param is not None and param.requires_grad
+                param
+                for param in map(self._found.get, indices)
+                if param is not None and (param.requires_grad or param.grad is not None)
             ]
             without = [param for param in found if param.grad is None]
             wide = [param for param in found if param.grad_dtype != param.dtype]

@@ -70,10 +70,11 @@ def measure(setting: Setting, on_round: Callable[[int], None]) -> Times:
 
 
 def check_agreement(variants: Mapping[str, Variant]) -> None:
-    """Raise on every rank unless all ranks of all variants that sync have found the same norm,
-    but for rounding.
+    """Raise on every rank unless all ranks of all variants that sync, and not in parts over several windows,
+    have found the same norm, but for rounding.
     """
-    norms = {name: float(variant.grad_norm) for name, variant in variants.items() if variant.is_synced}
+    told = {name: variant for name, variant in variants.items() if variant.is_synced and variant.is_whole}
+    norms = {name: float(variant.grad_norm) for name, variant in told.items()}
     if not norms:
         return
     low, high = torch.tensor(list(norms.values())), torch.tensor(list(norms.values()))

@@ -13,12 +13,14 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 from pyengine.cli.wires import WIRES
+from pyengine.wire import PowerSGD
 
 MAX_NORM = 0.5
 
@@ -30,6 +32,7 @@ class Variant:
         label: what tables call it.
         needs: module that has to be installed, if not torch's or ours.
         is_synced: whether ranks end a window with the same gradient.
+        is_whole: whether that is the window's gradient, but for rounding; else a part of it comes later.
         is_ours: whether it is pyengine's.
         grad_norm: of the last window, before clipping.
     """
@@ -37,6 +40,7 @@ class Variant:
     label: ClassVar[str]
     needs: ClassVar[str | None] = None
     is_synced: ClassVar[bool] = True
+    is_whole: ClassVar[bool] = True
     is_ours: ClassVar[bool] = False
     grad_norm: Tensor
 
@@ -249,6 +253,18 @@ class EngineExact(Engine):
     accumulator = "exact"
 
 
+class EngineExactSlots(Engine):
+    """GradSync with exact sums over slots, one a rank: a deposit a window."""
+
+    label = "GradSync, exact sums, a slot a rank"
+    accumulator = "exact"
+
+    def arguments(self) -> dict[str, Any]:
+        world = dist.get_world_size()
+        slots = pe.Exact(micro_batches=world * len(self.micro_batches), slots=world)
+        return super().arguments() | {"accumulator": slots}
+
+
 class Attach(Engine):
     """pyengine.attach on DistributedDataParallel."""
 
@@ -265,6 +281,12 @@ class AttachExact(Attach):
 
     label = "attach, exact sums"
     accumulator = "exact"
+
+
+class AttachExactSlots(EngineExactSlots, Attach):
+    """attach with exact sums over slots, one a rank."""
+
+    label = "attach, exact sums, a slot a rank"
 
 
 class EngineShared(Engine):
@@ -287,6 +309,7 @@ def _over(kind: type[Engine], wire: str) -> type[Variant]:
         "__doc__": f"{kind.label} over {WIRES[wire]!r}.",
         "label": f"{kind.label}, {wire} wire",
         "wire": WIRES[wire],
+        "is_whole": not isinstance(WIRES[wire], PowerSGD),
     }
     return type(kind.__name__, (kind,), about)
 
@@ -303,9 +326,11 @@ BY_NAME: dict[str, type[Variant]] = {
     "engine": Engine,
     "engine_native_bf16": EngineNative,
     "engine_exact": EngineExact,
+    "engine_exact_slots": EngineExactSlots,
     "engine_shared": EngineShared,
     "attach": Attach,
     "attach_exact": AttachExact,
+    "attach_exact_slots": AttachExactSlots,
     "attach_shared": AttachShared,
 }
 # Every other wire as well: engine_int8_ef and attach_int8_ef are over "int8-ef".

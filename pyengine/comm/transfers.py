@@ -1,0 +1,150 @@
+"""Exchanges over gloo in which a rank is ready to receive before it sends.
+
+gloo's own all-to-all and all-gather send first. Where one rank comes later than another, its data goes out
+ahead of its word that it can receive, on the same connection: the other one sends nothing until all of that
+has arrived, so the link is used one way at a time, at half its rate. Point-to-point transfers can be posted
+in the better order.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from pyengine.comm.stall import failure
+
+_TAG = 0x70796567  # no user's; transfers of one tag meet in the order in which ranks post them
+
+
+class Transfers:
+    """Transfers under way, as one work that may be waited for a while.
+
+    gloo's transfers cannot: a wait that runs out of time closes their connection.
+    """
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+        self._error: Exception | None = None
+        self._is_over = threading.Event()
+        self._future: Future[Any] = Future()
+
+    def run(self) -> None:
+        """Wait for all of them, on a thread of its own; the first failure is told at once."""
+        for work in self._works:
+            try:
+                if work.wait() is False:
+                    raise RuntimeError("a transfer was aborted")
+            except Exception as error:  # noqa: BLE001 - whoever waits raises it
+                self._end(error)
+        self._works = ()
+        self._end(None)
+
+    def _end(self, error: Exception | None) -> None:
+        if self._is_over.is_set():
+            return
+        self._error = error
+        self._is_over.set()
+        if error is None:
+            self._future.set_result(None)
+        else:
+            self._future.set_exception(error)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the result is in place.
+
+        Raises:
+            RuntimeError: it is not, after so long; or a transfer has failed.
+        """
+        if not self._is_over.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError(timeout)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._is_over.is_set()
+
+    def get_future(self) -> Future[Any]:
+        return self._future
+
+
+class PointToPoint:
+    """Exchanges among the ranks of one gloo group, of tensors on the host.
+
+    Args:
+        group: the group; None is the default group.
+        ranks: of the group, as the default group has them.
+
+    Cost: from the first exchange on a thread, which waits for transfers in the order of their launch. It ends
+    with `close`, with this object and with the interpreter, for a second at most behind what is under way.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> None:
+        self._group, self._ranks = group, ranks
+        self._rank = dist.get_rank(group)
+        self._waiting: queue.SimpleQueue[Transfers | None] = queue.SimpleQueue()
+        self._close: Callable[[], object] | None = None
+        self._is_broken = False
+
+    def all_to_all(self, received: Tensor, parts: Tensor) -> Transfers:
+        """Start sending every rank a part of its own; see `Exchanges.all_to_all`."""
+        arriving, leaving = self._rows(received), self._rows(parts)
+        return self._exchange(arriving, leaving)
+
+    def all_gather(self, gathered: Tensor, part: Tensor) -> Transfers:
+        """Start sending a part of this rank's to every other one; see `Exchanges.all_gather`."""
+        return self._exchange(self._rows(gathered), [part] * len(self._ranks))
+
+    def close(self) -> None:
+        """End the thread, behind what is under way."""
+        if self._close is not None:
+            self._close()
+        self._close = None
+
+    def _rows(self, whole: Tensor) -> Sequence[Tensor]:
+        return whole.view(len(self._ranks), -1).unbind()
+
+    def _exchange(self, arriving: Sequence[Tensor], leaving: Sequence[Tensor]) -> Transfers:
+        if self._is_broken:
+            raise RuntimeError(failure("this rank was interrupted while it posted an exchange"))
+        num = len(self._ranks)
+        others = [(self._rank + step) % num for step in range(1, num)]  # so that not all begin with one
+        self._is_broken = True  # by whatever keeps some transfers from being posted: peers would take others
+        works = [dist.irecv(arriving[r], self._ranks[r], self._group, _TAG) for r in reversed(others)]
+        works += [dist.isend(leaving[r], self._ranks[r], self._group, _TAG) for r in others]
+        self._is_broken = False
+        if arriving[self._rank].data_ptr() != leaving[self._rank].data_ptr():
+            arriving[self._rank].copy_(leaving[self._rank])
+        transfers = Transfers([work for work in works if work is not None])
+        self._start()
+        self._waiting.put(transfers)
+        return transfers
+
+    def _start(self) -> None:
+        if self._close is None:
+            thread = threading.Thread(
+                target=_wait, args=(self._waiting,), name="pyengine-transfers", daemon=True
+            )
+            self._close = weakref.finalize(self, _end, self._waiting, thread)
+            thread.start()
+
+
+def _wait(waiting: queue.SimpleQueue[Transfers | None]) -> None:
+    """Wait for transfers until there is None."""
+    while (transfers := waiting.get()) is not None:
+        transfers.run()
+
+
+def _end(waiting: queue.SimpleQueue[Transfers | None], thread: threading.Thread) -> None:
+    """End a thread, before the interpreter takes the ground from under it."""
+    waiting.put(None)
+    if thread is not threading.current_thread():
+        thread.join(1.0)

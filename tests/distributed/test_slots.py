@@ -1,0 +1,362 @@
+"""pe.Exact(slots=...): what a slot's micro-batches bring is added up as PyTorch adds, the slots exactly; so
+bits depend on the number of slots, and on every number of ranks that divides it they are the same.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from cases import Inject, engine, error_of, me
+from marks import rest
+from test_same_bits import Gpt, _digest, _wrap
+from torch import Tensor, nn
+
+import pyengine as pe
+from pyengine.gradients.sums import ExactOverRanks
+from pyengine.ops.exact import ExactSum
+from pyengine.ops.plan import BucketPlan
+
+MICRO_BATCHES, SLOTS, SAMPLES = 24, 12, 2 * (3 * 24 - 5)  # the last window ends inside a slot
+KINDS = ("own", "attach", "attach-view", "attach-unused")
+
+
+class Branches(nn.Module):
+    """Layers that only some micro-batches use: of a slot both, the first, the second, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(7, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Dropout(0.2))
+        self.even, self.odd, self.rare, self.none = (nn.Linear(9, 3) for _ in range(4))
+
+    def forward(self, x: Tensor, place: int) -> Tensor:
+        """Return the summed loss."""
+        x = self.first(x)
+        out = [self.odd(x)] if place % 2 else [self.even(x)]
+        if place == 5:
+            out.append(self.rare(x))
+        return torch.cat(out).square().sum()
+
+
+def _made(kind: str, model: nn.Module, accumulate: int, exact: pe.Exact) -> tuple[pe.Sync, nn.Module]:
+    if kind in ("own", "fsdp"):
+        return _wrap(kind, model, 1e-4, accumulate=accumulate, accumulator=exact)
+    return engine(kind, model, accumulate=accumulate, accumulator=exact)
+
+
+def _train(kind: str, slots: int | None) -> list[str]:
+    """Train for three windows, and return a digest of everything after every step."""
+    torch.manual_seed(0)
+    model = Branches()
+    data = torch.randn(SAMPLES, 7)
+    sampler = pe.WindowSampler(SAMPLES, seed=7, micro_batch=2, global_batch=2 * MICRO_BATCHES)
+    exact = pe.Exact(micro_batches=MICRO_BATCHES, slots=slots)
+    sync, forward = _made(kind, model, sampler.accumulate, exact)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    digests, losses = [], []
+    sync.on_step(lambda record: losses.append(record.loss))
+    for step, window in enumerate(sync.windows(sampler)):
+        for rows in window:
+            with pe.micro_batch_rng(7, step=step, index=sync.place):
+                sync.backward(forward(data[rows], sync.place), count=len(rows))
+        norm = sync.clip_grad_norm_(1.0)
+        assert sync.step(optimizer)
+        assert model.none.weight.grad is None
+        buffers = [value for value in model.buffers() if value.dtype.is_floating_point]
+        loss = torch.tensor(losses[-1], dtype=torch.float64)
+        digests.append(_digest(*model.parameters(), *buffers, norm, loss))
+    sync.close()
+    assert len(digests) == 3
+    return digests
+
+
+def _train_all(slots: int) -> list[list[str]]:
+    return [_train(kind, slots) for kind in KINDS]
+
+
+_alone: dict[int | None, list[str]] = {}
+
+
+def _single(ranks, slots: int | None) -> list[str]:
+    if slots not in _alone:
+        (_alone[slots],) = ranks(1).run(_train, "own", slots)
+    return _alone[slots]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, *rest(6)])
+def test_every_world_size_that_divides_the_slots_gives_the_same_bits(ranks, world):
+    assert ranks(world).run(_train_all, SLOTS) == [[_single(ranks, SLOTS)] * len(KINDS)] * world
+
+
+def test_bits_depend_on_the_number_of_slots_and_a_micro_batch_a_slot_is_the_default(ranks):
+    every = _single(ranks, None)
+    assert ranks(2).run(_train, "attach", MICRO_BATCHES) == [every] * 2
+    assert len({every[0], _single(ranks, SLOTS)[0], _single(ranks, 1)[0]}) == 3
+
+
+def _train_sharded(kind: str) -> list[str]:
+    torch.manual_seed(0)
+    _, world = me()
+    model = Gpt(torch.float32)
+    data = torch.randint(0, 50, (8 * 2 - 3, 9))
+    sampler = pe.WindowSampler(len(data), seed=7, micro_batch=1, global_batch=8)
+    sync, forward = _wrap(
+        kind, model, 0.01 * world, accumulate=sampler.accumulate, accumulator=pe.Exact(8, slots=4)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    digests = []
+    for step, window in enumerate(sync.windows(sampler)):
+        for rows in window:
+            with pe.micro_batch_rng(7, step=step, index=sync.place):
+                sync.backward(forward(data[rows]), count=8 * len(rows))
+        norm = sync.clip_grad_norm_(1.0)
+        assert sync.step(optimizer)
+        digests.append(_digest(*model.parameters(), norm))
+    return digests
+
+
+@pytest.mark.parametrize(("kind", "world"), [("fsdp", 2), ("hsdp", 4), *rest(("fsdp", 1), ("fsdp", 4))])
+def test_every_mesh_gives_the_same_bits(ranks, kind, world):
+    (alone,) = ranks(1).run(_train_sharded, "own")
+    assert ranks(world).run(_train_sharded, kind) == [alone] * world
+
+
+def _gradient(model: nn.Module, sync: pe.Sync, data: Tensor) -> Tensor:
+    """Return the gradient of one window of as many micro-batches as there are data, whose counts make 1."""
+    for index, x in enumerate(data):
+        with sync.accumulate(last=index == len(data) - 1):
+            sync.backward(model(x).square().sum(), count=int(index == 0))
+    sync.unscale_()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("num", [12, 10, 7, 1])
+def test_a_slot_is_what_pytorch_adds_up_and_slots_are_added_exactly(num):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 20), nn.Tanh(), nn.Linear(20, 3))
+    data = torch.randn(num, 5, 40) * torch.logspace(-3, 3, num)[:, None, None]
+    params = list(model.parameters())
+    numel = sum(p.numel() for p in params)
+    slots = []
+    for begin in range(0, num, 3):
+        model.zero_grad()
+        for x in data[begin : begin + 3]:
+            model(x).square().sum().backward()
+        slots.append(torch.cat([p.grad.flatten() for p in params]))
+    plan = BucketPlan([0], [numel])
+    total = ExactSum(plan, numel=-(-numel // 64) * 64, terms=4, device=torch.device("cpu"))
+    for index, slot in enumerate(reversed(slots)):
+        total.deposit_([slot], first=index == 0, nonfinite=torch.zeros(1, dtype=torch.uint8))
+    expected = torch.zeros(total.hi.numel())
+    total.round_(expected)
+    # Blocks of 64 elements choose their grid: here they lie otherwise than in the buckets, whose limbs have
+    # 29 bits each, so that both round the same exact sum.
+    sync = pe.GradSync(model, accumulate=12, accumulator=pe.Exact(12, slots=4))
+    assert torch.equal(_gradient(model, sync, data), expected[:numel])
+
+
+def _deposits(slots: int | None) -> int:
+    """Return the number of deposits of a bucket in a window of 24 micro-batches, after a first window."""
+    _, world = me()
+    model = nn.Linear(3, 2)
+    sync = pe.GradSync(model, accumulate=24 // world, accumulator=pe.Exact(24, slots=slots))
+    calls = []
+    for _ in range(2):
+        with mock.patch.object(ExactOverRanks, "deposit_", autospec=True, side_effect=_deposit(calls)):
+            for _ in range(24 // world):
+                with sync.accumulate():
+                    sync.backward(model(torch.ones(1, 3)).sum())
+            sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
+        num, calls[:] = len(calls), []
+    return num
+
+
+def _deposit(calls: list[None]):
+    deposit = ExactOverRanks.deposit_
+
+    def side_effect(*args: object, **kwargs: object) -> None:
+        calls.append(None)
+        deposit(*args, **kwargs)
+
+    return side_effect
+
+
+def test_a_window_costs_one_deposit_a_slot(ranks):
+    assert ranks(2).run(_deposits, None) == [12, 12]
+    assert ranks(2).run(_deposits, 12) == [6, 6]
+    assert ranks(2).run(_deposits, 2) == [1, 1]
+
+
+def _refused() -> list[str]:
+    """Try what slots cannot have on three ranks."""
+    rank, _ = me()
+    model, narrow = nn.Linear(2, 1), nn.Linear(2, 1, dtype=torch.bfloat16)
+
+    def made(slots: object, model: nn.Module = model, accumulate: int = 8, **options: object) -> str:
+        exact = pe.Exact(micro_batches=24, slots=slots)  # type: ignore[arg-type]
+        return error_of(pe.GradSync, model, accumulate=accumulate, accumulator=exact, **options)
+
+    sync = pe.GradSync(model, accumulate=8, accumulator=pe.Exact(micro_batches=24, slots=12))
+    sampler = pe.WindowSampler(24, micro_batch=1, global_batch=24)
+    dealt = error_of(lambda: next(sync.windows(pe.Dealer(sampler))))
+    sync.close()
+    return [
+        made(5),
+        made(8),
+        made(12, accumulate=24 if rank == 1 else 8),
+        made(12, narrow),
+        made(12, nonfinite="drop_micro_batch"),
+        made(12 if rank else 24),
+        made(0),
+        made(2.5),
+        made(36),
+        dealt,
+    ]
+
+
+def test_what_slots_cannot_have_is_refused_by_name_on_every_rank(ranks):
+    said = ranks(3).run(_refused)
+    assert said[1:] == said[:-1]
+    five, eight, uneven, narrow, drops, differ, none, half, many, dealt = said[0]
+    assert "Exact(micro_batches=24, slots=5): slots need equally many" in five and "slots=4 does" in five
+    assert "slots=8) on 3 ranks" in eight and "dealt to 1, 2, 4, 8 ranks" in eight
+    assert "accumulate=[8, 24, 8] by rank: every rank gets 4 whole slots of 2" in uneven
+    assert "need accumulate=8" in uneven
+    assert "parameter 'weight' is torch.bfloat16" in narrow and "leave slots out" in narrow
+    assert "with nonfinite='drop_micro_batch'" in drops and "use nonfinite='skip'" in drops
+    assert "rank 0 has" in differ and "slots=24)" in differ and "slots=12)" in differ
+    assert "slots=0): need a whole number of slots" in none and "slots=2.5): need a whole" in half
+    assert "slots=36): slots need equally many" in many and "slots=24 does" in many
+    assert "loader is a Dealer" in dealt and "slots of 2" in dealt
+
+
+def _out_of_turn(is_silent: bool) -> tuple[str, str]:
+    """Rank 1 takes two micro-batches before it runs a backward; then without one, or saying so."""
+    rank, _ = me()
+    model = nn.Linear(2, 1)
+    sync = pe.GradSync(model, accumulate=4, accumulator=pe.Exact(8, slots=4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run(skips: bool) -> None:
+        for window in sync.windows([torch.ones(1, 2)] * 4):
+            for number, x in enumerate(window):
+                if rank == 1 and number == 0 and skips:
+                    continue
+                if rank == 1 and number == 0 and not is_silent:
+                    with sync.micro_batch(count=0):
+                        pass
+                    continue
+                sync.backward(model(x).sum())
+            sync.step(optimizer)
+
+    first = error_of(run, is_silent)
+    return first, error_of(run, False) if is_silent else ""
+
+
+def test_a_backward_out_of_turn_is_an_error_on_every_rank_and_the_next_window_clean(ranks):
+    for message, after in ranks(2).run(_out_of_turn, True):
+        assert "rank 1: micro-batches of window 0 were taken before the backwards" in message
+        assert message.count("were taken before") == 1 and after == "no error"
+    assert ranks(2).run(_out_of_turn, False) == [("no error", "")] * 2
+
+
+def _bad(kind: str) -> str:
+    """The last but one of rank 1's four micro-batches is not finite; return the reason."""
+    rank, _ = me()
+    model = nn.Linear(2, 1)
+    sync, forward = _made(kind, model, 4, pe.Exact(8, slots=4))
+    reasons: list[str] = []
+    sync.on_step(lambda record: reasons.append(record.reason))
+    for number in range(4):
+        with sync.accumulate():
+            out = forward(torch.ones(1, 2))
+            value = float("inf") if (rank, number) == (1, 2) else 1.0
+            sync.backward(Inject.apply(out, value).sum())
+    assert not sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    sync.close()
+    return reasons[0]
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_a_report_names_the_micro_batches_of_a_slot(ranks, kind):
+    for reason in ranks(2).run(_bad, kind):
+        assert reason.endswith("from rank 1, micro-batch 2; rank 1, micro-batch 3")
+
+
+def _flushed(kind: str) -> Tensor:
+    """Send a window whose last slot has one micro-batch of three, without a backward."""
+    torch.manual_seed(0)
+    model = nn.Linear(40, 3)
+    sync, forward = _made(kind, model, 6, pe.Exact(6, slots=2))
+    for index in range(4):
+        with sync.accumulate():
+            x = torch.randn(2, 40, generator=torch.Generator().manual_seed(index)) * 10.0**index
+            sync.backward(forward(x).square().sum(), count=int(index == 0))
+    sync.flush()
+    sync.unscale_()
+    grads = [p.grad.full_tensor() if kind == "fsdp" else p.grad for p in model.parameters()]
+    return torch.cat([grad.flatten() for grad in grads])
+
+
+@pytest.mark.parametrize("kind", ["own", "attach", "fsdp", *rest("attach-unused")])
+def test_what_a_flush_leaves_of_a_slot_is_one_term(ranks, kind):
+    torch.manual_seed(0)
+    model = nn.Linear(40, 3)
+    sync = pe.GradSync(model, accumulate=6, accumulator=pe.Exact(6, slots=2))
+    data = [torch.randn(2, 40, generator=torch.Generator().manual_seed(i)) * 10.0**i for i in range(4)]
+    (flushed,) = ranks(1).run(_flushed, kind)
+    assert torch.equal(flushed, _gradient(model, sync, torch.stack(data)))
+
+
+def _part(folder: str, stops_at: int) -> tuple[str, str]:
+    """Run the first window up to a micro-batch, save, and return why not a micro-batch earlier."""
+    rank, world = me()
+    torch.manual_seed(0)
+    model, data = nn.Linear(40, 3), torch.randn(MICRO_BATCHES, 2, 40)
+    sync = pe.GradSync(
+        model, accumulate=MICRO_BATCHES // world, accumulator=pe.Exact(MICRO_BATCHES, slots=SLOTS)
+    )
+    early = ""
+    for place in sync.due[:stops_at]:
+        with sync.accumulate():
+            sync.backward(model(data[place]).square().sum(), count=2)
+        assert sync.is_slot_end == (place % 2 == 1)
+        if not sync.is_slot_end:
+            early = error_of(sync.state_dict)
+    torch.save(sync.state_dict(), f"{folder}/{rank}.pt")
+    other = pe.Exact(MICRO_BATCHES, slots=8)
+    sync.close()
+    sync = pe.GradSync(model, accumulate=MICRO_BATCHES // world, accumulator=other)
+    unlike = error_of(sync.load_state_dict, torch.load(f"{folder}/{rank}.pt"))
+    sync.close()
+    return early, unlike
+
+
+def _gone_on(folder: str, num: int) -> Tensor:
+    """Go on from the parts of `num` ranks, and return the window's gradient."""
+    _, world = me()
+    torch.manual_seed(0)
+    model, data = nn.Linear(40, 3), torch.randn(MICRO_BATCHES, 2, 40)
+    sync = pe.GradSync(
+        model, accumulate=MICRO_BATCHES // world, accumulator=pe.Exact(MICRO_BATCHES, slots=SLOTS)
+    )
+    if num:
+        sync.load_state_dict([torch.load(f"{folder}/{rank}.pt") for rank in range(num)])
+    due = sync.due
+    assert all(place + 1 in due for place in due if place % 2 == 0)
+    for place in due:
+        with sync.accumulate():
+            sync.backward(model(data[place]).square().sum(), count=2)
+    sync.unscale_()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("world", [3, 4, *rest(1, 2)])
+def test_states_are_taken_between_slots_and_shared_out_in_whole_slots(ranks, tmp_path, world):
+    for early, unlike in ranks(4).run(_part, str(tmp_path), 4):
+        assert "inside a slot of 2 micro-batches" in early and "sync.is_slot_end" in early
+        assert "24 micro-batches a window in 12 slots, this is" in unlike and "24 in 8 slots" in unlike
+    (alone,) = ranks(1).run(_gone_on, "", 0)
+    for gradient in ranks(world).run(_gone_on, str(tmp_path), 4):
+        assert torch.equal(gradient, alone)
