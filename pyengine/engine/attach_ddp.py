@@ -21,6 +21,7 @@ from pyengine.gradients.ddp.private import (
     visible_parameters,
 )
 from pyengine.gradients.ddp.reducer import DDPReducer
+from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.two_owners import TwoOwners
@@ -45,7 +46,7 @@ def attach_ddp(
     ranks = EngineRanks(named, named[0][1].device, group=state.group, mesh=device_mesh, axes=axes)
     problems += ranks.problems_under_ddp(visible, ddp_model.process_group)
 
-    def reducer(specs: list[ParamSpec], micro_batches: int) -> DDPReducer | TwoOwners:
+    def reducer(specs: list[ParamSpec], terms: Terms) -> DDPReducer | TwoOwners:
         state.serve(settings.wire)
         device = named[0][1].device
         comm: Comm = ranks.comm
@@ -56,7 +57,7 @@ def attach_ddp(
         assert isinstance(comm, TorchDist)
         state.travel_by(comm, device)
         prepare_wire(settings.wire, [comm], ranks.comm)
-        ddp = DDPReducer(ddp_model, state, settings=settings, terms=micro_batches)
+        ddp = DDPReducer(ddp_model, state, settings=settings, terms=terms)
         if not own:
             ddp.counted = ranks.counted(ddp.names)
             return ddp
@@ -71,7 +72,7 @@ def attach_ddp(
             groups=groups,
             counted=ranks.counted([*ddp.names, *names]),
             settings=settings,
-            terms=micro_batches,
+            terms=terms,
         )
 
     source = ddp_model.module

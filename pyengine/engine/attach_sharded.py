@@ -8,6 +8,7 @@ from pyengine.comm import comm_for
 from pyengine.engine.make import make_engine
 from pyengine.engine.sharded_ranks import ShardedRanks
 from pyengine.engine.sync import Sync
+from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.fsdp.deferral import Deferral, choose, problems_of_deferral
 from pyengine.gradients.fsdp.exact import ExactFSDPReducer
 from pyengine.gradients.fsdp.problems import check_version, managed_parameters, problems_of_fsdp
@@ -34,7 +35,7 @@ def attach_sharded(model: nn.Module, settings: Settings, deferral: Deferral) -> 
 
     ranks = ShardedRanks(units, comm)
 
-    def reducer(specs: list[ParamSpec], micro_batches: int) -> FSDPReducer | ExactFSDPReducer:
+    def reducer(specs: list[ParamSpec], terms: Terms) -> FSDPReducer | ExactFSDPReducer:
         del specs
         counted = ranks.counted(units)
         managed = Managed(
@@ -47,7 +48,7 @@ def attach_sharded(model: nn.Module, settings: Settings, deferral: Deferral) -> 
             settings,
         )
         if settings.kind == "exact":
-            return ExactFSDPReducer(managed, terms=micro_batches)
+            return ExactFSDPReducer(managed, terms=terms)
         return FSDPReducer(managed)
 
     problems = [*problems_of_fsdp(model, settings), *problems_of_deferral(units, deferral, settings)]

@@ -18,6 +18,7 @@ from pyengine.engine.make import make_engine
 from pyengine.engine.sync import Sync
 from pyengine.gradients.accumulator import Exact, as_accumulator
 from pyengine.gradients.buckets import BucketReducer
+from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.layout import Layout, ParamSpec
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.xla import XlaReducer, problems_of_device
@@ -104,13 +105,13 @@ class GradSync(Sync):
         problems = [*sharded_modules(params_or_module), *wrong_group, *wrapped_problems(params_or_module)]
         problems += problems_of_device(device, comm, settings)
 
-        def reducer(specs: list[ParamSpec], micro_batches: int) -> BucketReducer | XlaReducer:
+        def reducer(specs: list[ParamSpec], terms: Terms) -> BucketReducer | XlaReducer:
             groups = ranks.groups(shared_memory=shared_memory)
             prepare_wire(settings.wire, groups.comms, comm)
             ranks.broadcast([*named, *buffers], groups)
             if is_lazy(device):
                 return XlaReducer(specs, params, comm=comm, settings=settings)
-            return BucketReducer(specs, params, groups=groups, settings=settings, terms=micro_batches)
+            return BucketReducer(specs, params, groups=groups, settings=settings, terms=terms)
 
         source = params_or_module
         super().__init__(

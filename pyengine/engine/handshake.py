@@ -142,6 +142,11 @@ class Shares:
         return self.micro_batches // self.run
 
     @property
+    def most_terms(self) -> int:
+        """Runs of the rank that is dealt most of a full window."""
+        return max(self.by_rank) // self.run
+
+    @property
     def total(self) -> int:
         """Places that any rank may name."""
         return max(self.micro_batches, sum(self.by_rank))

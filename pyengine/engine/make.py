@@ -18,6 +18,7 @@ from pyengine.engine.ownership import owned_problems
 from pyengine.engine.sharded_ranks import ShardedRanks
 from pyengine.engine.whereabouts import whereabouts_of
 from pyengine.gradients.base import Reducer
+from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.settings import Settings
 
@@ -26,7 +27,7 @@ def make_engine(
     named: Sequence[tuple[str, Parameter]],
     comm: Comm,
     settings: Settings,
-    make_reducer: Callable[[list[ParamSpec], int], Reducer],
+    make_reducer: Callable[[list[ParamSpec], Terms], Reducer],
     *,
     source: object,
     problems: Sequence[str],
@@ -38,7 +39,7 @@ def make_engine(
         named: the parameters, in registration order.
         comm: transport; every rank of it calls this.
         settings: this rank's arguments.
-        make_reducer: given the parameters' descriptions and the deposits of a full window over all ranks,
+        make_reducer: given the parameters' descriptions and the terms of a full window's sum,
             return who owns the gradients; called once all ranks have agreed.
         source: the module, if there is one, whose BatchNorms exact sums keep alike.
         problems: what else is wrong here.
@@ -64,7 +65,7 @@ def _make(
     named: Sequence[tuple[str, Parameter]],
     comm: Comm,
     settings: Settings,
-    make_reducer: Callable[[list[ParamSpec], int], Reducer],
+    make_reducer: Callable[[list[ParamSpec], Terms], Reducer],
     source: object,
     problems: Sequence[str],
     *,
@@ -85,7 +86,7 @@ def _make(
     if ranks is not None:
         found += ranks.problems_with(named, settings, num_batch_norms=len(batch_norms_of(module)))
     shares = agree(comm, specs, settings, found, None if ranks is None else ranks.membership)
-    reducer = make_reducer(specs, shares.terms)
+    reducer = make_reducer(specs, Terms(shares.terms, shares.most_terms))
     batch_norms = BatchNormReplay(module, most=shares.most, total=shares.total)
     batch = None if ranks is None else ranks.shared_batch
     return Engine(reducer, comm, settings, batch_norms, shares=shares, batch=batch)

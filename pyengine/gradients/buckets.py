@@ -17,6 +17,7 @@ from pyengine.gradients.accumulator import BucketAccumulator, bucket_accumulator
 from pyengine.gradients.accumulator.base import drop_unused
 from pyengine.gradients.accumulator.main_grad import written
 from pyengine.gradients.arrival import Arrivals, Watch, may_nest
+from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.groups import Groups
 from pyengine.gradients.in_flight import Transfers
 from pyengine.gradients.layout import ParamSpec, backward_order, build
@@ -43,7 +44,7 @@ class BucketReducer:
         params: all parameters; those that require no gradient are left alone.
         groups: over which ranks each gradient is summed.
         settings: how buckets sum and travel, and how large they are.
-        terms: deposits of a full window, over all ranks.
+        terms: of a full window.
 
     Attributes:
         in_place: whether what lands is `.grad`, so that 1/count is left to the final pass; False also where
@@ -59,7 +60,7 @@ class BucketReducer:
         *,
         groups: Groups,
         settings: Settings,
-        terms: int,
+        terms: Terms,
     ) -> None:
         self.params: Sequence[Parameter] = list(params)
         self.names: Sequence[str] = [spec.name for spec in specs]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pyengine.comm.base import Comm
-from pyengine.gradients.sums import ExactOverRanks, WindowSum
+from pyengine.gradients.exact_sums import Terms, exact_over_ranks
+from pyengine.gradients.sums import WindowSum
 from pyengine.ops.exact_reference import BLOCK
 from pyengine.ops.plan import BucketPlan
 
@@ -37,8 +38,14 @@ class ParamSum:
 
     def begin(self) -> None:
         """Start a window: the first gradients overwrite."""
+        self._total.begin()
         self.is_filled = False
         self.flagged: list[Tensor] = []
+
+    def resume(self) -> None:
+        """Start a window that goes on from another sum, which is to be written to `parts`."""
+        self._total.resume()
+        self.is_filled = True
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """Accumulate a micro-batch.
@@ -57,7 +64,7 @@ class ParamSum:
         return self.flagged[-1]
 
     def parts(self, index: int) -> dict[str, Tensor]:
-        """Return the memory of one parameter's sum, by name, so that it can move or be saved."""
+        """Return one parameter's sum, by name, to be moved or saved; behind `resume` its memory."""
         return self._total.parts(self._plan.offsets[index], self._plan.numels[index])
 
 
@@ -66,17 +73,17 @@ class ExactParamSum(ParamSum):
 
     Args:
         params: as for `ParamSum`; at least one.
-        terms: deposits of a full window, over all ranks.
+        terms: of a full window.
         comm: by which the sum travels.
         num_flags: flags that travel with the first round.
     """
 
-    def __init__(self, params: Sequence[Any], *, terms: int, comm: Comm, num_flags: int = 0) -> None:
+    def __init__(self, params: Sequence[Any], *, terms: Terms, comm: Comm, num_flags: int = 0) -> None:
         numels = [param.numel() for param in params]
         *offsets, end = itertools.accumulate([-(-n // BLOCK) * BLOCK for n in numels], initial=0)
         plan, device = BucketPlan(offsets, numels), params[0].device
         self._one = torch.ones((), device=device)
-        self._exact = ExactOverRanks(
+        self._exact = exact_over_ranks(
             plan, numel=max(BLOCK, end), terms=terms, device=device, comm=comm, num_flags=num_flags
         )
         super().__init__(params, plan, self._exact)

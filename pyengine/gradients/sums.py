@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pyengine.comm.base import Allocates, Comm, Exchanges, Work, flat_zeros
-from pyengine.comm.levels import spans_hosts
-from pyengine.comm.staged import Staged
-from pyengine.ops.exact import ExactSum
-from pyengine.ops.exact_reference import BLOCK, POISONED
 from pyengine.ops.plan import BucketPlan
 from pyengine.ops.pointers import Pointers, TensorList
 from pyengine.window.final_pass import FinalPass
 
 
 class WindowSum(Protocol):
-    """A sum over a plan's slots, in memory that it owns as long as it lives: `Fp32Sum`, `ExactSum`."""
+    """A sum over a plan's slots, in memory that it owns as long as it lives: `Fp32Sum`, `ExactOverRanks`."""
+
+    def begin(self) -> None:
+        """Start a window: nothing of it has been deposited."""
+
+    def resume(self) -> None:
+        """Start with a sum of zero that goes on from another one: what `parts` returns will be written to."""
 
     def over(self, plan: BucketPlan) -> WindowSum:
         """Return the same sum, in the same memory, for gradients of some of its slots, which `plan` names."""
 
     def parts(self, offset: int, numel: int) -> dict[str, Tensor]:
-        """Return the memory of one slot's sum, by name: what a checkpoint holds of it (see `Saved`).
+        """Return one slot's sum, by name, as a checkpoint holds it (see `Saved`); behind `resume` its memory.
 
         Args:
             offset, numel: of the slot.
@@ -61,6 +62,12 @@ class Fp32Sum:
     def __init__(self, plan: BucketPlan, flat: Tensor) -> None:
         self._plan, self.flat = plan, flat
         self._one = torch.ones((), device=flat.device)
+
+    def begin(self) -> None:
+        return
+
+    def resume(self) -> None:
+        return
 
     def over(self, plan: BucketPlan) -> Fp32Sum:
         other = copy(self)
@@ -100,99 +107,6 @@ class Fp32Sum:
             self._plan.accumulate_cast_(
                 wire, self.flat, grads, self._one, scale, first=first, nonfinite=nonfinite
             )
-
-
-class ExactOverRanks(ExactSum):
-    """An exact sum, and the rounds in which ranks merge theirs and round the result.
-
-    Between hosts each rank adds up and rounds a part of its own, of whole blocks: integers travel once, and
-    what they have become once, as float32, 1.5 times the bytes of a float32 all-reduce. Within one host,
-    where bytes are cheap and copies are not, and where ranks cannot exchange parts, the integers go through
-    an all-reduce. Where ranks reduce in memory that they share, the sum lies there and is added up in place.
-
-    Args:
-        plan, terms: as for `ExactSum`.
-        numel: elements that are needed; rounded up to whole blocks for every rank.
-        device: where it lies.
-        comm: by which it travels.
-        num_flags: flags that travel with the first round.
-
-    Attributes:
-        num_rounds: how many collectives follow each other in `rounds`.
-        flags: uint8 `[num_flags]`, written before `rounds`; the largest over all ranks after the first.
-        rounded: float32 `[numel]` of the sum, in the memory of `hi`: holds the rounded sum behind `rounds`,
-            until the next deposit, a first one.
-    """
-
-    def __init__(
-        self,
-        plan: BucketPlan,
-        *,
-        numel: int,
-        terms: int,
-        device: torch.device,
-        comm: Comm,
-        num_flags: int = 0,
-    ) -> None:
-        whole = comm.world_size * BLOCK
-        numel = -(-numel // whole) * whole
-        limbs = flat_zeros(comm, 2 * numel, dtype=torch.int32, device=device)
-        super().__init__(plan, numel=numel, terms=terms, device=device, limbs=limbs)
-        self._comm = comm
-        can_exchange = isinstance(comm, Exchanges) and not isinstance(comm, Allocates)
-        self.num_rounds = 3 if comm.world_size > 1 and can_exchange and spans_hosts(comm) else 2
-        self.rounded: Tensor = self.hi.view(torch.float32)
-        num_marks = self.bins.numel() + num_flags
-        self._marks = flat_zeros(comm, num_marks, dtype=torch.uint8, device=device)
-        self._merged_bins = self._marks[: self.bins.numel()]
-        self.flags = self._marks[self.bins.numel() :]
-
-    def rounds(self, *, poison: bool = False) -> Staged:
-        """Start to agree on the largest bin of every block, then add the integers and round them.
-
-        Args:
-            poison: make the sum nan on every rank.
-
-        Cost: an all-reduce of a byte a block and flag. Then, with W ranks that exchange parts, two
-            all-to-alls of 4 bytes an element and an all-gather of 4, which take 1.5 times the bytes of a
-            float32 all-reduce, and memory for 8 while they are under way; 8 bytes an element are read, and
-            12 / W written. Within a host an all-reduce of 8 bytes an element; 8 read, and 4 written. Before
-            it 2 bytes a block are read, and where a bin grows 4 read and 8 written an element.
-        """
-        return Staged(self._rounds(poison=poison), self.num_rounds, self.hi.device)
-
-    def _rounds(self, *, poison: bool) -> Iterator[Work]:
-        if poison:
-            self._merged_bins.fill_(POISONED)
-        else:
-            self._merged_bins.copy_(self.bins)
-        yield self._comm.all_reduce_max(self._marks)
-        self.align_(self._merged_bins)
-        if self.num_rounds == 3:
-            assert isinstance(self._comm, Exchanges)
-            yield from self._exchanged(self._comm)
-        else:
-            yield self._comm.all_reduce(self.limbs)
-            self.round_(self.rounded)
-
-    def _exchanged(self, comm: Exchanges) -> Iterator[Work]:
-        """Add up and round a part on every rank."""
-        size = self.hi.numel() // comm.world_size
-        mine = self.between(comm.rank * size, (comm.rank + 1) * size)
-        received = torch.empty_like(self.limbs)
-        works = [comm.all_to_all(into, limb) for into, limb in zip(received, self.limbs, strict=True)]
-        yield works[1]
-        works[0].wait()
-        for limb, rows in zip(mine.limbs, received.view(2, comm.world_size, size), strict=True):
-            torch.sum(rows, 0, dtype=torch.int32, out=limb)
-        del received, rows
-        own = mine.hi.view(torch.float32)
-        mine.round_(own)
-        yield comm.all_gather(self.rounded, own)
-
-    def round_tensors(self) -> list[Tensor]:
-        """Return every tensor that `rounds` uses."""
-        return [self.limbs, self.bins, self._marks]
 
 
 class SlotNorms:

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from pyengine.comm.base import Comm
 from pyengine.gradients.buckets import BucketReducer
 from pyengine.gradients.ddp.reducer import DDPReducer
+from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.groups import Groups
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.residuals import Residuals
@@ -36,7 +37,7 @@ class TwoOwners:
         counted: by parameter, DDP's first, whether this rank counts it in the norm; None: all ranks hold the
             same.
         settings: how buckets of both sum and travel.
-        terms: deposits of a full window, over all ranks.
+        terms: of a full window.
     """
 
     stepper: Stepper = PlainStepper()
@@ -50,7 +51,7 @@ class TwoOwners:
         groups: Groups,
         counted: Sequence[bool] | None,
         settings: Settings,
-        terms: int,
+        terms: Terms,
     ) -> None:
         self._ddp, self._num_ddp = ddp, len(ddp.params)
         # To the buckets DDP's are parameters without a gradient, so that the indices of all are the same.

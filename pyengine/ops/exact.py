@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from pyengine.ops.exact_reference import BLOCK
 from pyengine.ops.overlap import check_into
 from pyengine.ops.plan import BucketPlan
 from pyengine.ops.pointers import DTYPE_CODES, Pointers, TensorList, check_each, check_flat
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MAX_TERMS = 4096
 
@@ -114,7 +118,7 @@ class ExactSum:
     def __repr__(self) -> str:
         return f"ExactSum({self._plan}, width {self.width}, on {self.hi.device})"
 
-    def over(self, plan: BucketPlan) -> ExactSum:
+    def over(self, plan: BucketPlan) -> Self:
         """Return the same sum, in the same memory, for deposits into the slots of another plan.
 
         Args:

@@ -15,7 +15,7 @@ from torch import Tensor
 from pyengine.comm import comm_for
 from pyengine.comm.base import Comm, Exchanges, Traffic, Work
 from pyengine.engine import handshake
-from pyengine.gradients.sums import ExactOverRanks
+from pyengine.gradients.exact_sums import Terms, exact_over_ranks
 from pyengine.ops.exact import ExactSum
 from pyengine.ops.plan import BucketPlan
 
@@ -69,17 +69,25 @@ def _terms(numels: list[int], rank: int) -> list[list[Tensor | None]]:
 
 
 def _deposit(total: ExactSum, terms: list[list[Tensor | None]], slots: int) -> None:
-    for number, term in enumerate(terms):
+    for number, term in enumerate(terms or [[None] * slots]):
         total.deposit_(term, first=number == 0, nonfinite=torch.zeros(slots, dtype=torch.uint8))
 
 
-def _merged(comm: Comm, numels: list[int], *, poison: bool = False) -> tuple[Tensor, int]:
-    """Return the rounded sum over ranks, and the bytes that this one has sent."""
+def _merged(
+    comm: Comm, numels: list[int], nums: list[int], *, most: int = 2, poison: bool = False
+) -> tuple[Tensor, int]:
+    """Return the rounded sum over ranks, each of which has so many terms, and the bytes that this one has
+    sent.
+    """
     plan, numel = _plan(numels)
-    total = ExactOverRanks(plan, numel=numel, terms=TERMS, device=CPU, comm=comm, num_flags=2)
+    total = exact_over_ranks(plan, numel=numel, terms=Terms(TERMS, most), device=CPU, comm=comm, num_flags=2)
     result, num_bytes = torch.empty(0), 0
-    for _ in range(2):  # what a window leaves is no matter to the next one
-        _deposit(total, _terms(numels, comm.rank), len(numels))
+    for window in range(3):  # what a window leaves is no matter to the next one
+        total.begin()
+        if window == 1:  # ... not even of one in which all ranks had two terms
+            _deposit(total, _terms(numels, comm.rank), len(numels))
+        else:
+            _deposit(total, _terms(numels, comm.rank)[: nums[comm.rank]], len(numels))
         total.flags.fill_(comm.rank)
         before = comm.traffic.bytes_sent
         total.rounds(poison=poison).wait()
@@ -92,25 +100,51 @@ def _bits(values: Tensor) -> list[int]:
     return torch.where(values.isnan(), math.nan, values).view(torch.int32).tolist()
 
 
+def _right(numels: list[int], nums: list[int]) -> list[int]:
+    """Return the bits of the sum of so many terms of each rank, made on one."""
+    plan, numel = _plan(numels)
+    alone, right = ExactSum(plan, numel=numel, terms=TERMS, device=CPU), torch.empty(numel)
+    terms = [term for rank, num in enumerate(nums) for term in _terms(numels, rank)[:num]]
+    _deposit(alone, terms, len(numels))
+    alone.round_(right)
+    return _bits(right)
+
+
 def _merges() -> None:
     _, world = me()
-    comm = comm_for(CPU, None)
+    comm, nums = comm_for(CPU, None), [2] * me()[1]
     for numels in LAYOUTS:
-        plan, numel = _plan(numels)
-        alone = ExactSum(plan, numel=numel, terms=TERMS, device=CPU)
-        _deposit(alone, [term for rank in range(world) for term in _terms(numels, rank)], len(numels))
-        right = torch.empty(numel)
-        alone.round_(right)
-        found, num_bytes = _merged(comm, numels)
-        assert _bits(found) == _bits(right)
-        assert _bits(_merged(_ReducesOnly(comm), numels)[0]) == _bits(right)
-        assert _merged(comm, numels, poison=True)[0].isnan().all()
+        _, numel = _plan(numels)
+        right = _right(numels, nums)
+        found, num_bytes = _merged(comm, numels, nums)
+        assert _bits(found) == right
+        assert _bits(_merged(_ReducesOnly(comm), numels, nums)[0]) == right
+        assert _merged(comm, numels, nums, poison=True)[0].isnan().all()
         # Parts of whole blocks: two limbs to everybody else, one float32 to everybody else; bins and flags.
         if world > 1:
             assert isinstance(comm, Exchanges)
             part = -(-numel // (64 * world)) * 64
             marks = part * world // 64 + 2
             assert num_bytes == (world - 1) * part * (8 + 4) + 2 * (world - 1) * marks // world
+
+
+def _merges_terms() -> None:
+    _, world = me()
+    comm = comm_for(CPU, None)
+    for numels in LAYOUTS:
+        part = -(-_plan(numels)[1] // (64 * world)) * 64
+        found, num_bytes = _merged(comm, numels, [1] * world, most=1)
+        assert _bits(found) == _right(numels, [1] * world)
+        if world > 1:  # a float32 to everybody else, twice; three flags
+            assert num_bytes == (world - 1) * part * (4 + 4) + 2 * (world - 1) * 3 // world
+        assert _merged(comm, numels, [1] * world, most=1, poison=True)[0].isnan().all()
+        for uneven in ([2] + [1] * (world - 1), [1] * (world - 1) + [0], [0, 2, 1, 0][:world]):
+            assert _bits(_merged(comm, numels, uneven, most=1)[0]) == _right(numels, uneven)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_one_term_a_rank_travels_as_it_is_and_more_as_integers_to_the_same_bits(ranks, world):
+    ranks(world).run(_merges_terms)
 
 
 @pytest.mark.parametrize("world", WORLDS)

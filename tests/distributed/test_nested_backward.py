@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pyengine as pe
-from pyengine.gradients.sums import ExactOverRanks
+from pyengine.gradients.exact_sums import ExactOverRanks
 
 WIDTH = 32
 

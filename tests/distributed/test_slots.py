@@ -14,7 +14,7 @@ from test_same_bits import Gpt, _digest, _wrap
 from torch import Tensor, nn
 
 import pyengine as pe
-from pyengine.gradients.sums import ExactOverRanks
+from pyengine.gradients.accumulator.grouped import GroupedBucket
 from pyengine.ops.exact import ExactSum
 from pyengine.ops.plan import BucketPlan
 
@@ -161,25 +161,17 @@ def _deposits(slots: int | None) -> int:
     _, world = me()
     model = nn.Linear(3, 2)
     sync = pe.GradSync(model, accumulate=24 // world, accumulator=pe.Exact(24, slots=slots))
-    calls = []
+    nums = []
     for _ in range(2):
-        with mock.patch.object(ExactOverRanks, "deposit_", autospec=True, side_effect=_deposit(calls)):
+        with mock.patch.object(
+            GroupedBucket, "_store", autospec=True, side_effect=GroupedBucket._store
+        ) as store:
             for _ in range(24 // world):
                 with sync.accumulate():
                     sync.backward(model(torch.ones(1, 3)).sum())
             sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
-        num, calls[:] = len(calls), []
-    return num
-
-
-def _deposit(calls: list[None]):
-    deposit = ExactOverRanks.deposit_
-
-    def side_effect(*args: object, **kwargs: object) -> None:
-        calls.append(None)
-        deposit(*args, **kwargs)
-
-    return side_effect
+        nums.append(store.call_count)
+    return nums[-1]
 
 
 def test_a_window_costs_one_deposit_a_slot(ranks):

@@ -14,6 +14,7 @@ from pyengine.gradients.accumulator.base import BucketAccumulator
 from pyengine.gradients.accumulator.exact import Exact, ExactBucket
 from pyengine.gradients.accumulator.fp32 import Fp32Bucket
 from pyengine.gradients.accumulator.native import NativeBucket
+from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.layout import Bucket
 from pyengine.gradients.local_part import LocalPart
 from pyengine.wire import Wire
@@ -43,7 +44,7 @@ def bucket_accumulator(
     params: Sequence[Parameter],
     *,
     wire: Wire,
-    terms: int,
+    terms: Terms,
     watch: bool,
     comm: Comm,
     apart: bool = False,
@@ -55,7 +56,7 @@ def bucket_accumulator(
         bucket: its place in the layout.
         params: the bucket's, in slot order.
         wire: how it travels.
-        terms: deposits of a full window, over all ranks.
+        terms: of a full window.
         watch: whether every micro-batch is checked for inf and nan.
         comm: by which it travels.
         apart: whether `.grad` holds a micro-batch's gradient alone until that is accumulated: sums are then

@@ -14,8 +14,8 @@ from torch.nn import Parameter
 from pyengine.comm.base import Comm, Work
 from pyengine.gradients.accumulator.grouped import GroupedBucket
 from pyengine.gradients.accumulator.used_flags import FlagsBeside
+from pyengine.gradients.exact_sums import Terms, exact_over_ranks
 from pyengine.gradients.layout import Bucket
-from pyengine.gradients.sums import ExactOverRanks
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class ExactBucket(GroupedBucket):
     20 by later ones with fp32 gradients; on the wire those of `ExactOverRanks.rounds`.
 
     Args:
-        terms: deposits of a full window, over all ranks.
+        terms: of a full window.
         comm: by which it travels.
     """
 
-    def __init__(self, bucket: Bucket, params: Sequence[Parameter], *, terms: int, comm: Comm) -> None:
+    def __init__(self, bucket: Bucket, params: Sequence[Parameter], *, terms: Terms, comm: Comm) -> None:
         super().__init__(bucket, params)
-        self._exact = ExactOverRanks(
+        self._exact = exact_over_ranks(
             self.plan,
             numel=bucket.numel,
             terms=terms,

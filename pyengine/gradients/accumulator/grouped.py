@@ -13,6 +13,7 @@ from pyengine.gradients.accumulator.base import BucketAccumulator
 from pyengine.gradients.accumulator.slot_group import SlotGroup
 from pyengine.gradients.arrival import Watch
 from pyengine.gradients.local_part import grad_version
+from pyengine.gradients.slots import Saved
 from pyengine.gradients.sums import WindowSum
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.nonfinite import flagged_in
@@ -36,6 +37,7 @@ class GroupedBucket(BucketAccumulator):
 
     def begin(self) -> None:
         super().begin()
+        self._total.begin()
         self._sealed: list[_Mark] | None = None
         self._late: list[int] = []
         self._flagged = [self.new_flags()]
@@ -89,6 +91,10 @@ class GroupedBucket(BucketAccumulator):
     def parts(self, index: int) -> dict[str, Tensor]:
         slot = self.bucket.slots[index]
         return self._total.parts(slot.offset, slot.numel)
+
+    def load(self, saved: Saved, *, done: int) -> None:
+        self._total.resume()
+        super().load(saved, done=done)
 
     def _is_used(self, index: int) -> bool:
         return self._used[index]

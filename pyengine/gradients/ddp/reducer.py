@@ -23,6 +23,7 @@ from pyengine.gradients.ddp.hook import HookState, comm_hook, leave_unreduced
 from pyengine.gradients.ddp.private import Drive, publish, reduced_parameters
 from pyengine.gradients.ddp.reduction import Reduction
 from pyengine.gradients.ddp.sums import ExactBucketSum, Fp32BucketSum, Sums, Watched
+from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.param_sums import packed
 from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.settings import Settings
@@ -45,7 +46,7 @@ class DDPReducer:
         settings: its accumulator "fp32" sums narrow gradients in fp32 buffers of our own, 4 bytes an element
             more than DDP's; "exact" sums all of them there, exactly, in 8.02; "native" leaves sums to
             autograd.
-        terms: deposits of a full window, over all ranks.
+        terms: of a full window.
 
     Attributes:
         counted: see `HoldsParts`; None until somebody else sets it.
@@ -61,7 +62,7 @@ class DDPReducer:
         state: HookState,
         *,
         settings: Settings,
-        terms: int,
+        terms: Terms,
     ) -> None:
         self.counted: Sequence[bool] | None = None
         named = reduced_parameters(ddp)

@@ -89,7 +89,7 @@ class Sums:
     def load(self, saved: Saved, names: Mapping[Any, str], *, done: int) -> None:
         self.match_buckets()
         for total in self._sums.values():
-            total.is_filled = True
+            total.resume()
             total.flagged = [*saved_flags(saved, [names[p] for p in total.params], done, total.device)]
             self.used.update(param for param in total.params if names[param] in saved)
             for index, param in enumerate(total.params):
@@ -113,7 +113,8 @@ class Sums:
             if bucket.buffer().dtype in self._dtypes
         }
         for total in self._sums.values():
-            total.is_filled = was_filled
+            if was_filled:
+                total.resume()
             for index, param in enumerate(total.params):
                 before, flags = old.get(id(param), ({}, []))
                 for name, part in before.items():

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
 from pyengine.comm.staged import Staged
+from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.fsdp.places import is_first, shard_of
 from pyengine.gradients.fsdp.sharded import Managed, Sharded
 from pyengine.gradients.param_sums import ExactParamSum
@@ -38,7 +39,7 @@ class UnitSum(ExactParamSum):
     Args:
         params: the unit's, sharded; at least one.
         indices: theirs, in the order of registration.
-        terms: deposits of a full window, over all ranks.
+        terms: of a full window.
         comm: over all ranks.
 
     Attributes:
@@ -50,7 +51,7 @@ class UnitSum(ExactParamSum):
     """
 
     def __init__(
-        self, params: Sequence[Parameter], indices: Sequence[int], *, terms: int, comm: Comm
+        self, params: Sequence[Parameter], indices: Sequence[int], *, terms: Terms, comm: Comm
     ) -> None:
         super().__init__(params, terms=terms, comm=comm, num_flags=len(params))
         self.indices = list(indices)
@@ -105,10 +106,10 @@ class ExactFSDPReducer(Sharded):
 
     Args:
         managed: what of the model is driven.
-        terms: deposits of a full window, over all ranks.
+        terms: of a full window.
     """
 
-    def __init__(self, managed: Managed, *, terms: int) -> None:
+    def __init__(self, managed: Managed, *, terms: Terms) -> None:
         super().__init__(managed, dtype=torch.float32, watches=False)
         index = {id(param): i for i, param in enumerate(self.params)}
         self._sums = [
@@ -200,7 +201,7 @@ class ExactFSDPReducer(Sharded):
 
     def load(self, saved: Saved, *, done: int) -> None:
         for total in self._sums:
-            total.is_filled = True
+            total.resume()
             names = [self.names[index] for index in total.indices]
             total.flagged = [*saved_flags(saved, names, done, total.device)]
             for slot, (index, name) in enumerate(zip(total.indices, names, strict=True)):
