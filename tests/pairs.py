@@ -2,8 +2,8 @@
 company.
 
 What breaks, breaks with one value or with two that meet, seldom with three (Kuhn, Wallace, Gallo 2004). So
-of three arguments or more every two values meet in some combination, and of two every value comes with two of
-the other's. `make faults` runs all combinations.
+of three arguments or more every two values meet in some combination, and of two every value comes once.
+`make faults` runs all combinations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from itertools import combinations
 import pytest
 
 _MANY = 3  # axes of which pairs are wanted
-_TIMES = 2  # that a value of fewer axes comes
 
 
 def covering(cases: Sequence[Sequence[Hashable]]) -> set[int]:
@@ -28,20 +27,18 @@ def covering(cases: Sequence[Sequence[Hashable]]) -> set[int]:
         Their places.
     """
     shown = [_shown(case) for case in cases]
-    times = 1 if len(cases[0]) >= _MANY else _TIMES
-    missing = {what: min(times, num) for what, num in Counter(w for case in shown for w in case).items()}
+    missing = {what for case in shown for what in case}
     left, used = list(range(len(cases))), Counter[Hashable]()
 
     def worth(index: int) -> tuple[int, int, int]:
         """Of those that show most, the one whose values have come least."""
-        news = sum(missing[what] > 0 for what in shown[index])
+        news = len(missing.intersection(shown[index]))
         return news, -sum(used[value] for value in enumerate(cases[index])), -index
 
-    while any(missing.values()):
+    while missing:
         best = max(left, key=worth)
         left.remove(best)
-        for what in shown[best]:
-            missing[what] = max(0, missing[what] - 1)
+        missing.difference_update(shown[best])
         used.update(enumerate(cases[best]))
     return set(range(len(cases))) - set(left)
 

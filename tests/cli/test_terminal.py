@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from marks import rest
 from study_records import made
 
 from pyengine.cli.doctor import run as doctor
@@ -85,7 +86,7 @@ TINY = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", TINY)
+@pytest.mark.parametrize("command", ["train", *rest("verify", "bench")])
 def test_commands_print_from_their_workers_to_a_terminal_of_ascii(command: str) -> None:
     done = run(command, *TINY[command].split(), PYTHONIOENCODING="ascii")
     assert (done.returncode, "UnicodeEncodeError" in done.stderr) == (0, False), done.stderr

@@ -160,7 +160,7 @@ def _line(
     for number, way in enumerate(ways):
         for other, (rank, world) in enumerate(places):
             is_other = other != number % len(places) or (quick and number % step != start % step)
-            is_slow, is_rest = not quick or is_other, is_other or (not quick and number % 2 == 1)
+            is_slow, is_rest = not quick or is_other, is_other or (not quick and number % 3 != 0)
             yield Case(phase, fault, end, way, rank, world, window, is_slow=is_slow, is_rest=is_rest)
 
 
