@@ -39,8 +39,8 @@ PLOT = Path(__file__).resolve().parents[1] / "docs" / "convergence.svg"
 ACCUMULATE, MICRO_BATCH, SMOOTH = 2, 4, 20
 TASKS: dict[str, Any] = {"gpt": TextTask, "cnn": DigitsTask}
 DEFAULT = (
-    *("fp32", "bf16", "bf16-sum-fp32", "fp16-sum-fp32", "int8", "int8-ef"),
-    *("fp8-e4m3", "fp8-e4m3-ef", "fp8-e5m2-ef"),
+    *("fp32", "bf16", "bf16-sum-fp32", "fp16", "fp16-sum-fp32", "int8", "int8-ef"),
+    *("fp8-e4m3", "fp8-e4m3-ef", "fp8-e5m2", "fp8-e5m2-ef", "powersgd-r4"),
 )
 
 
@@ -130,21 +130,51 @@ def _print(model: str, wires: dict[str, dict[str, Any]]) -> None:
 
 
 def _draw(models: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """Draw, of every model, the mean over seeds of each wire's loss, with the band between its seeds."""
+    """Draw, of every model, each wire's loss, and how far it lies from fp32's with the same seed: the mean
+    over seeds, and the band between them.
+    """
+    names = [wire for wire in WIRES if any(wire in wires for wires in models.values())]
+    colours = dict(zip(names, (INK, *matplotlib.colormaps["tab20"].colors), strict=False))  # type: ignore[attr-defined]
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": "pyengine", "svg.fonttype": "path"}):
-        figure = Figure(figsize=(9, 3.6 * len(models)), layout="constrained")
-        colours = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
-        for axes, (model, wires) in zip(figure.subplots(len(models), squeeze=False)[:, 0], models.items()):
-            for (wire, row), colour in zip(wires.items(), colours, strict=False):
-                steps = [SMOOTH * (index + 0.5) for index in range(len(row["curves"][0]))]
-                columns = list(zip(*row["curves"], strict=True))
-                colour = INK if wire == "fp32" else colour
-                axes.plot(steps, [statistics.mean(c) for c in columns], color=colour, lw=1.4, label=wire)
-                axes.fill_between(steps, [*map(min, columns)], [*map(max, columns)], color=colour, alpha=0.12)
-            axes.set(title=model, xlabel="optimizer steps", ylabel="training loss", yscale="log")
-            axes.legend(fontsize="small", ncols=2)
+        figure = Figure(figsize=(11, 3.6 * len(models)), layout="constrained")
+        rows = figure.subplots(len(models), 2, squeeze=False)
+        for (left, right), (model, wires) in zip(rows, models.items(), strict=True):
+            first = wires["fp32"]["curves"]
+            for wire in names:
+                curves = wires[wire]["curves"]
+                _band(left, curves, colours[wire], wire)
+                _band(right, _over(curves, first), colours[wire], "")
+            spread = [[value - statistics.mean(c) for value, c in zip(curve, zip(*first))] for curve in first]
+            _band(right, spread, "0.6", "fp32's own seeds, about their mean", width=0)
+            left.set(title=model, xlabel="optimizer steps", ylabel="training loss", yscale="log")
+            right.set(title=f"{model}, over fp32", xlabel="optimizer steps", ylabel="with the same seed")
+            left.legend(fontsize="small", ncols=2)
+            right.legend(fontsize="small")
         FigureCanvasSVG(figure).print_svg(PLOT, metadata={"Date": None})
     print("wrote", PLOT.name)
+
+
+def _over(curves: Sequence[Sequence[float]], first: Sequence[Sequence[float]]) -> list[list[float]]:
+    return [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(curves, first, strict=True)]
+
+
+def _band(axes: Any, curves: Sequence[Sequence[float]], colour: Any, label: str, width: float = 1.4) -> None:
+    """Draw the mean of curves, and the band between them."""
+    steps = [SMOOTH * (index + 0.5) for index in range(len(curves[0]))]
+    columns = list(zip(*curves, strict=True))
+    is_line = width > 0
+    if is_line:
+        axes.plot(steps, [statistics.mean(c) for c in columns], color=colour, lw=width, label=label or None)
+    axes.fill_between(
+        steps,
+        [*map(min, columns)],
+        [*map(max, columns)],
+        color=colour,
+        alpha=0.12,
+        lw=0,
+        label=None if is_line else label,
+        zorder=0,
+    )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from functools import cache
 from typing import Any
 
@@ -157,6 +158,22 @@ def test_what_an_engine_costs_is_that_of_the_result_files():
         "windows of {} instead of {} and {} instead of {} ms"
     ).format(*pair(2, "make", 1), *pair(4, "make", 0), *pair(2, "window", 1), *pair(4, "window", 0))
     assert said in (ROOT / "docs/wires.md").read_text()
+
+
+def test_what_wires_do_to_training_is_that_of_the_result_file():
+    models = _linked("docs/wires.md", "convergence")["models"]
+    expected: dict[str, list[str]] = {}
+    for model, factor, digits in (("gpt", 1, 3), ("cnn", 100, 2)):
+        exact = models[model]["fp32"]["finals"]
+        for wire, row in models[model].items():
+            over = [a - b for a, b in zip(row["finals"], exact, strict=True)]
+            cells = [statistics.mean(row["finals"]), statistics.mean(over), max(over)]
+            texts = [
+                f"{factor * value:{sign}.{digits}f}"
+                for value, sign in zip(cells, ("", "+", "+"), strict=True)
+            ]
+            expected.setdefault(f"`{wire}`", []).extend(texts)
+    assert _table("docs/wires.md", "of one seed at most") == expected
 
 
 def test_windows_on_networks_are_what_the_command_on_the_page_says(capsys, monkeypatch):
