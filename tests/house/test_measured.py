@@ -69,6 +69,14 @@ SLOW_VARIANTS = {
     "`attach`": "attach",
     "`attach`, bf16 wire": "attach_bf16",
 }
+# The same of the table of shared memory.
+SHARED_VARIANTS = {
+    "DDP + `no_sync`, bucket views": "no_sync_view",
+    "`GradSync`": "engine",
+    "`GradSync(shared_memory=True)`": "engine_shared",
+    "`attach`": "attach",
+    "`attach(shared_memory=True)`": "attach_shared",
+}
 SLOW_CASES = ["gpt0:fp32", "gpt0:bf16"]
 CASES = ["gpt:fp32", "small:fp32", "gpt0:fp32", "gpt0:bf16", "small0:fp32", "small0:bf16"]
 
@@ -158,6 +166,17 @@ def test_what_an_engine_costs_is_that_of_the_result_files():
         "windows of {} instead of {} and {} instead of {} ms"
     ).format(*pair(2, "make", 1), *pair(4, "make", 0), *pair(2, "window", 1), *pair(4, "window", 0))
     assert said in (ROOT / "docs/wires.md").read_text()
+
+
+def test_what_shared_memory_leaves_of_a_sync_is_that_of_the_result_files():
+    expected: dict[str, list[str]] = {row: [] for row in SHARED_VARIANTS}
+    for world in (2, 4):
+        cases = _linked("docs/wires.md", f"shared-{world}")["cases"]
+        for case in ("gpt:fp32", "gpt0:fp32"):
+            ends = {v: row["last_p50_ms"] + row["epilogue_p50_ms"] for v, row in cases[case].items()}
+            for row, variant in SHARED_VARIANTS.items():
+                expected[row].append(f"{ends[variant] - ends['floor']:.0f}")
+    assert _table("docs/wires.md", "4 ranks, gradients alone") == expected
 
 
 def test_what_wires_do_to_training_is_that_of_the_result_file():
