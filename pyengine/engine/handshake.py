@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pyengine.comm.base import Comm
 from pyengine.comm.levels import KnowsHosts, own_host
-from pyengine.engine.membership import Membership, memberships_differ
+from pyengine.engine.membership import Membership, memberships_differ, most_parts
 from pyengine.gradients.accumulator import Exact
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.local_part import is_dtensor
@@ -77,7 +77,9 @@ def agree(
             f"accumulate={windows} by rank, and rank {first[batches[unlike[0]]]} shares its batch with rank "
             f"{unlike[0]}: pass the same on both"
         )
-    shares = _shares([everybodys[rank] for rank in first], engine_id=everybody[0][-1])
+    shares = _shares(
+        [everybodys[rank] for rank in first], engine_id=everybody[0][-1], parts=most_parts(members)
+    )
     names = [[spec.name for spec in specs] for _, _, specs, *_ in everybody]
     return replace(shares, batches=batches, are_alike=all(other == names[0] for other in names))
 
@@ -122,6 +124,7 @@ class Shares:
         engine_id: a random number of 32 bits that all ranks of this engine have in common, and other engines
             do not.
         run: micro-batches of a run, which one rank adds up before it accumulates them; see `Runs`.
+        parts: into which ranks that share a batch cut a gradient, each its own term of the sum.
     """
 
     places: list[range]
@@ -131,6 +134,7 @@ class Shares:
     batches: list[int]
     are_alike: bool = True
     run: int = 1
+    parts: int = 1
 
     def of(self, rank: int) -> range:
         """Return the places that a rank computes."""
@@ -138,8 +142,8 @@ class Shares:
 
     @property
     def terms(self) -> int:
-        """Runs over all ranks: as many terms as a sum of a full window has."""
-        return self.micro_batches // self.run
+        """Parts of runs over all ranks: as many terms as a sum of a full window has."""
+        return self.micro_batches // self.run * self.parts
 
     @property
     def most_terms(self) -> int:
@@ -173,7 +177,7 @@ def resized(shares: Shares, accumulate: int, *, is_exact: bool) -> Shares:
     return replace(shares, places=_places(by_rank, sum(by_rank)), micro_batches=sum(by_rank), by_rank=by_rank)
 
 
-def _shares(everybody: Sequence[Settings], *, engine_id: int) -> Shares:
+def _shares(everybody: Sequence[Settings], *, engine_id: int, parts: int) -> Shares:
     first, by_rank = everybody[0], [settings.accumulate for settings in everybody]
     if isinstance(first.accumulator, Exact):
         total, origin = first.accumulator.micro_batches, f"accumulator={first.accumulator}"
@@ -184,15 +188,17 @@ def _shares(everybody: Sequence[Settings], *, engine_id: int) -> Shares:
             )
     else:
         total, origin = sum(by_rank), f"accumulate={by_rank} by rank"
-    terms, what = total // first.run, "micro-batches" if first.run == 1 else "slots"
-    if first.kind == "exact" and not 1 <= terms <= MAX_TERMS:
+    slots, what = total // first.run, "micro-batches" if first.run == 1 else "slots"
+    if first.kind == "exact" and not 1 <= slots * parts <= MAX_TERMS:
+        cut = "" if parts == 1 else f" in {parts} parts each, on ranks that share a batch"
         raise ValueError(
-            f"{origin} makes {terms} {what} a window over all ranks: accumulator='exact' takes 1 to "
+            f"{origin} makes {slots} {what} a window over all ranks{cut}: accumulator='exact' takes 1 to "
             f"{MAX_TERMS}; make micro-batches larger or windows shorter"
         )
     if first.run > 1:
-        _check_runs(by_rank, terms, first.run, origin)
-    return Shares(_places(by_rank, total), total, by_rank, engine_id, [*range(len(by_rank))], run=first.run)
+        _check_runs(by_rank, slots, first.run, origin)
+    batches = [*range(len(by_rank))]
+    return Shares(_places(by_rank, total), total, by_rank, engine_id, batches, run=first.run, parts=parts)
 
 
 def _check_runs(by_rank: Sequence[int], slots: int, run: int, origin: str) -> None:

@@ -4,6 +4,7 @@ alike.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,6 +62,16 @@ def memberships_differ(said: Sequence[Membership], specs: Sequence[Sequence[Para
         for index, ranks in enumerate(membership.groups):
             members.setdefault(ranks, {})[rank] = [spec for spec in mine if spec.group == index]
     return [text for ranks, have in members.items() if (text := _difference(ranks, have))]
+
+
+def most_parts(said: Sequence[Membership]) -> int:
+    """Return how many ranks of one group share a batch, at most: each adds its own part of the gradient.
+
+    Args:
+        said: by rank.
+    """
+    groups = {ranks for membership in said for ranks in membership.groups}
+    return max(max(Counter(said[rank].batch.index for rank in ranks).values()) for ranks in groups)
 
 
 def _difference(ranks: Sequence[int], have: dict[int, list[ParamSpec]]) -> str:

@@ -230,6 +230,9 @@ class TermsOverRanks(ExactOverRanks):
         self._part.round_(own)
         yield self._comm.all_gather(self.rounded, own)
 
+    def round_tensors(self) -> list[Tensor]:
+        return [*super().round_tensors(), self._part.limbs, self._part.bins]
+
     def _become_integers(self) -> None:
         """Turn the term into integers; slots that have none yet are overwritten by their first deposit."""
         term = self.rounded.clone()

@@ -142,6 +142,18 @@ def _merges_terms() -> None:
             assert _bits(_merged(comm, numels, uneven, most=1)[0]) == _right(numels, uneven)
 
 
+def _held(most: int) -> int:
+    plan, numel = _plan([1024])
+    comm = comm_for(CPU, None)
+    total = exact_over_ranks(plan, numel=numel, terms=Terms(TERMS, most), device=CPU, comm=comm)
+    return sum(tensor.nbytes for tensor in total.round_tensors())
+
+
+def test_what_adds_up_terms_counts_among_the_bytes_held(ranks):
+    (plain, _), (terms, _) = ranks(2).run(_held, 2), ranks(2).run(_held, 1)
+    assert terms - plain == 512 * 8 + 512 // 64 + 1  # integers and bins of a part, and a flag
+
+
 @pytest.mark.parametrize("world", WORLDS)
 def test_one_term_a_rank_travels_as_it_is_and_more_as_integers_to_the_same_bits(ranks, world):
     ranks(world).run(_merges_terms)
