@@ -226,14 +226,17 @@ def _span_of_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_aligned(name: str, tensor: torch.Tensor, num_bytes: int) -> None:
-    """Check that a tensor's memory begins at a multiple of `num_bytes`."""
+    """Check that a tensor begins at a multiple of `num_bytes`, in memory and in its storage: only there can
+    torch view it as another type.
+    """
     if tensor.device.type not in ADDRESSED or tensor.numel() == 0:
         return
-    if tensor.data_ptr() % num_bytes:
-        raise ValueError(
-            f"{name} begins {tensor.data_ptr() % num_bytes} bytes behind a multiple of {num_bytes}; needed "
-            "one: begin where a multiple of that lies in the buffer, or pass a clone()"
-        )
+    for begin in (tensor.data_ptr(), tensor.storage_offset() * tensor.element_size()):
+        if begin % num_bytes:
+            raise ValueError(
+                f"{name} begins {begin % num_bytes} bytes behind a multiple of {num_bytes}; needed one: "
+                "begin where a multiple of that lies in the buffer, or pass a clone()"
+            )
 
 
 def check_scale(name: str, scale: torch.Tensor, device: torch.device) -> None:

@@ -110,7 +110,7 @@ ODD: tuple[Callable[[Memory, int, torch.dtype], Tensor], ...] = (
     lambda memory, numel, dtype: torch.zeros(numel, dtype=memory._draw.pick(OTHERS)),
     lambda memory, numel, dtype: memory.new(2 * numel, dtype)[::2],
     lambda memory, numel, dtype: memory.new(1, dtype).expand(numel),
-    lambda memory, numel, dtype: memory.new(2 * numel, dtype).view(2, numel).t(),
+    lambda memory, numel, dtype: memory.new(2 * min(numel, MOST // 2), dtype).unflatten(0, (2, -1)).t(),
     lambda memory, numel, dtype: memory.new(numel, dtype).view(1, numel, 1),
     lambda memory, numel, dtype: torch.empty(numel, dtype=dtype, device="meta"),
     lambda memory, numel, dtype: torch._neg_view(torch.ones(numel, dtype=dtype)),
@@ -118,7 +118,7 @@ ODD: tuple[Callable[[Memory, int, torch.dtype], Tensor], ...] = (
     lambda memory, numel, dtype: torch.zeros(numel, dtype=dtype).to_sparse(),
     _resized,
     lambda memory, numel, dtype: memory.new(numel, dtype).as_subclass(Subclass),
-    lambda memory, numel, dtype: torch.nn.Parameter(memory.new(numel, dtype)),
-    lambda memory, numel, dtype: memory.new(numel, dtype).requires_grad_(),
+    lambda memory, numel, dtype: torch.nn.Parameter(memory.new(numel, dtype), dtype.is_floating_point),
+    lambda memory, numel, dtype: memory.new(numel, dtype).requires_grad_(dtype.is_floating_point),
     lambda memory, numel, dtype: memory._draw.pick((3, "x", [], object)),  # type: ignore[arg-type, return-value]
 )

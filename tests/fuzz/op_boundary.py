@@ -14,6 +14,8 @@ from memory import DTYPES, Memory
 from torch import Tensor
 
 from pyengine.ops import native
+from pyengine.ops.codec import Codec
+from pyengine.ops.codec_reference import FORMATS
 from pyengine.ops.exact import ExactSum
 from pyengine.ops.plan import BucketPlan
 
@@ -196,7 +198,33 @@ def _exact(draw: Draw, memory: Memory, plan: BucketPlan) -> Calls:
     ]
 
 
-OPS = (_pack, _unpack, _accumulate, _accumulate_cast, _unscale_norm, _exact)
+def _codec(draw: Draw, memory: Memory, plan: BucketPlan) -> Calls:
+    """Draw what ranks send each other: payloads of any bytes among them."""
+    del plan
+    form = draw.pick(tuple(FORMATS))
+    codec = Codec(form, draw.pick((1, 1, 32) if form in ("bf16", "fp16") else (32, 256, 64, 1024, 1)))
+    numel, world = draw.pick(NUMELS), 1 + draw.below(3)
+    size = codec.num_bytes(numel)
+    values = memory.tensor(numel, DTYPES[:1])
+    # No narrow type inside of another one's memory: what bits its nan has is torch's business.
+    out = memory.new(numel, draw.pick(DTYPES)) if draw.once_in(3) else memory.tensor(numel, DTYPES[:1])
+    payload = memory.tensor(size, (torch.uint8,))
+    sent = memory.tensor(world * size, (torch.uint8,))
+    if isinstance(sent, Tensor) and sent.layout is torch.strided and sent.numel() == world * size:
+        sent = sent.reshape(world, size)
+    residual = None if draw.once_in(2) else memory.tensor(numel, DTYPES[:1])
+    seed = draw.pick((None, None, 0, -1, 2**63 - 1, 2**63, True))
+    offset = draw.pick((0, 0, 1, 64, 2**32 - 1, 2**40, -1, 2**64))
+    rounding = {"residual": residual, "seed": seed, "offset": offset}
+    return [
+        lambda: codec.encode_(payload, values, **rounding),
+        lambda: codec.sum_encode_(payload, sent, **rounding),
+        lambda: codec.sum_(out, sent),
+        lambda: codec.decode_(out, payload),
+    ]
+
+
+OPS = (_pack, _unpack, _accumulate, _accumulate_cast, _unscale_norm, _exact, _codec)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -349,6 +349,11 @@ BYTES, VALUES = torch.zeros(CODEC.num_bytes(32), dtype=torch.uint8), torch.zeros
             "payload begins 1 bytes behind a multiple of 4",
         ),
         (
+            lambda: CODEC.decode_(VALUES, torch.frombuffer(bytearray(44), dtype=torch.uint8, offset=3)[1:37]),
+            ValueError,
+            "payload begins . bytes behind a multiple of 4",
+        ),
+        (
             lambda: CODEC.sum_(VALUES, torch.zeros(2, 37, dtype=torch.uint8)[:, :36]),
             ValueError,
             r"payloads\[1\] begins 1 bytes behind a multiple of 4",
