@@ -134,7 +134,7 @@ def _draw(models: dict[str, dict[str, dict[str, Any]]]) -> None:
     over seeds, and the band between them.
     """
     names = [wire for wire in WIRES if any(wire in wires for wires in models.values())]
-    colours = dict(zip(names, (INK, *matplotlib.colormaps["tab20"].colors), strict=False))  # type: ignore[attr-defined]
+    colours = dict(zip(names, (INK, *map(matplotlib.colormaps["tab20"], range(20))), strict=False))
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": "pyengine", "svg.fonttype": "path"}):
         figure = Figure(figsize=(11, 3.6 * len(models)), layout="constrained")
         rows = figure.subplots(len(models), 2, squeeze=False)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+import pyengine as pe
 
 SHAPES = {"wide": (12, 40), "bias": (12,), "small": (3, 4), "conv": (16, 3, 5, 5), "tall": (33, 9)}
 
@@ -91,3 +94,15 @@ class Reference:
             for m, kept in zip(mine, self.lost, strict=True):
                 kept[name] = m - left @ (left.t() @ m)
         return found
+
+
+def train(sync: pe.Sync, forward: nn.Module, model: nn.Module, windows: Sequence[Any]) -> list[Any]:
+    """Train windows of one micro-batch; return their mean gradients."""
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.0), []
+    for window in sync.windows(windows):
+        for number in window:
+            sync.backward(forward(number))
+        sync.step(optimizer)
+        found.append({name: param.grad.clone() for name, param in model.named_parameters()})
+        optimizer.zero_grad()
+    return found

@@ -4,22 +4,19 @@ process, and what the process holds in between.
 
 from __future__ import annotations
 
-import gc
-import os
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from cases import assert_same, clear
+from soak_held import Held
 from soak_model import BACKWARDS, LEARNING_RATE, Fails, Model, Reference, Times, no_trap
 from soak_plan import EVERYBODY, Boom, Item, Loop, Made, Soak, draw_loop, draw_model
 from torch import Tensor, nn
@@ -314,48 +311,6 @@ class Subject:
         is_here = window == loop.window
         is_wrong = is_here and (loop.is_voided or (loop.trouble == "bad" and not drops))
         return kept, count, count == 0 or is_wrong
-
-
-@dataclass(frozen=True)
-class Held:
-    """What a process holds.
-
-    Attributes:
-        threads, tasks: of Python, and of the process.
-        descriptors: open files.
-        groups: process groups.
-        objects: of pyengine's types.
-        tensors: that Python knows.
-        rss: resident bytes.
-        models: that have been trained.
-    """
-
-    threads: int
-    tasks: int
-    descriptors: int
-    groups: int
-    objects: int
-    tensors: int
-    rss: int
-    models: int
-
-    @classmethod
-    def now(cls, models: int) -> Held:
-        """Look, behind so many models."""
-        for _ in range(3):  # what garbage has held may be garbage itself
-            gc.collect()
-        kinds = Counter(type(each) for each in gc.get_objects())
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return cls(
-            threads=threading.active_count(),
-            tasks=len(os.listdir("/proc/self/task")),
-            descriptors=len(os.listdir("/proc/self/fd")),
-            groups=len(dist.distributed_c10d._world.pg_map),
-            objects=sum(n for kind, n in kinds.items() if str(kind.__module__).startswith("pyengine.")),
-            tensors=sum(n for kind, n in kinds.items() if issubclass(kind, Tensor)),
-            rss=pages * os.sysconf("SC_PAGE_SIZE"),
-            models=models,
-        )
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from cases import engine, me
 from marks import rest
-from power_cases import SHAPES, Reference, Told, as_matrix, gradients, is_sent_thin
+from power_cases import SHAPES, Reference, Told, as_matrix, gradients, is_sent_thin, train
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.fsdp import fully_shard
@@ -17,25 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 from pyengine.comm import comm_for
-from pyengine.engine.checkpoint.checksum import checksum
 from pyengine.wire.memory import BucketMemory, Place
 
 # float32's roundings in M Q and its transpose, of up to 75 terms each, against what a matrix is; the noise
 # that the directions also follow is some hundred times smaller than it, so they may turn by as many times.
 NEAR = 1e-4
 WINDOWS = 5
-
-
-def _train(sync: pe.Sync, forward: nn.Module, model: nn.Module, windows: Sequence[Any]) -> list[Any]:
-    """Train windows of one micro-batch; return their mean gradients."""
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.0), []
-    for window in sync.windows(windows):
-        for number in window:
-            sync.backward(forward(number))
-        sync.step(optimizer)
-        found.append({name: param.grad.clone() for name, param in model.named_parameters()})
-        optimizer.zero_grad()
-    return found
 
 
 def _is_near(got: dict[str, Tensor], right: dict[str, Tensor]) -> None:
@@ -55,7 +41,7 @@ def _engines(kind: str) -> list[dict[str, Tensor]]:
         model = Told(rank)
         sync, forward = engine(kind, model, accumulate=1, wire=pe.wire.PowerSGD(columns))
         right = Reference(world, columns)
-        for window, got in enumerate(_train(sync, forward, model, range(WINDOWS))):
+        for window, got in enumerate(train(sync, forward, model, range(WINDOWS))):
             terms = _terms(world, window)
             if world == 1:  # nothing travels, and nothing is lost
                 _is_near(got, {name: as_matrix(name, g.double()) for name, g in terms[0].items()})
@@ -104,7 +90,7 @@ def _in_shared_memory() -> None:
     rank, world = me()
     model, right = Told(rank), Reference(world, 2)
     sync = pe.GradSync(model, accumulate=1, wire=pe.wire.PowerSGD(2), shared_memory=True)
-    for window, got in enumerate(_train(sync, model, model, range(3))):
+    for window, got in enumerate(train(sync, model, model, range(3))):
         _is_near(got, right.sum(_terms(world, window)))
 
 
@@ -117,7 +103,7 @@ def _narrow(kind: str) -> None:
     rank, world = me()
     model = Told(rank).bfloat16()
     sync, forward = engine(kind, model, accumulate=1, wire=pe.wire.PowerSGD(2))
-    (got,) = _train(sync, forward, model, [0])
+    (got,) = train(sync, forward, model, [0])
     narrow = [{n: g.bfloat16() / world for n, g in gradients(r, 0).items()} for r in range(world)]
     right = Reference(world, 2).sum(narrow)
     for name, want in right.items():  # the result is rounded to bfloat16, too
@@ -163,7 +149,7 @@ def _not_finite(kind: str, bad: float) -> None:
     rank, world = me()
     model = Told(rank)
     sync, forward = engine(kind, model, accumulate=1, wire=pe.wire.PowerSGD(2))
-    _train(sync, forward, model, [0])
+    train(sync, forward, model, [0])
     own = f"rank {rank} of {world}"
     before = sync.state_dict()[own][0]["factors"]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -180,7 +166,7 @@ def _not_finite(kind: str, bad: float) -> None:
     assert not any(part.any() for part in kept["residuals"].values())
     assert all(factor.isfinite().all() for factor in kept["factors"].values())
     assert torch.equal(kept["factors"]["wide"], before["wide"])
-    (got,) = _train(sync, forward, model, [2])
+    (got,) = train(sync, forward, model, [2])
     assert all(grad.isfinite().all() for grad in got.values())
 
 
@@ -220,7 +206,7 @@ def _nothing_then_something() -> None:
         assert bool(sync.step(optimizer))
         assert not any(param.grad.any() for param in model.parameters())
         optimizer.zero_grad()
-    (got,) = _train(sync, forward, model, [1])
+    (got,) = train(sync, forward, model, [1])
     _is_near(got, Reference(world, 2).sum(_terms(world, 1)))
 
 
@@ -246,7 +232,7 @@ def _right() -> dict[str, Tensor]:
 
 def _ours(model: Told) -> tuple[nn.Module, Any]:
     sync, forward = engine("own", model, accumulate=1, wire=pe.wire.PowerSGD(4))
-    return forward, lambda forward, model: _train(sync, forward, model, [0])[0]
+    return forward, lambda forward, model: train(sync, forward, model, [0])[0]
 
 
 def _torchs(model: Told) -> tuple[nn.Module, Any]:
@@ -278,85 +264,6 @@ def test_what_thirty_windows_lack_does_not_add_up_and_is_no_more_than_over_torch
     for ours, torchs, best in ranks(2).run(_compared):
         assert ours <= 30 * best / 4  # without residuals at least 30 * best
         assert ours <= 1.1 * torchs
-
-
-def _saved(kind: str) -> tuple[dict[str, Any], list[Any]]:
-    sync, forward, model = _one_bucket(kind)
-    _train(sync, forward, model, [0, 1])
-    state = sync.state_dict()
-    return state, _train(sync, forward, model, [2, 3])
-
-
-def _one_bucket(kind: str) -> tuple[pe.Sync, nn.Module, Told]:
-    model = Told(me()[0])
-    if kind == "own":
-        return *engine(kind, model, accumulate=1, wire=pe.wire.PowerSGD(2)), model
-    ddp = DistributedDataParallel(model)
-    return pe.attach(ddp, accumulate=1, wire=pe.wire.PowerSGD(2)), ddp, model
-
-
-def _goes_on(kind: str, states: list[Any]) -> tuple[dict[str, Any], list[Any]]:
-    rank, world = me()
-    sync, forward, model = _one_bucket(kind)
-    sync.load_state_dict(states[rank] if len(states) == world else states)
-    kept = sync.state_dict()[f"rank {rank} of {world}"][0]
-    return kept, _train(sync, forward, model, [2, 3])
-
-
-@pytest.mark.parametrize("kind", ["own", "attach"])
-def test_a_state_goes_on_with_the_same_bits(ranks, kind):
-    saved = ranks(2).run(_saved, kind)
-    found = ranks(2).run(_goes_on, kind, [state for state, _ in saved])
-    for (_, right), (_, got) in zip(saved, found, strict=True):
-        for window, other in zip(right, got, strict=True):
-            assert all(torch.equal(window[name], other[name]) for name in SHAPES)
-
-
-def test_another_number_of_ranks_goes_on_with_the_same_directions_and_sum_of_residuals(ranks):
-    states = [state for state, _ in ranks(3).run(_saved, "own")]
-    kept = [state[f"rank {rank} of 3"][0] for rank, state in enumerate(states)]
-    found = [part for part, _ in ranks(2).run(_goes_on, "own", states)]
-    for name in SHAPES:
-        right = sum(part["residuals"][name].double() for part in kept)
-        got = sum(part["residuals"][name].double() for part in found)
-        # A sum of at most two float32 numbers a rank.
-        assert torch.allclose(got, right, rtol=0, atol=float(right.abs().max()) * 4 * 2.0**-24)
-    for part in found:
-        assert part["factors"].keys() == kept[0]["factors"].keys()
-        assert all(torch.equal(part["factors"][name], kept[0]["factors"][name]) for name in part["factors"])
-
-
-def _damaged(states: list[Any], damage: str) -> str:
-    rank, world = me()
-    sync, *_ = _one_bucket("own")
-    (content, _) = states[rank][f"rank {rank} of {world}"]
-    content = dict(content, factors=dict(content["factors"]))
-    match damage:
-        case "name":
-            content["factors"]["other"] = content["factors"]["wide"]
-        case "rows":
-            content["factors"]["wide"] = content["factors"]["wide"][1:].clone()
-        case "nan":
-            content["factors"]["wide"] = content["factors"]["wide"] * torch.nan
-    state = dict(states[rank])
-    state[f"rank {rank} of {world}"] = (content, checksum(content))
-    with pytest.raises(ValueError) as error:
-        sync.load_state_dict(state)
-    return str(error.value)
-
-
-DAMAGES = {
-    "name": "factors['other'], which is no parameter here",
-    "rows": "factors['wide'] of torch.float32 [39, 2], need finite float32 of as many rows",
-    "nan": "factors['wide'] of torch.float32 [40, 2], need finite float32",
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_directions_that_no_engine_has_saved_are_refused(ranks, damage):
-    states = [state for state, _ in ranks(2).run(_saved, "own")]
-    for message in ranks(2).run(_damaged, states, damage):
-        assert DAMAGES[damage] in message
 
 
 def _refused(case: str) -> str:

@@ -9,7 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from soak_cases import Held, Soaked, soak
+from soak_cases import Soaked, soak
+from soak_held import Held
 from soak_plan import Soak
 
 sys.path.append(str(Path(__file__).parents[1] / "faults"))

@@ -1,0 +1,55 @@
+"""What a process holds, so that a soak can tell whether it grows."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds.
+
+    Attributes:
+        threads, tasks: of Python, and of the process.
+        descriptors: open files.
+        groups: process groups.
+        objects: of pyengine's types.
+        tensors: that Python knows.
+        rss: resident bytes.
+        models: that have been trained.
+    """
+
+    threads: int
+    tasks: int
+    descriptors: int
+    groups: int
+    objects: int
+    tensors: int
+    rss: int
+    models: int
+
+    @classmethod
+    def now(cls, models: int) -> Held:
+        """Look, behind so many models."""
+        for _ in range(3):  # what garbage has held may be garbage itself
+            gc.collect()
+        kinds = Counter(type(each) for each in gc.get_objects())
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return cls(
+            threads=threading.active_count(),
+            tasks=len(os.listdir("/proc/self/task")),
+            descriptors=len(os.listdir("/proc/self/fd")),
+            groups=len(dist.distributed_c10d._world.pg_map),
+            objects=sum(n for kind, n in kinds.items() if str(kind.__module__).startswith("pyengine.")),
+            tensors=sum(n for kind, n in kinds.items() if issubclass(kind, Tensor)),
+            rss=pages * os.sysconf("SC_PAGE_SIZE"),
+            models=models,
+        )
