@@ -16,10 +16,12 @@ from pyengine.comm.base import Comm
 from pyengine.gradients.accumulator import BucketAccumulator, bucket_accumulator
 from pyengine.gradients.accumulator.base import drop_unused
 from pyengine.gradients.accumulator.main_grad import written
+from pyengine.gradients.accumulator.used_flags import void_beside
 from pyengine.gradients.arrival import Arrivals, Watch, may_nest
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.groups import Groups
 from pyengine.gradients.in_flight import Transfers
+from pyengine.gradients.landed_norms import LandedNorms
 from pyengine.gradients.layout import ParamSpec, backward_order, build
 from pyengine.gradients.local_part import local_parts, release
 from pyengine.gradients.residuals import Residuals
@@ -112,6 +114,9 @@ class BucketReducer:
                 )
             )
         self._buckets = made
+        self._norms = LandedNorms(
+            [bucket.norm_slots for bucket in made], len(self.params), self.params[0].device
+        )
         self._slot_params = [slot.param for bucket in self.layout.buckets for slot in bucket.slots]
         self._slot_parts = [self.parts[param] for param in self._slot_params]
         self._slot_of = {
@@ -213,8 +218,11 @@ class BucketReducer:
                 "landed. Nothing is stepped here, and other ranks may have gone on: start all ranks anew, "
                 "from a checkpoint"
             )
+        self._norms.begin()
         for bucket in transfers.landed():
-            bucket.from_wire(self._divisor.after_wire(), final)
+            bucket.from_wire(self._divisor.after_wire(), self._norms)
+        self._norms.settle(final)
+        final.void = void_beside([bucket.flags for bucket in self._buckets], final.void)
         self._divisor.leave_to(final)
         drop_unused(self._buckets)
 

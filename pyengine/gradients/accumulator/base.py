@@ -15,12 +15,11 @@ from pyengine.gradients.accumulator.main_grad import pop_written, withdraw
 from pyengine.gradients.accumulator.slot_group import SlotGroup, cut
 from pyengine.gradients.accumulator.used_flags import FlagsBeside, FlagsInside, UsedFlags
 from pyengine.gradients.arrival import Watch
+from pyengine.gradients.landed_norms import LandedNorms, NormSlots
 from pyengine.gradients.layout import Bucket
 from pyengine.gradients.slots import Saved, load_parts, saved_flags, slots_of, views_of
-from pyengine.gradients.sums import SlotNorms
 from pyengine.ops.device import Readback
 from pyengine.ops.plan import BucketPlan
-from pyengine.window.final_pass import FinalPass
 from pyengine.wire import Wire
 from pyengine.wire.base import is_encoded
 
@@ -41,6 +40,7 @@ class BucketAccumulator(ABC):
     Attributes:
         in_place: whether what lands is `.grad`, without another pass.
         flags: which slots were used, and whether the window is void.
+        norm_slots: what `from_wire` reads.
     """
 
     in_place = False
@@ -53,7 +53,6 @@ class BucketAccumulator(ABC):
         self.params: Sequence[Parameter] = list(params)
         self.plan = BucketPlan([s.offset for s in bucket.slots], [s.numel for s in bucket.slots])
         self.one = torch.ones((), device=device)
-        self.norms = SlotNorms(self.plan, [s.param for s in bucket.slots], device)
         self._made = [(param.dtype, param.device, param.shape, param.stride()) for param in self.params]
         self._has_fused = False  # whether a layer adds to `main_grad` by itself
         self._groups = [SlotGroup(bucket, params, slots) for slots in cut(bucket, device)]
@@ -71,7 +70,21 @@ class BucketAccumulator(ABC):
         self._slots = (
             self._wire_slots if result is flat else self.plan.pointers(slots_of(result, self.bucket.slots))
         )
+        self._look_at_landed(slots_of(flat, self.bucket.slots), slots_of(result, self.bucket.slots))
         self.bind()
+
+    def _look_at_landed(self, landed: list[Tensor], published: list[Tensor]) -> None:
+        """Say what `from_wire` reads and writes: the slots, and flags that are summed with them."""
+        flags = self.flags.inside
+        plan = self.plan
+        if flags is not None:
+            begin = self.bucket.flags
+            plan = BucketPlan([*plan.offsets, begin], [*plan.numels, len(flags)])
+        self.norm_slots = NormSlots(plan, [slot.param for slot in self.bucket.slots])
+        beside = [] if flags is None else [flags]
+        self._landed = plan.pointers([*landed, *beside])
+        is_one = self._slots is self._wire_slots
+        self._published = self._landed if is_one else plan.pointers([*published, *(None for _ in beside)])
 
     def bind(self) -> None:
         """Make the views of `result` that `.grad` is set to, and what else parameters get to see."""
@@ -159,20 +172,20 @@ class BucketAccumulator(ABC):
         """Return every tensor that `send` uses, so that a side stream keeps its memory."""
         return [self._sum, self._wire, *(param.grad for param in self.params if param.grad is not None)]
 
-    def from_wire(self, inv_count: Tensor | None, final: FinalPass) -> None:
-        """Publish the reduced buffer as `.grad` with its norm and finite flags.
+    def from_wire(self, inv_count: Tensor | None, norms: LandedNorms) -> None:
+        """Publish the reduced buffer as `.grad`, and read its norm and finite flags.
 
         Also for parameters that no rank used: `drop_unused` then takes their `.grad` away.
 
         Args:
             inv_count: float32, 0-dim, multiplied in; None for nothing.
-            final: gets `sumsq` and `nonfinite` of these parameters, and `void`.
+            norms: of all buckets, made of their `norm_slots`.
 
         Cost: a read of an element on the wire; a write of `.grad` unless that is the same memory, times one.
         """
-        out = None if self._slots is self._wire_slots and inv_count is None else self._slots
-        self.norms.read(self._wire_slots, out, self.one if inv_count is None else inv_count, final)
-        final.void = self.flags.void(final.void)
+        is_published = self._slots is self._wire_slots and inv_count is None
+        scale = self.one if inv_count is None else inv_count
+        norms.read(self.bucket.index, self._landed, None if is_published else self._published, scale)
 
     def scale_(self, scale: Tensor) -> None:
         """Multiply the published gradients in place.

@@ -12,10 +12,10 @@ from torch.nn import Parameter
 from pyengine.gradients.accumulator.base import BucketAccumulator
 from pyengine.gradients.accumulator.slot_group import SlotGroup
 from pyengine.gradients.arrival import Watch
+from pyengine.gradients.landed_norms import LandedNorms
 from pyengine.gradients.local_part import grad_version
 from pyengine.gradients.slots import Saved
 from pyengine.gradients.sums import WindowSum
-from pyengine.window.final_pass import FinalPass
 from pyengine.window.nonfinite import flagged_in
 
 # Which gradient tensor a parameter has, and how often it has been written to.
@@ -83,8 +83,8 @@ class GroupedBucket(BucketAccumulator):
     def blame(self) -> Callable[[int], list[int] | None]:
         return partial(flagged_in, self._flagged)
 
-    def from_wire(self, inv_count: Tensor | None, final: FinalPass) -> None:
-        super().from_wire(inv_count, final)
+    def from_wire(self, inv_count: Tensor | None, norms: LandedNorms) -> None:
+        super().from_wire(inv_count, norms)
         for param, grad in zip(self.params, self._grads, strict=True):
             param.grad = grad
 

@@ -16,6 +16,7 @@ from pyengine.gradients.accumulator.slot_group import SlotGroup
 from pyengine.gradients.arrival import Watch
 from pyengine.gradients.layout import Bucket
 from pyengine.gradients.slots import slots_of
+from pyengine.gradients.sums import SlotNorms
 from pyengine.window.nonfinite import flagged_in
 from pyengine.wire import Wire
 
@@ -38,6 +39,7 @@ class NativeBucket(BucketAccumulator):
     ) -> None:
         super().__init__(bucket, params)
         self._watched: list[Tensor] | None = [] if watch else None
+        self._norms = SlotNorms(self.plan, [slot.param for slot in bucket.slots], self.one.device)
         self.in_place = wire.dtype == bucket.dtype and not wire.folds_count
         self._sum = self.allocate(bucket.dtype, comm if self.in_place else None)
         flat = self._sum if self.in_place else self.allocate(wire.dtype, comm)
@@ -145,7 +147,7 @@ class NativeBucket(BucketAccumulator):
     def _look(self) -> None:
         """Note which slots are not finite after this micro-batch, if they are watched."""
         if self._watched is not None:
-            self._watched.append(self.norms.flags(self._slots, self.one))
+            self._watched.append(self._norms.flags(self._slots, self.one))
 
     def _settle(self) -> None:
         """Bring every gradient into the sum, wherever it and the sum's views lie by now."""

@@ -17,7 +17,14 @@ _USED, _GAVE_UP = 1, 2
 
 
 class UsedFlags(Protocol):
-    """A flag a slot, in memory that the bucket owns."""
+    """A flag a slot, in memory that the bucket owns.
+
+    Attributes:
+        inside: their place in the wire buffer, `[slots]`, where they are summed with the bucket, so that nan
+            there voids the window; else None.
+    """
+
+    inside: Tensor | None
 
     def write(self, used: Sequence[bool], *, poison: bool) -> None:
         """Write this rank's.
@@ -32,9 +39,6 @@ class UsedFlags(Protocol):
         memory.
         """
 
-    def void(self, before: Tensor) -> Tensor:
-        """Return `before`, or nan if some rank gave the window up. Both float32, 0-dim."""
-
 
 class FlagsInside:
     """Flags behind the slots of the bucket, which are summed with it: 0 or 1, or nan from who gave up.
@@ -45,6 +49,7 @@ class FlagsInside:
 
     def __init__(self, flags: Tensor) -> None:
         self._flags = flags
+        self.inside: Tensor | None = flags
 
     def write(self, used: Sequence[bool], *, poison: bool) -> None:
         if poison:
@@ -57,9 +62,6 @@ class FlagsInside:
     def landed(self) -> Tensor:
         return self._flags
 
-    def void(self, before: Tensor) -> Tensor:
-        return before + self._flags.float().sum() * 0
-
 
 class FlagsBeside:
     """Flags in bytes, of which ranks take the largest: where what is summed with a bucket would not arrive as
@@ -68,6 +70,8 @@ class FlagsBeside:
     Args:
         flags: uint8 `[slots]`.
     """
+
+    inside: Tensor | None = None
 
     def __init__(self, flags: Tensor) -> None:
         self._flags = flags
@@ -87,5 +91,13 @@ class FlagsBeside:
             self._work = None
         return self._flags
 
-    def void(self, before: Tensor) -> Tensor:
-        return torch.where((self.landed() == _GAVE_UP).any(), float("nan"), before)
+
+def void_beside(flags: Sequence[UsedFlags], before: Tensor) -> Tensor:
+    """Return `before`, or nan if some rank gave the window up in flags that travel beside their bucket.
+
+    Args:
+        flags: of all buckets.
+        before: float32, 0-dim.
+    """
+    beside = [each.landed() for each in flags if each.inside is None]
+    return torch.where((torch.cat(beside) == _GAVE_UP).any(), torch.nan, before) if beside else before

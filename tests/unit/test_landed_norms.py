@@ -1,0 +1,85 @@
+"""What buckets leave of a window when they land: norms and flags by parameter, in one operation a bucket."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pyengine as pe
+from pyengine.gradients.landed_norms import LandedNorms, NormSlots
+from pyengine.ops.plan import BucketPlan
+from pyengine.window.final_pass import FinalPass
+
+CPU = torch.device("cpu")
+ONE = torch.tensor(1.0)
+
+
+def _settled(gave_up: bool, bad: int | None = None) -> FinalPass:
+    """Land parameters 3, 0 and then 2 with flags behind them; 1 and 4 are in no bucket. Bucket 1 has none."""
+    first = NormSlots(BucketPlan([0, 4, 8], [2, 1, 2]), [3, 0])
+    second = NormSlots(BucketPlan([0], [2]), [2])
+    norms, final = LandedNorms([first, second], 5, CPU), FinalPass(5, CPU)
+    values = {3: torch.tensor([1.0, 2.0]), 0: torch.tensor([3.0]), 2: torch.tensor([4.0, 4.0])}
+    flags = torch.tensor([1.0, torch.nan if gave_up else 1.0])
+    if bad is not None:
+        values[bad][0] = torch.inf
+    nothing = [torch.full((numel,), torch.nan) for numel in (2, 1, 2, 2)]
+    for *one, other in (
+        nothing,
+        [values[3], values[0], flags, values[2]],
+    ):  # a window knows nothing of the last
+        final.reset()
+        norms.begin()
+        norms.read(1, second.plan.pointers([other]), None, ONE)
+        norms.read(0, first.plan.pointers(one), None, ONE)
+        norms.settle(final)
+    return final
+
+
+def test_every_parameter_gets_its_own_norm_whatever_the_order_of_buckets():
+    final = _settled(gave_up=False)
+    assert final.sumsq.tolist() == [9.0, 0.0, 32.0, 5.0, 0.0]
+    assert final.nonfinite.tolist() == [0] * 5 and final.void.item() == 0
+
+
+@pytest.mark.parametrize("bad", [0, 2, 3])
+def test_a_value_that_is_not_finite_flags_its_parameter_and_does_not_void_the_window(bad):
+    final = _settled(gave_up=False, bad=bad)
+    assert [index for index, flag in enumerate(final.nonfinite.tolist()) if flag] == [bad]
+    assert final.void.item() == 0
+
+
+def test_a_rank_that_gave_up_voids_the_window_and_flags_no_parameter():
+    final = _settled(gave_up=True)
+    assert final.void.isnan() and final.nonfinite.tolist() == [0] * 5
+
+
+class _Count(TorchDispatchMode):
+    """Counts torch's operations: on an accelerator each is a launch."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _operations_of_landing(num_buckets: int, wire: pe.wire.Wire) -> int:
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(num_buckets)))
+    sync = pe.GradSync(model, accumulate=1, bucket_cap_mb=1e-6, wire=wire)
+    for window in sync.windows([torch.ones(2, 8)]):
+        for x in window:
+            sync.backward(model(x).sum(), count=2)
+        with _Count() as count:
+            sync.clip_grad_norm_(1.0)
+        sync.unscale_()
+    assert all(isinstance(param.grad, Tensor) for param in model.parameters())
+    return count.num
+
+
+@pytest.mark.parametrize("wire", [pe.wire.FP32(), pe.wire.BF16()], ids=str)
+def test_another_bucket_costs_no_operation_but_the_one_that_reads_it(ranks, wire):
+    few, many = (ranks(1).run(_operations_of_landing, num, wire)[0] for num in (1, 20))
+    assert few == many
