@@ -18,7 +18,8 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.Stream(device)
+        # What it packs must not queue behind the backward's own kernels: the collective waits for it.
+        self._stream = torch.Stream(device, priority=-1)
         self._device = device
 
     @contextmanager

@@ -89,6 +89,7 @@ class Engine:
             self.current = OpenWindow(self.parts)
             self._opened_at = self.counter.index
             self.counter.open()
+        self._ownership.follow()
         self.reducer.open()
         self.batch_norms.open()
         if (resumed := self.current.resumed) is not None:

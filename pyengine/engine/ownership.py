@@ -7,8 +7,11 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
+
+from pyengine.ops.device import current_stream
 
 # On the node that accumulates a parameter's gradient: the mark is as long-lived as that, and no copy or file
 # has it.
@@ -24,9 +27,31 @@ class Ownership:
     """
 
     def __init__(self, params: Iterable[Parameter], engine: object) -> None:
-        self._nodes: list[Any] = [get_gradient_edge(param).node for param in params if param.requires_grad]
+        self._params = [param for param in params if param.requires_grad]
+        self._engine = weakref.ref(engine)
+        self._nodes: list[Any] = []
+        self._stream: torch.Stream | None = None
+        self._mark()
+
+    def follow(self) -> None:
+        """Let gradients be accumulated on the current stream, if another one was current before: where
+        somebody trains, or captures a graph, on a stream of their own.
+
+        What a forward that is still alive, or DDP, holds stays where it was.
+        """
+        if self._params and current_stream(self._params[0].device) != self._stream:
+            self.release()
+            self._nodes = []  # a parameter has one at a time: the old ones go first
+            self._mark()
+
+    def _mark(self) -> None:
+        # A parameter's gradient is accumulated on the stream that was current when this node was made. Kept
+        # alive, all nodes have one stream, and autograd makes it wait for whichever streams a backward runs
+        # on.
+        self._nodes = [get_gradient_edge(param).node for param in self._params]
+        self._stream = current_stream(self._params[0].device) if self._params else None
         for node in self._nodes:
-            node.metadata[_MARK] = weakref.ref(engine)
+            node.metadata[_MARK] = self._engine
 
     def release(self) -> None:
         """Give the parameters up."""

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
@@ -75,10 +74,6 @@ class BucketReducer:
         self._arrivals: Arrivals | None = None
         self._repeated: set[int] = set()
         self._order_is_final = self._comm.world_size == 1 or not groups.are_alike
-        # A parameter's gradient is accumulated on the stream that was current when this node was made. Kept
-        # alive, all nodes have one stream, and autograd makes it wait for whichever streams a backward runs
-        # on.
-        self._nodes = [get_gradient_edge(param).node for param in self.params if param.requires_grad]
         self._memory = WireMemory()
         keys = {spec.name: spec.name for spec in specs if spec.requires_grad}
         self.residuals = Residuals([(self._memory, keys)], self._wire)
@@ -247,7 +242,7 @@ class BucketReducer:
             bucket.load(saved, done=done)
 
     def release(self, *, keeps_grad: bool) -> None:
-        self._transfers = None
+        self._drop_transfers()
         for bucket in self._buckets:
             bucket.release()
         release(self.parts)
@@ -273,10 +268,16 @@ class BucketReducer:
 
     def _prepare(self, header: Header, *, held: Collection[int] = ()) -> Transfers:
         """Get ready to send the buckets; those `held` wait for the end of the backward."""
+        self._drop_transfers()  # of a window that was given up
         self._divisor = Divisor(header.inv_count, self._wire, in_place=self.in_place)
         self._memory.begin(header.position[0])
         self._transfers = Transfers(self._buckets, header, self._divisor, groups=self._groups, held=held)
         return self._transfers
+
+    def _drop_transfers(self) -> None:
+        transfers, self._transfers = self._transfers, None
+        if transfers is not None:
+            transfers.drop()
 
     def _send_rest(self, *, poison: bool) -> None:
         """Start what the backward has not; from then on all ranks have sent a window, or none has."""

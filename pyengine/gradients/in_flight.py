@@ -6,13 +6,38 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
+import torch
+from torch import Tensor
+
 from pyengine.comm.base import Comm, Work
 from pyengine.comm.staged import Staged
 from pyengine.gradients.accumulator import BucketAccumulator
 from pyengine.gradients.groups import Groups
+from pyengine.ops.device import has_events, recorded_event
 from pyengine.ops.trace import span
 from pyengine.window.divisor import Divisor
 from pyengine.window.header import Header
+
+
+class Lent:
+    """Tensors of the backward's stream, kept while a side stream may still read them.
+
+    Their memory goes back to the backward's stream once the side stream is known to be done, or once the
+    former has waited for what the latter started: `record_stream` would cost a microsecond a gradient, and an
+    event for each that the allocator has to ask after.
+
+    Args:
+        tensors: read by what the current stream, a side stream, has been given.
+        device: where they lie.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        self.tensors = list(tensors)
+        self._event = recorded_event(device, enable_timing=False) if has_events(device) else None
+
+    def is_over(self) -> bool:
+        """Whether it is known that nobody reads them any more; nobody waits."""
+        return self._event is not None and self._event.query()
 
 
 class Transfer:
@@ -22,6 +47,7 @@ class Transfer:
         bucket: what travels.
         is_complete: whether every gradient of the running backward has come.
         is_held: whether it waits for the end of the backward: some gradient may come again.
+        lent: what a side stream reads for it.
         work: its sum over ranks, once it has started.
     """
 
@@ -31,6 +57,7 @@ class Transfer:
         self.bucket = bucket
         self.is_complete = False
         self.is_held = is_held
+        self.lent: Lent | None = None
 
 
 class Transfers:
@@ -97,7 +124,15 @@ class Transfers:
         for index, transfer in enumerate(self.all[: self._next]):
             with span("land bucket", index):
                 transfer.work.wait()
+                transfer.lent = None
                 yield transfer.bucket
+
+    def drop(self) -> None:
+        """Let go of buckets that nobody waits for: what has started still runs over their memory."""
+        for transfer in self.all[: self._next]:
+            if transfer.lent is not None:
+                with self._comm(transfer).side_stream(transfer.lent.tensors):
+                    transfer.lent = None
 
     def _may_start(self, transfer: Transfer) -> bool:
         """Whether a bucket may go now. The backward never stalls for the header:
@@ -109,12 +144,22 @@ class Transfers:
         transfer = self.all[self._next]
         # A narrow wire needs the count of all ranks: waiting for it must not hold up the backward.
         comm = self._comm(transfer)
-        with span("launch bucket", self._next), comm.side_stream(transfer.bucket.sent_tensors()):
+        tensors = transfer.bucket.sent_tensors() if comm.is_stream_ordered else []
+        with span("launch bucket", self._next), comm.side_stream([]):
             inv_count = self._divisor.before_wire()
             transfer.work = transfer.bucket.send(inv_count, comm, poison=poison)
+            if comm.is_stream_ordered:
+                transfer.lent = Lent(tensors, transfer.bucket.device)
+        self._take_back()
         self._next += 1
         if self._groups.are_alike:
             self._start_later(self.all[: self._next - 1])
+
+    def _take_back(self) -> None:
+        """Let go of what side streams are done with."""
+        for transfer in self.all[: self._next]:
+            if transfer.lent is not None and transfer.lent.is_over():
+                transfer.lent = None
 
     def _comm(self, transfer: Transfer) -> Comm:
         return self._groups.comms[transfer.bucket.bucket.group]

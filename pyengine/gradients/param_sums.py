@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyengine.comm.base import Comm
 from pyengine.gradients.exact_sums import Terms, exact_over_ranks
+from pyengine.gradients.flag_rows import FlagRows
 from pyengine.gradients.sums import WindowSum
 from pyengine.ops.exact_reference import BLOCK
 from pyengine.ops.plan import BucketPlan
@@ -34,11 +35,13 @@ class ParamSum:
         self.params = list(params)
         self._plan, self._total = plan, total
         self.device = self.params[0].device
+        self._flag_rows = FlagRows(len(self.params), self.device)
         self.begin()
 
     def begin(self) -> None:
         """Start a window: the first gradients overwrite."""
         self._total.begin()
+        self._flag_rows.begin()
         self.is_filled = False
         self.flagged: list[Tensor] = []
 
@@ -60,7 +63,7 @@ class ParamSum:
 
     def new_flags(self) -> Tensor:
         """Begin a micro-batch: return its flags, uint8 `[params]`, all zero; this object's."""
-        self.flagged.append(torch.zeros(len(self.params), dtype=torch.uint8, device=self.device))
+        self.flagged.append(self._flag_rows.take())
         return self.flagged[-1]
 
     def parts(self, index: int) -> dict[str, Tensor]:

@@ -39,6 +39,11 @@ def has_events(device: torch.device) -> bool:
     return runs_ahead(device) and not is_lazy(device)
 
 
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """Return the stream that this device's work is given to now; None where there are no streams."""
+    return torch.accelerator.current_stream(device) if has_events(device) else None
+
+
 def as_current(device: torch.device) -> AbstractContextManager[Any]:
     """Make an accelerator's device the current one during the body, for calls that take no device."""
     return torch.accelerator.device_index(device.index) if has_events(device) else nullcontext()

@@ -39,6 +39,7 @@ class BucketAccumulator(ABC):
 
     Attributes:
         in_place: whether what lands is `.grad`, without another pass.
+        device: of the parameters.
         flags: which slots were used, and whether the window is void.
         norm_slots: what `from_wire` reads.
     """
@@ -48,7 +49,7 @@ class BucketAccumulator(ABC):
     _sum: Tensor
 
     def __init__(self, bucket: Bucket, params: Sequence[Parameter]) -> None:
-        device = params[0].device
+        self.device = device = params[0].device
         self.bucket = bucket
         self.params: Sequence[Parameter] = list(params)
         self.plan = BucketPlan([s.offset for s in bucket.slots], [s.numel for s in bucket.slots])
@@ -169,7 +170,7 @@ class BucketAccumulator(ABC):
         return wire.all_reduce_(self._wire[: self.bucket.flags], comm)
 
     def sent_tensors(self) -> list[Tensor]:
-        """Return every tensor that `send` uses, so that a side stream keeps its memory."""
+        """Return every tensor that `send` uses: a side stream may read them for some time."""
         return [self._sum, self._wire, *(param.grad for param in self.params if param.grad is not None)]
 
     def from_wire(self, inv_count: Tensor | None, norms: LandedNorms) -> None:
@@ -216,8 +217,8 @@ class BucketAccumulator(ABC):
     def allocate(self, dtype: torch.dtype, comm: Comm | None = None) -> Tensor:
         """Return a flat buffer of zeros, `[bucket.numel]`; of a transport's memory, if it travels by one."""
         if comm is None:
-            return torch.zeros(self.bucket.numel, dtype=dtype, device=self.one.device)
-        return flat_zeros(comm, self.bucket.numel, dtype=dtype, device=self.one.device)
+            return torch.zeros(self.bucket.numel, dtype=dtype, device=self.device)
+        return flat_zeros(comm, self.bucket.numel, dtype=dtype, device=self.device)
 
     def flags_for(self, wire: Wire, flat: Tensor) -> UsedFlags:
         """Make the used flags: in the wire buffer, `[bucket.numel]`, if the wire lets them arrive there."""
@@ -241,7 +242,7 @@ class BucketAccumulator(ABC):
         names = [slot.name for slot in self.bucket.slots]
         for index, name in enumerate(names):
             load_parts(self.parts(index), saved.get(name))
-        rows = saved_flags(saved, names, done, self.one.device)
+        rows = saved_flags(saved, names, done, self.device)
         self._restore(rows, [name in saved for name in names])
 
     @abstractmethod

@@ -71,7 +71,7 @@ class ExactBucket(GroupedBucket):
             self.plan,
             numel=bucket.numel,
             terms=terms,
-            device=self.one.device,
+            device=self.device,
             comm=comm,
             num_flags=len(params),
         )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.gradients.accumulator.base import BucketAccumulator
 from pyengine.gradients.accumulator.slot_group import SlotGroup
 from pyengine.gradients.arrival import Watch
+from pyengine.gradients.flag_rows import FlagRows
 from pyengine.gradients.landed_norms import LandedNorms
+from pyengine.gradients.layout import Bucket
 from pyengine.gradients.local_part import grad_version
 from pyengine.gradients.slots import Saved
 from pyengine.gradients.sums import WindowSum
@@ -30,6 +31,10 @@ class GroupedBucket(BucketAccumulator):
     can name it.
     """
 
+    def __init__(self, bucket: Bucket, params: Sequence[Parameter]) -> None:
+        super().__init__(bucket, params)
+        self._flag_rows = FlagRows(len(self.params), self.device)
+
     def set_sum(self, total: WindowSum) -> None:
         """Let gradients be accumulated in `total`, a sum over the bucket's plan."""
         self._total = total
@@ -38,14 +43,15 @@ class GroupedBucket(BucketAccumulator):
     def begin(self) -> None:
         super().begin()
         self._total.begin()
+        self._flag_rows.begin()
         self._sealed: list[_Mark] | None = None
         self._late: list[int] = []
-        self._flagged = [self.new_flags()]
+        self._flagged = [self._flag_rows.take()]
 
     def add(self) -> None:
         """Accumulate what the backward left: groups that never became complete."""
         self._store_rest()
-        self._flagged.append(self.new_flags())
+        self._flagged.append(self._flag_rows.take())
 
     def watches(self) -> list[Watch]:
         self.arm()
@@ -104,12 +110,8 @@ class GroupedBucket(BucketAccumulator):
 
     def _restore(self, rows: Tensor, used: list[bool]) -> None:
         self._used = used
-        self._flagged = [*rows, self.new_flags()]
+        self._flagged = [*rows, self._flag_rows.take()]
         self._set_first(False)
-
-    def new_flags(self) -> Tensor:
-        """Return a flag a slot, all zero: uint8 `[slots]`."""
-        return torch.zeros(len(self.params), dtype=torch.uint8, device=self.one.device)
 
     def _store_rest(self) -> None:
         for group in self._groups:

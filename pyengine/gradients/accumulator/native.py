@@ -39,7 +39,7 @@ class NativeBucket(BucketAccumulator):
     ) -> None:
         super().__init__(bucket, params)
         self._watched: list[Tensor] | None = [] if watch else None
-        self._norms = SlotNorms(self.plan, [slot.param for slot in bucket.slots], self.one.device)
+        self._norms = SlotNorms(self.plan, [slot.param for slot in bucket.slots], self.device)
         self.in_place = wire.dtype == bucket.dtype and not wire.folds_count
         self._sum = self.allocate(bucket.dtype, comm if self.in_place else None)
         flat = self._sum if self.in_place else self.allocate(wire.dtype, comm)
