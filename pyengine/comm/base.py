@@ -165,6 +165,16 @@ class Allocates(Protocol):
 
 
 @runtime_checkable
+class Reserves(Allocates, Protocol):
+    """One whose memory is best taken in one piece."""
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Let the next buffers, of so many bytes each, lie in one piece; every rank calls it with the same
+        sizes.
+        """
+
+
+@runtime_checkable
 class RefusesTypes(Protocol):
     """A transport that cannot reduce every type."""
 

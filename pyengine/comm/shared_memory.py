@@ -16,7 +16,9 @@ from torch import Tensor
 from pyengine.comm.arena import Arena, Offer
 from pyengine.comm.base import Comm, Work, ring_bytes
 from pyengine.comm.levels import Hosts, Levels, by_host
+from pyengine.comm.local import Local
 from pyengine.comm.process_state import ProcessId
+from pyengine.comm.registered_memory import can_register, register_memory
 from pyengine.comm.staged import Staged
 from pyengine.comm.torch_dist import TorchDist
 from pyengine.ops.device import runs_ahead
@@ -72,9 +74,9 @@ class SharedMemory(TorchDist):
 
     def _timeout_s(self) -> float:
         """Return after how many seconds the group gives a collective up."""
-        group = dist.group.WORLD if self._group is None else self._group
+        group = dist.group.WORLD if self.group is None else self.group
         assert group is not None  # there is a default group: it has told our rank
-        limit: timedelta = group._get_backend(self._device).options._timeout
+        limit: timedelta = group._get_backend(self.device).options._timeout
         return limit.total_seconds()
 
 
@@ -138,33 +140,35 @@ def wrong_choice(shared_memory: object) -> list[str]:
     ]
 
 
-def problems_of_sharing(device: torch.device) -> list[str]:
-    """Say why ranks cannot share the memory of a device."""
-    if not runs_ahead(device):
+def problems_of_sharing(comm: Comm, device: torch.device) -> list[str]:
+    """Say why ranks cannot share the memory of a device by a transport."""
+    if not runs_ahead(device) or isinstance(comm, Local) or can_register(comm):
         return []
     return [
         (
-            f"shared_memory=True, and parameters lie on {device}: ranks share memory of the host, so need "
-            "parameters on the CPU; leave it out"
+            f"shared_memory=True, and parameters lie on {device}: ranks share memory of the host, or, over "
+            "NCCL, of their GPUs; need parameters on the CPU, or a process group with NCCL; or leave it out"
         )
     ]
 
 
 def share_memory(comm: Comm) -> Comm:
     """Return a transport over the same ranks that reduces in shared memory, of each host where there are
-    several; one rank has nothing to share.
+    several, or in memory of GPUs that NCCL has registered; one rank has nothing to share.
 
     Where no two ranks are of one host, or a host refuses on any of them, all go on by `comm`, and rank 0
     warns and says why.
 
     Args:
-        comm: transport, of tensors on the CPU; every rank of it calls this, and its end is the end of what is
+        comm: transport; every rank of it calls this, and its end is the end of what is
             returned.
 
     Cost: two gathers of objects.
     """
     if not isinstance(comm, TorchDist) or comm.world_size == 1:
         return comm
+    if runs_ahead(comm.device):
+        return register_memory(comm)
     offer = Offer.make(comm.world_size)
     try:
         offers: list[Offer] = comm.all_gather_object(offer)
@@ -186,7 +190,7 @@ def share_memory(comm: Comm) -> Comm:
     inside = _shared(levels.inside, descriptor, [each.process for each in mine])
     if inside.world_size == comm.world_size:
         return inside
-    shared = SharedHosts(comm._group, comm._device, replace(levels, inside=inside))
+    shared = SharedHosts(comm.group, comm.device, replace(levels, inside=inside))
     shared.join(comm)
     return shared
 
@@ -197,7 +201,7 @@ def _shared(inside: Comm, descriptor: int, processes: Sequence[ProcessId]) -> Co
         os.close(descriptor)
         return inside
     arena = Arena(descriptor, processes=processes, place=inside.rank, ranks=inside.ranks)
-    shared = SharedMemory(inside._group, inside._device, arena)
+    shared = SharedMemory(inside.group, inside.device, arena)
     shared.join(inside)
     return shared
 

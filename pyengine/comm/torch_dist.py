@@ -57,13 +57,15 @@ class TorchDist:
         device: where the tensors lie.
 
     Attributes:
+        group, device: as given.
+        backend: what the group has for the device, "nccl", say.
         ranks: of the group, as the default group has them.
         host_of: see `KnowsHosts`.
         roll_call: names the ranks that do not answer when a collective has failed.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group = group
+        self.group = group
         self._joined: list[Comm] = []
         self._levels: dict[Hosts | None, Levels] = {}
         self.host_of: Mapping[int, Hashable] = {}
@@ -74,10 +76,10 @@ class TorchDist:
         self.traffic = Traffic()
         self.roll_call = RollCall(group)
         self.ranks = tuple(dist.get_process_group_ranks(group))
-        self.is_stream_ordered = runs_ahead(device) and _backend(group, device) not in _HOST_ORDERED
-        self._device = device
+        self.device, self.backend = device, _backend(group, device)
+        self.is_stream_ordered = runs_ahead(device) and self.backend not in _HOST_ORDERED
         self._side_stream = SideStream(device) if self.is_stream_ordered else None
-        is_gloo = not runs_ahead(device) and _backend(group, device) == "gloo"
+        is_gloo = not runs_ahead(device) and self.backend == "gloo"
         self._point_to_point = PointToPoint(group, self.ranks) if is_gloo else None
 
     def watch_stalls(self, after_s: float) -> None:
@@ -147,7 +149,7 @@ class TorchDist:
             return self
         members = [self.ranks[rank] for rank in ranks]
         group = group_within(members, self.ranks) if alone or len(ranks) > 1 else None
-        comm = Local() if len(ranks) == 1 else TorchDist(group, self._device)
+        comm = Local() if len(ranks) == 1 else TorchDist(group, self.device)
         comm.join(self)
         return comm
 
@@ -191,7 +193,7 @@ class TorchDist:
             if self._point_to_point is not None:
                 work = self._point_to_point.all_to_all(received, parts)
             else:
-                work = dist.all_to_all_single(received, parts, group=self._group, async_op=True)
+                work = dist.all_to_all_single(received, parts, group=self.group, async_op=True)
         return self._launched(work, f"an all-to-all of {parts.nbytes} bytes")
 
     def all_gather(self, gathered: Tensor, part: Tensor) -> Work:
@@ -200,20 +202,20 @@ class TorchDist:
             if self._point_to_point is not None:
                 work = self._point_to_point.all_gather(gathered, part)
             else:
-                work = _all_gather_single(gathered, part, group=self._group, async_op=True)
+                work = _all_gather_single(gathered, part, group=self.group, async_op=True)
         return self._launched(work, f"an all-gather of {gathered.nbytes} bytes")
 
     def all_gather_object(self, value: object) -> list[Any]:
         if self._host_watch is not None:
             return self._gathered(value)
         values: list[Any] = [None] * self.world_size
-        with as_current(self._device), self.roll_call.named():  # through whose memory NCCL sends objects
-            dist.all_gather_object(values, value, group=self._group)
+        with as_current(self.device), self.roll_call.named():  # through whose memory NCCL sends objects
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def broadcast_(self, tensors: list[Tensor]) -> None:
         """Send a quarter of a gigabyte of one dtype at a time."""
-        with as_current(self._device):
+        with as_current(self.device):
             for piece in _pieces(tensors):
                 self._broadcast_(piece)
 
@@ -237,7 +239,7 @@ class TorchDist:
         """Return every rank's tensor of one shape, on the CPU, by rank."""
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
         self.run(
-            lambda is_async: dist.all_gather(rows, mine, group=self._group, async_op=is_async),
+            lambda is_async: dist.all_gather(rows, mine, group=self.group, async_op=is_async),
             "a gather of objects",
         )
         return rows
@@ -255,14 +257,14 @@ class TorchDist:
     def _send(self, flat: Tensor) -> None:
         """Overwrite a tensor with rank 0's."""
         self.run(
-            lambda is_async: dist.broadcast(flat, group=self._group, group_src=0, async_op=is_async),
+            lambda is_async: dist.broadcast(flat, group=self.group, group_src=0, async_op=is_async),
             f"a broadcast of {flat.nbytes} bytes",
         )
 
     def _all_reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> Work:
         self.traffic.count(ring_bytes(flat.nbytes, self.world_size))
         with self.roll_call.named():
-            work = dist.all_reduce(flat, op, group=self._group, async_op=True)
+            work = dist.all_reduce(flat, op, group=self.group, async_op=True)
         return self._launched(work, f"an all-reduce of {flat.nbytes} bytes")
 
     def _launched(self, work: dist.Work | Transfers, what: str) -> _Work:

@@ -152,7 +152,7 @@ class EngineRanks:
         """Say what an engine cannot do over these ranks."""
         found = list(self.problems)
         if settings.shared_memory is True:
-            found += problems_of_sharing(self._device)
+            found += problems_of_sharing(self.comm, self._device)
         narrow = [name for name, param in named if is_dtensor(param) and param.dtype.itemsize < 4]
         if narrow and settings.kind == "native":
             found.append(

@@ -22,6 +22,7 @@ from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.layout import Layout, ParamSpec
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.xla import XlaReducer, problems_of_device
+from pyengine.ops.device import bucket_cap_mb as default_bucket_cap_mb
 from pyengine.ops.device import is_lazy
 from pyengine.wire import FP32, Wire
 from pyengine.wire.cast import as_wire
@@ -50,8 +51,8 @@ class GradSync(Sync):
         device_mesh, axes: in place of a group, the mesh of all ranks, and what its axes hold (docs/mesh.md);
             DTensor parameters tell themselves how they lie. `axes` also names parameters with a group of
             their own, experts say.
-        bucket_cap_mb: size of a bucket in MiB of gradients; on an XLA device all gradients of a type are one
-            bucket.
+        bucket_cap_mb: size of a bucket in MiB of gradients; None: 25 on the CPU, 100 on CUDA and other
+            accelerators with streams. On an XLA device all gradients of a type are one bucket.
         nonfinite: "skip" leaves the parameters alone in a step with inf or nan; "raise" raises
             FloatingPointError on every rank, and has every micro-batch checked so that the message names it;
             "drop_micro_batch" takes a micro-batch with inf or nan out of sum and count, and the window lives
@@ -60,7 +61,8 @@ class GradSync(Sync):
             come, and where everybody is (docs/reliability.md); a rank that has died is an error on all others
             within seconds. None or 0: neither, and no thread that watches.
         shared_memory: True lets ranks of one host, with parameters on the CPU, reduce gradients in memory
-            that they share (docs/wires.md); False goes through the process group.
+            that they share, and ranks with GPUs over NCCL in memory that it has registered, which GPUs reach
+            without copies (docs/wires.md); False goes through the process group.
 
     Raises:
         ValueError: an argument is off, or the ranks' parameters differ, or "exact" meets a SyncBatchNorm;
@@ -78,7 +80,7 @@ class GradSync(Sync):
         wire: Wire | torch.dtype = FP32(),  # noqa: B008 - frozen
         accumulator: str | Exact | torch.dtype = "fp32",
         group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float | None = None,
         nonfinite: str = "skip",
         stall_after_s: float | None = 30.0,
         process_group: dist.ProcessGroup | None = None,
@@ -98,7 +100,7 @@ class GradSync(Sync):
             as_wire(wire),
             as_accumulator(accumulator),
             nonfinite,
-            bucket_cap_mb,
+            default_bucket_cap_mb(device) if bucket_cap_mb is None else bucket_cap_mb,
             stall_after_s=stall_after_s,
             shared_memory=shared_memory,
         )

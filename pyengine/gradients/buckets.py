@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyengine.comm.base import Comm
+from pyengine.comm.base import Comm, Reserves
 from pyengine.gradients.accumulator import BucketAccumulator, bucket_accumulator
 from pyengine.gradients.accumulator.base import drop_unused
 from pyengine.gradients.accumulator.main_grad import written
@@ -88,6 +88,7 @@ class BucketReducer:
         self.layout = build(
             self._specs, order, cap_bytes=self._settings.cap_bytes, world_size=self._comm.world_size
         )
+        self._reserve()
         kind, watch, apart = self._settings.kind, self._settings.raises, self._settings.drops
         made = []
         for bucket in self.layout.buckets:
@@ -119,6 +120,13 @@ class BucketReducer:
             for bucket in self.layout.buckets
             for position, slot in enumerate(bucket.slots)
         }
+
+    def _reserve(self) -> None:
+        """Ask transports for the memory that travels by each, in one piece where they have such."""
+        for group, comm in enumerate(self._groups.comms):
+            if isinstance(comm, Reserves):
+                mine = [bucket.numel for bucket in self.layout.buckets if bucket.group == group]
+                comm.reserve([numel * self._wire.dtype.itemsize for numel in mine])
 
     def groups_of_params(self) -> tuple[Sequence[Comm], Sequence[int]]:
         return self._groups.comms, [spec.group for spec in self._specs]

@@ -39,6 +39,15 @@ def has_events(device: torch.device) -> bool:
     return runs_ahead(device) and not is_lazy(device)
 
 
+def bucket_cap_mb(device: torch.device) -> float:
+    """Return the size of a bucket of gradients in MiB where nobody has named one.
+
+    Between GPUs a collective reaches the links' bandwidth from some 64 MiB on, and every bucket costs
+    launches; between hosts' memories 25 are enough, and overlap more of the backward.
+    """
+    return 100 if has_events(device) else 25
+
+
 def current_stream(device: torch.device) -> torch.Stream | None:
     """Return the stream that this device's work is given to now; None where there are no streams."""
     return torch.accelerator.current_stream(device) if has_events(device) else None

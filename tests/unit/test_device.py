@@ -7,7 +7,7 @@ import torch
 
 from pyengine.comm import Local, comm_for
 from pyengine.ops import device as devices
-from pyengine.ops.device import Readback, as_current, has_events, is_lazy, runs_ahead
+from pyengine.ops.device import Readback, as_current, bucket_cap_mb, has_events, is_lazy, runs_ahead
 from pyengine.step import clock
 from pyengine.step.clock import Clock
 
@@ -89,3 +89,8 @@ def test_a_device_is_made_the_current_one_where_there_is_such_a_thing(monkeypatc
         with as_current(torch.device(name)):
             pass
     assert made == [1]
+
+
+@pytest.mark.parametrize(("name", "size"), [("cpu", 25), ("cuda", 100), ("xla", 25)])
+def test_buckets_are_larger_where_links_are_faster(name, size):
+    assert bucket_cap_mb(torch.device(name)) == size

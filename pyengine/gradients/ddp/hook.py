@@ -123,7 +123,7 @@ class HookState:
 
     def _shared(self, comm: TorchDist, device: torch.device) -> TorchDist:
         """Return a transport that reduces in memory which ranks share; all of them make it at one bucket."""
-        mine = [f"rank {dist.get_rank()}: {problem}" for problem in problems_of_sharing(device)]
+        mine = [f"rank {dist.get_rank()}: {problem}" for problem in problems_of_sharing(comm, device)]
         if problems := [problem for each in comm.all_gather_object(mine) for problem in each]:
             raise ValueError(problems[0])
         shared = share_memory(comm)

@@ -1,0 +1,135 @@
+"""Memory of a GPU that NCCL has registered: GPUs joined by NVLink reach each other's, and reduce in it
+without copies.
+
+Source: NCCL's user guide on user buffer registration and symmetric windows.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyengine.comm.base import Comm
+from pyengine.comm.torch_dist import TorchDist
+
+# What torch's allocator rounds sizes up to.
+_ALIGN_BYTES = 512
+
+
+class Pool(Protocol):
+    """Device memory that a backend has registered."""
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return zeros, `[numel]`, of the pool's memory, which lives as long as they do."""
+
+    def close(self) -> None:
+        """Take the registration back; what was given out stays memory."""
+
+
+class NcclPool:
+    """Memory that NCCL allocates and registers with one communicator.
+
+    Every rank makes it, and asks it for the same sizes in the same order: registration is collective.
+
+    Args:
+        comm: over the ranks; its communicator has been used.
+
+    Raises:
+        Exception: NCCL or this torch has no such memory; whatever they raise.
+    """
+
+    def __init__(self, comm: TorchDist) -> None:
+        self._device, self._backend = comm.device, _nccl(comm)
+        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
+        self._backend.register_mem_pool(self._pool, symm=True)
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with torch.cuda.use_mem_pool(self._pool, device=self._device):
+            return torch.zeros(numel, dtype=dtype, device=self._device)
+
+    def close(self) -> None:
+        self._backend.deregister_mem_pool(self._pool)
+
+
+class RegisteredMemory(TorchDist):
+    """Collectives of one process group over NCCL, on buffers in memory that it has registered.
+
+    Args:
+        group: the group; None is the default group.
+        device: where the tensors lie.
+        pool: of the memory; ended by `release`, behind which buffers come from elsewhere.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, pool: Pool) -> None:
+        super().__init__(group, device)
+        self._pool: Pool | None = pool
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        if self._pool is not None:
+            num_bytes = sum(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes)
+            self._pool.zeros(num_bytes, torch.uint8)  # freed at once: the pool cuts what comes next from it
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if self._pool is None:
+            return torch.zeros(numel, dtype=dtype, device=self.device)
+        return self._pool.zeros(numel, dtype)
+
+    def release(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        super().release()
+
+
+def can_register(comm: Comm) -> bool:
+    """Whether a transport is one over NCCL, which registers memory."""
+    return isinstance(comm, TorchDist) and comm.backend == "nccl"
+
+
+def register_memory(comm: TorchDist) -> TorchDist:
+    """Return a transport over the same ranks whose buffers lie in registered memory.
+
+    Where NCCL refuses on any rank all go on by `comm`, and the first of them warns and says why.
+
+    Args:
+        comm: transport over NCCL; every rank of it calls this, and its end is the end of what is returned.
+
+    Cost: an all-reduce of one element, and a gather of objects.
+    """
+    pool, refusal = _registered(comm)
+    refusals = comm.all_gather_object(refusal)
+    if why := next((text for text in refusals if text), ""):
+        if pool is not None:
+            pool.close()
+        if dist.get_rank() == comm.ranks[0]:
+            warnings.warn(
+                f"shared_memory=True: {comm.world_size} ranks reduce in memory that NCCL has not registered, "
+                f"which may be slower: {why}. leave shared_memory=True out",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return comm
+    assert pool is not None
+    registered = RegisteredMemory(comm.group, comm.device, pool)
+    registered.join(comm)
+    return registered
+
+
+def _registered(comm: TorchDist) -> tuple[NcclPool | None, str]:
+    """Return a pool, or why there is none."""
+    comm.all_reduce(torch.zeros(1, device=comm.device)).wait()  # a communicator is made by its first use
+    try:
+        return NcclPool(comm), ""
+    except Exception as error:  # noqa: BLE001 - whatever NCCL and torch say: all ranks hear of it
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _nccl(comm: TorchDist) -> Any:
+    group = dist.group.WORLD if comm.group is None else comm.group
+    assert group is not None  # there is a default group: it has told our rank
+    return group._get_backend(comm.device)

@@ -1,0 +1,141 @@
+"""Buffers in memory that NCCL has registered: who takes them from where, and what happens where NCCL refuses.
+
+A pool of the host's memory stands for NCCL's here. On a GPU the last test registers real memory.
+"""
+
+from __future__ import annotations
+
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Integers, assert_same, grads, integers, me, mean_of_integers
+from torch import nn
+
+import pyengine as pe
+from pyengine.comm import TorchDist, registered_memory, shared_memory
+from pyengine.comm.registered_memory import RegisteredMemory, register_memory
+
+CPU = torch.device("cpu")
+
+
+class _Pool:
+    """Counts what is asked for."""
+
+    made: list[_Pool] = []  # noqa: RUF012 - of the test that runs
+
+    def __init__(self, comm: TorchDist) -> None:
+        self.sizes: list[int] = []
+        self.storages: set[int] = set()
+        self.is_open = True
+        self.made.append(self)
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        made = torch.zeros(numel, dtype=dtype)
+        self.sizes.append(made.nbytes)
+        self.storages.add(made.untyped_storage().data_ptr())
+        return made
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+class _Refuses(_Pool):
+    def __init__(self, comm: TorchDist) -> None:
+        super().__init__(comm)
+        if comm.rank == comm.world_size - 1:
+            raise NotImplementedError("no such memory")
+
+
+def _with_pool(pool: type[_Pool]) -> mock._patch:
+    pool.made = []
+    return mock.patch.object(registered_memory, "NcclPool", pool)
+
+
+def _trains(wire: pe.wire.Wire) -> None:
+    rank, world = me()
+    model = Integers(torch.float32)
+    with (
+        _with_pool(_Pool),
+        mock.patch.object(shared_memory, "runs_ahead", lambda device: True),
+        mock.patch.object(shared_memory, "can_register", lambda comm: True),
+    ):
+        sync = pe.GradSync(model, accumulate=2, wire=wire, bucket_cap_mb=1e-5, shared_memory=True)
+    if world == 1:
+        assert not _Pool.made  # one rank has nothing to share
+        return
+    (pool,) = _Pool.made
+    whole, *sizes = pool.sizes
+    assert len(sizes) == len(sync.layout.buckets) > 1 and whole >= sum(sizes)  # one piece, then each of it
+    for window in sync.windows([integers(2 * rank + k) for k in range(2)]):
+        for batch in window:
+            sync.backward(model(*batch), count=4)
+        sync.unscale_()
+    if world == 2:  # 1 / (8 world) is a power of two: exact also on a narrow wire
+        assert_same(grads(model), mean_of_integers(model, [integers(k) for k in range(4)], 16.0))
+    sync.close()
+    assert not pool.is_open
+
+
+@pytest.mark.parametrize("wire", [pe.wire.FP32(), pe.wire.BF16()], ids=str)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_buckets_that_travel_come_from_the_pool_in_one_piece(ranks, world, wire):
+    ranks(world).run(_trains, wire)
+
+
+def _refused() -> tuple[bool, list[str], list[bool]]:
+    comm = TorchDist(None, CPU)
+    with _with_pool(_Refuses), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        given = register_memory(comm)
+    return given is comm, [str(each.message) for each in caught], [p.is_open for p in _Refuses.made]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_where_nccl_refuses_on_a_rank_all_go_on_without_and_the_first_says_why(ranks, world):
+    (same, said, _), *others = ranks(world).run(_refused)
+    assert same and len(said) == 1
+    assert "that NCCL has not registered" in said[0] and "NotImplementedError: no such memory" in said[0]
+    for number, (is_same, warned, are_open) in enumerate(others, start=1):
+        assert is_same and warned == []
+        assert are_open == ([True] if number == world - 1 else [False])  # what refused was no pool
+
+
+def _over_gloo() -> str:
+    with mock.patch.object(shared_memory, "runs_ahead", lambda device: True):
+        try:
+            pe.GradSync(nn.Linear(2, 2), shared_memory=True)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_memory_of_a_device_is_not_shared_over_another_backend_than_nccl(ranks):
+    for text in ranks(2).run(_over_gloo):
+        assert "or a process group with NCCL" in text
+
+
+def _registers() -> list[float]:
+    torch.cuda.set_device(0)
+    comm = TorchDist(None, torch.device("cuda", 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        registered = register_memory(comm)
+    assert isinstance(registered, RegisteredMemory)
+    registered.reserve([2**21, 2**20])
+    flats = [registered.allocate(2**19, torch.float32), registered.allocate(2**19, torch.bfloat16)]
+    for flat in flats:
+        flat.fill_(3)
+        registered.all_reduce(flat).wait()
+    found = [flat.float().mean().item() for flat in flats]
+    registered.release()
+    dist.barrier()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nccl_reduces_in_memory_that_it_has_registered(ranks):
+    assert ranks(1).over("nccl").run(_registers) == [[3.0, 3.0]]
