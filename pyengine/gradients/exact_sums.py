@@ -80,6 +80,9 @@ class ExactOverRanks(ExactSum):
     def resume(self) -> None:
         """Start with a sum of zero that goes on from another one: what `parts` returns will be written to."""
 
+    def scalars(self) -> list[Tensor]:
+        return []
+
     def rounds(self, *, poison: bool = False) -> Staged:
         """Start to agree on the largest bin of every block, then add the integers and round them.
 

@@ -33,6 +33,9 @@ class WindowSum(Protocol):
             offset, numel: of the slot.
         """
 
+    def scalars(self) -> list[Tensor]:
+        """Return what `deposit_` reads besides gradients and sum."""
+
     def deposit_(self, grads: TensorList | Pointers, /, *, first: bool, nonfinite: Tensor) -> None:
         """Add a micro-batch's gradients, one a slot.
 
@@ -76,6 +79,9 @@ class Fp32Sum:
 
     def parts(self, offset: int, numel: int) -> dict[str, Tensor]:
         return {"sum": self.flat[offset : offset + numel]}
+
+    def scalars(self) -> list[Tensor]:
+        return [self._one]
 
     def deposit_(self, grads: TensorList | Pointers, /, *, first: bool, nonfinite: Tensor) -> None:
         self._plan.accumulate_(self.flat, grads, self._one, first=first, nonfinite=nonfinite)

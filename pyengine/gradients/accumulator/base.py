@@ -171,7 +171,12 @@ class BucketAccumulator(ABC):
 
     def sent_tensors(self) -> list[Tensor]:
         """Return every tensor that `send` uses: a side stream may read them for some time."""
-        return [self._sum, self._wire, *(param.grad for param in self.params if param.grad is not None)]
+        return [
+            self.one,
+            self._sum,
+            self._wire,
+            *(param.grad for param in self.params if param.grad is not None),
+        ]
 
     def from_wire(self, inv_count: Tensor | None, norms: LandedNorms) -> None:
         """Publish the reduced buffer as `.grad`, and read its norm and finite flags.

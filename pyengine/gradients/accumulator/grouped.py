@@ -76,6 +76,9 @@ class GroupedBucket(BucketAccumulator):
             return self._late + [slot for slot, param in enumerate(self.params) if param.grad is not None]
         return self._changed()
 
+    def sent_tensors(self) -> list[Tensor]:
+        return [*super().sent_tensors(), *self._flagged, *self._total.scalars()]
+
     def unseal(self) -> None:
         """Note, before gradients are accumulated, which of them have changed since `seal`."""
         self._late, self._sealed = self._changed(), None

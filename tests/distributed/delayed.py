@@ -1,0 +1,122 @@
+"""A transport for one device, over ranks that all compute the same: what it sends arrives late.
+
+Each collective runs on a stream of its own behind a sleep, and so does what the engine does on its side
+stream; `overwrite` fills memory that has just been freed. So a missing wait, or memory given back too early,
+shows as a wrong sum, which NCCL with one rank never does: it launches nothing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyengine.comm.base import Traffic
+from pyengine.comm.side_stream import SideStream
+from pyengine.engine.membership import Membership
+from pyengine.ops.device import recorded_event
+
+
+class _Late:
+    """A collective under way on its stream."""
+
+    def __init__(self, event: torch.Event, device: torch.device) -> None:
+        self._event, self._device = event, device
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
+
+    def is_completed(self) -> bool:
+        return False
+
+    def get_future(self) -> Any:
+        raise AssertionError("own buckets wait for works")
+
+
+class _LateSide(SideStream):
+    """A side stream that sleeps first."""
+
+    def __init__(self, device: torch.device, sleep: Callable[[], None]) -> None:
+        super().__init__(device)
+        self._sleep = sleep
+
+    @contextmanager
+    def run(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        with super().run(tensors):
+            self._sleep()
+            yield
+
+
+class Delayed:
+    """Collectives of `world_size` ranks, this one and others that have the same.
+
+    Args:
+        device: where the tensors lie.
+        sleep: keeps the current stream busy for some milliseconds.
+        world_size: how many.
+    """
+
+    is_stream_ordered = True
+    rank = 0
+
+    def __init__(self, device: torch.device, sleep: Callable[[], None], world_size: int = 2) -> None:
+        self.world_size, self._device, self._sleep = world_size, device, sleep
+        self.traffic = Traffic()
+        self._stream, self._side = torch.Stream(device), _LateSide(device, sleep)
+
+    def all_reduce(self, flat: Tensor) -> _Late:
+        return self._launch(lambda: flat.mul_(self.world_size), flat)
+
+    def all_reduce_max(self, flat: Tensor) -> _Late:
+        return self._launch(lambda: flat.copy_(flat.clone()), flat)
+
+    def all_gather_object(self, value: object) -> list[Any]:
+        return [value, *(self._said_by(rank, value) for rank in range(1, self.world_size))]
+
+    def _said_by(self, rank: int, value: Any) -> Any:
+        """Return what another rank says: the same, but for which rank it is."""
+        if not isinstance(value, tuple):
+            return value
+        plain = Membership.plain(rank=rank, world_size=self.world_size)
+        return tuple(plain if isinstance(part, Membership) else part for part in value)
+
+    def broadcast_(self, tensors: list[Tensor]) -> None:
+        """Do nothing: the others have the same."""
+
+    def release(self) -> None:
+        """Do nothing: nobody watches."""
+
+    def side_stream(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+        return self._side.run(tensors)
+
+    def _launch(self, collective: Callable[[], object], flat: Tensor) -> _Late:
+        self.traffic.count(0)
+        flat.record_stream(self._stream)  # NCCL keeps what it sends, too
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            self._sleep()
+            collective()
+            return _Late(recorded_event(self._device, enable_timing=False), self._device)
+
+
+@contextmanager
+def overwrite(model: nn.Module) -> Iterator[None]:
+    """Let the body run with memory that is freed in its backwards filled with nan at once.
+
+    The allocator hands a block that was freed on a stream to whoever asks next there, whatever other streams
+    still do with it: here that is a hook behind every gradient.
+    """
+
+    def fill(param: nn.Parameter) -> None:
+        for _ in range(4):
+            torch.full_like(param, torch.nan)
+
+    hooks = [param.register_post_accumulate_grad_hook(fill) for param in model.parameters()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
