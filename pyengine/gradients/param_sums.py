@@ -12,6 +12,7 @@ from torch import Tensor
 from pyengine.comm.base import Comm
 from pyengine.gradients.exact_sums import Terms, exact_over_ranks
 from pyengine.gradients.flag_rows import FlagRows
+from pyengine.gradients.layout import ALIGN_ELEMENTS
 from pyengine.gradients.sums import WindowSum
 from pyengine.ops.exact_reference import BLOCK
 from pyengine.ops.plan import BucketPlan
@@ -95,3 +96,9 @@ class ExactParamSum(ParamSum):
 def packed(numels: Sequence[int]) -> BucketPlan:
     """Return the plan of slots one after the other, as DDP lays them out."""
     return BucketPlan(list(itertools.accumulate(numels, initial=0))[:-1], numels)
+
+
+def aligned(numels: Sequence[int]) -> BucketPlan:
+    """Return the plan of slots that begin at multiples of `ALIGN_ELEMENTS`."""
+    sizes = [-(-numel // ALIGN_ELEMENTS) * ALIGN_ELEMENTS for numel in numels]
+    return BucketPlan(list(itertools.accumulate(sizes, initial=0))[:-1], numels)

@@ -29,7 +29,7 @@ from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import Saved, slot_gradient
 from pyengine.gradients.sums import SlotNorms
-from pyengine.ops.device import send
+from pyengine.ops.device import Readback, send
 from pyengine.step.stepper import PlainStepper, Stepper
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
@@ -344,8 +344,8 @@ class DDPReducer:
         missing = [*reduction.without_grad, *reduction.kept]
         for bucket, _ in reduction.under_way:
             publish(bucket, missing if self._drive.searches else self._drive.unpublished())
-        if reduction.without_grad:  # a host read, only here
-            for param, is_used in zip(self.params, flags.tolist(), strict=True):
+        if reduction.without_grad:  # the host waits, only here
+            for param, is_used in zip(self.params, Readback(flags).get(), strict=True):
                 if not is_used:
                     param.grad = None
 

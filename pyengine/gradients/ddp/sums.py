@@ -13,9 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.comm.base import by_dtype
 from pyengine.gradients.ddp.hook import Launched
-from pyengine.gradients.param_sums import ExactParamSum, ParamSum, packed
+from pyengine.gradients.param_sums import ExactParamSum, ParamSum, aligned, packed
 from pyengine.gradients.slots import Saved, load_parts, saved_flags, slot_gradient
 from pyengine.gradients.sums import Fp32Sum, SlotNorms
+from pyengine.ops.device import runs_ahead
+
+# Elements of the narrowest type in the widest access.
+_PHASE = 8
 
 
 class Sums:
@@ -126,12 +130,21 @@ class Sums:
 
 
 class Fp32BucketSum(ParamSum):
-    """Narrow gradients summed in fp32."""
+    """Narrow gradients summed in fp32.
+
+    DDP lays parameters out one after the other. On an accelerator, behind one of an odd size, gradients and
+    their places in such a sum have no common alignment, and are added two bytes at a time: there the sum has
+    aligned places of its own.
+    """
 
     def __init__(self, params: Sequence[Any]) -> None:
-        plan = packed([p.numel() for p in params])
-        self._fp32 = Fp32Sum(plan, torch.zeros(plan.flat_numel, device=params[0].device))
+        numels, device = [p.numel() for p in params], params[0].device
+        self._as_sent = plan = packed(numels)
+        if runs_ahead(device) and any(offset % _PHASE for offset in plan.offsets):
+            plan = aligned(numels)
+        self._fp32 = Fp32Sum(plan, torch.zeros(plan.flat_numel, device=device))
         super().__init__(params, plan, self._fp32)
+        self._sumsq = torch.zeros(len(numels), dtype=torch.float64, device=device)
 
     def fill(self, last: Tensor, flat: Tensor, scale: Tensor) -> bool:
         """Write (sum + last gradients) * scale into a wire buffer.
@@ -144,15 +157,27 @@ class Fp32BucketSum(ParamSum):
         Returns:
             False if there is no sum; nothing is written then.
 
-        Cost: reads 4 bytes and a gradient, writes one wire element.
+        Cost: reads 4 bytes and a gradient, writes one wire element; where the sum has places of its own, 8
+        bytes more.
         """
         if self.is_filled:
             earlier = torch.stack(self.flagged).amax(0).bool() if self.flagged else None
-            flags, grads = self.new_flags(), last.split(self._plan.numels)
-            self._fp32.deposit_into_wire_(flat, grads, scale, first=False, nonfinite=flags)
+            flags, grads = self.new_flags(), last.split(self._as_sent.numels)
+            self._write(flat, grads, scale, flags)
             if earlier is not None:  # the flags are of the sum: what was in it before does not count
                 flags.masked_fill_(earlier, 0)
         return self.is_filled
+
+    def _write(self, flat: Tensor, grads: Sequence[Tensor], scale: Tensor, flags: Tensor) -> None:
+        plan = self._plan
+        if plan is self._as_sent:
+            self._fp32.deposit_into_wire_(flat, grads, scale, first=False, nonfinite=flags)
+            return
+        self._fp32.deposit_(grads, first=False, nonfinite=flags)
+        slots = zip(plan.offsets, plan.numels, strict=True)
+        sums = [self._fp32.flat[offset : offset + numel] for offset, numel in slots]
+        sent = flat[: self._as_sent.flat_numel].split(self._as_sent.numels)
+        plan.unscale_norm(sums, sent, scale, sumsq=self._sumsq, nonfinite=flags)
 
 
 class ExactBucketSum(ExactParamSum):

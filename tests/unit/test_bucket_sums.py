@@ -1,0 +1,54 @@
+"""Sums beside DDP's buckets: places of their own where alignment matters, and the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pyengine.gradients.ddp import sums
+from pyengine.gradients.ddp.sums import Fp32BucketSum
+
+NUMELS = (3, 64, 1, 130)
+
+
+def _filled(wire: torch.dtype, bad: int | None) -> tuple[Fp32BucketSum, Tensor]:
+    """Return a sum of three micro-batches, and what it has written to the wire."""
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16)) for numel in NUMELS]
+    total = Fp32BucketSum(params)
+
+    def grads() -> list[Tensor]:
+        return [torch.randn(numel, generator=generator).bfloat16() for numel in NUMELS]
+
+    for k in range(2):
+        mine = grads()
+        if bad == k:
+            mine[1][5] = torch.inf
+        total.add(mine)
+    last = torch.cat(grads())
+    if bad == 2:
+        last[4] = torch.nan
+    flat = torch.full((sum(NUMELS) + 2,), 7.0, dtype=wire)
+    assert total.fill(last, flat, torch.tensor(0.3))
+    return total, flat
+
+
+@pytest.mark.parametrize("bad", [None, 0, 2])
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+def test_places_of_its_own_change_no_bit_and_no_flag(monkeypatch, wire, bad):
+    packed, want = _filled(wire, bad)
+    monkeypatch.setattr(sums, "runs_ahead", lambda device: True)
+    aligned, got = _filled(wire, bad)
+    assert (packed._plan.offsets, aligned._plan.offsets) == ((0, 3, 67, 68), (0, 64, 128, 192))
+    assert torch.equal(got.nan_to_num(1e9), want.nan_to_num(1e9))
+    assert torch.equal(torch.stack(aligned.flagged), torch.stack(packed.flagged))
+    for slot in range(len(NUMELS)):
+        one, other = (each.parts(slot)["sum"].shape for each in (packed, aligned))
+        assert one == other == (NUMELS[slot],)
+
+
+def test_what_is_aligned_as_it_is_stays_as_ddp_lays_it_out(monkeypatch):
+    monkeypatch.setattr(sums, "runs_ahead", lambda device: True)
+    total = Fp32BucketSum([nn.Parameter(torch.zeros(n, dtype=torch.bfloat16)) for n in (8, 64, 3)])
+    assert total._plan is total._as_sent
