@@ -63,7 +63,8 @@ class Xla:
         self.traffic = Traffic()
         self._queue: list[Tensor] = []
         # Which replica this is must be data: as a constant it would give each replica a program of its own.
-        self._is_mine = (torch.arange(self.world_size) == self.rank).to(device)
+        self._is_mine = (torch.arange(self.world_size) == self.rank)[:, None, None].to(device)
+        self._zero = torch.zeros((), device=device)
         self._is_root = torch.tensor([self.rank == 0]).to(device)
         torch_xla.sync()
 
@@ -99,7 +100,9 @@ class Xla:
         fresh = [self._scatter(flat) if flat.dtype == torch.float64 else flat.clone() for flat in queue]
         self._sum_(fresh)
         for flat, total in zip(queue, fresh, strict=True):
-            flat.copy_(_joined(total.unbind(1), flat.dtype).sum(0) if flat.dtype == torch.float64 else total)
+            if flat.dtype == torch.float64:
+                total = _joined(total.double().unbind(1), flat.dtype).sum(0)
+            flat.copy_(total)
 
     def all_gather_object(self, value: object) -> list[Any]:
         if self.world_size == 1:
@@ -139,7 +142,7 @@ class Xla:
         ranks.
         """
         pieces = torch.stack(_pieces(vector))
-        return torch.where(self._is_mine[:, None, None], pieces, torch.zeros_like(pieces))
+        return torch.where(self._is_mine, pieces, self._zero)
 
     def _gather(self, tensor: Tensor) -> Tensor:
         """Return all replicas' tensors one after the other, on the host, the caller's; a program and a
@@ -157,8 +160,8 @@ def _pieces(tensor: Tensor) -> list[Tensor]:
     """
     if tensor.dtype == torch.float64:
         first = tensor.float()
-        is_finite = torch.isfinite(first)
-        rest = torch.where(is_finite, tensor - first.double(), 0.0)
+        # Nothing is left of inf and nan, nor of what is beyond float32.
+        rest = torch.nan_to_num(tensor - first.double(), nan=0.0, posinf=0.0, neginf=0.0)
         second = rest.float()
         return [first, second, (rest - second.double()).float()]
     if tensor.dtype in (torch.int32, torch.int64):

@@ -26,7 +26,7 @@ from pyengine.step.stepper import Stepper
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
-from pyengine.window.nonfinite import flagged_in
+from pyengine.window.nonfinite import flagged_in, is_not_finite
 from pyengine.wire.exchange import exchanges_parts
 
 
@@ -127,9 +127,11 @@ class XlaReducer:
                 grad = self.params[index].grad
                 if grad is not None:
                     self._used[index] = True
-                    total.add_(grad)
+                    # `add_` would first be run in Python, on a tensor without memory, to learn its shape;
+                    # either way the sum's buffer is donated to the program.
+                    torch.add(total, grad, out=total)
             if self._is_watching:
-                self._watched.append(_flags([param.grad for param in self.params], self._zero))
+                self._watched.append(flagged(self._sumsq([param.grad for param in self.params])))
         self._clear()
         flush(self._device)
 
@@ -159,15 +161,12 @@ class XlaReducer:
         for work in self._works:
             work.wait()
         inv_count = self._divisor.after_wire()
-        values = [self._zero] * len(self.params)
         grads: list[Tensor | None] = [None] * len(self.params)
         for index, flat in self._flat.items():
-            wide = flat.float() if inv_count is None else flat.float() * inv_count
-            values[index] = wide.double().square().sum()
-            grads[index] = wide
+            grads[index] = wide = flat.float() if inv_count is None else flat.float() * inv_count
             self.params[index].grad = wide.to(self.params[index].dtype)
-        final.sumsq = torch.stack(values)
-        final.nonfinite = _flags(grads, self._zero)
+        final.sumsq = self._sumsq(grads)
+        final.nonfinite = flagged(final.sumsq)
         final.used = self._used_anywhere > 0
         self._flat, self._works = {}, []
         self._divisor.leave_to(final)
@@ -218,6 +217,10 @@ class XlaReducer:
         for index in self._order:
             self.params[index].grad = None
 
+    def _sumsq(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Return the sum of squares of each gradient, float64 `[num_params]`; 0 for None."""
+        return torch.stack([self._zero if g is None else g.double().square().sum() for g in grads])
+
     def _usage_here(self) -> Tensor:
         """Return which parameters this replica has used, float32 `[num_params]`;
         sent again only when that changes.
@@ -227,7 +230,10 @@ class XlaReducer:
         return self._usage[1]
 
 
-def _flags(grads: Sequence[Tensor | None], zero: Tensor) -> Tensor:
-    """Return which gradients hold inf or nan, uint8 `[num_params]`; 0 for None."""
-    none = zero.to(torch.uint8)
-    return torch.stack([none if g is None else (~torch.isfinite(g)).any().to(torch.uint8) for g in grads])
+def flagged(sumsq: Tensor) -> Tensor:
+    """Return which gradients hold inf or nan, uint8 of the shape of their sums of squares.
+
+    No square of a float32 leaves float64, nor does a sum of them; where float64 has float32's range, what is
+    flagged is what makes the norm infinite, and the step be skipped.
+    """
+    return is_not_finite(sumsq).to(torch.uint8)

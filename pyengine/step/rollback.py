@@ -92,8 +92,9 @@ class RollbackStepper:
                     "taken back on this device; use GradSync(nonfinite='raise'), where the host reads "
                     "every window"
                 )
+            keeps_new = is_good[self._index[id(param)]]
             for tensor, kept in zip(tensors, old[param], strict=True):
-                tensor.copy_(torch.where(is_good[self._index[id(param)]], tensor, kept))
+                torch.where(keeps_new, tensor, kept, out=tensor)
 
     def _step(self, optimizer: Optimizer, params: list[Parameter]) -> None:
         """Step, and look once at each parameter whether that changes anything on the host."""
@@ -118,7 +119,7 @@ class RollbackStepper:
 def _tensors(optimizer: Optimizer, param: Parameter) -> list[Tensor]:
     """Return the parameter and the tensors of its state."""
     state = optimizer.state.get(param, {})
-    return [param.detach(), *(value for value in state.values() if isinstance(value, Tensor))]
+    return [param, *(value for value in state.values() if isinstance(value, Tensor))]
 
 
 def _check_state(optimizer: Optimizer, mine: list[Parameter]) -> None:

@@ -87,6 +87,11 @@ class Claims:
         digest = int.from_bytes(hashlib.blake2b(text + b"".join(here), digest_size=8).digest(), "little")
         return [digest >> PIECE_BITS * index & _PIECE - 1 for index in range(NUM_PIECES)]
 
+    @property
+    def lie_far(self) -> bool:
+        """Whether some of it lies on an accelerator."""
+        return any(map(_is_far, self._scalars()))
+
     def add_to(self, pieces: Tensor) -> None:
         """Add what lies on an accelerator, unread.
 

@@ -19,7 +19,7 @@ _BITS = 40
 # From the largest float32 down to its smallest denormal. Beyond the top the first lane only grows.
 _UNITS = [2.0**exponent for exponent in range(88, -153, -_BITS)]
 NUM_LANES = len(_UNITS)
-_ANY = 2  # a lane whose unit is nothing special
+ROUNDED_LANE = 2  # of `rounded`; its unit is nothing special
 
 
 def lanes(values: Tensor) -> Tensor:
@@ -43,18 +43,13 @@ def lanes(values: Tensor) -> Tensor:
 
 
 def rounded(value: Tensor) -> Tensor:
-    """Return a sum as lanes that are not exact: where it has been rounded already, or float64 has float32's
-    range.
+    """Return what a sum is in lane `ROUNDED_LANE`, the others at 0; not exact: where it has been rounded
+    already, or float64 has float32's range.
 
     Args:
         value: float64 0-dim.
-
-    Returns:
-        float64 `[NUM_LANES]`.
     """
-    found = value.new_zeros(NUM_LANES)
-    found[_ANY] = value / _UNITS[_ANY]
-    return found
+    return value / _UNITS[ROUNDED_LANE]
 
 
 def total(summed: Sequence[float]) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyengine.ops.plan import add_up
 from pyengine.window.holdings import Holdings
+from pyengine.window.nonfinite import is_not_finite
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _LARGEST = torch.finfo(torch.float32).max  # of the type in which the pending scalar is applied
@@ -44,7 +45,7 @@ class FinalPass:
         self.sumsq = torch.zeros(num_params, dtype=torch.float64, device=device)
         self.nonfinite = torch.zeros(num_params, dtype=torch.uint8, device=device)
         self._one = torch.ones((), dtype=torch.float64, device=device)
-        self._zero = torch.zeros((), device=device)
+        self._zero, self._yes = torch.zeros((), device=device), torch.ones((), device=device)
         self.reset()
 
     def reset(self) -> None:
@@ -70,17 +71,17 @@ class FinalPass:
             total, void = self._holdings.whole(self.sumsq, self.void)
             self.void = void.float()
         self._root = total.sqrt()
-        self.overflow = self.found_inf = (~torch.isfinite(total + self.void)).float()
+        self.overflow = self.found_inf = is_not_finite(total + self.void).float()
 
     def forbid(self, flag: Tensor) -> None:
         """Let the step be skipped if `flag` (bool, 0-dim, on the device) is set."""
-        self.found_inf = torch.where(flag, 1.0, self.found_inf)
+        self.found_inf = torch.where(flag, self._yes, self.found_inf)
 
     def back_off(self, flag: Tensor) -> None:
         """Let a loss scale follow an overflow if `flag` (bool, 0-dim, on the device) is set: a micro-batch of
         the window was dropped for it.
         """
-        self.overflow = torch.where(flag, 1.0, self.overflow)
+        self.overflow = torch.where(flag, self._yes, self.overflow)
 
     def check_range(self, largest: float) -> None:
         """Let the step be skipped if finite sums times the pending scalar leave the range of the gradients'
@@ -91,9 +92,9 @@ class FinalPass:
                 takes nothing out of range.
         """
         size, norm = self.factor.abs(), self.grad_norm()
-        is_out = ((size > 1) & ((norm > largest) | (size > _LARGEST))) | ~torch.isfinite(norm)
-        self.overflow = torch.where(is_out, 1.0, self.overflow)
-        self.found_inf = torch.where(is_out, 1.0, self.found_inf)
+        is_out = ((size > 1) & ((norm > largest) | (size > _LARGEST))) | is_not_finite(norm)
+        self.overflow = torch.where(is_out, self._yes, self.overflow)
+        self.found_inf = torch.where(is_out, self._yes, self.found_inf)
 
     def multiply(self, scalar: Tensor) -> None:
         """Let `scalar` (0-dim float, on the device) multiply the gradients, later, with everything else."""
@@ -160,7 +161,7 @@ class FinalPass:
         """Note that the pending scalar has been written into the gradients."""
         self._root = self._root * self.factor.abs()
         self._written = self._written * self.factor
-        self.factor = torch.ones_like(self.factor)
+        self.factor = self._one
         self.is_pending = False
 
     def _keep_norm(self) -> None:

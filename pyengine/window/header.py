@@ -166,17 +166,17 @@ class RunningWindow(LocalWindow):
 
     Args:
         is_exact, max_micro_batches: as for `LocalWindow`.
-        zeros: four 0-dim float64 tensors, each a buffer of its own on the device; not written to.
+        zeros: five 0-dim float64 tensors, each a buffer of its own on the device; not written to.
     """
 
     def __init__(self, is_exact: bool, max_micro_batches: float, zeros: Sequence[Tensor]) -> None:
         super().__init__(is_exact, max_micro_batches)
-        self._loss, self._count, self._invalid, self._dropped = zeros
+        self._loss, self._count, self._invalid, self._dropped, self._zero = zeros
 
     def append(self, loss: Tensor | None, count: Count, *, is_dropped: bool | Tensor = False) -> None:
         super().append(loss, count, is_dropped=is_dropped)
         if (told := self.losses[-1]) is not None:
-            self._loss = self._loss + stacked([told], self._loss.device)[0]
+            self._loss = self._loss + told.to(self._loss.device)
         if isinstance(is_dropped, Tensor):
             self._dropped = self._dropped + is_dropped.double()
         if isinstance(known := self.counts[-1], Tensor):
@@ -186,10 +186,10 @@ class RunningWindow(LocalWindow):
             self._invalid = self._invalid + (~valid).double()
 
     def add_to(self, vector: Tensor) -> None:
-        vector[_LOSSES:] = exact_scalars.rounded(self._loss)
-        vector[_COUNT] += self._count
-        vector[_INVALID] += self._invalid
-        vector[_DROPPED] += self._dropped
+        row = [self._zero] * len(vector)  # one addition: each write to an element would be five operations
+        row[_LOSSES + exact_scalars.ROUNDED_LANE] = exact_scalars.rounded(self._loss)
+        row[_COUNT], row[_INVALID], row[_DROPPED] = self._count, self._invalid, self._dropped
+        torch.add(vector, torch.stack(row), out=vector)
 
 
 def _or_zero(value: Count, is_dropped: bool | Tensor) -> Count:
@@ -213,7 +213,7 @@ def make_local_window(
     """
     if not is_lazy(device):
         return partial(LocalWindow, is_exact, max_micro_batches, batch=batch)
-    zeros = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(4)]
+    zeros = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(5)]
     return partial(RunningWindow, is_exact, max_micro_batches, zeros)
 
 
@@ -329,7 +329,7 @@ class Header:
         vector = self.vector()
         if self._inv_count is None:
             count = vector[_COUNT]
-            self._inv_count = torch.where(count > 0, 1.0 / count, torch.zeros_like(count)).float()
+            self._inv_count = count.reciprocal().masked_fill(~(count > 0), 0.0).float()
         return self._inv_count
 
     def has_dropped(self) -> Tensor:
@@ -340,10 +340,13 @@ class Header:
         """Return, as a 0-dim bool on the device, whether the window must not be used: `Totals` says why."""
         vector = self.vector()
         totals, squares = vector[_POSITIONS:_LOSSES:2], vector[_POSITIONS + 1 : _LOSSES : 2]
-        differ = (self._comm.world_size * squares != totals * totals).any()
-        too_many = vector[_MICRO_BATCHES] > self._max_micro_batches
-        unlike = (vector[_SHARED:] != 0).any() & (vector[_SILENT:] == 0).all()
-        return (vector[_COUNT] == 0) | (vector[_INVALID] > 0) | differ | too_many | unlike
+        found = (vector[_COUNT] == 0) | (vector[_INVALID] > 0)
+        found = found | (self._comm.world_size * squares != totals * totals).any()
+        if self._max_micro_batches < math.inf:
+            found |= vector[_MICRO_BATCHES] > self._max_micro_batches
+        if len(vector) > _SHARED:
+            found |= (vector[_SHARED:] != 0).any() & (vector[_SILENT:] == 0).all()
+        return found
 
     def vector(self) -> Tensor:
         """Wait, and return the reduced numbers, float64 `[23]`, or `[27]` where ranks share batches; not to
@@ -376,9 +379,10 @@ def _pack(
         numbers += [value, value * value]
     vector = send([*map(float, numbers), *[0.0] * exact_scalars.NUM_LANES], torch.float64, device)
     local.add_to(vector)
-    pieces = vector[_CLAIMS:_LOSSES:2]
-    claims.add_to(pieces)
-    vector[_CLAIMS + 1 : _LOSSES : 2] = pieces * pieces
+    if claims.lie_far:
+        pieces = vector[_CLAIMS:_LOSSES:2]
+        claims.add_to(pieces)
+        vector[_CLAIMS + 1 : _LOSSES : 2] = pieces * pieces
     return vector if local.batch is None else _shared(vector, local.batch, is_silent=local.is_silent)
 
 
@@ -393,6 +397,4 @@ def _shared(vector: Tensor, batch: SharedBatch, *, is_silent: bool) -> Tensor:
 
 def stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return tensors of one element each, of any real types and devices, as float64 `[n]` on `device`."""
-    return torch.stack(
-        [value.detach().to(device, torch.float64, non_blocking=True).reshape(()) for value in values]
-    )
+    return torch.stack([v.detach().to(device, torch.float64, non_blocking=True).reshape(()) for v in values])

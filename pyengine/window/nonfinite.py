@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,14 @@ class RankFindings:
     gave_up: str
     losses: list[int]
     blamed: dict[str, list[int] | None]
+
+
+def is_not_finite(norms: Tensor) -> Tensor:
+    """Return which norms, or sums of squares, are inf or nan: bool, of their shape.
+
+    One comparison of what cannot be -inf; a device that records has four operations for `isfinite`.
+    """
+    return ~(norms < math.inf)
 
 
 def nonfinite_params(flags: Tensor) -> list[int]:

@@ -1,4 +1,4 @@
-"""What is compiled and executed: two programs, one reduction a window, nothing read."""
+"""What is recorded, compiled and executed: two programs, one reduction a window, nothing read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ class Counts:
     compiled: int
     executed: int
     read: int
+    recorded: int  # operations: what a host spends its time on
 
 
 def _counts() -> Counts:
@@ -33,10 +35,9 @@ def _counts() -> Counts:
     import torch_xla.debug.metrics as met
 
     xm.wait_device_ops()  # an execution is counted when it begins
-    executed, read = (met.metric_data(name) for name in ("ExecuteTime", "TransferFromDeviceTime"))
-    return Counts(
-        met.counter_value("UncachedCompile") or 0, executed[0] if executed else 0, read[0] if read else 0
-    )
+    names = ("ExecuteTime", "TransferFromDeviceTime", "LazyTracing")
+    found = [data[0] if (data := met.metric_data(name)) else 0 for name in names]
+    return Counts(met.counter_value("UncachedCompile") or 0, *found)
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,49 @@ def test_lengths_of_windows_that_were_seen_or_not_compile_nothing_new(replicas, 
 def test_a_window_is_one_execution_a_micro_batch_and_one_for_the_update(replicas, optimizer):
     (costs,) = replicas(1).run(_train, [3, 3, 2, 1, 5], Kind(optimizer))
     assert [cost.executed for cost in costs[2:]] == [3, 2, 6]
+
+
+@pytest.mark.parametrize(("optimizer", "most"), [("sgd", 276), ("adamw", 396)])
+def test_a_window_records_no_more_operations_than_it_did(replicas, optimizer, most):
+    (costs,) = replicas(1).run(_train, [3, 3, 2, 3], Kind(optimizer))
+    of_a_micro_batch = costs[3].recorded - costs[2].recorded
+    assert of_a_micro_batch <= 50
+    assert costs[2].recorded - 2 * of_a_micro_batch <= most
+
+
+def _runs_on_meta(rank: int) -> tuple[int, int, int]:
+    """Return how often an in-place operation was first run in Python, to learn its shape: by the end of a
+    micro-batch, of another, and of `add_`.
+    """
+    del rank
+    import torch._meta_registrations as meta
+
+    runs, before = [0], meta.check_inplace_broadcast
+
+    def counted(*args: Any) -> Any:
+        runs[0] += 1
+        return before(*args)
+
+    here = device()
+    model = mlp(width=16).to(here)
+    sync = pe.GradSync(model, accumulate=3)
+    batch = [t.to(here, torch.float32) for t in micro_batch(0, 0)]
+    total = torch.zeros(3).to(here)
+    meta.check_inplace_broadcast, found = counted, []
+    try:
+        for _ in range(2):
+            with sync.accumulate():
+                sync.backward(loss_sum(model, *batch), count=1)
+            found.append(runs[0])
+        total.add_(total)
+    finally:
+        meta.check_inplace_broadcast = before
+    sync.abandon()
+    return found[0], found[1], runs[0]
+
+
+def test_a_micro_batch_runs_nothing_on_tensors_without_memory(replicas):
+    assert replicas(1).run(_runs_on_meta) == [(0, 0, 1)]
 
 
 @pytest.mark.parametrize("world", [1, 2])
