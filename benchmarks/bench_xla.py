@@ -1,11 +1,16 @@
-"""What a window costs on XLA replicas, against Accelerate and xm.optimizer_step.
+"""What a window costs on XLA replicas, against Accelerate, xm.optimizer_step and loops written by hand.
 
     make xla-env && .venv-xla/bin/python benchmarks/bench_xla.py [--replicas 2] [--accumulate 4] [--save]
 
 Replicas are threads on XLA's CPU backend, which tests/xla/replicas.py lets launch programs with collectives
-in turn: the times can be compared with one another and say nothing about a TPU. Counts are exact. `error` is
-the largest difference of a parameter from float64 training on the global batch, and `equal` whether all
-replicas end with the same bits.
+in turn: the times can be compared with one another and say nothing about a TPU. Every round runs all
+contestants, every other one in the opposite order. Counts are exact. `recorded` operations are what a host
+spends its time on here, `error` is the largest difference of a parameter from float64 training on the
+global batch, and `equal` whether all replicas end with the same bits.
+
+Accelerate and `xm.reduce_gradients` do less than `GradSync`: a gradient with inf or nan is stepped, and with
+clipping they lose the reduction. "by hand" is the least that is right: sums reduced once a window as fresh
+tensors; "by hand, skips" also leaves parameters and optimizer as they were where the norm is not finite.
 """
 
 from __future__ import annotations
@@ -38,6 +43,7 @@ COLUMNS = (
     "collectives",
     "kilobytes",
     "executed",
+    "recorded",
     "programs",
     "sent",
     "read",
@@ -70,6 +76,7 @@ class Row:
     collectives: float
     kilobytes: float
     executed: float
+    recorded: float
     programs: int
     sent: float
     read: float
@@ -195,8 +202,64 @@ def optimizer_step(model: nn.Module, setting: Setting) -> Callable[[list[Any]], 
     return window
 
 
+def by_hand(model: nn.Module, setting: Setting) -> Callable[[list[Any]], None]:
+    """Reduce what `.grad` has summed up, once a window, and step: correct, and no more than that."""
+    return _by_hand(model, setting, lambda optimizer, norm: optimizer.step())
+
+
+def by_hand_skips(model: nn.Module, setting: Setting) -> Callable[[list[Any]], None]:
+    """The same, and take the step back on the device where the norm is not finite."""
+    return _by_hand(model, setting, _step_or_take_back)
+
+
+def _by_hand(
+    model: nn.Module, setting: Setting, step: Callable[[torch.optim.Optimizer, Tensor], None]
+) -> Callable[[list[Any]], None]:
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    params, optimizer = list(model.parameters()), optimizer_of(model, capturable=True)
+    needs_norm = setting.clip or step is _step_or_take_back
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    torch_xla.sync()
+
+    def window(batches: list[Any]) -> None:
+        for index, (x, y) in enumerate(batches, start=1):
+            (loss_of(model, x, y) / setting.accumulate).backward()
+            if index == setting.accumulate:
+                # `.grad` itself, reduced in place and then clipped, would lose the reduction.
+                fresh = [param.grad.clone() for param in params]
+                xm.all_reduce(xm.REDUCE_SUM, fresh, scale=1.0 / setting.replicas, pin_layout=False)
+                for param, total in zip(params, fresh, strict=True):
+                    param.grad.copy_(total)
+                max_norm = MAX_NORM if setting.clip else float("inf")
+                norm = nn.utils.clip_grad_norm_(params, max_norm) if needs_norm else torch.zeros(())
+                step(optimizer, norm)
+                optimizer.zero_grad(set_to_none=False)
+            torch_xla.sync()
+
+    return window
+
+
+@torch.no_grad()
+def _step_or_take_back(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
+    """Step, and let parameters and their state keep the old values where the norm is not finite."""
+    tensors = [
+        tensor
+        for param in optimizer.param_groups[0]["params"]
+        for tensor in (param, *optimizer.state[param].values())
+    ]
+    old = [tensor.clone() for tensor in tensors]
+    optimizer.step()
+    for tensor, kept in zip(tensors, old, strict=True):
+        tensor.copy_(torch.where(torch.isfinite(norm), tensor, kept))
+
+
 CONTESTANTS = {
     "GradSync": ours,
+    "by hand": by_hand,
+    "by hand, skips": by_hand_skips,
     "Accelerate accumulate()": accelerate,
     "xm.reduce_gradients": every_micro_batch,
     "xm.optimizer_step": optimizer_step,
@@ -232,6 +295,7 @@ def work(rank: int, name: str, setting: Setting) -> Row:
         collectives=tally.calls / measured,
         kilobytes=tally.num_bytes / measured / 1e3,
         executed=(after["executed"] - before["executed"]) / share,
+        recorded=(after["recorded"] - before["recorded"]) / share,
         programs=after["programs"] - compiled,
         sent=(after["sent"] - before["sent"]) / share,
         read=(after["read"] - before["read"]) / share,
@@ -244,7 +308,12 @@ def _metrics() -> dict[str, int]:
     """Return what torch_xla has counted in this process, over all its replicas."""
     import torch_xla.debug.metrics as met
 
-    names = {"executed": "ExecuteTime", "sent": "TransferToDeviceTime", "read": "TransferFromDeviceTime"}
+    names = {
+        "executed": "ExecuteTime",
+        "recorded": "LazyTracing",
+        "sent": "TransferToDeviceTime",
+        "read": "TransferFromDeviceTime",
+    }
     found = {key: met.metric_data(name) for key, name in names.items()}
     return {key: data[0] if data else 0 for key, data in found.items()} | {
         "programs": met.counter_value("UncachedCompile") or 0
@@ -289,7 +358,8 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--accumulate", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--windows", type=int, default=24, help=f"of which {WARM_UP} warm up")
+    parser.add_argument("--windows", type=int, default=64, help=f"of which {WARM_UP} warm up")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-xla.json")
     options = parser.parse_args()
     missing = [n for n in ("torch_xla", "accelerate") if importlib.util.find_spec(n) is None]
@@ -297,21 +367,27 @@ def main() -> None:
         parser.error(
             f"{' and '.join(missing)} missing here: make xla-env, and run it with .venv-xla/bin/python"
         )
+    settings = [
+        Setting(options.replicas, options.accumulate, options.width, options.windows, clip)
+        for clip in (True, False)
+    ]
+    runs: dict[tuple[Setting, str], list[Row]] = {}
+    for index in range(options.rounds):
+        for key in [(s, name) for s in settings for name in CONTESTANTS][:: -1 if index % 2 else 1]:
+            setting, name = key
+            replicas = Replicas(setting.replicas, {})
+            measured: list[Row] = replicas.run(work, name, setting)
+            replicas.stop()
+            for kept, row in zip(runs.setdefault(key, measured), measured, strict=True):
+                kept.times += row.times if kept is not row else []
     rows: dict[str, dict[str, float | bool | None]] = {}
     print(f"{'':40}" + "".join(f"{column:>12}" for column in COLUMNS))
-    for clip in (True, False):
-        setting = Setting(options.replicas, options.accumulate, options.width, options.windows, clip)
-        right = reference(setting)
-        for name in CONTESTANTS:
-            same_training = name != "xm.optimizer_step"
-            replicas = Replicas(setting.replicas, {})
-            found = summary(replicas.run(work, name, setting), right if same_training else None)
-            replicas.stop()
-            rows[f"{name}, {'clipped' if clip else 'not clipped'}"] = found
-            cells = [
-                f"{found[c]:>12.4g}" if isinstance(found[c], int | float) else f"{'-':>12}" for c in COLUMNS
-            ]
-            print(f"{list(rows)[-1]:40}" + "".join(cells), flush=True)
+    for (setting, name), of_replicas in runs.items():
+        right = reference(setting) if name != "xm.optimizer_step" else None
+        found = summary(of_replicas, right)
+        rows[f"{name}, {'clipped' if setting.clip else 'not clipped'}"] = found
+        cells = [f"{found[c]:>12.4g}" if isinstance(found[c], int | float) else f"{'-':>12}" for c in COLUMNS]
+        print(f"{list(rows)[-1]:40}" + "".join(cells), flush=True)
     if options.save:
         del options.save
         print("wrote", save("xla", {"machine": card(1), "options": vars(options), "rows": rows}))
