@@ -16,7 +16,7 @@ from _harness import save
 
 import pyengine as pe
 from pyengine.cli.bench.machine import card
-from pyengine.cli.bench.windows.models import GPT, GPT_CONTEXT, GPT_VOCABULARY
+from pyengine.cli.bench.windows.models import GPT, GPT_CONTEXT, GPT_VOCABULARY, Shape
 from pyengine.comm.launching import launch
 
 MICRO_BATCHES = 12
@@ -28,7 +28,7 @@ class _Rank:
     def __init__(self, slowdown: float) -> None:
         self.slowdown = slowdown if dist.get_rank() == dist.get_world_size() - 1 else 1.0
         torch.manual_seed(0)
-        self.model = GPT(192)
+        self.model = GPT(Shape(192))
         self.data = torch.randint(GPT_VOCABULARY, (MICRO_BATCHES, GPT_CONTEXT + 1))
         self.sampler = pe.WindowSampler(MICRO_BATCHES, seed=0, micro_batch=1, global_batch=MICRO_BATCHES)
         self.dealer = pe.Dealer(self.sampler)

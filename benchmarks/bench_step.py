@@ -9,8 +9,8 @@ ranks.
 Two gloo ranks (`--world`) with one thread each. Variants take turns in the same processes, window by window,
 so that a change of the machine's mood hits all of them; a window's time is the slower rank's
 (pyengine/cli/bench/windows/measure.py). Without --rate and --memory, `python -m pyengine bench step` measures
-the same. `sync` is what a variant costs above training without any communication (`floor`) outside unscale,
-clip and optimizer.
+the same, and with --device cuda it does so on GPUs (benchmarks/gpu.py). `sync` is what a variant costs above
+training without any communication (`floor`) outside unscale, clip and optimizer.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
@@ -33,7 +34,8 @@ from _megatron import Megatron
 from _network import Link, hosts, wait_for
 
 from pyengine.cli.bench.machine import card
-from pyengine.cli.bench.windows.measure import PHASES, WARM_UP, Setting, measure, slowest, summary
+from pyengine.cli.bench.windows.measure import PHASES, WARM_UP, Outcome, Setting, measure, merged, rows
+from pyengine.cli.bench.windows.models import MICRO_BATCHES
 from pyengine.cli.bench.windows.variants import VARIANTS
 
 CASES = ("gpt:fp32", "small:fp32", "gpt0:fp32", "gpt0:bf16", "small0:fp32", "small0:bf16")
@@ -56,9 +58,9 @@ def main() -> None:
     }
     results: dict[str, object] = {}
     for case in options.cases.split(","):
-        rows = _memory(case, options) if options.memory else _launch(case, options.variants, options)
-        results[case] = rows
-        _print(case, rows, options.memory)
+        found = _memory(case, options) if options.memory else _launch(case, options.variants, options)
+        results[case] = found
+        _print(case, found, options.memory)
     if options.save:
         kind = "memory" if options.memory and options.name == "step" else options.name
         if options.rate:
@@ -70,7 +72,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", default=",".join(CASES), help="model:dtype, comma-separated")
+    parser.add_argument(
+        "--cases", default=",".join(CASES), help="model:dtype or model:dtype:accumulate, comma-separated"
+    )
     parser.add_argument("--variants", default=",".join(DEFAULT))
     parser.add_argument(
         "--optimizer", choices=("fused", "plain"), default="fused", help="AdamW of every variant"
@@ -118,13 +122,19 @@ def _worker(options: argparse.Namespace) -> None:
     os.environ |= {name: str(value) for name, value in ranks.items()}  # Accelerate looks for torchrun's
     dist.init_process_group("gloo", rank=options.rank, world_size=world)
     before = _rss()
+    model, dtype, *accumulate = options.cases.split(":")
     setting = Setting(
-        *options.cases.split(":"), tuple(options.variants.split(",")), options.rounds, options.optimizer
+        model,
+        dtype,
+        tuple(options.variants.split(",")),
+        options.rounds,
+        options.optimizer,
+        micro_batches=int(accumulate[0]) if accumulate else MICRO_BATCHES,
     )
     show = _show if options.rank == 0 else lambda *_: None
-    times = measure(setting, lambda done: show(setting, done))
+    outcome = measure(setting, lambda done: show(setting, done))
     (Path(options.out) / f"{options.rank}.json").write_text(
-        json.dumps({"times": times, "peak_mb": _rss() - before})
+        json.dumps(asdict(outcome) | {"peak_mb": _rss() - before})
     )
     dist.barrier()
     dist.destroy_process_group()
@@ -140,25 +150,29 @@ def _rss() -> float:
 
 
 def _merge(ranks: list[dict]) -> dict[str, dict[str, float]]:
-    rows = summary(slowest([rank["times"] for rank in ranks]))
-    for row in rows.values():  # of the whole process: means something with a single variant only
-        row["peak_mb"] = max(rank["peak_mb"] for rank in ranks)
-    return rows
+    peak_mb = max(rank.pop("peak_mb") for rank in ranks)
+    found = rows(merged([Outcome(**rank) for rank in ranks]))
+    for row in found.values():  # of the whole process: means something with a single variant only
+        row["peak_mb"] = peak_mb
+    return found
 
 
 def _memory(case: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    rows = {}
+    found = {}
     for variant in options.variants.split(","):
-        rows[variant] = {"peak_mb": _launch(case, variant, options)[variant]["peak_mb"]}
-    return rows
+        found[variant] = {"peak_mb": _launch(case, variant, options)[variant]["peak_mb"]}
+    return found
 
 
-def _print(case: str, rows: dict[str, dict[str, float]], memory: bool) -> None:
+def _print(case: str, found: dict[str, dict[str, float]], memory: bool) -> None:
     print(f"\r{case:40}")
     times = [f"{phase}_{stat}_ms" for phase in PHASES for stat in ("min", "p50")]
     columns = ["peak_mb"] if memory else [*times, "sync_p50_ms", "early_x_floor", "window_x_floor"]
     print(f"{'variant':20}" + "".join(f"{c.removesuffix('_ms'):>14}" for c in columns))
-    for variant, row in rows.items():
+    for variant, row in found.items():
+        if "failed" in row:
+            print(f"{variant:20}failed: {row['failed']}")
+            continue
         print(f"{variant:20}" + "".join(f"{row.get(c, float('nan')):14.2f}" for c in columns))
 
 

@@ -190,6 +190,7 @@ def test_variants_with_other_gradients_stop_the_run_on_every_rank(
             "argument --variants: got ddp,engine with kernels, and it is",
         ),
         (["--device", "cuda"], "argument --device: got cuda, and torch finds no CUDA device here"),
+        (["step", "--device", "cuda"], "argument --device: got cuda, and torch finds no CUDA device here"),
         (["--variants", "ddp,accelerate"], "argument --variants: got accelerate, and accelerate is not"),
         (
             ["--out", "no/such/folder.json"],

@@ -15,7 +15,7 @@ from pyengine.cli.arguments import Conflict, check_workers, check_writable, fini
 from pyengine.cli.bench.kernels.case import Sizes
 from pyengine.cli.bench.kernels.processor import OPS
 from pyengine.cli.bench.windows.measure import DTYPES, Setting
-from pyengine.cli.bench.windows.models import MODELS
+from pyengine.cli.bench.windows.models import MICRO_BATCHES, MODELS
 from pyengine.cli.bench.windows.variants import BY_NAME, VARIANTS
 
 DESCRIPTION = """\
@@ -33,10 +33,13 @@ examples:
   python -m pyengine bench step --variants ddp,no_sync,engine,attach
   python -m pyengine bench kernels --ops pack --megabytes 8  what fits into the caches
   python -m pyengine bench kernels --device cuda             the kernels on the GPU
+  python -m pyengine bench step --device cuda --model gpt124 --dtype bf16 --graph
+                                                             windows there, a rank a GPU over NCCL
   python -m pyengine bench --json --out mine.json            one JSON object a line, and a result file
 
 models:
   gpt, gpt100    a GPT with 17.4 M parameters; with 100 MB of fp32 gradients
+  gpt124         a GPT of GPT-2's size, 124 M parameters; for a GPU
   small          500 linear layers of 64: 1000 small parameters
   gpt0, small0   the same parameters with gradients that are there already: only the machinery is timed
 
@@ -51,11 +54,15 @@ columns:
   spread         largest minus smallest over the median: how restless the machine was; the sentences at the
                  end say which orders are clear all the same
   sync           what it costs above no communication at all, in the median; and its share of the window
+  host           on CUDA: milliseconds until the host has queued a window that found the device idle
+  calls          on CUDA: kernels launched, copies and fills, and waits for the device, a window
+  peak           on CUDA: MB of tensors at most, less what other variants hold
+  graph          with --graph: milliseconds a window as one CUDA graph, or why it is none
   x roof         time over that of the memory for as many bytes: 1 is the roof (on CUDA that of a large copy),
                  which what fits into caches beats
   x torch        times faster than torch's expression of the same work
 
-exit code: 0 measured, 1 a worker failed or contestants disagree, 2 the arguments are wrong
+exit code: 0 measured, 1 a worker or a variant failed or contestants disagree, 2 the arguments are wrong
 """
 )
 
@@ -70,14 +77,21 @@ _DEFAULT_VARIANTS = (
     "engine_bf16",
     "attach",
 )
+# On CUDA with what is worth most first; it is the order of the table.
+_CUDA_VARIANTS = (
+    *("engine", "no_sync_view", "engine_bf16", "attach", "no_sync_bf16", "accelerate", "floor", "by_hand"),
+)
 _MEGABYTES = {"cpu": 64, "cuda": 256}
 # By part: argument, and what it is when not given.
 _OF_STEP: dict[str, Any] = {
-    "workers": 2,
+    "workers": None,
     "model": "gpt",
     "dtype": "fp32",
-    "variants": _DEFAULT_VARIANTS,
+    "variants": None,
     "rounds": 5,
+    "accumulate": MICRO_BATCHES,
+    "graph": False,
+    "device": "cpu",
 }
 _OF_KERNELS: dict[str, Any] = {"ops": tuple(OPS), "seconds": 0.3, "megabytes": None, "device": "cpu"}
 
@@ -88,11 +102,13 @@ class Steps:
 
     Attributes:
         left_out: variants of the default that are not installed.
+        graph: whether windows are captured, too.
     """
 
     workers: int
     setting: Setting
     left_out: tuple[str, ...]
+    graph: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,9 +143,18 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add = parser.add_argument
     add("part", nargs="?", choices=PARTS, help="measure only this (default: both)")
-    add("--workers", type=whole(1), metavar="N", help="of step: processes, one rank each (default: 2)")
+    add(
+        "--workers",
+        type=whole(1),
+        metavar="N",
+        help="of step: processes, one rank each (default: 2, on CUDA one a device)",
+    )
     add("--model", choices=MODELS, help="of step (default: gpt)")
-    add("--dtype", choices=tuple(DTYPES), help="of step: type of the parameters (default: fp32)")
+    add(
+        "--dtype",
+        choices=tuple(DTYPES),
+        help="of step: type of the parameters (default: fp32); fp16: fp32 under autocast",
+    )
     add(
         "--variants",
         type=_several(VARIANTS),
@@ -137,6 +162,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help=f"of step (default: {','.join(_DEFAULT_VARIANTS)})",
     )
     add("--rounds", type=whole(3), metavar="N", help="of step: windows of each variant (default: 5)")
+    add("--accumulate", type=whole(1), metavar="N", help="of step: micro-batches a window (default: 8)")
+    add("--graph", action="store_true", default=None, help="of step: windows as CUDA graphs, too")
     add("--ops", type=_several(OPS), metavar="A,B", help=f"of kernels (default: {','.join(OPS)})")
     add(
         "--seconds",
@@ -145,7 +172,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="of kernels: time budget of a case (default: 0.3)",
     )
     add("--megabytes", type=whole(1), metavar="N", help="of kernels: of fp32 (default: 64, on CUDA 256)")
-    add("--device", choices=tuple(_MEGABYTES), help="of kernels (default: cpu); windows run on the processor")
+    add("--device", choices=tuple(_MEGABYTES), help="where to measure (default: cpu)")
     add("--json", action="store_true", help="one JSON object a line on stdout instead of tables")
     add("--out", type=Path, metavar="FILE", help="write a result file, as those of benchmarks/results")
 
@@ -175,6 +202,8 @@ def _values(options: argparse.Namespace, part: str, defaults: dict[str, Any]) ->
     if options.part in (part, None):
         return defaults | given
     for name, value in given.items():
+        if name in _OF_STEP and name in _OF_KERNELS:
+            continue
         got = ",".join(value) if isinstance(value, tuple) else value
         raise Conflict(
             f"argument --{name}: got {got} with {options.part}, and it is an argument of {part}: leave one "
@@ -184,17 +213,41 @@ def _values(options: argparse.Namespace, part: str, defaults: dict[str, Any]) ->
 
 
 def _steps(options: argparse.Namespace, values: dict[str, Any]) -> Steps:
-    missing = tuple(name for name in values["variants"] if not _is_installed(name))
+    device, variants = values["device"], values["variants"]
+    _check_device(device)
+    if variants is None:
+        variants = _CUDA_VARIANTS if device == "cuda" else _DEFAULT_VARIANTS
+    missing = tuple(name for name in variants if not _is_installed(name))
     if missing and options.variants is not None:
         needs = " and ".join(str(VARIANTS[name].needs) for name in missing)
         raise Conflict(
             f"argument --variants: got {','.join(missing)}, and {needs} is not installed here: install it, "
             "or leave it out"
         )
-    check_workers([values["workers"]])
-    variants = tuple(name for name in values["variants"] if name not in missing)
-    setting = Setting(values["model"], values["dtype"], variants, values["rounds"])
-    return Steps(values["workers"], setting, missing)
+    setting = Setting(
+        values["model"],
+        values["dtype"],
+        tuple(name for name in variants if name not in missing),
+        values["rounds"],
+        device=device,
+        micro_batches=values["accumulate"],
+    )
+    return Steps(_workers(values["workers"], device), setting, missing, values["graph"])
+
+
+def _workers(wanted: int | None, device: str) -> int:
+    """Return how many ranks there are: over NCCL one a device."""
+    if device == "cpu":
+        workers = wanted or 2
+        check_workers([workers])
+        return workers
+    found = torch.cuda.device_count()
+    if wanted is not None and wanted > found:
+        raise Conflict(
+            f"argument --workers: got {wanted} with --device cuda, and NCCL needs a device each: "
+            f"need at most {found}, which is how many there are"
+        )
+    return wanted or found
 
 
 def _is_installed(variant: str) -> bool:
@@ -204,9 +257,13 @@ def _is_installed(variant: str) -> bool:
 
 def _kernels(values: dict[str, Any]) -> Kernels:
     device = values["device"]
+    _check_device(device)
+    return Kernels(values["ops"], Sizes(values["megabytes"] or _MEGABYTES[device], device), values["seconds"])
+
+
+def _check_device(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         raise Conflict("argument --device: got cuda, and torch finds no CUDA device here: need cpu")
-    return Kernels(values["ops"], Sizes(values["megabytes"] or _MEGABYTES[device], device), values["seconds"])
 
 
 def _several(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:

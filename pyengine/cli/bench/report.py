@@ -20,6 +20,14 @@ from pyengine.cli.bench.windows.variants import VARIANTS
 from pyengine.cli.output import add_numbers
 from pyengine.cli.terminal import print_json
 
+# Columns of windows that only some runs have: heading, key of the row that has it, and how it is written.
+_MORE = (
+    ("host ms", "host_p50_ms", "{host_p50_ms:.1f}"),
+    ("calls", "launches", "{launches:.0f} + {copies:.0f} + {waits:.0f}"),
+    ("peak MB", "peak_mb", "{peak_mb:.0f}"),
+    ("graph ms", "graph_p50_ms", "{graph_p50_ms:.1f}"),
+)
+
 
 class Report:
     """Hears what happens, and shows nothing of it."""
@@ -39,7 +47,7 @@ class Report:
     def kernels(self, roofs: Mapping[str, float], rows: Sequence[dict[str, Any]]) -> None:
         """Hear what the memory allows, and the kernels' rows."""
 
-    def windows(self, case: str, times: Times, rows: Mapping[str, dict[str, float]]) -> None:
+    def windows(self, case: str, times: Times, rows: Mapping[str, dict[str, Any]]) -> None:
         """Hear the times of every round, and the variants' rows."""
 
     def conclude(self, sentences: Sequence[str], out: str | None) -> None:
@@ -67,10 +75,10 @@ class JsonLines(Report):
         for row in rows:
             print_json("kernel", **row)
 
-    def windows(self, case: str, times: Times, rows: Mapping[str, dict[str, float]]) -> None:
-        """Print each variant with its windows, in order."""
+    def windows(self, case: str, times: Times, rows: Mapping[str, dict[str, Any]]) -> None:
+        """Print each variant with its windows, in order; none of one that failed."""
         for name, row in rows.items():
-            windows = [1e3 * each["window"] for each in times[name]]
+            windows = [1e3 * each["window"] for each in times.get(name, [])]
             print_json("variant", case=case, variant=name, windows_ms=windows, **row)
 
     def conclude(self, sentences: Sequence[str], out: str | None) -> None:
@@ -129,15 +137,23 @@ class Tables(output.Tables, Report):
         self._console.print(table)
         self._say(f"memory: {rates}\n")
 
-    def windows(self, case: str, times: Times, rows: Mapping[str, dict[str, float]]) -> None:
-        """Print the table."""
-        table = _table(f"windows, {case}", ("median ms", "min ms", "spread", "sync ms", "sync"))
+    def windows(self, case: str, times: Times, rows: Mapping[str, dict[str, Any]]) -> None:
+        """Print the table, and under it why what is missing is missing."""
+        more = [heading for heading, key, _ in _MORE if any(key in row for row in rows.values())]
+        table = _table(f"windows, {case}", ("median ms", "min ms", "spread", "sync ms", "sync", *more))
         for name, row in rows.items():
+            if "failed" in row:
+                table.add_row(escape(VARIANTS[name].label), "failed")
+                continue
             median, sync = row["window_p50_ms"], row.get("sync_p50_ms")
-            cells = ("–", "–") if sync is None else (f"{sync:.1f}", f"{sync / median:.0%}")
+            cells = ["–", "–"] if sync is None else [f"{sync:.1f}", f"{sync / median:.0%}"]
+            cells += [form.format(**row) if key in row else "–" for head, key, form in _MORE if head in more]
             numbers = f"{median:.1f}", f"{row['window_min_ms']:.1f}", f"{spread(times[name]):.0%}"
             table.add_row(escape(VARIANTS[name].label), *numbers, *cells)
         self._console.print(table)
+        for name, row in rows.items():
+            if "no_graph" in row:
+                self._say(f"no graph of {VARIANTS[name].label}: {row['no_graph']}")
 
     def conclude(self, sentences: Sequence[str], out: str | None) -> None:
         """Print it."""

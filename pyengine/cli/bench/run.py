@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,15 +16,18 @@ import torch.distributed as dist
 from pyengine.cli import terminal
 from pyengine.cli.bench import verdict as bench_verdict
 from pyengine.cli.bench.arguments import Kernels, Settings, Steps
-from pyengine.cli.bench.kernels import cuda
 from pyengine.cli.bench.kernels.on_cuda import OnCuda, measure_yardstick
 from pyengine.cli.bench.kernels.processor import OPS, OnProcessor
 from pyengine.cli.bench.machine import card, hold_memory
 from pyengine.cli.bench.report import JsonLines, Report, Tables
 from pyengine.cli.bench.timing import measure_roofs
 from pyengine.cli.bench.windows import measure as windows
+from pyengine.cli.bench.windows.device import card as device_card
+from pyengine.cli.bench.windows.graph import replays
 from pyengine.cli.bench.windows.variants import VARIANTS
 from pyengine.comm.launching import launch
+
+_GRAPH_S = 90.0  # for starting, capturing and replaying a variant
 
 
 def run(settings: Settings) -> int:
@@ -54,7 +56,8 @@ def run(settings: Settings) -> int:
     problems = [problem for problem in (failed, unwritten) if problem is not None]
     for problem in problems:
         print(problem, file=sys.stderr)
-    return int(bool(problems))
+    cases = content.get("cases", {}).values()
+    return int(bool(problems) or any("failed" in row for rows in cases for row in rows.values()))
 
 
 def _write(out: Path, content: dict[str, Any]) -> str | None:
@@ -105,16 +108,45 @@ def _one_thread() -> Iterator[None]:
 
 def _steps(steps: Steps, report: Report, *, as_json: bool) -> tuple[dict[str, Any], list[str]]:
     """Measure on workers; return what goes into the result file, and what it shows."""
-    times = windows.slowest(launch(work, workers=steps.workers, args=(steps.setting, as_json)))
-    rows = windows.summary(times)
-    report.windows(steps.setting.name, times, rows)
-    return {"cases": {steps.setting.name: rows}}, bench_verdict.on_windows(times)
+    outcome, rows = measure_windows(steps, as_json=as_json)
+    for _ in add_graphs(steps, rows):
+        pass
+    report.windows(steps.setting.name, outcome.times, rows)
+    said = bench_verdict.on_windows(outcome.times)
+    said += [f"{VARIANTS[name].label} failed: {why}" for name, why in outcome.failed.items()]
+    return {"cases": {steps.setting.name: rows}}, said
 
 
-def work(setting: windows.Setting, as_json: bool) -> windows.Times:
+def measure_windows(steps: Steps, *, as_json: bool) -> tuple[windows.Outcome, dict[str, dict[str, Any]]]:
+    """Measure on workers of this machine; return what they have found, and the rows of a result file."""
+    outcome = windows.merged(launch(work, workers=steps.workers, args=(steps.setting, as_json)))
+    return outcome, windows.rows(outcome)
+
+
+def add_graphs(steps: Steps, rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Capture windows, if asked to, and write into the rows what they take as graphs, or why they are none;
+    yield each variant when it is done.
+    """
+    for name, row in rows.items():
+        if steps.graph and "failed" not in row:
+            row |= _graph(steps, name)
+            yield name
+
+
+def _graph(steps: Steps, name: str) -> dict[str, Any]:
+    """Return how long a window of a variant takes as a CUDA graph, or why there is none."""
+    if why := VARIANTS[name].no_graph:
+        return {"no_graph": why}
+    try:
+        ranks = launch(replays, workers=steps.workers, args=(steps.setting, name), timeout_s=_GRAPH_S)
+    except (RuntimeError, TimeoutError) as error:
+        return {"no_graph": str(error).strip().splitlines()[-1]}
+    return {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+
+
+def work(setting: windows.Setting, as_json: bool) -> windows.Outcome:
     """Measure windows on this rank; the first one shows how far they are."""
     terminal.show_everything()
-    warnings.filterwarnings("ignore", "OMP_NUM_THREADS")  # Accelerate's; all variants have one thread anyway
     if dist.get_rank() > 0:
         return windows.measure(setting, lambda done: None)
     report: Report = JsonLines() if as_json else Tables()
@@ -127,10 +159,12 @@ def work(setting: windows.Setting, as_json: bool) -> windows.Times:
 
 def _machine(settings: Settings) -> dict[str, Any]:
     machine: dict[str, Any] = dict(card(1))
-    if settings.kernels and settings.kernels.sizes.is_cuda:
-        machine |= cuda.machine_card()
-    if settings.steps:
-        machine |= {"ranks": settings.steps.workers, "network": "loopback"}
+    steps, kernels = settings.steps, settings.kernels
+    for device in {steps.setting.device if steps else "cpu", kernels.sizes.device if kernels else "cpu"}:
+        machine |= device_card(device)
+    if steps:
+        network = "NCCL" if steps.setting.device == "cuda" else "loopback"
+        machine |= {"ranks": steps.workers, "network": network}
     return machine
 
 
@@ -149,8 +183,8 @@ def _parts(settings: Settings) -> Iterator[str]:
     if settings.steps:
         steps, setting = settings.steps, settings.steps.setting
         yield (
-            f"windows of {setting.name}: {len(setting.variants)} variants on {steps.workers} workers, "
-            f"{setting.rounds} rounds after {windows.WARM_UP} of warm-up"
+            f"windows of {setting.name}: {len(setting.variants)} variants on {steps.workers} workers of "
+            f"{setting.device}, {setting.rounds} rounds after {windows.WARM_UP} of warm-up"
         )
         for name in steps.left_out:
             yield f"left out: {VARIANTS[name].label}, as {VARIANTS[name].needs} is not installed"

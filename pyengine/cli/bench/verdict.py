@@ -82,6 +82,8 @@ def on_windows(times: Times) -> list[str]:
         for name, rounds in times.items()
         if VARIANTS[name].is_synced
     }
+    if not medians:
+        return []
     ranking = sorted(medians, key=medians.__getitem__)
     ours = next((name for name in ranking if VARIANTS[name].is_ours), None)
     peers = [name for name in ranking if not VARIANTS[name].is_ours]

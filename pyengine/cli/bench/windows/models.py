@@ -4,6 +4,7 @@ and parameter sets whose backward costs nothing.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,22 +14,37 @@ from torch.nn import functional as F
 from pyengine.cli.tasks.gpt import Block
 
 GPT_WIDTH, GPT_LAYERS, GPT_VOCABULARY, GPT_CONTEXT = 384, 8, 8192, 32
-_HEADS = 6
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large a GPT is, and how many sequences a micro-batch of it has."""
+
+    width: int = GPT_WIDTH
+    layers: int = GPT_LAYERS
+    heads: int = 6
+    vocabulary: int = GPT_VOCABULARY
+    context: int = GPT_CONTEXT
+    sequences: int = 1
+
+
+# Of the size of GPT-2, whose context is 1024; the vocabulary is rounded up to a multiple of 128, as is usual.
+GPT2 = Shape(width=768, layers=12, heads=12, vocabulary=50304, context=512, sequences=4)
 
 
 class GPT(nn.Module):
-    """17.4 M parameters in 100 tensors at the default width.
+    """17.4 M parameters in 100 tensors by default.
 
     Blocks are those of `train`'s GPT, which is another model all the same: here the head is tied to the
     embedding and the loss is the model's output, so that every variant wraps all of the work.
     """
 
-    def __init__(self, width: int = GPT_WIDTH) -> None:
+    def __init__(self, shape: Shape = Shape()) -> None:
         super().__init__()
-        self.embed = nn.Embedding(GPT_VOCABULARY, width)
-        self.place = nn.Embedding(GPT_CONTEXT, width)
-        self.blocks = nn.Sequential(*[Block(width, _HEADS) for _ in range(GPT_LAYERS)])
-        self.norm = nn.LayerNorm(width)
+        self.embed = nn.Embedding(shape.vocabulary, shape.width)
+        self.place = nn.Embedding(shape.context, shape.width)
+        self.blocks = nn.Sequential(*[Block(shape.width, shape.heads) for _ in range(shape.layers)])
+        self.norm = nn.LayerNorm(shape.width)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the mean loss of predicting the tokens from each other; tokens int64 `[batch,
@@ -63,7 +79,7 @@ class Premade(nn.Module):
         self.values = nn.ParameterList([nn.Parameter(p.detach().to(dtype)) for p in like.parameters()])
 
     def forward(self, seed: Tensor) -> Tensor:
-        x = torch.ones((), requires_grad=True)
+        x = torch.ones((), device=self.values[0].device, requires_grad=True)
         for value in self.values:
             x = _Premade.apply(x, value)  # type: ignore[no-untyped-call]
         return x * seed.mean()
@@ -77,36 +93,61 @@ class _Premade(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, torch.full_like(ctx.like, 1e-3 * grad.item())
+        # Nobody reads the number on the host: it may be a device's.
+        return grad, torch.empty_like(ctx.like).copy_((1e-3 * grad).to(ctx.like.dtype))
 
 
-MODELS = ("gpt", "small", "gpt0", "small0", "gpt100")
+class Autocast(nn.Module):
+    """Parameters in float32, and forward in float16 where torch thinks it safe: what a GradScaler is for."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.float16):
+            out: Tensor = self.inner(x)
+        return out.float()
+
+
+_SHAPES = {"gpt": Shape(), "gpt0": Shape(), "gpt100": Shape(480), "gpt124": GPT2}
+_CPU = torch.device("cpu")
+_PREMADE = ("gpt0", "small0")
+MODELS = ("gpt", "small", "gpt0", "small0", "gpt100", "gpt124")
 MICRO_BATCHES = 8
-_PREMADE: dict[str, type[GPT | Small]] = {"gpt0": GPT, "small0": Small}
 
 
-def build(name: str, dtype: torch.dtype, rank: int) -> tuple[nn.Module, list[Tensor]]:
+def build(
+    name: str,
+    dtype: torch.dtype,
+    rank: int,
+    *,
+    micro_batches: int = MICRO_BATCHES,
+    device: torch.device = _CPU,
+) -> tuple[nn.Module, list[Tensor]]:
     """Return the model of a case, the same on every rank, and this rank's micro-batches for it.
 
-    "gpt0" and "small0" have gradients that are there already, "gpt100" has 100 MB of them in fp32.
+    "gpt0" and "small0" have gradients that are there already, "gpt100" has 100 MB of them in fp32, "gpt124"
+    has 124 M parameters. With float16 parameters are float32, and the forward runs under autocast.
     """
+    is_mixed = dtype == torch.float16
+    held = torch.float32 if is_mixed else dtype
     torch.manual_seed(0)
-    model = _model(name, dtype)
+    model = _model(name, held).to(device)
     torch.manual_seed(1 + rank)
-    return model, [_micro_batch(name, dtype, rank) for _ in range(MICRO_BATCHES)]
+    batches = [_micro_batch(name, held, rank).to(device) for _ in range(micro_batches)]
+    return Autocast(model) if is_mixed else model, batches
 
 
 def _model(name: str, dtype: torch.dtype) -> nn.Module:
-    if name in _PREMADE:
-        return Premade(_PREMADE[name](), dtype)
-    if name == "small":
-        return Small().to(dtype)
-    return GPT(480 if name == "gpt100" else GPT_WIDTH).to(dtype)
+    model: nn.Module = GPT(_SHAPES[name]) if name in _SHAPES else Small()
+    return Premade(model, dtype) if name in _PREMADE else model.to(dtype)
 
 
 def _micro_batch(name: str, dtype: torch.dtype, rank: int) -> Tensor:
-    if name in ("gpt", "gpt100"):
-        return torch.randint(GPT_VOCABULARY, (1, GPT_CONTEXT + 1))
+    if name in _PREMADE:
+        return rank + torch.rand(2)  # what `Premade` multiplies its gradients by: ranks must differ
     if name == "small":
         return torch.randn(8, 64, dtype=dtype)
-    return rank + torch.rand(2)  # what `Premade` multiplies its gradients by: ranks must differ
+    shape = _SHAPES[name]
+    return torch.randint(shape.vocabulary, (shape.sequences, shape.context + 1))

@@ -33,7 +33,9 @@ class Variant:
         needs: module that has to be installed, if not torch's or ours.
         is_synced: whether ranks end a window with the same gradient.
         is_whole: whether that is the window's gradient, but for rounding; else a part of it comes later.
-        is_ours: whether it is pyengine's.
+        is_ours: whether it is an engine of pyengine's.
+        no_graph: why a whole window of it cannot be a CUDA graph, where that is known; else empty.
+        device: where its parameters are.
         grad_norm: of the last window, before clipping.
     """
 
@@ -42,13 +44,15 @@ class Variant:
     is_synced: ClassVar[bool] = True
     is_whole: ClassVar[bool] = True
     is_ours: ClassVar[bool] = False
+    no_graph: ClassVar[str] = ""
     grad_norm: Tensor
 
     def __init__(self, model: nn.Module, micro_batches: list[Tensor], optimizer: str) -> None:
         self.model, self.micro_batches = model, micro_batches
         self.forward: Callable[[Tensor], Tensor] = model
+        self.device = next(model.parameters()).device
         self.optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=optimizer == "fused")
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=1024.0)
         self.setup()
 
     def setup(self) -> None:
@@ -71,22 +75,29 @@ class Variant:
         self.optimizer.zero_grad(set_to_none=True)
 
     def window(self) -> dict[str, float]:
-        """Train one window; return seconds by phase and of all."""
-        times = [time.perf_counter()]
+        """Train one window; return seconds by phase and of all, as the host sees them."""
+        return by_phase(self.marks(time.perf_counter), lambda begin, end: end - begin)
+
+    def marks(self, now: Callable[[], Any]) -> list[Any]:
+        """Train one window; return what `now` says when it begins, and behind each phase."""
+        marks = [now()]
         *early, last = self.micro_batches
         for x in early:
             self.micro_batch(x, last=False)
-        times.append(time.perf_counter())
+        marks.append(now())
         self.micro_batch(last, last=True)
-        times.append(time.perf_counter())
+        marks.append(now())
         self.grad_norm = self.epilogue()
-        times.append(time.perf_counter())
+        marks.append(now())
         self.step()
-        times.append(time.perf_counter())
-        names = ("early", "last", "epilogue", "optimizer")
-        return {name: b - a for name, a, b in zip(names, times, times[1:], strict=False)} | {
-            "window": times[-1] - times[0]
-        }
+        return [*marks, now()]
+
+
+def by_phase(marks: list[Any], seconds: Callable[[Any, Any], float]) -> dict[str, float]:
+    """Return what lies between the marks of a window, and the whole."""
+    names = ("early", "last", "epilogue", "optimizer")
+    phases = {name: seconds(a, b) for name, a, b in zip(names, marks, marks[1:], strict=False)}
+    return phases | {"window": seconds(marks[0], marks[-1])}
 
 
 class Floor(Variant):
@@ -106,7 +117,10 @@ class DDP(Variant):
 
     def setup(self) -> None:
         self.ddp = DistributedDataParallel(
-            self.model, gradient_as_bucket_view=self.view, bucket_cap_mb=self.bucket_cap_mb
+            self.model,
+            device_ids=None if self.device.index is None else [self.device.index],
+            gradient_as_bucket_view=self.view,
+            bucket_cap_mb=self.bucket_cap_mb,
         )
         if self.hook is not None:
             self.ddp.register_comm_hook(None, self.hook)
@@ -185,7 +199,7 @@ class Accelerate(Variant):
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
         plugin = GradientAccumulationPlugin(num_steps=len(self.micro_batches), sync_with_dataloader=False)
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+        self.accelerator = Accelerator(cpu=self.device.type == "cpu", gradient_accumulation_plugin=plugin)
         self.forward, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
 
     def micro_batch(self, x: Tensor, *, last: bool) -> None:
@@ -207,6 +221,10 @@ class Engine(Variant):
 
     label = "GradSync"
     is_ours = True
+    no_graph = (
+        "the host writes every window's header (its place and its counts) and waits for the outcome by an "
+        "event: replays would send one window's header again, and nobody would read what came of them"
+    )
     wire: pe.wire.Wire = pe.wire.FP32()
     accumulator = "fp32"
     shared_memory = False
@@ -225,7 +243,7 @@ class Engine(Variant):
 
     def setup(self) -> None:
         self.sync = self.make()
-        self.sync.scaler = pe.GradScaler("cpu", init_scale=1024.0)
+        self.sync.scaler = pe.GradScaler(self.device.type, init_scale=1024.0)
 
     def micro_batch(self, x: Tensor, *, last: bool) -> None:
         with self.sync.accumulate():
