@@ -14,7 +14,8 @@
 # make linkcheck  set up, then ask the network for every link that leads out of the site
 # make wheel   set up, then build sdist and, from it, a wheel into dist/, and test that in an environment of its own
 # make test-xla  set up torch_xla in an environment of its own (2 GB), then run the tests on XLA replicas
-# make gpu     on a machine with a CUDA device, with PYTHON as it is: build in place, test, benchmark (benchmarks/gpu.sh)
+# make gpu     on a machine with a CUDA device, with PYTHON as it is: all it is needed for, in steps of ten minutes
+#              (benchmarks/gpu.py); STEP=tests is one of them, DRY=1 rehearses them on the processor
 # make clean   remove everything that was built or installed here
 #
 # Needs python3 (3.10 or newer) and a C++20 compiler. `make run ARGS="--model cnn"` passes arguments on.
@@ -139,7 +140,7 @@ test-xla: $(XLA_INSTALLED)
 xla-env: $(XLA_INSTALLED)
 
 gpu:
-	PYTHON=$(PYTHON) benchmarks/gpu.sh
+	$(PYTHON) benchmarks/gpu.py $(STEP) $(if $(DRY),--dry) $(ARGS)
 
 $(INSTALLED): requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit(f"{sys.executable} is Python {sys.version.split()[0]}, need 3.10 or newer: make PYTHON=/path/to/python3.x")'
