@@ -34,7 +34,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, LOGS = ROOT / "benchmarks" / "results", ROOT / "build" / "gpu"
 PYTHON = sys.executable
-BUDGET_S = 540
+BUDGET_S, LEAST_S = 540, 5  # of a step; a task that has less left is not begun
 SECONDS_A_CASE = "0.3"
 
 # Model, dtype and micro-batches of the windows, most telling first; the first two as CUDA graphs, too.
@@ -187,18 +187,25 @@ def _targets_told(log: str) -> tuple[str, bool]:
 # ---- result files ----
 
 
+def _dated(name: str) -> Path:
+    return RESULTS / f"{datetime.date.today()}-{name}.json"
+
+
 def _save(name: str, content: dict) -> None:
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{datetime.date.today()}-{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    _dated(name).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def merge_windows() -> None:
-    """Write the windows of all cases so far into one result file."""
+    """Write the windows of all cases so far into one result file, beside what today's has already."""
     files = [json.loads(path.read_text()) for path in sorted(LOGS.glob("step-*.json"))]
     files = [content for content in files if content["machine"].get("gpu")]  # no rehearsal
     if files:
+        before = _dated("step-cuda")
+        if before.exists() and (old := json.loads(before.read_text()))["machine"] == files[0]["machine"]:
+            files.insert(0, old)
         cases = {name: rows for content in files for name, rows in content["cases"].items()}
-        _save("step-cuda", {"machine": files[0]["machine"], "options": files[0]["options"], "cases": cases})
+        _save("step-cuda", {"machine": files[0]["machine"], "options": files[-1]["options"], "cases": cases})
 
 
 def save_counters() -> None:
@@ -247,7 +254,7 @@ class Run:
         """Run a task, and note in a line what came of it; return whether all is well."""
         log, begin = LOGS / f"{name.replace('/', '-').replace(':', '-')}.log", time.monotonic()
         command = task.dry if self.is_dry else task.command
-        if left_s < 5:
+        if left_s < LEAST_S:
             result, told = "no time", ""
         elif shutil.which(command[0], path=_environment()["PATH"]) is None:
             result, told = "missing", f"{command[0]} is not on PATH"
@@ -334,16 +341,21 @@ raise SystemExit(not (has_cuda or "dry" in sys.argv))
 _ARCH = "import torch; print('%d%d' % torch.cuda.get_device_capability())"
 
 
-def prepare(run: Run) -> bool:
-    """See that there is a device and an extension for it; return whether there are both."""
+def device() -> str:
+    """Return the architecture of the device that is here; end without one."""
+    arch = subprocess.run([PYTHON, "-c", _ARCH], capture_output=True, text=True, check=False).stdout.strip()
+    return arch or sys.exit(
+        "torch finds no CUDA device here; make gpu DRY=1 runs every command on the processor"
+    )
+
+
+def prepare(run: Run, arch: str) -> bool:
+    """See that there is an extension that loads and has CUDA kernels, or build one; return whether."""
     loads = [PYTHON, "-c", _LOADS]
     # A rehearsal needs no CUDA kernels, and builds none.
     load = Task("load", loads, [*loads, "dry"], 60)
     if run.is_dry:
         return run.task("extension/load", load, load.limit_s)
-    arch = subprocess.run([PYTHON, "-c", _ARCH], capture_output=True, text=True, check=False).stdout.strip()
-    if not arch:
-        sys.exit("torch finds no CUDA device here; make gpu DRY=1 runs every command on the processor")
     if _run(loads, LOGS / "extension-found.log", 60, _environment()) == "passed":
         return run.task("extension/load", load, load.limit_s)
     # For this device alone: the others would triple the build.
@@ -363,13 +375,14 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds of a step (default: 540)")
     parser.add_argument("--dry", action="store_true", help="tiny, on the processor")
     options = parser.parse_args()
+    arch = "" if options.dry else device()
     shutil.rmtree(LOGS, ignore_errors=True)
     LOGS.mkdir(parents=True)
     (LOGS / "started").touch()
     out = os.environ.get("OUT")
     run = Run(options.dry, Path(out) if out else None)
     begin = time.monotonic()
-    if not prepare(run):
+    if not prepare(run, arch):
         return 1
     for name, tasks in steps(is_dry=options.dry).items():
         chosen = [task for task in tasks if not options.only or task.name in options.only.split(",")]

@@ -1,0 +1,280 @@
+"""`make gpu` (benchmarks/gpu.py), as far as it goes without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from pyengine.cli.bench import arguments as bench_arguments
+from pyengine.cli.bench.kernels.case import Sizes
+from pyengine.cli.bench.windows.models import MODELS
+from pyengine.cli.main import build_parser
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "gpu.py"
+pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="the sdist has no benchmarks")
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(sys.modules, {name: module}):  # where dataclasses look for their annotations
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Any:
+    return load("gpu")
+
+
+@pytest.fixture
+def run(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A run with folders of its own."""
+    for name in ("LOGS", "RESULTS"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setattr(gpu, name, tmp_path / name)
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    (tmp_path / "LOGS" / "started").touch()
+    yield gpu.Run(is_dry=False, out=tmp_path / "OUT")
+
+
+def shell(gpu: Any, text: str, **options: Any) -> Any:
+    return gpu.Task("task", ["sh", "-c", text], [], options.pop("limit_s", 60), **options)
+
+
+def commands(gpu: Any) -> list[list[str]]:
+    tasks = [task for step in gpu.steps().values() for task in step]
+    return [list(command) for task in tasks for command in (task.command, task.dry)]
+
+
+def test_steps_stand_in_the_order_of_what_they_are_worth(gpu: Any) -> None:
+    steps = gpu.steps()
+    assert list(steps) == ["tests", "kernels", "windows", "counters", "sanitize"]
+    assert [task.name for task in steps["tests"]] == ["doctor", "ops", "engine"]
+    assert steps["windows"][0].name == "gpt124:bf16:8"
+    assert gpu.BUDGET_S < 600
+
+
+def test_every_file_that_a_command_names_is_there(gpu: Any) -> None:
+    named = {part for command in commands(gpu) for part in command if re.match(r"(tests|benchmarks)/", part)}
+    assert {"tests/ops", "tests/distributed/test_on_cuda.py", "tests/unit/test_rng.py"} <= named
+    assert all((ROOT / part).exists() for part in named)
+
+
+def test_every_window_that_is_asked_for_is_an_argument_of_bench(gpu: Any) -> None:
+    found = [command[4:] for command in commands(gpu) if command[1:4] == ["-m", "pyengine", "bench"]]
+    assert len(found) == 2 * len(gpu.CASES)
+    with (
+        mock.patch("torch.cuda.is_available", lambda: True),
+        mock.patch("torch.cuda.device_count", lambda: 1),
+        mock.patch("pyengine.cli.bench.arguments.check_writable"),
+    ):
+        settings = [
+            bench_arguments.settings(build_parser().parse_args(["bench", *command])) for command in found
+        ]
+    names = {each.steps.setting.name for each in settings if each.steps}
+    assert {"gpt124:bf16", "gpt124:fp16:1", "small:fp32"} <= names
+    assert {case.split(":")[0] for case in gpu.CASES} <= {*MODELS}
+
+
+def test_only_the_first_cases_are_captured_and_all_are_where_a_rehearsal_is(gpu: Any) -> None:
+    has_graph = ["--graph" in task.command for task in gpu.steps()["windows"]]
+    assert has_graph[:3] == [True, True, False] and sum(has_graph) == 2
+    assert ["--graph" in task.dry for task in gpu.steps(is_dry=True)["windows"]] == [True, True]
+
+
+def test_test_files_are_found_by_their_mark(gpu: Any) -> None:
+    files = gpu.engine_files()
+    assert files[0].startswith("tests/distributed/")
+    assert not any(path.startswith("tests/ops/") for path in files)
+
+
+# ---- what a task comes to ----
+
+
+def test_a_failed_task_is_told_and_the_next_one_runs(run: Any, gpu: Any) -> None:
+    run.step("step", [shell(gpu, "echo broke; exit 3"), shell(gpu, "echo fine")], 60)
+    assert [line.split()[1] for line in run.lines] == ["failed", "passed"]
+    assert run.lines[1].endswith("fine") and run.has_failed
+
+
+def test_a_task_that_takes_too_long_is_ended_with_all_it_has_started(
+    run: Any, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "LEAST_S", 0)
+    run.step("step", [shell(gpu, "sleep 60 & echo $!; wait")], 0.5)
+    *_, timed, out, _, _, child = run.lines[0].split()
+    assert (timed, out) == ("timed", "out")
+    stat, until = Path(f"/proc/{child}/stat"), time.monotonic() + 10
+    while time.monotonic() < until and stat.exists() and ") Z" not in stat.read_text():
+        time.sleep(0.01)
+    assert time.monotonic() < until
+
+
+def test_a_task_for_which_no_time_is_left_is_not_begun(run: Any, gpu: Any) -> None:
+    run.step("step", [shell(gpu, "touch begun")], 1)
+    assert run.lines[0].split()[1:3] == ["no", "time"] and run.has_failed
+    assert not (gpu.ROOT / "begun").exists()
+
+
+def test_a_tool_that_is_missing_fails_its_task(run: Any, gpu: Any) -> None:
+    run.step("step", [gpu.Task("task", ["no-such-tool"], [], 60)], 60)
+    assert run.lines[0].split()[1] == "missing" and run.has_failed
+
+
+def test_new_result_files_come_out_behind_every_task(run: Any, gpu: Any) -> None:
+    old = gpu.RESULTS / "old.json"
+    old.write_text("{}")
+    then = time.time() - 100
+    os.utime(old, (then, then))
+    run.step("step", [shell(gpu, "echo '{}' > RESULTS/new.json; exit 1")], 60)
+    with tarfile.open(run.out / "results.tar") as archive:
+        assert archive.getnames() == ["RESULTS/new.json"]
+    assert sorted(path.name for path in run.out.iterdir()) == ["gpu.log", "results.tar", "summary.txt"]
+
+
+# ---- what logs say ----
+
+
+@pytest.mark.parametrize(
+    ("log", "told", "is_well"),
+    [
+        (
+            "a.py::b PASSED [ 50%]\na.py::c FAILED [100%]\n== 1 failed, 1 passed ==",
+            "1 passed, 1 failed",
+            True,
+        ),
+        ("a.py::b SKIPPED (no device) [100%]\n== 1 skipped ==", "1 skipped", False),
+        ("[gw0] [ 10%] PASSED a.py::b\n[gw1] [ 20%] PASSED a.py::c\n", "2 passed", True),  # cut off
+        ("ImportError: no such module", "", False),
+    ],
+)
+def test_tests_are_counted_and_none_is_a_failure(gpu: Any, log: str, told: str, is_well: bool) -> None:
+    assert gpu._tests_told(log) == (told, is_well)
+
+
+def test_targets_are_counted(gpu: Any) -> None:
+    log = "met  90 % of the copy rate: 95.0%\nMISS 90 % of the copy rate: 80.0%\nMISS 10 us above"
+    assert gpu._targets_told(log) == ("1 targets met, 2 missed", True)
+
+
+NCU = """==PROF== Connected to process 7
+"ID","Process ID","Kernel Name","Grid Size","Section Name","Metric Name","Metric Unit","Metric Value"
+"0","7","pack_kernel","(8192, 1, 1)","Command line profiler metrics","gpu__time_duration.sum","ns","1,250"
+"0","7","pack_kernel","(8192, 1, 1)","Command line profiler metrics","lts__throughput","%","81.5"
+"1","7","unpack_kernel","(8192, 1, 1)","Command line profiler metrics","gpu__time_duration.sum","ns","1,300"
+"""
+
+
+def test_counters_are_saved_by_case(gpu: Any, run: Any) -> None:
+    (gpu.LOGS / "ncu.csv").write_text(NCU)
+    (gpu.LOGS / "cases.json").write_text(json.dumps({"machine": {"gpu": "H"}, "cases": ["pack", "unpack"]}))
+    gpu.save_counters()
+    (path,) = gpu.RESULTS.glob("*-counters-cuda.json")
+    found = json.loads(path.read_text())
+    assert found["machine"] == {"gpu": "H"}
+    assert found["launches"] == [
+        {
+            "case": "pack",
+            "kernel": "pack_kernel",
+            "grid": "(8192, 1, 1)",
+            "gpu__time_duration.sum": 1250.0,
+            "lts__throughput": 81.5,
+        },
+        {
+            "case": "unpack",
+            "kernel": "unpack_kernel",
+            "grid": "(8192, 1, 1)",
+            "gpu__time_duration.sum": 1300.0,
+        },
+    ]
+
+
+def test_windows_of_all_cases_come_into_one_file_and_rehearsals_do_not(gpu: Any, run: Any) -> None:
+    old = {"machine": {"gpu": "H"}, "options": {}, "cases": {"earlier": {}, "a": {}}}
+    gpu._save("step-cuda", old)
+    for name, card in (("a", {"gpu": "H"}), ("b", {"gpu": "H"}), ("c", {})):
+        content = {"machine": card, "options": {}, "cases": {name: {"engine": {}}}}
+        (gpu.LOGS / f"step-{name}.json").write_text(json.dumps(content))
+    gpu.merge_windows()
+    (path,) = gpu.RESULTS.glob("*-step-cuda.json")
+    assert list(json.loads(path.read_text())["cases"]) == ["earlier", "a", "b"]
+
+
+# ---- what the profiler looks into ----
+
+
+def test_the_profiler_is_told_of_every_kernel_of_ours(gpu: Any) -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
+    kernels = {*re.findall(r"\b([a-z_]+_kernel)\b", sources)} - {"upload_kernel"}
+    pattern = gpu.KERNELS.removeprefix("regex:")
+    assert len(kernels) > 10 and all(re.match(pattern, kernel) for kernel in kernels)
+
+
+def test_each_op_has_a_large_case_for_the_profiler() -> None:
+    names = list(load("bench_counters").large(Sizes(1, "cuda")))
+    for part in ("pack fp32", "unpack", "acc +=", "wire =", "check+norm bf16", "deposit", "align", "encode"):
+        assert any(part in name for name in names), part
+    assert not any("1000" in name or "400" in name for name in names)
+
+
+def test_without_a_device_it_ends_at_once_and_leaves_what_there_was(
+    gpu: Any, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu.subprocess, "run", mock.Mock(return_value=mock.Mock(stdout="")))
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "tests"])
+    with pytest.raises(SystemExit, match="make gpu DRY=1 runs every command on the processor"):
+        gpu.main()
+    assert (gpu.LOGS / "started").exists()
+
+
+def test_an_extension_that_does_not_load_is_built_for_the_device_that_is_here(
+    gpu: Any, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[list[str], dict[str, str]]] = []
+
+    def fake(command: list[str], log: Path, limit_s: float, environment: dict[str, str]) -> str:
+        asked.append((list(command), environment))
+        log.write_text("")
+        return "failed" if len(asked) == 1 else "passed"
+
+    monkeypatch.setattr(gpu, "_run", fake)
+    monkeypatch.delenv("PYENGINE_CUDA_ARCHS", raising=False)
+    assert gpu.prepare(run, "90")
+    build = asked[1]
+    assert build[0][1:] == ["setup.py", "build_ext", "--inplace"]
+    assert (build[1]["PYENGINE_CUDA_ARCHS"], build[1]["PYENGINE_CUDA"]) == ("90", "1")
+    asked[:] = [([], {})]
+    assert gpu.prepare(run, "90") and len(asked) == 3  # one that loads is used as it is
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["tests", "kernels", "windows", "counters", "sanitize"])
+def test_every_command_of_a_step_runs_in_its_tiny_form(step: str, tmp_path: Path) -> None:
+    command = ["make", "gpu", f"PYTHON={sys.executable}", f"STEP={step}", "DRY=1", "ARGS=--budget-s 900"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"OUT": str(tmp_path)},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=1000,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = (tmp_path / "summary.txt").read_text().splitlines()
+    assert len(summary) > 1 and all(line.split()[1] == "passed" for line in summary)
