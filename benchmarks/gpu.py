@@ -139,7 +139,7 @@ def _windows(case: str, *, graph: bool) -> Task:
     real = ["--device", "cuda", "--model", model, "--accumulate", accumulate, "--rounds", "7"]
     tiny = ["--device", "cpu", "--model", "small0", "--accumulate", "1", "--rounds", "3", "--workers", "1"]
     variants = ["--variants", "engine,no_sync_view,by_hand"]
-    return Task(case, [*run, *real], [*run, *tiny, *variants], 180, then=merge_windows)
+    return Task(case, [*run, *real], [*run, *tiny, *variants], 240, then=merge_windows)
 
 
 def _counters() -> Task:

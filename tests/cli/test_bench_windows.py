@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity
 
 from pyengine.cli.bench import arguments as bench_arguments
 from pyengine.cli.bench import run as bench
+from pyengine.cli.bench.kernels import cuda as kernels
 from pyengine.cli.bench.report import Tables
 from pyengine.cli.bench.windows import device as devices
 from pyengine.cli.bench.windows import measure as windows
@@ -279,6 +280,27 @@ def test_the_cuda_device_is_timed_by_events_and_counted_by_torchs_allocator(
     assert device.seconds(begin, end) == 0.25
     assert (device.allocated(), device.peak()) == (5, 7)
     assert fake.synchronize.called and fake.reset_peak_memory_stats.called
+
+
+def test_a_devices_card_names_driver_nccl_and_the_variant_of_the_build(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = mock.MagicMock(spec=torch.cuda)
+    fake.get_device_properties.return_value = mock.Mock(
+        major=9, minor=0, L2_cache_size=2**26, total_memory=2**37
+    )
+    fake.nccl.version.return_value = (2, 28, 9)
+    monkeypatch.setattr(kernels.torch, "cuda", fake)
+    monkeypatch.setattr(kernels.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: name)
+    monkeypatch.setattr(
+        kernels.subprocess, "run", lambda *_, **__: mock.Mock(stdout="580.159.04\n580.159.04\n")
+    )
+    monkeypatch.setattr(kernels.native, "core", lambda: mock.Mock(has_cuda=True, CUDA_VARIANT="wide"))
+    card = devices.card("cuda")
+    assert (card["driver"], card["nccl"], card["variant"]) == ("580.159.04", "2.28.9", "wide")
+    assert (card["capability"], card["l2_mib"], card["memory_gib"]) == ("9.0", 64.0, 128.0)
+    assert devices.card("cpu") == {}
 
 
 def test_a_capture_runs_on_the_side_stream_and_lets_other_threads_ask_for_events(

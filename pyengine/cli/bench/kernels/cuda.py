@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import gc
 import platform
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from pyengine.cli.bench.timing import Run, in_turn
 from pyengine.ops import native
@@ -34,18 +37,31 @@ _TENSORS_A_LAUNCH, _CHUNKS_A_LAUNCH, _CHUNK_ELEMENTS = 110, 320, 65536
 
 def machine_card() -> dict[str, str | int | float]:
     """Describe the device without naming the machine."""
-    device = torch.cuda.get_device_properties(0)
+    device, core = torch.cuda.get_device_properties(0), native.core()
     return {
         "gpu": device.name,
         "capability": f"{device.major}.{device.minor}",
         "multiprocessors": device.multi_processor_count,
         "l2_mib": round(device.L2_cache_size / 2**20, 1),
         "memory_gib": round(device.total_memory / 2**30, 1),
-        "kernels": "native" if getattr(native.core(), "has_cuda", False) else "reference",
+        "driver": _driver(),
+        "kernels": "native" if getattr(core, "has_cuda", False) else "reference",
+        "variant": getattr(core, "CUDA_VARIANT", "only one"),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none",
         "python": platform.python_version(),
     }
+
+
+def _driver() -> str:
+    """Return the version of the driver, as far as its tool tells."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "unknown"
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    found = subprocess.run(query, check=False, capture_output=True, text=True, timeout=30).stdout.split()
+    return found[0] if found else "unknown"
 
 
 def num_sets(num_bytes: int) -> int:
