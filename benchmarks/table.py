@@ -45,13 +45,28 @@ def tables(content: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def _step_tables(cases: dict[str, Any]) -> Iterator[list[str]]:
-    key = "window_p50_ms" if "window_p50_ms" in next(iter(next(iter(cases.values())).values())) else "peak_mb"
+    is_timed = any("window_p50_ms" in row for rows in cases.values() for row in rows.values())
+    key = "window_p50_ms" if is_timed else "peak_mb"
     names = list(dict.fromkeys(name for rows in cases.values() for name in rows))
     lines = _head(key, *cases)
     for name in names:
         values = (rows.get(name, {}).get(key, float("nan")) for rows in cases.values())
-        lines.append(_line(name, *(f"{value:.0f}" for value in values)))
+        lines.append(_line(name, *(f"{value:.0f}" if value >= 10 else f"{value:.2f}" for value in values)))
     yield lines
+    for case, rows in cases.items():
+        if any("host_p50_ms" in row for row in rows.values()):
+            yield _device_table(case, rows)
+
+
+def _device_table(case: str, rows: dict[str, dict[str, Any]]) -> list[str]:
+    """Windows on a device that the host runs ahead of, and why what is missing is missing."""
+    columns = ("window_p50_ms", "host_p50_ms", "launches", "copies", "waits", "peak_mb", "graph_p50_ms")
+    lines = _head(case, *columns, "")
+    for name, row in rows.items():
+        figures = (f"{row[key]:.4g}" if key in row else "" for key in columns)
+        why = (row[key] for key in ("failed", "not_counted", "no_graph") if key in row)
+        lines.append(_line(name, *figures, "; ".join(why)))
+    return lines
 
 
 def _kernel_table(rows: list[dict[str, Any]]) -> list[str]:

@@ -152,8 +152,9 @@ class Tables(output.Tables, Report):
             table.add_row(escape(VARIANTS[name].label), *numbers, *cells)
         self._console.print(table)
         for name, row in rows.items():
-            if "no_graph" in row:
-                self._say(f"no graph of {VARIANTS[name].label}: {row['no_graph']}")
+            for key, what in (("no_graph", "no graph"), ("not_counted", "not counted")):
+                if key in row:
+                    self._say(f"{what}, {VARIANTS[name].label}: {row[key]}")
 
     def conclude(self, sentences: Sequence[str], out: str | None) -> None:
         """Print it."""

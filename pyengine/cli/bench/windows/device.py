@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import tempfile
 import time
 import warnings
@@ -95,7 +96,10 @@ class Cuda(Processor):
         destroy_default_group()
         store = dist.FileStore(str(Path(folder[0]) / "store"), world_size)
         dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=world_size)
-        yield
+        try:
+            yield
+        finally:
+            shutil.rmtree(folder[0], ignore_errors=True)
 
     def now(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)

@@ -79,12 +79,13 @@ class Outcome:
 
     Attributes:
         failed: why, by variant that is left out.
-        figures: by variant: `peak_mb`, `launches` and so on, where the device counts them.
+        figures: by variant: `peak_mb`, `launches` and so on, where the device counts them, or
+            `not_counted`, why it could not.
     """
 
     times: Times = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    figures: dict[str, dict[str, float]] = field(default_factory=dict)
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class Contestant:
@@ -118,22 +119,23 @@ class Contestant:
         self._held += device.allocated() - before
         return by_phase(marks, device.seconds) | host
 
-    def figures(self) -> dict[str, float]:
-        """Train two windows more; return what they need of memory and calls."""
+    def memory(self) -> dict[str, float]:
+        """Train on; return the most that a window needs of the device's memory."""
         device = self._device
-        if not device.runs_ahead:
-            return {}
         held_by_others = device.allocated() - self._held
         device.reset_peak()
         self.turn()
-        peak = device.peak() - held_by_others
+        return {"peak_mb": (device.peak() - held_by_others) / 2**20}
+
+    def calls(self) -> dict[str, int]:
+        """Train on; return what the host asks of the device in a window."""
+        device = self._device
 
         def window() -> None:
             self.variant.marks(lambda: None)
             device.synchronize()
 
-        calls = count_calls(window, device.activities) if device.activities else {}
-        return {"peak_mb": peak / 2**20} | launches(calls)
+        return launches(count_calls(window, device.activities))
 
 
 class Contest:
@@ -157,15 +159,16 @@ class Contest:
         """
         outcome = self._outcome
         for name in self._setting.variants:
-            self._try(name, partial(self._enter, name))
+            if why := self._try(partial(self._enter, name))[1]:
+                self._leave_out(name, why)
         outcome.times = {name: [] for name in self._running}
         for done in range(self._setting.rounds + WARM_UP):
             self._round(done)
             if done == WARM_UP - 1:  # by now a loss scale that was too large has come down
                 self._leave_out_odd_ones()
             self._on_round(done + 1)
-        for name in list(self._running):
-            outcome.figures[name] = self._try(name, self._running[name].figures) or {}
+        for name, contestant in self._running.items():
+            outcome.figures[name] = self._figures(contestant) if self._device.runs_ahead else {}
         return outcome
 
     def _enter(self, name: str) -> None:
@@ -178,12 +181,22 @@ class Contest:
             raise RuntimeError(f"no variant could be measured: {self._outcome.failed}")
         turn = done % len(names)  # nobody always follows the same neighbour
         for name in names[turn:] + names[:turn]:
-            taken = self._try(name, self._running[name].turn)
-            if taken is not None and done >= WARM_UP:
+            taken, why = self._try(self._running[name].turn)
+            if why:
+                self._leave_out(name, why)
+            elif done >= WARM_UP:
                 self._outcome.times[name].append(taken)
 
-    def _try(self, name: str, run: Callable[[], Any]) -> Any:
-        """Run on every rank, and meet; leave the variant out where it fails on all.
+    def _figures(self, contestant: Contestant) -> dict[str, Any]:
+        """Count what can be counted: the times are good whatever comes of it."""
+        found: dict[str, Any] = {}
+        for count in (contestant.memory, contestant.calls):
+            counted, why = self._try(count)
+            found |= {"not_counted": why} if why else counted
+        return found
+
+    def _try(self, run: Callable[[], Any]) -> tuple[Any, str]:
+        """Run on every rank, and meet; return what this one has found, and why it has failed somewhere.
 
         Raises:
             Exception: whatever it is, if it has failed on this rank alone: the others wait in a collective.
@@ -199,10 +212,10 @@ class Contest:
         try:
             dist.all_reduce(number, group=self._flags)
         except RuntimeError:
-            raise failure or RuntimeError(f"{name}: another rank has failed, and did not say why") from None
-        if number:
-            self._leave_out(name, f"{type(failure).__name__}: {failure}" if failure else _ELSEWHERE)
-        return None if number else found
+            raise failure or RuntimeError("another rank has failed, and did not say why") from None
+        if not number:
+            return found, ""
+        return None, f"{type(failure).__name__}: {failure}" if failure else _ELSEWHERE
 
     def _leave_out(self, name: str, why: str) -> None:
         self._outcome.failed[name] = why
@@ -275,7 +288,10 @@ def merged(ranks: Sequence[Outcome]) -> Outcome:
             failed[name] = why if failed.get(name, _ELSEWHERE) == _ELSEWHERE else failed[name]
     names = [name for name in first.times if name not in failed]
     figures = {
-        name: {key: max(rank.figures[name][key] for rank in ranks) for key in first.figures[name]}
+        name: {
+            key: max(rank.figures[name][key] for rank in ranks if key in rank.figures[name])
+            for key in first.figures[name]
+        }
         for name in names
     }
     return Outcome(slowest([{name: rank.times[name] for name in names} for rank in ranks]), failed, figures)
