@@ -89,6 +89,19 @@ def test_table_py_reads_rows_with_names(tmp_path: Path, capsys: Capture) -> None
     assert "|  | p50_ms | shares |\n|---|---:|---:|\n| fixed | 1.5 | [6, 6] |" in capsys.readouterr().out
 
 
+def test_table_py_shows_what_a_device_tells_of_windows_and_why_one_is_missing(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    row = {"window_p50_ms": 12.3456, "host_p50_ms": 3.21, "launches": 1200, "no_graph": "a reason"}
+    path = tmp_path / "step-cuda.json"
+    content = {"machine": {}, "cases": {"gpt124:bf16": {"engine": {"failed": "it broke"}, "attach": row}}}
+    path.write_text(json.dumps(content))
+    run_script("table.py", str(path))
+    shown = capsys.readouterr().out
+    assert "| attach | 12.35 | 3.21 | 1200 |  |  |  |  | a reason |" in shown
+    assert "| engine |  |  |  |  |  |  |  | it broke |" in shown
+
+
 def test_the_table_of_a_run_has_a_line_for_each_variant(
     saved: tuple[list[dict[str, Any]], Path], capsys: Capture
 ) -> None:
