@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 PORT = 29500  # every network is alone with it
 _NAME = "pyengine"
@@ -41,18 +42,26 @@ class Host:
     """One host of a network.
 
     Attributes:
-        space: its namespace.
+        space: its namespace; "" is this process's own.
         environment: what a program on it has to know: where rank 0 is, and which interface is the network's.
     """
 
     space: str
     environment: Mapping[str, str]
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Start a program on this host, with these variables besides its own and ours."""
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], out: IO[bytes] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a program on this host, with these variables besides its own and ours.
+
+        Args:
+            out: where its output goes, if not to ours.
+        """
         return subprocess.Popen(
-            ["ip", "netns", "exec", self.space, *command],
+            ["ip", "netns", "exec", self.space, *command] if self.space else command,
             env={**os.environ, **self.environment, **environment},
+            stdout=out,
+            stderr=out,
         )
 
 
@@ -82,6 +91,26 @@ def hosts(num: int, link: Link) -> Iterator[list[Host]]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextmanager
+def alone(is_root: bool) -> Iterator[list[Host]]:
+    """Make one host that has nothing but loopback, whose counters are then its programs' alone; without root,
+    this one.
+    """
+    environment = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    if not is_root:
+        yield [Host("", environment | {"MASTER_PORT": str(29000 + os.getpid() % 2000)})]
+        return
+    _sweep()
+    space = f"{_NAME}-{os.getpid()}-0"
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        _run(f"ip netns add {space}", f"ip -n {space} link set lo up")
+        yield [Host(space, environment | {"MASTER_PORT": str(PORT), "PYENGINE_BENCH_ALONE": "1"})]
+    finally:
+        _remove(space)
+        signal.signal(signal.SIGTERM, before)
+
+
 def wait_for(ranks: Sequence[subprocess.Popen[bytes]], what: str) -> None:
     """Wait for programs on hosts; where one of them fails, or we are stopped, end the others.
 
@@ -98,9 +127,9 @@ def wait_for(ranks: Sequence[subprocess.Popen[bytes]], what: str) -> None:
                 rank.wait()
 
 
-def sent_bytes() -> int:
+def sent_bytes(interface: str = "eth0") -> int:
     """Return what this host has sent so far, headers included."""
-    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 
 def _connect(space: str, index: int, switch: str, link: Link) -> None:

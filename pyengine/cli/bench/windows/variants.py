@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +24,12 @@ from pyengine.cli.wires import WIRES
 from pyengine.wire import PowerSGD
 
 MAX_NORM = 0.5
+# What `optimizer` of a variant names.
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "fused": partial(torch.optim.AdamW, lr=1e-5, fused=True),
+    "plain": partial(torch.optim.AdamW, lr=1e-5, fused=False),
+    "sgd": partial(torch.optim.SGD, lr=1e-5),
+}
 
 
 class Variant:
@@ -51,7 +58,7 @@ class Variant:
         self.model, self.micro_batches = model, micro_batches
         self.forward: Callable[[Tensor], Tensor] = model
         self.device = next(model.parameters()).device
-        self.optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=optimizer == "fused")
+        self.optimizer: Any = OPTIMIZERS[optimizer](model.parameters())
         self.scaler = torch.amp.GradScaler(self.device.type, init_scale=1024.0)
         self.setup()
 

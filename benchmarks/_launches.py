@@ -1,0 +1,94 @@
+"""What `bench_peers.py` measures: one launch is one set of processes, in which variants take turns.
+
+One factor at a time around a base: the GPT of 17.4 M fp32 parameters, 8 micro-batches, 2 workers, loopback.
+Every launch has a floor and a control pair of its own, so that no number is held against another launch's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+CONTROL = ("no_sync_view", "no_sync_view_again")
+_BASE = ("floor", "ddp", *CONTROL)
+_FRAMEWORKS = ("accelerate", "fabric", "trainer", "megatron")
+_SAME_BYTES = (*_BASE, "no_sync", *_FRAMEWORKS, "replicate_deferred", "engine", "attach")
+_SHARDED = ("fsdp2", "fsdp2_deferred", "attach_fsdp2", "replicate")
+_HOOKS = ("no_sync_bf16", "no_sync_fp16", "no_sync_powersgd")
+_WIRES = ("engine", "engine_bf16", "engine_int8_ef", "engine_powersgd_r2", "attach_bf16", "engine_exact_slots")
+_FEWER_BYTES = ("floor", *CONTROL, *_HOOKS, *_WIRES)
+_SHARED = ("engine_shared", "attach_shared")
+_DEEPSPEED = ("floor", *CONTROL, "zero0", "zero1", "engine", "attach")
+_FEW = (*_BASE, "accelerate", "engine", "engine_bf16", "attach")
+_ALL = (*_SAME_BYTES, *_SHARDED, *_HOOKS, *_WIRES[1:], *_SHARED)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One set of processes.
+
+    Attributes:
+        name: of its result file, behind the date and "peers".
+        variants: who takes part, of `_peers.py` and `python -m pyengine bench`.
+        model: of `_work.py`.
+        rate: Mbit/s of every rank's link, each on a host; 0 is loopback.
+        warm_up: rounds that are not counted.
+        is_counted: whether one more window tells the collectives.
+        kind: "time"; "memory", a process set a variant; "truth", gradients against float64 and losses.
+    """
+
+    name: str
+    variants: tuple[str, ...]
+    model: str = "gpt"
+    dtype: str = "fp32"
+    accumulate: int = 8
+    world: int = 2
+    rate: int = 0
+    rounds: int = 8
+    warm_up: int = 2
+    kind: str = "time"
+    is_counted: bool = False
+
+    @property
+    def network(self) -> str:
+        """Return what tables call its network."""
+        if not self.rate:
+            return "loopback"
+        return f"{self.rate} Mbit/s" if self.rate < 1000 else f"{self.rate / 1000:g} Gbit/s"
+
+    @property
+    def work(self) -> str:
+        """Return what tables call its model."""
+        machinery = ", gradients alone" if self.model.endswith("0") else ""
+        name = {"gpt": "GPT", "cnn": "CNN", "small": "1000 small"}[self.model.rstrip("0").partition("-")[0]]
+        return f"{name} {self.dtype}{machinery}"
+
+
+_MACHINERY = (*_BASE, "no_sync", "no_sync_bf16", *_FRAMEWORKS[:2], "megatron", *_WIRES[:2], "attach", "attach_bf16")
+LAUNCHES = (
+    Launch("truth", (*_ALL, *_DEEPSPEED[3:5]), kind="truth", accumulate=2, rounds=12),
+    Launch("base", (*_SAME_BYTES, *_SHARDED), is_counted=True),
+    Launch("wires", (*_FEWER_BYTES, *_SHARED), is_counted=True),
+    Launch("gbit", (*_SAME_BYTES, "fsdp2_deferred", "attach_fsdp2"), rate=1000, rounds=4),
+    Launch("gbit-wires", _FEWER_BYTES, rate=1000, rounds=6),
+    Launch("deepspeed", _DEEPSPEED, is_counted=True),
+    Launch("gbit-deepspeed", _DEEPSPEED, rate=1000, rounds=6),
+    Launch("memory", (*_SAME_BYTES, *_SHARDED[:3], *_HOOKS, *_WIRES[1:], *_SHARED, *_DEEPSPEED[3:5]), kind="memory"),
+    Launch("cnn", (*_SAME_BYTES, *_WIRES[1:3]), model="cnn", is_counted=True),
+    Launch("small", (*_SAME_BYTES, "engine_bf16"), model="small", rounds=12),
+    Launch("gpt0", (*_MACHINERY, *_SHARED), model="gpt0", rounds=14),
+    Launch("small0", (*_MACHINERY, "engine_shared"), model="small0", rounds=20),
+    Launch("gpt0-bf16", (*_MACHINERY, "engine_native_bf16"), model="gpt0", dtype="bf16", rounds=14),
+    Launch("gbit-gpt0-bf16", (*_MACHINERY, "engine_native_bf16"), model="gpt0", dtype="bf16", rate=1000, rounds=6),
+    Launch("slow", ("floor", *CONTROL, *_HOOKS[::2], *_WIRES[:4]), rate=100, rounds=3, warm_up=1),
+    *(Launch(f"every-{num}", _FEW, accumulate=num, rounds=rounds) for num, rounds in ((1, 30), (4, 12), (16, 5))),
+    *(Launch(f"{size}", _FEW, model=f"gpt-{size}", rounds=6) for size in ("5m", "26m")),
+    *(Launch(f"gbit-{size}", _FEW, model=f"gpt-{size}", rate=1000, rounds=3) for size in ("5m", "26m")),
+    *(Launch(f"workers-{num}", (*_FEW, *_SHARED), world=num, rounds=5) for num in (3, 4)),
+    *(Launch(f"gbit-workers-{num}", _FEW[:1] + _FEW[2:], model="gpt0", world=num, rate=1000, rounds=5) for num in (2, 4)),
+)  # fmt: skip
+
+
+def shortened() -> tuple[Launch, ...]:
+    """Return a few of them with few rounds: a few minutes."""
+    chosen = ("truth", "base", "wires", "gbit", "gbit-wires", "deepspeed")
+    return tuple(replace(launch, rounds=2) for launch in LAUNCHES if launch.name in chosen)

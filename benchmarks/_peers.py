@@ -1,0 +1,235 @@
+"""The contestants of `bench_peers.py` beside those of `python -m pyengine bench`: peers that only benchmarks
+need (`requirements.txt`), each used as its own documentation says.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _megatron import Megatron
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import fully_shard
+
+import pyengine as pe
+from pyengine.cli.bench.windows import variants
+from pyengine.cli.bench.windows.variants import VARIANTS, Engine, NoSyncView, Variant
+
+
+class NoSyncViewAgain(NoSyncView):
+    """`no_sync_view` once more: what its times differ by is the noise of a run."""
+
+    label = "the same again (control)"
+
+
+def _take_parameters(variant: Variant) -> None:
+    """Let the optimizer have the parameters that sharding has put in place of those it was made with."""
+    variant.optimizer.param_groups.clear()
+    variant.optimizer.add_param_group({"params": list(variant.model.parameters())})
+
+
+class FSDP2(Variant):
+    """fully_shard on every block and the model; reduces every micro-batch, and gathers parameters twice in
+    it, as it does unless told otherwise.
+    """
+
+    label = "FSDP2, reduce every micro-batch"
+    is_deferred = False
+    wrap: Any = staticmethod(fully_shard)
+
+    def setup(self) -> None:
+        for block in getattr(self.model, "blocks", ()):
+            self.wrap(block)
+        self.wrap(self.model)
+        _take_parameters(self)
+
+    def micro_batch(self, x: Tensor, *, last: bool) -> None:
+        if self.is_deferred:
+            self.model.set_requires_gradient_sync(last)
+        super().micro_batch(x, last=last)
+
+    def epilogue(self) -> Tensor:
+        norm: Any = super().epilogue()
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+class FSDP2Deferred(FSDP2):
+    """The same with set_requires_gradient_sync(False) on all but the last micro-batch."""
+
+    label = "FSDP2, reduce in the last"
+    is_deferred = True
+
+
+class Replicate(FSDP2):
+    """torch's `replicate`, FSDP2's machinery over whole parameters; reduces every micro-batch."""
+
+    label = "replicate(), reduce every micro-batch"
+    wrap = staticmethod(replicate)
+
+
+class ReplicateDeferred(Replicate):
+    """The same with set_requires_gradient_sync(False) on all but the last micro-batch."""
+
+    label = "replicate(), reduce in the last"
+    is_deferred = True
+
+
+class AttachFSDP2(Engine):
+    """pyengine.attach over fully_shard."""
+
+    label = "attach over FSDP2"
+
+    def make(self) -> pe.Sync:
+        for block in getattr(self.model, "blocks", ()):
+            fully_shard(block)
+        fully_shard(self.model)
+        _take_parameters(self)
+        return pe.attach(self.model, accumulate=len(self.micro_batches))
+
+
+class Fabric(Variant):
+    """Lightning Fabric: no_backward_sync on all but the last micro-batch."""
+
+    label = "Lightning Fabric"
+    needs = "lightning"
+
+    def setup(self) -> None:
+        from lightning.fabric import Fabric as LightningFabric
+
+        self.fabric = LightningFabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")
+        self.fabric.launch()
+        self.forward, self.optimizer = self.fabric.setup(self.model, self.optimizer)
+
+    def micro_batch(self, x: Tensor, *, last: bool) -> None:
+        with self.fabric.no_backward_sync(self.forward, enabled=not last):
+            self.fabric.backward(self.scaler.scale(self.forward(x) / len(self.micro_batches)))
+
+    def epilogue(self) -> Tensor:
+        self.scaler.unscale_(self.optimizer.optimizer)
+        return nn.utils.clip_grad_norm_(self.model.parameters(), variants.MAX_NORM)
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer.optimizer)
+        self.scaler.update()
+        self.optimizer.optimizer.zero_grad(set_to_none=True)
+
+
+class Trainer(Variant):
+    """Lightning's Trainer with accumulate_grad_batches.
+
+    The Trainer owns its loop: it runs in a thread, which waits before every window until it is its turn. It
+    has no loss scaler on a CPU, so none is unscaled; clipping and optimizer are timed together.
+    """
+
+    label = "Lightning Trainer"
+    needs = "lightning"
+    is_whole = False  # it does not tell the norm
+
+    def setup(self) -> None:
+        self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
+        self.marks: list[float] = []
+        self.failure: BaseException | None = None
+        self.grad_norm = torch.tensor(math.nan)
+        threading.Thread(target=self._fit, daemon=True).start()
+        self._wait()
+
+    def _wait(self) -> None:
+        self.done.acquire()
+        if self.failure is not None:
+            raise RuntimeError("Lightning's Trainer failed") from self.failure
+
+    def _fit(self) -> None:
+        from _trainer import fit
+
+        try:
+            fit(self)
+        except BaseException as error:  # the window that waits raises it
+            self.failure = error
+        self.done.release()
+
+    def begin(self) -> None:
+        """Wait, in the Trainer's thread, for the next window's turn."""
+        self.done.release()
+        self.go.acquire()
+
+    def window(self) -> dict[str, float]:
+        self.marks = [time.perf_counter()]
+        self.go.release()
+        self._wait()
+        start, early, last = self.marks[0], self.marks[-2], self.marks[-1]
+        end = time.perf_counter()
+        return {
+            "early": early - start,
+            "last": last - early,
+            "epilogue": math.nan,
+            "optimizer": math.nan,
+            "window": end - start,
+        }
+
+
+class DeepSpeedZero0(Variant):
+    """DeepSpeed's engine without sharding; clips and steps itself.
+
+    Its fp32 training has no loss scaler, so none is unscaled; clipping and optimizer are timed together.
+    """
+
+    label = "DeepSpeed, ZeRO-0"
+    needs = "deepspeed"
+    is_whole = False  # it does not tell the norm
+    stage = 0
+
+    def setup(self) -> None:
+        import deepspeed
+
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": len(self.micro_batches),
+            "gradient_clipping": variants.MAX_NORM,
+            "zero_optimization": {"stage": self.stage},
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 10**9,
+        }
+        self.engine, self.optimizer, *_ = deepspeed.initialize(
+            model=self.model, optimizer=self.optimizer, config=config, dist_init_required=False
+        )
+
+    def micro_batch(self, x: Tensor, *, last: bool) -> None:
+        self.engine.backward(self.engine(x))
+        if not last:
+            self.engine.step()
+
+    def epilogue(self) -> Tensor:
+        return torch.tensor(math.nan)
+
+    def step(self) -> None:
+        self.engine.step()
+
+    def window(self) -> dict[str, float]:
+        return super().window() | {"epilogue": math.nan, "optimizer": math.nan}
+
+
+class DeepSpeedZero1(DeepSpeedZero0):
+    """DeepSpeed's engine with the optimizer's state in shards."""
+
+    label = "DeepSpeed, ZeRO-1"
+    stage = 1
+
+
+VARIANTS |= {
+    "no_sync_view_again": NoSyncViewAgain,
+    "fsdp2": FSDP2,
+    "fsdp2_deferred": FSDP2Deferred,
+    "replicate": Replicate,
+    "replicate_deferred": ReplicateDeferred,
+    "attach_fsdp2": AttachFSDP2,
+    "fabric": Fabric,
+    "trainer": Trainer,
+    "zero0": DeepSpeedZero0,
+    "zero1": DeepSpeedZero1,
+    "megatron": Megatron,
+}

@@ -1,0 +1,195 @@
+"""pyengine against what one would take instead, on this machine: what `make bench` runs.
+
+    python benchmarks/bench_peers.py                # what of today's result files is missing
+    python benchmarks/bench_peers.py --short        # a few launches, a few rounds: minutes
+    python benchmarks/bench_peers.py --only base,gbit --again
+    python benchmarks/bench_peers.py --list
+
+`_launches.py` lists the launches. In each of them all variants take turns in the same processes, window by
+window; a window's time is the slowest rank's. Ranks of a loopback launch share a network namespace that
+nothing else is in, those of a shaped one have a namespace each behind a link of its own (`_network.py`), so
+that interfaces count their bytes alone; that needs root and iproute2, without which loopback launches leave
+bytes out, and shaped ones are left out with a sentence. Every launch writes
+`results/<date>-peers-<name>.json` when it ends; `numbers.py` renders those files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from _harness import RESULTS
+from _launches import LAUNCHES, Launch, shortened
+from _network import Link, alone, hosts
+from _peers import VARIANTS
+
+from pyengine.cli.bench.machine import card
+
+BUILD = Path(__file__).resolve().parents[1] / "build" / "bench"
+STALLED_S = 240  # a launch that has not moved for so long is ended
+
+
+def main() -> None:
+    """Run what is missing, launch by launch; exit with 1 if one failed."""
+    options = _options()
+    wanted = options.only.split(",") if options.only else None
+    launches = [launch for launch in options.launches if wanted is None or launch.name in wanted]
+    if options.rounds:
+        launches = [dataclasses.replace(one, rounds=options.rounds, warm_up=1) for one in launches]
+    is_root = not os.geteuid() and bool(shutil.which("ip")) and bool(shutil.which("tc"))
+    failed, start = [], time.monotonic()
+    for index, launch in enumerate(launches):
+        head = f"[{index + 1}/{len(launches)}, {_clock(time.monotonic() - start)}] {launch.name}"
+        path = options.out / f"{datetime.date.today()}-peers-{launch.name}.json"
+        if options.list:
+            print(f"{launch.name:18}{launch.work}, {launch.network}, {len(launch.variants)} variants")
+        elif path.exists() and not options.again:
+            print(f"{head}: {path.name} is there")
+        elif launch.rate and not is_root:
+            print(f"{head}: left out, a link of {launch.network} needs root and iproute2")
+        elif (content := _run(launch, head, is_root)) is None:
+            failed.append(launch.name)
+        else:
+            path.write_text(json.dumps(content) + "\n")
+            print(f"\r{head}: {content['seconds']} s{'':40}")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}; their logs are in {BUILD}")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--short", dest="launches", action="store_const", const=shortened(), default=LAUNCHES)
+    add("--only", help="names of launches, comma-separated")
+    add("--again", action="store_true", help="also what today's result files have")
+    add("--rounds", type=int, help="in place of every launch's own, behind one that warms up")
+    add("--out", type=Path, default=RESULTS, help="folder of the result files")
+    add("--list", action="store_true", help="print the launches and stop")
+    return parser.parse_args()
+
+
+def _run(launch: Launch, head: str, is_root: bool) -> dict[str, Any] | None:
+    """Run a launch; return the content of its file, None if it failed."""
+    start = time.monotonic()
+    missing = [name for name in launch.variants if not _is_installed(VARIANTS[name].needs)]
+    here = tuple(name for name in launch.variants if name not in missing)
+    try:
+        if launch.kind == "memory":
+            parts = [_ranks(dataclasses.replace(launch, variants=(name,)), head, is_root) for name in here]
+        else:
+            parts = [_ranks(dataclasses.replace(launch, variants=here), head, is_root)]
+    except RuntimeError as error:
+        print(f"\r{head}: {error}{'':40}")
+        return None
+    return {
+        "machine": card(1) | {"cores": os.cpu_count()},
+        "launch": dataclasses.asdict(launch),
+        "about": {"work": launch.work, "network": launch.network, **parts[0][0]["about"]},
+        "missing": missing,
+        "variants": {
+            name: {"label": VARIANTS[name].label, "is_ours": VARIANTS[name].is_ours} for name in launch.variants
+        },
+        "rows": {name: row for part in parts for name, row in _merge(part).items()},
+        "seconds": round(time.monotonic() - start),
+    }
+
+
+def _is_installed(package: str | None) -> bool:
+    return package is None or importlib.util.find_spec(package) is not None
+
+
+def _ranks(launch: Launch, head: str, is_root: bool) -> list[dict[str, Any]]:
+    """Run one set of processes; return what every rank tells.
+
+    Raises:
+        RuntimeError: a rank failed, or nothing moved for `STALLED_S`.
+    """
+    BUILD.mkdir(parents=True, exist_ok=True)
+    log = BUILD / f"{launch.name}.log"
+    with tempfile.TemporaryDirectory() as name, log.open("wb") as out:
+        folder = Path(name)
+        (folder / "launch.json").write_text(json.dumps(dataclasses.asdict(launch)))
+        worker = str(Path(__file__).with_name("_peers_worker.py"))
+        with _started([sys.executable, worker, str(folder)], launch, out, is_root) as ranks:
+            _watch(ranks, folder / "progress", head, log)
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(launch.world)]
+
+
+@contextmanager
+def _started(
+    command: list[str], launch: Launch, out: Any, is_root: bool
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start every rank on loopback or on a host of its own; end them all at the end."""
+    shared = {
+        "WORLD_SIZE": str(launch.world),
+        "LOCAL_WORLD_SIZE": str(launch.world),
+        "GROUP_RANK": "0",  # Lightning takes RANK from those whom torchrun has started
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "TORCH_EXTENSIONS_DIR": str(BUILD / "torch_extensions"),  # where DeepSpeed builds its own
+    }
+    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(launch.world)]
+    ranks: list[subprocess.Popen[bytes]] = []
+    with hosts(launch.world, Link(launch.rate)) if launch.rate else alone(is_root) as made:
+        try:
+            for rank, env in enumerate(own):
+                ranks.append(made[rank % len(made)].start(command, shared | env, out))
+            yield ranks
+        finally:
+            for process in ranks:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+
+
+def _watch(ranks: list[subprocess.Popen[bytes]], progress: Path, head: str, log: Path) -> None:
+    """Wait for all ranks, and show how far they are."""
+    told, moved = "", time.monotonic()
+    while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+        now = progress.read_text() if progress.exists() else ""
+        if now != told:
+            told, moved = now, time.monotonic()
+            print(f"\r{head}: {told:40}", end="", flush=True)
+        if time.monotonic() - moved > STALLED_S:
+            raise RuntimeError(f"nothing moved for {STALLED_S} s, see {log}")
+        time.sleep(0.5)
+    if any(codes):
+        raise RuntimeError(f"a rank failed ({codes}), see {log}")
+
+
+def _merge(ranks: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return every variant's row: of each window and phase the slowest rank's time, of the rest the most."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, first in ranks[0]["rows"].items():
+        row = rows[name] = dict(first)
+        others = [rank["rows"][name] for rank in ranks]
+        for phase in first.get("times", ()):
+            windows = zip(*(other["times"][phase] for other in others), strict=True)
+            row["times"] = row["times"] | {phase: [max(times) for times in windows]}
+        for figure in ("peak_mb", "sent_mb"):
+            if figure in first:
+                row[figure] = max(other[figure] for other in others)
+    return rows
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+if __name__ == "__main__":
+    main()
