@@ -16,6 +16,9 @@
 # make test-xla  set up torch_xla in an environment of its own (2 GB), then run the tests on XLA replicas
 # make gpu     on a machine with a CUDA device, with PYTHON as it is: all it is needed for, in steps of ten minutes
 #              (benchmarks/gpu.py); STEP=tests is one of them, DRY=1 rehearses them on the processor
+# make bench   set up, with the peers in an environment of their own, then measure what a user would take instead,
+#              side by side, and write docs/numbers.md, its plots and README's table (half an hour on two quiet cores;
+#              ARGS=--short is minutes; goes on where it was stopped); make numbers only writes the pages anew
 # make clean   remove everything that was built or installed here
 #
 # Needs python3 (3.10 or newer) and a C++20 compiler. `make run ARGS="--model cnn"` passes arguments on.
@@ -36,7 +39,9 @@ OLDEST := $(CURDIR)/build/adapters-oldest
 ATHERIS := $(CURDIR)/build/atheris
 BIN := $(VENV)/bin
 XLA_VENV := .venv-xla
+BENCH_VENV := .venv-bench
 XLA_INSTALLED := $(XLA_VENV)/.installed
+BENCH_INSTALLED := $(BENCH_VENV)/.installed
 
 # Empty files: when each was last done. What stands behind them decides whether it is done again.
 INSTALLED := $(VENV)/.installed
@@ -46,7 +51,7 @@ DOCS_INSTALLED := $(VENV)/.docs-installed
 # Folders too: their time changes when a file is removed.
 NATIVE := $(shell find csrc) setup.py CMakeLists.txt
 
-.PHONY: run test faults test-slow test-adapters-oldest test-isa sanitize sanitized-core fuzz fuzz-corpus check docs linkcheck wheel test-xla xla-env gpu clean
+.PHONY: run test faults test-slow test-adapters-oldest test-isa sanitize sanitized-core fuzz fuzz-corpus check docs linkcheck wheel test-xla xla-env gpu bench numbers clean
 .DEFAULT_GOAL := run
 
 run: $(BUILT)
@@ -142,6 +147,22 @@ xla-env: $(XLA_INSTALLED)
 gpu:
 	$(PYTHON) benchmarks/gpu.py $(STEP) $(if $(DRY),--dry) $(ARGS)
 
+# Root makes hosts of its own for links and bytes; without it those parts are left out, and say so.
+bench: $(BENCH_INSTALLED)
+	$(BENCH_VENV)/bin/python benchmarks/bench_peers.py $(ARGS); ended=$$?; \
+	    $(BENCH_VENV)/bin/python benchmarks/render_numbers.py && exit $$ended
+
+numbers: $(BENCH_INSTALLED)
+	$(BENCH_VENV)/bin/python benchmarks/render_numbers.py
+
+# An environment over $(VENV): what that has is seen through a .pth file, what it lacks is installed here.
+$(BENCH_INSTALLED): $(BUILT) benchmarks/requirements.txt
+	$(BIN)/python -m venv $(BENCH_VENV)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	    > $$($(BENCH_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of_venv.pth
+	$(BENCH_VENV)/bin/python -m pip install --quiet -r benchmarks/requirements.txt
+	touch $@
+
 $(INSTALLED): requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit(f"{sys.executable} is Python {sys.version.split()[0]}, need 3.10 or newer: make PYTHON=/path/to/python3.x")'
 	$(PYTHON) -m venv $(VENV)
@@ -162,6 +183,6 @@ $(BUILT): $(INSTALLED) pyproject.toml $(NATIVE)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(XLA_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) $(BENCH_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find pyengine -name '*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -14,12 +14,19 @@ _FRAMEWORKS = ("accelerate", "fabric", "trainer", "megatron")
 _SAME_BYTES = (*_BASE, "no_sync", *_FRAMEWORKS, "replicate_deferred", "engine", "attach")
 _SHARDED = ("fsdp2", "fsdp2_deferred", "attach_fsdp2", "replicate")
 _HOOKS = ("no_sync_bf16", "no_sync_fp16", "no_sync_powersgd")
-_WIRES = ("engine", "engine_bf16", "engine_int8_ef", "engine_powersgd_r2", "attach_bf16", "engine_exact_slots")
+_WIRES = (
+    "engine",
+    "engine_bf16",
+    "engine_int8_ef",
+    "engine_powersgd_r1",
+    "attach_bf16",
+    "engine_exact_slots",
+)
 _FEWER_BYTES = ("floor", *CONTROL, *_HOOKS, *_WIRES)
 _SHARED = ("engine_shared", "attach_shared")
 _DEEPSPEED = ("floor", *CONTROL, "zero0", "zero1", "engine", "attach")
 _FEW = (*_BASE, "accelerate", "engine", "engine_bf16", "attach")
-_ALL = (*_SAME_BYTES, *_SHARDED, *_HOOKS, *_WIRES[1:], *_SHARED)
+_NOT_NAIVE = ("floor", *_FEW[2:])
 
 
 @dataclass(frozen=True)
@@ -63,29 +70,41 @@ class Launch:
         return f"{name} {self.dtype}{machinery}"
 
 
-_MACHINERY = (*_BASE, "no_sync", "no_sync_bf16", *_FRAMEWORKS[:2], "megatron", *_WIRES[:2], "attach", "attach_bf16")
+_MACHINERY = (
+    *(*_BASE, "no_sync", "no_sync_bf16", "accelerate", "fabric", "megatron"),
+    *("engine", "engine_bf16", "attach", "attach_bf16"),
+)
+_OWN_SUMS = (*_MACHINERY, "engine_native_bf16")  # of bf16 parameters, as DDP has them
+_TRUE = (*_SAME_BYTES, *_SHARDED, *_HOOKS, *_WIRES[1:], *_SHARED, "zero0", "zero1")
+_SLOW = ("floor", *CONTROL, "no_sync_bf16", "no_sync_powersgd", *_WIRES[:4])
 LAUNCHES = (
-    Launch("truth", (*_ALL, *_DEEPSPEED[3:5]), kind="truth", accumulate=2, rounds=12),
+    Launch("truth", _TRUE, kind="truth", accumulate=2, rounds=12),
     Launch("base", (*_SAME_BYTES, *_SHARDED), is_counted=True),
     Launch("wires", (*_FEWER_BYTES, *_SHARED), is_counted=True),
     Launch("gbit", (*_SAME_BYTES, "fsdp2_deferred", "attach_fsdp2"), rate=1000, rounds=4),
     Launch("gbit-wires", _FEWER_BYTES, rate=1000, rounds=6),
     Launch("deepspeed", _DEEPSPEED, is_counted=True),
     Launch("gbit-deepspeed", _DEEPSPEED, rate=1000, rounds=6),
-    Launch("memory", (*_SAME_BYTES, *_SHARDED[:3], *_HOOKS, *_WIRES[1:], *_SHARED, *_DEEPSPEED[3:5]), kind="memory"),
-    Launch("cnn", (*_SAME_BYTES, *_WIRES[1:3]), model="cnn", is_counted=True),
+    Launch("memory", _TRUE, kind="memory"),
+    Launch("cnn", (*_SAME_BYTES, "engine_bf16", "engine_int8_ef"), model="cnn", is_counted=True),
     Launch("small", (*_SAME_BYTES, "engine_bf16"), model="small", rounds=12),
     Launch("gpt0", (*_MACHINERY, *_SHARED), model="gpt0", rounds=14),
     Launch("small0", (*_MACHINERY, "engine_shared"), model="small0", rounds=20),
-    Launch("gpt0-bf16", (*_MACHINERY, "engine_native_bf16"), model="gpt0", dtype="bf16", rounds=14),
-    Launch("gbit-gpt0-bf16", (*_MACHINERY, "engine_native_bf16"), model="gpt0", dtype="bf16", rate=1000, rounds=6),
-    Launch("slow", ("floor", *CONTROL, *_HOOKS[::2], *_WIRES[:4]), rate=100, rounds=3, warm_up=1),
-    *(Launch(f"every-{num}", _FEW, accumulate=num, rounds=rounds) for num, rounds in ((1, 30), (4, 12), (16, 5))),
-    *(Launch(f"{size}", _FEW, model=f"gpt-{size}", rounds=6) for size in ("5m", "26m")),
-    *(Launch(f"gbit-{size}", _FEW, model=f"gpt-{size}", rate=1000, rounds=3) for size in ("5m", "26m")),
-    *(Launch(f"workers-{num}", (*_FEW, *_SHARED), world=num, rounds=5) for num in (3, 4)),
-    *(Launch(f"gbit-workers-{num}", _FEW[:1] + _FEW[2:], model="gpt0", world=num, rate=1000, rounds=5) for num in (2, 4)),
-)  # fmt: skip
+    Launch("gpt0-bf16", _OWN_SUMS, model="gpt0", dtype="bf16", rounds=14),
+    Launch("gbit-gpt0-bf16", _OWN_SUMS, model="gpt0", dtype="bf16", rate=1000, rounds=6),
+    Launch("slow", _SLOW, rate=100, rounds=3, warm_up=1),
+    Launch("every-1", _FEW, accumulate=1, rounds=30),
+    Launch("every-4", _FEW, accumulate=4, rounds=12),
+    Launch("every-16", _FEW, accumulate=16, rounds=5),
+    Launch("5m", _FEW, model="gpt-5m", rounds=8),
+    Launch("26m", _FEW, model="gpt-26m", rounds=6),
+    Launch("gbit-5m", _FEW, model="gpt-5m", rate=1000, rounds=6),
+    Launch("gbit-26m", _FEW, model="gpt-26m", rate=1000, rounds=3),
+    Launch("workers-3", (*_FEW, *_SHARED), world=3, rounds=5),
+    Launch("workers-4", (*_FEW, *_SHARED), world=4, rounds=5),
+    Launch("gbit-workers-2", _NOT_NAIVE, model="gpt0", rate=1000, rounds=6),
+    Launch("gbit-workers-4", _NOT_NAIVE, model="gpt0", world=4, rate=1000, rounds=5),
+)
 
 
 def shortened() -> tuple[Launch, ...]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from _launches import Launch
 from _network import sent_bytes
-from _peers import VARIANTS
+from _peers import CONTESTANTS
 from _work import build_micro_batches, build_model
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
@@ -52,10 +52,8 @@ def main() -> None:
 
 def _build(name: str, launch: Launch, optimizer: str = "fused") -> Variant:
     dtype = DTYPES[launch.dtype]
-    micro_batches = build_micro_batches(
-        launch.model, dtype, rank=dist.get_rank(), num=launch.accumulate
-    )
-    return VARIANTS[name](build_model(launch.model, dtype), micro_batches, optimizer)
+    micro_batches = build_micro_batches(launch.model, dtype, rank=dist.get_rank(), num=launch.accumulate)
+    return CONTESTANTS[name](build_model(launch.model, dtype), micro_batches, optimizer)
 
 
 # ---- times ----
@@ -77,6 +75,7 @@ def _times(launch: Launch, show: Any) -> dict[str, dict[str, Any]]:
             dist.barrier()
             before = _sent(launch)
             taken = built[name].window()
+            taken["sync"] = taken["early"] + taken["last"]  # here: which rank is slowest differs by phase
             dist.barrier()
             if done >= launch.warm_up:
                 times[name].append(taken)
@@ -122,7 +121,7 @@ def _memory(launch: Launch, show: Any) -> dict[str, dict[str, Any]]:
     """Return what the one variant holds at most, above the process with its package and without a model."""
     (name,) = launch.variants
     show(name)
-    needs = VARIANTS[name].needs
+    needs = CONTESTANTS[name].needs
     if needs:
         import_module(needs)
     before = _resident_mb()
@@ -149,7 +148,7 @@ def _truth(launch: Launch, show: Any) -> dict[str, dict[str, Any]]:
     for name in launch.variants:
         show(name)
         rows[name] = {"end_loss": _end_loss(_build(name, launch), launch)}
-        if VARIANTS[name].is_synced:
+        if CONTESTANTS[name].is_synced:
             rows[name]["error"] = _error(_build(name, launch, "sgd"), truth)
     return rows
 

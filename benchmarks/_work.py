@@ -4,6 +4,8 @@ length.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,7 +23,7 @@ class ConvNet(nn.Module):
         super().__init__()
         layers: list[nn.Module] = []
         channels = (3, 64, 128, 256, 512, 512, 512)
-        for index, (ins, outs) in enumerate(zip(channels, channels[1:], strict=False)):
+        for index, (ins, outs) in enumerate(pairwise(channels)):
             layers += [nn.Conv2d(ins, outs, 3, padding=1, bias=False), nn.BatchNorm2d(outs), nn.ReLU()]
             if index < 4:
                 layers.append(nn.MaxPool2d(2))

@@ -10,7 +10,7 @@ window; a window's time is the slowest rank's. Ranks of a loopback launch share 
 nothing else is in, those of a shaped one have a namespace each behind a link of its own (`_network.py`), so
 that interfaces count their bytes alone; that needs root and iproute2, without which loopback launches leave
 bytes out, and shaped ones are left out with a sentence. Every launch writes
-`results/<date>-peers-<name>.json` when it ends; `numbers.py` renders those files.
+`results/<date>-peers-<name>.json` when it ends; `render_numbers.py` renders those files.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from typing import Any
 from _harness import RESULTS
 from _launches import LAUNCHES, Launch, shortened
 from _network import Link, alone, hosts
-from _peers import VARIANTS
+from _peers import CONTESTANTS
 
 from pyengine.cli.bench.machine import card
 
 BUILD = Path(__file__).resolve().parents[1] / "build" / "bench"
-STALLED_S = 240  # a launch that has not moved for so long is ended
+STALLED_S = 600  # a launch that has not moved for so long is ended
 
 
 def main() -> None:
@@ -86,7 +86,7 @@ def _options() -> argparse.Namespace:
 def _run(launch: Launch, head: str, is_root: bool) -> dict[str, Any] | None:
     """Run a launch; return the content of its file, None if it failed."""
     start = time.monotonic()
-    missing = [name for name in launch.variants if not _is_installed(VARIANTS[name].needs)]
+    missing = [name for name in launch.variants if not _is_installed(CONTESTANTS[name].needs)]
     here = tuple(name for name in launch.variants if name not in missing)
     try:
         if launch.kind == "memory":
@@ -102,7 +102,8 @@ def _run(launch: Launch, head: str, is_root: bool) -> dict[str, Any] | None:
         "about": {"work": launch.work, "network": launch.network, **parts[0][0]["about"]},
         "missing": missing,
         "variants": {
-            name: {"label": VARIANTS[name].label, "is_ours": VARIANTS[name].is_ours} for name in launch.variants
+            name: {"label": CONTESTANTS[name].label, "is_ours": CONTESTANTS[name].is_ours}
+            for name in launch.variants
         },
         "rows": {name: row for part in parts for name, row in _merge(part).items()},
         "seconds": round(time.monotonic() - start),
@@ -120,6 +121,10 @@ def _ranks(launch: Launch, head: str, is_root: bool) -> list[dict[str, Any]]:
         RuntimeError: a rank failed, or nothing moved for `STALLED_S`.
     """
     BUILD.mkdir(parents=True, exist_ok=True)
+    for lock in BUILD.glob(
+        "torch_extensions/**/lock"
+    ):  # of a build that was killed: all later ones would wait
+        lock.unlink()
     log = BUILD / f"{launch.name}.log"
     with tempfile.TemporaryDirectory() as name, log.open("wb") as out:
         folder = Path(name)

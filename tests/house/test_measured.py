@@ -45,31 +45,7 @@ README_KERNELS = {
     "exact sum += bf16": ("exact", "later deposit of bf16, 8 tensors"),
     "exact sum += fp32": ("exact", "later deposit of fp32, 8 tensors"),
 }
-# Row of the README's table of windows: the variant. Its columns: the cases.
-VARIANTS = {
-    "no communication at all": "floor",
-    "DDP, sync every micro-batch": "ddp",
-    "DDP + `no_sync`": "no_sync",
-    "DDP + `no_sync`, bucket views": "no_sync_view",
-    "the same + bf16 hook": "no_sync_bf16",
-    "Accelerate": "accelerate",
-    "**`GradSync`**": "engine",
-    "**`GradSync`, bf16 wire**": "engine_bf16",
-    '**`GradSync`, bf16 wire, `accumulator="native"`**': "engine_native_bf16",
-    "**`attach`**": "attach",
-    "**`attach`, bf16 wire**": "attach_bf16",
-}
-# The same of the table of a slow network; its columns.
-SLOW_VARIANTS = {
-    "DDP + `no_sync`, bucket views": "no_sync_view",
-    "the same + bf16 hook": "no_sync_bf16",
-    "Accelerate": "accelerate",
-    "`GradSync`": "engine",
-    "`GradSync`, bf16 wire": "engine_bf16",
-    "`attach`": "attach",
-    "`attach`, bf16 wire": "attach_bf16",
-}
-# The same of the table of shared memory.
+# Row of the table of shared memory: the variant.
 SHARED_VARIANTS = {
     "DDP + `no_sync`, bucket views": "no_sync_view",
     "`GradSync`": "engine",
@@ -77,8 +53,6 @@ SHARED_VARIANTS = {
     "`attach`": "attach",
     "`attach(shared_memory=True)`": "attach_shared",
 }
-SLOW_CASES = ["gpt0:fp32", "gpt0:bf16"]
-CASES = ["gpt:fp32", "small:fp32", "gpt0:fp32", "gpt0:bf16", "small0:fp32", "small0:bf16"]
 
 
 @cache
@@ -119,35 +93,6 @@ def test_kernels_of_the_readme_are_those_of_the_result_files():
     assert _table("README.md", "× torch") == {
         name: [f"{row['times_roof']:.2f}", _short(row["times_torch"])] for name, row in rows.items()
     }
-
-
-def test_windows_of_the_readme_are_those_of_the_result_file():
-    said = _table("README.md", "small bf16, machinery")
-    measured = _linked("README.md", "step")["cases"]
-    assert said == {
-        row: [f"{measured[case][variant]['window_p50_ms']:.0f}" for case in CASES]
-        for row, variant in VARIANTS.items()
-    }
-
-
-def test_the_slow_network_of_the_readme_is_that_of_the_result_file():
-    measured = _linked("README.md", "step-1000")["cases"]
-    assert _table("README.md", "bf16 parameters") == {
-        row: [f"{measured[case][variant]['sync_p50_ms']:.0f}" for case in SLOW_CASES]
-        for row, variant in SLOW_VARIANTS.items()
-    }
-
-
-def test_peak_memory_of_the_readme_is_that_of_the_result_file():
-    peak = {
-        v: f"{row['peak_mb']:.0f}" for v, row in _linked("README.md", "memory")["cases"]["gpt:fp32"].items()
-    }
-    assert peak["attach"] == peak["no_sync_view"]
-    said = (
-        f"{peak['floor']} MB without communication, {peak['engine']} with `GradSync`, {peak['attach']} with "
-        f"`attach` and with DDP and bucket views, {peak['no_sync']} without them"
-    )
-    assert said in (ROOT / "README.md").read_text()
 
 
 def test_what_an_engine_costs_is_that_of_the_result_files():

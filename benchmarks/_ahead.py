@@ -1,0 +1,98 @@
+"""Who is ahead of whom where both send the same, and why where it is a peer: the reasons are written by hand.
+
+A peer that is found ahead without a reason here shows as such in docs/numbers.md.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from dataclasses import dataclass
+
+from _peer_results import Measured, doubt
+
+_FP32 = (
+    *("no_sync", "no_sync_view", "accelerate", "fabric", "trainer", "megatron"),
+    *("replicate_deferred", "zero0", "zero1"),
+)
+_BF16 = ("no_sync_bf16", "no_sync_fp16")
+# Ours, by the peers that send as many bytes; with bf16 parameters all but Megatron sum and send bf16.
+PAIRS = {
+    "fp32": {
+        "engine": _FP32,
+        "attach": _FP32,
+        "engine_bf16": _BF16,
+        "attach_bf16": _BF16,
+        "engine_powersgd_r1": ("no_sync_powersgd",),
+        "attach_fsdp2": ("fsdp2", "fsdp2_deferred"),
+    },
+    "bf16": {
+        "engine_native_bf16": (*_FP32[:5], *_BF16),
+        "engine_bf16": (*_FP32[:5], *_BF16),
+        "attach_bf16": (*_FP32[:5], *_BF16),
+        "engine": ("megatron",),
+        "attach": ("megatron",),
+    },
+}
+UNEXPLAINED = "**not explained yet**"
+# Launch, peer, ours (patterns): why. The first that fits.
+REASONS: tuple[tuple[str, str, str, str], ...] = (
+    (
+        r".*bf16",
+        ".*",
+        "(engine|attach)_bf16",
+        (
+            "the peer sums micro-batches in bf16; fp32 sums are read and written in every one of them "
+            '(`accumulator="native"` sums as the peer does)'
+        ),
+    ),
+    (
+        ".*",
+        "fsdp2.*",
+        "attach_fsdp2",
+        (
+            "within its budget (`defer_budget_mb`) the engine keeps shards' sums, not whole gradients: it "
+            "reduces more often and holds less"
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One of ours against one peer in one launch; times are ours over the peer's."""
+
+    launch: str
+    peer: str
+    ours: str
+    ratio: float
+    is_lost: bool
+    is_won: bool
+
+
+def comparisons(results: dict[str, Measured]) -> list[Comparison]:
+    """Return all pairs of all launches that measure time, worst first."""
+    found = []
+    for name, one in results.items():
+        if one.launch["kind"] != "time":
+            continue
+        for ours, peers in PAIRS[one.launch["dtype"]].items():
+            found += [_compare(name, one, peer, ours) for peer in peers if {peer, ours} <= set(one.rows)]
+    return sorted(found, key=lambda pair: -pair.ratio)
+
+
+def _compare(name: str, one: Measured, peer: str, ours: str) -> Comparison:
+    """Compare round by round; a difference has to pass the noise of the launch and its own."""
+    ratios = one.ratios(ours, peer)
+    ratio = statistics.median(ratios)
+    margin = max(one.noise, doubt(ratios))
+    return Comparison(name, peer, ours, ratio, is_lost=ratio > 1 + margin, is_won=ratio < 1 - margin)
+
+
+def explained(one: Comparison) -> str:
+    """Return why a peer is ahead."""
+    for launch, peer, ours, why in REASONS:
+        patterns = ((launch, one.launch), (peer, one.peer), (ours, one.ours))
+        if all(re.fullmatch(pattern, name) for pattern, name in patterns):
+            return why
+    return UNEXPLAINED

@@ -1,0 +1,115 @@
+"""The result files of `bench_peers.py`, and what is read off them. Knows neither torch nor the peers."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+CONTROL = ("no_sync_view", "no_sync_view_again")
+_NAME = re.compile(r"(\d{4}-\d\d-\d\d)-peers-(.+)\.json")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One launch's file."""
+
+    path: Path
+    content: dict[str, Any]
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        return self.content["launch"]
+
+    @property
+    def rows(self) -> dict[str, dict[str, Any]]:
+        return self.content["rows"]
+
+    @property
+    def date(self) -> str:
+        return self.path.name[:10]
+
+    def label(self, name: str) -> str:
+        """Return what tables call a variant."""
+        return self.content["variants"][name]["label"]
+
+    def is_ours(self, name: str) -> bool:
+        return self.content["variants"][name]["is_ours"]
+
+    def median(self, name: str, phase: str = "window") -> float:
+        """Return ms; a KeyError where a variant does not tell the phase."""
+        return statistics.median(self.rows[name]["times"][phase])
+
+    def lowest(self, name: str) -> float:
+        return min(self.rows[name]["times"]["window"])
+
+    def spread(self, name: str) -> float:
+        """Return half of what the middle half of the windows differs by, over their median."""
+        return half_range(self.rows[name]["times"]["window"]) / self.median(name)
+
+    def ratios(self, name: str, other: str) -> list[float]:
+        """Return one window's time over the other's, round by round: slow drift of the machine drops out."""
+        mine, theirs = self.rows[name]["times"]["window"], self.rows[other]["times"]["window"]
+        return [a / b for a, b in zip(mine, theirs, strict=True)]
+
+    def ratio(self, name: str, other: str) -> float:
+        return statistics.median(self.ratios(name, other))
+
+    def exposed(self, name: str) -> float:
+        """Return the ms of forward, backward and sync above the floor's, round by round.
+
+        Of a variant that does not tell its epilogue apart, the ms of whole windows.
+        """
+        phase = "sync" if "epilogue" in self.rows[name]["times"] else "window"
+        return statistics.median(self._over_floor(name, phase))
+
+    def by_micro_batch(self, name: str) -> float | None:
+        """Return the ms that each but the last costs above the floor's; None where there is no other."""
+        num = self.launch["accumulate"] - 1
+        return statistics.median(self._over_floor(name, "early")) / num if num else None
+
+    def _over_floor(self, name: str, phase: str) -> list[float]:
+        mine, floor = self.rows[name]["times"][phase], self.rows["floor"]["times"][phase]
+        return [own - base for own, base in zip(mine, floor, strict=True)]
+
+    @cached_property
+    def noise(self) -> float:
+        """Return what a difference must pass here: how far two windows of the same work differ, or 2 %."""
+        found = self.ratios(*reversed(CONTROL))
+        return max(0.02, abs(statistics.median(found) - 1), doubt(found))
+
+
+def half_range(values: Sequence[float]) -> float:
+    """Return half of the distance between the quarters; 0 of a single value."""
+    if len(values) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / 2
+
+
+def doubt(values: Sequence[float]) -> float:
+    """Return how far a median may be off by chance: about two standard errors, were they normal."""
+    return 3.7 * half_range(values) / len(values) ** 0.5  # 2 * 1.25 * half_range / 0.6745
+
+
+def newest(folder: Path) -> dict[str, Measured]:
+    """Return the last file of every launch, by name."""
+    found = {}
+    for path in sorted(folder.glob("*-peers-*.json")):
+        match = _NAME.fullmatch(path.name)
+        if match:
+            found[match[2]] = path
+    return {name: Measured(path, json.loads(path.read_text())) for name, path in found.items()}
+
+
+def first(results: dict[str, Measured], name: str, launches: Sequence[str]) -> Measured | None:
+    """Return the first of the launches in which a variant took part."""
+    for launch in launches:
+        if launch in results and name in results[launch].rows:
+            return results[launch]
+    return None
