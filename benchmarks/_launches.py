@@ -76,34 +76,37 @@ _MACHINERY = (
 )
 _OWN_SUMS = (*_MACHINERY, "engine_native_bf16")  # of bf16 parameters, as DDP has them
 _TRUE = (*_SAME_BYTES, *_SHARDED, *_HOOKS, *_WIRES[1:], *_SHARED, "zero0", "zero1")
+_HELD = (
+    *("floor", "ddp", "no_sync", "no_sync_view", *_FRAMEWORKS, "zero0", "zero1", "fsdp2_deferred"),
+    *("replicate_deferred", "no_sync_powersgd", "engine", "attach", "engine_bf16", "engine_int8_ef"),
+    *("engine_exact_slots", "engine_shared"),
+)
 _SLOW = ("floor", *CONTROL, "no_sync_bf16", "no_sync_powersgd", *_WIRES[:4])
 LAUNCHES = (
-    Launch("truth", _TRUE, kind="truth", accumulate=2, rounds=12),
+    Launch("truth", _TRUE, kind="truth", accumulate=2, rounds=8),
     Launch("base", (*_SAME_BYTES, *_SHARDED), is_counted=True),
     Launch("wires", (*_FEWER_BYTES, *_SHARED), is_counted=True),
     Launch("gbit", (*_SAME_BYTES, "fsdp2_deferred", "attach_fsdp2"), rate=1000, rounds=4),
     Launch("gbit-wires", _FEWER_BYTES, rate=1000, rounds=6),
     Launch("deepspeed", _DEEPSPEED, is_counted=True),
     Launch("gbit-deepspeed", _DEEPSPEED, rate=1000, rounds=6),
-    Launch("memory", _TRUE, kind="memory"),
-    Launch("cnn", (*_SAME_BYTES, "engine_bf16", "engine_int8_ef"), model="cnn", is_counted=True),
+    Launch("memory", _HELD, kind="memory"),
+    Launch("cnn", (*_SAME_BYTES, "engine_bf16", "engine_int8_ef"), model="cnn", rounds=6, is_counted=True),
     Launch("small", (*_SAME_BYTES, "engine_bf16"), model="small", rounds=12),
     Launch("gpt0", (*_MACHINERY, *_SHARED), model="gpt0", rounds=14),
-    Launch("small0", (*_MACHINERY, "engine_shared"), model="small0", rounds=20),
+    Launch("small0", (*_MACHINERY, "engine_shared"), model="small0", rounds=14),
     Launch("gpt0-bf16", _OWN_SUMS, model="gpt0", dtype="bf16", rounds=14),
     Launch("gbit-gpt0-bf16", _OWN_SUMS, model="gpt0", dtype="bf16", rate=1000, rounds=6),
     Launch("slow", _SLOW, rate=100, rounds=3, warm_up=1),
     Launch("every-1", _FEW, accumulate=1, rounds=30),
-    Launch("every-4", _FEW, accumulate=4, rounds=12),
-    Launch("every-16", _FEW, accumulate=16, rounds=5),
-    Launch("5m", _FEW, model="gpt-5m", rounds=8),
-    Launch("26m", _FEW, model="gpt-26m", rounds=6),
+    Launch("every-4", _FEW, accumulate=4, rounds=8),
+    Launch("every-16", _FEW, accumulate=16, rounds=4),
+    Launch("5m", _FEW, model="gpt-5m", rounds=6),
+    Launch("26m", _FEW, model="gpt-26m", rounds=5),
     Launch("gbit-5m", _FEW, model="gpt-5m", rate=1000, rounds=6),
     Launch("gbit-26m", _FEW, model="gpt-26m", rate=1000, rounds=3),
-    Launch("workers-3", (*_FEW, *_SHARED), world=3, rounds=5),
     Launch("workers-4", (*_FEW, *_SHARED), world=4, rounds=5),
-    Launch("gbit-workers-2", _NOT_NAIVE, model="gpt0", rate=1000, rounds=6),
-    Launch("gbit-workers-4", _NOT_NAIVE, model="gpt0", world=4, rate=1000, rounds=5),
+    Launch("gbit-workers-4", _NOT_NAIVE, world=4, rate=1000, rounds=4),
 )
 
 

@@ -19,6 +19,7 @@ from _slopes import SLOPES, line
 # Peer or ours, and what the plot calls it. The order is that of the bars.
 BARS = {
     "ddp": "DDP as it comes",
+    "fsdp2_deferred": "FSDP2, reduce in the last",
     "zero1": "DeepSpeed, ZeRO-1",
     "zero0": "DeepSpeed, ZeRO-0",
     "megatron": "Megatron-core DDP",
@@ -103,7 +104,7 @@ def _exposed(results: Results) -> dict[str, Any]:
 
 
 def _paint_exposed(figure: Any, figures: dict[str, Any]) -> None:
-    panels = figure.subplots(1, len(figures), sharey=True)
+    panels = figure.subplots(1, len(figures))
     for axes, (title, panel) in zip(panels, figures.items(), strict=True):
         longest = max(panel["bars"].values())
         for place, name in enumerate(BARS):
@@ -113,13 +114,13 @@ def _paint_exposed(figure: Any, figures: dict[str, Any]) -> None:
             axes.barh(place, value, color=_OURS if is_ours else _PEER, height=0.72)
             text = f"{value:,.0f} ms"
             axes.text(value + 0.015 * longest, place, text, va="center", fontsize=9.5, color=_INK)
-        axes.set_yticks(range(len(BARS)), list(BARS.values()))
-        axes.set(xlim=(0, 1.2 * longest), xticks=[], ylim=(len(BARS) - 0.4, -0.6))
-        axes.tick_params(axis="y", length=0, colors=_INK)
+        axes.set(yticks=[], xlim=(0, 1.2 * longest), xticks=[], ylim=(len(BARS) - 0.4, -0.6))
         axes.spines["bottom"].set_visible(False)
         axes.set_title(title, loc="left", fontsize=11)
-        for label, name in zip(axes.get_yticklabels(), BARS, strict=True):
-            label.set_fontweight("bold" if name.startswith("engine") else "normal")
+    for place, (name, label) in enumerate(BARS.items()):
+        weight = "bold" if name.startswith("engine") else "normal"
+        beside = {"xy": (0, place), "xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        panels[0].annotate(label, xytext=(-6, 0), ha="right", va="center", fontweight=weight, **beside)
     floor = next(iter(figures.values()))["floor"]
     figure.suptitle(
         f"Waiting for gradients in a window of 8 micro-batches, beside {floor / 1000:.2g} s of work",
@@ -152,7 +153,7 @@ def _paint_growth(figure: Any, figures: dict[str, Any]) -> None:
             xs, ys = zip(*points, strict=True)
             axes.plot(xs, ys, marker="o", ms=4, lw=1.8, color=colour, label=_GROWING[name])
         axes.set(xlabel=label, ylim=(0, None), xlim=(0, None))
-        axes.set_title(title.replace("the same", "ms a million parameters").partition(", ")[2], fontsize=10.5)
+        axes.set_title(title.partition(", ")[2], fontsize=10.5)
         axes.grid(axis="y", color="#e4e7eb", lw=0.8)
         axes.set_axisbelow(True)
     figure.axes[0].set_ylabel("exposed sync, ms")

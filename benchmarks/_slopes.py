@@ -39,16 +39,20 @@ def _workers(one: Measured) -> float:
 _BASE, _GBIT = ("base", "wires"), ("gbit", "gbit-wires")
 SLOPES = (
     Slope("ms a million parameters, loopback", {"5m": ("5m",), "17m": _BASE, "26m": ("26m",)}, _parameters),
-    Slope("the same, 1 Gbit/s", {"5m": ("gbit-5m",), "17m": _GBIT, "26m": ("gbit-26m",)}, _parameters),
+    Slope(
+        "ms a million parameters, 1 Gbit/s",
+        {"5m": ("gbit-5m",), "17m": _GBIT, "26m": ("gbit-26m",)},
+        _parameters,
+    ),
     Slope(
         "ms a micro-batch, loopback",
         {"1": ("every-1",), "4": ("every-4",), "8": _BASE, "16": ("every-16",)},
         _micro_batches,
     ),
-    Slope("ms a worker, loopback", {"2": _BASE, "3": ("workers-3",), "4": ("workers-4",)}, _workers),
+    Slope("ms a worker, loopback", {"2": _BASE, "4": ("workers-4",)}, _workers),
     Slope(
-        "ms a worker, 1 Gbit/s, gradients alone",
-        {"2": ("gbit-workers-2",), "4": ("gbit-workers-4",)},
+        "ms a worker, 1 Gbit/s",
+        {"2": _GBIT, "4": ("gbit-workers-4",)},
         _workers,
     ),
 )

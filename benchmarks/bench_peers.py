@@ -47,6 +47,12 @@ def main() -> None:
     options = _options()
     wanted = options.only.split(",") if options.only else None
     launches = [launch for launch in options.launches if wanted is None or launch.name in wanted]
+    if options.variants:
+        chosen = options.variants.split(",")
+        kept = [tuple(name for name in one.variants if name in chosen) for one in launches]
+        launches = [
+            dataclasses.replace(one, variants=names) for one, names in zip(launches, kept, strict=True)
+        ]
     if options.rounds:
         launches = [dataclasses.replace(one, rounds=options.rounds, warm_up=1) for one in launches]
     is_root = not os.geteuid() and bool(shutil.which("ip")) and bool(shutil.which("tc"))
@@ -76,6 +82,7 @@ def _options() -> argparse.Namespace:
     add = parser.add_argument
     add("--short", dest="launches", action="store_const", const=shortened(), default=LAUNCHES)
     add("--only", help="names of launches, comma-separated")
+    add("--variants", help="of those that a launch has, comma-separated")
     add("--again", action="store_true", help="also what today's result files have")
     add("--rounds", type=int, help="in place of every launch's own, behind one that warms up")
     add("--out", type=Path, default=RESULTS, help="folder of the result files")
