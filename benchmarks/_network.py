@@ -91,6 +91,16 @@ def hosts(num: int, link: Link) -> Iterator[list[Host]]:
         signal.signal(signal.SIGTERM, before)
 
 
+def can_make_hosts() -> bool:
+    """Return whether this is root, with iproute2, and allowed to make network namespaces."""
+    if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
+        return False
+    space = f"{_NAME}-{os.getpid()}-probe"
+    made = subprocess.run(["ip", "netns", "add", space], check=False, capture_output=True)
+    _remove(space)
+    return made.returncode == 0
+
+
 @contextmanager
 def alone(is_root: bool) -> Iterator[list[Host]]:
     """Make one host that has nothing but loopback, whose counters are then its programs' alone; without root,

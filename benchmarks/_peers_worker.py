@@ -169,13 +169,21 @@ def _float64_gradient(launch: Launch) -> list[torch.Tensor]:
 
 
 def _error(variant: Variant, truth: list[torch.Tensor]) -> float:
+    """Return the distance of the third window's gradient: torch's PowerSGD compresses from there on."""
+    _set_lr(variant, 0.0)
+    for _ in range(2):
+        variant.window()
     before = _whole(variant)
-    for group in variant.optimizer.param_groups:
-        group["lr"] = LR
+    _set_lr(variant, LR)
     variant.window()
     found = [(old - new) / LR for old, new in zip(before, _whole(variant), strict=True)]
     wrong = sum(float((one - true).square().sum()) for one, true in zip(found, truth, strict=True))
     return math.sqrt(wrong / sum(float(true.square().sum()) for true in truth))
+
+
+def _set_lr(variant: Variant, lr: float) -> None:
+    for group in variant.optimizer.param_groups:
+        group["lr"] = lr
 
 
 def _whole(variant: Variant) -> list[torch.Tensor]:
@@ -185,8 +193,7 @@ def _whole(variant: Variant) -> list[torch.Tensor]:
 
 
 def _end_loss(variant: Variant, launch: Launch) -> float:
-    for group in variant.optimizer.param_groups:
-        group["lr"] = END_LR
+    _set_lr(variant, END_LR)
     for _ in range(launch.rounds):
         variant.window()
     with torch.no_grad():

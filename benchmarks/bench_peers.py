@@ -21,7 +21,6 @@ import datetime
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from typing import Any
 
 from _harness import RESULTS
 from _launches import LAUNCHES, Launch, shortened
-from _network import Link, alone, hosts
+from _network import Link, alone, can_make_hosts, hosts
 from _peers import CONTESTANTS
 
 from pyengine.cli.bench.machine import card
@@ -55,7 +54,7 @@ def main() -> None:
         ]
     if options.rounds:
         launches = [dataclasses.replace(one, rounds=options.rounds, warm_up=1) for one in launches]
-    is_root = not os.geteuid() and bool(shutil.which("ip")) and bool(shutil.which("tc"))
+    is_root = can_make_hosts()
     failed, start = [], time.monotonic()
     for index, launch in enumerate(launches):
         head = f"[{index + 1}/{len(launches)}, {_clock(time.monotonic() - start)}] {launch.name}"

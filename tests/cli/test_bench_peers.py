@@ -1,0 +1,40 @@
+"""`make bench`, one launch of it with a few variants: its file, the pages made of it, and that it goes on where
+it was stopped. What it says of speed is not asserted.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+VARIANTS = ("floor", "no_sync_view", "no_sync_view_again", "engine", "engine_bf16")
+
+
+def run(script: str, *arguments: str) -> str:
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_launch_writes_its_file_and_is_not_run_again(tmp_path: Path) -> None:
+    launch = ("--only", "every-1", "--variants", ",".join(VARIANTS), "--rounds", "2", "--out", str(tmp_path))
+    run("bench_peers.py", *launch)
+    (file,) = tmp_path.glob("*-peers-every-1.json")
+    rows = json.loads(file.read_text())["rows"]
+    assert list(rows) == list(VARIANTS)
+    assert all(len(row["times"]["window"]) == 2 for row in rows.values())
+    assert f"{file.name} is there" in run("bench_peers.py", *launch)
+
+    (tmp_path / "docs").mkdir()
+    for page in ("README.md", "docs/numbers.md"):
+        (tmp_path / page).write_text("<!-- numbers:begin launch-every-1 -->\n<!-- numbers:end -->\n")
+    run("render_numbers.py", "--results", str(tmp_path), "--root", str(tmp_path))
+    page = (tmp_path / "docs" / "numbers.md").read_text()
+    assert "| **GradSync, bf16 wire** |" in page and file.name in page
