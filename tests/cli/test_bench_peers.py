@@ -1,5 +1,5 @@
-"""`make bench`, one launch of it with a few variants: its file, the pages made of it, and that it goes on where
-it was stopped. What it says of speed is not asserted.
+"""`make bench`, one launch of it with a few variants: its file, the pages made of it, and that it is not
+run again where it is there. What it says of speed is not asserted.
 """
 
 from __future__ import annotations
