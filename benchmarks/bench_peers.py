@@ -61,7 +61,7 @@ def main() -> None:
         path = options.out / f"{datetime.date.today()}-peers-{launch.name}.json"
         if options.list:
             print(f"{launch.name:18}{launch.work}, {launch.network}, {len(launch.variants)} variants")
-        elif path.exists() and not options.again:
+        elif not options.again and _is_there(path, launch):
             print(f"{head}: {path.name} is there")
         elif launch.rate and not is_root:
             print(f"{head}: left out, a link of {launch.network} needs root and iproute2")
@@ -114,6 +114,14 @@ def _run(launch: Launch, head: str, is_root: bool) -> dict[str, Any] | None:
         "rows": {name: row for part in parts for name, row in _merge(part).items()},
         "seconds": round(time.monotonic() - start),
     }
+
+
+def _is_there(path: Path, launch: Launch) -> bool:
+    """Return whether a file has all that this launch would measure, as often."""
+    if not path.exists():
+        return False
+    found = json.loads(path.read_text())["launch"]
+    return found["rounds"] >= launch.rounds and set(found["variants"]) >= set(launch.variants)
 
 
 def _is_installed(package: str | None) -> bool:
