@@ -241,8 +241,11 @@ def growth(results: Results) -> list[str]:
         "attach",
         "engine_bf16",
     ):
+        measured = first(results, name, list(results))
+        if measured is None:
+            continue
         values = [slope(results, name, one) for one in columns]
-        label = _label(results["every-1" if "every-1" in results else next(iter(results))], name)
+        label = _label(measured, name)
         lines.append(_line(label, *(NO if value is None else f"{value:.1f}" for value in values)))
     return lines
 

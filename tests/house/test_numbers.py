@@ -5,6 +5,7 @@ would on any machine. Ratios only, with wide margins; never times.
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ sys.path.append(str(BENCHMARKS))
 
 import _ahead
 import render_numbers
+from _launches import LAUNCHES
 from _peer_results import CONTROL, Measured, newest
 from _plots import PLOTS, digest
 
@@ -53,6 +55,12 @@ def test_a_page_is_what_the_newest_files_say(name):
     page = (ROOT / name).read_text()
     assert "numbers:begin" in page
     assert page == render_numbers.rendered(page, RESULTS), "`make numbers` writes it anew"
+
+
+def test_every_launch_has_a_place_on_the_page():
+    page = (ROOT / "docs" / "numbers.md").read_text()
+    named = {f"launch-{one.name}" if one.kind == "time" else one.kind for one in LAUNCHES}
+    assert named <= set(re.findall(r"numbers:begin (\S+)", page))
 
 
 @pytest.mark.parametrize("plot", PLOTS, ids=lambda plot: plot.name)
