@@ -46,15 +46,6 @@ REASONS: tuple[tuple[str, str, str, str], ...] = (
             '(`accumulator="native"` sums as the peer does)'
         ),
     ),
-    (
-        ".*",
-        "fsdp2.*",
-        "attach_fsdp2",
-        (
-            "within its budget (`defer_budget_mb`) the engine keeps shards' sums, not whole gradients: it "
-            "reduces more often and holds less"
-        ),
-    ),
 )
 
 
