@@ -162,6 +162,9 @@ def _started(
         "PYTHONWARNINGS": "ignore",
         "TORCH_EXTENSIONS_DIR": str(BUILD / "torch_extensions"),  # where DeepSpeed builds its own
     }
+    # DeepSpeed builds with the ninja that came with one of the environments.
+    programs = [str(Path(entry).parents[2] / "bin") for entry in sys.path if entry.endswith("site-packages")]
+    shared["PATH"] = os.pathsep.join([*programs, os.environ["PATH"]])
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(launch.world)]
     ranks: list[subprocess.Popen[bytes]] = []
     with hosts(launch.world, Link(launch.rate)) if launch.rate else alone(is_root) as made:
