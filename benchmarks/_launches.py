@@ -97,7 +97,7 @@ LAUNCHES = (
     Launch("small0", (*_MACHINERY, "engine_shared"), model="small0", rounds=14),
     Launch("gpt0-bf16", _OWN_SUMS, model="gpt0", dtype="bf16", rounds=14),
     Launch("gbit-gpt0-bf16", _OWN_SUMS, model="gpt0", dtype="bf16", rate=1000, rounds=6),
-    Launch("slow", _SLOW, rate=100, rounds=3, warm_up=1),
+    Launch("slow", _SLOW, rate=100, rounds=3),
     Launch("every-1", _FEW, accumulate=1, rounds=30),
     Launch("every-4", _FEW, accumulate=4, rounds=8),
     Launch("every-16", _FEW, accumulate=16, rounds=4),
