@@ -1,5 +1,6 @@
-# make run     set up, then train two small models on two local workers and compare with plain DDP
-# make test    set up, then run the tests (twelve minutes on two cores)
+# make run     set up (torch, three more packages and the core), then train two small models on two local workers and
+#              compare with plain DDP
+# make test    set up with what tests need, too, then run the tests (ten minutes on two cores)
 # make test-slow  set up, then run those that take long: two hosts, torchrun, elastic restarts, whole studies, dying ranks
 # make faults  set up, then run every fault at every place, what is killed hundreds of times and what runs for
 #              thousands of windows (40 minutes), and write the table of docs/reliability.md
@@ -38,13 +39,21 @@ VENV := .venv
 OLDEST := $(CURDIR)/build/adapters-oldest
 ATHERIS := $(CURDIR)/build/atheris
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install
+# What compiles the core, and needs to be there before the rest.
+BUILD_TOOLS := cmake ninja pybind11 setuptools
 XLA_VENV := .venv-xla
 BENCH_VENV := .venv-bench
 XLA_INSTALLED := $(XLA_VENV)/.installed
 BENCH_INSTALLED := $(BENCH_VENV)/.installed
 
 # Empty files: when each was last done. What stands behind them decides whether it is done again.
+TOOLS := $(VENV)/.tools
+INSTALLED_RUN := $(VENV)/.installed-run
 INSTALLED := $(VENV)/.installed
+CORE := $(VENV)/.core
+CORE_CPU := $(VENV)/.core-cpu
+LINKED := $(VENV)/.linked
 BUILT := $(VENV)/.built
 SPHINX := $(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/doctrees
 DOCS_INSTALLED := $(VENV)/.docs-installed
@@ -54,7 +63,15 @@ NATIVE := $(shell find csrc) setup.py CMakeLists.txt
 .PHONY: run test faults test-slow test-adapters-oldest test-isa sanitize sanitized-core fuzz fuzz-corpus check docs linkcheck wheel test-xla xla-env gpu bench numbers clean
 .DEFAULT_GOAL := run
 
-run: $(BUILT)
+# Where CUDA puts nvcc, for who has not put it on PATH.
+export PATH := $(PATH):/usr/local/cuda/bin
+# A CUDA device, also WSL's. Without one `run` leaves the CUDA kernels out, which take longest to compile, unless
+# PYENGINE_CUDA asks for them or they are there already.
+DEVICE := $(wildcard /dev/nvidia* /dev/dxg)
+CORE_RUN := $(if $(DEVICE)$(PYENGINE_CUDA)$(wildcard $(CORE)),$(CORE),$(CORE_CPU))
+
+run:
+	@$(MAKE) --no-print-directory -j2 $(CORE_RUN) $(LINKED)
 	$(BIN)/python -m pyengine train $(ARGS)
 
 test: $(BUILT)
@@ -74,7 +91,7 @@ faults: $(BUILT)
 
 # The lower ends of the ranges in pyproject.toml, in a folder of their own, before those of $(VENV).
 test-adapters-oldest: $(BUILT)
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) \
+	$(PIP) --quiet --no-deps --upgrade --target $(OLDEST) \
 	    $$($(BIN)/python tests/adapters/oldest.py)
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -m "not exhaustive" tests/adapters -n $(JOBS) --dist loadfile $(ARGS)
 
@@ -113,7 +130,7 @@ fuzz-corpus: sanitized-core $(ATHERIS)
 	    tests/fuzz/corpus/$$target build/fuzz/$$target; done
 
 $(ATHERIS):
-	$(BIN)/python -m pip install --quiet --no-deps --target $@ atheris==3.0.0
+	$(PIP) --quiet --no-deps --target $@ atheris==3.0.0
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -133,7 +150,9 @@ wheel: $(INSTALLED)
 	rm -rf dist build/wheel
 	$(BIN)/python -m build --no-isolation > build/wheel.log || { cat build/wheel.log; exit 1; }
 	$(PYTHON) -m venv build/wheel
-	$(CLEAN) -m pip install --quiet --constraint requirements-dev.txt "$$(echo dist/*.whl)[train]" pytest hypothesis
+	grep -v '^-r' requirements-dev.txt > build/pins.txt
+	$(CLEAN) -m pip install --quiet --constraint requirements-run.txt --constraint build/pins.txt \
+	    "$$(echo dist/*.whl)[train]" pytest hypothesis
 	cd build/wheel && bin/python -c 'import pyengine, sys; assert pyengine.__file__.startswith(sys.prefix), pyengine.__file__'
 	cd build/wheel && bin/python -m pyengine doctor
 	cd build/wheel && bin/python -m pytest $(addprefix $(CURDIR)/,$(WHEEL_TESTS)) $(ARGS)
@@ -163,11 +182,48 @@ $(BENCH_INSTALLED): $(BUILT) benchmarks/requirements.txt
 	$(BENCH_VENV)/bin/python -m pip install --quiet -r benchmarks/requirements.txt
 	touch $@
 
-$(INSTALLED): requirements-dev.txt
+# The core links no torch: `run` lets it compile while torch is on its way. Progress bars are for a terminal.
+QUIET := $(if $(MAKE_TERMOUT),,--quiet)
+
+$(TOOLS): requirements-run.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit(f"{sys.executable} is Python {sys.version.split()[0]}, need 3.10 or newer: make PYTHON=/path/to/python3.x")'
+	@echo "Making $(VENV) with what train needs: first what compiles the core (40 MB)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' requirements-dev.txt)"
-	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	$(PIP) --quiet $$(grep -E "^($$(echo $(BUILD_TOOLS) | tr ' ' '|'))==" requirements-run.txt)
+	touch $@
+
+$(INSTALLED_RUN): $(TOOLS)
+	@echo "Installing torch (200 MB for the CPU, 3 GB where PyPI's build for CUDA is taken), NumPy, Rich and scikit-learn"
+	$(PIP) $(QUIET) -r requirements-run.txt
+	touch $@
+
+$(INSTALLED): $(INSTALLED_RUN) requirements-dev.txt
+	@echo "Installing what tests and checks need beside those (1 GB)"
+	$(PIP) $(QUIET) -r requirements-dev.txt
+	touch $@
+
+COMPILE = $(BIN)/python setup.py --quiet build_ext --inplace > $@.log 2>&1 || { cat $@.log; exit 1; }
+
+NO_NVCC := NOTE: a CUDA device, but no nvcc: THE CORE GETS NO CUDA KERNELS. To have them, put nvcc (12.8 or newer) \
+    on PATH or set CUDACXX, then: rm $(CORE) && make
+
+$(CORE): $(TOOLS) $(NATIVE)
+	@echo "Compiling the core, with CUDA kernels if there is nvcc (minutes)"
+	@[ -z "$(DEVICE)$(CUDACXX)" ] || command -v $${CUDACXX:-nvcc} > /dev/null || echo "$(NO_NVCC)"
+	@$(COMPILE)
+	touch $@
+
+$(CORE_CPU): $(TOOLS) $(NATIVE)
+	@echo "Compiling the core (a minute), for the CPU: there is no CUDA device here (PYENGINE_CUDA=1 make run: for CUDA too)"
+	@PYENGINE_CUDA=0 $(COMPILE)
+	touch $@
+
+# The core lies beside its modules already.
+$(LINKED): $(INSTALLED_RUN) pyproject.toml setup.py
+	PYENGINE_NO_EXT=1 $(PIP) --quiet --no-build-isolation --no-deps -e .
+	touch $@
+
+$(BUILT): $(INSTALLED) $(CORE) $(LINKED)
 	touch $@
 
 $(XLA_INSTALLED): tests/xla/make_env.sh tests/xla/cuda_stubs.py tests/xla/requirements.txt
@@ -175,11 +231,7 @@ $(XLA_INSTALLED): tests/xla/make_env.sh tests/xla/cuda_stubs.py tests/xla/requir
 	touch $@
 
 $(DOCS_INSTALLED): $(INSTALLED) requirements-docs.txt
-	$(BIN)/python -m pip install --quiet -r requirements-docs.txt
-	touch $@
-
-$(BUILT): $(INSTALLED) pyproject.toml $(NATIVE)
-	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps -e .
+	$(PIP) --quiet -r requirements-docs.txt
 	touch $@
 
 clean:
