@@ -14,6 +14,9 @@
 # make docs    set up, then build the site into build/docs; a broken link between pages fails
 # make linkcheck  set up, then ask the network for every link that leads out of the site
 # make wheel   set up, then build sdist and, from it, a wheel into dist/, and test that in an environment of its own
+# make matrix  build a wheel for every Python from 3.10 to 3.14 that is here, and test it on torch 2.9, the newest and
+#              between, an environment (2 GB) after the other; ARGS="--pairs 3.12:2.11.0" chooses. make matrix-small
+#              tests the wheel of `make wheel` on torch 2.9
 # make test-xla  set up torch_xla in an environment of its own (2 GB), then run the tests on XLA replicas
 # make gpu     on a machine with a CUDA device, with PYTHON as it is: all it is needed for, in steps of ten minutes
 #              (benchmarks/gpu.py); STEP=tests is one of them, DRY=1 rehearses them on the processor
@@ -30,6 +33,9 @@ ARGS ?=
 JOBS ?= 2
 # What `make wheel` runs against the installed wheel: half a minute's choice; WHEEL_TESTS=tests is all.
 WHEEL_TESTS ?= tests/ops/test_pack.py tests/ops/test_unscale_norm.py tests/distributed/test_step.py tests/cli/test_plan.py
+# What `make matrix` runs on every pair: the kernels, engines of every kind, and that bits are those of one process.
+MATRIX_TESTS ?= tests/ops/test_pack.py tests/ops/test_unscale_norm.py tests/ops/test_exact.py tests/distributed/test_step.py \
+    tests/distributed/test_world_size.py tests/distributed/test_sharded.py tests/distributed/test_attach_traps.py
 # What `make test-isa` runs on each: half a minute. PYENGINE_ISA=avx2 make test runs everything on one.
 ISA_TESTS ?= tests/distributed/test_step.py tests/distributed/test_world_size.py tests/ops/test_reference.py
 # How long `make fuzz` takes for each of its targets.
@@ -60,7 +66,7 @@ DOCS_INSTALLED := $(VENV)/.docs-installed
 # Folders too: their time changes when a file is removed.
 NATIVE := $(shell find csrc) setup.py CMakeLists.txt
 
-.PHONY: run test faults test-slow test-adapters-oldest test-isa sanitize sanitized-core fuzz fuzz-corpus check docs linkcheck wheel test-xla xla-env gpu bench numbers clean
+.PHONY: run test matrix matrix-small faults test-slow test-adapters-oldest test-isa sanitize sanitized-core fuzz fuzz-corpus check docs linkcheck wheel test-xla xla-env gpu bench numbers clean
 .DEFAULT_GOAL := run
 
 # Where CUDA puts nvcc, for who has not put it on PATH.
@@ -146,9 +152,14 @@ linkcheck: $(BUILT) $(DOCS_INSTALLED)
 
 # The wheel is built from the sdist, and its environment is its own: nothing of this checkout or of $(VENV) is in reach.
 wheel: CLEAN := build/wheel/bin/python
+# The tag says the oldest glibc and libstdc++ that will do, as the symbols tell, and that nothing else has to be there.
+# Without the extension, and elsewhere than on Linux, there is nothing to tag.
+MANYLINUX = for wheel in $$(find dist -name '*-linux_*.whl'); do PATH=$(CURDIR)/$(BIN):$$PATH \
+    $(BIN)/auditwheel repair --wheel-dir dist $$wheel >> build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }; rm $$wheel; done
 wheel: $(INSTALLED)
 	rm -rf dist build/wheel
 	$(BIN)/python -m build --no-isolation > build/wheel.log || { cat build/wheel.log; exit 1; }
+	$(MANYLINUX)
 	$(PYTHON) -m venv build/wheel
 	grep -v '^-r' requirements-dev.txt > build/pins.txt
 	$(CLEAN) -m pip install --quiet --constraint requirements-run.txt --constraint build/pins.txt \
@@ -157,6 +168,16 @@ wheel: $(INSTALLED)
 	cd build/wheel && bin/python -m pyengine doctor
 	cd build/wheel && bin/python -m pytest $(addprefix $(CURDIR)/,$(WHEEL_TESTS)) $(ARGS)
 	ls dist
+
+matrix:
+	$(PYTHON) tests/matrix/matrix.py $(ARGS) $(MATRIX_TESTS)
+
+# The environment for XLA has the oldest torch.
+matrix-small: $(XLA_INSTALLED)
+	@ls dist/*.whl > /dev/null 2>&1 || $(MAKE) wheel
+	rm -rf build/matrix-small
+	$(XLA_VENV)/bin/python -m pip install --quiet --no-deps --target build/matrix-small dist/*.whl
+	cd build/matrix-small && PYTHONPATH=$$PWD $(CURDIR)/$(XLA_VENV)/bin/python -m pytest -q $(addprefix $(CURDIR)/,$(MATRIX_TESTS))
 
 test-xla: $(XLA_INSTALLED)
 	$(XLA_VENV)/bin/python -m pytest tests/xla $(ARGS)
@@ -226,7 +247,7 @@ $(LINKED): $(INSTALLED_RUN) pyproject.toml setup.py
 $(BUILT): $(INSTALLED) $(CORE) $(LINKED)
 	touch $@
 
-$(XLA_INSTALLED): tests/xla/make_env.sh tests/xla/cuda_stubs.py tests/xla/requirements.txt
+$(XLA_INSTALLED): tests/xla/make_env.sh tests/matrix/make_env.sh tests/matrix/cuda_stubs.py tests/xla/requirements.txt
 	tests/xla/make_env.sh $(XLA_VENV) $(PYTHON)
 	touch $@
 

@@ -6,12 +6,14 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "isa")]
 
 import forced_isa
+import sharing
 from pairs import leave_out
 from ranks import RankPool, Ranks
 
@@ -33,6 +35,12 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let combinations that show nothing new run in `make faults` alone."""
     leave_out(items)
+
+
+@pytest.hookimpl(optionalhook=True)  # where pytest-xdist is installed
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep the tests of one library together, where files are shared out."""
+    return sharing.by_file_and_library(config, log) if config.option.dist == "loadfile" else None
 
 
 @pytest.fixture(scope="session")

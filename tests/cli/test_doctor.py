@@ -41,6 +41,7 @@ def examine(folder: Path, *, before: str = "pass", **environment: str) -> tuple[
     return done.returncode, {line.get("name", line["event"]): line for line in lines}
 
 
+@pytest.mark.slow
 def test_a_whole_installation_is_healthy() -> None:
     code, found = examine(HERE)
     assert (code, found["verdict"]["healthy"], found["verdict"]["broken"]) == (0, True, [])

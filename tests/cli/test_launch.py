@@ -24,18 +24,8 @@ def rank_and(value: int) -> tuple[int, int]:
     return dist.get_rank(), value
 
 
-def fail_on_rank_1() -> None:
-    if dist.get_rank() == 1:
-        raise ValueError("boom")
-    dist.barrier()
-
-
 def test_results_come_by_rank() -> None:
     assert launch(rank_and, workers=2, args=(7,)) == [(0, 7), (1, 7)]
-
-
-def test_workers_may_be_called_num_processes() -> None:
-    assert launch(rank_and, num_processes=1, args=(7,)) == [(0, 7)]
 
 
 @pytest.mark.parametrize(
@@ -54,13 +44,6 @@ def test_a_number_of_workers_is_needed_once(given, error, message) -> None:
         launch(rank_and, **given)
 
 
-def test_error_names_the_worker_and_carries_its_traceback() -> None:
-    with pytest.raises(
-        RuntimeError, match=r"worker 1 of 2 failed(?s:.)*fail_on_rank_1(?s:.)*ValueError: boom"
-    ):
-        launch(fail_on_rank_1, workers=2)
-
-
 def fail_on_rank_1_which_ends_last() -> None:
     dist.barrier()
     if dist.get_rank() == 1:
@@ -70,8 +53,9 @@ def fail_on_rank_1_which_ends_last() -> None:
     raise ValueError("consequence")
 
 
-def test_first_error_is_told_whoever_ends_first() -> None:
-    with pytest.raises(RuntimeError, match=r"worker 1 of 2 failed(?s:.)*ValueError: cause"):
+def test_first_error_is_told_with_worker_and_traceback_whoever_ends_first() -> None:
+    told = r"worker 1 of 2 failed(?s:.)*fail_on_rank_1_which(?s:.)*ValueError: cause"
+    with pytest.raises(RuntimeError, match=told):
         launch(fail_on_rank_1_which_ends_last, workers=2)
 
 
@@ -150,9 +134,9 @@ def test_a_result_that_cannot_be_sent_is_told() -> None:
         launch(keep_a_lambda, workers=1)
 
 
-def test_handlers_and_mask_are_put_back() -> None:
+def test_workers_may_be_called_num_processes_and_handlers_and_mask_are_put_back() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    launch(rank_and, workers=1, args=(0,))
+    assert launch(rank_and, num_processes=1, args=(7,)) == [(0, 7)]
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 

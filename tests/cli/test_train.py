@@ -55,7 +55,7 @@ def test_every_step_is_reported_with_a_finite_loss(lines: list[dict[str, Any]]) 
     assert all(line["micro_batches"] == 2 * ACCUMULATE for line in steps)
 
 
-@pytest.mark.parametrize("run", RUNS[:2], ids=" ".join)
+@pytest.mark.parametrize("run", [RUNS[0], pytest.param(RUNS[1], marks=pytest.mark.slow)], ids=" ".join)
 def test_pyengine_sends_each_bucket_and_one_header_a_window(train: Train, run: tuple[str, ...]) -> None:
     for row in events(train(*run), "comparison"):
         if row["mode"] != "ddp":
@@ -89,6 +89,7 @@ def test_only_plain_ddp_is_wrong_in_a_short_window(lines: list[dict[str, Any]]) 
             assert row["short_window"] < ROUNDING
 
 
+@pytest.mark.slow
 def test_quality_on_unseen_data_is_reported(train: Train) -> None:
     gpt, cnn = events(train(*RUNS[1]), "trained")
     assert math.isfinite(gpt["held_out_loss"])
@@ -96,7 +97,11 @@ def test_quality_on_unseen_data_is_reported(train: Train) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "names"), [(RUNS[0], ["cnn.json"]), (RUNS[1], ["hook-gpt.json", "hook-cnn.json"])]
+    ("run", "names"),
+    [
+        (RUNS[0], ["cnn.json"]),
+        pytest.param(RUNS[1], ["hook-gpt.json", "hook-cnn.json"], marks=pytest.mark.slow),
+    ],
 )
 def test_a_trace_shows_backward_buckets_and_what_is_exposed(
     train: Train, run: tuple[str, ...], names: list[str]

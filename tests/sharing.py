@@ -1,0 +1,27 @@
+"""How pytest-xdist's processes share the tests out: by file, and those of an adapter's library as one, which
+every rank of a process imports for seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def scope(nodeid: str) -> str:
+    """Return what a test is shared out with: its file, or of an adapter its library."""
+    file = nodeid.partition("::")[0]
+    folder, _, name = file.rpartition("/")
+    return f"{folder}/{'_'.join(name.split('_')[:2])}" if folder.endswith("adapters") else file
+
+
+def by_file_and_library(config: pytest.Config, log: Any) -> Any:
+    """Make pytest-xdist's scheduler."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFileAndLibrary(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope(nodeid)
+
+    return ByFileAndLibrary(config, log)
