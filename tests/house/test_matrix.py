@@ -53,3 +53,9 @@ def test_pairs_that_cannot_be_are_refused_by_name(pairs):
 
 def test_a_python_that_is_not_here_is_left_out():
     assert matrix.Pair("3.99", "2.9.0").interpreter() is None
+
+
+def test_what_it_runs_is_there():
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    (tests,) = re.findall(r"^MATRIX_TESTS \?= (.*)$", makefile, re.MULTILINE)
+    assert [test for test in tests.split() if not (ROOT / test).is_file()] == []
