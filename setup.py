@@ -3,6 +3,8 @@
 PYENGINE_NO_EXT=1 builds without it: same results from plain PyTorch, slower.
 PYENGINE_CUDA=0 leaves the CUDA kernels out, =1 insists on them; unset builds them where nvcc is found.
 PYENGINE_CUDA_ARCHS="90-real;100" compiles them for other devices than sm_80, sm_90, sm_100 and newer.
+PYENGINE_CUDA_VARIANT=wide compiles the other way to reach memory (csrc/cuda/variant.h), to compare speeds.
+PYENGINE_WERROR=1 lets a compiler's warnings fail the build; CI does.
 """
 
 import os
@@ -27,7 +29,6 @@ class CMakeExtension(build_ext):
         import pybind11
 
         build = ROOT / "build" / f"core-{sysconfig.get_config_var('SOABI')}"
-        archs = os.environ.get("PYENGINE_CUDA_ARCHS")
         configure = [
             tool("cmake"), "-S", str(ROOT), "-B", str(build), "-G", "Ninja",
             # Under build isolation every build has another Ninja, pybind11 and cmake.
@@ -37,7 +38,9 @@ class CMakeExtension(build_ext):
             f"-DPython3_EXECUTABLE={sys.executable}",
             # All settings every time: the folder remembers those of the last build.
             f"-DPYENGINE_CUDA={'ON' if with_cuda() else 'OFF'}",
-            f"-DPYENGINE_CUDA_ARCHS={archs}" if archs else "-UPYENGINE_CUDA_ARCHS",
+            setting("PYENGINE_CUDA_ARCHS"),
+            setting("PYENGINE_CUDA_VARIANT"),
+            f"-DPYENGINE_WERROR={'ON' if os.environ.get('PYENGINE_WERROR') == '1' else 'OFF'}",
         ]  # fmt: skip
         subprocess.run(configure, check=True)
         subprocess.run([tool("cmake"), "--build", str(build), "--target", "_core"], check=True)
@@ -54,6 +57,12 @@ def tool(name):
     folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     found = shutil.which(name, path=os.pathsep.join(folders))
     return found or sys.exit(f"{name} is missing: pip install {name}")
+
+
+def setting(name):
+    """Hand one of CMake's settings on from the environment, or go back to its default."""
+    value = os.environ.get(name)
+    return f"-D{name}={value}" if value else f"-U{name}"
 
 
 def with_cuda():

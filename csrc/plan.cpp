@@ -5,6 +5,11 @@
 #include <utility>
 
 namespace pyengine {
+namespace {
+
+constexpr size_t kChunkWords = sizeof(DeviceChunk) / sizeof(int64_t);
+
+}  // namespace
 
 BucketPlan::BucketPlan(std::vector<int64_t> offsets, std::vector<int64_t> numels)
     : offsets_(std::move(offsets)), numels_(std::move(numels)) {
@@ -21,7 +26,8 @@ BucketPlan::BucketPlan(std::vector<int64_t> offsets, std::vector<int64_t> numels
         in_task = 0;
       }
     }
-    if (numels_[slot] > 0) {
+    if (numels_[slot] == 0) empty_slots_.push_back(static_cast<int64_t>(slot));
+    else {
       first_element_ = numel_ ? std::min(first_element_, offsets_[slot]) : offsets_[slot];
       last_element_ = std::max(last_element_, offsets_[slot] + numels_[slot]);
     }
@@ -38,24 +44,28 @@ Layout BucketPlan::layout() const {
           static_cast<int64_t>(chunks_.size()),  numel_};
 }
 
-// Order: offsets, first_chunk, chunks.
+// Order: chunks, empty slots.
 int64_t BucketPlan::num_words() const {
-  return static_cast<int64_t>(offsets_.size() + first_chunk_.size() + 3 * chunks_.size());
+  return static_cast<int64_t>(kChunkWords * chunks_.size() + empty_slots_.size());
 }
 
 void BucketPlan::write_words(int64_t* words) const {
-  words = std::copy(offsets_.begin(), offsets_.end(), words);
-  words = std::copy(first_chunk_.begin(), first_chunk_.end(), words);
-  if (!chunks_.empty()) std::memcpy(words, chunks_.data(), chunks_.size() * sizeof(Chunk));
+  for (const Chunk& chunk : chunks_) {
+    const size_t slot = static_cast<size_t>(chunk.slot);
+    const DeviceChunk there{static_cast<int32_t>(slot), static_cast<int32_t>(chunk.count),
+                            static_cast<int32_t>(chunk.begin / kChunkElements),
+                            static_cast<int32_t>(first_chunk_[slot + 1] - first_chunk_[slot]),
+                            offsets_[slot] + chunk.begin};
+    std::memcpy(words, &there, sizeof(there));
+    words += kChunkWords;
+  }
+  std::copy(empty_slots_.begin(), empty_slots_.end(), words);
 }
 
-Layout BucketPlan::layout_at(const int64_t* words) const {
-  Layout there = layout();
-  there.offsets = words;
-  there.first_chunk = words + offsets_.size();
-  there.chunks = reinterpret_cast<const Chunk*>(there.first_chunk + first_chunk_.size());
-  there.numels = there.first_of_task = nullptr;
-  return there;
+DeviceLayout BucketPlan::layout_at(const int64_t* words) const {
+  return {reinterpret_cast<const DeviceChunk*>(words), words + kChunkWords * chunks_.size(),
+          static_cast<int64_t>(numels_.size()), static_cast<int64_t>(chunks_.size()),
+          static_cast<int64_t>(empty_slots_.size())};
 }
 
 }  // namespace pyengine

@@ -21,14 +21,13 @@ inline constexpr int64_t kBlockLanes = 256;
 struct Chunk {
   int64_t slot, begin, count;
 };
-static_assert(sizeof(Chunk) == 3 * sizeof(int64_t));  // so that chunks can travel as int64
 inline constexpr int64_t kChunkElements = 2 * kBlockElements;
 
 // Tasks are runs of chunks with about this many elements, so that threads get equal work whatever the mix of
 // slot sizes. 32768 is torch's own grain: below it waking a second thread costs more than it saves.
 inline constexpr int64_t kTaskElements = 32768;
 
-// A plan as the kernels see it: plain pointers, because files compiled for one instruction set must not
+// A plan as the CPU's kernels see it: plain pointers, because files compiled for one instruction set must not
 // instantiate std templates that the linker could share with other files.
 struct Layout {
   const int64_t* offsets;      // [num_slots] elements into the flat buffer
@@ -40,16 +39,31 @@ struct Layout {
   int64_t numel;               // sum of numels
 };
 
+// A chunk as CUDA's kernels see it: all that a CTA has to look up, of which most is one access.
+struct alignas(32) DeviceChunk {
+  int32_t slot, count;        // elements
+  int32_t index, num_chunks;  // which of its slot's chunks this is, and how many these are
+  int64_t in_flat;            // its first element in the flat buffer
+};
+static_assert(sizeof(DeviceChunk) == 4 * sizeof(int64_t));  // so that they can travel as int64
+
+// A plan as CUDA's kernels see it, in device memory.
+struct DeviceLayout {
+  const DeviceChunk* chunks;   // [num_chunks], in slot order
+  const int64_t* empty_slots;  // [num_empty] those without an element
+  int64_t num_slots, num_chunks, num_empty;
+};
+
 class BucketPlan {
  public:
   BucketPlan(std::vector<int64_t> offsets, std::vector<int64_t> numels);
   Layout layout() const;
 
-  // What CUDA kernels need of the layout, as one run of int64 to be copied to a device, and the layout that points
-  // into such a copy (numels and tasks are null there).
+  // What CUDA kernels need of the layout, as one run of int64 to be copied to a device, where it begins at a multiple
+  // of 32 bytes; and the layout that points into such a copy.
   int64_t num_words() const;
   void write_words(int64_t* words) const;
-  Layout layout_at(const int64_t* words) const;
+  DeviceLayout layout_at(const int64_t* words) const;
 
   const std::vector<int64_t>& numels() const { return numels_; }
   const std::vector<int64_t>& offsets() const { return offsets_; }
@@ -59,7 +73,7 @@ class BucketPlan {
   int64_t last_element() const { return last_element_; }
 
  private:
-  std::vector<int64_t> offsets_, numels_, first_chunk_, first_of_task_;
+  std::vector<int64_t> offsets_, numels_, first_chunk_, first_of_task_, empty_slots_;
   std::vector<Chunk> chunks_;
   int64_t numel_ = 0, first_element_ = 0, last_element_ = 0;
 };

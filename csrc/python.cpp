@@ -11,6 +11,7 @@
 
 #include "cpu/dispatch.h"
 #include "cuda/ops.h"
+#include "cuda/variant.h"
 #include "overlap.h"
 #include "plan.h"
 #include "python.h"
@@ -90,15 +91,16 @@ int64_t first_moved(const BucketPlan& plan, const Table& table, const py::list& 
 
 // What csrc/cuda has, as Ops is what csrc/cpu has; null in a build without it.
 struct CudaOps {
-#define PYENGINE_OP(op, Call) void (*op)(const Layout& layout, void* stream, const Call& call);
+#define PYENGINE_OP(op, Call) void (*op)(const DeviceLayout& layout, void* stream, const Call& call);
   PYENGINE_OPS(PYENGINE_OP)
 #undef PYENGINE_OP
   decltype(&upload_cuda) upload;
+  decltype(&load_kernels_cuda) load_kernels;
 };
 #ifdef PYENGINE_CUDA
 constexpr bool kHasCuda = true;
 #define PYENGINE_OP(op, Call) op##_cuda,
-constexpr CudaOps kCudaOps{PYENGINE_OPS(PYENGINE_OP) upload_cuda};
+constexpr CudaOps kCudaOps{PYENGINE_OPS(PYENGINE_OP) upload_cuda, load_kernels_cuda};
 #undef PYENGINE_OP
 #else
 constexpr bool kHasCuda = false;
@@ -107,7 +109,7 @@ constexpr CudaOps kCudaOps{};
 
 // A plan whose words lie on a CUDA device; every address is there, and Python owns all of it.
 struct CudaPlan {
-  Layout layout;
+  DeviceLayout layout;
   // Scratch of unscale_norm: two doubles a chunk, then a ticket a slot. Zero before the first call.
   int64_t scratch_bytes() const { return 16 * layout.num_chunks + 4 * layout.num_slots; }
 };
@@ -121,7 +123,7 @@ struct Plans {
 // stream (a cudaStream_t) comes first.
 template <class Call, class... Args>
 void def_op(Plans& plans, const char* name, void (*Ops::*on_cpu)(const Layout&, const Call&),
-            void (*on_cuda)(const Layout&, void*, const Call&), Call (*make)(Args...)) {
+            void (*on_cuda)(const DeviceLayout&, void*, const Call&), Call (*make)(Args...)) {
   plans.cpu.def(name, [=](const BucketPlan& plan, Args... args) {
     (ops().*on_cpu)(plan.layout(), make(args...));
   }, NoGil());
@@ -239,7 +241,7 @@ SumCall sum_call(const Codec& codec, Address out, int dtype, Address payloads, s
 // As def_op, of an op without a layout.
 template <class Call, class... Args>
 void def_function(py::module_& m, const std::string& name, void (*Ops::*on_cpu)(const Layout&, const Call&),
-                  void (*on_cuda)(const Layout&, void*, const Call&), Call (*make)(Args...)) {
+                  void (*on_cuda)(const DeviceLayout&, void*, const Call&), Call (*make)(Args...)) {
   m.def(name.c_str(), [=](Args... args) { (ops().*on_cpu)({}, make(args...)); }, NoGil());
   if (!kHasCuda) return;
   m.def((name + "_cuda").c_str(), [=](Address stream, Args... args) { on_cuda({}, at<void>(stream), make(args...)); },
@@ -282,7 +284,10 @@ void bind_table(py::module_& m) {
       .def_property_readonly("dtype", [](const Table& table) { return static_cast<int>(table.dtype); })
       .def_readonly("device", &Table::device);
   if (!kHasCuda) return;
+  m.attr("CUDA_VARIANT") = kCudaVariantName;
   m.attr("INLINE_SLOTS") = kInlineSlots;
+  m.attr("MOST_INLINE_SLOTS") = kMostInlineSlots;
+  m.def("load_kernels", kCudaOps.load_kernels);
   m.def("uploaded", &uploaded);
 }
 

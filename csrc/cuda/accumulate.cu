@@ -38,19 +38,20 @@ struct Accumulate {
   }
 };
 
-template <bool kFirst, class Grad>
+template <bool kFirst, class Grad, class Table>
 __global__ void __launch_bounds__(kThreads)
-accumulate_kernel(const __grid_constant__ Layout layout, float* flat, const __grid_constant__ SlotTable grads,
-                  const float* scale, uint8_t* nonfinite) {
-  const Chunk chunk = layout.chunks[blockIdx.x];
-  const int count = static_cast<int>(chunk.count);
-  float* acc = in_flat(flat, layout, chunk);
+accumulate_kernel(const __grid_constant__ DeviceLayout layout, float* flat, const __grid_constant__ Table grads,
+                  const float* scale_at, uint8_t* nonfinite) {
+  const float scale = load_now(scale_at);
+  const DeviceChunk chunk = layout.chunks[blockIdx.x];
+  const int count = chunk.count;
+  float* acc = in_flat(flat, chunk);
   const Grad* grad = in_tensor<const Grad>(grads, chunk);
   if (!grad) {
     if constexpr (kFirst) fill_zeros(acc, count);
     return;
   }
-  Accumulate<kFirst, Grad> op{acc, grad, *scale};
+  Accumulate<kFirst, Grad> op{acc, grad, scale};
   sweep(op, count, acc, grad);
   op.check.raise(nonfinite + chunk.slot);
 }
@@ -91,25 +92,26 @@ struct AccumulateCast {
   }
 };
 
-template <bool kFirst, class Wire, class Grad>
+template <bool kFirst, class Wire, class Grad, class Table>
 __global__ void __launch_bounds__(kThreads)
-accumulate_cast_kernel(const __grid_constant__ Layout layout, Wire* flat_wire, const float* flat_acc,
-                       const __grid_constant__ SlotTable grads, const float* grad_scale, const float* wire_scale,
-                       uint8_t* nonfinite) {
-  const Chunk chunk = layout.chunks[blockIdx.x];
-  const int count = static_cast<int>(chunk.count);
-  Wire* wire = in_flat(flat_wire, layout, chunk);
-  const float* acc = in_flat(flat_acc, layout, chunk);
+accumulate_cast_kernel(const __grid_constant__ DeviceLayout layout, Wire* flat_wire, const float* flat_acc,
+                       const __grid_constant__ Table grads, const float* grad_scale_at,
+                       const float* wire_scale_at, uint8_t* nonfinite) {
+  const float grad_scale = load_now(grad_scale_at), wire_scale = load_now(wire_scale_at);
+  const DeviceChunk chunk = layout.chunks[blockIdx.x];
+  const int count = chunk.count;
+  Wire* wire = in_flat(flat_wire, chunk);
+  const float* acc = in_flat(flat_acc, chunk);
   const Grad* grad = in_tensor<const Grad>(grads, chunk);
   if (grad) {
-    AccumulateCast<!kFirst, true, Wire, Grad> op{wire, acc, grad, *grad_scale, *wire_scale};
+    AccumulateCast<!kFirst, true, Wire, Grad> op{wire, acc, grad, grad_scale, wire_scale};
     if constexpr (kFirst) sweep(op, count, wire, grad);
     else sweep(op, count, wire, acc, grad);
     op.check.raise(nonfinite + chunk.slot);
   } else if constexpr (kFirst) {
     fill_zeros(wire, count);
   } else {
-    AccumulateCast<true, false, Wire, Grad> op{wire, acc, nullptr, 0, *wire_scale};
+    AccumulateCast<true, false, Wire, Grad> op{wire, acc, nullptr, 0, wire_scale};
     sweep(op, count, wire, acc);
     op.check.raise(nonfinite + chunk.slot);
   }
@@ -117,33 +119,44 @@ accumulate_cast_kernel(const __grid_constant__ Layout layout, Wire* flat_wire, c
 
 // ---- dispatch ----
 
-template <class Grad>
-void accumulate_typed(const Layout& layout, void* stream, const AccumulateCall& call) {
-  launch(call.first ? accumulate_kernel<true, Grad> : accumulate_kernel<false, Grad>, "accumulate_", layout.num_chunks,
-         kThreads, stream, layout, call.acc, SlotTable(call.grads, layout.num_slots), call.scale, call.nonfinite);
+template <bool kFirst, class Grad>
+void accumulate_typed(const DeviceLayout& layout, void* stream, const AccumulateCall& call) {
+  with_table(call.grads, layout.num_slots, [&](const auto& grads) {
+    launch<accumulate_kernel<kFirst, Grad, Bare<decltype(grads)>>>(
+        "accumulate_", layout.num_chunks, kThreads, stream, layout, call.acc, grads, call.scale, call.nonfinite);
+  });
 }
 
-template <class Wire, class Grad>
-void accumulate_cast_typed(const Layout& layout, void* stream, const AccumulateCastCall& call) {
-  launch(call.first ? accumulate_cast_kernel<true, Wire, Grad> : accumulate_cast_kernel<false, Wire, Grad>,
-         "accumulate_cast_", layout.num_chunks, kThreads, stream, layout, as<Wire>(call.wire.data), call.acc,
-         SlotTable(call.grads, layout.num_slots), call.grad_scale, call.wire_scale, call.nonfinite);
+template <bool kFirst, class Wire, class Grad>
+void accumulate_cast_typed(const DeviceLayout& layout, void* stream, const AccumulateCastCall& call) {
+  with_table(call.grads, layout.num_slots, [&](const auto& grads) {
+    launch<accumulate_cast_kernel<kFirst, Wire, Grad, Bare<decltype(grads)>>>(
+        "accumulate_cast_", layout.num_chunks, kThreads, stream, layout, as<Wire>(call.wire.data), call.acc, grads,
+        call.grad_scale, call.wire_scale, call.nonfinite);
+  });
 }
 
 }  // namespace
 
 // ---- entry points ----
 
-void accumulate_cuda(const Layout& layout, void* stream, const AccumulateCall& call) {
+void accumulate_cuda(const DeviceLayout& layout, void* stream, const AccumulateCall& call) {
   if (layout.num_chunks == 0) return;
-  with_type(call.grads.dtype, [&](auto grad_t) { accumulate_typed<decltype(grad_t)>(layout, stream, call); });
+  with_type(call.grads.dtype, [&](auto grad_t) {
+    using Grad = decltype(grad_t);
+    if (call.first) accumulate_typed<true, Grad>(layout, stream, call);
+    else accumulate_typed<false, Grad>(layout, stream, call);
+  });
 }
 
-void accumulate_cast_cuda(const Layout& layout, void* stream, const AccumulateCastCall& call) {
+void accumulate_cast_cuda(const DeviceLayout& layout, void* stream, const AccumulateCastCall& call) {
   if (layout.num_chunks == 0) return;
   with_type(call.wire.dtype, [&](auto wire_t) {
     with_type(call.grads.dtype, [&](auto grad_t) {
-      accumulate_cast_typed<decltype(wire_t), decltype(grad_t)>(layout, stream, call);
+      using Wire = decltype(wire_t);
+      using Grad = decltype(grad_t);
+      if (call.first) accumulate_cast_typed<true, Wire, Grad>(layout, stream, call);
+      else accumulate_cast_typed<false, Wire, Grad>(layout, stream, call);
     });
   });
 }

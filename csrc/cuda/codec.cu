@@ -300,42 +300,46 @@ int64_t ctas_for(const Codec& codec) {
   return (num_blocks_of(codec) + each - 1) / each;
 }
 
-// Launches kernel_for(format, steps) with a call that encodes.
-template <class Call, class KernelFor>
-void launch_encoding(const Call& given, const char* op, void* stream, const KernelFor& kernel_for) {
+// Launches the kernel that Kernels has for a call that encodes.
+template <template <class, int, bool> class Kernels, class Call>
+void launch_encoding(const Call& given, const char* op, void* stream) {
   Call call = given;
   call.codec = walked(given.codec);
   if (call.codec.numel == 0) return;
   with_format(call.codec.format, [&](auto format) {
-    with_steps<decltype(format)>(call.codec, [&](auto steps) {
-      launch(kernel_for(format, steps), op, ctas_for(call.codec), kThreads, stream, call);
+    using Format = decltype(format);
+    with_steps<Format>(call.codec, [&](auto steps) {
+      constexpr int kSteps = decltype(steps)::value;
+      const int64_t ctas = ctas_for(call.codec);
+      if (call.chance.is_stochastic) launch<Kernels<Format, kSteps, true>::kernel>(op, ctas, kThreads, stream, call);
+      else launch<Kernels<Format, kSteps, false>::kernel>(op, ctas, kThreads, stream, call);
     });
   });
 }
+
+template <class Format, int kSteps, bool kStochastic>
+struct Encode {
+  static constexpr auto kernel = codec_encode_kernel<Format, kSteps, kStochastic>;
+};
+
+template <class Format, int kSteps, bool kStochastic>
+struct SumEncode {
+  static constexpr auto kernel = codec_sum_encode_kernel<Format, kSteps, kStochastic>;
+};
 
 }  // namespace
 
 // ---- entry points ----
 
-void codec_encode_cuda(const Layout&, void* stream, const EncodeCall& call) {
-  launch_encoding(call, "codec_encode", stream, [&](auto format, auto steps) {
-    using Format = decltype(format);
-    constexpr int kSteps = decltype(steps)::value;
-    return call.chance.is_stochastic ? codec_encode_kernel<Format, kSteps, true>
-                                     : codec_encode_kernel<Format, kSteps, false>;
-  });
+void codec_encode_cuda(const DeviceLayout&, void* stream, const EncodeCall& call) {
+  launch_encoding<Encode>(call, "codec_encode", stream);
 }
 
-void codec_sum_encode_cuda(const Layout&, void* stream, const SumEncodeCall& call) {
-  launch_encoding(call, "codec_sum_encode", stream, [&](auto format, auto steps) {
-    using Format = decltype(format);
-    constexpr int kSteps = decltype(steps)::value;
-    return call.chance.is_stochastic ? codec_sum_encode_kernel<Format, kSteps, true>
-                                     : codec_sum_encode_kernel<Format, kSteps, false>;
-  });
+void codec_sum_encode_cuda(const DeviceLayout&, void* stream, const SumEncodeCall& call) {
+  launch_encoding<SumEncode>(call, "codec_sum_encode", stream);
 }
 
-void codec_sum_cuda(const Layout&, void* stream, const SumCall& call) {
+void codec_sum_cuda(const DeviceLayout&, void* stream, const SumCall& call) {
   const Codec codec = walked(call.codec);
   if (codec.numel == 0) return;
   with_format(codec.format, [&](auto format) {
@@ -343,8 +347,8 @@ void codec_sum_cuda(const Layout&, void* stream, const SumCall& call) {
     with_type(call.out.dtype, [&](auto out_t) {
       using Out = decltype(out_t);
       with_steps<Format>(codec, [&](auto steps) {
-        launch(codec_sum_kernel<Format, decltype(steps)::value, Out>, "codec_sum", ctas_for(codec), kThreads, stream,
-               codec, call.payloads, as<Out>(call.out.data));
+        launch<codec_sum_kernel<Format, decltype(steps)::value, Out>>(
+            "codec_sum", ctas_for(codec), kThreads, stream, codec, call.payloads, as<Out>(call.out.data));
       });
     });
   });

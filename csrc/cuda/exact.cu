@@ -10,10 +10,10 @@ namespace {
 
 // ---- kernels ----
 
-// Neighbouring threads share a block, each with W neighbouring elements of it: as many as one access of sixteen bytes
-// brings of the narrowest type, T.
+// Neighbouring threads share a block, each with W neighbouring elements of it: limbs of four bytes beside elements of
+// type T.
 template <class T>
-constexpr int kWidth = static_cast<int>(kAlign / sizeof(T));
+constexpr int kWidth = kNeighbours<T, int32_t>;
 template <int W>
 constexpr int kThreadsEach = static_cast<int>(kExactBlock) / W;
 
@@ -139,18 +139,19 @@ struct Deposit {
 };
 
 // 64 to 96 bytes a thread are on their way before the first is used.
-template <bool kFirst, class Term>
+template <bool kFirst, class Term, class Table>
 __global__ void __launch_bounds__(kThreads)
-exact_deposit_kernel(const __grid_constant__ Layout layout, const __grid_constant__ ExactSum sum,
-                     const __grid_constant__ SlotTable terms, uint8_t* nonfinite) {
+exact_deposit_kernel(const __grid_constant__ DeviceLayout layout, const __grid_constant__ ExactSum sum,
+                     const __grid_constant__ Table terms, uint8_t* nonfinite) {
   using Op = Deposit<kFirst, Term>;
-  constexpr int kUnroll = kFirst ? 4 : sizeof(Term) == 4 ? 2 : 1, kStep = Op::W * kThreads;
-  const Chunk chunk = layout.chunks[blockIdx.x];
+  constexpr int kTermBytes = Op::W * static_cast<int>(sizeof(Term)), kLimbBytes = 2 * Op::W * 4;
+  constexpr int kUnroll = kFirst ? 64 / kTermBytes : 96 / (kTermBytes + kLimbBytes), kStep = Op::W * kThreads;
+  const DeviceChunk chunk = layout.chunks[blockIdx.x];
   const Term* term = in_tensor<const Term>(terms, chunk);
   if (!kFirst && !term) return;
-  const int count = static_cast<int>(chunk.count);
+  const int count = chunk.count;
   const int end = (count + kExactBlock - 1) / kExactBlock * kExactBlock;
-  const Op op{sum, layout.offsets[chunk.slot] + chunk.begin, term, term ? count : 0, misalignment(term) == 0};
+  const Op op{sum, chunk.in_flat, term, term ? count : 0, misalignment(term) == 0};
   bool poisoned = false;
   for (int pass = 0; pass < end; pass += kUnroll * kStep) {
     const int first = pass + static_cast<int>(threadIdx.x) * Op::W;
@@ -162,8 +163,7 @@ exact_deposit_kernel(const __grid_constant__ Layout layout, const __grid_constan
     for (int k = 0; k < kUnroll; ++k)
       poisoned |= op.store(first + k * kStep, loaded[k], first + k * kStep < end);
   }
-  // Threads that race here all read the same other bits and write the same value.
-  if (poisoned) nonfinite[chunk.slot] |= 1;
+  if (poisoned) raise_flag(nonfinite + chunk.slot);
 }
 
 // A thread looks after the bin of one block, then neighbours shift the limbs of those that grew: in most calls none.
@@ -231,11 +231,12 @@ exact_round_kernel(const __grid_constant__ ExactSum sum, Out* out) {
 
 // ---- dispatch ----
 
-template <class Term>
-void deposit_typed(const Layout& layout, void* stream, const DepositCall& call) {
-  launch(call.first ? exact_deposit_kernel<true, Term> : exact_deposit_kernel<false, Term>, "exact_deposit_",
-         layout.num_chunks, kThreads, stream, layout, call.sum, SlotTable(call.terms, layout.num_slots),
-         call.nonfinite);
+template <bool kFirst, class Term>
+void deposit_typed(const DeviceLayout& layout, void* stream, const DepositCall& call) {
+  with_table(call.terms, layout.num_slots, [&](const auto& terms) {
+    launch<exact_deposit_kernel<kFirst, Term, Bare<decltype(terms)>>>(
+        "exact_deposit_", layout.num_chunks, kThreads, stream, layout, call.sum, terms, call.nonfinite);
+  });
 }
 
 int64_t ctas_for(int64_t n, int64_t each) { return (n + each - 1) / each; }
@@ -244,23 +245,27 @@ int64_t ctas_for(int64_t n, int64_t each) { return (n + each - 1) / each; }
 
 // ---- entry points ----
 
-void exact_deposit_cuda(const Layout& layout, void* stream, const DepositCall& call) {
+void exact_deposit_cuda(const DeviceLayout& layout, void* stream, const DepositCall& call) {
   if (layout.num_chunks == 0) return;
-  with_type(call.terms.dtype, [&](auto term_t) { deposit_typed<decltype(term_t)>(layout, stream, call); });
+  with_type(call.terms.dtype, [&](auto term_t) {
+    using Term = decltype(term_t);
+    if (call.first) deposit_typed<true, Term>(layout, stream, call);
+    else deposit_typed<false, Term>(layout, stream, call);
+  });
 }
 
-void exact_align_cuda(const Layout&, void* stream, const AlignCall& call) {
+void exact_align_cuda(const DeviceLayout&, void* stream, const AlignCall& call) {
   if (call.sum.num_blocks == 0) return;
-  launch(exact_align_kernel, "exact_align_", ctas_for(call.sum.num_blocks, kThreads), kThreads, stream, call.sum,
-         call.bins);
+  launch<exact_align_kernel>("exact_align_", ctas_for(call.sum.num_blocks, kThreads), kThreads, stream, call.sum,
+                             call.bins);
 }
 
-void exact_round_cuda(const Layout&, void* stream, const RoundCall& call) {
+void exact_round_cuda(const DeviceLayout&, void* stream, const RoundCall& call) {
   if (call.sum.num_blocks == 0) return;
   const int64_t ctas = ctas_for(call.sum.num_blocks * kExactBlock, kRoundElements);
   with_type(call.out.dtype, [&](auto out_t) {
     using Out = decltype(out_t);
-    launch(exact_round_kernel<Out>, "exact_round_", ctas, kThreads, stream, call.sum, as<Out>(call.out.data));
+    launch<exact_round_kernel<Out>>("exact_round_", ctas, kThreads, stream, call.sum, as<Out>(call.out.data));
   });
 }
 

@@ -2,57 +2,92 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include <cassert>
+#include <cstring>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
+#include "kernels.h"
 #include "ops.h"
 #include "packed.cuh"
 
 namespace pyengine {
 namespace {
 
-// One address per slot, in the kernel's own parameters or in device memory.
+// One address per slot, in the kernel's own parameters.
+template <int64_t kSlots>
 struct SlotTable {
+  void* data[kSlots];
+
+  SlotTable() = default;
+  SlotTable(void* const* from, int64_t n) { std::memcpy(data, from, static_cast<size_t>(n) * sizeof(void*)); }
+
+  __device__ __forceinline__ void* at(int slot) const { return data[slot]; }
+};
+
+// The smallest is also the one for lists in device memory, of any length.
+template <>
+struct SlotTable<kInlineSlots> {
   void* const* on_device = nullptr;
   void* data[kInlineSlots];
 
   SlotTable() = default;
   SlotTable(const Tensors& tensors, int64_t num_slots) : on_device(tensors.on_device) {
-    if (on_device || !tensors.data) return;
-    assert(num_slots <= kInlineSlots);
-    for (int64_t slot = 0; slot < num_slots; ++slot) data[slot] = tensors.data[slot];
+    if (on_device) return;
+    if (num_slots > kInlineSlots)
+      throw std::invalid_argument(std::to_string(num_slots) + " addresses; needed at most " +
+                                  std::to_string(kInlineSlots) + ", or a list in device memory");
+    if (num_slots > 0) std::memcpy(data, tensors.data, static_cast<size_t>(num_slots) * sizeof(void*));
+  }
+
+  __device__ __forceinline__ void* at(int slot) const {
+    // Parameters are read through the constant cache only if the two addresses never meet in one generic load.
+    void* found = data[static_cast<unsigned>(slot) % kInlineSlots];
+    if (on_device) found = *global(on_device + slot);
+    return found;
   }
 };
 
+// Calls fn with the smallest table that has room for a list.
+template <class Fn>
+void with_table(const Tensors& tensors, int64_t num_slots, const Fn& fn) {
+  if (tensors.on_device || num_slots <= kInlineSlots || num_slots > kMostInlineSlots)
+    return fn(SlotTable<kInlineSlots>(tensors, num_slots));
+  fn(SlotTable<kMostInlineSlots>(tensors.data, num_slots));
+}
+
 // The chunk's first element in its own tensor and in the flat buffer. Null tensors stay null.
-template <class T>
-__device__ __forceinline__ T* in_tensor(const SlotTable& tensors, const Chunk& chunk) {
-  // Parameters are read through the constant cache only if the two addresses never meet in one generic load.
-  void* data = tensors.data[static_cast<unsigned>(chunk.slot) % kInlineSlots];
-  if (tensors.on_device) data = *global(tensors.on_device + chunk.slot);
-  return data ? static_cast<T*>(data) + chunk.begin : nullptr;
+template <class T, class Table>
+__device__ __forceinline__ T* in_tensor(const Table& tensors, const DeviceChunk& chunk) {
+  void* data = tensors.at(chunk.slot);
+  return data ? static_cast<T*>(data) + chunk.index * kChunkElements : nullptr;
 }
 template <class T>
-__device__ __forceinline__ T* in_flat(T* flat, const Layout& layout, const Chunk& chunk) {
-  return flat + layout.offsets[chunk.slot] + chunk.begin;
-}
+__device__ __forceinline__ T* in_flat(T* flat, const DeviceChunk& chunk) { return flat + chunk.in_flat; }
+
+// A kernel that some code here launches is known from when the library is loaded.
+template <auto kKernel>
+const bool kIsKnown = know_kernel(reinterpret_cast<const void*>(kKernel));
 
 // One CTA a chunk: the hardware hands out the next chunk whenever a CTA ends, which balances slots of all sizes;
 // persistent CTAs would fix their shares beforehand. The grid's limit of 2^31 - 1 is more chunks than memory holds.
-template <class... Params, class... Args>
-void launch(void (*kernel)(Params...), const char* op, int64_t ctas, int threads, void* stream, const Args&... args) {
+template <auto kKernel, class... Args>
+void launch(const char* op, int64_t ctas, int threads, void* stream, const Args&... args) {
+  static_cast<void>(kIsKnown<kKernel>);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(ctas));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.stream = static_cast<cudaStream_t>(stream);
-  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args...);
+  const cudaError_t error = cudaLaunchKernelEx(&config, kKernel, args...);
   if (error == cudaSuccess) return;
   cudaGetLastError();  // reported here, so the next call must not find it again
   throw std::runtime_error(std::string(op) + ": launch of " + std::to_string(ctas) + " x " + std::to_string(threads) +
                            " CUDA threads failed: " + cudaGetErrorString(error) +
                            " (an earlier kernel may be the cause: set CUDA_LAUNCH_BLOCKING=1)");
 }
+
+template <class T>
+using Bare = std::remove_cv_t<std::remove_reference_t<T>>;
 
 template <class T>
 T* as(void* p) { return static_cast<T*>(p); }

@@ -27,46 +27,51 @@ __device__ __forceinline__ void scale_cast(Dst* dst, const Src* src, int count, 
   sweep(op, count, dst, src);
 }
 
-template <class FlatT, class TensorT>
+template <class FlatT, class TensorT, class Table>
 __global__ void __launch_bounds__(kThreads)
-pack_kernel(const __grid_constant__ Layout layout, FlatT* flat, const __grid_constant__ SlotTable tensors,
-            const float* scale) {
-  const Chunk chunk = layout.chunks[blockIdx.x];
-  const int count = static_cast<int>(chunk.count);
-  FlatT* dst = in_flat(flat, layout, chunk);
+pack_kernel(const __grid_constant__ DeviceLayout layout, FlatT* flat, const __grid_constant__ Table tensors,
+            const float* scale_at) {
+  const float scale = load_now(scale_at);
+  const DeviceChunk chunk = layout.chunks[blockIdx.x];
+  FlatT* dst = in_flat(flat, chunk);
   const TensorT* src = in_tensor<const TensorT>(tensors, chunk);
-  if (src) scale_cast(dst, src, count, *scale);
-  else fill_zeros(dst, count);
+  if (src) scale_cast(dst, src, chunk.count, scale);
+  else fill_zeros(dst, chunk.count);
 }
 
-template <class TensorT, class FlatT>
+template <class TensorT, class FlatT, class Table>
 __global__ void __launch_bounds__(kThreads)
-unpack_kernel(const __grid_constant__ Layout layout, const __grid_constant__ SlotTable tensors, const FlatT* flat,
-              const float* scale) {
-  const Chunk chunk = layout.chunks[blockIdx.x];
+unpack_kernel(const __grid_constant__ DeviceLayout layout, const __grid_constant__ Table tensors, const FlatT* flat,
+              const float* scale_at) {
+  const float scale = load_now(scale_at);
+  const DeviceChunk chunk = layout.chunks[blockIdx.x];
   TensorT* dst = in_tensor<TensorT>(tensors, chunk);
-  if (dst) scale_cast(dst, in_flat(flat, layout, chunk), static_cast<int>(chunk.count), *scale);
+  if (dst) scale_cast(dst, in_flat(flat, chunk), chunk.count, scale);
 }
 
 // ---- dispatch ----
 
 template <class FlatT, class TensorT>
-void pack_typed(const Layout& layout, void* stream, const PackCall& call) {
-  launch(pack_kernel<FlatT, TensorT>, "pack_", layout.num_chunks, kThreads, stream, layout, as<FlatT>(call.flat.data),
-         SlotTable(call.tensors, layout.num_slots), call.scale);
+void pack_typed(const DeviceLayout& layout, void* stream, const PackCall& call) {
+  with_table(call.tensors, layout.num_slots, [&](const auto& tensors) {
+    launch<pack_kernel<FlatT, TensorT, Bare<decltype(tensors)>>>("pack_", layout.num_chunks, kThreads, stream, layout,
+                                                                 as<FlatT>(call.flat.data), tensors, call.scale);
+  });
 }
 
 template <class FlatT, class TensorT>
-void unpack_typed(const Layout& layout, void* stream, const PackCall& call) {
-  launch(unpack_kernel<TensorT, FlatT>, "unpack_", layout.num_chunks, kThreads, stream, layout,
-         SlotTable(call.tensors, layout.num_slots), as<const FlatT>(call.flat.data), call.scale);
+void unpack_typed(const DeviceLayout& layout, void* stream, const PackCall& call) {
+  with_table(call.tensors, layout.num_slots, [&](const auto& tensors) {
+    launch<unpack_kernel<TensorT, FlatT, Bare<decltype(tensors)>>>(
+        "unpack_", layout.num_chunks, kThreads, stream, layout, tensors, as<const FlatT>(call.flat.data), call.scale);
+  });
 }
 
 }  // namespace
 
 // ---- entry points ----
 
-void pack_cuda(const Layout& layout, void* stream, const PackCall& call) {
+void pack_cuda(const DeviceLayout& layout, void* stream, const PackCall& call) {
   if (layout.num_chunks == 0) return;
   with_type(call.flat.dtype, [&](auto flat_t) {
     with_type(call.tensors.dtype, [&](auto tensor_t) {
@@ -75,7 +80,7 @@ void pack_cuda(const Layout& layout, void* stream, const PackCall& call) {
   });
 }
 
-void unpack_cuda(const Layout& layout, void* stream, const PackCall& call) {
+void unpack_cuda(const DeviceLayout& layout, void* stream, const PackCall& call) {
   if (layout.num_chunks == 0) return;
   with_type(call.flat.dtype, [&](auto flat_t) {
     with_type(call.tensors.dtype, [&](auto tensor_t) {

@@ -1,5 +1,5 @@
-// N neighbouring elements in registers: as stored (Packed) and as floats (Floats). N = 1 is a scalar access, any
-// other N sixteen-byte ones. The conversions give the CPU's bits (which NaN a NaN is apart).
+// N neighbouring elements in registers: as stored (Packed) and as floats (Floats). N = 1 is a scalar access, eight
+// bytes are one, any other N sixteen-byte ones. The conversions give the CPU's bits (which NaN a NaN is apart).
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -53,6 +53,10 @@ __device__ __forceinline__ T* global(T* p) {
   return p;
 }
 
+// A load that is on its way from here on: volatile, because the compiler would let others wait for the condition under
+// which their value is used, although that takes as long again.
+__device__ __forceinline__ float load_now(const float* p) { return *static_cast<const volatile float*>(global(p)); }
+
 // How a load treats the caches: as usual, or evicted first, for what nobody reads again.
 struct Keep {
   template <class W>
@@ -72,6 +76,9 @@ __device__ __forceinline__ Packed<T, N> load_packed(const T* p, Access access = 
     x.words[0] = access(reinterpret_cast<const unsigned*>(p));
   } else if constexpr (N == 1) {
     x.words[0] = access(reinterpret_cast<const unsigned short*>(p));
+  } else if constexpr (x.kWords == 2) {
+    const uint2 pair = access(reinterpret_cast<const uint2*>(p));
+    x.words[0] = pair.x, x.words[1] = pair.y;
   } else {
 #pragma unroll
     for (int w = 0; w < x.kWords; w += 4) {
@@ -89,6 +96,8 @@ __device__ __forceinline__ void store_packed(T* p, const Packed<T, N>& x) {
     *reinterpret_cast<unsigned*>(p) = x.words[0];
   } else if constexpr (N == 1) {
     *reinterpret_cast<unsigned short*>(p) = static_cast<unsigned short>(x.words[0]);
+  } else if constexpr (x.kWords == 2) {
+    *reinterpret_cast<uint2*>(p) = uint2{x.words[0], x.words[1]};
   } else {
 #pragma unroll
     for (int w = 0; w < x.kWords; w += 4)
@@ -179,6 +188,14 @@ __device__ __forceinline__ Floats<N> operator+(Floats<N> x, const Floats<N>& y) 
   return x;
 }
 
+// Sets a slot's flag. Threads that race here all read the same other bits and write the same value. Volatile makes that
+// no data race: PTX counts such accesses as relaxed atomic ones. (An atomicOr would be of four bytes, of which some may
+// be beyond the flags' memory.)
+__device__ __forceinline__ void raise_flag(uint8_t* flag) {
+  volatile uint8_t* shared = global(flag);
+  *shared = *shared | 1;
+}
+
 // Remembers the largest magnitude seen, as an integer: from infinity's bits upwards something was not finite.
 template <class T>
 class FiniteCheck {
@@ -193,9 +210,8 @@ class FiniteCheck {
     }
   }
 
-  // Threads that race here all read the same other bits and write the same value.
   __device__ __forceinline__ void raise(uint8_t* flag) const {
-    if (largest_ >= kInfinity<T>) *flag |= 1;
+    if (largest_ >= kInfinity<T>) raise_flag(flag);
   }
 
  private:

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "packed.cuh"
+#include "variant.h"
 
 namespace pyengine {
 namespace {
@@ -19,7 +20,8 @@ constexpr int kThreads = 256;
 template <int N, class Op, class At>
 __device__ __forceinline__ void rounds(Op& op, int n, At at) {
   using Loaded = decltype(op.template load<N>(0));
-  constexpr int kUnroll = sizeof(Loaded) > 32 ? 2 : 4;
+  constexpr bool kIsHalf = N > 1 && sizeof(Loaded) >= 8 && sizeof(Loaded) < 16;  // eight bytes a load
+  constexpr int kUnroll = sizeof(Loaded) > 32 ? 2 : kIsHalf ? 8 : 4;
   for (int first = threadIdx.x; first < n; first += kUnroll * kThreads) {
     Loaded loaded[kUnroll];
 #pragma unroll
@@ -33,29 +35,38 @@ __device__ __forceinline__ void rounds(Op& op, int n, At at) {
 
 constexpr unsigned kAlign = 16;  // bytes of the widest access
 
-template <class T>
+template <unsigned kBytes = kAlign, class T>
 __device__ __forceinline__ unsigned misalignment(const T* p) {
-  return static_cast<unsigned>(reinterpret_cast<uint64_t>(p)) % kAlign;
+  return static_cast<unsigned>(reinterpret_cast<uint64_t>(p)) % kBytes;
 }
 
-// Elements up to the next address that a sixteen-byte access may start at.
-template <class T>
+// Elements up to the next address that an access of so many bytes may start at.
+template <unsigned kBytes, class T>
 __device__ __forceinline__ int to_boundary(const T* p) {
-  return static_cast<int>((kAlign - misalignment(p)) % kAlign / sizeof(T));
+  return static_cast<int>((kBytes - misalignment<kBytes>(p)) % kBytes / sizeof(T));
 }
 
 __device__ __forceinline__ constexpr int largest(int a, int b) { return a > b ? a : b; }
 template <class... Ints>
 __device__ __forceinline__ constexpr int largest(int a, int b, Ints... others) { return largest(largest(a, b), others...); }
 
+// Neighbours that one thread takes at a time of arrays of these types.
+template <class... T>
+constexpr int kNeighbours = kCudaVariant == CudaVariant::narrow
+                                ? largest(1, static_cast<int>(kAlign / sizeof(T))...)
+                                : static_cast<int>(kAlign) / largest(1, static_cast<int>(sizeof(T))...);
+// Bytes of an access to them.
+template <class T, int N>
+constexpr unsigned kAccess = N * sizeof(T) < kAlign ? N * sizeof(T) : kAlign;
+
 // Steps op over [0, count) of a chunk; `data` are all the arrays it touches. Where these share a phase, the body
-// goes in vectors of 16 bytes of the narrowest type, and the few elements before and after it one by one;
-// otherwise all of them go one by one, neighbours on neighbouring threads.
+// goes in vectors, and the few elements before and after it one by one; otherwise all of them go one by one, neighbours
+// on neighbouring threads.
 template <class Op, class... T>
 __device__ __forceinline__ void sweep(Op& op, int count, const T*... data) {
-  constexpr int kWidth = largest(1, static_cast<int>(kAlign / sizeof(T))...);
-  const int head = largest(0, to_boundary(data)...);
-  const bool in_phase = ((misalignment(data + head) == 0) && ...) && head < count;
+  constexpr int kWidth = kNeighbours<T...>;
+  const int head = largest(0, to_boundary<kAccess<T, kWidth>>(data)...);
+  const bool in_phase = ((misalignment<kAccess<T, kWidth>>(data + head) == 0) && ...) && head < count;
   const int vectors = in_phase ? (count - head) / kWidth : 0;
   rounds<kWidth>(op, vectors, [=](int i) { return head + i * kWidth; });
   rounds<1>(op, count - vectors * kWidth, [=](int i) { return i < head ? i : i + vectors * kWidth; });

@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "launch.cuh"
+#include "variant.h"
 
 namespace pyengine {
 namespace {
@@ -12,9 +13,11 @@ struct Nothing {};  // the output type of a pass that only reads
 
 constexpr int kLanes = kSumLanes, kRows = kSegmentElements / kSumLanes, kSegments = kChunkElements / kSegmentElements;
 
-// Neighbouring lanes of a segment that one thread sums, so many as one access brings; one chunk is one pass of a CTA.
+// Neighbouring lanes of a segment that one thread sums, so many as one access brings of the narrow type, or of the wide
+// one (variant.h); one chunk is one pass of a CTA.
 template <class Out, class In>
-constexpr int kWidth = sizeof(In) == 2 || sizeof(Out) == 2 ? 8 : 4;
+constexpr int kWidth = (kCudaVariant == CudaVariant::narrow ? sizeof(In) == 2 || sizeof(Out) == 2
+                                                            : sizeof(In) == 2 && sizeof(Out) <= 2) ? 8 : 4;
 template <class Out, class In>
 constexpr int kThreads = kSegments * kLanes / kWidth<Out, In>;
 
@@ -42,7 +45,7 @@ __device__ __forceinline__ void add_squares(double (&sums)[W], Out* out, const P
 template <class Out, class In, int W>
 __device__ __forceinline__ void sum_rows(double (&sums)[W], Out* out, const In* in, int left, float scale) {
   // 64 bytes a thread before the first use, or 128 where fp32 is cast; single elements fill a segment.
-  constexpr int kAhead = W == 1 ? kRows : 4;
+  constexpr int kAhead = W == 1 ? kRows : W * sizeof(In) == 8 ? 8 : 4;
   const int rows = left < W ? 0 : left - W >= (kRows - 1) * kLanes ? kRows : (left - W) / kLanes + 1;
   for (int row = 0; row < rows; row += kAhead) {
     Packed<In, W> x[kAhead];
@@ -81,8 +84,9 @@ __device__ __forceinline__ void sum_chunk(double* shared, Out* out, const In* in
     sum_segments<1, kNumThreads>(shared, out, in, count, scale);
 }
 
-// By one warp, a half for each block of the chunk: segments in order, then lanes halves onto each other.
-__device__ __forceinline__ void sum_blocks(const double* shared, double* partial) {
+// By one warp, a half for each block of the chunk: segments in order, then lanes halves onto each other. The sum is
+// whole in the first lane of each half.
+__device__ __forceinline__ double sum_blocks(const double* shared) {
   constexpr int kBlockSegments = kBlockElements / kSegmentElements;
   const int block = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   double sum = 0;
@@ -91,18 +95,21 @@ __device__ __forceinline__ void sum_blocks(const double* shared, double* partial
     sum += shared[(block * kBlockSegments + segment) * kPitch + lane];
 #pragma unroll
   for (int width = kLanes / 2; width > 0; width /= 2) sum += __shfl_down_sync(0xffffffffu, sum, width);
-  if (lane == 0) partial[block] = sum;
+  return sum;
 }
 
-// Hands in a chunk of a slot that has num_chunks; true in the CTA that is the last to do so.
-__device__ __forceinline__ bool is_last(unsigned* ticket, int64_t num_chunks) {
+// Hands in a chunk of a slot that has num_chunks; true in the CTA that is the last to do so. The second fence is its
+// alone: the others read nothing that anybody else wrote.
+__device__ __forceinline__ bool is_last(unsigned* ticket, int num_chunks) {
   __syncthreads();  // this CTA's partials are written
   bool last = false;
   if (threadIdx.x == 0) {
     __threadfence();  // they are visible before the ticket,
-    last = atomicAdd(ticket, 1u) + 1 == num_chunks;
-    __threadfence();  // and the others' are read after it
-    if (last) *ticket = 0;
+    last = atomicAdd(ticket, 1u) + 1 == static_cast<unsigned>(num_chunks);
+    if (last) {
+      __threadfence();  // and the others' are read after it
+      *ticket = 0;
+    }
   }
   return __syncthreads_or(last);
 }
@@ -123,12 +130,6 @@ __device__ __forceinline__ double sum_slot(double* shared, const double* partial
   return shared[0];  // whole in thread 0, which added last
 }
 
-__device__ __forceinline__ void zero_empty_slots(const Layout& layout, double* sumsq, int threads) {
-  const int64_t step = static_cast<int64_t>(gridDim.x) * threads;
-  for (int64_t slot = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x; slot < layout.num_slots; slot += step)
-    if (layout.first_chunk[slot] == layout.first_chunk[slot + 1]) sumsq[slot] = 0;
-}
-
 // Where the sums go.
 struct Sums {
   double *partials, *sumsq;
@@ -136,54 +137,102 @@ struct Sums {
   uint8_t* nonfinite;
 };
 
-template <class Out, class In>
+__device__ __forceinline__ void write_sum(const Sums& sums, int slot, double sum) {
+  sums.sumsq[slot] = sum;
+  // The square of a finite float cannot overflow a double: the sum is finite exactly when the slot is.
+  if (sum - sum != 0) raise_flag(sums.nonfinite + slot);
+}
+
+// Adds up what sum_segments left in shared memory; the last CTA of a slot also what the others have added up.
+template <int kNumThreads>
+__device__ __forceinline__ void sum_rest(double* shared, const DeviceChunk& chunk, const Sums& sums) {
+  double* own = sums.partials + 2 * static_cast<int64_t>(blockIdx.x);
+  if (threadIdx.x < 2 * kLanes) {
+    const double block = sum_blocks(shared);
+    if (chunk.num_chunks > 1) {
+      if (threadIdx.x % kLanes == 0) own[threadIdx.x / kLanes] = block;
+    } else {
+      // Most slots: what sum_slot makes of two blocks, of which the second may be empty.
+      const double sum = block + __shfl_down_sync(0xffffffffu, block, kLanes);
+      if (threadIdx.x == 0) write_sum(sums, chunk.slot, sum);
+    }
+  }
+  if (chunk.num_chunks == 1 || !is_last(sums.tickets + chunk.slot, chunk.num_chunks)) return;
+  const double* partials = own - 2 * static_cast<int64_t>(chunk.index);
+  const double sum = sum_slot<kNumThreads>(shared, partials, 2 * static_cast<int64_t>(chunk.num_chunks));
+  if (threadIdx.x == 0) write_sum(sums, chunk.slot, sum);
+}
+
+__device__ __forceinline__ void zero_empty_slots(const DeviceLayout& layout, double* sumsq, int threads) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * threads;
+#pragma unroll 1
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x; i < layout.num_empty; i += step)
+    sumsq[layout.empty_slots[i]] = 0;
+}
+
+// In place of a table, where nothing is written, or the list that is read.
+struct NoTable {};
+struct InPlace {};
+
+template <class Out, class Table, class OutTable>
+__device__ __forceinline__ Out* find_out(const Table& tensors, const OutTable& outs, const DeviceChunk& chunk) {
+  if constexpr (__is_same(OutTable, NoTable)) return nullptr;
+  else if constexpr (__is_same(OutTable, InPlace)) return in_tensor<Out>(tensors, chunk);
+  else return in_tensor<Out>(outs, chunk);
+}
+
+template <class Out, class In, class Table, class OutTable>
 __global__ void __launch_bounds__(kThreads<Out, In>)
-unscale_norm_kernel(const __grid_constant__ Layout layout, const __grid_constant__ SlotTable tensors,
-                    const __grid_constant__ SlotTable outs, const float* scale, const __grid_constant__ Sums sums) {
+unscale_norm_kernel(const __grid_constant__ DeviceLayout layout, const __grid_constant__ Table tensors,
+                    const __grid_constant__ OutTable outs, const float* scale, const __grid_constant__ Sums sums) {
   constexpr int kNumThreads = kThreads<Out, In>, W = kWidth<Out, In>;
   __shared__ double shared[kSegments * kPitch];
-  zero_empty_slots(layout, sums.sumsq, kNumThreads);
-  if (layout.num_chunks == 0) return;
-
-  const Chunk chunk = layout.chunks[blockIdx.x];
-  const int count = static_cast<int>(chunk.count);
-  const In* in = in_tensor<const In>(tensors, chunk);
-  Out* out = nullptr;
-  if constexpr (!__is_same(Out, Nothing)) out = in_tensor<Out>(outs, chunk);
-  if (out) sum_chunk<W, kNumThreads>(shared, out, in, in ? count : 0, *scale);
-  else sum_chunk<W, kNumThreads, Nothing>(shared, nullptr, in, in ? count : 0, *scale);
-  __syncthreads();
-  if (threadIdx.x < 2 * kLanes) sum_blocks(shared, sums.partials + 2 * static_cast<int64_t>(blockIdx.x));
-
-  const int64_t first = layout.first_chunk[chunk.slot], num_chunks = layout.first_chunk[chunk.slot + 1] - first;
-  if (!is_last(sums.tickets + chunk.slot, num_chunks)) return;
-  const double sum = sum_slot<kNumThreads>(shared, sums.partials + 2 * first, 2 * num_chunks);
-  if (threadIdx.x != 0) return;
-  sums.sumsq[chunk.slot] = sum;
-  // The square of a finite float cannot overflow a double: the sum is finite exactly when the slot is.
-  if (sum - sum != 0) sums.nonfinite[chunk.slot] |= 1;
+  if (blockIdx.x < layout.num_chunks) {
+    const DeviceChunk chunk = layout.chunks[blockIdx.x];
+    const In* in = in_tensor<const In>(tensors, chunk);
+    Out* out = find_out<Out>(tensors, outs, chunk);
+    if (out) sum_chunk<W, kNumThreads>(shared, out, in, in ? chunk.count : 0, *scale);
+    else sum_chunk<W, kNumThreads, Nothing>(shared, nullptr, in, in ? chunk.count : 0, *scale);
+    __syncthreads();
+    sum_rest<kNumThreads>(shared, chunk, sums);
+  }
+  zero_empty_slots(layout, sums.sumsq, kNumThreads);  // last, so that no load of data waits for it
 }
 
 // ---- dispatch ----
 
-template <class Out, class In>
-void unscale_norm_typed(const Layout& layout, void* stream, const UnscaleNormCall& call) {
+template <class Out, class In, class Table, class OutTable>
+void launch_unscale_norm(const DeviceLayout& layout, void* stream, const UnscaleNormCall& call, const Table& tensors,
+                         const OutTable& outs) {
   const int64_t ctas = layout.num_chunks > 0 ? layout.num_chunks : 1;  // one to zero the sums of empty slots
-  launch(unscale_norm_kernel<Out, In>, "unscale_norm", ctas, kThreads<Out, In>, stream, layout,
-         SlotTable(call.tensors, layout.num_slots), SlotTable(call.out, layout.num_slots), call.scale,
-         Sums{call.partials, call.sumsq, call.tickets, call.nonfinite});
+  launch<unscale_norm_kernel<Out, In, Table, OutTable>>(
+      "unscale_norm", ctas, kThreads<Out, In>, stream, layout, tensors, outs, call.scale,
+      Sums{call.partials, call.sumsq, call.tickets, call.nonfinite});
+}
+
+// One list, which is read alone or in place.
+template <class Out, class In, class OutTable>
+void unscale_norm_of_one(const DeviceLayout& layout, void* stream, const UnscaleNormCall& call, const OutTable& outs) {
+  with_table(call.tensors, layout.num_slots, [&](const auto& tensors) {
+    launch_unscale_norm<Out, In>(layout, stream, call, tensors, outs);
+  });
 }
 
 }  // namespace
 
 // ---- entry points ----
 
-void unscale_norm_cuda(const Layout& layout, void* stream, const UnscaleNormCall& call) {
+void unscale_norm_cuda(const DeviceLayout& layout, void* stream, const UnscaleNormCall& call) {
   if (layout.num_slots == 0) return;
   with_type(call.tensors.dtype, [&](auto in_t) {
     using In = decltype(in_t);
-    if (!call.out.data) return unscale_norm_typed<Nothing, In>(layout, stream, call);
-    with_type(call.out.dtype, [&](auto out_t) { unscale_norm_typed<decltype(out_t), In>(layout, stream, call); });
+    if (!call.out.data) return unscale_norm_of_one<Nothing, In>(layout, stream, call, NoTable{});
+    if (call.out.data == call.tensors.data) return unscale_norm_of_one<In, In>(layout, stream, call, InPlace{});
+    with_type(call.out.dtype, [&](auto out_t) {
+      launch_unscale_norm<decltype(out_t), In>(layout, stream, call,
+                                               SlotTable<kInlineSlots>(call.tensors, layout.num_slots),
+                                               SlotTable<kInlineSlots>(call.out, layout.num_slots));
+    });
   });
 }
 

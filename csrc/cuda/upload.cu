@@ -6,19 +6,13 @@ namespace {
 
 // ---- kernels ----
 
-// A kernel may have 32764 bytes of parameters.
-constexpr int kUploadSlots = 4000;
-
-struct Part {
-  void* data[kUploadSlots];
-};
-
 constexpr int kThreads = 256;
 
+template <class Table>
 __global__ void __launch_bounds__(kThreads)
-upload_kernel(void** on_device, const __grid_constant__ Part part, int n) {
+upload_kernel(void** on_device, const __grid_constant__ Table part, int n) {
   const int i = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
-  if (i < n) on_device[i] = part.data[i];
+  if (i < n) on_device[i] = part.at(i);
 }
 
 }  // namespace
@@ -26,11 +20,12 @@ upload_kernel(void** on_device, const __grid_constant__ Part part, int n) {
 // ---- entry points ----
 
 void upload_cuda(void** on_device, void* const* data, int64_t n, void* stream) {
-  for (int64_t first = 0; first < n; first += kUploadSlots) {
-    const int count = static_cast<int>(n - first < kUploadSlots ? n - first : kUploadSlots);
-    Part part;
-    for (int i = 0; i < count; ++i) part.data[i] = data[first + i];
-    launch(upload_kernel, "upload", (count + kThreads - 1) / kThreads, kThreads, stream, on_device + first, part, count);
+  for (int64_t first = 0; first < n; first += kMostInlineSlots) {
+    const int count = static_cast<int>(n - first < kMostInlineSlots ? n - first : kMostInlineSlots);
+    with_table({data + first, DType::f32}, count, [&](const auto& part) {
+      launch<upload_kernel<Bare<decltype(part)>>>("upload", (count + kThreads - 1) / kThreads, kThreads, stream,
+                                                          on_device + first, part, count);
+    });
   }
 }
 

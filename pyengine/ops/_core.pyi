@@ -159,8 +159,11 @@ class SharedArena:
 
 # Where the extension has CUDA kernels (`has_cuda`):
 
+CUDA_VARIANT: str
 INLINE_SLOTS: int
+MOST_INLINE_SLOTS: int
 
+def load_kernels() -> int: ...
 def uploaded(table: Table, on_device: int, stream: int, /) -> Table: ...
 def codec_encode_cuda(
     stream: int,

@@ -7,7 +7,9 @@ Nothing here waits for the device but a plan's first op there, which copies the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch import Tensor
 
 from pyengine.ops import native
 from pyengine.ops.pointers import Pointers, Upload
+
+_NOTHING = nullcontext()
 
 
 def _on_current_stream(op: str) -> Callable[..., None]:
@@ -37,8 +41,9 @@ class CudaPlan:
         plan: the core's, of which the layout is copied.
         device: a CUDA device with its index.
 
-    Cost: one launch an op. 16 bytes a slot and 24 a chunk (up to 16384 elements of a slot), copied once; and
-        4 a slot and 16 a chunk for each stream that takes norms.
+    Cost: one launch an op. 32 bytes a chunk (up to 16384 elements of a slot), copied once; and 4 a slot and
+        16 a chunk for each stream that takes norms. The first plan on a device loads all kernels there, some
+        megabytes: CUDA would load each at its first launch, which may be one that a graph captures.
 
     Raises:
         RuntimeError: when made during a CUDA graph capture: the plan must be on the device before.
@@ -52,6 +57,7 @@ class CudaPlan:
                     "the copy of the plan to the device; run one op of this plan there once before the "
                     "capture"
                 )
+            _load_kernels(device)
         words = torch.empty(plan.num_words, dtype=torch.int64)
         plan.write_words(words.data_ptr())
         self._device = device
@@ -76,17 +82,16 @@ class CudaPlan:
         self._plan.unscale_norm(stream, scratch.data_ptr(), *arguments)
 
     def _launch(self, op: Callable[..., None], *arguments: Any) -> None:
-        if torch.cuda.current_device() == self._device.index:
-            return op(self._current_stream(), *arguments)
-        with torch.cuda.device(self._device):
+        with _current(self._device):
             op(self._current_stream(), *arguments)
 
     def _current_stream(self) -> int:
-        stream = torch.cuda.current_stream(self._device)
-        if stream.cuda_stream not in self._streams:
-            self._words.record_stream(stream)  # so that its memory outlives the plan where kernels still run
-            self._streams.add(stream.cuda_stream)
-        return stream.cuda_stream
+        stream = _stream_of(self._device)
+        if stream not in self._streams:
+            # So that its memory outlives the plan where kernels still run.
+            self._words.record_stream(torch.cuda.current_stream(self._device))
+            self._streams.add(stream)
+        return stream
 
     def _get_scratch(self, stream: int) -> Tensor:
         """Return memory that no other call uses at the same time; the kernel leaves its tickets at zero."""
@@ -124,32 +129,85 @@ class Functions:
         self._launch(self._core.codec_sum_cuda, *arguments)
 
     def _launch(self, function: Callable[..., None], *arguments: Any) -> None:
-        with torch.cuda.device(self._device):
-            function(torch.cuda.current_stream(self._device).cuda_stream, *arguments)
+        with _current(self._device):
+            if not torch.cuda.is_current_stream_capturing():
+                _load_kernels(self._device)
+            function(_stream_of(self._device), *arguments)
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device the current one, which it mostly is: then that costs next to nothing."""
+    return _NOTHING if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+
+
+@functools.cache
+def _load_kernels(device: torch.device) -> None:
+    """Load every kernel on to the current device, which is `device`, once."""
+    native._core.load_kernels()
+
+
+def _stream_of(device: torch.device) -> int:
+    """Return a device's current stream as a cudaStream_t, in a tenth of the time that a `Stream` takes."""
+    stream: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return stream
 
 
 def uploaded(pointers: Pointers, device: torch.device) -> Pointers:
-    """Return the pointers with their addresses where kernels on `device` find them.
+    """Return the pointers for many calls, with their addresses where kernels on `device` find them.
 
     Args:
-        pointers: as `gather` returns them, or made before by this function.
+        pointers: as `gather` returns them.
         device: where the ops will run.
 
     Cost: nothing for up to `core.INLINE_SLOTS` (256) addresses, which travel in a kernel's parameters. More
-        are written to int64 [n] on the device, which the result owns, in one more launch.
+        are written to int64 [n] on the device, which the result owns, in one launch.
     """
-    if pointers.upload is not None:
-        pointers.upload.wait()
-        return pointers
-    if device.type != "cuda" or pointers.table is None:
-        return pointers
-    core = native.cuda_core()
+    core = _core_for(pointers, device)
     if core is None or len(pointers.numels) <= core.INLINE_SLOTS:
         return pointers
     with torch.cuda.device(device):
         stream, written = torch.cuda.current_stream(), torch.cuda.Event()
         captured = torch.cuda.is_current_stream_capturing()
-        memory = torch.empty(len(pointers.numels), dtype=torch.int64, device=device)
-        table = core.uploaded(pointers.table, memory.data_ptr(), stream.cuda_stream)
+        memory, table = _upload(core, pointers, device)
         written.record(stream)
     return dataclasses.replace(pointers, table=table, upload=Upload(memory, stream, written, captured))
+
+
+def for_one_call(pointers: Pointers, device: torch.device, *, two_lists: bool = False) -> Pointers:
+    """Return the pointers of an op's own list, with their addresses where its kernel on `device` finds them.
+
+    Args:
+        pointers: as `gather` returns them, or made before by `uploaded`.
+        device: where the op will run, on the current stream.
+        two_lists: whether the op has another list, too, and not this one in place.
+
+    Cost: nothing for up to `core.MOST_INLINE_SLOTS` (4000) addresses, which travel in the kernel's
+        parameters, or up to 256 of two lists each. More are written to int64 [n] on the device, in one more
+        launch for every 4000. The result owns them, until the op is launched: whatever gets that memory next
+        comes later on the stream.
+    """
+    if pointers.upload is not None:
+        pointers.upload.wait()
+        return pointers
+    core = _core_for(pointers, device)
+    if core is None:
+        return pointers
+    if len(pointers.numels) <= (core.INLINE_SLOTS if two_lists else core.MOST_INLINE_SLOTS):
+        return pointers
+    with _current(device):
+        memory, table = _upload(core, pointers, device)
+    # Not dataclasses.replace, which takes several microseconds.
+    return Pointers(
+        pointers.tensors, pointers.numels, pointers.dtype, pointers.device, table, Upload(memory, None, None)
+    )
+
+
+def _core_for(pointers: Pointers, device: torch.device) -> ModuleType | None:
+    """Return what has the kernels that read a list's addresses; None where there are none."""
+    return native.cuda_core() if device.type == "cuda" and pointers.table is not None else None
+
+
+def _upload(core: ModuleType, pointers: Pointers, device: torch.device) -> tuple[Tensor, Any]:
+    """Write the addresses to memory of `device`, the current one; return that and the table that has it."""
+    memory = torch.empty(len(pointers.numels), dtype=torch.int64, device=device)
+    return memory, core.uploaded(pointers.table, memory.data_ptr(), _stream_of(device))

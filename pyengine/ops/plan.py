@@ -7,9 +7,9 @@ the same bits on every instruction set, thread count and GPU; only which NaN a N
 sees nothing: ops read and write data only.
 
 On CUDA an op is one kernel launch on the current stream, whatever the number of slots, and waits for nothing.
-A list of more than 256 tensors costs a second launch, for its addresses, unless it is a `Pointers`. Ops can
-be captured in CUDA graphs after one op of the same plan has run on that device; keep the plan, the `Pointers`
-and the tensors as long as the graph.
+A list of more than 4000 tensors costs a second launch, for its addresses, unless it is a `Pointers`; so do
+two different ones of more than 256. Ops can be captured in CUDA graphs after one op of the same plan has run
+on that device, whatever the dtypes; keep the plan, the `Pointers` and the tensors as long as the graph.
 """
 
 from __future__ import annotations
@@ -257,10 +257,11 @@ class BucketPlan:
             >>> sumsq
             tensor([8.], dtype=torch.float64)
         """
-        sources = self._gather("tensors", tensors, ("sumsq", sumsq))
-        targets = (
-            sources if out is tensors else None if out is None else self._gather("out", out, ("sumsq", sumsq))
-        )
+        two_lists, beside = not (out is None or out is tensors), ("sumsq", sumsq)
+        sources = self._gather("tensors", tensors, beside, two_lists=two_lists)
+        targets = None if out is None else sources
+        if out is not None and two_lists:
+            targets = self._gather("out", out, beside, two_lists=True)
         check_scale("scale", scale, sumsq.device)
         check_each("sumsq", sumsq, torch.float64, len(self.numels), sumsq.device)
         check_each("nonfinite", nonfinite, torch.uint8, len(self.numels), sumsq.device)
@@ -276,12 +277,19 @@ class BucketPlan:
             scale.data_ptr(), sumsq.data_ptr(), nonfinite.data_ptr(),
         )  # fmt: skip
 
-    def _gather(self, name: str, tensors: TensorList | Pointers, beside: tuple[str, Tensor]) -> Pointers:
+    def _gather(
+        self,
+        name: str,
+        tensors: TensorList | Pointers,
+        beside: tuple[str, Tensor],
+        *,
+        two_lists: bool = False,
+    ) -> Pointers:
         """Collect a list that must lie on the device of `beside`, a tensor with its name."""
         pointers, device = gather(name, tensors, self.numels, self._native), device_of(*beside)
         if pointers.device is not None and pointers.device != device:
             raise ValueError(f"{name} lie on {pointers.device}; needed {device}, where the other tensors are")
-        return cuda.uploaded(pointers, device)
+        return cuda.for_one_call(pointers, device, two_lists=two_lists)
 
     def _runner(self, device: torch.device) -> native._core.BucketPlan | cuda.CudaPlan | None:
         """Return what runs raw addresses on a device; None leaves the tensors to the reference."""

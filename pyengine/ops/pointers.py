@@ -29,9 +29,9 @@ class Upload:
     """A long list's addresses in device memory, written in the order of one stream."""
 
     memory: torch.Tensor  # int64 [n], owned; the allocator keeps it for streams that have waited
-    stream: torch.cuda.Stream
-    written: torch.cuda.Event
-    captured: bool  # a replay of the graph writes them, not the upload
+    stream: torch.cuda.Stream | None  # None: of a list that dies with the one call that it is for
+    written: torch.cuda.Event | None  # likewise
+    captured: bool = False  # a replay of the graph writes them, not the upload
 
     def wait(self) -> None:
         """Let the current stream read the addresses."""
@@ -46,6 +46,7 @@ class Upload:
         # A capture may not wait for what is outside of it, and need not: torch waits for the device when it
         # begins.
         if current != self.stream and not captures:
+            assert self.written is not None
             current.wait_event(self.written)
             self.memory.record_stream(current)
 

@@ -12,7 +12,8 @@ from pyengine.ops import native
 
 STUB = Path(__file__).parents[2] / "pyengine" / "ops" / "_core.pyi"
 CUDA_ONLY = {
-    "CudaPlan", "INLINE_SLOTS", "uploaded", "codec_encode_cuda", "codec_sum_encode_cuda", "codec_sum_cuda",
+    "CudaPlan", "CUDA_VARIANT", "INLINE_SLOTS", "MOST_INLINE_SLOTS", "load_kernels", "uploaded",
+    "codec_encode_cuda", "codec_sum_encode_cuda", "codec_sum_cuda",
 }  # fmt: skip
 
 

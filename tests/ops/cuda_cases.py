@@ -83,7 +83,7 @@ def aligned_plan(numels):
 
 SIZES = [*NUMELS, 7, 8, 9, 255, 256, 257, 8192]
 PLANS = {"odd offsets": make_plan(SIZES), "aligned offsets": aligned_plan(SIZES)}
-# More slots than a kernel's parameters carry, and more than one upload.
+# A list that travels in the larger size of a kernel's parameters, and one that takes two uploads.
 MANY = {
     "300 slots": make_plan([i % 41 for i in range(300)]),
     "5000 slots": make_plan([i % 3 for i in range(5000)]),

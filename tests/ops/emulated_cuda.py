@@ -47,22 +47,24 @@ def _run(command: list[str]) -> None:
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
 
 
-def load_kernels(folder: Path):
-    """Build csrc/python.cpp with the CUDA kernels if the folder has them not,
-    and import it under another name.
+def load_kernels(folder: Path, variant: str = "narrow"):
+    """Build csrc/python.cpp with the CUDA kernels, in one of the variants of csrc/cuda/variant.h, if the
+    folder has them not, and import it under another name.
     """
     pybind11 = pytest.importorskip("pybind11")
     core = [CSRC / f"{name}.cpp" for name in ("python", "python_audit", "plan", "overlap", "torch_shim")]
     sources = [*core, EMULATOR / "no_cpu_ops.cpp"]
-    flags = ("-DPYENGINE_CUDA", "-DPYENGINE_MODULE=emulated_kernels", f"-I{pybind11.get_include()}",
-             f"-I{sysconfig.get_path('include')}")  # fmt: skip
+    flags = ("-DPYENGINE_CUDA", f"-DPYENGINE_CUDA_VARIANT={variant}", "-DPYENGINE_MODULE=emulated_kernels",
+             f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}")  # fmt: skip
     library = folder / "emulated_kernels.so"
     if not library.exists():
         build(library, sources + sorted((CSRC / "cuda").glob("*.cu")), flags)
     spec = importlib.util.spec_from_file_location("emulated_kernels", library)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.set_order = ctypes.CDLL(str(library)).emulator_set_order
+    emulator = ctypes.CDLL(str(library))
+    module.set_order, module.unload = emulator.emulator_set_order, emulator.emulator_unload
+    module.load_kernels()
     return module
 
 
@@ -76,6 +78,7 @@ class EmulatedPlan:
         host.write_words(self._words.data_ptr())
         self._plan = kernels.CudaPlan(host, self._words.data_ptr())
         self._scratch = torch.zeros(self._plan.scratch_bytes, dtype=torch.uint8)
+        self.most_inline = kernels.MOST_INLINE_SLOTS
 
     def pack_(self, flat, tensors, scale):
         with self._table(tensors) as table:
@@ -97,15 +100,19 @@ class EmulatedPlan:
             )  # fmt: skip
 
     def unscale_norm(self, tensors, out, scale, *, sumsq, nonfinite):
-        with self._table(tensors) as table, self._table(out) as out_table:
+        in_place = out is None or out is tensors
+        most = self.kernels.MOST_INLINE_SLOTS if in_place else self.kernels.INLINE_SLOTS
+        with self._table(tensors, most) as table, self._table(out, most) as out_table:
             self._plan.unscale_norm(
-                0, self._scratch.data_ptr(), table, out_table,
+                0, self._scratch.data_ptr(), table, table if out is tensors else out_table,
                 scale.data_ptr(), sumsq.data_ptr(), nonfinite.data_ptr(),
             )  # fmt: skip
 
     @contextlib.contextmanager
-    def _table(self, tensors):
-        """Give the addresses of a list, in "device" memory when a kernel's parameters cannot hold them."""
+    def _table(self, tensors, most=None):
+        """Give the addresses of a list, in "device" memory where there are more than `most`;
+        None: than travel in a kernel's parameters.
+        """
         if tensors is None:
             yield None
             return
@@ -113,5 +120,5 @@ class EmulatedPlan:
         dtype = DTYPE_CODES[present[0].dtype] if present else 0
         table = self.kernels.Table([0 if t is None else t.data_ptr() for t in tensors], dtype)
         on_device = torch.full((len(self.numels),), -1, dtype=torch.int64)
-        long = len(self.numels) > self.kernels.INLINE_SLOTS
+        long = len(self.numels) > min(self.most_inline, most or self.most_inline)
         yield self.kernels.uploaded(table, on_device.data_ptr(), 0) if long else table

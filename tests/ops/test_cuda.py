@@ -132,6 +132,34 @@ def test_many_small_slots(device, layout):
     assert_same(ops.results, on_host(layout))
 
 
+@pytest.mark.parametrize("num", [256, 257, 4000, 4001])
+def test_lists_around_what_parameters_hold(device, num, one):
+    flat = device.place(torch.zeros(num))
+    tensors = place_all(device, torch.arange(1.0, num + 1).split(1))
+    device.plan(range(num), [1] * num).pack_(flat, tensors, device.place(one))
+    assert_same_bits(flat.cpu(), torch.arange(1.0, num + 1))
+
+
+def test_lists_in_device_memory(kernels):
+    layout, device = MANY["300 slots"], Device.emulated(kernels)
+    ops = EveryOp(device, layout)
+    ops.plan.most_inline = kernels.INLINE_SLOTS
+    ops.run()
+    assert_same(ops.results, on_host(layout))
+
+
+def test_a_list_is_read_and_another_of_many_slots_written(device, scale):
+    arguments = MANY["300 slots"], torch.bfloat16, torch.float32, (0, 0), scale
+    assert_same(unscale_norm(device, *arguments), unscale_norm(Host(), *arguments))
+
+
+def test_a_list_that_parameters_cannot_hold_is_refused(kernels, one):
+    plan = Device.emulated(kernels).plan([*range(4001)], [1] * 4001)
+    plan.most_inline = 5000
+    with pytest.raises(ValueError, match="4001 addresses; needed at most 256, or a list in device memory"):
+        plan.pack_(torch.zeros(4001), torch.ones(4001).split(1), one)
+
+
 @pytest.mark.parametrize("numels", [[], [0], [0, 0, 0], [1], [0, 1, 0]], ids=str)
 def test_plans_of_next_to_nothing(device, numels):
     layout = make_plan(numels)

@@ -13,8 +13,14 @@ import pytest
 from pyengine.ops import native
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+# kernels.cu has none.
+SOURCES = [path for path in sorted((ROOT / "csrc" / "cuda").glob("*.cu")) if path.stem != "kernels"]
 ARCHS = [80, 90, 100]
+# Those that csrc/cuda/variant.h changes.
+BOTH_WAYS = ("pack", "accumulate", "unscale_norm", "exact")
+BUILDS = [(path, "narrow") for path in SOURCES] + [
+    (path, "wide") for path in SOURCES if path.stem in BOTH_WAYS
+]
 # A SM has 65536 registers: at 80 it holds 768 threads, and every kernel loads at least 64 bytes a thread
 # before it uses any. That is 48 KiB on their way, and bandwidth × latency of the devices we know is 30 to 45
 # KiB a SM.
@@ -35,9 +41,10 @@ KERNEL = re.compile(
 
 
 @functools.cache
-def compile_for_all(source: Path, folder: Path) -> tuple[int, str]:
+def compile_for_all(source: Path, variant: str, folder: Path) -> tuple[int, str]:
     """Return nvcc's exit status and what it and ptxas said."""
     command = ["nvcc", "-std=c++20", "-O3", "--fmad=false", "-Werror", "all-warnings", "-Xptxas", "-v"]
+    command += [f"-DPYENGINE_CUDA_VARIANT={variant}"]
     command += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
     command += ["--threads", "2", "-fatbin", str(source), "-o", str(folder / f"{source.stem}.fatbin")]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -52,9 +59,11 @@ def folder(tmp_path_factory):
 @needs_nvcc
 @pytest.mark.slow  # the build has compiled them already, by the same flags
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_kernels_compile_without_warnings_spills_or_many_registers(source, arch, folder):
-    status, said = compile_for_all(source, folder)
+@pytest.mark.parametrize(
+    ("source", "variant"), BUILDS, ids=[f"{path.stem}-{variant}" for path, variant in BUILDS]
+)
+def test_kernels_compile_without_warnings_spills_or_many_registers(source, variant, arch, folder):
+    status, said = compile_for_all(source, variant, folder)
     assert status == 0 and "warning" not in said, said
     kernels = [kernel for kernel in KERNEL.finditer(said) if int(kernel["arch"]) == arch]
     assert len(kernels) == said.count(f"' for 'sm_{arch}'") > 0, said
@@ -62,6 +71,42 @@ def test_kernels_compile_without_warnings_spills_or_many_registers(source, arch,
     in_memory = {k["name"]: k[0] for k in kernels if int(k["stack"]) + int(k["stores"]) + int(k["loads"])}
     assert in_memory == {}
     assert {k["name"]: k["registers"] for k in kernels if int(k["registers"]) > MAX_REGISTERS} == {}
+
+
+@needs_nvcc
+@pytest.mark.slow
+def test_threads_that_race_to_set_a_flag_do_so_by_relaxed_stores(folder):
+    ptx = folder / "accumulate.ptx"
+    command = ["nvcc", "-std=c++20", "-O3", "--fmad=false", "-arch=compute_90", "--ptx"]
+    subprocess.run([*command, str(ROOT / "csrc/cuda/accumulate.cu"), "-o", str(ptx)], check=True)
+    accesses = re.findall(r"\b(?:ld|st)\.\S*[us]8\b", ptx.read_text())
+    # PTX ISA, memory consistency model: volatile is relaxed, and relaxed accesses do not race.
+    assert set(accesses) == {"ld.volatile.global.u8", "st.volatile.global.u8"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("version", "is_refused"), [("12.0.140", True), ("12.1.66", False)])
+def test_an_nvcc_that_does_not_know_so_many_parameters_is_refused_by_name(version, is_refused, tmp_path):
+    said = _configured(tmp_path, PYENGINE_CUDA="ON", CMAKE_CUDA_COMPILER_VERSION=version)
+    assert (f"nvcc is {version}; needed 12.1 or newer" in " ".join(said.split())) == is_refused
+
+
+@pytest.mark.slow
+def test_a_variant_that_there_is_not_is_refused(tmp_path):
+    said = _configured(tmp_path, PYENGINE_CUDA="ON", PYENGINE_CUDA_VARIANT="fast")
+    assert "PYENGINE_CUDA_VARIANT=fast; needed narrow or wide" in said
+
+
+def _configured(folder: Path, **settings: str) -> str:
+    """Return what CMake says of a CUDA compiler that it believes to be there."""
+    if shutil.which("cmake") is None or shutil.which("ninja") is None:
+        pytest.skip("cmake or ninja is not on PATH")
+    forced = {"CMAKE_CUDA_COMPILER": "/bin/true", "CMAKE_CUDA_COMPILER_FORCED": "1"}
+    forced |= {"CMAKE_CUDA_COMPILER_ID_RUN": "1", "CMAKE_CUDA_COMPILER_ID": "Fake"}
+    command = ["cmake", "-S", str(ROOT), "-B", str(folder), "-G", "Ninja"]
+    command += [f"-D{name}={value}" for name, value in (forced | settings).items()]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    return done.stdout + done.stderr
 
 
 @needs_nvcc

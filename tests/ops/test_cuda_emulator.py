@@ -55,6 +55,7 @@ def test_shared_memory_is_poisoned_before_every_block(toys):
         ("half_a_warp", r"0..15 at .*toys.cu:\d+; 16..\d+ have ended"),
         ("misaligned", r"thread \d+ of block 0 accesses 16 bytes at address \d+"),
         ("nowhere", "thread 5 of block 0 touches address 8, which is not there"),
+        ("unloaded", "a kernel is launched that was not loaded before"),
     ],
 )
 def test_a_fault_is_named_and_the_next_kernel_runs(toys, name, words):

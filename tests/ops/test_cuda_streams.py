@@ -1,5 +1,8 @@
 """What only a GPU can show of the CUDA ops: graphs, streams that run at once, large memory."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from cuda_cases import MANY, PLANS, EveryOp, assert_same, on_host
@@ -19,6 +22,33 @@ def test_a_graph_of_every_op_replays(gpu, layout):
         ops.restore()
         graph.replay()
         assert_same(ops.results, on_host(layout))
+
+
+# In a process of its own, where no other test has launched these kernels: CUDA loads a kernel when it is
+# launched first.
+NEVER_LAUNCHED = """
+import torch
+from pyengine.ops import BucketPlan
+plan, one, cuda = BucketPlan([0, 3], [3, 5]), torch.tensor(1.0, device="cuda"), {"device": "cuda"}
+flags, sumsq = torch.zeros(2, dtype=torch.uint8, **cuda), torch.zeros(2, dtype=torch.float64, **cuda)
+plan.pack_(torch.empty(8, **cuda), [torch.ones(3, **cuda), None], one)
+grads = [torch.full((n,), 2.0, dtype=torch.float16, **cuda) for n in (3, 5)]
+acc, wire = torch.zeros(8, **cuda), torch.zeros(8, dtype=torch.bfloat16, **cuda)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    plan.accumulate_(acc, grads, one, first=True, nonfinite=flags)
+    plan.accumulate_(acc, grads, one, first=False, nonfinite=flags)
+    plan.accumulate_cast_(wire, acc, grads, one, one, first=False, nonfinite=flags)
+    plan.unpack_(grads, wire, one)
+    plan.unscale_norm(grads, grads, one, sumsq=sumsq, nonfinite=flags)
+graph.replay()
+assert wire.tolist() == [6.0] * 8 and sumsq.tolist() == [108.0, 180.0], (wire, sumsq)
+"""
+
+
+def test_a_graph_captures_kernels_that_were_never_launched(gpu):
+    done = subprocess.run([sys.executable, "-c", NEVER_LAUNCHED], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @on_plans

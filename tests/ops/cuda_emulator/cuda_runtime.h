@@ -1,7 +1,7 @@
 // A stand-in for CUDA's header: the little that csrc/cuda uses of it, running on a CPU so that kernels are tested
 // where there is no GPU. Blocks run one after the other; the threads of a block are fibers that switch at barriers
 // and shuffles (emulator.cpp). A fault that the hardware would punish (threads at different barriers, a misaligned
-// vector, an address that is not there) comes out of the launch as std::runtime_error.
+// vector, an address that is not there, a kernel that was not loaded before) comes out of the launch as std::runtime_error.
 //
 // It cannot show what needs two blocks at the same time: a missing __threadfence, a race between blocks.
 #pragma once
@@ -49,9 +49,27 @@ struct alignas(16) uint4 {
   }
 };
 
+struct alignas(8) uint2 {
+  unsigned x, y;
+
+  uint2() = default;
+  uint2(unsigned x, unsigned y) : x(x), y(y) {}
+  uint2(const uint2& other) { *this = other; }
+  uint2& operator=(const uint2& other) {
+    emulator::check_aligned(this, sizeof(uint2));
+    emulator::check_aligned(&other, sizeof(uint2));
+    std::memcpy(static_cast<void*>(this), &other, sizeof(uint2));
+    return *this;
+  }
+};
+
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
 struct CUstream_st;
 using cudaStream_t = CUstream_st*;
+
+struct cudaFuncAttributes {
+  int numRegs;
+};
 
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
@@ -127,14 +145,16 @@ inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, b
 // ---- on the host ----
 
 namespace emulator {
-cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<void()>& thread);
+cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, const std::function<void()>& thread);
 }
 
 template <class... Params, class... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), const Args&... args) {
   const std::tuple<Params...> params(args...);
-  return emulator::launch(*config, [&] { std::apply(kernel, params); });
+  return emulator::launch(*config, reinterpret_cast<const void*>(kernel), [&] { std::apply(kernel, params); });
 }
 
+// Asked about a kernel, CUDA loads it. Here a launch is refused without, as it may be while a graph is captured.
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel);
 cudaError_t cudaGetLastError();
 const char* cudaGetErrorString(cudaError_t error);

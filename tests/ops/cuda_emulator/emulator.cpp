@@ -10,6 +10,7 @@
 #include <memory>
 #include <numeric>
 #include <random>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -48,6 +49,7 @@ jmp_buf scheduler;
 const std::function<void()>* body;
 std::string failure;
 cudaError_t last_error = cudaSuccess;
+std::set<const void*> loaded;
 enum class Order { forward, reversed, shuffled } order;
 
 // ---- fibers ----
@@ -291,7 +293,8 @@ void check_aligned(const void* address, size_t bytes) {
 
 // ---- called from the host ----
 
-cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<void()>& thread) {
+cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, const std::function<void()>& thread) {
+  if (!loaded.count(kernel)) throw std::runtime_error("a kernel is launched that was not loaded before");
   const dim3 &grid = config.gridDim, &block = config.blockDim;
   if (grid.x == 0 || block.x == 0 || block.x > kMaxThreads) return last_error = cudaErrorInvalidConfiguration;
   if (grid.y * grid.z * block.y * block.z != 1 || block.x % kWarp != 0)
@@ -306,11 +309,19 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<void()>
 
 }  // namespace emulator
 
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void* kernel) {
+  emulator::loaded.insert(kernel);
+  return cudaSuccess;
+}
+
 cudaError_t cudaGetLastError() { return std::exchange(emulator::last_error, cudaSuccess); }
 
 const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error" : "invalid configuration argument";
 }
+
+// As if the process were new.
+extern "C" __attribute__((visibility("default"))) void emulator_unload() { emulator::loaded.clear(); }
 
 // 0: blocks, and threads between two barriers, run in order; 1: from the last to the first; 2: shuffled.
 extern "C" __attribute__((visibility("default"))) void emulator_set_order(int order) {

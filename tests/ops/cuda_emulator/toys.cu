@@ -65,7 +65,7 @@ __global__ void any_kernel(double* seen, unsigned who) {
 }
 
 template <class... Params, class... Args>
-int run(char* message, unsigned blocks, void (*kernel)(Params...), Args... args) try {
+int run_unloaded(char* message, unsigned blocks, void (*kernel)(Params...), Args... args) try {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(kThreads);
@@ -74,6 +74,15 @@ int run(char* message, unsigned blocks, void (*kernel)(Params...), Args... args)
   std::snprintf(message, 1000, "%s", error.what());
   return -1;
 }
+
+template <class... Params, class... Args>
+int run(char* message, unsigned blocks, void (*kernel)(Params...), Args... args) {
+  cudaFuncAttributes attributes;
+  cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+  return run_unloaded(message, blocks, kernel, args...);
+}
+
+__global__ void unloaded_kernel(double*) {}
 
 }  // namespace
 
@@ -86,6 +95,7 @@ EXPORT int toy_two_barriers(char* message, double* seen) { return run(message, 1
 EXPORT int toy_half_a_warp(char* message, double* seen) { return run(message, 1, half_a_warp_kernel, seen); }
 EXPORT int toy_misaligned(char* message, double* seen) { return run(message, 1, misaligned_kernel, seen); }
 EXPORT int toy_nowhere(char* message, double* seen) { return run(message, 1, nowhere_kernel, seen); }
+EXPORT int toy_unloaded(char* message, double* seen) { return run_unloaded(message, 1, unloaded_kernel, seen); }
 EXPORT int toy_order(char* message, double* seen) { return run(message, 5, order_kernel, seen); }
 EXPORT int toy_no_blocks(char* message, double* seen) { return run(message, 0, order_kernel, seen); }
 EXPORT int toy_any(char* message, double* seen, unsigned who) { return run(message, 1, any_kernel, seen, who); }
