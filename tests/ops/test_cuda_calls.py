@@ -106,8 +106,9 @@ def _pointers(core, num):
 
 def _packed(core, pointers):
     num = len(pointers.numels)
-    plan, flat = cuda.CudaPlan(core.BucketPlan(range(num), [1] * num), _device(0)), torch.zeros(num)
-    plan.pack_(flat.data_ptr(), 0, pointers.table, torch.tensor(1.0).data_ptr())
+    plan = cuda.CudaPlan(core.BucketPlan(range(num), [1] * num), _device(0))
+    flat, scale = torch.zeros(num), torch.tensor(1.0)
+    plan.pack_(flat.data_ptr(), 0, pointers.table, scale.data_ptr())
     return flat
 
 
@@ -159,9 +160,9 @@ def test_a_list_for_many_calls_is_uploaded_once_and_says_when_it_is_there(core, 
 
 def test_a_plan_s_memory_is_kept_for_every_stream_once(core, fake):
     plan = cuda.CudaPlan(core.BucketPlan([0], [1]), _device(0))
-    x, scale = torch.ones(1), torch.tensor(1.0)
+    x, flat, scale = torch.ones(1), torch.zeros(1), torch.tensor(1.0)
     table = core.Table([x.data_ptr()], 0)
     for stream in (7, 8, 7):
         fake.stream = stream
-        plan.pack_(torch.zeros(1).data_ptr(), 0, table, scale.data_ptr())
+        plan.pack_(flat.data_ptr(), 0, table, scale.data_ptr())
     assert fake.recorded == ["stream 7", "stream 8"]
