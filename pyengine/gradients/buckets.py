@@ -110,9 +110,7 @@ class BucketReducer:
                 )
             )
         self._buckets = made
-        self._norms = LandedNorms(
-            [bucket.norm_slots for bucket in made], len(self.params), self.params[0].device
-        )
+        self._norms = LandedNorms([bucket.norm_slots for bucket in made], self.params[0].device)
         self._slot_params = [slot.param for bucket in self.layout.buckets for slot in bucket.slots]
         self._slot_parts = [self.parts[param] for param in self._slot_params]
         self._slot_of = {

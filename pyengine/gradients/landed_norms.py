@@ -33,25 +33,24 @@ class LandedNorms:
 
     Args:
         buckets: as they are asked for.
-        num_params: of the model; those in no bucket have a norm of 0.
         device: where gradients lie.
 
-    Cost: on an accelerator a launch a bucket, and six a window.
+    Cost: on an accelerator a launch a bucket, and eight a window.
     """
 
-    def __init__(self, buckets: Sequence[NormSlots], num_params: int, device: torch.device) -> None:
+    def __init__(self, buckets: Sequence[NormSlots], device: torch.device) -> None:
         ends = list(accumulate((len(bucket.plan.numels) for bucket in buckets), initial=0))
-        nowhere = ends[-1]  # stays 0
         self._plans = [bucket.plan for bucket in buckets]
         self._spans = [slice(*span) for span in pairwise(ends)]
-        self._sumsq = torch.zeros(nowhere + 1, dtype=torch.float64, device=device)
-        self._nonfinite = torch.zeros(nowhere + 1, dtype=torch.uint8, device=device)
-        places, flags = [nowhere] * num_params, list[int]()
+        self._sumsq = torch.zeros(ends[-1], dtype=torch.float64, device=device)
+        self._nonfinite = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
+        slots, params, flags = list[int](), list[int](), list[int]()
         for bucket, span in zip(buckets, self._spans, strict=True):
-            for place, param in enumerate(bucket.params, start=span.start):
-                places[param] = place
-            flags += range(span.start + len(bucket.params), span.stop)
-        self._places = torch.tensor(places, device=device)
+            first_flag = span.start + len(bucket.params)
+            slots += range(span.start, first_flag)
+            params += bucket.params
+            flags += range(first_flag, span.stop)
+        self._slots, self._params = torch.tensor(slots, device=device), torch.tensor(params, device=device)
         self._flags = torch.tensor(flags, dtype=torch.int64, device=device)
 
     def begin(self) -> None:
@@ -75,9 +74,9 @@ class LandedNorms:
         )
 
     def settle(self, final: FinalPass) -> None:
-        """Hand over what has been read: `sumsq` and `nonfinite` of every parameter, and `void`."""
-        torch.index_select(self._sumsq, 0, self._places, out=final.sumsq)
-        torch.index_select(self._nonfinite, 0, self._places, out=final.nonfinite)
+        """Hand over what has been read: `sumsq` and `nonfinite` of these buckets' parameters, and `void`."""
+        final.sumsq.index_copy_(0, self._params, self._sumsq.index_select(0, self._slots))
+        final.nonfinite.index_copy_(0, self._params, self._nonfinite.index_select(0, self._slots))
         if len(self._flags):
             given_up = self._nonfinite.view(torch.bool).index_select(0, self._flags).any()
             final.void = torch.where(given_up, torch.nan, final.void)

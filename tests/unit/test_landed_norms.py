@@ -20,7 +20,8 @@ def _settled(gave_up: bool, bad: int | None = None) -> FinalPass:
     """Land parameters 3, 0 and then 2 with flags behind them; 1 and 4 are in no bucket. Bucket 1 has none."""
     first = NormSlots(BucketPlan([0, 4, 8], [2, 1, 2]), [3, 0])
     second = NormSlots(BucketPlan([0], [2]), [2])
-    norms, final = LandedNorms([first, second], 5, CPU), FinalPass(5, CPU)
+    norms, final = LandedNorms([first, second], CPU), FinalPass(5, CPU)
+    final.sumsq[4] = 7  # another owner's
     values = {3: torch.tensor([1.0, 2.0]), 0: torch.tensor([3.0]), 2: torch.tensor([4.0, 4.0])}
     flags = torch.tensor([1.0, torch.nan if gave_up else 1.0])
     if bad is not None:
@@ -40,7 +41,7 @@ def _settled(gave_up: bool, bad: int | None = None) -> FinalPass:
 
 def test_every_parameter_gets_its_own_norm_whatever_the_order_of_buckets():
     final = _settled(gave_up=False)
-    assert final.sumsq.tolist() == [9.0, 0.0, 32.0, 5.0, 0.0]
+    assert final.sumsq.tolist() == [9.0, 0.0, 32.0, 5.0, 7.0]
     assert final.nonfinite.tolist() == [0] * 5 and final.void.item() == 0
 
 
