@@ -168,7 +168,7 @@ class Alone(Floor):
 def measure_with(odd_one: type[Any]) -> str:
     """Return what a rank is told when this takes part."""
     setting = windows.Setting("small0", "fp32", ("engine", "odd"), rounds=1)
-    few = mock.patch.dict(models._PREMADE, small0=lambda: nn.Linear(4, 4))  # two parameters say it, too
+    few = mock.patch.object(models, "Small", lambda: nn.Linear(4, 4))  # two parameters say it, too
     with few, mock.patch.dict(VARIANTS, odd=odd_one), pytest.raises(RuntimeError) as caught:
         windows.measure(setting, lambda done: None)
     return str(caught.value)
