@@ -17,6 +17,8 @@
 # make matrix  build a wheel for every Python from 3.10 to 3.14 that is here, and test it on torch 2.9, the newest and
 #              between, an environment (2 GB) after the other; ARGS="--pairs 3.12:2.11.0" chooses. make matrix-small
 #              tests the wheel of `make wheel` on torch 2.9
+# make aarch64  cross-compile the core, run every op under qemu, and compare bits with this machine's (needs Debian's
+#              g++-aarch64-linux-gnu and qemu-user-static; three minutes)
 # make test-xla  set up torch_xla in an environment of its own (2 GB), then run the tests on XLA replicas
 # make gpu     on a machine with a CUDA device, with PYTHON as it is: all it is needed for, in steps of ten minutes
 #              (benchmarks/gpu.py); STEP=tests is one of them, DRY=1 rehearses them on the processor
@@ -67,7 +69,7 @@ DOCS_INSTALLED := $(VENV)/.docs-installed
 # Folders too: their time changes when a file is removed.
 NATIVE := $(shell find csrc) setup.py CMakeLists.txt
 
-.PHONY: run test matrix matrix-small faults test-slow test-adapters-oldest test-isa sanitize sanitized-core fuzz fuzz-corpus check docs linkcheck wheel test-xla xla-env gpu bench numbers clean
+.PHONY: run test matrix matrix-small faults test-slow test-adapters-oldest test-isa aarch64 sanitize sanitized-core fuzz fuzz-corpus check docs linkcheck wheel test-xla xla-env gpu bench numbers clean
 .DEFAULT_GOAL := run
 
 # Where CUDA puts nvcc, for who has not put it on PATH.
@@ -169,6 +171,9 @@ wheel: $(INSTALLED)
 	cd build/wheel && bin/python -m pyengine doctor
 	cd build/wheel && bin/python -m pytest $(addprefix $(CURDIR)/,$(WHEEL_TESTS)) $(ARGS)
 	ls dist
+
+aarch64: $(BUILT)
+	tests/aarch64/run.sh $(CURDIR)/$(BIN)/python $(CURDIR)/$(BIN)/cmake $(CURDIR)/$(BIN)/ninja
 
 matrix:
 	$(PYTHON) tests/matrix/matrix.py $(ARGS) $(MATRIX_TESTS)
