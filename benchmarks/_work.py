@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pyengine.cli.bench.windows.models import GPT, GPT_CONTEXT, GPT_VOCABULARY, Premade, Small
+from pyengine.cli.bench.windows.models import GPT, GPT_CONTEXT, GPT_VOCABULARY, Premade, Shape, Small
 
 WIDTHS = {"gpt": 384, "gpt-5m": 192, "gpt-26m": 480}  # 17.4, 5.1 and 26 M parameters
 _IMAGE, _CLASSES, _IMAGES = 32, 10, 4
@@ -60,7 +60,7 @@ def _real(name: str, dtype: torch.dtype) -> nn.Module:
     if name == "cnn":
         return ConvNet().to(dtype)
     kind = ExactGPT if dtype == torch.float64 else GPT
-    return kind(WIDTHS[name]).to(dtype)
+    return kind(Shape(WIDTHS[name])).to(dtype)
 
 
 def build_micro_batches(name: str, dtype: torch.dtype, *, rank: int, num: int) -> list[Tensor]:
