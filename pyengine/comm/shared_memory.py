@@ -160,8 +160,7 @@ def share_memory(comm: Comm) -> Comm:
     warns and says why.
 
     Args:
-        comm: transport; every rank of it calls this, and its end is the end of what is
-            returned.
+        comm: transport; every rank of it calls this, and its end is the end of what is returned.
 
     Cost: two gathers of objects.
     """

@@ -39,10 +39,12 @@ class Ownership:
 
         What a forward that is still alive, or DDP, holds stays where it was.
         """
-        if self._params and current_stream(self._params[0].device) != self._stream:
-            self.release()
-            self._nodes = []  # a parameter has one at a time: the old ones go first
-            self._mark()
+        is_same = not self._params or current_stream(self._params[0].device) == self._stream
+        if is_same or not all(param.requires_grad for param in self._params):
+            return  # a parameter that is frozen now has no node, and could not be marked anew
+        self.release()
+        self._nodes = []  # a parameter has one at a time: the old ones go first
+        self._mark()
 
     def _mark(self) -> None:
         # A parameter's gradient is accumulated on the stream that was current when this node was made. Kept

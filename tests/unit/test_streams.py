@@ -41,3 +41,15 @@ def test_parameters_keep_their_owner_on_another_stream(monkeypatch):
         pe.GradSync(model, accumulate=1)
     sync.close()
     pe.GradSync(model, accumulate=1)
+
+
+def test_another_stream_does_no_harm_while_a_parameter_is_frozen(monkeypatch):
+    monkeypatch.setattr(ownership, "current_stream", lambda device: "first")
+    model = nn.Linear(2, 2)
+    sync = pe.GradSync(model, accumulate=1)
+    monkeypatch.setattr(ownership, "current_stream", lambda device: "second")
+    model.bias.requires_grad_(False)
+    with sync.accumulate():
+        sync.backward(model(torch.ones(1, 2)).sum())
+    sync.unscale_()
+    assert torch.equal(model.weight.grad, torch.ones(2, 2))
