@@ -50,8 +50,9 @@ class LandedNorms:
             slots += range(span.start, first_flag)
             params += bucket.params
             flags += range(first_flag, span.stop)
-        self._slots, self._params = torch.tensor(slots, device=device), torch.tensor(params, device=device)
-        self._flags = torch.tensor(flags, dtype=torch.int64, device=device)
+        self._slots, self._params, self._flags = (
+            torch.tensor(each, dtype=torch.int64, device=device) for each in (slots, params, flags)
+        )
 
     def begin(self) -> None:
         """Start a window: nothing of it has been read."""

@@ -57,6 +57,13 @@ def test_a_rank_that_gave_up_voids_the_window_and_flags_no_parameter():
     assert final.void.isnan() and final.nonfinite.tolist() == [0] * 5
 
 
+def test_without_buckets_nothing_is_handed_over():
+    norms, final = LandedNorms([], CPU), FinalPass(2, CPU)
+    norms.begin()
+    norms.settle(final)
+    assert final.sumsq.tolist() == [0.0, 0.0] and final.void.item() == 0
+
+
 class _Count(TorchDispatchMode):
     """Counts torch's operations: on an accelerator each is a launch."""
 
