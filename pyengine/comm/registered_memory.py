@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pyengine.comm.base import Comm
-from pyengine.comm.torch_dist import TorchDist
+from pyengine.comm.torch_dist import TorchDist, backend_of
 
 # What torch's allocator rounds sizes up to.
 _ALIGN_BYTES = 512
@@ -44,7 +44,7 @@ class NcclPool:
     """
 
     def __init__(self, comm: TorchDist) -> None:
-        self._device, self._backend = comm.device, _nccl(comm)
+        self._device, self._backend = comm.device, backend_of(comm.group, comm.device)
         self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
         self._backend.register_mem_pool(self._pool, symm=True)
 
@@ -127,9 +127,3 @@ def _registered(comm: TorchDist) -> tuple[NcclPool | None, str]:
         return NcclPool(comm), ""
     except Exception as error:  # noqa: BLE001 - whatever NCCL and torch say: all ranks hear of it
         return None, f"{type(error).__name__}: {error}"
-
-
-def _nccl(comm: TorchDist) -> Any:
-    group = dist.group.WORLD if comm.group is None else comm.group
-    assert group is not None  # there is a default group: it has told our rank
-    return group._get_backend(comm.device)

@@ -20,7 +20,7 @@ from pyengine.comm.local import Local
 from pyengine.comm.process_state import ProcessId
 from pyengine.comm.registered_memory import can_register, register_memory
 from pyengine.comm.staged import Staged
-from pyengine.comm.torch_dist import TorchDist
+from pyengine.comm.torch_dist import TorchDist, backend_of
 from pyengine.ops.device import runs_ahead
 
 
@@ -74,9 +74,7 @@ class SharedMemory(TorchDist):
 
     def _timeout_s(self) -> float:
         """Return after how many seconds the group gives a collective up."""
-        group = dist.group.WORLD if self.group is None else self.group
-        assert group is not None  # there is a default group: it has told our rank
-        limit: timedelta = group._get_backend(self.device).options._timeout
+        limit: timedelta = backend_of(self.group, self.device).options._timeout
         return limit.total_seconds()
 
 

@@ -76,7 +76,7 @@ class TorchDist:
         self.traffic = Traffic()
         self.roll_call = RollCall(group)
         self.ranks = tuple(dist.get_process_group_ranks(group))
-        self.device, self.backend = device, _backend(group, device)
+        self.device, self.backend = device, backend_of(group, device).name().lower()
         self.is_stream_ordered = runs_ahead(device) and self.backend not in _HOST_ORDERED
         self._side_stream = SideStream(device) if self.is_stream_ordered else None
         is_gloo = not runs_ahead(device) and self.backend == "gloo"
@@ -286,7 +286,8 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield piece
 
 
-def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
+def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
+    """Return what a group, None being the default one, has for a device."""
     group = dist.group.WORLD if group is None else group
     assert group is not None  # there is a default group: it has told our rank
-    return group._get_backend(device).name().lower()
+    return group._get_backend(device)
