@@ -3,7 +3,7 @@
 PYENGINE_NO_EXT=1 builds without it: same results from plain PyTorch, slower.
 PYENGINE_CUDA=0 leaves the CUDA kernels out, =1 insists on them; unset builds them where nvcc is found.
 PYENGINE_CUDA_ARCHS="90-real;100" compiles them for other devices than sm_80, sm_90, sm_100 and newer.
-PYENGINE_CUDA_VARIANT=wide compiles the other way to reach memory (csrc/cuda/variant.h), to compare speeds.
+PYENGINE_CUDA_VARIANT=wide or =staged reaches memory in another way (csrc/cuda/variant.h), to compare speeds.
 PYENGINE_WERROR=1 lets a compiler's warnings fail the build; CI does.
 """
 

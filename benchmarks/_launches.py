@@ -85,7 +85,7 @@ _SLOW = ("floor", *CONTROL, "no_sync_bf16", "no_sync_powersgd", *_WIRES[:4])
 LAUNCHES = (
     Launch("truth", _TRUE, kind="truth", accumulate=2, rounds=8),
     Launch("base", (*_SAME_BYTES, *_SHARDED), is_counted=True),
-    Launch("wires", (*_FEWER_BYTES, *_SHARED), is_counted=True),
+    Launch("wires", (*_FEWER_BYTES, *_SHARED), rounds=14, is_counted=True),
     Launch("gbit", (*_SAME_BYTES, "fsdp2_deferred", "attach_fsdp2"), rate=1000, rounds=4),
     Launch("gbit-wires", _FEWER_BYTES, rate=1000, rounds=6),
     Launch("deepspeed", _DEEPSPEED, is_counted=True),

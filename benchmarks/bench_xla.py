@@ -27,15 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _harness import save
 from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "xla")]  # the environment has torch_xla alone
+from _harness import save
+from replicas import Replicas
+from xla_cases import fill, waves
 
 import pyengine as pe
 from pyengine.cli.bench.machine import card
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "xla"))
-from replicas import Replicas
-from xla_cases import fill, waves
 
 WARM_UP = 4
 MAX_NORM = 0.5

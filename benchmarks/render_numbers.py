@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from _ahead import comparisons, explained
+from _ahead import LEAST_WINDOWS, Comparison, comparisons, explained
 from _peer_results import CONTROL, Measured, first, newest
 from _slopes import SLOPES, slope
 
@@ -98,13 +98,14 @@ def _card(one: Measured) -> str:
 
 def control(results: Results) -> list[str]:
     """Return what the control pair read in every launch."""
-    lines = _head("", "second over first", "noise of a comparison", "windows")
+    lines = _head("launch", "second over first", "noise of a comparison", "windows")
     for one in _timed(results):
         if not set(CONTROL) <= set(one.rows):
             continue
         found = one.ratio(*reversed(CONTROL))
         num = len(one.rows[CONTROL[0]]["times"]["window"])
-        lines.append(_line(_title(one), f"{found:.2f}", f"{one.noise:.0%}", num))
+        title = f"`{one.launch['name']}`: {_title(one)}"
+        lines.append(_line(title, f"{found:.2f}", f"{one.noise:.0%}", num))
     return lines if len(lines) > 2 else []
 
 
@@ -115,7 +116,8 @@ def _timed(results: Results) -> list[Measured]:
 def _title(one: Measured) -> str:
     about, launch = one.content["about"], one.launch
     size = f" of {about['parameters'] / 1e6:.1f} M" if launch["model"].startswith("gpt-") else ""
-    split = f"{launch['accumulate']} micro-batches, {launch['world']} workers"
+    num = launch["accumulate"]
+    split = f"{num} micro-batch{'es' * (num > 1)}, {launch['world']} workers"
     return f"{about['work']}{size}, {split}, {about['network']}"
 
 
@@ -257,17 +259,19 @@ def ahead(results: Results) -> list[str]:
         return []
     lost = [one for one in found if one.is_lost]
     won = sum(one.is_won for one in found)
-    said = f"Of {len(found)} comparisons with a peer that sends the same, pyengine is ahead in {won} by more "
-    said += f"than the noise of their launch, a peer in {len(lost)}; the others are level."
+    said = f"Of {len(found)} comparisons with a peer that sends the same, in launches of {LEAST_WINDOWS} "
+    said += f"windows or more, pyengine is ahead in {won} by more than the noise of their launch, a peer in "
+    said += f"{len(lost)}; the others are level."
     if not lost:
         return [said]
-    lines = [_line("", "peer", "ours", "ours takes", "noise", "why"), "|---|---|---|---:|---:|---|"]
+    lines = [_line("", "ours", "takes so many times as long as", "noise", "why"), "|---|---|---|---:|---|"]
+    alike: dict[tuple[str, str, str], list[Comparison]] = {}
     for one in lost:
-        measured = results[one.launch]
-        labels = measured.label(one.peer), _label(measured, one.ours)
-        lines.append(
-            _line(_title(measured), *labels, f"{one.ratio:.2f} ×", f"{measured.noise:.0%}", explained(one))
-        )
+        alike.setdefault((one.launch, one.ours, explained(one)), []).append(one)
+    for (launch, ours, why), behind in alike.items():
+        measured = results[launch]
+        peers = "; ".join(f"{one.ratio:.2f} × {measured.label(one.peer)}" for one in behind)
+        lines.append(_line(_title(measured), _label(measured, ours), peers, f"{measured.noise:.0%}", why))
     return [said, "", *lines]
 
 

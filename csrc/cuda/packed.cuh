@@ -57,20 +57,23 @@ __device__ __forceinline__ T* global(T* p) {
 // which their value is used, although that takes as long again.
 __device__ __forceinline__ float load_now(const float* p) { return *static_cast<const volatile float*>(global(p)); }
 
-// How a load treats the caches: as usual, or evicted first, for what nobody reads again.
+// How a load treats the caches: as usual, or evicted first, for what nobody reads again. Shared memory has none.
 struct Keep {
   template <class W>
-  __device__ __forceinline__ W operator()(const W* p) const { return *p; }
+  __device__ __forceinline__ W operator()(const W* p) const { return *global(p); }
 };
 struct ReadOnce {
   template <class W>
-  __device__ __forceinline__ W operator()(const W* p) const { return __ldcs(p); }
+  __device__ __forceinline__ W operator()(const W* p) const { return __ldcs(global(p)); }
+};
+struct Shared {
+  template <class W>
+  __device__ __forceinline__ W operator()(const W* p) const { return *p; }
 };
 
 // Never through the read-only cache: in place, the same memory is written.
 template <int N, class T, class Access = Keep>
 __device__ __forceinline__ Packed<T, N> load_packed(const T* p, Access access = {}) {
-  p = global(p);
   Packed<T, N> x;
   if constexpr (N == 1 && sizeof(T) == 4) {
     x.words[0] = access(reinterpret_cast<const unsigned*>(p));
@@ -106,12 +109,12 @@ __device__ __forceinline__ void store_packed(T* p, const Packed<T, N>& x) {
 }
 
 // The first n of N elements, where there are no more. Missing ones read as zero.
-template <int N, class T>
-__device__ __forceinline__ Packed<T, N> load_some(const T* p, int n) {
+template <int N, class T, class Access = Keep>
+__device__ __forceinline__ Packed<T, N> load_some(const T* p, int n, Access access = {}) {
   Packed<T, N> x{};
 #pragma unroll
   for (int i = 0; i < N; ++i)
-    if (i < n) x.set(i, load_packed<1>(p + i).words[0]);
+    if (i < n) x.set(i, load_packed<1>(p + i, access).words[0]);
   return x;
 }
 

@@ -52,9 +52,8 @@ __device__ __forceinline__ constexpr int largest(int a, int b, Ints... others) {
 
 // Neighbours that one thread takes at a time of arrays of these types.
 template <class... T>
-constexpr int kNeighbours = kCudaVariant == CudaVariant::narrow
-                                ? largest(1, static_cast<int>(kAlign / sizeof(T))...)
-                                : static_cast<int>(kAlign) / largest(1, static_cast<int>(sizeof(T))...);
+constexpr int kNeighbours = kIsWide ? static_cast<int>(kAlign) / largest(1, static_cast<int>(sizeof(T))...)
+                                    : largest(1, static_cast<int>(kAlign / sizeof(T))...);
 // Bytes of an access to them.
 template <class T, int N>
 constexpr unsigned kAccess = N * sizeof(T) < kAlign ? N * sizeof(T) : kAlign;

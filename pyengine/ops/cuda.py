@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -104,6 +105,28 @@ class CudaPlan:
 
     def _make_scratch(self) -> Tensor:
         return torch.zeros(self._plan.scratch_bytes, dtype=torch.uint8, device=self._device)
+
+
+_on_devices: WeakValueDictionary[Any, CudaPlan] = WeakValueDictionary()
+
+
+def plan_on(
+    device: torch.device, plan: native._core.BucketPlan, layout: tuple[tuple[int, ...], tuple[int, ...]]
+) -> CudaPlan:
+    """Return a plan on a device. Plans of the same layout share one there: a bucket has several.
+
+    Args:
+        device: a CUDA device with its index.
+        plan: the core's.
+        layout: its offsets and numels.
+
+    Raises:
+        RuntimeError: as `CudaPlan`, if there is none yet.
+    """
+    found = _on_devices.get((device, layout))
+    if found is None:
+        found = _on_devices[device, layout] = CudaPlan(plan, device)
+    return found
 
 
 class Functions:

@@ -296,7 +296,8 @@ class BucketPlan:
         if device not in self._runners:
             has_kernels = device.type == "cuda" and native.cuda_core() is not None
             plan = self._native if has_kernels else None
-            self._runners[device] = None if plan is None else cuda.CudaPlan(plan, device)
+            layout = self.offsets, self.numels
+            self._runners[device] = None if plan is None else cuda.plan_on(device, plan, layout)
         return self._runners[device]
 
 

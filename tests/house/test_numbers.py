@@ -34,6 +34,7 @@ def made(rows: dict[str, list[float]], **launch: Any) -> Measured:
     phases = ("window", "sync", "early", "epilogue")
     about = {"work": "GPT fp32", "network": "loopback", "parameters": 1, "tensors": 1}
     base = {"name": "base", "kind": "time", "dtype": "fp32", "model": "gpt", "accumulate": 8, "world": 2}
+    base["rounds"] = _ahead.LEAST_WINDOWS
     card = {"cores": 2, "cpu": "a", "isa": "b", "kernel": "c", "python": "d", "torch": "e", "malloc": "f"}
     content = {
         "machine": card,
@@ -85,13 +86,19 @@ def test_a_peer_that_is_not_installed_has_a_row_that_says_so():
 
 def test_a_peer_ahead_without_a_reason_shows_as_such():
     results = {"base": made(LEVEL | {"engine": [120.0, 121, 120, 119]})}
-    (row,) = [one for one in render_numbers.ahead(results) if "| no_sync_view |" in one]
-    assert "1.20 ×" in row and _ahead.UNEXPLAINED in row
+    (row,) = [one for one in render_numbers.ahead(results) if "1.20 × no_sync_view |" in one]
+    assert "| **engine** |" in row and _ahead.UNEXPLAINED in row
 
 
 def test_a_peer_ahead_by_less_than_the_noise_is_not_told_of():
     results = {"base": made(LEVEL | {"engine": [101.0, 102, 100, 101]})}
     assert not [row for row in render_numbers.ahead(results) if row.startswith("|")]
+
+
+def test_a_launch_of_few_windows_says_nothing_of_who_is_ahead():
+    rows = LEVEL | {"engine": [120.0, 121, 120, 119]}
+    assert render_numbers.ahead({"base": made(rows)})
+    assert not render_numbers.ahead({"base": made(rows, rounds=_ahead.LEAST_WINDOWS - 1)})
 
 
 def test_a_plot_of_other_figures_ends_otherwise():

@@ -54,8 +54,8 @@ def scale():
 
 @pytest.fixture(scope="session")
 def kernels(tmp_path_factory):
-    """The CUDA kernels, built for the emulator: once for all of pytest-xdist's workers. The other variant is
-    tested where PYENGINE_EMULATED_VARIANT says so (test_cuda_variants.py does).
+    """The CUDA kernels, built for the emulator: once for all of pytest-xdist's workers. The other variants
+    are tested where PYENGINE_EMULATED_VARIANT says so (test_cuda_variants.py does).
     """
     root = tmp_path_factory.getbasetemp()
     folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "emulated"

@@ -118,6 +118,24 @@ def test_the_first_plan_on_a_device_loads_the_kernels_there(core):
     assert core.loaded_on == [1, 0]
 
 
+def test_plans_of_one_layout_share_what_lies_on_a_device(core, monkeypatch):
+    class Plan:
+        made = 0
+
+        def __init__(self, plan, device):
+            Plan.made += 1
+
+    monkeypatch.setattr(cuda, "CudaPlan", Plan)
+    layouts = [((0, 4), (3, 2)), ((0, 4), (3, 2)), ((0, 8), (3, 2))]
+    on_first = [cuda.plan_on(_device(0), None, layout) for layout in layouts]
+    assert on_first[0] is on_first[1] is not on_first[2]
+    assert cuda.plan_on(_device(1), None, layouts[0]) not in on_first
+    assert Plan.made == 3
+    del on_first
+    cuda.plan_on(_device(0), None, layouts[0])
+    assert Plan.made == 4  # what nobody uses any more has been freed
+
+
 def test_functions_without_a_plan_load_the_kernels_too(core):
     functions = cuda.Functions(SimpleNamespace(codec_sum_cuda=lambda *arguments: None), _device(1))
     functions.codec_sum(3)

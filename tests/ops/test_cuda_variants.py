@@ -1,4 +1,4 @@
-"""Two ways to reach memory (csrc/cuda/variant.h) are compiled one at a time, and give the same bits."""
+"""The ways to reach memory (csrc/cuda/variant.h) are compiled one at a time, and give the same bits."""
 
 import os
 import subprocess
@@ -15,9 +15,10 @@ def test_a_build_says_which_variant_it_is(kernels):
 
 
 @pytest.mark.slow
-def test_the_other_variant_passes_the_tests_of_the_first():
+@pytest.mark.parametrize("variant", ["wide", "staged"])
+def test_the_other_variants_pass_the_tests_of_the_first(variant):
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not gpu and not slow"]
-    environ = os.environ | {"PYENGINE_EMULATED_VARIANT": "wide"}
+    environ = os.environ | {"PYENGINE_EMULATED_VARIANT": variant}
     done = subprocess.run(
         [*command, *map(str, TESTS)], check=False, env=environ, capture_output=True, text=True
     )
