@@ -253,9 +253,9 @@ def _serve(pipe: Any) -> None:
     import torch
 
     torch.set_num_threads(1)
-    gc.freeze()  # what lives as long as the process; the rest is soon looked through
     pipe.send(True)
     while True:
+        gc.freeze()  # modules and caches, which live as long as the process: the rest is soon looked through
         try:
             sys.path[:] = pipe.recv()
             fn, args, kwargs, place = pipe.recv()
