@@ -5,12 +5,14 @@ and over gradients wider than its wire.
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
 
 import pytest
 import torch
@@ -208,3 +210,56 @@ def _held() -> int:
 def test_a_window_that_has_landed_leaves_no_thread_that_needs_the_interpreter(ranks):
     """What ended the process then was aborted: a thread of the backend freed its callback too late."""
     assert ranks(2).run(_held) == [0, 0]
+
+
+class _Noted:
+    """A collective of which the test keeps what it calls back."""
+
+    def __init__(self, work: pe.wire.Work, noted: list[object]) -> None:
+        self.wait, self._future, self._noted = work.wait, work.get_future(), noted
+
+    def get_future(self) -> _Noted:
+        return self
+
+    def then(self, callback: Callable[[object], Tensor]) -> torch.futures.Future[Tensor]:
+        self._noted.append(callback)
+        return self._future.then(callback)
+
+
+@dataclass(frozen=True)
+class _NotedWire(pe.wire.FP32):
+    noted: list[object] = field(default_factory=list, hash=False)
+
+    def all_reduce_(self, flat: Tensor, comm: pe.wire.Comm) -> pe.wire.Work:
+        return _Noted(super().all_reduce_(flat, comm), self.noted)
+
+
+def _reached(root: object) -> dict[int, object]:
+    """Return all objects that one keeps alive, besides modules, what those hold, and types."""
+    found: dict[int, object] = {}
+    left = [root]
+    while left:
+        one = left.pop()
+        if id(one) in found or isinstance(one, type | ModuleType):
+            continue
+        found[id(one)] = one
+        if isinstance(one, FunctionType):
+            left += [one.__defaults__, one.__kwdefaults__, one.__closure__]
+        else:
+            left += gc.get_referents(one)
+    return found
+
+
+def _kept_by_a_thread() -> set[str]:
+    ddp = DistributedDataParallel(nn.Linear(2, 1))
+    wire = _NotedWire()
+    ddp.register_comm_hook(pe.HookState(wire=wire), pe.comm_hook)
+    ddp(torch.ones(1, 2)).sum().backward()
+    (callback,) = wire.noted
+    return {type(one).__name__ for one in _reached(callback).values()}
+
+
+def test_a_thread_of_the_backend_is_not_the_last_to_hold_its_group(ranks):
+    """It would join itself, and end the process; nobody waits until it has let go of what it called back."""
+    for kept in ranks(2).run(_kept_by_a_thread):
+        assert "RollCall" in kept and not kept & {"ProcessGroup", "TorchDist", "HookState"}

@@ -146,12 +146,6 @@ class HookState:
             self._wire_buffers = others | {id(params[0]): buffer}
         return buffer
 
-    def checked(self, landed: Tensor, bucket: Any) -> Tensor:
-        """Return a bucket that has landed; of one that is not finite, and so not used, nothing is kept."""
-        if keeps_residual(self.wire):
-            self.memory.drop_of(bucket.parameters()[0], ~torch.isfinite(landed.sum()))
-        return landed
-
     def _wire_for(self, bucket: Any, flat: Tensor, params: Sequence[Tensor]) -> Wire:
         """Return the wire of a bucket, with what was kept of its parameters in another one."""
         ends = itertools.accumulate(param.numel() for param in params)
@@ -225,9 +219,22 @@ def _mean(state: HookState, bucket: Any) -> Future[torch.Tensor]:
             before=lambda one: one / world_size if folds else None,
             after=lambda one: None if folds else one / world_size,
         )
-        return work, lambda: state.checked(land(), bucket)
+        if keeps_residual(state.wire):
+            return work, _if_finite(land, state.memory, bucket.parameters()[0])
+        return work, land
 
     return exchange(state, bucket, start, failures=[])
+
+
+def _if_finite(land: Callable[[], Tensor], memory: WireMemory, param: Tensor) -> Callable[[], Tensor]:
+    """Let a bucket land; of one that is not finite, and so not used, no residual is kept."""
+
+    def checked() -> Tensor:
+        landed = land()
+        memory.drop_of(param, ~torch.isfinite(landed.sum()))
+        return landed
+
+    return checked
 
 
 def exchange(
