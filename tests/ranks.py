@@ -254,8 +254,9 @@ def _serve(pipe: Any) -> None:
 
     torch.set_num_threads(1)
     pipe.send(True)
+    known = 0
     while True:
-        gc.freeze()  # modules and caches, which live as long as the process: the rest is soon looked through
+        known = _freeze(known)
         try:
             sys.path[:] = pipe.recv()
             fn, args, kwargs, place = pipe.recv()
@@ -278,6 +279,20 @@ def _serve(pipe: Any) -> None:
             _part()
         faulthandler.cancel_dump_traceback_later()
         pipe.send(answer)
+        del fn, args, kwargs, answer
+
+
+def _freeze(known: int) -> int:
+    """Where more modules than `known` are loaded, spare the collections to come what those hold; return how
+    many there are.
+
+    Most of what a process holds are torch's modules, and the end of each run looks through all that is not
+    frozen. Garbage must not be frozen with them: it would keep its groups and their threads for good.
+    """
+    if len(sys.modules) > known:
+        gc.collect()
+        gc.freeze()
+    return len(sys.modules)
 
 
 def _meet(backend: str, rank: int, world: int, store: str) -> None:

@@ -101,13 +101,13 @@ def test_a_rank_that_is_stopped_in_a_reduction_is_an_error_behind_the_groups_tim
 
 def _all_killed(note: str) -> None:
     """Tell which file the ranks share, then have all of them killed in a window."""
+    before = _inodes(Path("/proc/self"))  # of earlier tests' engines, which other workers may still have
     model = nn.Linear(100, 100)
     sync = pe.GradSync(model, shared_memory=True)
     with sync.accumulate():
         sync.backward(model(torch.ones(1, 100)).sum())
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "memfd:pyengine" in line:
-            Path(note).write_text(line.split()[4])
+    (inode,) = _inodes(Path("/proc/self")) - before
+    Path(note).write_text(inode)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -118,13 +118,15 @@ def test_of_ranks_that_are_all_killed_nothing_is_left(ranks, tmp_path):
     ends = ranks(3).ends(60, _all_killed, str(note))
     assert [end.exit_code for end in ends] == [-signal.SIGKILL] * 3
     inode = note.read_text()
-    assert not [pid for pid in Path("/proc").glob("[0-9]*") if f" {inode} " in _maps(pid)]
+    assert not [pid for pid in Path("/proc").glob("[0-9]*") if inode in _inodes(pid)]
     if before:
         assert not [name for name in set(os.listdir("/dev/shm")) - before if "pyengine" in name]
 
 
-def _maps(folder: Path) -> str:
+def _inodes(process: Path) -> set[str]:
+    """Return the shared files that a process has mapped; none of one that has ended."""
     try:
-        return "\n".join(line for line in (folder / "maps").read_text().splitlines() if "memfd:py" in line)
+        lines = (process / "maps").read_text().splitlines()
     except OSError:
-        return ""
+        return set()
+    return {line.split()[4] for line in lines if "memfd:pyengine" in line}
