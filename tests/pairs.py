@@ -3,8 +3,7 @@ company.
 
 What breaks, breaks with one value or with two that meet, seldom with three (Kuhn, Wallace, Gallo 2004). So
 of three arguments or more every two values meet in some combination, and of two every value comes once.
-`make faults` runs all combinations. Of what is left, a test that is given the number of ranks runs on three
-by default, the least that is neither a pair nor a power of two; `make test-slow` runs it on the others.
+`make faults` runs all combinations.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from itertools import combinations
 import pytest
 
 _MANY = 3  # axes of which pairs are wanted
-_WORLD = 3  # ranks; of a test without, the nearest that it has
 
 
 def covering(cases: Sequence[Sequence[Hashable]]) -> set[int]:
@@ -52,9 +50,7 @@ def _shown(case: Sequence[Hashable]) -> list[Hashable]:
 
 
 def leave_out(items: Sequence[pytest.Item]) -> None:
-    """Where a test costs a world of processes, mark as exhaustive what others of it show, too, and as slow
-    the other worlds.
-    """
+    """Mark as exhaustive what others of the same test show, too, where it costs a world of processes."""
     tests: dict[tuple[str, bool], list[pytest.Function]] = defaultdict(list)
     for item in items:
         is_costly = isinstance(item, pytest.Function) and "ranks" in item.fixturenames
@@ -63,33 +59,12 @@ def leave_out(items: Sequence[pytest.Item]) -> None:
             tests[item.nodeid.partition("[")[0], is_slow].append(item)
     for same in tests.values():
         cases = [_values(item) for item in same]
-        chosen = covering(cases) if len(cases[0]) >= 2 else range(len(same))
+        if len(cases[0]) < 2:
+            continue
+        chosen = covering(cases)
         for index, item in enumerate(same):
             if index not in chosen:
                 item.add_marker(pytest.mark.exhaustive)
-        left = [same[index] for index in sorted(chosen)]
-        for index in later([_world(item) for item in left]):
-            left[index].add_marker(pytest.mark.slow)
-
-
-def later(worlds: Sequence[int | None]) -> set[int]:
-    """Choose what waits for `make test-slow`.
-
-    Args:
-        worlds: by case of one test, the number of ranks that it is given, if it is.
-
-    Returns:
-        Their places.
-    """
-    known = [world for world in worlds if world is not None]
-    usual = min(known, key=lambda world: (abs(world - _WORLD), world), default=None)
-    return {index for index, world in enumerate(worlds) if world not in (None, usual)}
-
-
-def _world(item: pytest.Function) -> int | None:
-    """Return the number of ranks that a test is given."""
-    world = item.callspec.params.get("world") if hasattr(item, "callspec") else None
-    return world if isinstance(world, int) else None
 
 
 def _values(item: pytest.Function) -> list[Hashable]:

@@ -65,7 +65,6 @@ def _verify(execute: Execute, arguments: Sequence[str]) -> Heard:
     return heard
 
 
-@pytest.mark.slow
 def test_built_in_models_are_identical_with_exact_sums(checked: Verify) -> None:
     heard = checked("--steps", "2", "--micro-batches", "6")
     assert heard.findings == {"gpt": None, "cnn": None}
@@ -222,7 +221,6 @@ def test_command_prints_runs_and_verdict_and_says_it_by_its_exit_code(
     assert main(["verify", *arguments[:1], "subjects:right", *arguments[2:]]) == 0
 
 
-@pytest.mark.slow
 def test_new_processes_record_what_the_session_s_ranks_do(execute: Execute) -> None:
     run = Run("", 1, steps=2, micro_batches=12, accumulator="exact", bucket_cap_mb=25.0, wrap="own", last=1)
     assert on_workers(["subjects:right"], run) == execute(["subjects:right"], run)

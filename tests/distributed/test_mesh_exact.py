@@ -35,7 +35,6 @@ def _wrong(accumulate: int, shape: dict[str, int]) -> list[tuple[float, float, f
     return wrong
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("shape", [{"dp": 2, "cp": 2}, {"dp": 1, "cp": 4}], ids=["2 x 2", "1 x 4"])
 def test_parts_of_ranks_that_share_a_batch_never_overflow(ranks, accumulate, shape):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations, product
 
 import pytest
-from pairs import covering, later
+from pairs import covering
 
 
 def _pairs(cases):
@@ -35,11 +35,3 @@ def test_of_two_arguments_each_value_comes(lengths, num):
 def test_combinations_that_are_not_there_are_not_missed():
     cases = [(0, 0, 0), (0, 1, 1), (1, 0, 1)]
     assert covering(cases) == {0, 1, 2}
-
-
-@pytest.mark.parametrize(
-    ("worlds", "waiting"),
-    [([1, 2, 3, 4], {0, 1, 3}), ([2, 4, 2], {1}), ([1, 2], {0}), ([4, 8], {1}), ([None, 3, None, 2], {3})],
-)
-def test_a_test_runs_on_three_ranks_or_the_nearest_number_that_it_has(worlds, waiting):
-    assert later(worlds) == waiting
