@@ -20,6 +20,7 @@ from pyengine.comm.base import Work
 from pyengine.comm.shared_memory import problems_of_sharing, share_memory, wrong_choice
 from pyengine.comm.staged import Staged
 from pyengine.gradients.ddp.callbacks import Callbacks
+from pyengine.gradients.ddp.passes import Passes
 from pyengine.gradients.ddp.staged_buckets import StagedBuckets
 from pyengine.gradients.ddp.wire_buffer import WireBuffer
 from pyengine.ops.device import runs_ahead
@@ -30,12 +31,10 @@ from pyengine.wire.base import is_encoded
 from pyengine.wire.cast import as_wire, wire_problems
 from pyengine.wire.memory import Place, WireMemory, keeps_residual
 
-# A bucket under way, and what is to be done when it has landed: returns the bucket's buffer, `[numel]`,
-# DDP's.
-Launched = tuple[Work, Callable[[], Tensor]]
-# What to multiply in, 0-dim, given a 0-dim one of the type in which the bucket is multiplied; None for
-# nothing.
-Scale = Callable[[Tensor], Tensor | None]
+# What is to be done when a bucket has landed: returns its buffer, `[numel]`, DDP's.
+Land = Callable[[], Tensor]
+# A bucket under way, and that.
+Launched = tuple[Work, Land]
 
 
 class HookState:
@@ -210,15 +209,13 @@ def _mean(state: HookState, bucket: Any) -> Future[torch.Tensor]:
     or after a wide sum.
     """
     world_size, folds = dist.get_world_size(state.group), state.wire.folds_count
+    passes = Passes(
+        before=lambda one: one / world_size if folds else None,
+        after=lambda one: None if folds else one / world_size,
+    )
 
     def start(comm: TorchDist) -> Launched:
-        work, land = launch(
-            state,
-            bucket,
-            comm,
-            before=lambda one: one / world_size if folds else None,
-            after=lambda one: None if folds else one / world_size,
-        )
+        work, land = launch(state, bucket, comm, passes)
         if keeps_residual(state.wire):
             return work, _if_finite(land, state.memory, bucket.parameters()[0])
         return work, land
@@ -226,7 +223,7 @@ def _mean(state: HookState, bucket: Any) -> Future[torch.Tensor]:
     return exchange(state, bucket, start, failures=[])
 
 
-def _if_finite(land: Callable[[], Tensor], memory: WireMemory, param: Tensor) -> Callable[[], Tensor]:
+def _if_finite(land: Land, memory: WireMemory, param: Tensor) -> Land:
     """Let a bucket land; of one that is not finite, and so not used, no residual is kept."""
 
     def checked() -> Tensor:
@@ -285,24 +282,14 @@ def exchange(
     return state.call_back(future, lambda future: finish(future.value))
 
 
-def launch(
-    state: HookState,
-    bucket: Any,
-    comm: TorchDist,
-    *,
-    before: Scale,
-    after: Scale,
-    fill: Callable[[Tensor, Tensor], bool] = lambda flat, scale: False,
-) -> Launched:
+def launch(state: HookState, bucket: Any, comm: TorchDist, passes: Passes) -> Launched:
     """Start to sum a bucket over `state.wire`.
 
     Args:
         state: the hook's.
         bucket: DDP's.
         comm: transport.
-        before, after: what to multiply in on the way to the wire and from it.
-        fill: writes the bucket into a flat buffer, `[numel]` in the wire's type, times a float32 0-dim scale;
-            False leaves that to us.
+        passes: over the bucket.
 
     Returns:
         The all-reduce, and what writes its result back into the bucket's buffer.
@@ -312,31 +299,34 @@ def launch(
     """
     flat: Tensor = bucket.buffer()
     if flat.dtype not in DTYPE_CODES:
-        return _launch_wide(state, bucket, comm, before, after)
+        return _launch_wide(state, bucket, comm, passes)
     buffer = state.wire_buffer(bucket)
     wire = buffer.wire
-    into, out_of = before(buffer.one), after(buffer.one)
+    into, out_of = passes.before(buffer.one), passes.after(buffer.one)
     is_moved = wire.folds_count or wire.dtype != flat.dtype
     moved = buffer.flat(comm) if is_moved else flat
     scale = buffer.one if into is None else into
-    if not fill(moved, scale) and is_moved:
+    if not passes.fill(moved, scale) and is_moved:
         buffer.plan.pack_(moved, [flat], scale)
 
     def land() -> Tensor:
-        if is_moved or out_of is not None:
-            buffer.plan.unpack_([flat], moved, buffer.one if out_of is None else out_of)
+        writes, scale = is_moved or out_of is not None, buffer.one if out_of is None else out_of
+        if passes.norms is not None:
+            passes.norms.land_flat(moved, flat, scale, writes=writes)
+        elif writes:
+            buffer.plan.unpack_([flat], moved, scale)
         return flat
 
     return wire.all_reduce_(moved, comm), land
 
 
-def _launch_wide(state: HookState, bucket: Any, comm: TorchDist, before: Scale, after: Scale) -> Launched:
+def _launch_wide(state: HookState, bucket: Any, comm: TorchDist, passes: Passes) -> Launched:
     """Send gradients wider than every wire (float64): as they are,
     unless the wire is there to make them narrow.
     """
     flat: Tensor = bucket.buffer()
     one = torch.ones((), dtype=flat.dtype, device=flat.device)
-    into, out_of = before(one), after(one)
+    into, out_of = passes.before(one), passes.after(one)
     if into is None and not is_encoded(state.wire):
         return comm.all_reduce(flat), lambda: flat if out_of is None else flat.mul_(out_of)
     buffer = state.wire_buffer(bucket)

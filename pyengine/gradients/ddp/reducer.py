@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.comm.base import Comm, Work, by_dtype
 from pyengine.gradients.accumulator import sum_dtype
+from pyengine.gradients.ddp.bucket_norms import AllBucketNorms
 from pyengine.gradients.ddp.hook import HookState, comm_hook, leave_unreduced
 from pyengine.gradients.ddp.private import Drive, publish, reduced_parameters
 from pyengine.gradients.ddp.reduction import Reduction
@@ -75,7 +76,8 @@ class DDPReducer:
         self._comm = state.comm(self.params[0].device)
         self._one = torch.ones((), device=self.params[0].device)
         index = {p: i for i, p in enumerate(self.params)}
-        self._norms = [  # of the parameters of each dtype
+        self._landed = AllBucketNorms(index)
+        self._norms = [  # of `.grad`, by dtype
             (
                 group,
                 SlotNorms(packed([p.numel() for p in group]), [index[p] for p in group], self._one.device),
@@ -199,7 +201,7 @@ class DDPReducer:
             self._sums.match_buckets()
         divisor = Divisor(header.inv_count, self._state.wire, in_place=self.in_place)
         self._state.memory.begin(header.position[0])
-        reduction = Reduction(self._state, header, divisor, self._sums, self._watched)
+        reduction = Reduction(self._state, header, divisor, self._sums, self._watched, self._landed)
         if self._shares_used and self._drive.searches:
             # What earlier micro-batches used: they have left no `.grad`, which DDP would want to see.
             self._drive.forget()
@@ -231,7 +233,7 @@ class DDPReducer:
             reduction.failures.append(error)
 
     def finish(self, final: FinalPass) -> None:
-        """Read `.grad` once: DDP has waited and written it already."""
+        """Hand over what was read as buckets landed: DDP has waited, and written `.grad` already."""
         reduction = self._reduction
         if reduction is not None and reduction.failures:
             self._state.reduce = leave_unreduced
@@ -244,8 +246,9 @@ class DDPReducer:
         if reduction is not None and reduction.used is not None:
             self._drop_unused(reduction, *reduction.used)
         self._reduction = None
-        for params, norms in self._norms:
-            norms.read([slot_gradient(param) for param in params], None, self._one, final)
+        if reduction is None or not self._landed.settle(final):
+            for params, norms in self._norms:
+                norms.read([slot_gradient(param) for param in params], None, self._one, final)
         if reduction is not None:
             reduction.divisor.leave_to(final)
         self._was_rebuilt = self._ddp._has_rebuilt_buckets

@@ -10,7 +10,9 @@ from torch.futures import Future
 
 from pyengine.comm import TorchDist
 from pyengine.comm.base import Work
+from pyengine.gradients.ddp.bucket_norms import AllBucketNorms
 from pyengine.gradients.ddp.hook import HookState, Launched, completed, exchange, launch
+from pyengine.gradients.ddp.passes import Passes
 from pyengine.gradients.ddp.sums import ExactBucketSum, Fp32BucketSum, Sums, Watched
 from pyengine.window.divisor import Divisor
 from pyengine.window.header import Header
@@ -25,6 +27,7 @@ class Reduction:
         divisor: of the window.
         sums: of earlier micro-batches, in memory of their own; None if autograd keeps them in `.grad`.
         watched: looks at every micro-batch for inf and nan.
+        norms: of what lands.
 
     Attributes:
         header, divisor: as given.
@@ -40,10 +43,17 @@ class Reduction:
     """
 
     def __init__(
-        self, state: HookState, header: Header, divisor: Divisor, sums: Sums | None, watched: Watched | None
+        self,
+        state: HookState,
+        header: Header,
+        divisor: Divisor,
+        sums: Sums | None,
+        watched: Watched | None,
+        norms: AllBucketNorms,
     ) -> None:
         self._state, self.header, self.divisor = state, header, divisor
-        self._sums, self._watched = sums, watched
+        self._sums, self._watched, self._norms = sums, watched, norms
+        norms.begin()
         self.is_complete = self.poison = False
         self.failures: list[Exception] = []
         self.under_way: list[tuple[Any, Any]] = []
@@ -74,8 +84,9 @@ class Reduction:
 
     def _start(self, bucket: Any, comm: TorchDist) -> Launched:
         total = None if self._sums is None else self._sums.of(bucket)
+        norms = self._norms.of(bucket)
         if isinstance(total, ExactBucketSum):
-            return total.launch(bucket.buffer(), self.divisor.after_wire, poison=self.poison)
+            return total.launch(bucket.buffer(), self.divisor.after_wire, norms, poison=self.poison)
 
         def fill(flat: Tensor, scale: Tensor) -> bool:
             if self.poison:
@@ -83,11 +94,10 @@ class Reduction:
                 return True
             return isinstance(total, Fp32BucketSum) and total.fill(bucket.buffer(), flat, scale)
 
-        return launch(
-            self._state,
-            bucket,
-            comm,
+        passes = Passes(
             before=lambda _: self.divisor.before_wire(),
             after=lambda _: self.divisor.after_wire(),
             fill=fill,
+            norms=norms,
         )
+        return launch(self._state, bucket, comm, passes)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.comm.base import by_dtype
+from pyengine.gradients.ddp.bucket_norms import BucketNorms
 from pyengine.gradients.ddp.hook import Launched
 from pyengine.gradients.param_sums import ExactParamSum, ParamSum, aligned, packed
 from pyengine.gradients.slots import Saved, load_parts, saved_flags, slot_gradient
@@ -185,12 +186,15 @@ class ExactBucketSum(ExactParamSum):
     wire.
     """
 
-    def launch(self, flat: Tensor, after: Callable[[], Tensor | None], *, poison: bool) -> Launched:
+    def launch(
+        self, flat: Tensor, after: Callable[[], Tensor | None], norms: BucketNorms, *, poison: bool
+    ) -> Launched:
         """Add the last gradients, which lie in DDP's buffer, and start to sum over all ranks into it.
 
         Args:
             flat: DDP's buffer, `[numel]`, read and later written.
             after: returns what is still to be multiplied in, float32, 0-dim; None for nothing.
+            norms: read what lands.
             poison: void the window.
 
         Cost: the deposit and the rounds of `ExactOverRanks`; when they have landed, 8 bytes an element to
@@ -202,7 +206,9 @@ class ExactBucketSum(ExactParamSum):
         scale = after()
 
         def land() -> Tensor:
-            self._plan.unpack_(grads, self._exact.rounded, self._one if scale is None else scale)
+            slots = zip(self._plan.offsets, self._plan.numels, strict=True)
+            rounded = [self._exact.rounded[offset : offset + numel] for offset, numel in slots]
+            norms.land(rounded, flat, self._one if scale is None else scale, writes=True)
             return flat
 
         return work, land
