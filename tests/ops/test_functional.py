@@ -239,7 +239,8 @@ PLAIN = {
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize("call", PLAIN, ids=lambda call: call.__name__)
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_inductor_traces_through_without_a_graph_break(call, place, request):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compilers_trace_through_without_a_graph_break(call, place, backend, request):
     if place == "cuda":
         request.getfixturevalue("gpu")
     # Integers and a power of two: every result but a norm is exact.
@@ -248,7 +249,7 @@ def test_inductor_traces_through_without_a_graph_break(call, place, request):
     values = [value.to(place) for value in (*values, torch.tensor(0.5))]
     eager, compiled = clone(values), clone(values)
     want = call(*eager)
-    got = torch.compile(call, fullgraph=True, backend="inductor")(*compiled)
+    got = torch.compile(call, fullgraph=True, backend=backend)(*compiled)
     exact = PLAIN[call](*[value.double() for value in values])
     for left, right, plain in zip(
         *(r if isinstance(r, tuple) else (r,) for r in (got, want, exact)), strict=True
