@@ -231,8 +231,7 @@ $(INSTALLED): $(INSTALLED_RUN) requirements-dev.txt
 	$(PIP) $(QUIET) -r requirements-dev.txt
 	touch $@
 
-# pip, which works beside it in `run`, is one process among the compiler's: it goes first.
-COMPILE = nice $(BIN)/python setup.py --quiet build_ext --inplace > $@.log 2>&1 || { cat $@.log; exit 1; }
+COMPILE = $(BIN)/python setup.py --quiet build_ext --inplace > $@.log 2>&1 || { cat $@.log; exit 1; }
 
 NO_NVCC := NOTE: a CUDA device, but no nvcc: THE CORE GETS NO CUDA KERNELS. To have them, put nvcc (12.8 or newer) \
     on PATH or set CUDACXX, then: rm $(CORE) && make

@@ -225,7 +225,7 @@ class BucketReducer:
         self._norms.settle(final)
         final.void = void_beside([bucket.flags for bucket in self._buckets], final.void)
         self._divisor.leave_to(final)
-        drop_unused(self._buckets)
+        final.leave_out(drop_unused(self._buckets))
 
     def scale_(self, scale: Tensor) -> None:
         for bucket in self._buckets:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyengine.ops.plan import BucketPlan
-from pyengine.ops.pointers import Pointers
+from pyengine.ops.pointers import Pointers, TensorList
 from pyengine.window.final_pass import FinalPass
 
 
@@ -58,7 +58,9 @@ class LandedNorms:
         """Start a window: nothing of it has been read."""
         self._nonfinite.zero_()
 
-    def read(self, index: int, sources: Pointers, out: Pointers | None, scale: Tensor) -> None:
+    def read(
+        self, index: int, sources: TensorList | Pointers, out: TensorList | Pointers | None, scale: Tensor
+    ) -> None:
         """Read a bucket once, times `scale`.
 
         Args:

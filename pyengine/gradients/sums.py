@@ -150,15 +150,7 @@ class SlotNorms:
 
         Cost: reads one element; writes one if `out` is given.
         """
-        self.take(sources, out, scale)
-        self.hand_over(final)
-
-    def take(self, sources: TensorList | Pointers, out: TensorList | Pointers | None, scale: Tensor) -> None:
-        """Do the pass of `read`, and keep what it finds."""
         self._plan.unscale_norm(sources, out, scale, sumsq=self._sumsq, nonfinite=self._nonfinite.zero_())
-
-    def hand_over(self, final: FinalPass) -> None:
-        """Leave in `final` what the last `take` has found."""
         final.sumsq.index_copy_(0, self.params, self._sumsq)
         final.nonfinite.index_copy_(0, self.params, self._nonfinite)
 

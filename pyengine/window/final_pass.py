@@ -9,11 +9,13 @@ later buckets travel.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Real
 
 import torch
 from torch import Tensor
 
+from pyengine.ops.device import send
 from pyengine.ops.plan import add_up
 from pyengine.window.holdings import Holdings
 from pyengine.window.nonfinite import is_not_finite
@@ -72,6 +74,18 @@ class FinalPass:
             self.void = void.float()
         self._root = total.sqrt()
         self.overflow = self.found_inf = is_not_finite(total + self.void).float()
+
+    def leave_out(self, params: Sequence[int]) -> None:
+        """Do not count parameters that no rank has used: what lands of one are the residuals of a wire, which
+        go nowhere.
+
+        Args:
+            params: registration indices.
+        """
+        if params:
+            index = send(params, torch.int64, self.sumsq.device)
+            self.sumsq.index_fill_(0, index, 0)
+            self.nonfinite.index_fill_(0, index, 0)
 
     def forbid(self, flag: Tensor) -> None:
         """Let the step be skipped if `flag` (bool, 0-dim, on the device) is set."""

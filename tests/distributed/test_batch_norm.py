@@ -133,7 +133,13 @@ def _single(ranks, *case) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("micro_batches", [12, *rest(8)])
 @pytest.mark.parametrize(
-    ("kind", "world"), [*itertools.product(KINDS, [1, 2, 3, 4, 6, 8]), ("fsdp", 2), ("fsdp", 3)]
+    ("kind", "world"),
+    [
+        *itertools.product(KINDS, [1, 2, 3, 4, 8]),
+        ("fsdp", 2),
+        ("fsdp", 3),
+        *rest(*itertools.product(KINDS, [6])),
+    ],
 )
 def test_every_world_size_gives_the_same_bits(ranks, kind, world, micro_batches):
     alone = _single(ranks, micro_batches, "plain")
@@ -141,7 +147,9 @@ def test_every_world_size_gives_the_same_bits(ranks, kind, world, micro_batches)
         assert digests == alone
 
 
-@pytest.mark.parametrize("variant", VARIANTS[1:])
+@pytest.mark.parametrize(
+    "variant", [pytest.param(v, marks=pytest.mark.slow) if v == "compiled" else v for v in VARIANTS[1:]]
+)
 @pytest.mark.parametrize("kind", ["own", *rest("attach")])
 def test_every_use_of_batch_norm_gives_the_same_bits(ranks, kind, variant):
     alone = _single(ranks, 8, variant)

@@ -96,6 +96,42 @@ def test_what_has_arrived_over_many_windows_lacks_what_one_window_loses(ranks, k
         assert far <= most + 40 * 8 * 8 * 2.0**-24
 
 
+class _Partly(_Fixed):
+    """It uses its last parameter only as long as it `uses_all`."""
+
+    uses_all = True
+
+    def forward(self, scale: float) -> Tensor:
+        return super().forward(scale) if self.uses_all else (self.params[0] * self.targets[0]).sum() * scale
+
+
+def _norms_beside_an_unused_parameter(kind: str) -> list[tuple[float, float]]:
+    model = _Partly(me()[0])
+    sync, forward = engine(kind, model, accumulate=1, wire=WIRE)
+    found = []
+    for window in sync.windows(range(3)):
+        for _ in window:
+            sync.backward(forward(1.0))
+        sync.unscale_()
+        norm = float(sync.clip_grad_norm_(float("inf")))
+        grads = [param.grad.double() for param in model.params if param.grad is not None]
+        found.append((norm, float(torch.cat(grads).norm())))
+        assert len(grads) == (3 if model.uses_all else 1)
+        model.uses_all = False
+        for param in model.params:
+            param.grad = None
+    return found
+
+
+@pytest.mark.parametrize("world", [2, *rest(1, 3, 4)])
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_what_a_parameter_that_nobody_used_has_left_on_the_wire_is_not_in_the_norm(ranks, kind, world):
+    for found in ranks(world).run(_norms_beside_an_unused_parameter, kind):
+        for norm, of_grads in found:
+            # A residual of one value in a hundred makes five times as much; a norm is told in float32.
+            assert norm == pytest.approx(of_grads, rel=1e-6)
+
+
 def _hook_means() -> tuple[float, float]:
     rank, world = me()
     model = _Fixed(rank)

@@ -1,9 +1,11 @@
 """Norms of DDP's buckets, read as they land (pyengine/gradients/ddp/bucket_norms.py)."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 
-from pyengine.gradients.ddp.bucket_norms import AllBucketNorms
+from pyengine.gradients.ddp.bucket_norms import BucketNorms
 from pyengine.window.final_pass import FinalPass
 
 ONE = torch.ones(())
@@ -23,60 +25,84 @@ class Bucket:
         return self._flat
 
 
-def three() -> tuple[list[Tensor], AllBucketNorms, Bucket, Bucket]:
+def three() -> tuple[list[Tensor], BucketNorms, Bucket, Bucket]:
     """Parameters of 2, 3 and 1 elements; the last two lie in the first bucket, in the order of readiness."""
     params = [torch.empty(2), torch.empty(3), torch.empty(1)]
-    norms = AllBucketNorms({param: index for index, param in enumerate(params)})
+    norms = BucketNorms({param: index for index, param in enumerate(params)}, CPU)
     first = Bucket([params[2], params[1]], torch.tensor([1.0, 2.0, 2.0, 2.0]))
-    return params, norms, first, Bucket([params[0]], torch.tensor([3.0, 4.0]))
-
-
-def land(norms: AllBucketNorms, bucket: Bucket) -> None:
-    flat = bucket.buffer()
-    norms.of(bucket).land_flat(flat, flat, ONE, writes=False)
-
-
-def test_every_parameter_s_sum_of_squares_goes_to_its_place() -> None:
-    _, norms, first, second = three()
+    second = Bucket([params[0]], torch.tensor([3.0, 4.0]))
+    norms.lay_out([first, second])
     norms.begin()
-    land(norms, first)
+    return params, norms, first, second
+
+
+def land(norms: BucketNorms, bucket: Bucket) -> None:
+    one = norms.of(bucket)
+    assert one is not None
+    one.land_flat(bucket.buffer(), bucket.buffer(), ONE, writes=False)
+
+
+def test_every_parameter_s_sum_of_squares_goes_to_its_place():
+    _, norms, first, second = three()
     land(norms, second)
+    land(norms, first)
     final = FinalPass(3, CPU)
     assert norms.settle(final)
-    assert torch.equal(final.sumsq, torch.tensor([25.0, 12.0, 1.0], dtype=torch.float64))
-    assert torch.equal(final.nonfinite, torch.zeros(3, dtype=torch.uint8))
+    assert final.sumsq.tolist() == [25, 12, 1]
+    assert final.nonfinite.tolist() == [0, 0, 0]
 
 
-def test_what_travelled_narrow_is_written_and_read_as_it_was_rounded() -> None:
+def test_what_travelled_narrow_is_written_and_read_as_it_was_rounded():
     _, norms, first, second = three()
-    norms.begin()
     land(norms, second)
     moved = torch.tensor([2.0, 4.0, float("inf"), 4.0], dtype=torch.bfloat16)
-    norms.of(first).land_flat(moved, first.buffer(), torch.tensor(0.5), writes=True)
+    one = norms.of(first)
+    assert one is not None
+    one.land_flat(moved, first.buffer(), torch.tensor(0.5), writes=True)
     final = FinalPass(3, CPU)
     assert norms.settle(final)
-    assert torch.equal(first.buffer(), torch.tensor([1.0, 2.0, float("inf"), 2.0]))
+    assert first.buffer().tolist() == [1, 2, float("inf"), 2]
     assert final.sumsq[2] == 1
-    assert torch.equal(final.nonfinite, torch.tensor([0, 1, 0], dtype=torch.uint8))
+    assert final.nonfinite.tolist() == [0, 1, 0]
 
 
-def test_a_bucket_that_has_not_landed_in_this_window_is_told() -> None:
+def test_without_a_bucket_of_this_window_nothing_is_handed_over():
     _, norms, first, second = three()
-    norms.begin()
     land(norms, first)
     land(norms, second)
     norms.begin()
     land(norms, first)
     norms.of(second)  # handed out, and lost
+    final = FinalPass(3, CPU)
+    assert not norms.settle(final)
+    assert final.sumsq.tolist() == [0, 0, 0]
+
+
+def test_a_bucket_that_lands_late_is_of_its_own_window():
+    _, norms, first, second = three()
+    late = norms.of(second)
+    assert late is not None
+    norms.begin()
+    land(norms, first)
+    late.land_flat(second.buffer(), second.buffer(), ONE, writes=False)
     assert not norms.settle(FinalPass(3, CPU))
 
 
-def test_buckets_that_ddp_has_rebuilt_have_norms_of_their_own() -> None:
+def test_buckets_that_ddp_has_rebuilt_are_laid_out_anew():
     params, norms, first, _ = three()
+    rebuilt = Bucket(params[::-1], torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0, 0.0]))
+    assert norms.of(rebuilt) is None
+    norms.lay_out([rebuilt])
     norms.begin()
-    land(norms, first)
-    norms.begin()
-    land(norms, Bucket(params[::-1], torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0, 0.0])))
+    assert norms.of(first) is None
+    land(norms, rebuilt)
     final = FinalPass(3, CPU)
     assert norms.settle(final)
-    assert torch.equal(final.sumsq, torch.tensor([4.0, 3.0, 1.0], dtype=torch.float64))
+    assert final.sumsq.tolist() == [4, 3, 1]
+
+
+def test_a_bucket_of_a_parameter_that_is_not_known_is_left_alone():
+    params, norms, *_ = three()
+    strange = Bucket([params[0], torch.empty(1)], torch.tensor([3.0, 4.0, 5.0]))
+    norms.lay_out([strange])
+    assert norms.of(strange) is None

@@ -284,19 +284,23 @@ def _described(dtype: torch.dtype, device: torch.device, shape: torch.Size, stri
     return f"{str(dtype).removeprefix('torch.')} {list(shape)} with strides {list(strides)} on {device}"
 
 
-def drop_unused(buckets: Sequence[BucketAccumulator]) -> None:
-    """Set `.grad` to None where no rank used the parameter, once all buckets are published.
+def drop_unused(buckets: Sequence[BucketAccumulator]) -> list[int]:
+    """Set `.grad` to None where no rank used the parameter, once all buckets are published; return the
+    registration indices of these.
 
     Cost: the host waits once, if this rank left some parameter unused.
     """
     partly = [(bucket, used) for bucket in buckets if (used := bucket.used_anywhere()) is not None]
     if not partly:
-        return
+        return []
+    dropped = []
     kept = iter(Readback(torch.cat([used for _, used in partly])).get())
     for bucket, _ in partly:
-        for param in bucket.params:
+        for param, slot in zip(bucket.params, bucket.bucket.slots, strict=True):
             if not next(kept):
                 param.grad = None
+                dropped.append(slot.param)
+    return dropped
 
 
 def _column(rows: Sequence[Tensor], index: int) -> dict[str, Tensor]:

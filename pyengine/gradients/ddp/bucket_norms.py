@@ -3,33 +3,100 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyengine.gradients.landed_norms import LandedNorms, NormSlots
 from pyengine.gradients.param_sums import packed
-from pyengine.gradients.sums import SlotNorms
+from pyengine.ops.device import runs_ahead
 from pyengine.window.final_pass import FinalPass
+
+# Elements of the narrowest type in the widest access.
+PHASE = 8
 
 
 class BucketNorms:
-    """The norms of one bucket's parameters, which lie in its buffer one after the other.
+    """The norms of all of DDP's buckets, as they are laid out now.
+
+    On an accelerator a bucket with a parameter behind one of an odd size is left to whoever reads `.grad`: it
+    would be read an element at a time.
 
     Args:
-        params: registration indices, in the bucket's order.
-        numels: theirs.
+        index: registration indices of the reduced parameters.
         device: where they lie.
-
-    Attributes:
-        params: as given.
-        has_landed: whether the bucket has, since it was handed out.
     """
 
-    def __init__(self, params: Sequence[int], numels: Sequence[int], device: torch.device) -> None:
-        self.params, self._numels = params, numels
-        self._norms = SlotNorms(packed(numels), params, device)
-        self.has_landed = False
+    def __init__(self, index: Mapping[Any, int], device: torch.device) -> None:
+        self._index, self._device = index, device
+        self._norms = LandedNorms([], device)
+        self._places: dict[tuple[int | None, ...], int] = {}
+        self._landed: set[int] = set()
+
+    def lay_out(self, buckets: Sequence[Any]) -> None:
+        """Get ready for DDP's buckets, whose buffers hold zeros; where no collective is under way.
+
+        Cost: on an accelerator a read of the buffers. What a plan has there is made by its first use, which
+        waits for the device: not when a bucket lands, when that would be for the other ranks.
+        """
+        slots: list[NormSlots] = []
+        self._places = {}
+        for bucket in buckets:
+            params = bucket.parameters()
+            places, plan = self._places_of(params), packed([param.numel() for param in params])
+            is_even = not runs_ahead(self._device) or all(offset % PHASE == 0 for offset in plan.offsets)
+            if is_even and None not in places:
+                self._places[places] = len(slots)
+                slots.append(NormSlots(plan, [self._index[param] for param in params]))
+        self._norms = LandedNorms(slots, self._device)
+        if runs_ahead(self._device):
+            one = torch.ones((), device=self._device)
+            for norms, bucket in ((self.of(bucket), bucket) for bucket in buckets):
+                if norms is not None:
+                    norms.land_flat(bucket.buffer(), bucket.buffer(), one, writes=False)
+
+    def begin(self) -> None:
+        """Start a window: no bucket of it has landed."""
+        self._norms.begin()
+        self._landed = set()
+
+    def of(self, bucket: Any) -> OneBucket | None:
+        """Return what reads a bucket when it lands; None if that is none of those laid out."""
+        index = self._places.get(self._places_of(bucket.parameters()))
+        if index is None:
+            return None
+        return OneBucket(self._norms, index, [param.numel() for param in bucket.parameters()], self._landed)
+
+    def settle(self, final: FinalPass) -> bool:
+        """Hand over what was read if all buckets have landed in this window and hold every parameter; say
+        whether they do.
+        """
+        num = sum(len(places) for places, index in self._places.items() if index in self._landed)
+        if num == len(self._index):
+            self._norms.settle(final)
+        return num == len(self._index)
+
+    def _places_of(self, params: Sequence[Any]) -> tuple[int | None, ...]:
+        return tuple(map(self._index.get, params))
+
+
+@dataclass(frozen=True)
+class OneBucket:
+    """One of them, on its way.
+
+    Attributes:
+        norms: of all.
+        index: of the bucket there.
+        numels: of its parameters, which lie in its buffer one after the other.
+        landed: indices of those that have; it is added when it does.
+    """
+
+    norms: LandedNorms
+    index: int
+    numels: Sequence[int]
+    landed: set[int]
 
     def land(self, sources: Sequence[Tensor], flat: Tensor, scale: Tensor, *, writes: bool) -> None:
         """Read what has landed once, times `scale`, on whichever thread; with `writes` into the buffer.
@@ -41,49 +108,9 @@ class BucketNorms:
 
         Cost: reads one element; with `writes` writes one.
         """
-        self._norms.take(sources, flat.split(self._numels) if writes else None, scale)
-        self.has_landed = True
+        self.norms.read(self.index, sources, flat.split(self.numels) if writes else None, scale)
+        self.landed.add(self.index)
 
     def land_flat(self, moved: Tensor, flat: Tensor, scale: Tensor, *, writes: bool) -> None:
         """Do as `land` for what has travelled as the buffer lies; `moved`, `[numel]`, may be `flat`."""
-        self.land(moved.split(self._numels), flat, scale, writes=writes)
-
-    def hand_over(self, final: FinalPass) -> None:
-        """Leave in `final` what was read."""
-        self._norms.hand_over(final)
-
-
-class AllBucketNorms:
-    """The norms of all of DDP's buckets.
-
-    Args:
-        index: registration indices of the reduced parameters.
-    """
-
-    def __init__(self, index: Mapping[Any, int]) -> None:
-        self._index = index
-        self._known: dict[tuple[int, ...], BucketNorms] = {}  # DDP rebuilds its buckets once
-        self._handed_out: list[BucketNorms] = []
-
-    def begin(self) -> None:
-        """Start a window: no bucket of it has landed."""
-        self._handed_out = []
-
-    def of(self, bucket: Any) -> BucketNorms:
-        """Return what reads a bucket of this window when it lands."""
-        params = bucket.parameters()
-        places = tuple(self._index[param] for param in params)
-        if places not in self._known:
-            numels = [param.numel() for param in params]
-            self._known[places] = BucketNorms(places, numels, bucket.buffer().device)
-        norms = self._known[places]
-        norms.has_landed = False
-        self._handed_out.append(norms)
-        return norms
-
-    def settle(self, final: FinalPass) -> bool:
-        """Hand over what was read as buckets landed; say whether that is every parameter of the window."""
-        landed = [norms for norms in self._handed_out if norms.has_landed]
-        for norms in landed:
-            norms.hand_over(final)
-        return sum(len(norms.params) for norms in landed) == len(self._index)
+        self.land(moved.split(self.numels), flat, scale, writes=writes)

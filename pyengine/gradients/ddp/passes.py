@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pyengine.gradients.ddp.bucket_norms import BucketNorms
+from pyengine.gradients.ddp.bucket_norms import OneBucket
 
 # What to multiply in, 0-dim, given a 0-dim one of the type in which the bucket is multiplied; None for
 # nothing.
@@ -33,4 +33,4 @@ class Passes:
     before: Scale
     after: Scale
     fill: Callable[[Tensor, Tensor], bool] = _leave
-    norms: BucketNorms | None = None
+    norms: OneBucket | None = None

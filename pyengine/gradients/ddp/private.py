@@ -39,10 +39,18 @@ def ignored_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Paramete
     return [(name, param) for name, param in ddp.module.named_parameters() if id(param) not in visible]
 
 
+def zero_buckets(ddp: DistributedDataParallel) -> Sequence[Any]:
+    """Return DDP's buckets as they are laid out now, over new buffers of zeros.
+
+    Cost: writes an element a gradient.
+    """
+    buckets: Sequence[Any] = ddp.reducer._get_zeros_like_grad_buckets()
+    return buckets
+
+
 def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Parameter]]:
     """Return the parameters in DDP's buckets, in the order of its indices: those that it was made for."""
-    buckets = ddp.reducer._get_zeros_like_grad_buckets()
-    reduced = {id(param) for bucket in buckets for param in bucket.parameters()}
+    reduced = {id(param) for bucket in zero_buckets(ddp) for param in bucket.parameters()}
     return [(name, param) for name, param in visible_parameters(ddp) if id(param) in reduced]
 
 

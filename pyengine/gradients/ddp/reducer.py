@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.comm.base import Comm, Work, by_dtype
 from pyengine.gradients.accumulator import sum_dtype
-from pyengine.gradients.ddp.bucket_norms import AllBucketNorms
+from pyengine.gradients.ddp.bucket_norms import BucketNorms
 from pyengine.gradients.ddp.hook import HookState, comm_hook, leave_unreduced
-from pyengine.gradients.ddp.private import Drive, publish, reduced_parameters
+from pyengine.gradients.ddp.private import Drive, publish, reduced_parameters, zero_buckets
 from pyengine.gradients.ddp.reduction import Reduction
 from pyengine.gradients.ddp.sums import ExactBucketSum, Fp32BucketSum, Sums, Watched
 from pyengine.gradients.exact_sums import Terms
@@ -76,7 +76,8 @@ class DDPReducer:
         self._comm = state.comm(self.params[0].device)
         self._one = torch.ones((), device=self.params[0].device)
         index = {p: i for i, p in enumerate(self.params)}
-        self._landed = AllBucketNorms(index)
+        self._landed = BucketNorms(index, self._one.device)
+        self._lay_out_norms()
         self._norms = [  # of `.grad`, by dtype
             (
                 group,
@@ -146,6 +147,8 @@ class DDPReducer:
         """Launch those of forwards that this rank did not run: every rank launches the same ones."""
         if self._drive.rebuild() and self._sums is not None:
             self._sums.lay_out()
+        if self._norms_rebuilt != self._ddp._has_rebuilt_buckets:  # here, or in a forward of DDP's
+            self._lay_out_norms()
         travelled = self._announced and not self._ddp.require_forward_param_sync
         if self._buffers_due and not travelled:
             self._ddp.require_forward_param_sync = True
@@ -250,6 +253,8 @@ class DDPReducer:
             for params, norms in self._norms:
                 norms.read([slot_gradient(param) for param in params], None, self._one, final)
         if reduction is not None:
+            if reduction.without_grad:
+                final.leave_out([index for index, param in enumerate(self.params) if param.grad is None])
             reduction.divisor.leave_to(final)
         self._was_rebuilt = self._ddp._has_rebuilt_buckets
         self._state.await_threads()
@@ -317,6 +322,10 @@ class DDPReducer:
         self._state.release()
         self._drive.release()
         self._ddp.require_backward_grad_sync, self._ddp.require_forward_param_sync = self._ddp_flags
+
+    def _lay_out_norms(self) -> None:
+        self._norms_rebuilt = self._ddp._has_rebuilt_buckets
+        self._landed.lay_out(zero_buckets(self._ddp))
 
     def _send_rest(self, reduction: Reduction) -> None:
         """Send past DDP what it has not sent, and let it forget this backward."""

@@ -10,7 +10,7 @@ from torch.futures import Future
 
 from pyengine.comm import TorchDist
 from pyengine.comm.base import Work
-from pyengine.gradients.ddp.bucket_norms import AllBucketNorms
+from pyengine.gradients.ddp.bucket_norms import BucketNorms
 from pyengine.gradients.ddp.hook import HookState, Launched, completed, exchange, launch
 from pyengine.gradients.ddp.passes import Passes
 from pyengine.gradients.ddp.sums import ExactBucketSum, Fp32BucketSum, Sums, Watched
@@ -49,7 +49,7 @@ class Reduction:
         divisor: Divisor,
         sums: Sums | None,
         watched: Watched | None,
-        norms: AllBucketNorms,
+        norms: BucketNorms,
     ) -> None:
         self._state, self.header, self.divisor = state, header, divisor
         self._sums, self._watched, self._norms = sums, watched, norms

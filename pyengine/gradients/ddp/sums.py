@@ -12,15 +12,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.comm.base import by_dtype
-from pyengine.gradients.ddp.bucket_norms import BucketNorms
+from pyengine.gradients.ddp.bucket_norms import PHASE, OneBucket
 from pyengine.gradients.ddp.hook import Launched
+from pyengine.gradients.ddp.private import zero_buckets
 from pyengine.gradients.param_sums import ExactParamSum, ParamSum, aligned, packed
 from pyengine.gradients.slots import Saved, load_parts, saved_flags, slot_gradient
 from pyengine.gradients.sums import Fp32Sum, SlotNorms
 from pyengine.ops.device import runs_ahead
-
-# Elements of the narrowest type in the widest access.
-_PHASE = 8
 
 
 class Sums:
@@ -114,7 +112,7 @@ class Sums:
         self._is_rebuilt = self._ddp._has_rebuilt_buckets
         self._sums = {
             id(bucket.parameters()[0]): self._make(bucket.parameters())
-            for bucket in self._ddp.reducer._get_zeros_like_grad_buckets()
+            for bucket in zero_buckets(self._ddp)
             if bucket.buffer().dtype in self._dtypes
         }
         for total in self._sums.values():
@@ -141,7 +139,7 @@ class Fp32BucketSum(ParamSum):
     def __init__(self, params: Sequence[Any]) -> None:
         numels, device = [p.numel() for p in params], params[0].device
         self._as_sent = plan = packed(numels)
-        if runs_ahead(device) and any(offset % _PHASE for offset in plan.offsets):
+        if runs_ahead(device) and any(offset % PHASE for offset in plan.offsets):
             plan = aligned(numels)
         self._fp32 = Fp32Sum(plan, torch.zeros(plan.flat_numel, device=device))
         super().__init__(params, plan, self._fp32)
@@ -187,14 +185,14 @@ class ExactBucketSum(ExactParamSum):
     """
 
     def launch(
-        self, flat: Tensor, after: Callable[[], Tensor | None], norms: BucketNorms, *, poison: bool
+        self, flat: Tensor, after: Callable[[], Tensor | None], norms: OneBucket | None, *, poison: bool
     ) -> Launched:
         """Add the last gradients, which lie in DDP's buffer, and start to sum over all ranks into it.
 
         Args:
             flat: DDP's buffer, `[numel]`, read and later written.
             after: returns what is still to be multiplied in, float32, 0-dim; None for nothing.
-            norms: read what lands.
+            norms: read what lands; None for nobody.
             poison: void the window.
 
         Cost: the deposit and the rounds of `ExactOverRanks`; when they have landed, 8 bytes an element to
@@ -206,9 +204,13 @@ class ExactBucketSum(ExactParamSum):
         scale = after()
 
         def land() -> Tensor:
+            rounded, factor = self._exact.rounded, self._one if scale is None else scale
+            if norms is None:
+                self._plan.unpack_(grads, rounded, factor)
+                return flat
             slots = zip(self._plan.offsets, self._plan.numels, strict=True)
-            rounded = [self._exact.rounded[offset : offset + numel] for offset, numel in slots]
-            norms.land(rounded, flat, self._one if scale is None else scale, writes=True)
+            sources = [rounded[offset : offset + numel] for offset, numel in slots]
+            norms.land(sources, flat, factor, writes=True)
             return flat
 
         return work, land

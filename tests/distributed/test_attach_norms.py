@@ -1,0 +1,71 @@
+"""Under attach norms are read bucket by bucket as these land, not from `.grad` behind them."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from marks import rest
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+from pyengine.gradients.ddp.bucket_norms import BucketNorms
+
+
+def _norms(wire: pe.wire.Wire, accumulator: str, options: dict[str, Any]) -> tuple[list[bool], list[Any]]:
+    """Train three windows, the first in DDP's first buckets; return whether each window's norms came as
+    buckets landed, and pairs of the norm and that of `.grad`.
+    """
+    settled, settle = [], BucketNorms.settle
+
+    def noted(self: BucketNorms, final: Any) -> bool:
+        settled.append(settle(self, final))
+        return settled[-1]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 1))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4, **options)
+    sync = pe.attach(ddp, accumulate=2, wire=wire, accumulator=accumulator)
+    pairs = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BucketNorms, "settle", noted)
+        for window in sync.windows(torch.randn(6, 4, 5)):
+            for x in window:
+                sync.backward(ddp(x).square().mean())
+            norm = sync.clip_grad_norm_(math.inf)
+            sync.unscale_()
+            pairs.append(
+                (float(norm), float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()))
+            )
+            ddp.zero_grad()
+    return settled, pairs
+
+
+WIRES = {
+    "fp32": (pe.wire.FP32(), "native"),
+    "bf16": (pe.wire.BF16(), "native"),
+    "int8": (pe.wire.Int8(), "native"),
+    "exact": (pe.wire.FP32(), "exact"),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "copies": {},
+    "views": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "searching": {"find_unused_parameters": True},
+}
+EACH_ONCE = [*zip(WIRES, OPTIONS, strict=True)]
+
+
+@pytest.mark.parametrize("world", [2, *rest(1, 3, 4)])
+@pytest.mark.parametrize(
+    ("wire", "options"), [*EACH_ONCE, *rest(*[p for p in product(WIRES, OPTIONS) if p not in EACH_ONCE])]
+)
+def test_every_bucket_s_norm_is_read_as_it_lands(ranks, world, wire, options):
+    for settled, pairs in ranks(world).run(_norms, *WIRES[wire], OPTIONS[options]):
+        assert settled == [True] * 3
+        for norm, of_grads in pairs:
+            assert norm == pytest.approx(of_grads, rel=1e-6)  # torch's is summed in float32
