@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +35,22 @@ def test_no_thread_of_the_group_is_left_after_training(wrapped: bool) -> None:
 def test_what_would_keep_the_group_has_been_imported_before_there_is_one() -> None:
     kept = sys.modules["torch.distributed.nn.functional"].all_reduce.__defaults__
     assert not any(isinstance(value, dist.ProcessGroup) for value in kept)
+
+
+def test_it_waits_for_a_thread_that_would_be_the_last_to_hold_the_group() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    held = [dist.group.WORLD]
+
+    def let_go() -> None:
+        time.sleep(0.02)
+        held.clear()
+
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    destroy_default_group()
+    is_held = bool(held)
+    thread.join()
+    assert not is_held
 
 
 def _train(wrapped: bool) -> None:
