@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ class Held:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return cls(
             threads=threading.active_count(),
-            tasks=len(os.listdir("/proc/self/task")),
+            tasks=_tasks(),
             descriptors=len(os.listdir("/proc/self/fd")),
             groups=len(dist.distributed_c10d._world.pg_map),
             objects=sum(n for kind, n in kinds.items() if str(kind.__module__).startswith("pyengine.")),
@@ -53,3 +54,14 @@ class Held:
             rss=pages * os.sysconf("SC_PAGE_SIZE"),
             models=models,
         )
+
+
+def _tasks() -> int:
+    """Return how many there are. One that has ended needs the interpreter once more, and is listed until
+    then.
+    """
+    looks = []
+    for _ in range(10):
+        looks.append(len(os.listdir("/proc/self/task")))
+        time.sleep(0.01)
+    return min(looks)
