@@ -64,7 +64,7 @@ REASONS: tuple[tuple[str, str, str, str], ...] = (
             "the first bucket is ready 1 ms into the backward and waits there for the header, which a real "
             "backward hides: 3 to 7 ms. The fused optimizer writes the scaled gradients back: 4 ms. The norm "
             "was read behind the reduction, as DDP's epilogue does; since then it is read as buckets land, "
-            "which on two cores for two workers takes as long"
+            "which has not been measured here yet"
         ),
     ),
 )
