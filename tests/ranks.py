@@ -26,6 +26,7 @@ from typing import Any
 
 TIMEOUT_S = 90
 _POLL_S = 0.05  # how often a run that may stop processes looks for them
+_PARTING_S = 1.0  # how long a rank that is done waits for those that are not
 
 
 class RankError(AssertionError):
@@ -125,7 +126,7 @@ class RankPool:
         """Run `fn(*args, **kwargs)` on the ranks of a group of (backend, size);
         return the results by rank.
         """
-        with self._started(group, (fn, args, kwargs)) as workers:
+        with self._started(group, (fn, args, kwargs), _PARTING_S) as workers:
             ends = _Ends(workers).collect(TIMEOUT_S, until_death=True)
         return _checked(ends)
 
@@ -133,7 +134,7 @@ class RankPool:
         self, group: tuple[str, int], within_s: float, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> list[Ended]:
         """Do the same, however it goes on each rank; return how each has ended after so many seconds."""
-        with self._started(group, (fn, args, kwargs)) as workers:
+        with self._started(group, (fn, args, kwargs), parting_s=0) as workers:
             return _Ends(workers).collect(within_s, until_death=False)
 
     def stop(self) -> None:
@@ -144,14 +145,16 @@ class RankPool:
         self._stores.cleanup()
 
     @contextmanager
-    def _started(self, group: tuple[str, int], job: tuple[Any, ...]) -> Iterator[list[Worker]]:
+    def _started(
+        self, group: tuple[str, int], job: tuple[Any, ...], parting_s: float
+    ) -> Iterator[list[Worker]]:
         """Give every rank of a group its job; afterwards, replace who has died."""
         backend, world = group
         workers = self._take(world)
         store = os.path.join(self._stores.name, str(self._num_runs))
         self._num_runs += 1
         for rank, worker in enumerate(workers):
-            worker.send((*job, (backend, rank, world, store)))
+            worker.send((*job, (backend, rank, world, store), parting_s))
         try:
             yield workers
         finally:
@@ -259,14 +262,14 @@ def _serve(pipe: Any) -> None:
         known = _freeze(known)
         try:
             sys.path[:] = pipe.recv()
-            fn, args, kwargs, place = pipe.recv()
+            fn, args, kwargs, place, parting_s = pipe.recv()
         except EOFError:
             return
         # Who hangs says where, before it is killed.
         faulthandler.dump_traceback_later(TIMEOUT_S - 5, file=sys.__stderr__)
         # A worker that fails here dies: what torch counts of groups would differ from the others' for good.
-        _meet(*place)
-        answer: tuple[Any, str]
+        store = _meet(*place)
+        answer: tuple[Any, str] = None, "is ending"
         try:
             torch.manual_seed(place[1])
             torch.set_num_threads(1)  # some libraries set it
@@ -276,10 +279,10 @@ def _serve(pipe: Any) -> None:
         except BaseException:  # noqa: BLE001 - whatever it was, the test wants to see it
             answer = None, traceback.format_exc()
         finally:
-            _part()
+            _part(store, place[2], within_s=0 if answer[1] else parting_s)
         faulthandler.cancel_dump_traceback_later()
         pipe.send(answer)
-        del fn, args, kwargs, answer
+        del fn, args, kwargs, answer, store
 
 
 def _freeze(known: int) -> int:
@@ -295,23 +298,34 @@ def _freeze(known: int) -> int:
     return len(sys.modules)
 
 
-def _meet(backend: str, rank: int, world: int, store: str) -> None:
+def _meet(backend: str, rank: int, world: int, path: str) -> Any:
+    """Form the default group; return its store."""
     import torch.distributed as dist
 
+    store = dist.FileStore(path, world)
     dist.init_process_group(
         backend,
-        store=dist.FileStore(store, world),
+        store=store,
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=TIMEOUT_S - 30),
     )
     dist.barrier()  # nobody leaves while another is still connecting
+    return store
 
 
-def _part() -> None:
+def _part(store: Any, world: int, within_s: float) -> None:
+    """Leave the default group: after the others have done what they had to, or so many seconds.
+
+    They may still be connecting a group that `dist.new_group` has returned here: it synchronises nobody.
+    """
     import torch.distributed as dist
 
     from pyengine.comm.default_group import destroy_default_group
 
+    store.add("parting", 1)
+    end = time.monotonic() + within_s
+    while time.monotonic() < end and store.add("parting", 0) < world:
+        time.sleep(1e-3)
     if dist.is_initialized():
         destroy_default_group()
