@@ -28,6 +28,7 @@ PAIRS = {
     },
     "bf16": {
         "engine_native_bf16": (*_FP32[:5], *_BF16),
+        "attach_native_bf16": (*_FP32[:5], *_BF16),
         "engine_bf16": (*_FP32[:5], *_BF16),
         "attach_bf16": (*_FP32[:5], *_BF16),
         "engine": ("megatron",),

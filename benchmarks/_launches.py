@@ -74,7 +74,7 @@ _MACHINERY = (
     *(*_BASE, "no_sync", "no_sync_bf16", "accelerate", "fabric", "megatron"),
     *("engine", "engine_bf16", "attach", "attach_bf16"),
 )
-_OWN_SUMS = (*_MACHINERY, "engine_native_bf16")  # of bf16 parameters, as DDP has them
+_OWN_SUMS = (*_MACHINERY, "engine_native_bf16", "attach_native_bf16")  # of bf16 parameters, as DDP has them
 _TRUE = (*_SAME_BYTES, *_SHARDED, *_HOOKS, *_WIRES[1:], *_SHARED, "zero0", "zero1")
 _HELD = (
     *("floor", "ddp", "no_sync", "no_sync_view", *_FRAMEWORKS, "zero0", "zero1", "fsdp2_deferred"),

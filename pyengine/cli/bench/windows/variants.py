@@ -301,6 +301,14 @@ class Attach(Engine):
         return pe.attach(self.ddp, **self.arguments())
 
 
+class AttachNative(Attach):
+    """attach that leaves the sums to DDP, in the parameters' own type, bf16 wire."""
+
+    label = "attach, native sums, bf16 wire"
+    wire = pe.wire.BF16()
+    accumulator = "native"
+
+
 class AttachExact(Attach):
     """attach with exact sums."""
 
@@ -354,6 +362,7 @@ BY_NAME: dict[str, type[Variant]] = {
     "engine_exact_slots": EngineExactSlots,
     "engine_shared": EngineShared,
     "attach": Attach,
+    "attach_native_bf16": AttachNative,
     "attach_exact": AttachExact,
     "attach_exact_slots": AttachExactSlots,
     "attach_shared": AttachShared,
