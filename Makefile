@@ -243,8 +243,8 @@ $(CORE): $(TOOLS) $(NATIVE)
 	touch $@
 
 $(CORE_CPU): $(TOOLS) $(NATIVE)
-	@echo "Compiling the core (a minute), for the CPU: there is no CUDA device here (PYENGINE_CUDA=1 make run: for CUDA too)"
-	@PYENGINE_CUDA=0 $(COMPILE)
+	@echo "Compiling the core (a minute), for this CPU: there is no CUDA device here (PYENGINE_CUDA=1 make run: for CUDA too)"
+	@PYENGINE_CUDA=0 PYENGINE_NATIVE=1 $(COMPILE)
 	touch $@
 
 # The core lies beside its modules already.

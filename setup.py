@@ -4,6 +4,7 @@ PYENGINE_NO_EXT=1 builds without it: same results from plain PyTorch, slower.
 PYENGINE_CUDA=0 leaves the CUDA kernels out, =1 insists on them; unset builds them where nvcc is found.
 PYENGINE_CUDA_ARCHS="90-real;100" compiles them for other devices than sm_80, sm_90, sm_100 and newer.
 PYENGINE_CUDA_VARIANT=wide or =staged reaches memory in another way (csrc/cuda/variant.h), to compare speeds.
+PYENGINE_NATIVE=1 compiles for the best instruction set of this machine alone, in half the time.
 PYENGINE_WERROR=1 lets a compiler's warnings fail the build; CI does.
 """
 
@@ -40,7 +41,8 @@ class CMakeExtension(build_ext):
             f"-DPYENGINE_CUDA={'ON' if with_cuda() else 'OFF'}",
             setting("PYENGINE_CUDA_ARCHS"),
             setting("PYENGINE_CUDA_VARIANT"),
-            f"-DPYENGINE_WERROR={'ON' if os.environ.get('PYENGINE_WERROR') == '1' else 'OFF'}",
+            switch("PYENGINE_NATIVE"),
+            switch("PYENGINE_WERROR"),
         ]  # fmt: skip
         subprocess.run(configure, check=True)
         subprocess.run([tool("cmake"), "--build", str(build), "--target", "_core"], check=True)
@@ -63,6 +65,11 @@ def setting(name):
     """Hand one of CMake's settings on from the environment, or go back to its default."""
     value = os.environ.get(name)
     return f"-D{name}={value}" if value else f"-U{name}"
+
+
+def switch(name):
+    """Turn one of CMake's options on where the environment has it as 1."""
+    return f"-D{name}={'ON' if os.environ.get(name) == '1' else 'OFF'}"
 
 
 def with_cuda():

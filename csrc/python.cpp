@@ -329,6 +329,7 @@ void bind_roof(py::module_& m) {
 }  // namespace
 
 PYBIND11_MODULE(PYENGINE_MODULE, m) {
+  if (!has_ops()) throw py::import_error("it was built on another machine for that one alone, with PYENGINE_NATIVE=1");
   m.def("isa", [] { return ops().isa; });
   m.def("set_isa", &set_isa);
   m.attr("has_cuda") = kHasCuda;

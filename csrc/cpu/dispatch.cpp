@@ -3,6 +3,13 @@
 #include <atomic>
 #include <cstring>
 
+#ifdef PYENGINE_NATIVE  // the name of one
+#define PYENGINE_LEVEL_OF(LEVEL, isa) LEVEL(isa)
+#define PYENGINE_BUILT(LEVEL) PYENGINE_LEVEL_OF(LEVEL, PYENGINE_NATIVE)
+#else
+#define PYENGINE_BUILT PYENGINE_LEVELS
+#endif
+
 namespace pyengine {
 
 #define PYENGINE_OP(op, Call) op##_cpu,
@@ -11,20 +18,20 @@ namespace pyengine {
   constexpr Ops kOps = {#isa, PYENGINE_OPS(PYENGINE_OP) roof_read, roof_update, roof_stream_copy, checksum, \
                          sample, shared_sum}; \
   }
-PYENGINE_LEVELS(PYENGINE_LEVEL)
+PYENGINE_BUILT(PYENGINE_LEVEL)
 #undef PYENGINE_LEVEL
 #undef PYENGINE_OP
 
 namespace {
 
-bool runs_generic() { return true; }
+[[maybe_unused]] bool runs_generic() { return true; }
 
 #ifdef PYENGINE_X86
-bool runs_avx2() {
+[[maybe_unused]] bool runs_avx2() {
   __builtin_cpu_init();  // also asks the OS whether it saves the wide registers
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
-bool runs_avx512() {
+[[maybe_unused]] bool runs_avx512() {
   return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
@@ -35,13 +42,13 @@ struct Level {
   const Ops* ops;
 };
 #define PYENGINE_LEVEL(isa) {runs_##isa, &isa::kOps},
-constexpr Level kLevels[] = {PYENGINE_LEVELS(PYENGINE_LEVEL)};
+constexpr Level kLevels[] = {PYENGINE_BUILT(PYENGINE_LEVEL)};
 #undef PYENGINE_LEVEL
 
 const Ops* best() {
   for (const Level& level : kLevels)
     if (level.runs_here()) return level.ops;
-  __builtin_unreachable();  // generic runs everywhere
+  return nullptr;
 }
 
 std::atomic<const Ops*>& chosen() {
@@ -50,6 +57,8 @@ std::atomic<const Ops*>& chosen() {
 }
 
 }  // namespace
+
+bool has_ops() { return best() != nullptr; }
 
 const Ops& ops() { return *chosen().load(std::memory_order_relaxed); }
 

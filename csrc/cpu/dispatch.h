@@ -4,8 +4,8 @@
 #include "../plan.h"
 #include "../shared_kind.h"
 
-// The instruction sets of this build, best first. A further one is a name here, its runs_<name> in dispatch.cpp, a
-// simd_<name>.h and a line in CMakeLists.txt.
+// The instruction sets, best first; a build for one machine alone has one of them. A further one is a name here, its
+// runs_<name> in dispatch.cpp, a simd_<name>.h and a line in CMakeLists.txt.
 #ifdef PYENGINE_X86
 #define PYENGINE_LEVELS(LEVEL) LEVEL(avx512) LEVEL(avx2) LEVEL(generic)
 #else
@@ -57,6 +57,9 @@ struct Ops {
   void (*sample)(const SampleCall& call);
   void (*shared_sum)(const SharedSum& call);
 };
+
+// Whether this machine runs any instruction set of this build: without, there is no table.
+bool has_ops();
 
 // The table in force: the best this machine runs, or the one set_isa chose.
 const Ops& ops();

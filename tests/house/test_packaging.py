@@ -76,7 +76,13 @@ def test_make_run_leaves_the_extras_of_tests_out_and_make_test_brings_them():
     ids=["no device", "device", "asked for"],
 )
 def test_make_run_leaves_cuda_out_only_where_there_is_no_device_and_nobody_asked(settings, without_cuda):
-    assert ("PYENGINE_CUDA=0 new/bin/python setup.py" in planned("run", *settings)) is without_cuda
+    assert (
+        "PYENGINE_CUDA=0 PYENGINE_NATIVE=1 new/bin/python setup.py" in planned("run", *settings)
+    ) is without_cuda
+
+
+def test_what_tests_build_has_every_instruction_set():
+    assert "PYENGINE_NATIVE" not in planned("test", "DEVICE=")
 
 
 def test_make_run_says_that_a_device_gets_no_kernels_for_want_of_nvcc():

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from configured import configure
 
 from pyengine.ops import native
 
@@ -99,13 +100,9 @@ def test_a_variant_that_there_is_not_is_refused(tmp_path):
 
 def _configured(folder: Path, **settings: str) -> str:
     """Return what CMake says of a CUDA compiler that it believes to be there."""
-    if shutil.which("cmake") is None or shutil.which("ninja") is None:
-        pytest.skip("cmake or ninja is not on PATH")
     forced = {"CMAKE_CUDA_COMPILER": "/bin/true", "CMAKE_CUDA_COMPILER_FORCED": "1"}
     forced |= {"CMAKE_CUDA_COMPILER_ID_RUN": "1", "CMAKE_CUDA_COMPILER_ID": "Fake"}
-    command = ["cmake", "-S", str(ROOT), "-B", str(folder), "-G", "Ninja"]
-    command += [f"-D{name}={value}" for name, value in (forced | settings).items()]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    done = configure(folder, **(forced | settings))
     return done.stdout + done.stderr
 
 

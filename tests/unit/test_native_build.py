@@ -1,0 +1,52 @@
+"""PYENGINE_NATIVE=1: the ops of one instruction set, the best of the machine that compiles them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+from configured import configure
+
+AVX2 = ("AVX2", "FMA", "F16C")
+AVX512 = (*AVX2, "AVX512F", "AVX512BW", "AVX512DQ", "AVX512VL")
+# Says of its machine what it is told to, and compiles as the real one.
+COMPILER = """#!/bin/sh
+case "$*" in *-march=native*) for name in {names}; do echo "#define __${{name}}__ 1"; done;;
+*) exec {compiler} "$@";; esac
+"""
+
+
+@pytest.fixture
+def levels(tmp_path):
+    """Return a function: what CMake compiles for on a machine that has such extensions."""
+    compiler = shutil.which("c++") or pytest.skip("c++ is not on PATH")
+
+    def levels(names: tuple[str, ...], native: str) -> set[str]:
+        path, build = tmp_path / "c++", tmp_path / "build"
+        path.write_text(COMPILER.format(names=" ".join(names) or "''", compiler=compiler))
+        path.chmod(0o755)
+        configure(
+            build, CMAKE_CXX_COMPILER=str(path), CMAKE_SYSTEM_PROCESSOR="x86_64", PYENGINE_NATIVE=native
+        ).check_returncode()
+        plan = (build / "build.ninja").read_text()
+        compiled = set(re.findall(r"-DPYENGINE_ISA=(\w+)", plan))
+        assert set(re.findall(r"-DPYENGINE_NATIVE=(\w+)", plan)) == (compiled if native == "ON" else set())
+        return compiled
+
+    return levels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("names", "best"),
+    [((), "generic"), (AVX2, "avx2"), (AVX512, "avx512"), (AVX512[:-1], "avx2"), (AVX512[1:], "generic")],
+    ids=["neither", "AVX2", "AVX-512", "AVX-512 without VL", "no AVX2"],
+)
+def test_a_build_for_one_machine_has_its_best_instruction_set_alone(names, best, levels):
+    assert levels(names, "ON") == {best}
+
+
+@pytest.mark.slow
+def test_any_other_build_has_all(levels):
+    assert levels(AVX2, "OFF") == {"generic", "avx2", "avx512"}
