@@ -58,14 +58,21 @@ REASONS: tuple[tuple[str, str, str, str], ...] = (
         ),
     ),
     (
+        ".*gpt0-bf16",
+        ".*",
+        "attach_native_bf16",
+        (
+            "of fp32 on a faster machine it is known that the first bucket waits for the header, 3 to 7 ms, "
+            "and that the optimizer writes the scaled gradients back, 4 ms; the rest is not explained yet"
+        ),
+    ),
+    (
         "gpt0",
         ".*",
         "attach",
         (
             "the first bucket is ready 1 ms into the backward and waits there for the header, which a real "
-            "backward hides: 3 to 7 ms. The fused optimizer writes the scaled gradients back: 4 ms. The norm "
-            "was read behind the reduction, as DDP's epilogue does; since then it is read as buckets land, "
-            "which has not been measured here yet"
+            "backward hides: 3 to 7 ms. The fused optimizer writes the scaled gradients back: 4 ms"
         ),
     ),
 )

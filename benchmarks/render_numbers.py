@@ -80,9 +80,13 @@ def machine(results: Results) -> list[str]:
     if not results:
         return []
     dates = sorted({one.date for one in results.values()})
-    cards = {_card(one): None for one in results.values()}
+    launches: dict[str, list[str]] = {}
+    for name, one in results.items():
+        launches.setdefault(_card(one), []).append(f"`{name}`")
+    usual, *others = sorted(launches, key=lambda card: -len(launches[card]))
+    cards = "; ".join([usual, *(f"{', '.join(launches[card])} on {card}" for card in others)])
     seconds = sum(one.content["seconds"] for one in results.values())
-    taken = f"Taken on {' and '.join(dates)} in {seconds / 60:.0f} minutes; {'; '.join(cards)}. "
+    taken = f"Taken on {' and '.join(dates)} in {seconds / 60:.0f} minutes; {cards}. "
     carried = (
         "One thread a worker. Other machines have other milliseconds: ratios, bytes and errors carry over."
     )
