@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
+from pyengine.gradients.ddp import bucket_norms
 from pyengine.gradients.ddp.bucket_norms import BucketNorms
 from pyengine.window.final_pass import FinalPass
 
@@ -31,7 +33,6 @@ def three() -> tuple[list[Tensor], BucketNorms, Bucket, Bucket]:
     norms = BucketNorms({param: index for index, param in enumerate(params)}, CPU)
     first = Bucket([params[2], params[1]], torch.tensor([1.0, 2.0, 2.0, 2.0]))
     second = Bucket([params[0]], torch.tensor([3.0, 4.0]))
-    norms.lay_out([first, second])
     norms.begin()
     return params, norms, first, second
 
@@ -88,13 +89,15 @@ def test_a_bucket_that_lands_late_is_of_its_own_window():
     assert not norms.settle(FinalPass(3, CPU))
 
 
-def test_buckets_that_ddp_has_rebuilt_are_laid_out_anew():
-    params, norms, first, _ = three()
+@pytest.mark.parametrize("is_told", [True, False])
+def test_buckets_that_ddp_has_rebuilt_are_laid_out_anew(is_told):
+    params, norms, first, second = three()
+    land(norms, first)
+    land(norms, second)
     rebuilt = Bucket(params[::-1], torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0, 0.0]))
-    assert norms.of(rebuilt) is None
-    norms.lay_out([rebuilt])
+    if is_told:
+        norms.lay_out(lambda: pytest.fail("DDP makes new memory for all of them"))
     norms.begin()
-    assert norms.of(first) is None
     land(norms, rebuilt)
     final = FinalPass(3, CPU)
     assert norms.settle(final)
@@ -104,5 +107,23 @@ def test_buckets_that_ddp_has_rebuilt_are_laid_out_anew():
 def test_a_bucket_of_a_parameter_that_is_not_known_is_left_alone():
     params, norms, *_ = three()
     strange = Bucket([params[0], torch.empty(1)], torch.tensor([3.0, 4.0, 5.0]))
-    norms.lay_out([strange])
     assert norms.of(strange) is None
+
+
+def test_on_an_accelerator_buckets_are_laid_out_before_the_first_lands(monkeypatch):
+    monkeypatch.setattr(bucket_norms, "runs_ahead", lambda device: True)
+    params = [torch.empty(8), torch.empty(16), torch.empty(3)]
+    norms = BucketNorms({param: index for index, param in enumerate(params)}, CPU)
+    first, second = Bucket([params[1], params[0]], torch.ones(24)), Bucket([params[2]], torch.ones(3))
+    assert norms.of(first) is None
+    norms.lay_out(lambda: [first, second])
+    norms.begin()
+    land(norms, second)
+    assert not norms.settle(FinalPass(3, CPU))
+    land(norms, first)
+    final = FinalPass(3, CPU)
+    assert norms.settle(final)
+    assert final.sumsq.tolist() == [8, 16, 3]
+    odd = Bucket([params[2], params[0]], torch.ones(11))
+    norms.lay_out(lambda: [odd, Bucket([params[1]], torch.ones(16))])
+    assert norms.of(odd) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,12 @@ PHASE = 8
 
 
 class BucketNorms:
-    """The norms of all of DDP's buckets, as they are laid out now.
+    """The norms of all of DDP's buckets.
 
-    On an accelerator a bucket with a parameter behind one of an odd size is left to whoever reads `.grad`: it
-    would be read an element at a time.
+    On an accelerator they are laid out before the first lands, and are read and handed over together; a
+    bucket with a parameter behind one of an odd size is left to whoever reads `.grad`: it would be read an
+    element at a time. On the host each is laid out when it is asked for: DDP shows its buckets only with new
+    memory for all of them.
 
     Args:
         index: registration indices of the reduced parameters.
@@ -31,52 +33,71 @@ class BucketNorms:
 
     def __init__(self, index: Mapping[Any, int], device: torch.device) -> None:
         self._index, self._device = index, device
-        self._norms = LandedNorms([], device)
-        self._places: dict[tuple[int | None, ...], int] = {}
-        self._landed: set[int] = set()
+        self._kinds: list[LandedNorms] = []
+        self._places: dict[tuple[int | None, ...], tuple[LandedNorms, int]] = {}
+        self._landed: set[tuple[int | None, ...]] = set()
 
-    def lay_out(self, buckets: Sequence[Any]) -> None:
-        """Get ready for DDP's buckets, whose buffers hold zeros; where no collective is under way.
+    def lay_out(self, buckets: Callable[[], Sequence[Any]]) -> None:
+        """Forget the buckets, and get ready for those that DDP has now; where no collective is under way.
+
+        Args:
+            buckets: returns them, over buffers of zeros; called on an accelerator only.
 
         Cost: on an accelerator a read of the buffers. What a plan has there is made by its first use, which
         waits for the device: not when a bucket lands, when that would be for the other ranks.
         """
-        slots: list[NormSlots] = []
-        self._places = {}
-        for bucket in buckets:
-            params = bucket.parameters()
-            places, plan = self._places_of(params), packed([param.numel() for param in params])
-            is_even = not runs_ahead(self._device) or all(offset % PHASE == 0 for offset in plan.offsets)
-            if is_even and None not in places:
-                self._places[places] = len(slots)
-                slots.append(NormSlots(plan, [self._index[param] for param in params]))
-        self._norms = LandedNorms(slots, self._device)
-        if runs_ahead(self._device):
-            one = torch.ones((), device=self._device)
-            for norms, bucket in ((self.of(bucket), bucket) for bucket in buckets):
-                if norms is not None:
-                    norms.land_flat(bucket.buffer(), bucket.buffer(), one, writes=False)
+        self._kinds, self._places = [], {}
+        if not runs_ahead(self._device):
+            return
+        laid_out = buckets()
+        even = [bucket for bucket in laid_out if self._is_even(bucket)]
+        self._add(even)
+        one = torch.ones((), device=self._device)
+        for norms, bucket in ((self.of(bucket), bucket) for bucket in even):
+            assert norms is not None
+            norms.land_flat(bucket.buffer(), bucket.buffer(), one, writes=False)
 
     def begin(self) -> None:
         """Start a window: no bucket of it has landed."""
-        self._norms.begin()
+        for norms in self._kinds:
+            norms.begin()
         self._landed = set()
 
     def of(self, bucket: Any) -> OneBucket | None:
-        """Return what reads a bucket when it lands; None if that is none of those laid out."""
-        index = self._places.get(self._places_of(bucket.parameters()))
-        if index is None:
-            return None
-        return OneBucket(self._norms, index, [param.numel() for param in bucket.parameters()], self._landed)
+        """Return what reads a bucket when it lands; None if that is not to be."""
+        places = self._places_of(bucket.parameters())
+        if places not in self._places:
+            if runs_ahead(self._device) or None in places:
+                return None
+            self._add([bucket])
+        norms, index = self._places[places]
+        numels = [param.numel() for param in bucket.parameters()]
+        return OneBucket(norms, index, numels, places, self._landed)
 
     def settle(self, final: FinalPass) -> bool:
-        """Hand over what was read if all buckets have landed in this window and hold every parameter; say
+        """Hand over what was read if the buckets that have landed in this window hold every parameter; say
         whether they do.
         """
-        num = sum(len(places) for places, index in self._places.items() if index in self._landed)
-        if num == len(self._index):
-            self._norms.settle(final)
-        return num == len(self._index)
+        if sum(map(len, self._landed)) != len(self._index):
+            return False
+        for norms in {id(norms): norms for norms, _ in map(self._places.__getitem__, self._landed)}.values():
+            norms.settle(final)
+        return True
+
+    def _is_even(self, bucket: Any) -> bool:
+        offsets = packed([param.numel() for param in bucket.parameters()]).offsets
+        return None not in self._places_of(bucket.parameters()) and all(x % PHASE == 0 for x in offsets)
+
+    def _add(self, buckets: Sequence[Any]) -> None:
+        slots = []
+        for bucket in buckets:
+            params = bucket.parameters()
+            plan = packed([param.numel() for param in params])
+            slots.append(NormSlots(plan, [self._index[param] for param in params]))
+        norms = LandedNorms(slots, self._device)
+        self._kinds.append(norms)
+        for index, bucket in enumerate(buckets):
+            self._places[self._places_of(bucket.parameters())] = norms, index
 
     def _places_of(self, params: Sequence[Any]) -> tuple[int | None, ...]:
         return tuple(map(self._index.get, params))
@@ -90,13 +111,15 @@ class OneBucket:
         norms: of all.
         index: of the bucket there.
         numels: of its parameters, which lie in its buffer one after the other.
-        landed: indices of those that have; it is added when it does.
+        places: registration indices of its parameters.
+        landed: those of buckets that have; its own are added when it does.
     """
 
     norms: LandedNorms
     index: int
     numels: Sequence[int]
-    landed: set[int]
+    places: tuple[int | None, ...]
+    landed: set[tuple[int | None, ...]]
 
     def land(self, sources: Sequence[Tensor], flat: Tensor, scale: Tensor, *, writes: bool) -> None:
         """Read what has landed once, times `scale`, on whichever thread; with `writes` into the buffer.
@@ -109,7 +132,7 @@ class OneBucket:
         Cost: reads one element; with `writes` writes one.
         """
         self.norms.read(self.index, sources, flat.split(self.numels) if writes else None, scale)
-        self.landed.add(self.index)
+        self.landed.add(self.places)
 
     def land_flat(self, moved: Tensor, flat: Tensor, scale: Tensor, *, writes: bool) -> None:
         """Do as `land` for what has travelled as the buffer lies; `moved`, `[numel]`, may be `flat`."""

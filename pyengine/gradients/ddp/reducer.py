@@ -325,7 +325,7 @@ class DDPReducer:
 
     def _lay_out_norms(self) -> None:
         self._norms_rebuilt = self._ddp._has_rebuilt_buckets
-        self._landed.lay_out(zero_buckets(self._ddp))
+        self._landed.lay_out(partial(zero_buckets, self._ddp))
 
     def _send_rest(self, reduction: Reduction) -> None:
         """Send past DDP what it has not sent, and let it forget this backward."""
