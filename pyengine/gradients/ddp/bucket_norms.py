@@ -33,7 +33,7 @@ class BucketNorms:
 
     def __init__(self, index: Mapping[Any, int], device: torch.device) -> None:
         self._index, self._device = index, device
-        self._kinds: list[LandedNorms] = []
+        self._norms: list[LandedNorms] = []
         self._places: dict[tuple[int | None, ...], tuple[LandedNorms, int]] = {}
         self._landed: set[tuple[int | None, ...]] = set()
 
@@ -46,7 +46,7 @@ class BucketNorms:
         Cost: on an accelerator a read of the buffers. What a plan has there is made by its first use, which
         waits for the device: not when a bucket lands, when that would be for the other ranks.
         """
-        self._kinds, self._places = [], {}
+        self._norms, self._places = [], {}
         if not runs_ahead(self._device):
             return
         laid_out = buckets()
@@ -59,7 +59,7 @@ class BucketNorms:
 
     def begin(self) -> None:
         """Start a window: no bucket of it has landed."""
-        for norms in self._kinds:
+        for norms in self._norms:
             norms.begin()
         self._landed = set()
 
@@ -95,7 +95,7 @@ class BucketNorms:
             plan = packed([param.numel() for param in params])
             slots.append(NormSlots(plan, [self._index[param] for param in params]))
         norms = LandedNorms(slots, self._device)
-        self._kinds.append(norms)
+        self._norms.append(norms)
         for index, bucket in enumerate(buckets):
             self._places[self._places_of(bucket.parameters())] = norms, index
 
