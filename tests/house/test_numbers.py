@@ -101,6 +101,15 @@ def test_a_launch_of_few_windows_says_nothing_of_who_is_ahead():
     assert not render_numbers.ahead({"base": made(rows, rounds=_ahead.LEAST_WINDOWS - 1)})
 
 
+def test_a_launch_that_another_machine_took_is_named_beside_its_card():
+    results = {name: made(LEVEL) for name in ("base", "gbit", "slow")}
+    one_machine = render_numbers.machine(results)[0]
+    results["slow"].content["machine"] = results["slow"].content["machine"] | {"isa": "another"}
+    (said,) = render_numbers.machine(results)
+    assert "`slow` on 2 cores of a (another)" in said and "`base`" not in said
+    assert "`" not in one_machine
+
+
 def test_a_plot_of_other_figures_ends_otherwise():
     (plot, _), rows = PLOTS, LEVEL | {"engine": [95.0] * 4}
     results = {name: made(rows) for name in ("gbit", "gbit-wires", "base", "wires")}
