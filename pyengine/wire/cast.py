@@ -61,7 +61,6 @@ class _Narrow(_Cast):
     what was cast than (u + W 2^-24) times the sum of absolute values.
     """
 
-    folds_count: ClassVar[bool] = True
     keeps_residual: ClassVar[bool] = False
     _format: ClassVar[str]
 
@@ -117,7 +116,8 @@ class _NarrowBucket(OfBucket[_Narrow]):
 
 @dataclass(frozen=True, repr=False)
 class BF16(_Narrow):
-    """Send in bfloat16: half the bytes, roundings of at most 2^-8.
+    """Send in bfloat16: half the bytes, roundings of at most 2^-8, the range of float32. 1/count is applied
+    after the sum.
 
     Args:
         sum: "wire" is an all-reduce in bfloat16, which rounds at every rank: about W roundings over W ranks.
@@ -125,19 +125,21 @@ class BF16(_Narrow):
     """
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
+    folds_count: ClassVar[bool] = False
     _format: ClassVar[str] = "bf16"
 
 
 @dataclass(frozen=True, repr=False)
 class FP16(_Narrow):
     """Send in float16: half the bytes, roundings of at most 2^-11,
-    range 6e-8 to 65504 (use a GradScaler).
+    range 6e-8 to 65504 (use a GradScaler). 1/count is applied before the cast, which keeps sums in range.
 
     Args:
         sum: as for `BF16`.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float16
+    folds_count: ClassVar[bool] = True
     _format: ClassVar[str] = "fp16"
 
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
@@ -210,11 +212,18 @@ class DDPReducer:
             self._drive.forget()
             reduction.kept = [param for param in self.params if param.grad is not None]
         self._reduction = reduction
-        self._state.reduce = reduction.reduce
+        self._state.reduce = partial(self._hand_out, reduction)
         return reduction
 
+    def _hand_out(self, reduction: Reduction, bucket: Any) -> Future[Tensor]:
+        """Start to sum a bucket; behind the last one say what was used here, while that still travels."""
+        future = reduction.reduce(bucket)
+        if reduction.is_complete:
+            self._send_used(reduction)
+        return future
+
     def _conclude(self, reduction: Reduction) -> None:
-        """Make sure that every bucket has been sent, and say what was used here."""
+        """Make sure that every bucket has been sent, and that it is said what was used here."""
         if not reduction.is_complete:
             raise RuntimeError(
                 "DDP has not reduced the gradients of this backward, which did not run through its hooks "
