@@ -62,6 +62,18 @@ class Watch:
             self._hook = param.register_post_accumulate_grad_hook(lambda _: self._move())
 
 
+@contextmanager
+def watching(watches: Sequence[Watch]) -> Iterator[None]:
+    """Watch during the body, a backward."""
+    try:
+        for watch in watches:
+            watch.start()
+        yield
+    finally:
+        for watch in watches:
+            watch.stop()
+
+
 class Arrivals:
     """What one backward tells of its gradients, by a hook on every parameter: about a microsecond each.
 

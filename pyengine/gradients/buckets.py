@@ -16,7 +16,7 @@ from pyengine.gradients.accumulator import BucketAccumulator, bucket_accumulator
 from pyengine.gradients.accumulator.base import drop_unused
 from pyengine.gradients.accumulator.main_grad import written
 from pyengine.gradients.accumulator.used_flags import void_beside
-from pyengine.gradients.arrival import Arrivals, Watch, may_nest
+from pyengine.gradients.arrival import Arrivals, Watch, may_nest, watching
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.groups import Groups
 from pyengine.gradients.in_flight import Transfers
@@ -144,7 +144,7 @@ class BucketReducer:
         """Accumulate what needs a pass of ours from inside the body, while the cache has it."""
         with (
             self._observed_once(),
-            _watching([watch for bucket in self._taken_early() for watch in bucket.watches()]),
+            watching([watch for bucket in self._taken_early() for watch in bucket.watches()]),
         ):
             yield
         self.collect()
@@ -201,7 +201,7 @@ class BucketReducer:
             Watch(transfer.bucket.params, transfer.bucket.has_arrived, partial(transfers.complete, transfer))
             for transfer in transfers.all
         ]
-        with self._observed_once(), _watching(watches):
+        with self._observed_once(), watching(watches):
             yield
         self._refuse_late(transfers)
         self._send_rest(poison=False)
@@ -337,15 +337,3 @@ class BucketReducer:
                 "conversion under torch.__future__.set_swap_module_params_on_conversion): make the "
                 "engine after it"
             )
-
-
-@contextmanager
-def _watching(watches: Sequence[Watch]) -> Iterator[None]:
-    """Watch during the body, a backward."""
-    try:
-        for watch in watches:
-            watch.start()
-        yield
-    finally:
-        for watch in watches:
-            watch.stop()

@@ -142,7 +142,7 @@ class Transfers:
 
     def _start(self, *, poison: bool) -> None:
         transfer = self.all[self._next]
-        # A narrow wire needs the count of all ranks: waiting for it must not hold up the backward.
+        # A wire of means needs the count of all ranks: waiting for it must not hold up the backward.
         comm = self._comm(transfer)
         tensors = transfer.bucket.sent_tensors() if comm.is_stream_ordered else []
         with span("launch bucket", self._next), comm.side_stream([]):

@@ -13,7 +13,7 @@ from pyengine.wire import Wire
 class Divisor:
     """1/count of a window, given out at one of three places, and at the others not.
 
-    Before the wire, where that casts to a narrow type: sums stay in range, and the cast multiplies anyway.
+    Before the wire, where that wants means: float16, which keeps sums in range, or one with residuals.
     After the wire, where a pass brings the sum into `.grad`. Where there is no such pass, by the optimizer,
     or by the one fused write before another kind of optimizer.
 

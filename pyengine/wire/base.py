@@ -15,8 +15,8 @@ class Wire(Protocol):
 
     Attributes:
         dtype: element type on the network; the engine hands over a flat buffer of this type.
-        folds_count: whether 1/count is multiplied in before the values become this type (narrow types: it
-            keeps sums in range and costs no pass). Otherwise the engine applies it after the sum.
+        folds_count: whether 1/count is multiplied in before the values become this type: float16 holds sums
+            in its range so, and residuals are those of means. Otherwise the engine applies it after the sum.
     """
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wire_cases import BF16, FEEDBACK, INT8, STOCHASTIC, WIRES, sum_bound
 
 import pyengine as pe
+from pyengine.ops.plan import BucketPlan
 
 KINDS = ("own", "own-native", "attach", "attach-view")
 ALL = {**WIRES, "feedback": FEEDBACK["int8"], "stochastic": STOCHASTIC}
@@ -144,6 +146,34 @@ def _sums_of_our_own() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_sums_of_our_own_travel_over_encoded_wires(ranks, world):
     ranks(world).run(_sums_of_our_own)
+
+
+def _mean_of_bf16(kind: str, options: dict[str, str]) -> tuple[float, int]:
+    """Return the norm of a mean that bfloat16 cannot hold, of a sum that it can, and the copies."""
+    model = nn.Linear(40, 1, bias=False).bfloat16()
+    sync, forward = engine(kind, model, accumulate=2, wire=pe.wire.BF16(), **options)
+    packed, pack_ = [], BucketPlan.pack_
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BucketPlan, "pack_", lambda *args: (packed.append(args), pack_(*args)))
+        for window in sync.windows(torch.ones(2, 1, 40, dtype=torch.bfloat16)):
+            for x in window:
+                sync.backward(forward(x).sum(), count=3)
+            norm = float(sync.clip_grad_norm_(math.inf))
+            sync.abandon()
+    return norm, len(packed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *(("own", {}), ("own-native", {}), ("attach", {"accumulator": "native"})),
+        *rest(("attach", {}), ("attach-view", {}), ("attach-view", {"accumulator": "native"})),
+    ],
+)
+def test_a_mean_of_bf16_gradients_is_divided_in_float32_and_copied_by_nobody(ranks, kind, options):
+    for norm, num_packed in ranks(2).run(_mean_of_bf16, kind, options):
+        assert norm == pytest.approx(math.sqrt(40) / 3, rel=1e-6)
+        assert num_packed == (kind == "own-native")  # the first micro-batch's gradient
 
 
 class _Partly(nn.Module):

@@ -15,8 +15,8 @@ from pyengine.wire import BF16, FP16, FP32
     [
         (FP32(), True, "optimizer"),
         (FP32(), False, "after"),
-        (BF16(), True, "before"),
-        (BF16(), False, "before"),
+        (BF16(), True, "optimizer"),
+        (BF16(), False, "after"),
         (FP16(), True, "before"),
         (FP16(), False, "before"),
     ],

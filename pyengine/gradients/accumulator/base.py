@@ -12,11 +12,11 @@ from torch.nn import Parameter
 
 from pyengine.comm.base import Comm, Work, flat_zeros
 from pyengine.gradients.accumulator.main_grad import pop_written, withdraw
-from pyengine.gradients.accumulator.slot_group import SlotGroup, cut
 from pyengine.gradients.accumulator.used_flags import FlagsBeside, FlagsInside, UsedFlags
 from pyengine.gradients.arrival import Watch
 from pyengine.gradients.landed_norms import LandedNorms, NormSlots
 from pyengine.gradients.layout import Bucket
+from pyengine.gradients.slot_group import SlotGroup, cut
 from pyengine.gradients.slots import Saved, load_parts, saved_flags, slots_of, views_of
 from pyengine.ops.device import Readback
 from pyengine.ops.plan import BucketPlan
@@ -56,7 +56,10 @@ class BucketAccumulator(ABC):
         self.one = torch.ones((), device=device)
         self._made = [(param.dtype, param.device, param.shape, param.stride()) for param in self.params]
         self._has_fused = False  # whether a layer adds to `main_grad` by itself
-        self._groups = [SlotGroup(bucket, params, slots) for slots in cut(bucket, device)]
+        self._groups = [
+            SlotGroup(self.plan, params, slots)
+            for slots in cut(self.plan.numels, bucket.dtype.itemsize, device)
+        ]
 
     def set_buffers(self, flat: Tensor, result: Tensor, flags: UsedFlags) -> None:
         """Say where the sum over ranks lands, and what `.grad` views.

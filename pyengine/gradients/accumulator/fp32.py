@@ -11,8 +11,8 @@ from torch.nn import Parameter
 from pyengine.comm.base import Comm, Work
 from pyengine.gradients.accumulator.grouped import GroupedBucket
 from pyengine.gradients.accumulator.main_grad import offer, pop_written
-from pyengine.gradients.accumulator.slot_group import SlotGroup
 from pyengine.gradients.layout import Bucket
+from pyengine.gradients.slot_group import SlotGroup
 from pyengine.gradients.slots import views_of
 from pyengine.gradients.sums import Fp32Sum
 from pyengine.wire import Wire
@@ -34,7 +34,7 @@ class Fp32Bucket(GroupedBucket):
     ) -> None:
         super().__init__(bucket, params)
         self._offers = offers
-        self._whole = SlotGroup(bucket, params, range(len(params)))
+        self._whole = SlotGroup(self.plan, params, range(len(params)))
         travels = wire.dtype == torch.float32
         self._fp32 = Fp32Sum(self.plan, self.allocate(torch.float32, comm if travels else None))
         self.set_sum(self._fp32)

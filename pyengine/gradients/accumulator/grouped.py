@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.gradients.accumulator.base import BucketAccumulator
-from pyengine.gradients.accumulator.slot_group import SlotGroup
 from pyengine.gradients.arrival import Watch
 from pyengine.gradients.flag_rows import FlagRows
 from pyengine.gradients.landed_norms import LandedNorms
 from pyengine.gradients.layout import Bucket
 from pyengine.gradients.local_part import grad_version
+from pyengine.gradients.slot_group import SlotGroup
 from pyengine.gradients.slots import Saved
 from pyengine.gradients.sums import WindowSum
 from pyengine.window.nonfinite import flagged_in

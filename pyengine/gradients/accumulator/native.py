@@ -12,9 +12,9 @@ from torch.nn import Parameter
 from pyengine.comm.base import Comm, Work
 from pyengine.gradients.accumulator.base import BucketAccumulator
 from pyengine.gradients.accumulator.main_grad import offer, pop_written
-from pyengine.gradients.accumulator.slot_group import SlotGroup
 from pyengine.gradients.arrival import Watch
 from pyengine.gradients.layout import Bucket
+from pyengine.gradients.slot_group import SlotGroup
 from pyengine.gradients.slots import slots_of
 from pyengine.gradients.sums import SlotNorms
 from pyengine.window.nonfinite import flagged_in

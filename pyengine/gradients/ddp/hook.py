@@ -205,8 +205,8 @@ def comm_hook(state: HookState | dist.ProcessGroup | None, bucket: dist.GradBuck
 
 
 def _mean(state: HookState, bucket: Any) -> Future[torch.Tensor]:
-    """Reduce a bucket to DDP's own meaning, the mean over ranks: divided before a narrow cast,
-    or after a wide sum.
+    """Reduce a bucket to DDP's own meaning, the mean over ranks: divided before the wire or after it, as that
+    wants.
     """
     world_size, folds = dist.get_world_size(state.group), state.wire.folds_count
     passes = Passes(

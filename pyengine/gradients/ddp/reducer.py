@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.comm.base import Comm, Work, by_dtype
 from pyengine.gradients.accumulator import sum_dtype
+from pyengine.gradients.arrival import watching
 from pyengine.gradients.ddp.bucket_norms import BucketNorms
 from pyengine.gradients.ddp.hook import HookState, comm_hook, leave_unreduced
 from pyengine.gradients.ddp.private import Drive, publish, reduced_parameters, zero_buckets
@@ -160,8 +161,10 @@ class DDPReducer:
 
     @contextmanager
     def add(self) -> Iterator[None]:
-        """Let the body run as under no_sync, then move gradients to their sums, or check them in `.grad`."""
-        with self._drive.learning():
+        """Let the body run as under no_sync, and move gradients to their sums, or check them in `.grad`."""
+        # DDP that learns a static graph looks at `.grad` itself.
+        watches = self._sums.watches() if self._sums is not None and self._drive.is_ready else []
+        with self._drive.learning(), watching(watches):
             yield
         self.collect()
 

@@ -5,6 +5,7 @@ one's gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.comm.base import by_dtype
+from pyengine.gradients.arrival import Watch
 from pyengine.gradients.ddp.bucket_norms import PHASE, OneBucket
 from pyengine.gradients.ddp.hook import Launched
 from pyengine.gradients.ddp.private import zero_buckets
 from pyengine.gradients.param_sums import ExactParamSum, ParamSum, aligned, packed
+from pyengine.gradients.slot_group import SlotGroup, cut
 from pyengine.gradients.slots import Saved, load_parts, saved_flags, slot_gradient
 from pyengine.gradients.sums import Fp32Sum, SlotNorms
 from pyengine.ops.device import runs_ahead
@@ -28,43 +31,50 @@ class Sums:
         ddp: the wrapped model.
         make: makes the sum of a bucket from its parameters.
         dtypes: of the buckets that have a sum here.
-
-    Attributes:
-        used: parameters that have brought something in this window.
     """
 
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        make: Callable[[Sequence[Any]], ParamSum],
+        make: Callable[[Sequence[Any]], BucketSum],
         dtypes: Collection[torch.dtype],
     ) -> None:
         self._ddp, self._make, self._dtypes = ddp, make, dtypes
         # By the bucket's first parameter, as `HookState.wire_buffer`.
-        self._sums: dict[int, ParamSum] = {}
+        self._sums: dict[int, BucketSum] = {}
         self._is_rebuilt = False
-        self.used: set[Any] = set()
+
+    @property
+    def used(self) -> set[Any]:
+        """Parameters that have brought something in this window."""
+        sums = self._sums.values()
+        return {p for total in sums for p, is_used in zip(total.params, total.used, strict=True) if is_used}
 
     def begin(self) -> None:
-        self.used = set()
         for total in self._sums.values():
             total.begin()
 
+    def watches(self) -> list[Watch]:
+        """Return what is to be watched during the coming backward of an earlier micro-batch; see
+        `BucketSum.watches`.
+        """
+        self.match_buckets()
+        return [watch for total in self._sums.values() for watch in total.watches()]
+
     def add(self) -> None:
-        """Accumulate the gradients of an earlier micro-batch, and set `.grad` to None."""
+        """Accumulate what `watches` has not, once an earlier micro-batch's backward has returned, and set
+        `.grad` to None.
+        """
         self.match_buckets()
         for total in self._sums.values():
-            total.add([slot_gradient(p) for p in total.params])
-            self.used.update(param for param in total.params if param.grad is not None)
-            for param in total.params:
-                param.grad = None
+            total.collect()
 
     def match_buckets(self) -> None:
         """Make the sums, or make them anew, if they are not those of DDP's present buckets."""
         if not self._sums or self._is_rebuilt != self._ddp._has_rebuilt_buckets:
             self.lay_out()
 
-    def of(self, bucket: Any) -> ParamSum | None:
+    def of(self, bucket: Any) -> BucketSum | None:
         """Return the sum of a bucket that DDP hands out."""
         return self._sums.get(id(bucket.parameters()[0]))
 
@@ -86,7 +96,7 @@ class Sums:
             for index, (param, flags) in enumerate(
                 zip(total.params, torch.stack(total.flagged, 1), strict=True)
             )
-            if param in self.used
+            if total.used[index]
         }
 
     def load(self, saved: Saved, names: Mapping[Any, str], *, done: int) -> None:
@@ -94,7 +104,7 @@ class Sums:
         for total in self._sums.values():
             total.resume()
             total.flagged = [*saved_flags(saved, [names[p] for p in total.params], done, total.device)]
-            self.used.update(param for param in total.params if names[param] in saved)
+            total.used = [names[param] in saved for param in total.params]
             for index, param in enumerate(total.params):
                 load_parts(total.parts(index), saved.get(names[param]))
 
@@ -108,7 +118,7 @@ class Sums:
             for total in self._sums.values()
             for index, param in enumerate(total.params)
         }
-        was_filled = any(total.is_filled for total in self._sums.values())
+        was_filled, used = any(total.is_filled for total in self._sums.values()), self.used
         self._is_rebuilt = self._ddp._has_rebuilt_buckets
         self._sums = {
             id(bucket.parameters()[0]): self._make(bucket.parameters())
@@ -118,6 +128,7 @@ class Sums:
         for total in self._sums.values():
             if was_filled:
                 total.resume()
+            total.used = [param in used for param in total.params]
             for index, param in enumerate(total.params):
                 before, flags = old.get(id(param), ({}, []))
                 for name, part in before.items():
@@ -128,8 +139,33 @@ class Sums:
                     row[index] = flag
 
 
-class Fp32BucketSum(ParamSum):
-    """Narrow gradients summed in fp32.
+class BucketSum(ParamSum):
+    """The sum of one of DDP's buckets, which takes gradients out of `.grad`.
+
+    Attributes:
+        used: by parameter, whether it has brought something in this window.
+    """
+
+    def begin(self) -> None:
+        super().begin()
+        self.used = [False] * len(self.params)
+
+    def watches(self) -> list[Watch]:
+        """Return what is to be watched during the coming backward of an earlier micro-batch, so that
+        gradients are accumulated while the cache has them; nothing where that is not to be.
+        """
+        return []
+
+    def collect(self) -> None:
+        """Accumulate what an earlier micro-batch has left in `.grad`, and set that to None."""
+        self.add([slot_gradient(param) for param in self.params])
+        for index, param in enumerate(self.params):
+            self.used[index] |= param.grad is not None
+            param.grad = None
+
+
+class Fp32BucketSum(BucketSum):
+    """Narrow gradients summed in fp32, about a megabyte at a time.
 
     DDP lays parameters out one after the other. On an accelerator, behind one of an odd size, gradients and
     their places in such a sum have no common alignment, and are added two bytes at a time: there the sum has
@@ -142,8 +178,54 @@ class Fp32BucketSum(ParamSum):
         if runs_ahead(device) and any(offset % PHASE for offset in plan.offsets):
             plan = aligned(numels)
         self._fp32 = Fp32Sum(plan, torch.zeros(plan.flat_numel, device=device))
+        itemsize = params[0].dtype.itemsize
+        self._groups = [SlotGroup(plan, params, slots) for slots in cut(numels, itemsize, device)]
+        self._over = {group.start: self._fp32.over(group.plan) for group in self._groups}
         super().__init__(params, plan, self._fp32)
         self._sumsq = torch.zeros(len(numels), dtype=torch.float64, device=device)
+
+    def begin(self) -> None:
+        super().begin()
+        self._row: Tensor | None = None  # flags of the micro-batch that is being accumulated
+        self._set_first(True)
+
+    def resume(self) -> None:
+        super().resume()
+        self._set_first(False)
+
+    def watches(self) -> list[Watch]:
+        """Return a watch a group. Nothing where backwards before the micro-batch's last have left gradients:
+        what is there has not arrived.
+        """
+        if any(param.grad is not None for param in self.params):
+            return []
+        return [
+            Watch(group.params, partial(_has_gradient, group), partial(self._store, group))
+            for group in self._groups
+        ]
+
+    def collect(self) -> None:
+        """Accumulate the groups that never became complete."""
+        self._begin_row()
+        for group in self._groups:
+            if group.is_first or any(param.grad is not None for param in group.params):
+                self._store(group)
+        self._row, self.is_filled = None, True
+
+    def _store(self, group: SlotGroup) -> None:
+        flags = self._begin_row()[group.start : group.stop]
+        self._over[group.start].deposit_(group.pop(self.used), first=group.is_first, nonfinite=flags)
+        group.is_first = False
+
+    def _begin_row(self) -> Tensor:
+        """Return this micro-batch's flags, uint8 `[params]`."""
+        if self._row is None:
+            self._row = self.new_flags()
+        return self._row
+
+    def _set_first(self, is_first: bool) -> None:
+        for group in self._groups:
+            group.is_first = is_first
 
     def fill(self, last: Tensor, flat: Tensor, scale: Tensor) -> bool:
         """Write (sum + last gradients) * scale into a wire buffer.
@@ -179,7 +261,11 @@ class Fp32BucketSum(ParamSum):
         plan.unscale_norm(sums, sent, scale, sumsq=self._sumsq, nonfinite=flags)
 
 
-class ExactBucketSum(ExactParamSum):
+def _has_gradient(group: SlotGroup, index: int) -> bool:
+    return group.params[index].grad is not None
+
+
+class ExactBucketSum(BucketSum, ExactParamSum):
     """Gradients of any type summed exactly; see `pyengine.gradients.accumulator.exact` for the rounds on the
     wire.
     """

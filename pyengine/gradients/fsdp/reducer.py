@@ -41,7 +41,7 @@ class FSDPReducer(Sharded):
     def __init__(self, managed: Managed) -> None:
         settings = managed.settings
         super().__init__(managed, watches=settings.raises)
-        # 1/count comes in before a narrow type where everything waits for it, else behind the sum.
+        # 1/count comes in before a wire that wants means where everything waits for it, else behind the sum.
         waits = all(
             choice.mode == "all" and (unit.narrows(settings.wire) or reduce_dtype(unit.module) is None)
             for unit, choice in zip(self.units, self.choices, strict=True)

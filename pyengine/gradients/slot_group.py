@@ -1,4 +1,4 @@
-"""Neighbouring slots of a bucket whose gradients are accumulated by one call."""
+"""Neighbouring slots of a sum whose gradients are accumulated by one call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch.nn import Parameter
 
-from pyengine.gradients.layout import Bucket
 from pyengine.gradients.slots import slot_gradient
 from pyengine.ops.device import runs_ahead
 from pyengine.ops.plan import BucketPlan
@@ -23,22 +22,22 @@ class SlotGroup:
     """Neighbouring slots that are accumulated by one call.
 
     Args:
-        bucket: of the slots.
-        params: the bucket's, in slot order.
-        slots: indices in the bucket.
+        plan: of the whole sum.
+        params: its, in slot order.
+        slots: indices of the group's.
 
     Attributes:
         start, stop: of `slots`.
         params: the slots' own.
-        plan: the slots, in the bucket's flat buffers.
+        plan: the group's slots, in flat buffers of the whole.
         is_first: whether their sum holds nothing of this window yet.
     """
 
-    def __init__(self, bucket: Bucket, params: Sequence[Parameter], slots: range) -> None:
+    def __init__(self, plan: BucketPlan, params: Sequence[Parameter], slots: range) -> None:
         self.start, self.stop = slots.start, slots.stop
         self.params = list(params[self.start : self.stop])
-        mine = bucket.slots[self.start : self.stop]
-        self.plan = BucketPlan([slot.offset for slot in mine], [slot.numel for slot in mine])
+        mine = slice(self.start, self.stop)
+        self.plan = BucketPlan(plan.offsets[mine], plan.numels[mine])
         self.is_first = True
         self._is_contiguous = all(param.is_contiguous() for param in self.params)
 
@@ -46,7 +45,7 @@ class SlotGroup:
         """Return the gradients in slot order, and note which there are.
 
         Args:
-            used: by the bucket's slots; True is written where there is a gradient.
+            used: by slots of the whole; True is written where there is a gradient.
 
         Returns:
             Autograd's own memory, which the result keeps alive, or a copy of gradients that are sparse,
@@ -72,14 +71,14 @@ class SlotGroup:
         return pointers
 
 
-def cut(bucket: Bucket, device: torch.device) -> list[range]:
-    """Cut a bucket into runs of slots that are worth a call each."""
+def cut(numels: Sequence[int], itemsize: int, device: torch.device) -> list[range]:
+    """Cut slots of `numels` elements, of `itemsize` bytes in a gradient, into runs worth a call each."""
     if runs_ahead(device):
-        return [range(len(bucket.slots))]
+        return [range(len(numels))]
     runs, start, size = [], 0, 0
-    for index, slot in enumerate(bucket.slots):
-        size += slot.numel * bucket.dtype.itemsize
-        if size >= GROUP_BYTES or index + 1 == len(bucket.slots):
+    for index, numel in enumerate(numels):
+        size += numel * itemsize
+        if size >= GROUP_BYTES or index + 1 == len(numels):
             runs.append(range(start, index + 1))
             start, size = index + 1, 0
     return runs

@@ -1,0 +1,150 @@
+"""Under attach gradients are summed inside the backward, and the used flags travel beside the last bucket."""
+
+from __future__ import annotations
+
+from threading import Timer
+
+import pytest
+import torch
+from marks import rest
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+from pyengine.comm import TorchDist
+from pyengine.gradients import slot_group
+
+LAYERS, ACCUMULATE = 4, 3
+
+
+def _layers(dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(8, 8, bias=False, dtype=dtype) for _ in range(LAYERS)])
+
+
+def _left_in_backwards(options: dict[str, bool]) -> list[list[bool]]:
+    """Return, for each micro-batch of two windows, which layers hold a gradient when the first has one."""
+    model = _layers(torch.bfloat16)
+    ddp = DistributedDataParallel(model, **options)
+    sync = pe.attach(ddp, accumulate=ACCUMULATE)
+    found: list[list[bool]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slot_group, "GROUP_BYTES", 1)  # a group a layer
+        model[0].weight.register_post_accumulate_grad_hook(
+            lambda _: found.append([layer.weight.grad is not None for layer in model[1:]])
+        )
+        for window in sync.windows(torch.ones(2 * ACCUMULATE, 1, 8, dtype=torch.bfloat16)):
+            for x in window:
+                sync.backward(ddp(x).sum())
+            sync.unscale_()
+            ddp.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}])
+@pytest.mark.parametrize("world", [1, *rest(2)])
+def test_gradients_of_earlier_micro_batches_are_summed_while_the_cache_has_them(ranks, world, options):
+    for found in ranks(world).run(_left_in_backwards, options):
+        # Those of the last micro-batch stay until DDP hands out their bucket.
+        window = [[False] * (LAYERS - 1)] * (ACCUMULATE - 1) + [[True] * (LAYERS - 1)]
+        assert found == window * 2
+
+
+def _twice_in_a_backward() -> tuple[Tensor, Tensor]:
+    """Return a gradient that came twice in every backward, of which the group was complete after the first,
+    and what it should be.
+    """
+    model = _layers(torch.bfloat16)
+    ddp = DistributedDataParallel(model)
+    sync = pe.attach(ddp, accumulate=ACCUMULATE)
+    weight = model[0].weight
+    xs = torch.randn(ACCUMULATE, 1, 8).bfloat16()
+
+    def again(grad: Tensor) -> Tensor:
+        with torch.enable_grad():
+            weight.sum().backward()
+        return grad
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slot_group, "GROUP_BYTES", 1)
+        for window in sync.windows(xs):
+            for place, x in enumerate(window):
+                loss = ddp(x).sum()
+                if place < ACCUMULATE - 1:  # in the last one DDP itself takes each gradient once
+                    loss.register_hook(again)
+                sync.backward(loss)
+            sync.unscale_()
+    want = torch.zeros(8, 8, dtype=torch.float64)
+    twin = _layers(torch.bfloat16)
+    for x in xs:
+        twin.zero_grad()
+        twin(x).sum().backward()
+        want += twin[0].weight.grad.double()
+    return weight.grad.double(), (want + ACCUMULATE - 1) / ACCUMULATE
+
+
+def test_a_gradient_that_comes_again_inside_a_backward_is_summed_too(ranks):
+    for got, want in ranks(1).run(_twice_in_a_backward):
+        assert torch.allclose(got, want, rtol=2**-7, atol=2**-7)
+
+
+class _Held:
+    """An all-reduce that ends when it is let go."""
+
+    def __init__(self, future: Future[list[Tensor]]) -> None:
+        self._future = future
+
+    def get_future(self) -> Future[list[Tensor]]:
+        return self._future
+
+    def wait(self) -> None:
+        self._future.wait()
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+
+def _flags_beside_buckets(dtype: torch.dtype) -> list[str]:
+    """Return what let the buckets of two windows land: the used flags, or, much later, the clock."""
+    model = _layers(dtype)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
+    sync = pe.attach(ddp, accumulate=1)
+    held: list[tuple[Future[list[Tensor]], Tensor]] = []
+    released: list[str] = []
+
+    def let_go(why: str) -> None:
+        waiting, held[:] = list(held), []
+        if waiting:
+            released.append(why)
+        for future, flat in waiting:
+            future.set_result([flat])
+
+    def hold(self: TorchDist, flat: Tensor) -> object:
+        if flat.dtype == torch.float64:  # the header
+            return all_reduce(self, flat)
+        held.append((Future(), flat))
+        return _Held(held[-1][0])
+
+    def flags(self: TorchDist, flat: Tensor) -> object:
+        let_go("flags")
+        return all_reduce_max(self, flat)
+
+    all_reduce, all_reduce_max = TorchDist.all_reduce, TorchDist.all_reduce_max
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchDist, "all_reduce", hold)
+        patch.setattr(TorchDist, "all_reduce_max", flags)
+        for window in sync.windows(torch.ones(2, 1, 8, dtype=dtype)):
+            for x in window:
+                clock = Timer(5.0, let_go, ["clock"])
+                clock.start()
+                sync.backward(ddp(x).sum())
+                clock.cancel()
+            sync.unscale_()
+            ddp.zero_grad()
+    return released
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_used_flags_travel_while_the_last_bucket_does(ranks, dtype):
+    assert ranks(1).run(_flags_beside_buckets, dtype) == [["flags", "flags"]]
