@@ -55,6 +55,7 @@ def main() -> None:
     if options.rounds:
         launches = [dataclasses.replace(one, rounds=options.rounds, warm_up=1) for one in launches]
     is_root = can_make_hosts()
+    options.out.mkdir(parents=True, exist_ok=True)
     failed, start = [], time.monotonic()
     for index, launch in enumerate(launches):
         head = f"[{index + 1}/{len(launches)}, {_clock(time.monotonic() - start)}] {launch.name}"

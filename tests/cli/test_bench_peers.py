@@ -24,9 +24,10 @@ def run(script: str, *arguments: str) -> str:
 
 @pytest.mark.slow
 def test_a_launch_writes_its_file_and_is_not_run_again(tmp_path: Path) -> None:
-    launch = ("--only", "every-1", "--variants", ",".join(VARIANTS), "--rounds", "2", "--out", str(tmp_path))
+    results = tmp_path / "results"
+    launch = ("--only", "every-1", "--variants", ",".join(VARIANTS), "--rounds", "2", "--out", str(results))
     run("bench_peers.py", *launch)
-    (file,) = tmp_path.glob("*-peers-every-1.json")
+    (file,) = results.glob("*-peers-every-1.json")
     rows = json.loads(file.read_text())["rows"]
     assert list(rows) == list(VARIANTS)
     assert all(len(row["times"]["window"]) == 2 for row in rows.values())
@@ -35,6 +36,6 @@ def test_a_launch_writes_its_file_and_is_not_run_again(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     for page in ("README.md", "docs/numbers.md"):
         (tmp_path / page).write_text("<!-- numbers:begin launch-every-1 -->\n<!-- numbers:end -->\n")
-    run("render_numbers.py", "--results", str(tmp_path), "--root", str(tmp_path))
+    run("render_numbers.py", "--results", str(results), "--root", str(tmp_path))
     page = (tmp_path / "docs" / "numbers.md").read_text()
     assert "| **GradSync, bf16 wire** |" in page and file.name in page
