@@ -12,6 +12,7 @@ import pytest
 from study_records import asked
 from study_subjects import goes, lives
 
+from pyengine.cli.study import supervise
 from pyengine.cli.study.supervise import Beats, Limits, Outcome, Watch, execute
 
 
@@ -65,6 +66,51 @@ def test_processes_end_when_the_study_was_killed() -> None:
     process.kill()
     process.wait()
     assert goes(pid)
+
+
+class _Clock:
+    """Time, and a child that lives in it for ever and beats at the given seconds."""
+
+    def __init__(self, beats: Beats, *at: float) -> None:
+        self._beats, self._at, self._now = beats, list(at), 0.0
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def is_alive(self) -> bool:
+        return True
+
+    def join(self, seconds: float) -> None:
+        self._now += seconds
+        if self._at and self._at[0] <= self._now:
+            self._at.pop(0)
+            with self._beats.path.open("a") as file:
+                file.write('{"done": 0}\n')
+
+
+@pytest.mark.parametrize(
+    ("stall_s", "at", "reason", "ended"),
+    [
+        (20, (), "its workers had not all started after 120 s", 120),
+        (200, (), "its workers had not all started after 200 s", 200),
+        (20, (90,), "no sign of life for 20 s after step 0 (--stall-timeout)", 110),
+        (20, (90, 105), "no sign of life for 20 s after step 0 (--stall-timeout)", 125),
+    ],
+)
+def test_start_of_the_workers_is_no_stall(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stall_s: float,
+    at: tuple[float, ...],
+    reason: str,
+    ended: float,
+) -> None:
+    beats = Beats(tmp_path / "beats")
+    clock = _Clock(beats, *at)
+    monkeypatch.setattr(supervise, "time", clock)
+    found = supervise._supervise(clock, beats, Limits(stall_s, 3600), lambda done, accuracy: None)
+    assert found == ("stalled", reason)
+    assert ended <= clock.monotonic() <= ended + 1
 
 
 def test_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:

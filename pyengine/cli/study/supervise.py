@@ -26,6 +26,7 @@ from pyengine.comm.local_workers import signals_noted
 
 _LOOK_S = 0.25  # between two looks at a run
 _BUSY_S = 0.3  # for which the machine is watched before a run
+_START_S = 120.0  # in which workers may import torch and meet, however short the limit between two steps is
 
 # Hears (steps done, last accuracy or None) of a run under way.
 Watch = Callable[[int, float | None], None]
@@ -36,7 +37,8 @@ class Limits:
     """When a run is ended from outside.
 
     Attributes:
-        stall_s: seconds without a step (or without a sign of life before the first one).
+        stall_s: seconds without a step, from when the workers have met. They have two minutes for that, or
+            these seconds if they are more.
         run_s: seconds in all.
     """
 
@@ -135,14 +137,18 @@ class Beats:
 
 def _supervise(child: mp.process.BaseProcess, beats: Beats, limits: Limits, watch: Watch) -> tuple[str, str]:
     """Wait for a run's end; return ("done", "") if it ended by itself."""
-    begin = moved = time.monotonic()
+    begin = time.monotonic()
+    moved = None
+    start_s = max(limits.stall_s, _START_S)
     while child.is_alive():
         child.join(_LOOK_S)
         now = time.monotonic()
         if beats.read():
             moved = now
             watch(beats.done, beats.accuracy)
-        if now - moved > limits.stall_s:
+        if moved is None and now - begin > start_s:
+            return "stalled", f"its workers had not all started after {start_s:g} s"
+        if moved is not None and now - moved > limits.stall_s:
             reason = f"no sign of life for {limits.stall_s:g} s after step {beats.done} (--stall-timeout)"
             return "stalled", reason
         if now - begin > limits.run_s:
