@@ -40,7 +40,8 @@ class Launch:
         rate: Mbit/s of every rank's link, each on a host; 0 is loopback.
         warm_up: rounds that are not counted.
         is_counted: whether one more window tells the collectives.
-        kind: "time"; "memory", a process set a variant; "truth", gradients against float64 and losses.
+        kind: "time"; "memory", a process set for every variant and round; "truth", gradients against
+            float64 and losses.
     """
 
     name: str
@@ -90,7 +91,7 @@ LAUNCHES = (
     Launch("gbit-wires", _FEWER_BYTES, rate=1000, rounds=6),
     Launch("deepspeed", _DEEPSPEED, is_counted=True),
     Launch("gbit-deepspeed", _DEEPSPEED, rate=1000, rounds=6),
-    Launch("memory", _HELD, kind="memory"),
+    Launch("memory", _HELD, rounds=3, kind="memory"),
     Launch("cnn", (*_SAME_BYTES, "engine_bf16", "engine_int8_ef"), model="cnn", rounds=6, is_counted=True),
     Launch("small", (*_SAME_BYTES, "engine_bf16"), model="small", rounds=12),
     Launch("gpt0", (*_MACHINERY, *_SHARED), model="gpt0", rounds=14),

@@ -21,6 +21,7 @@ import datetime
 import importlib.util
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -95,11 +96,9 @@ def _run(launch: Launch, head: str, is_root: bool) -> dict[str, Any] | None:
     start = time.monotonic()
     missing = [name for name in launch.variants if not _is_installed(CONTESTANTS[name].needs)]
     here = tuple(name for name in launch.variants if name not in missing)
+    sets = [(name,) for name in here] * launch.rounds if launch.kind == "memory" else [here]
     try:
-        if launch.kind == "memory":
-            parts = [_ranks(dataclasses.replace(launch, variants=(name,)), head, is_root) for name in here]
-        else:
-            parts = [_ranks(dataclasses.replace(launch, variants=here), head, is_root)]
+        parts = [_ranks(dataclasses.replace(launch, variants=names), head, is_root) for names in sets]
     except RuntimeError as error:
         print(f"\r{head}: {error}{'':40}")
         return None
@@ -112,7 +111,7 @@ def _run(launch: Launch, head: str, is_root: bool) -> dict[str, Any] | None:
             name: {"label": CONTESTANTS[name].label, "is_ours": CONTESTANTS[name].is_ours}
             for name in launch.variants
         },
-        "rows": {name: row for part in parts for name, row in _merge(part).items()},
+        "rows": _medians([_merge(part) for part in parts]),
         "seconds": round(time.monotonic() - start),
     }
 
@@ -207,6 +206,16 @@ def _merge(ranks: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         for figure in ("peak_mb", "sent_mb"):
             if figure in first:
                 row[figure] = max(other[figure] for other in others)
+    return rows
+
+
+def _medians(parts: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return every variant's row; of several peaks the median, and all of them."""
+    rows = {name: row for part in parts for name, row in part.items()}
+    for name, row in rows.items():
+        if "peak_mb" in row:
+            peaks = [part[name]["peak_mb"] for part in parts if name in part]
+            rows[name] = row | {"peak_mb": statistics.median(peaks), "peaks_mb": peaks}
     return rows
 
 

@@ -223,10 +223,12 @@ def memory(results: Results) -> list[str]:
     if "memory" not in results:
         return []
     one = results["memory"]
-    lines = _head(_title(one), "peak MB", "over the floor")
+    lines = _head(_title(one), "peak MB", "lowest and highest", "over the floor")
     floor = one.rows["floor"]["peak_mb"]
     for name, row in sorted(one.rows.items(), key=lambda item: item[1]["peak_mb"]):
-        lines.append(_line(_label(one, name), f"{row['peak_mb']:.0f}", f"{row['peak_mb'] - floor:+.0f}"))
+        peak, peaks = row["peak_mb"], row["peaks_mb"]
+        between = f"{min(peaks):.0f}–{max(peaks):.0f}"
+        lines.append(_line(_label(one, name), f"{peak:.0f}", between, f"{peak - floor:+.0f}"))
     return lines
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 from configured import configure
@@ -50,3 +53,25 @@ def test_a_build_for_one_machine_has_its_best_instruction_set_alone(names, best,
 @pytest.mark.slow
 def test_any_other_build_has_all(levels):
     assert levels(AVX2, "OFF") == {"generic", "avx2", "avx512"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="other processors have one level")
+@pytest.mark.parametrize(
+    ("level", "is_supported", "is_usable"),
+    [("avx512", 0, False), ("avx512", 1, True), ("avx2", 0, False), ("avx2", 1, True), ("generic", 0, True)],
+)
+def test_a_build_for_another_machine_has_nothing_here(level, is_supported, is_usable, tmp_path):
+    """The module refuses to be imported then, and plain PyTorch takes over."""
+    compiler = shutil.which("c++") or pytest.skip("c++ is not on PATH")
+    dispatch = Path(__file__).resolve().parents[2] / "csrc" / "cpu" / "dispatch.cpp"
+    (tmp_path / "main.cpp").write_text(
+        f'#include "{dispatch.with_suffix(".h")}"\nint main() {{ return pyengine::has_ops(); }}'
+    )
+    command = [compiler, "-std=c++20", "-DPYENGINE_X86", f"-DPYENGINE_NATIVE={level}"]
+    command += [f"-D__builtin_cpu_supports(name)={is_supported}", str(dispatch), str(tmp_path / "main.cpp")]
+    # The ops themselves are neither there nor called.
+    subprocess.run(
+        [*command, "-no-pie", "-Wl,--unresolved-symbols=ignore-all", "-o", str(tmp_path / "main")], check=True
+    )
+    assert subprocess.run([str(tmp_path / "main")], check=False).returncode == is_usable
