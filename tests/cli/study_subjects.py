@@ -49,9 +49,14 @@ def sometimes(study: Probe) -> None:
     if study.global_batch > 8 and study.workers == 1:
         raise ValueError("boom")
     if study.global_batch > 8:
-        print(f"pid {os.getpid()}", flush=True)
+        _say_pid(os.getpid())
         time.sleep(600 * dist.get_rank())
     right(study)
+
+
+def _say_pid(pid: int) -> None:
+    """Write it in one piece: all ranks have one log, and `print` writes the line's end by itself."""
+    print(f"pid {pid}\n", end="", flush=True)
 
 
 EVALUATION_TICKS = 1000
@@ -113,7 +118,7 @@ def says_nothing_on_rank_0(study: Probe) -> None:
 
 def beats_for_ever(study: Probe) -> None:
     """Evaluate, and never step; with a process beside it, as a loader has."""
-    print(f"pid {subprocess.Popen(['sleep', '600']).pid}", flush=True)
+    _say_pid(subprocess.Popen(["sleep", "600"]).pid)
     while True:
         study._beat(done=0)
         time.sleep(0.1)

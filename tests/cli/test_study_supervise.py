@@ -45,7 +45,7 @@ def test_interrupt_ends_every_process_also_those_of_workers(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        ran("beats_for_ever", tmp_path, interrupt)
+        pytest.fail(f"{ran('beats_for_ever', tmp_path, interrupt)}: {(tmp_path / 'log.txt').read_text()}")
     assert all(goes(pid) for pid in _pids(tmp_path))
     assert list((tmp_path / "tmp").iterdir()) == []
 
