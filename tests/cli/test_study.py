@@ -276,7 +276,7 @@ def test_real_study_goes_on_over_runs_that_fail_and_hang(
         out,
         "--json",
     ]
-    grid = ["--workers", "1,2", "--batch", "8,16", "--repeats", "1", "--stall-timeout", "10"]
+    grid = ["--workers", "1,2", "--batch", "8,16", "--repeats", "1", "--stall-timeout", "20"]
     assert main([*arguments, *grid]) == 1
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     runs = {(line["workers"], line["batch"]): line for line in found if line["event"] == "run"}
@@ -287,7 +287,7 @@ def test_real_study_goes_on_over_runs_that_fail_and_hang(
         (2, 16): "stalled",
     }
     assert runs[1, 16]["reason"] == "worker 0 of 1 failed (exit code 1): ValueError: boom"
-    assert runs[2, 16]["reason"] == "no sign of life for 10 s after step 0 (--stall-timeout)"
+    assert runs[2, 16]["reason"] == "no sign of life for 20 s after step 0 (--stall-timeout)"
     cells = {(line["workers"], line["batch"]): line for line in found if line["event"] == "cell"}
     assert list(cells) == [(1, 8), (2, 8)]
     assert cells[2, 8]["speed_up"]["mid"] > 0

@@ -68,6 +68,9 @@ def test_processes_end_when_the_study_was_killed() -> None:
     assert goes(pid)
 
 
+LONGER = "; a larger --stall-timeout gives them more"
+
+
 class _Clock:
     """Time, and a child that lives in it for ever and beats at the given seconds."""
 
@@ -91,8 +94,8 @@ class _Clock:
 @pytest.mark.parametrize(
     ("stall_s", "at", "reason", "ended"),
     [
-        (20, (), "its workers had not all started after 120 s", 120),
-        (200, (), "its workers had not all started after 200 s", 200),
+        (20, (), f"its workers had not all started after 120 s{LONGER}", 120),
+        (200, (), f"its workers had not all started after 200 s{LONGER}", 200),
         (20, (90,), "no sign of life for 20 s after step 0 (--stall-timeout)", 110),
         (20, (90, 105), "no sign of life for 20 s after step 0 (--stall-timeout)", 125),
     ],

@@ -147,7 +147,8 @@ def _supervise(child: mp.process.BaseProcess, beats: Beats, limits: Limits, watc
             moved = now
             watch(beats.done, beats.accuracy)
         if moved is None and now - begin > start_s:
-            return "stalled", f"its workers had not all started after {start_s:g} s"
+            reason = f"its workers had not all started after {start_s:g} s"
+            return "stalled", f"{reason}; a larger --stall-timeout gives them more"
         if moved is not None and now - moved > limits.stall_s:
             reason = f"no sign of life for {limits.stall_s:g} s after step {beats.done} (--stall-timeout)"
             return "stalled", reason
