@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from typing import Any
 
 TIMEOUT_S = 90
 _POLL_S = 0.05  # how often a run that may stop processes looks for them
+_SAYING_S = 0.2  # how long a process may take to write where it is
 _PARTING_S = 1.0  # how long a rank that is done waits for those that are not
 
 
@@ -100,6 +102,10 @@ class Worker:
     def go_on(self) -> None:
         """Continue after a stop."""
         os.kill(self._pid, signal.SIGCONT)
+
+    def say_where(self) -> None:
+        """Have it write where each of its threads is, if it is not stopped."""
+        os.kill(self._pid, signal.SIGUSR1)
 
     def kill(self) -> None:
         """End the process, whatever it does."""
@@ -193,7 +199,12 @@ class _Ends:
                 break
             if not ready:
                 self._go_on()
-        for rank in self._waiting.values():
+        silent = list(self._waiting.values())
+        for rank in silent:
+            self._workers[rank].say_where()
+        if silent:
+            time.sleep(_SAYING_S)
+        for rank in silent:
             self._workers[rank].kill()
             self._ends[rank] = Ended(is_silent=True, was_stopped=rank in self._stopped)
         return [self._ends[rank] for rank in range(len(self._workers))]
@@ -238,6 +249,32 @@ class Ranks:
         return self._pool.ends((self._backend, self.world), within_s, fn, *args, **kwargs)
 
 
+LOOKING = threading.Lock()  # held while an engine's thread looks, and may write to the store
+
+
+def strike(number: int) -> None:
+    """Send this process a signal that ends or stops it, while none of its threads writes to the store.
+
+    Ranks meet in a file here. torch's `FileStore` would wait for the rest of what a rank was writing when it
+    was killed, without end; and one that is stopped while it writes holds the file's lock.
+    """
+    with LOOKING:
+        os.kill(os.getpid(), number)
+
+
+def _look_alone() -> None:
+    """Let an engine's thread look under the lock."""
+    from pyengine.comm.stall import StallWatch
+
+    look = StallWatch.look
+
+    def alone(watch: StallWatch) -> None:
+        with LOOKING:
+            look(watch)
+
+    StallWatch.look = alone
+
+
 def _checked(ends: list[Ended]) -> list[Any]:
     failed = [f"--- rank {rank} ---\n{_told(end)}" for rank, end in enumerate(ends) if _told(end)]
     if failed:
@@ -256,6 +293,8 @@ def _serve(pipe: Any) -> None:
     import torch
 
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
+    _look_alone()
     pipe.send(True)
     known = 0
     while True:
@@ -265,8 +304,6 @@ def _serve(pipe: Any) -> None:
             fn, args, kwargs, place, parting_s = pipe.recv()
         except EOFError:
             return
-        # Who hangs says where, before it is killed.
-        faulthandler.dump_traceback_later(TIMEOUT_S - 5, file=sys.__stderr__)
         # A worker that fails here dies: what torch counts of groups would differ from the others' for good.
         store = _meet(*place)
         answer: tuple[Any, str] = None, "is ending"
@@ -280,7 +317,6 @@ def _serve(pipe: Any) -> None:
             answer = None, traceback.format_exc()
         finally:
             _part(store, place[2], within_s=0 if answer[1] else parting_s)
-        faulthandler.cancel_dump_traceback_later()
         pipe.send(answer)
         del fn, args, kwargs, answer, store
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from cases import me
 from marks import rest
+from ranks import strike
 from torch import nn
 
 import pyengine as pe
@@ -30,7 +31,7 @@ def _killed_by_hook() -> str:
     try:
         for window in range(3):
             if window == 2 and me()[0] == 1:
-                Arena.reduce = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
+                Arena.reduce = lambda *args, **options: strike(signal.SIGKILL)
             ddp(torch.ones(1, 50)).sum().backward()
     except RuntimeError as error:
         return str(error)
@@ -64,7 +65,7 @@ def _killed(who: str, stall_after_s: float | None) -> tuple[float, str]:
 
         def die(*args: Any, **options: Any) -> Any:
             reduce(*args, **options)
-            os.kill(os.getpid(), signal.SIGKILL if who == "one" else signal.SIGSTOP)
+            strike(signal.SIGKILL if who == "one" else signal.SIGSTOP)
 
         Arena.reduce = die  # type: ignore[method-assign]
     if who == "one is stopped":
@@ -108,7 +109,7 @@ def _all_killed(note: str) -> None:
         sync.backward(model(torch.ones(1, 100)).sum())
     (inode,) = _inodes(Path("/proc/self")) - before
     Path(note).write_text(inode)
-    os.kill(os.getpid(), signal.SIGKILL)
+    strike(signal.SIGKILL)
 
 
 @pytest.mark.slow

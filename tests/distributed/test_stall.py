@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from cases import me
+from ranks import strike
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -83,7 +84,7 @@ def _stopped() -> list[str]:
     other = sync._engine.comm.all_gather_object(ProcessId.own())[1]
     if rank == 1:
         time.sleep(AFTER_S)  # a heartbeat tells where
-        os.kill(os.getpid(), signal.SIGSTOP)
+        strike(signal.SIGSTOP)
     else:
         while other.state(ProcessId.own()) != "stopped":
             time.sleep(0.01)
@@ -110,13 +111,13 @@ def _dies(phase: str) -> str:
         ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5)
         sync = pe.attach(ddp, stall_after_s=AFTER_S)
         if rank == 1:
-            model[0].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            model[0].weight.register_hook(lambda _: strike(signal.SIGKILL))
         model = ddp
     else:
         sync = pe.GradSync(model, stall_after_s=AFTER_S)
     state = sync.state_dict()
     if rank == 1 and phase != "bucket":
-        os.kill(os.getpid(), signal.SIGKILL)
+        strike(signal.SIGKILL)
     try:
         if phase != "load_state_dict":
             with sync.accumulate():

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from fault_cases import BEHIND_A_BUCKET, LATE_S, PAUSE_S, STALL_AFTER_S, Case
+from ranks import LOOKING, strike
 
 from pyengine.comm.arena import Arena
 
@@ -122,7 +123,7 @@ def _raise(error: type[BaseException]) -> NoReturn:
 def _pause(seconds: float = PAUSE_S) -> None:
     """Stop for less than the group's timeout."""
     subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
-    os.kill(os.getpid(), signal.SIGSTOP)
+    strike(signal.SIGSTOP)
 
 
 def _come_late() -> None:
@@ -131,15 +132,20 @@ def _come_late() -> None:
     _pause(LATE_S)
 
 
+def _exit_at_once() -> NoReturn:
+    with LOOKING:  # see `strike`
+        os._exit(4)
+
+
 # What comes behind a comma in a case is what the rank does next; see `Run.react`.
 FAULTS = {
     "exception": lambda: _raise(Boom),
     "interrupt": lambda: _raise(KeyboardInterrupt),
     "uncaught": lambda: _raise(Quit),
     "sys.exit": lambda: sys.exit(3),
-    "os._exit": lambda: os._exit(4),
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "os._exit": _exit_at_once,
+    "kill": lambda: strike(signal.SIGKILL),
+    "stop": lambda: strike(signal.SIGSTOP),
     "pause": _pause,
     "late": _come_late,
 }
