@@ -8,6 +8,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from pyengine.gradients.base import Reducer, SumsElsewhere
 
@@ -15,28 +16,61 @@ _grad, _version = attrgetter("grad"), attrgetter("_version")
 _MAX_NAMED = 3
 
 
-class GradMarks:
-    """Which tensors the gradients were when the engine looked last, and how often each had been written to.
+class Snapshot:
+    """Which tensors the `.grad` of parameters are at one moment, and how often each had been written to.
 
     PyTorch counts a tensor's versions up with every write; what the core writes by address is not counted.
 
     Args:
+        params: the parameters.
+
+    Cost: some 0.4 µs a parameter, and as much to look again: what the host reads of each lies in some eight
+        places of memory, which a micro-batch has pushed out of its caches. Nothing is read on the device, and
+        no gradient is kept alive.
+    """
+
+    def __init__(self, params: Sequence[Parameter]) -> None:
+        self._params = params
+        self._places, grads = self._look()
+        self._refs, self._versions = list(map(ref, grads)), list(map(_version, grads))
+
+    def changed(self) -> list[int]:
+        """Return the parameters, by index, whose `.grad` is another one now, or has been written to."""
+        places, grads = self._look()
+        kept = [kept() for kept in self._refs]
+        versions = list(map(_version, grads))
+        if places == self._places and versions == self._versions and all(map(is_, grads, kept)):
+            return []
+        before = dict(zip(self._places, zip(kept, self._versions, strict=True), strict=True))
+        now = dict(zip(places, zip(grads, versions, strict=True), strict=True))
+        return sorted(index for index in before.keys() | now.keys() if not _same(before, now, index))
+
+    def _look(self) -> tuple[Sequence[int], list[Tensor]]:
+        """Return who has a gradient, by index, and the gradients."""
+        grads = list(map(_grad, self._params))
+        present = [grad for grad in grads if grad is not None]
+        if len(present) == len(grads):
+            return range(len(grads)), present
+        return [index for index, grad in enumerate(grads) if grad is not None], present
+
+
+class GradMarks:
+    """Tells what has become of the gradients since the engine looked last.
+
+    Args:
         reducer: owns the gradients.
 
-    Cost: some 0.1 µs a parameter and look, on the host; nothing is read on the device, and no gradient is
-    kept alive.
+    Cost: a `Snapshot` to take, and a look at it.
     """
 
     def __init__(self, reducer: Reducer) -> None:
         self._names, self._params = reducer.names, reducer.params
         self._elsewhere = reducer if isinstance(reducer, SumsElsewhere) else None
-        self._all = list(range(len(self._params)))
         self.take()
 
     def take(self) -> None:
         """Remember how gradients are now."""
-        self._places, grads = self._look()
-        self._refs, self._versions = list(map(ref, grads)), list(map(_version, grads))
+        self._then = Snapshot(self._params)
         if self._elsewhere is not None:
             self._elsewhere.forget_strays()
 
@@ -51,14 +85,7 @@ class GradMarks:
 
     def written(self) -> list[int]:
         """Return those whose `.grad` is not as it was."""
-        places, grads = self._look()
-        kept = [kept() for kept in self._refs]
-        versions = list(map(_version, grads))
-        if places == self._places and versions == self._versions and all(map(is_, grads, kept)):
-            return []
-        before = dict(zip(self._places, zip(kept, self._versions, strict=True), strict=True))
-        now = dict(zip(places, zip(grads, versions, strict=True), strict=True))
-        return sorted(index for index in before.keys() | now.keys() if not _same(before, now, index))
+        return self._then.changed()
 
     def hold(self, indices: Sequence[int]) -> Tensor | None:
         """Return whether any of these gradients holds more than zeros: bool, 0-dim, on their device, unread.
@@ -79,13 +106,6 @@ class GradMarks:
             "sync.backward nor a micro_batch (a bare loss.backward(), zero_grad, a write to .grad): put "
             "backwards into `with sync.micro_batch():`, and delete zero_grad, since windows start from zero"
         )
-
-    def _look(self) -> tuple[list[int], list[Tensor]]:
-        grads = list(map(_grad, self._params))
-        present = [grad for grad in grads if grad is not None]
-        if len(present) == len(grads):
-            return self._all, present
-        return [index for index, grad in enumerate(grads) if grad is not None], present
 
 
 def _same(

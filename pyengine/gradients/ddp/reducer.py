@@ -28,6 +28,7 @@ from pyengine.gradients.ddp.private import Drive, publish, reduced_parameters, z
 from pyengine.gradients.ddp.reduction import Reduction
 from pyengine.gradients.ddp.sums import ExactBucketSum, Fp32BucketSum, Sums, Watched
 from pyengine.gradients.exact_sums import Terms
+from pyengine.gradients.marks import Snapshot
 from pyengine.gradients.param_sums import packed
 from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.settings import Settings
@@ -194,12 +195,12 @@ class DDPReducer:
             self._drive.reduce_all()
             reduction.is_complete = reduction.is_complete or not self._drive.is_ready
         else:
-            before = [_version(param) for param in self.params]
+            before = Snapshot(self.params)
             self._drive.expect(roots)
             yield
             if not reduction.is_complete:
-                versions = zip(self.params, before, strict=True)
-                self._drive.complete([param for param, version in versions if _version(param) == version])
+                arrived = set(before.changed())
+                self._drive.complete([p for index, p in enumerate(self.params) if index not in arrived])
         self._conclude(reduction)
 
     def _prepare(self, header: Header) -> Reduction:
@@ -372,11 +373,3 @@ class DDPReducer:
             for param, is_used in zip(self.params, Readback(flags).get(), strict=True):
                 if not is_used:
                     param.grad = None
-
-
-def _version(param: Parameter) -> tuple[int, int] | None:
-    """Describe the state of a gradient, without keeping it alive:
-    a backward changes its version or its place.
-    """
-    grad = param.grad
-    return None if grad is None else (grad.data_ptr(), grad._version)
