@@ -1,11 +1,17 @@
-"""Under attach gradients are summed inside the backward, and the used flags travel beside the last bucket."""
+"""Under attach gradients are summed inside the backward, which waits for no other rank, and the used flags
+travel beside the last bucket.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from datetime import timedelta
 from threading import Timer
 
 import pytest
 import torch
+import torch.distributed as dist
+from cases import me
 from marks import rest
 from torch import Tensor, nn
 from torch.futures import Future
@@ -148,3 +154,43 @@ def _flags_beside_buckets(dtype: torch.dtype) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_used_flags_travel_while_the_last_bucket_does(ranks, dtype):
     assert ranks(1).run(_flags_beside_buckets, dtype) == [["flags", "flags"]]
+
+
+def _comes_late(dtype: torch.dtype, *, fails: bool) -> tuple[bool, list[bool], Tensor]:
+    """Rank 1 sends the third window's header when rank 0's backward has come to its last gradient; return
+    whether it had come there within ten seconds, what was stepped, and the parameters.
+    """
+    rank, _ = me()
+    model = _layers(dtype)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)  # a bucket a layer
+    sync, store = pe.attach(ddp, accumulate=1), dist.distributed_c10d._get_default_store()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    came, stepped = True, []
+
+    def say(_: Tensor) -> None:
+        if (rank, sync.window) == (0, 2):
+            store.set("the last gradient", "came")
+            if fails:
+                raise MemoryError
+
+    model[0].weight.register_post_accumulate_grad_hook(say)
+    for number in range(4):
+        x = torch.full((1, 8), 1.0 + rank + number, dtype=dtype)
+        with contextlib.suppress(MemoryError), sync.accumulate():
+            if (rank, number) == (1, 2):
+                try:
+                    store.wait(["the last gradient"], timedelta(seconds=10))
+                except RuntimeError:
+                    came = False
+            sync.backward(ddp(x).sum())
+        failed = fails and (rank, number) == (0, 2)
+        stepped.append(not failed and bool(sync.step(optimizer)))
+    return came, stepped, torch.stack([layer.weight.detach().clone() for layer in model])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_backward_does_not_wait_for_a_rank_that_is_late_with_its_header(ranks, dtype, fails):
+    (_, *first), (came, *second) = ranks(2).run(_comes_late, dtype, fails=fails)
+    assert came and first[0] == second[0] == [True, True, not fails, True]
+    assert torch.equal(first[1], second[1])

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
-from torch import Tensor
 from torch.futures import Future
 
 _ALL: WeakSet[Callbacks] = WeakSet()
@@ -30,15 +29,13 @@ class Callbacks:
     """
 
     def __init__(self) -> None:
-        self.pending: WeakSet[Callable[[Future[Any]], Tensor]] = WeakSet()
+        self.pending: WeakSet[Callable[[Future[Any]], Any]] = WeakSet()
         _ALL.add(self)
 
-    def call_back(self, future: Future[Any], callback: Callable[[Future[Any]], Tensor]) -> Future[Tensor]:
-        """Return a future of the tensor that `callback` returns for another one, on the thread that completes
-        it.
-        """
+    def call_back(self, future: Future[Any], callback: Callable[[Future[Any]], Any]) -> Future[Any]:
+        """Return a future of what `callback` returns for another one, on the thread that completes it."""
 
-        def call(done: Future[Any], _owner: Callbacks = self) -> Tensor:
+        def call(done: Future[Any], _owner: Callbacks = self) -> Any:
             return callback(done)
 
         self.pending.add(call)

@@ -96,8 +96,8 @@ class HookState:
         """Keep nothing of any bucket."""
         self._wire_buffers, self.memory = {}, WireMemory()
 
-    def call_back(self, future: Future[Any], callback: Callable[[Future[Any]], Tensor]) -> Future[Tensor]:
-        """Return a future of the tensor that `callback` returns for another one; see `Callbacks`."""
+    def call_back(self, future: Future[Any], callback: Callable[[Future[Any]], Any]) -> Future[Any]:
+        """Return a future of what `callback` returns for another one; see `Callbacks`."""
         return self._callbacks.call_back(future, callback)
 
     def await_threads(self) -> None:

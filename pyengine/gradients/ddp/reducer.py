@@ -196,6 +196,7 @@ class DDPReducer:
             reduction.is_complete = reduction.is_complete or not self._drive.is_ready
         else:
             before = Snapshot(self.params)
+            reduction.may_hold = True
             self._drive.expect(roots)
             yield
             if not reduction.is_complete:
@@ -342,6 +343,8 @@ class DDPReducer:
 
     def _send_rest(self, reduction: Reduction) -> None:
         """Send past DDP what it has not sent, and let it forget this backward."""
+        reduction.may_hold = False
+        reduction.send_held()
         sent, is_complete = list(reduction.under_way), reduction.is_complete
         if not is_complete:
             self._drive.send_by_hand(len(sent))

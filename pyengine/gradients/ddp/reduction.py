@@ -10,10 +10,12 @@ from torch.futures import Future
 
 from pyengine.comm import TorchDist
 from pyengine.comm.base import Work
+from pyengine.comm.stall import Promise
 from pyengine.gradients.ddp.bucket_norms import BucketNorms
 from pyengine.gradients.ddp.hook import HookState, Launched, completed, exchange, launch
 from pyengine.gradients.ddp.passes import Passes
 from pyengine.gradients.ddp.sums import ExactBucketSum, Fp32BucketSum, Sums, Watched
+from pyengine.ops.device import runs_ahead
 from pyengine.window.divisor import Divisor
 from pyengine.window.header import Header
 
@@ -31,6 +33,8 @@ class Reduction:
 
     Attributes:
         header, divisor: as given.
+        may_hold: whether a bucket that comes before the header may wait for a later one, so that the backward
+            need not: where DDP is sure to hand out its last one.
         is_complete: whether every bucket has been handed out.
         poison: whether what is sent from now on voids the window.
         failures: what has broken collectives: nobody knows then what the other ranks have.
@@ -54,7 +58,8 @@ class Reduction:
         self._state, self.header, self.divisor = state, header, divisor
         self._sums, self._watched, self._norms = sums, watched, norms
         norms.begin()
-        self.is_complete = self.poison = False
+        self.may_hold = self.is_complete = self.poison = False
+        self._held: list[tuple[Any, Promise]] = []
         self.failures: list[Exception] = []
         self.under_way: list[tuple[Any, Any]] = []
         self.without_grad: list[Any] = []
@@ -62,7 +67,7 @@ class Reduction:
         self.used: tuple[Tensor, Work] | None = None
 
     def reduce(self, bucket: Any) -> Future[Tensor]:
-        """Start to sum a bucket that DDP hands out.
+        """Start to sum a bucket that DDP hands out, and those before it that have waited for the header.
 
         Returns:
             A future of the bucket's buffer, `[numel]` in the gradients' type: DDP's memory, summed over ranks
@@ -73,14 +78,29 @@ class Reduction:
         if self._watched is not None:
             self._watched.add_last(bucket)
         flat = bucket.buffer()
-        start = partial(self._start, bucket)
-        if self.header.is_refused():
-            future = completed(flat)
+        if self.may_hold and not (bucket.is_last() or runs_ahead(flat.device) or self.header.is_ready()):
+            promise = Promise()
+            self._held.append((bucket, promise))
+            future = self._state.call_back(promise.future, Future.value)  # DDP wants errors that are its own
         else:
-            future = exchange(self._state, bucket, start, failures=self.failures)
+            self.send_held()
+            future = self._send(bucket)
         self.under_way.append((bucket, future))
         self.is_complete = self.is_complete or bucket.is_last()
         return future
+
+    def send_held(self) -> None:
+        """Start to sum the buckets that have waited for the header, in their order."""
+        while self._held:
+            bucket, promise = self._held[0]
+            future = self._send(bucket)
+            del self._held[0]  # not before: what cannot be sent is tried again, and fails again
+            self._state.call_back(future, promise.keep)
+
+    def _send(self, bucket: Any) -> Future[Tensor]:
+        if self.header.is_refused():
+            return completed(bucket.buffer())
+        return exchange(self._state, bucket, partial(self._start, bucket), failures=self.failures)
 
     def _start(self, bucket: Any, comm: TorchDist) -> Launched:
         total = None if self._sums is None else self._sums.of(bucket)
