@@ -101,11 +101,11 @@ LAUNCHES = (
     Launch("slow", _SLOW, rate=100, rounds=3),
     Launch("every-1", _FEW, accumulate=1, rounds=30),
     Launch("every-4", _FEW, accumulate=4, rounds=8),
-    Launch("every-16", _FEW, accumulate=16, rounds=4),
+    Launch("every-16", _FEW, accumulate=16, rounds=8),
     Launch("5m", _FEW, model="gpt-5m", rounds=40),
     Launch("26m", _FEW, model="gpt-26m", rounds=5),
     Launch("gbit-5m", _FEW, model="gpt-5m", rate=1000, rounds=16),
-    Launch("gbit-26m", _FEW, model="gpt-26m", rate=1000, rounds=3),
+    Launch("gbit-26m", _FEW, model="gpt-26m", rate=1000, rounds=6),
     Launch("workers-4", (*_FEW, *_SHARED), world=4, rounds=5),
     Launch("gbit-workers-4", _NOT_NAIVE, world=4, rate=1000, rounds=4),
 )

@@ -32,6 +32,9 @@ from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
 from pyengine.wire.memory import Place, WireMemory
 
+# As DDP's: the network has something to do early in the backward, and a small model's too.
+FIRST_BUCKET_BYTES = 2**20
+
 
 class BucketReducer:
     """Gradients in flat buckets that we own.
@@ -86,7 +89,11 @@ class BucketReducer:
         self._buckets: list[BucketAccumulator] = []
         self._transfers: Transfers | None = None
         self.layout = build(
-            self._specs, order, cap_bytes=self._settings.cap_bytes, world_size=self._comm.world_size
+            self._specs,
+            order,
+            cap_bytes=self._settings.cap_bytes,
+            world_size=self._comm.world_size,
+            first_bytes=FIRST_BUCKET_BYTES,
         )
         self._reserve()
         kind, watch, apart = self._settings.kind, self._settings.raises, self._settings.drops

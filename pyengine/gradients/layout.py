@@ -95,7 +95,14 @@ def backward_order(params: Sequence[ParamSpec]) -> list[int]:
     return [index for index in reversed(range(len(params))) if params[index].requires_grad]
 
 
-def build(params: Sequence[ParamSpec], order: Sequence[int], *, cap_bytes: int, world_size: int) -> Layout:
+def build(
+    params: Sequence[ParamSpec],
+    order: Sequence[int],
+    *,
+    cap_bytes: int,
+    world_size: int,
+    first_bytes: int | None = None,
+) -> Layout:
     """Lay out parameters in the order in which a backward delivers their gradients.
 
     Args:
@@ -104,6 +111,7 @@ def build(params: Sequence[ParamSpec], order: Sequence[int], *, cap_bytes: int, 
         cap_bytes: a bucket is closed once it holds this many bytes of gradients; parameters are never split.
         world_size: every bucket is padded to a multiple of `lcm(world_size, 128)` elements, so that it can be
             cut into equal, aligned shards.
+        first_bytes: the first bucket is closed once it holds so many, if that is less than `cap_bytes`.
     """
     open_slots: dict[_Kind, list[Slot]] = {}
     closed: list[tuple[_Kind, list[Slot]]] = []
@@ -112,7 +120,8 @@ def build(params: Sequence[ParamSpec], order: Sequence[int], *, cap_bytes: int, 
         kind = spec.dtype, spec.group
         slots = open_slots.setdefault(kind, [])
         slots.append(Slot(index, spec.name, _end(slots), spec.numel))
-        if _end(slots) * spec.dtype.itemsize >= cap_bytes:
+        cap = cap_bytes if closed or first_bytes is None else min(cap_bytes, first_bytes)
+        if _end(slots) * spec.dtype.itemsize >= cap:
             closed.append((kind, open_slots.pop(kind)))
     closed.extend(open_slots.items())
     unit = math.lcm(world_size, 128)

@@ -8,7 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import pyengine as pe
 from pyengine.gradients import layout as layouts
 from pyengine.gradients.layout import ALIGN_ELEMENTS, Layout, ParamSpec, backward_order, first_difference
 
@@ -44,6 +46,20 @@ def test_the_last_registered_parameter_comes_first():
 def test_a_bucket_closes_at_the_cap_and_never_splits_a_parameter():
     layout = build(_specs((1000,), (10,), (10,)), cap_bytes=300, world_size=1)
     assert [[slot.param for slot in bucket.slots] for bucket in layout.buckets] == [[2, 1], [0]]
+
+
+def test_the_first_bucket_alone_closes_earlier():
+    specs = _specs((10,), (10,), (10,), (10,), (10,))
+    layout = build(specs, cap_bytes=10**9, world_size=1, first_bytes=300)
+    assert [[slot.param for slot in bucket.slots] for bucket in layout.buckets] == [[4, 3], [2, 1, 0]]
+    layout = build(specs, cap_bytes=1, world_size=1, first_bytes=300)
+    assert len(layout.buckets) == 5
+
+
+def test_the_network_gets_a_mebibyte_first_whatever_the_cap():
+    model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)])  # a MiB each
+    with pe.GradSync(model) as sync:
+        assert [len(bucket.slots) for bucket in sync.layout.buckets] == [1, 3]
 
 
 def test_a_bucket_holds_one_dtype():
