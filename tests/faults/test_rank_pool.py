@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
+from threading import Timer
 
 import pytest
 import torch.distributed as dist
-from ranks import Ended, RankError
+from ranks import Ended, RankError, _part
 
 
 def _ends(how: str) -> str:
@@ -39,3 +40,15 @@ def test_a_rank_that_dies_or_hangs_is_told_and_replaced(ranks, how, end):
 def test_a_rank_that_dies_ends_a_run_that_does_not_expect_it(ranks):
     with pytest.raises(RankError, match="rank 1 ---\nits process ended, exit code -9"):
         ranks(2).run(_ends, "killed")
+
+
+def test_a_rank_that_is_done_parts_when_the_others_are():
+    store, others = dist.HashStore(), []
+
+    def others_are_done() -> None:
+        others.append("done")
+        store.add("parting", 1)
+
+    Timer(0.1, others_are_done).start()
+    _part(store, 2, within_s=60)
+    assert others == ["done"]
