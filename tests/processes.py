@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def left(find: Callable[[str], list[str]], what: str, seconds: float = 5.0) -> list[str]:
+def left(find: Callable[[str], list[str]], what: str, seconds: float = 30.0) -> list[str]:
     """Return what `living` or `marked` finds, once it is nothing or the seconds are over: helpers that end
-    with their pipes need a moment.
+    with their pipes need a moment, on a busy machine more than 5 s.
     """
     end = time.monotonic() + seconds
     while (found := find(what)) and time.monotonic() < end:
