@@ -22,6 +22,7 @@ from torch.futures import Future
 from pyengine.comm.heartbeat import Board, Heartbeat, line_of
 from pyengine.comm.pending import Launch, Pending, listed
 from pyengine.comm.process_state import ProcessId
+from pyengine.comm.promise import Promise
 
 STORE_IS_GONE = (
     "the store that the ranks met in does not answer, so the process that keeps it has died "
@@ -43,35 +44,6 @@ def failure(finding: str, said: object = None) -> str:
     """
     words = "" if said is None else f" ({said})"
     return f"a collective failed: {finding}. Start all ranks anew, from a checkpoint{words}"
-
-
-class Promise:
-    """A future that another one keeps, unless somebody breaks it first."""
-
-    def __init__(self) -> None:
-        self.future: Future[Any] = Future()
-        self._lock = threading.Lock()
-        self._is_settled = False
-
-    def keep(self, done: Future[Any]) -> None:
-        """Have what `done` has."""
-        if self._is_first():
-            try:
-                value = done.value()
-            except Exception as error:  # noqa: BLE001 - whoever waits for this one raises it
-                self.future.set_exception(error)
-            else:
-                self.future.set_result(value)
-
-    def break_(self, error: Exception) -> None:
-        """Fail."""
-        if self._is_first():
-            self.future.set_exception(error)
-
-    def _is_first(self) -> bool:
-        with self._lock:
-            was_settled, self._is_settled = self._is_settled, True
-        return not was_settled
 
 
 class StallWatch:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
+import torch
 
 from pyengine.cli.plan import model
 from pyengine.cli.plan.model import HEADERS, Cluster, Speeds, Transport, Work
 from pyengine.cli.wires import PLANNED, WIRES
+from pyengine.gradients import layout
+from pyengine.gradients.buckets import FIRST_BUCKET_BYTES
 
 NUMEL = 1024 * 1000
 KINDS = ("all_reduce fp32", "all_reduce bf16", "all_reduce fp16", "exchange")
@@ -89,21 +93,42 @@ def test_one_rank_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("total_s", "processor_s", "expected"),
+    ("duration_s", "processor_s", "expected"),
     [
-        (8.0, 0.0, 6.5),  # all of it but three quarters of the backward
-        (1.0, 0.0, 0.25),  # the last bucket
-        (1.0, 0.75, 0.75),  # what the backward's core has to do
+        (2.0, 0.0, 6.5),  # all of it but three quarters of the backward
+        (0.25, 0.0, 0.25),  # the last bucket
+        (0.25, 0.75, 0.75),  # what the backward's core has to do
     ],
 )
 def test_the_backward_hides_all_but_the_last_bucket_and_its_own_core(
-    total_s: float, processor_s: float, expected: float
+    duration_s: float, processor_s: float, expected: float
 ) -> None:
-    assert model.exposed(total_s, processor_s, backward_s=2.0, num_buckets=4) == pytest.approx(expected)
+    assert model.exposed([duration_s] * 4, processor_s, WORK) == pytest.approx(expected)
 
 
 def test_a_single_bucket_is_hidden_by_nothing() -> None:
-    assert model.exposed(1.0, 0.0, backward_s=5.0, num_buckets=1) == 1.0
+    assert model.exposed([1.0], 0.0, replace(WORK, bucket_bytes=4 * NUMEL, numel=1000)) == 1.0
+
+
+def test_a_bucket_waits_for_its_gradients_and_for_the_one_before() -> None:
+    work = Work(8, forward_s=0.0, backward_s=8.0, step_s=0.0, bucket_bytes=4 * 3)  # three, three and two
+    assert model.exposed([5.0, 1.0, 1.0], 0.0, work) == pytest.approx(2.0)  # 3 to 8, to 9, to 10
+    assert model.exposed([1.0, 1.0, 1.0], 0.0, work) == pytest.approx(1.0)  # 3 to 4, 6 to 7, 8 to 9
+
+
+@pytest.mark.parametrize("mib", [0.5, 1, 25])
+def test_buckets_are_as_the_engine_lays_them_out(mib: float) -> None:
+    numels = [64 * 1024] * 320  # 80 MiB, in parameters that fill buckets whole
+    work = Work(sum(numels), 0.0, 1.0, 0.0, bucket_bytes=mib * 2**20)
+    params = [layout.ParamSpec(str(index), (numel,), torch.float32) for index, numel in enumerate(numels)]
+    laid_out = layout.build(
+        params,
+        layout.backward_order(params),
+        cap_bytes=int(work.bucket_bytes),
+        world_size=2,
+        first_bytes=FIRST_BUCKET_BYTES,
+    )
+    assert work.buckets == [sum(slot.numel for slot in bucket.slots) for bucket in laid_out.buckets]
 
 
 def test_ranks_that_share_a_core_take_longer_and_hide_no_sending() -> None:

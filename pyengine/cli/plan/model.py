@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
+from pyengine.gradients.buckets import FIRST_BUCKET_BYTES
 from pyengine.ops.codec import Codec
 from pyengine.wire import FP32, ErrorFeedback, Wire
 from pyengine.wire.exchange import HasEncoding, exchanges_parts
@@ -89,7 +90,7 @@ class Work:
         numel: gradient elements.
         forward_s, backward_s: of a micro-batch.
         step_s: of the optimizer, with unscale and clip.
-        bucket_bytes: of float32 gradients that travel together.
+        bucket_bytes: of float32 gradients that travel together; the engine's first bucket is smaller.
     """
 
     numel: int
@@ -99,8 +100,12 @@ class Work:
     bucket_bytes: float
 
     @property
-    def num_buckets(self) -> int:
-        return max(1, math.ceil(4 * self.numel / self.bucket_bytes))
+    def buckets(self) -> list[int]:
+        """Elements of every bucket, in the order in which a backward fills them."""
+        cap = max(1, int(self.bucket_bytes // 4))
+        first = min(self.numel, cap, FIRST_BUCKET_BYTES // 4)
+        whole, rest = divmod(self.numel - first, cap)
+        return [first, *[cap] * whole, *[rest] * bool(rest)]
 
     @property
     def micro_batch_s(self) -> float:
@@ -156,33 +161,47 @@ def sync(wire: Wire, work: Work, cluster: Cluster, speeds: Speeds) -> Sync:
     Raises:
         ValueError: nothing is known of the wire's kernels or transport.
     """
-    world_size, num_buckets = cluster.world_size, work.num_buckets
+    world_size, buckets = cluster.world_size, work.buckets
     if world_size == 1:
         return Sync(0, 0, 0, 0, 0, 0, 0, 0)
-    numel = math.ceil(work.numel / num_buckets)
     transport = _known(speeds.transports, transport_kind(wire))
-    bytes_sent = num_buckets * wire.bytes_on_wire(numel, world_size)
-    latency_s = speeds.latency_s * (num_buckets * steps(wire, world_size) + 2 * (world_size - 1))  # a header
-    link_s = HEADERS * num_buckets * link_bytes(wire, numel, cluster) / cluster.link_bytes_s
+    bytes_sent = sum(wire.bytes_on_wire(numel, world_size) for numel in buckets)
+    latency_s = speeds.latency_s * (len(buckets) * steps(wire, world_size) + 2 * (world_size - 1))  # a header
+    link_s = HEADERS * sum(link_bytes(wire, numel, cluster) for numel in buckets) / cluster.link_bytes_s
     transport_s = cluster.slowdown * bytes_sent / transport.bytes_s
     passes = kernel_bytes(wire, work.numel, world_size)
     kernels_s = cluster.slowdown * sum(n / _known(speeds.kernels, name) for name, n in passes.items())
     sending_s = 0 if cluster.has_spare_core else cluster.slowdown * bytes_sent * transport.cpu_s_per_byte
-    total_s = latency_s + max(link_s, transport_s) + kernels_s
-    exposed_s = exposed(total_s, kernels_s + sending_s, work.backward_s, num_buckets)
+    flowing_s = max(link_s, transport_s) + kernels_s
+    durations_s = [latency_s / len(buckets) + flowing_s * numel / work.numel for numel in buckets]
+    exposed_s = exposed(durations_s, kernels_s + sending_s, work)
     return Sync(
-        bytes_sent, latency_s, link_s, transport_s, kernels_s, kernels_s + sending_s, total_s, exposed_s
+        bytes_sent,
+        latency_s,
+        link_s,
+        transport_s,
+        kernels_s,
+        kernels_s + sending_s,
+        latency_s + flowing_s,
+        exposed_s,
     )
 
 
-def exposed(total_s: float, processor_s: float, backward_s: float, num_buckets: int) -> float:
+def exposed(durations_s: Sequence[float], processor_s: float, work: Work) -> float:
     """Return what of a sync the last backward cannot hide.
 
-    The first bucket is there behind 1/B of the backward, and the last one at its end, so that T / B is always
-    waited for; work of the core on which the backward runs is hidden by nothing.
+    A bucket is there when the backward has come to its last gradient, and is sent behind the one before. Work
+    of the core on which the backward runs is hidden by nothing.
+
+    Args:
+        durations_s: of every bucket of `work`, from its first byte to its last value.
+        processor_s: what the backward's own core has to do for the sync.
     """
-    hidden_s = backward_s * (1 - 1 / num_buckets)
-    return max(total_s / num_buckets, total_s - hidden_s, processor_s)
+    filled, sent_s = 0, 0.0
+    for numel, duration_s in zip(work.buckets, durations_s, strict=True):
+        filled += numel
+        sent_s = max(sent_s, work.backward_s * filled / work.numel) + duration_s
+    return max(sent_s - work.backward_s, processor_s)
 
 
 def steps(wire: Wire, world_size: int) -> int:

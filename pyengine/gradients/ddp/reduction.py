@@ -10,7 +10,7 @@ from torch.futures import Future
 
 from pyengine.comm import TorchDist
 from pyengine.comm.base import Work
-from pyengine.comm.stall import Promise
+from pyengine.comm.promise import Promise
 from pyengine.gradients.ddp.bucket_norms import BucketNorms
 from pyengine.gradients.ddp.hook import HookState, Launched, completed, exchange, launch
 from pyengine.gradients.ddp.passes import Passes
