@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,6 +38,21 @@ def test_no_thread_of_the_group_is_left_after_training(wrapped: bool) -> None:
 def test_what_would_keep_the_group_has_been_imported_before_there_is_one() -> None:
     kept = sys.modules["torch.distributed.nn.functional"].all_reduce.__defaults__
     assert not any(isinstance(value, dist.ProcessGroup) for value in kept)
+
+
+def test_what_holds_the_group_in_a_cycle_is_collected() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.me, self.group = self, dist.group.WORLD
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    gc.disable()
+    try:
+        left = weakref.ref(Holder())
+        destroy_default_group()
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_it_waits_for_a_thread_that_would_be_the_last_to_hold_the_group(monkeypatch) -> None:
