@@ -151,36 +151,3 @@ def num_ranks(group: Any) -> int | None:
     if isinstance(group, dist.ProcessGroup):
         return group.size()
     return dist.get_world_size() if group is None and dist.is_initialized() else None
-
-
-def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """Return a group of these ranks, for which all of them ask in the same order; None where it is the
-    default one.
-    """
-    return None if list(ranks) == list(range(dist.get_world_size())) else _known_or_new(ranks, "engines")
-
-
-def group_apart(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return a group of these ranks that only engines under `attach` use; asked for as `group_of`."""
-    return _known_or_new(ranks, "engines beside DDP")
-
-
-def group_within(ranks: Sequence[int], parent: Sequence[int]) -> dist.ProcessGroup:
-    """Return a group of some ranks of `parent` that only the levels of transports over `parent` use; all of
-    these ask for it in the same order.
-    """
-    return _known_or_new(ranks, f"levels of ranks {[*parent]}")
-
-
-def _known_or_new(ranks: Sequence[int], what_for: str) -> dist.ProcessGroup:
-    """Return what an earlier engine over these ranks has made, or make it.
-
-    torch keeps every group until the default one ends, so it is torch's own list that is looked through: on
-    each of the ranks it has the same ones, since they make them together.
-    """
-    described, wanted = f"pyengine: {what_for}", list(ranks)
-    for group in dist.distributed_c10d._world.pg_map:
-        if group.group_desc == described and dist.get_process_group_ranks(group) == wanted:
-            return group
-    made: dist.ProcessGroup = dist.new_group(wanted, use_local_synchronization=True, group_desc=described)
-    return made

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyengine.comm.axes import group_within
 from pyengine.comm.base import Comm, Traffic, Work, by_dtype, ring_bytes
+from pyengine.comm.groups import group_within
 from pyengine.comm.levels import Hosts, Levels, by_host, check_equal, given, own_host
 from pyengine.comm.local import Local
 from pyengine.comm.roll_call import RollCall
 from pyengine.comm.side_stream import SideStream
 from pyengine.comm.stall import StallWatch
+from pyengine.comm.tenancy import move_in, spare, tenancy_of
 from pyengine.comm.transfers import PointToPoint, Transfers
 from pyengine.ops.device import as_current, runs_ahead
 
@@ -57,7 +60,7 @@ class TorchDist:
         device: where the tensors lie.
 
     Attributes:
-        group, device: as given.
+        device: as given.
         backend: what the group has for the device, "nccl", say.
         ranks: of the group, as the default group has them.
         host_of: see `KnowsHosts`.
@@ -65,8 +68,12 @@ class TorchDist:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self.group = group
+        # Weakly: whoever holds a group beyond its end keeps its threads.
+        self._group = None if group is None else weakref.ref(group)
         self._joined: list[Comm] = []
+        self._tenancy = tenancy_of(group)
+        if self._tenancy is not None:
+            self._tenancy.users.add(self)
         self._levels: dict[Hosts | None, Levels] = {}
         self.host_of: Mapping[int, Hashable] = {}
         self.world_size = dist.get_world_size(group)
@@ -81,6 +88,31 @@ class TorchDist:
         self._side_stream = SideStream(device) if self.is_stream_ordered else None
         is_gloo = not runs_ahead(device) and self.backend == "gloo"
         self._point_to_point = PointToPoint(group, self.ranks) if is_gloo else None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None is the default group."""
+        if self._group is None:
+            return None
+        group = self._group()
+        if group is None:
+            raise RuntimeError(
+                f"the process group of ranks {[*self.ranks]} has been destroyed, and an engine over it is to "
+                "be used: make the engine anew"
+            )
+        return group
+
+    def apart(self) -> TorchDist:
+        """Return a transport over the same ranks by a process group that nothing else uses; every rank calls
+        this, and its end is the end of what is returned.
+
+        Cost: a gather of objects; and a process group, unless an earlier engine has left one.
+        """
+        limit: timedelta = backend_of(self.group, self.device).options._timeout
+        said = self.all_gather_object(spare(self.ranks))
+        own = TorchDist(move_in(self.ranks, said, backend=self.backend, timeout=limit), self.device)
+        own.join(self)
+        return own
 
     def watch_stalls(self, after_s: float) -> None:
         """Report collectives that ranks have not come to after so many seconds, and fail where one has died.
@@ -101,6 +133,9 @@ class TorchDist:
         if isinstance(other, TorchDist):
             self.roll_call.watch, self.host_of = other.roll_call.watch, other.host_of
             other._joined.append(self)
+            if self._tenancy is None and other._tenancy is not None:
+                self._tenancy = other._tenancy
+                self._tenancy.users.add(self)
 
     def release(self) -> None:
         for comm in self._joined:
@@ -111,6 +146,8 @@ class TorchDist:
         if self.roll_call.watch is not None:
             self.roll_call.watch.close()
             self.roll_call.watch = None
+        if self._tenancy is not None:
+            self._tenancy.users.discard(self)
 
     def levels(self, hosts: Hosts | None = None) -> Levels:
         """Return the transports within a host and across hosts; see `HasLevels`."""
@@ -148,10 +185,14 @@ class TorchDist:
         if len(ranks) == self.world_size:
             return self
         members = [self.ranks[rank] for rank in ranks]
-        group = group_within(members, self.ranks) if alone or len(ranks) > 1 else None
+        group = group_within(members, self._name()) if alone or len(ranks) > 1 else None
         comm = Local() if len(ranks) == 1 else TorchDist(group, self.device)
         comm.join(self)
         return comm
+
+    def _name(self) -> str:
+        """Return what the levels of this transport are told by from those of others."""
+        return f"ranks {[*self.ranks]}" + ("" if self._tenancy is None else f", {self._tenancy.name}")
 
     def run(
         self, launch: Callable[[bool], dist.Work | None], what: str, group: dist.ProcessGroup | None = None
@@ -164,6 +205,7 @@ class TorchDist:
             what: it is, in words.
             group: of the collective, if that is not this transport's.
         """
+        self._count()
         watch, host_watch = self.roll_call.watch, self._host_watch
         ranks = self.ranks if group is None else tuple(dist.get_process_group_ranks(group))
         noted = nullcontext() if watch is None else watch.pending.running(ranks, what)
@@ -267,7 +309,12 @@ class TorchDist:
             work = dist.all_reduce(flat, op, group=self.group, async_op=True)
         return self._launched(work, f"an all-reduce of {flat.nbytes} bytes")
 
+    def _count(self) -> None:
+        if self._tenancy is not None:
+            self._tenancy.launched += 1
+
     def _launched(self, work: dist.Work | Transfers, what: str) -> _Work:
+        self._count()
         if self.roll_call.watch is not None:
             self.roll_call.watch.pending.add(self.ranks, what, work.is_completed)
         return _Work(work, self.roll_call, self._host_watch)

@@ -88,7 +88,7 @@ class PointToPoint:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> None:
-        self._group, self._ranks = group, ranks
+        self._group, self._ranks = None if group is None else weakref.ref(group), ranks
         self._rank = dist.get_rank(group)
         self._waiting: queue.SimpleQueue[Transfers | None] = queue.SimpleQueue()
         self._close: Callable[[], object] | None = None
@@ -117,9 +117,10 @@ class PointToPoint:
             raise RuntimeError(failure("this rank was interrupted while it posted an exchange"))
         num = len(self._ranks)
         others = [(self._rank + step) % num for step in range(1, num)]  # so that not all begin with one
+        group = None if self._group is None else self._group()
         self._is_broken = True  # by whatever keeps some transfers from being posted: peers would take others
-        works = [dist.irecv(arriving[r], self._ranks[r], self._group, _TAG) for r in reversed(others)]
-        works += [dist.isend(leaving[r], self._ranks[r], self._group, _TAG) for r in others]
+        works = [dist.irecv(arriving[r], self._ranks[r], group, _TAG) for r in reversed(others)]
+        works += [dist.isend(leaving[r], self._ranks[r], group, _TAG) for r in others]
         self._is_broken = False
         if arriving[self._rank].data_ptr() != leaving[self._rank].data_ptr():
             arriving[self._rank].copy_(leaving[self._rank])

@@ -53,7 +53,7 @@ def attach_ddp(
         if device_mesh is not None or not isinstance(comm, TorchDist):
             comm = TorchDist(state.group, device)  # DDP's ranks are some of the engine's, or this one alone
             comm.join(ranks.comm)
-        comm = ranks.shared(comm) if settings.shared_memory else comm
+        comm = ranks.for_buckets(comm, shared_memory=settings.shared_memory)
         assert isinstance(comm, TorchDist)
         state.travel_by(comm, device)
         prepare_wire(settings.wire, [comm], ranks.comm)

@@ -19,10 +19,9 @@ from pyengine.comm.axes import (
     MeshRanks,
     as_tuple,
     axes_problems,
-    group_apart,
-    group_of,
     process_groups,
 )
+from pyengine.comm.groups import group_of
 from pyengine.comm.shared_memory import problems_of_sharing, share_memory
 from pyengine.engine.membership import Membership
 from pyengine.gradients.groups import Groups
@@ -72,7 +71,6 @@ class EngineRanks:
         plain = Membership.plain(rank=self.comm.rank, world_size=self.comm.world_size)
         self.membership, self._group_of = plain, [0] * len(named)
         self._names = [name for name, _ in named]
-        self._shared: dict[int, Comm] = {}
         self._patterns: list[tuple[int, str]] = []
         self.problems = self._problems(mesh, axes)
         if not self.problems and (self._mesh is not None or axes.groups):
@@ -88,24 +86,28 @@ class EngineRanks:
         Args:
             shared_memory: whether gradients are to be reduced in memory that ranks share, where they can.
 
-        Cost: makes the process groups that the engine needs and no earlier one has made; gathers the names.
+        Cost: makes the process groups that the engine needs and no earlier one has left; gathers the names.
         """
         if not self.membership.described:
-            return Groups(self.comm, [self.shared(self.comm) if shared_memory else self.comm])
-        comms = [self._transport(ranks) for ranks in self.membership.groups]
-        if shared_memory:
-            comms = [self.shared(comm) for comm in comms]
+            return Groups(self.comm, [self.for_buckets(self.comm, shared_memory=shared_memory)])
+        comms = [
+            self.for_buckets(self._transport(ranks), shared_memory=shared_memory)
+            for ranks in self.membership.groups
+        ]
         said = self.comm.all_gather_object([*zip(self._names, self._group_of, strict=True)])
         return Groups(self.comm, comms, self.membership.counted, all(other == said[0] for other in said))
 
-    def shared(self, comm: Comm) -> Comm:
-        """Return a transport over ranks of the engine that reduces in memory which they share, where it can;
-        every one of those ranks calls this. What is not gradients goes by `comm` itself, in the order of all
-        engines.
+    def for_buckets(self, comm: Comm, *, shared_memory: bool) -> Comm:
+        """Return a transport for gradients, over the ranks of another one, all of which call this. What is
+        not gradients goes by `comm` itself, in the order of the program.
+
+        Args:
+            comm: over ranks of the engine.
+            shared_memory: whether gradients are to be reduced in memory that these ranks share, if they can.
         """
-        if id(comm) not in self._shared:
-            self._shared[id(comm)] = share_memory(comm)
-        return self._shared[id(comm)]
+        if isinstance(comm, TorchDist) and comm.world_size > 1 and not comm.is_stream_ordered:
+            comm = comm.apart()  # when a bucket leaves is a matter of time there
+        return share_memory(comm) if shared_memory else comm
 
     def own_groups(self, names: Collection[str], *, shared_memory: bool) -> Groups:
         """Return transports of some of the parameters, those of whose group DDP does not use: where another
@@ -115,15 +117,13 @@ class EngineRanks:
             names: of these parameters.
             shared_memory: as for `groups`.
 
-        Cost: makes a process group for every group that they have, unless an earlier engine has made it.
+        Cost: makes a process group for every group that they have, unless an earlier engine has left one.
         """
         mine = self.groups_named(names)
         comms = [
-            self._transport(ranks, is_alone=True) if index in mine else self.comm
+            self._apart(ranks, shared_memory=shared_memory) if index in mine else self.comm
             for index, ranks in enumerate(self.membership.groups)
         ]
-        if shared_memory:
-            comms = [self.shared(comm) if index in mine else comm for index, comm in enumerate(comms)]
         return Groups(self.comm, comms, are_alike=False)
 
     def counted(self, names: Sequence[str]) -> list[bool] | None:
@@ -303,14 +303,20 @@ class EngineRanks:
         batch = SharedBatch(mesh.index(count), len(sharing), sharing[-1] == dist.get_rank())
         return batch, mesh.size(count)
 
-    def _transport(self, ranks: tuple[int, ...], *, is_alone: bool = False) -> Comm:
-        """Return a transport over ranks of the engine; one that DDP does not use, if it `is_alone`."""
-        if len(ranks) == self.comm.world_size and not is_alone:
+    def _transport(self, ranks: tuple[int, ...]) -> Comm:
+        """Return a transport over ranks of the engine."""
+        if len(ranks) == self.comm.world_size:
             return self.comm
-        find, members = group_apart if is_alone else group_of, sorted(self._ranks[rank] for rank in ranks)
-        comm = Local() if len(ranks) == 1 else TorchDist(find(members), self._device)
+        members = sorted(self._ranks[rank] for rank in ranks)
+        comm = Local() if len(ranks) == 1 else TorchDist(group_of(members), self._device)
         comm.join(self.comm)
         return comm
+
+    def _apart(self, ranks: tuple[int, ...], *, shared_memory: bool) -> Comm:
+        """Return a transport for gradients over ranks of the engine that nothing else uses."""
+        comm = self._transport(ranks)
+        comm = comm.apart() if isinstance(comm, TorchDist) and comm.world_size > 1 else comm
+        return share_memory(comm) if shared_memory else comm
 
 
 def _replicate(axes: Axes, mesh: MeshRanks) -> tuple[str, ...]:

@@ -52,8 +52,8 @@ class GradSync(Sync):
             DTensor parameters tell themselves how they lie. `axes` also names parameters with a group of
             their own, experts say.
         bucket_cap_mb: size of a bucket in MiB of gradients; None: 25 on the CPU, 100 on CUDA and other
-            accelerators with streams. The first to leave has one MiB at most, so that the network begins
-            early. On an XLA device all gradients of a type are one bucket.
+            accelerators with streams. The first to leave ends with the parameter that fills one MiB, so
+            that the network begins early. On an XLA device all gradients of a type are one bucket.
         nonfinite: "skip" leaves the parameters alone in a step with inf or nan; "raise" raises
             FloatingPointError on every rank, and has every micro-batch checked so that the message names it;
             "drop_micro_batch" takes a micro-batch with inf or nan out of sum and count, and the window lives

@@ -111,18 +111,22 @@ def build(
         cap_bytes: a bucket is closed once it holds this many bytes of gradients; parameters are never split.
         world_size: every bucket is padded to a multiple of `lcm(world_size, 128)` elements, so that it can be
             cut into equal, aligned shards.
-        first_bytes: the first bucket is closed once it holds so many, if that is less than `cap_bytes`.
+        first_bytes: the first bucket of each type and group is closed once it holds so many, if that is less
+            than `cap_bytes`. How a group's parameters are cut depends on no others: ranks of it may hold
+            other parameters besides.
     """
+    first_cap = cap_bytes if first_bytes is None else min(cap_bytes, first_bytes)
     open_slots: dict[_Kind, list[Slot]] = {}
     closed: list[tuple[_Kind, list[Slot]]] = []
+    begun: set[_Kind] = set()  # of which a bucket is closed
     for index in order:
         spec = params[index]
         kind = spec.dtype, spec.group
         slots = open_slots.setdefault(kind, [])
         slots.append(Slot(index, spec.name, _end(slots), spec.numel))
-        cap = cap_bytes if closed or first_bytes is None else min(cap_bytes, first_bytes)
-        if _end(slots) * spec.dtype.itemsize >= cap:
+        if _end(slots) * spec.dtype.itemsize >= (cap_bytes if kind in begun else first_cap):
             closed.append((kind, open_slots.pop(kind)))
+            begun.add(kind)
     closed.extend(open_slots.items())
     unit = math.lcm(world_size, 128)
     return Layout(

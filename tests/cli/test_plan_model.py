@@ -103,7 +103,7 @@ def test_one_rank_sends_nothing() -> None:
 def test_the_backward_hides_all_but_the_last_bucket_and_its_own_core(
     duration_s: float, processor_s: float, expected: float
 ) -> None:
-    assert model.exposed([duration_s] * 4, processor_s, WORK) == pytest.approx(expected)
+    assert model.exposed([duration_s] * 2, processor_s, WORK) == pytest.approx(expected)
 
 
 def test_a_single_bucket_is_hidden_by_nothing() -> None:
@@ -112,8 +112,28 @@ def test_a_single_bucket_is_hidden_by_nothing() -> None:
 
 def test_a_bucket_waits_for_its_gradients_and_for_the_one_before() -> None:
     work = Work(8, forward_s=0.0, backward_s=8.0, step_s=0.0, bucket_bytes=4 * 3)  # three, three and two
-    assert model.exposed([5.0, 1.0, 1.0], 0.0, work) == pytest.approx(2.0)  # 3 to 8, to 9, to 10
+    assert model.exposed([5.0, 5.0, 1.0], 0.0, work) == pytest.approx(6.0)  # 3 to 8, to 13, to 14
     assert model.exposed([1.0, 1.0, 1.0], 0.0, work) == pytest.approx(1.0)  # 3 to 4, 6 to 7, 8 to 9
+    assert model.exposed([9.0, 0.5, 1.0], 0.0, work) == pytest.approx(5.5)  # 3 to 12, to 12.5, to 13.5
+
+
+@pytest.mark.parametrize("numel", [10, 99, 1000])
+@pytest.mark.parametrize("duration_s", [0.01, 0.2, 1.0, 7.0])
+def test_alike_buckets_at_once_are_what_they_are_one_by_one(numel: int, duration_s: float) -> None:
+    work = Work(numel, forward_s=0.0, backward_s=10.0, step_s=0.0, bucket_bytes=4 * 7)
+    filled, sent_s = 0, 0.0
+    durations_s = [duration_s * size / 7 for size, _ in work.buckets]
+    for (size, count), each_s in zip(work.buckets, durations_s, strict=True):
+        for _ in range(count):
+            filled += size
+            sent_s = max(sent_s, 10.0 * filled / numel) + each_s
+    assert model.exposed(durations_s, 0.0, work) == pytest.approx(sent_s - 10.0)
+
+
+def test_any_number_of_buckets_costs_the_same_to_predict() -> None:
+    work = Work(4 * 10**11, forward_s=0.0, backward_s=1.0, step_s=0.0, bucket_bytes=4)
+    assert work.num_buckets == 4 * 10**11
+    assert model.sync(WIRES["fp32"], work, ROOMY, EVEN).bytes_sent == 6 * work.numel
 
 
 @pytest.mark.parametrize("mib", [0.5, 1, 25])
@@ -128,7 +148,8 @@ def test_buckets_are_as_the_engine_lays_them_out(mib: float) -> None:
         world_size=2,
         first_bytes=FIRST_BUCKET_BYTES,
     )
-    assert work.buckets == [sum(slot.numel for slot in bucket.slots) for bucket in laid_out.buckets]
+    sizes = [size for size, count in work.buckets for _ in range(count)]
+    assert sizes == [sum(slot.numel for slot in bucket.slots) for bucket in laid_out.buckets]
 
 
 def test_ranks_that_share_a_core_take_longer_and_hide_no_sending() -> None:

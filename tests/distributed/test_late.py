@@ -243,8 +243,10 @@ def _on_the_side(kind: str, dtype: torch.dtype, wire: pe.wire.Wire) -> tuple[int
     model = Integers(dtype)
     options = {"bucket_cap_mb": 1e-5} if kind == "own" else {}
     sync, forward = engine(kind, model, accumulate=2, wire=wire, **options)
-    comm, recorder = sync._engine.comm, _Recorder()
-    comm.is_stream_ordered, comm._side_stream = True, recorder
+    reducer, recorder = sync._engine.reducer, _Recorder()
+    header, comm = sync._engine.comm, reducer._comm if kind == "attach" else reducer._groups.comms[0]
+    header.is_stream_ordered = comm.is_stream_ordered = True
+    comm._side_stream = recorder
     for window in sync.windows([integers(2 * rank + k) for k in range(2)]):
         for k, batch in enumerate(window):
             loss = forward(*batch)

@@ -100,12 +100,18 @@ class Work:
     bucket_bytes: float
 
     @property
-    def buckets(self) -> list[int]:
-        """Elements of every bucket, in the order in which a backward fills them."""
+    def buckets(self) -> list[tuple[int, int]]:
+        """How many elements a bucket has and how many buckets have as many, in the order in which a backward
+        fills them.
+        """
         cap = max(1, int(self.bucket_bytes // 4))
         first = min(self.numel, cap, FIRST_BUCKET_BYTES // 4)
         whole, rest = divmod(self.numel - first, cap)
-        return [first, *[cap] * whole, *[rest] * bool(rest)]
+        return [(size, count) for size, count in ((first, 1), (cap, whole), (rest, 1)) if size and count]
+
+    @property
+    def num_buckets(self) -> int:
+        return sum(count for _, count in self.buckets)
 
     @property
     def micro_batch_s(self) -> float:
@@ -165,15 +171,17 @@ def sync(wire: Wire, work: Work, cluster: Cluster, speeds: Speeds) -> Sync:
     if world_size == 1:
         return Sync(0, 0, 0, 0, 0, 0, 0, 0)
     transport = _known(speeds.transports, transport_kind(wire))
-    bytes_sent = sum(wire.bytes_on_wire(numel, world_size) for numel in buckets)
-    latency_s = speeds.latency_s * (len(buckets) * steps(wire, world_size) + 2 * (world_size - 1))  # a header
-    link_s = HEADERS * sum(link_bytes(wire, numel, cluster) for numel in buckets) / cluster.link_bytes_s
+    bytes_sent = sum(count * wire.bytes_on_wire(numel, world_size) for numel, count in buckets)
+    num_steps = work.num_buckets * steps(wire, world_size) + 2 * (world_size - 1)  # and a header
+    latency_s = speeds.latency_s * num_steps
+    on_link = sum(count * link_bytes(wire, numel, cluster) for numel, count in buckets)
+    link_s = HEADERS * on_link / cluster.link_bytes_s
     transport_s = cluster.slowdown * bytes_sent / transport.bytes_s
     passes = kernel_bytes(wire, work.numel, world_size)
     kernels_s = cluster.slowdown * sum(n / _known(speeds.kernels, name) for name, n in passes.items())
     sending_s = 0 if cluster.has_spare_core else cluster.slowdown * bytes_sent * transport.cpu_s_per_byte
     flowing_s = max(link_s, transport_s) + kernels_s
-    durations_s = [latency_s / len(buckets) + flowing_s * numel / work.numel for numel in buckets]
+    durations_s = [latency_s / work.num_buckets + flowing_s * numel / work.numel for numel, _ in buckets]
     exposed_s = exposed(durations_s, kernels_s + sending_s, work)
     return Sync(
         bytes_sent,
@@ -194,14 +202,18 @@ def exposed(durations_s: Sequence[float], processor_s: float, work: Work) -> flo
     of the core on which the backward runs is hidden by nothing.
 
     Args:
-        durations_s: of every bucket of `work`, from its first byte to its last value.
+        durations_s: of a bucket of each size in `work.buckets`, from its first byte to its last value.
         processor_s: what the backward's own core has to do for the sync.
     """
-    filled, sent_s = 0, 0.0
-    for numel, duration_s in zip(work.buckets, durations_s, strict=True):
-        filled += numel
-        sent_s = max(sent_s, work.backward_s * filled / work.numel) + duration_s
-    return max(sent_s - work.backward_s, processor_s)
+    filled_s = sent_s = 0.0
+    for (numel, count), duration_s in zip(work.buckets, durations_s, strict=True):
+        fill_s = work.backward_s * numel / work.numel
+        # Of alike buckets either the first one is what all wait behind, or the last one.
+        sent_s = max(
+            max(sent_s, filled_s + fill_s) + count * duration_s, filled_s + count * fill_s + duration_s
+        )
+        filled_s += count * fill_s
+    return max(sent_s - filled_s, processor_s)
 
 
 def steps(wire: Wire, world_size: int) -> int:

@@ -134,7 +134,7 @@ def _caption(settings: Settings) -> str:
     work = settings.work
     asked = "" if settings.accumulate else f"; exposed at most {100 * settings.share:g} % of a window"
     return (
-        f"{work.numel / 1e6:,.1f} M gradients in {len(work.buckets)} buckets, "
+        f"{work.numel / 1e6:,.1f} M gradients in {work.num_buckets} buckets, "
         f"forward {_time(work.forward_s)}, backward {_time(work.backward_s)}, step {_time(work.step_s)}"
         f"{asked}. *: what to take."
     )

@@ -90,6 +90,7 @@ class HookState:
     def release(self) -> None:
         """Average over ranks in fp32, as DDP itself does: no hook can be taken off DDP."""
         self.wire, self.reduce, self.is_released = FP32(), None, True
+        self._comms = {}  # an engine's may serve the next one
         self._forget()
 
     def _forget(self) -> None:

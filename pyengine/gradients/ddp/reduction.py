@@ -38,7 +38,7 @@ class Reduction:
         is_complete: whether every bucket has been handed out.
         poison: whether what is sent from now on voids the window.
         failures: what has broken collectives: nobody knows then what the other ranks have.
-        under_way: buckets that were sent, with their futures.
+        under_way: buckets that DDP has handed out, sent or still waiting for the header, with their futures.
         used: which parameters were used here, uint8 `[params]`, and the all-reduce that makes it their
             maximum over ranks; None where that was not sent.
         without_grad: parameters that had no `.grad` when DDP handed their bucket out.

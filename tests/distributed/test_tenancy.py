@@ -1,0 +1,194 @@
+"""Buckets travel by a process group that nothing else uses, so that it does not matter when they leave."""
+
+from __future__ import annotations
+
+import gc
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import me
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+from pyengine.comm.tenancy import spare
+
+KINDS = pytest.mark.parametrize("kind", ["own", "attach"])
+WIRES = pytest.mark.parametrize("wire", [pe.wire.FP32(), pe.wire.Int8()], ids=["fp32", "int8"])
+WINDOWS = 6
+
+
+class _Summed(torch.autograd.Function):
+    """The identity, whose backward sums over ranks: what a part of a model that ranks share does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        total = grad.clone()
+        dist.all_reduce(total)
+        return total
+
+
+def _layers(num: int) -> list[nn.Linear]:
+    layers = [nn.Linear(8, 8, bias=False) for _ in range(num)]
+    for layer in layers:
+        nn.init.constant_(layer.weight, 1 / 8)
+    return layers
+
+
+def _engine(kind: str, model: nn.Module, **options: Any) -> tuple[pe.Sync, nn.Module]:
+    """Return an engine with a bucket a layer, and what to call."""
+    if kind == "attach":
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
+        return pe.attach(ddp, accumulate=1, **options), ddp
+    return pe.GradSync(model, accumulate=1, bucket_cap_mb=1e-4, **options), model
+
+
+def _collective_in_the_backward(kind: str, wire: pe.wire.Wire) -> None:
+    rank, world = me()
+    first, second = _layers(2)
+    model = nn.Sequential()
+    model.first, model.second = first, second
+    sync, forward = _engine(kind, model, wire=wire)
+    model.forward = lambda x: second(_Summed.apply(first(x))).sum()
+    want = {first: 8 * world * (1 + world) / 2, second: 8 * (1 + world) / 2}
+    for number in range(WINDOWS):
+        with sync.accumulate():
+            loss = forward(torch.full((8, 8), 1.0 + rank))
+            if number and rank == number % world:
+                time.sleep(0.02)  # its header is late: the others' first buckets have to wait
+            sync.backward(loss)
+        sync.unscale_()
+        for layer, value in want.items():
+            torch.testing.assert_close(layer.weight.grad, torch.full((8, 8), value), rtol=1e-2, atol=0)
+        model.zero_grad()
+
+
+@KINDS
+@WIRES
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_collective_of_the_users_in_the_backward_meets_its_like(ranks, world, kind, wire):
+    ranks(world).run(_collective_in_the_backward, kind, wire)
+
+
+def _two_engines_in_a_backward(kind: str) -> None:
+    rank, world = me()
+    halves = [nn.ModuleList(_layers(3)) for _ in range(2)]
+    engines = []
+    for half in halves:
+        half.forward = lambda x, half=half: [layer(x) for layer in half]
+        engines.append(_engine(kind, half))
+    (sync, first), (other, second) = engines
+    for number in range(WINDOWS):
+        with sync.accumulate(), other.accumulate(), sync.micro_batch() as one, other.micro_batch() as two:
+            x = torch.full((8, 8), 1.0 + rank)
+            # By turns a layer of each.
+            loss = sum((a * b).sum() for a, b in zip(first(x), second(x), strict=True))
+            if number and rank == number % world:
+                time.sleep(0.02)
+            with one.last_backward(loss), two.last_backward(loss):
+                loss.backward()
+        sync.unscale_()
+        other.unscale_()
+        want = torch.full((8, 8), sum(8 * (1.0 + r) ** 2 for r in range(world)) / world)
+        for half in halves:
+            for layer in half:
+                torch.testing.assert_close(layer.weight.grad, want)
+            half.zero_grad()
+
+
+@KINDS
+def test_engines_that_share_a_backward_do_not_meet(ranks, kind):
+    ranks(2).run(_two_engines_in_a_backward, kind)
+
+
+def _one_after_the_other() -> list[int]:
+    """Return how many process groups there are behind each engine."""
+    found = []
+
+    def engine() -> pe.GradSync:
+        sync = pe.GradSync(nn.Linear(2, 2), accumulate=1)
+        with sync.accumulate():
+            sync.backward(sync_loss(sync))
+        found.append(len(dist.distributed_c10d._world.pg_map))
+        return sync
+
+    def sync_loss(sync: pe.GradSync) -> Tensor:
+        return sum(param.sum() for param in sync._engine.reducer.params)
+
+    rank, _ = me()
+    engine().close()
+    engine().close()  # in the same group
+    held = engine()
+    engine().close()  # beside the other one
+    if rank == 0:
+        held.close()
+    engine().close()  # in the second group: on rank 1 the first one is still in use
+    held.close()
+    engine()
+    gc.collect()  # without an end it is as good as closed
+    engine().close()
+    return found
+
+
+def test_a_group_serves_the_next_engine_once_no_rank_uses_it(ranks):
+    for found in ranks(2).run(_one_after_the_other):
+        assert found == [2, 2, 2, 3, 3, 3, 3]
+
+
+def _uneven() -> tuple[int, int]:
+    rank, world = me()
+    pe.GradSync(nn.Linear(2, 2), accumulate=1).close()
+    (group,) = [each for each in dist.distributed_c10d._world.pg_map if "pyengine" in each.group_desc]
+    assert spare(range(world)) == {0: spare(range(world))[0]}
+    from pyengine.comm.tenancy import tenancy_of
+
+    tenancy_of(group).launched += rank  # as if this rank had started a collective that the other has not
+    pe.GradSync(nn.Linear(2, 2), accumulate=1).close()
+    return len(spare(range(world))), len(dist.distributed_c10d._world.pg_map)
+
+
+def test_a_group_in_which_ranks_are_at_different_places_is_left_alone(ranks):
+    assert ranks(2).run(_uneven) == [(2, 3)] * 2
+
+
+def _in_unequal_company() -> list[float]:
+    """Return what engines have found over all ranks, and over two of which one has more process groups."""
+    rank, _ = me()
+    pairs = [dist.new_group(pair) for pair in ([0, 1], [1, 2])]
+    found = []
+    for group in [dist.group.WORLD, pairs[0]] if rank < 2 else [dist.group.WORLD]:
+        model = nn.Linear(2, 2, bias=False)
+        with pe.GradSync(model, accumulate=1, process_group=group) as sync:
+            with sync.accumulate():
+                sync.backward((model.weight * (rank + 1.0)).sum(), count=1)
+            sync.unscale_()
+        found.append(float(model.weight.grad.mean()))
+    return found
+
+
+def test_ranks_may_have_unequal_numbers_of_process_groups(ranks):
+    assert ranks(3).run(_in_unequal_company) == [[2.0, 1.5], [2.0, 1.5], [2.0]]
+
+
+def _timeout_and_end() -> tuple[timedelta, bool]:
+    sync = pe.GradSync(nn.Linear(2, 2), accumulate=1)
+    (group,) = [each for each in dist.distributed_c10d._world.pg_map if "pyengine" in each.group_desc]
+    same = [each._get_backend(torch.device("cpu")).options._timeout for each in (group, dist.group.WORLD)]
+    del group
+    assert same[0] == same[1]
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="has been destroyed.*make the engine anew"):
+        _ = sync._engine.reducer._groups.comms[0].group
+    return True
+
+
+def test_it_ends_with_the_default_group_and_has_its_timeout(ranks):
+    assert all(ranks(2).run(_timeout_and_end))
