@@ -218,7 +218,7 @@ def test_groups_of_ranks_with_parameters_of_other_names_never_wait_for_each_othe
 def _unequal_experts() -> None:
     """Dense layers that all ranks share, and as many experts as the rank has places for."""
     rank, world = me()
-    numel = 2**18 + 2**17  # of which a second one closes a first bucket
+    numel = 3 * 2**16  # of which a second one closes a first bucket
     model = nn.ModuleDict(
         {
             "dense": nn.ParameterList(nn.Parameter(torch.ones(numel)) for _ in range(3)),
