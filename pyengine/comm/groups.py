@@ -48,7 +48,8 @@ def make(
         ranks: sorted, as the default group has them.
         backend, timeout: as for `dist.new_group`.
     """
-    default_backend, store = c10d._world.pg_map[c10d._get_default_group()]
+    everybody = c10d._get_default_group()
+    default_backend, store = c10d._world.pg_map[everybody]
     backend = default_backend if backend is None else backend
     number = sum(1 for _ in made_for(what_for, ranks))
     said = f"{what_for}, {number} over {[*ranks]}"
@@ -60,9 +61,10 @@ def make(
         [*ranks],
         dist.Backend(backend),
         store,
-        c10d.GroupName(name),
+        name,  # type: ignore[arg-type]  # a str
         timeout=c10d._get_default_timeout(dist.Backend(backend)) if timeout is None else timeout,
         pg_tag=name,  # by the tag of others torch would lend it to whoever names these ranks
+        device_id=everybody.bound_device_id,
         group_desc=_described(what_for),
     )
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
