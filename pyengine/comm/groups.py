@@ -3,67 +3,83 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 
-def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """Return a group of these ranks, for which all of them ask; None where it is the default one."""
-    return None if list(ranks) == list(range(dist.get_world_size())) else _known_or_new(ranks, "engines")
-
-
-def group_within(ranks: Sequence[int], parent: str) -> dist.ProcessGroup:
-    """Return a group of some ranks of a transport, for which all of them ask, that only the levels of
-    transports of its name use.
+def group_of(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup | None:
+    """Return a group of these ranks for tensors on a device, for which all of them ask in the same order;
+    None where it is the default one.
     """
-    return _known_or_new(ranks, f"levels of {parent}")
+    if list(ranks) == list(range(dist.get_world_size())):
+        return None
+    return _known_or_new(ranks, "engines", timeout_of(None, device))
 
 
-def made_for(what_for: str, ranks: Sequence[int]) -> Iterator[dist.ProcessGroup]:
-    """Go through the groups that were made for something over these ranks, in the order of making.
+def group_beside_ddp(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
+    """Return a group of these ranks that only engines under `attach` use; asked for as `group_of`."""
+    return _known_or_new(ranks, "engines beside DDP", timeout_of(None, device))
 
-    torch keeps every group until the default one ends, so it is torch's own list that is looked through: on
-    each of the ranks it has the same ones, since they make them together.
+
+def group_within(ranks: Sequence[int], parent: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Return a group of some ranks of a transport that only the levels of transports of its name use; asked
+    for as `group_of`.
     """
-    described = _described(what_for)
-    for group in c10d._world.pg_map:
-        if group.group_desc == described and dist.get_process_group_ranks(group) == [*ranks]:
-            yield group
+    return _known_or_new(ranks, f"levels of {parent}", timeout)
+
+
+def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
+    """Return what a group, None being the default one, has for a device."""
+    group = dist.group.WORLD if group is None else group
+    assert group is not None  # there is a default group: it has told our rank
+    return group._get_backend(device)
+
+
+def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
+    """Return after how long a group gives a collective up: torch's default if its backend does not tell."""
+    backend = backend_of(group, device)
+    try:
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps backends, and torch 2.9 does not ask the one inside.
+        limit: timedelta = getattr(backend, "wrapped_pg", backend).options._timeout
+    except (AttributeError, RuntimeError):  # MPI, UCC
+        limit = c10d._get_default_timeout(dist.Backend(backend.name().lower()))
+    return limit
 
 
 def make(
-    what_for: str, ranks: Sequence[int], *, backend: str | None = None, timeout: timedelta | None = None
+    what_for: str, ranks: Sequence[int], *, timeout: timedelta, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """Make one more group over these ranks; all of them call this.
+    """Make a group of these ranks; all of them call this.
 
     `dist.new_group` has either every rank of the default group take part, or gives a group a name by how many
-    groups this rank has, and waits for ever where another rank has more. So the name is of our own here. (The
+    groups this rank has, and waits without end where another rank has more. So the name is our own. (The
     calls are private ones of torch; checked against 2.9 to 2.15.)
 
     Args:
-        what_for: it is; `made_for` finds it by that.
+        what_for: it is, in words that no other group of these ranks has.
         ranks: sorted, as the default group has them.
-        backend, timeout: as for `dist.new_group`.
+        timeout: of its collectives.
+        backend: None takes the default group's.
     """
     everybody = c10d._get_default_group()
     default_backend, store = c10d._world.pg_map[everybody]
-    backend = default_backend if backend is None else backend
-    number = sum(1 for _ in made_for(what_for, ranks))
-    said = f"{what_for}, {number} over {[*ranks]}"
-    name = f"pyengine-{hashlib.sha256(said.encode()).hexdigest()[:32]}"
+    carried_by = dist.Backend(default_backend if backend is None else backend)
+    name = f"pyengine-{hashlib.sha256(f'{what_for} over {[*ranks]}'.encode()).hexdigest()[:32]}"
     group: dist.ProcessGroup
     group, _ = c10d._new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),
         [*ranks],
-        dist.Backend(backend),
+        carried_by,
         store,
         name,  # type: ignore[arg-type]  # a str
-        timeout=c10d._get_default_timeout(dist.Backend(backend)) if timeout is None else timeout,
-        pg_tag=name,  # by the tag of others torch would lend it to whoever names these ranks
+        timeout=timeout,
+        pg_tag=name,  # without one of its own torch finds it for whoever names these ranks
         device_id=everybody.bound_device_id,
         group_desc=_described(what_for),
     )
@@ -71,9 +87,17 @@ def make(
     return group
 
 
-def _known_or_new(ranks: Sequence[int], what_for: str) -> dist.ProcessGroup:
-    """Return what an earlier engine over these ranks has made, or make it."""
-    return next(made_for(what_for, ranks), None) or make(what_for, ranks)
+def _known_or_new(ranks: Sequence[int], what_for: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Return what an earlier engine over these ranks has made, or make it.
+
+    torch keeps every group until the default one ends, so it is torch's own list that is looked through: on
+    each of the ranks it has the same ones, since they make them together.
+    """
+    for group in c10d._world.pg_map:
+        if group.group_desc == _described(what_for) and dist.get_process_group_ranks(group) == [*ranks]:
+            c10d._set_pg_timeout(timeout, group)
+            return group
+    return make(what_for, ranks, timeout=timeout)
 
 
 def _described(what_for: str) -> str:

@@ -40,7 +40,8 @@ _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _LOOK_S = 0.1  # between two looks at the workers
 _GRACE_S = 30.0  # for workers that have been told to end
 _MOST_A_CORE = 32
-# Open files of a process besides two for every worker: its own, and those that fn opens.
+# Open files of a process besides three for every worker, to which the default group and an engine's are
+# connected: its own, and those that fn opens.
 _FILES = 64
 # For workers that are asked where they stand.
 _ANSWER_S = 2.0
@@ -148,7 +149,7 @@ def check_number(workers: int) -> None:
             f"{_MOST_A_CORE} a core: each is a process that holds torch and its threads; for more, torchrun "
             "joins several machines"
         )
-    limit, need = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _FILES + 2 * workers
+    limit, need = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _FILES + 3 * workers
     if limit != resource.RLIM_INFINITY and limit < need:
         raise RuntimeError(
             f"workers={workers} need {need} open files in each process, and this one may open {limit}: "

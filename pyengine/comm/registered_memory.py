@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyengine.comm.base import Comm
-from pyengine.comm.torch_dist import TorchDist, backend_of
+from pyengine.comm.groups import backend_of
+from pyengine.comm.torch_dist import TorchDist
 
 # What torch's allocator rounds sizes up to.
 _ALIGN_BYTES = 512

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from pyengine.comm.exclusive import Usage
 from pyengine.comm.pending import listed
 from pyengine.comm.stall import STORE_IS_GONE, StallWatch, failure
 
@@ -26,6 +27,7 @@ class RollCall:
     Attributes:
         store: of the group.
         watch: knows which ranks have died, and what all of them are to fail with; or None.
+        usage: of an engine's own group, which serves no other once a collective has failed; or None.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -34,6 +36,7 @@ class RollCall:
         self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(pg)
         self.store: dist.Store = _get_process_group_store(pg)
         self.watch: StallWatch | None = None
+        self.usage: Usage | None = None
         self._found: str | None = None
 
     @contextmanager
@@ -53,6 +56,8 @@ class RollCall:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            if self.usage is not None:
+                self.usage.is_broken = True
             if "a collective failed" in str(error):
                 raise
             if self._found is None:

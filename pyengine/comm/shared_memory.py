@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,12 +14,13 @@ from torch import Tensor
 
 from pyengine.comm.arena import Arena, Offer
 from pyengine.comm.base import Comm, Work, ring_bytes
+from pyengine.comm.groups import timeout_of
 from pyengine.comm.levels import Hosts, Levels, by_host
 from pyengine.comm.local import Local
 from pyengine.comm.process_state import ProcessId
 from pyengine.comm.registered_memory import can_register, register_memory
 from pyengine.comm.staged import Staged
-from pyengine.comm.torch_dist import TorchDist, backend_of
+from pyengine.comm.torch_dist import TorchDist
 from pyengine.ops.device import runs_ahead
 
 
@@ -74,8 +74,7 @@ class SharedMemory(TorchDist):
 
     def _timeout_s(self) -> float:
         """Return after how many seconds the group gives a collective up."""
-        limit: timedelta = backend_of(self.group, self.device).options._timeout
-        return limit.total_seconds()
+        return timeout_of(self.group, self.device).total_seconds()
 
 
 class SharedHosts(TorchDist):

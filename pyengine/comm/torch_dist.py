@@ -6,7 +6,6 @@ import pickle
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyengine.comm.base import Comm, Traffic, Work, by_dtype, ring_bytes
-from pyengine.comm.groups import group_within
+from pyengine.comm.exclusive import Usage, offer, take, usage_of
+from pyengine.comm.groups import backend_of, group_within, timeout_of
 from pyengine.comm.levels import Hosts, Levels, by_host, check_equal, given, own_host
 from pyengine.comm.local import Local
 from pyengine.comm.roll_call import RollCall
 from pyengine.comm.side_stream import SideStream
 from pyengine.comm.stall import StallWatch
-from pyengine.comm.tenancy import move_in, spare, tenancy_of
 from pyengine.comm.transfers import PointToPoint, Transfers
 from pyengine.ops.device import as_current, runs_ahead
 
@@ -68,12 +67,8 @@ class TorchDist:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        # Weakly: whoever holds a group beyond its end keeps its threads.
-        self._group = None if group is None else weakref.ref(group)
+        self._find_group = _finding(group)
         self._joined: list[Comm] = []
-        self._tenancy = tenancy_of(group)
-        if self._tenancy is not None:
-            self._tenancy.users.add(self)
         self._levels: dict[Hosts | None, Levels] = {}
         self.host_of: Mapping[int, Hashable] = {}
         self.world_size = dist.get_world_size(group)
@@ -82,25 +77,19 @@ class TorchDist:
             raise ValueError("group: this process is not a member; pass a group that contains it")
         self.traffic = Traffic()
         self.roll_call = RollCall(group)
+        self._usage = usage_of(group)  # where the group is an engine's own
+        self._keep(self._usage)
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.device, self.backend = device, backend_of(group, device).name().lower()
         self.is_stream_ordered = runs_ahead(device) and self.backend not in _HOST_ORDERED
         self._side_stream = SideStream(device) if self.is_stream_ordered else None
         is_gloo = not runs_ahead(device) and self.backend == "gloo"
-        self._point_to_point = PointToPoint(group, self.ranks) if is_gloo else None
+        self._point_to_point = PointToPoint(self._find_group, self.ranks) if is_gloo else None
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group; None is the default group."""
-        if self._group is None:
-            return None
-        group = self._group()
-        if group is None:
-            raise RuntimeError(
-                f"the process group of ranks {[*self.ranks]} has been destroyed, and an engine over it is to "
-                "be used: make the engine anew"
-            )
-        return group
+        return self._find_group()
 
     def apart(self) -> TorchDist:
         """Return a transport over the same ranks by a process group that nothing else uses; every rank calls
@@ -108,9 +97,9 @@ class TorchDist:
 
         Cost: a gather of objects; and a process group, unless an earlier engine has left one.
         """
-        limit: timedelta = backend_of(self.group, self.device).options._timeout
-        said = self.all_gather_object(spare(self.ranks))
-        own = TorchDist(move_in(self.ranks, said, backend=self.backend, timeout=limit), self.device)
+        offers = self.all_gather_object(offer(self.ranks, self.backend))
+        limit = timeout_of(self.group, self.device)
+        own = TorchDist(take(self.ranks, self.backend, offers, limit), self.device)
         own.join(self)
         return own
 
@@ -133,9 +122,8 @@ class TorchDist:
         if isinstance(other, TorchDist):
             self.roll_call.watch, self.host_of = other.roll_call.watch, other.host_of
             other._joined.append(self)
-            if self._tenancy is None and other._tenancy is not None:
-                self._tenancy = other._tenancy
-                self._tenancy.users.add(self)
+            if other._kept is not None:
+                self._keep(other._kept)
 
     def release(self) -> None:
         for comm in self._joined:
@@ -146,8 +134,8 @@ class TorchDist:
         if self.roll_call.watch is not None:
             self.roll_call.watch.close()
             self.roll_call.watch = None
-        if self._tenancy is not None:
-            self._tenancy.users.discard(self)
+        if self._kept is not None:
+            self._kept.users.discard(self)
 
     def levels(self, hosts: Hosts | None = None) -> Levels:
         """Return the transports within a host and across hosts; see `HasLevels`."""
@@ -179,20 +167,22 @@ class TorchDist:
 
         Args:
             ranks: of this transport.
-            alone: whether to make a process group for one rank, too: how many a rank has goes into the names
-                of the next ones, so that all ranks have to make equally many.
+            alone: whether to make a process group for one rank, too: torch names groups that the user makes
+                by how many a rank has (`dist.new_group(use_local_synchronization=True)`), so all ranks are
+                to have equally many.
         """
         if len(ranks) == self.world_size:
             return self
         members = [self.ranks[rank] for rank in ranks]
-        group = group_within(members, self._name()) if alone or len(ranks) > 1 else None
+        limit = timeout_of(self.group, self.device)
+        group = group_within(members, self._name(), limit) if alone or len(ranks) > 1 else None
         comm = Local() if len(ranks) == 1 else TorchDist(group, self.device)
         comm.join(self)
         return comm
 
     def _name(self) -> str:
         """Return what the levels of this transport are told by from those of others."""
-        return f"ranks {[*self.ranks]}" + ("" if self._tenancy is None else f", {self._tenancy.name}")
+        return f"ranks {[*self.ranks]}" + ("" if self._usage is None else f", {self._usage.name}")
 
     def run(
         self, launch: Callable[[bool], dist.Work | None], what: str, group: dist.ProcessGroup | None = None
@@ -309,9 +299,15 @@ class TorchDist:
             work = dist.all_reduce(flat, op, group=self.group, async_op=True)
         return self._launched(work, f"an all-reduce of {flat.nbytes} bytes")
 
+    def _keep(self, usage: Usage | None) -> None:
+        """Keep a group for the engine, as long as this transport of its is used."""
+        self._kept = self.roll_call.usage = usage
+        if usage is not None:
+            usage.users.add(self)
+
     def _count(self) -> None:
-        if self._tenancy is not None:
-            self._tenancy.launched += 1
+        if self._usage is not None:
+            self._usage.launched += 1
 
     def _launched(self, work: dist.Work | Transfers, what: str) -> _Work:
         self._count()
@@ -333,8 +329,21 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield piece
 
 
-def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
-    """Return what a group, None being the default one, has for a device."""
-    group = dist.group.WORLD if group is None else group
-    assert group is not None  # there is a default group: it has told our rank
-    return group._get_backend(device)
+def _finding(group: dist.ProcessGroup | None) -> Callable[[], dist.ProcessGroup | None]:
+    """Return what returns a group as long as torch has it: who holds a group beyond its end keeps its
+    threads.
+    """
+    if group is None:
+        return lambda: None
+    known, ranks = weakref.ref(group), dist.get_process_group_ranks(group)
+
+    def find() -> dist.ProcessGroup:
+        found = known()
+        if found is None:
+            raise RuntimeError(
+                f"the process group of ranks {ranks} has been destroyed, and an engine over it is to be "
+                "used: make the engine anew"
+            )
+        return found
+
+    return find

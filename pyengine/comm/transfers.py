@@ -80,16 +80,16 @@ class PointToPoint:
     """Exchanges among the ranks of one gloo group, of tensors on the host.
 
     Args:
-        group: the group; None is the default group.
+        find_group: returns the group; None is the default group.
         ranks: of the group, as the default group has them.
 
     Cost: from the first exchange on a thread, which waits for transfers in the order of their launch. It ends
     with `close`, with this object and with the interpreter, for a second at most behind what is under way.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> None:
-        self._group, self._ranks = None if group is None else weakref.ref(group), ranks
-        self._rank = dist.get_rank(group)
+    def __init__(self, find_group: Callable[[], dist.ProcessGroup | None], ranks: Sequence[int]) -> None:
+        self._find_group, self._ranks = find_group, ranks
+        self._rank = dist.get_rank(find_group())
         self._waiting: queue.SimpleQueue[Transfers | None] = queue.SimpleQueue()
         self._close: Callable[[], object] | None = None
         self._is_broken = False
@@ -117,7 +117,7 @@ class PointToPoint:
             raise RuntimeError(failure("this rank was interrupted while it posted an exchange"))
         num = len(self._ranks)
         others = [(self._rank + step) % num for step in range(1, num)]  # so that not all begin with one
-        group = None if self._group is None else self._group()
+        group = self._find_group()
         self._is_broken = True  # by whatever keeps some transfers from being posted: peers would take others
         works = [dist.irecv(arriving[r], self._ranks[r], group, _TAG) for r in reversed(others)]
         works += [dist.isend(leaving[r], self._ranks[r], group, _TAG) for r in others]

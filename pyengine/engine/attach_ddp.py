@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.comm import TorchDist
@@ -47,35 +50,57 @@ def attach_ddp(
     problems += ranks.problems_under_ddp(visible, ddp_model.process_group)
 
     def reducer(specs: list[ParamSpec], terms: Terms) -> DDPReducer | TwoOwners:
-        state.serve(settings.wire)
-        device = named[0][1].device
-        comm: Comm = ranks.comm
-        if device_mesh is not None or not isinstance(comm, TorchDist):
-            comm = TorchDist(state.group, device)  # DDP's ranks are some of the engine's, or this one alone
-            comm.join(ranks.comm)
-        comm = ranks.for_buckets(comm, shared_memory=settings.shared_memory)
-        assert isinstance(comm, TorchDist)
-        state.travel_by(comm, device)
-        prepare_wire(settings.wire, [comm], ranks.comm)
-        ddp = DDPReducer(ddp_model, state, settings=settings, terms=terms)
-        if not own:
+        ddp: DDPReducer | None = None
+        try:
+            _travel_by(state, ranks, settings)
+            ddp = DDPReducer(ddp_model, state, settings=settings, terms=terms)
+            if own:
+                return _two_owners(ddp, specs[len(visible) :], own, ranks, settings, terms)
             ddp.counted = ranks.counted(ddp.names)
             return ddp
-        names, params = zip(*own, strict=True)
-        groups = ranks.own_groups(names, shared_memory=settings.shared_memory)
-        prepare_wire(settings.wire, [groups.comms[index] for index in ranks.groups_named(names)], ranks.comm)
-        ranks.broadcast(own, groups)
-        return TwoOwners(
-            ddp,
-            specs[len(visible) :],
-            params,
-            groups=groups,
-            counted=ranks.counted([*ddp.names, *names]),
-            settings=settings,
-            terms=terms,
-        )
+        except BaseException:  # DDP goes on as it was
+            state.release() if ddp is None else ddp.release(keeps_grad=True)
+            raise
 
     source = ddp_model.module
     engine = make_engine(named, ranks.comm, settings, reducer, source=source, problems=problems, ranks=ranks)
     reduced = {id(param) for _, param in own}
     return Sync(engine, ignored=[param for _, param in ignored if id(param) not in reduced])
+
+
+def _travel_by(state: HookState, ranks: EngineRanks, settings: Settings) -> None:
+    """Let DDP's buckets travel by a transport of the engine's."""
+    state.serve(settings.wire)
+    device = ranks.device
+    comm: Comm = ranks.comm
+    if ranks.has_mesh or not isinstance(comm, TorchDist):
+        comm = TorchDist(state.group, device)  # DDP's ranks are some of the engine's, or this one alone
+        comm.join(ranks.comm)
+    comm = ranks.for_buckets(comm, shared_memory=settings.shared_memory)
+    assert isinstance(comm, TorchDist)
+    state.travel_by(comm, device)
+    prepare_wire(settings.wire, [comm], ranks.comm)
+
+
+def _two_owners(
+    ddp: DDPReducer,
+    specs: list[ParamSpec],
+    own: Sequence[tuple[str, Parameter]],
+    ranks: EngineRanks,
+    settings: Settings,
+    terms: Terms,
+) -> TwoOwners:
+    """Return what reduces DDP's parameters, and in buckets of ours those of `own`, as `specs` has them."""
+    names, params = zip(*own, strict=True)
+    groups = ranks.own_groups(names, shared_memory=settings.shared_memory)
+    prepare_wire(settings.wire, [groups.comms[index] for index in ranks.groups_named(names)], ranks.comm)
+    ranks.broadcast(own, groups)
+    return TwoOwners(
+        ddp,
+        specs,
+        params,
+        groups=groups,
+        counted=ranks.counted([*ddp.names, *names]),
+        settings=settings,
+        terms=terms,
+    )

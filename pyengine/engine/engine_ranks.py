@@ -21,7 +21,7 @@ from pyengine.comm.axes import (
     axes_problems,
     process_groups,
 )
-from pyengine.comm.groups import group_of
+from pyengine.comm.groups import group_beside_ddp, group_of
 from pyengine.comm.shared_memory import problems_of_sharing, share_memory
 from pyengine.engine.membership import Membership
 from pyengine.gradients.groups import Groups
@@ -46,6 +46,7 @@ class EngineRanks:
 
     Attributes:
         comm: transport over all ranks.
+        device: as given.
         problems: what is wrong with the arguments here; then nothing but `comm` may be used.
         membership: what this rank says to others.
 
@@ -62,10 +63,10 @@ class EngineRanks:
         mesh: DeviceMesh | None,
         axes: Axes,
     ) -> None:
-        self._device = device
+        self.device = device
         self._mesh = MeshRanks(mesh) if isinstance(mesh, DeviceMesh) else None
         if self._mesh is not None:
-            group = group_of(self._mesh.everybody())
+            group = group_of(self._mesh.everybody(), device)
         self.comm = comm_for(device, group)
         self._ranks = self._global_ranks(group)
         plain = Membership.plain(rank=self.comm.rank, world_size=self.comm.world_size)
@@ -121,7 +122,7 @@ class EngineRanks:
         """
         mine = self.groups_named(names)
         comms = [
-            self._apart(ranks, shared_memory=shared_memory) if index in mine else self.comm
+            self._beside_ddp(ranks, shared_memory=shared_memory) if index in mine else self.comm
             for index, ranks in enumerate(self.membership.groups)
         ]
         return Groups(self.comm, comms, are_alike=False)
@@ -138,9 +139,13 @@ class EngineRanks:
             comm.broadcast_([local(tensor) for name, tensor in named if self.group_named(name) == index])
 
     @property
+    def has_mesh(self) -> bool:
+        return self._mesh is not None
+
+    @property
     def takes_dtensors(self) -> bool:
         """Whether it is known where the parts of DTensors lie."""
-        return self._mesh is not None
+        return self.has_mesh
 
     @property
     def shared_batch(self) -> SharedBatch | None:
@@ -152,7 +157,7 @@ class EngineRanks:
         """Say what an engine cannot do over these ranks."""
         found = list(self.problems)
         if settings.shared_memory is True:
-            found += problems_of_sharing(self.comm, self._device)
+            found += problems_of_sharing(self.comm, self.device)
         narrow = [name for name, param in named if is_dtensor(param) and param.dtype.itemsize < 4]
         if narrow and settings.kind == "native":
             found.append(
@@ -224,7 +229,7 @@ class EngineRanks:
         if not isinstance(axes, Axes):
             return [f"axes is a {type(axes).__name__}: need a pe.Axes(replicate=...)"]
         if self._mesh is not None:
-            return _mesh_problems(mesh, self._mesh, axes, self._device)
+            return _mesh_problems(mesh, self._mesh, axes, self.device)
         if axes.replicate or axes.shard or axes.count is not None:
             return [f"axes={axes} without device_mesh: only a mesh has axes; pass device_mesh=, too"]
         found = process_groups(axes.groups)
@@ -308,14 +313,17 @@ class EngineRanks:
         if len(ranks) == self.comm.world_size:
             return self.comm
         members = sorted(self._ranks[rank] for rank in ranks)
-        comm = Local() if len(ranks) == 1 else TorchDist(group_of(members), self._device)
+        comm = Local() if len(ranks) == 1 else TorchDist(group_of(members, self.device), self.device)
         comm.join(self.comm)
         return comm
 
-    def _apart(self, ranks: tuple[int, ...], *, shared_memory: bool) -> Comm:
-        """Return a transport for gradients over ranks of the engine that nothing else uses."""
-        comm = self._transport(ranks)
-        comm = comm.apart() if isinstance(comm, TorchDist) and comm.world_size > 1 else comm
+    def _beside_ddp(self, ranks: tuple[int, ...], *, shared_memory: bool) -> Comm:
+        """Return a transport for gradients over ranks of the engine that DDP does not use."""
+        if len(ranks) == 1 or not self.comm.is_stream_ordered:
+            return self.for_buckets(self._transport(ranks), shared_memory=shared_memory)
+        members = sorted(self._ranks[rank] for rank in ranks)
+        comm = TorchDist(group_beside_ddp(members, self.device), self.device)
+        comm.join(self.comm)
         return share_memory(comm) if shared_memory else comm
 
 

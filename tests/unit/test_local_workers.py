@@ -48,7 +48,7 @@ def test_a_few_dozen_workers_may_share_a_core(workers):
 
 
 @pytest.mark.usefixtures("two_cores")
-@pytest.mark.parametrize(("workers", "limit", "need"), [(2, 40, 68), (8, 79, 80)])
+@pytest.mark.parametrize(("workers", "limit", "need"), [(2, 40, 70), (8, 87, 88)])
 def test_a_low_limit_of_open_files_is_told_before_any_worker_is_started(monkeypatch, workers, limit, need):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
     with pytest.raises(
@@ -58,7 +58,7 @@ def test_a_low_limit_of_open_files_is_told_before_any_worker_is_started(monkeypa
 
 
 @pytest.mark.usefixtures("two_cores")
-@pytest.mark.parametrize("limit", [68, 1024, resource.RLIM_INFINITY])
+@pytest.mark.parametrize("limit", [70, 1024, resource.RLIM_INFINITY])
 def test_enough_open_files_are_enough(monkeypatch, limit):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
     local_workers.check_number(2)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
-from pyengine.comm.tenancy import spare
+from pyengine.comm.exclusive import usage_of
 
 KINDS = pytest.mark.parametrize("kind", ["own", "attach"])
 WIRES = pytest.mark.parametrize("wire", [pe.wire.FP32(), pe.wire.Int8()], ids=["fp32", "int8"])
@@ -143,20 +143,74 @@ def test_a_group_serves_the_next_engine_once_no_rank_uses_it(ranks):
         assert found == [2, 2, 2, 3, 3, 3, 3]
 
 
-def _uneven() -> tuple[int, int]:
-    rank, world = me()
+def _own_groups() -> list[dist.ProcessGroup]:
+    return [group for group in dist.distributed_c10d._world.pg_map if usage_of(group) is not None]
+
+
+def _spoiled(how: str) -> int:
+    """Return how many groups engines have that came behind one whose group is spoiled on rank 1."""
+    rank, _ = me()
     pe.GradSync(nn.Linear(2, 2), accumulate=1).close()
-    (group,) = [each for each in dist.distributed_c10d._world.pg_map if "pyengine" in each.group_desc]
-    assert spare(range(world)) == {0: spare(range(world))[0]}
-    from pyengine.comm.tenancy import tenancy_of
-
-    tenancy_of(group).launched += rank  # as if this rank had started a collective that the other has not
+    usage = usage_of(*_own_groups())
+    if how == "other place":
+        usage.launched += rank  # as if this rank had started a collective that the other has not
+    elif how == "broken":
+        usage.is_broken = rank == 1
     pe.GradSync(nn.Linear(2, 2), accumulate=1).close()
-    return len(spare(range(world))), len(dist.distributed_c10d._world.pg_map)
+    return len(_own_groups())
 
 
-def test_a_group_in_which_ranks_are_at_different_places_is_left_alone(ranks):
-    assert ranks(2).run(_uneven) == [(2, 3)] * 2
+@pytest.mark.parametrize(("how", "expected"), [("", 1), ("other place", 2), ("broken", 2)])
+def test_a_group_that_a_rank_has_spoiled_is_left_alone(ranks, how, expected):
+    assert ranks(2).run(_spoiled, how) == [expected] * 2
+
+
+def _uneven_levels() -> list[int]:
+    """Return how many process groups there are behind engines whose ranks send unequal numbers of parts."""
+    found = []
+    for _ in range(3):
+        model = nn.Linear(2, 2)  # too small for a part on every place
+        wire = pe.wire.Hierarchical(intra=pe.wire.Int8(), mesh=[[0, 1], [2, 3]])
+        with pe.GradSync(model, accumulate=1, wire=wire) as sync, sync.accumulate():
+            sync.backward(model(torch.ones(1, 2)).sum())
+        found.append(len(dist.distributed_c10d._world.pg_map))
+    return found
+
+
+def test_levels_that_launch_unequal_numbers_cost_no_group_an_engine(ranks):
+    for found in ranks(4).run(_uneven_levels):
+        assert len(set(found)) == 1
+
+
+def _failed_attach() -> list[float]:
+    """Return what DDP finds by itself, and what engines do, behind an attach that has failed."""
+    rank, _ = me()
+    model = nn.Linear(2, 2, bias=False)
+    ddp = DistributedDataParallel(model)
+    pe.attach(ddp, accumulate=1).close()
+    with pytest.raises(ValueError, match="is in none of its rows"):
+        pe.attach(ddp, accumulate=1, wire=pe.wire.Hierarchical(mesh=[[0]]))
+    other = nn.Linear(2, 2, bias=False)
+    found = []
+    with pe.GradSync(other, accumulate=1) as sync:  # may take the group that the failed engine had
+        with sync.accumulate():
+            sync.backward((other.weight * (1.0 + rank)).sum(), count=1)
+        (ddp(torch.ones(1, 2)).sum() * (1.0 + rank)).backward()  # DDP reduces again, by its own group
+        sync.unscale_()
+    found += [float(model.weight.grad.mean()), float(other.weight.grad.mean())]
+    assert ddp.require_backward_grad_sync
+    with pe.attach(ddp, accumulate=1) as again:
+        model.zero_grad()
+        with again.accumulate():
+            again.backward(ddp(torch.ones(1, 2)).sum() * (1.0 + rank), count=1)
+        again.unscale_()
+        found.append(float(model.weight.grad.mean()))
+    return found
+
+
+def test_ddp_goes_on_by_its_own_group_behind_an_attach_that_failed(ranks):
+    for found in ranks(2).run(_failed_attach):
+        assert found == [1.5] * 3
 
 
 def _in_unequal_company() -> list[float]:
@@ -178,17 +232,23 @@ def test_ranks_may_have_unequal_numbers_of_process_groups(ranks):
     assert ranks(3).run(_in_unequal_company) == [[2.0, 1.5], [2.0, 1.5], [2.0]]
 
 
-def _timeout_and_end() -> tuple[timedelta, bool]:
-    sync = pe.GradSync(nn.Linear(2, 2), accumulate=1)
-    (group,) = [each for each in dist.distributed_c10d._world.pg_map if "pyengine" in each.group_desc]
-    same = [each._get_backend(torch.device("cpu")).options._timeout for each in (group, dist.group.WORLD)]
+def _timeout_and_end(wire: pe.wire.Wire) -> None:
+    _, world = me()
+    model = nn.Linear(2, 2)
+    pe.GradSync(model, accumulate=1).close()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=33))
+    sync = pe.GradSync(model, accumulate=1, wire=wire)
+    (group,) = _own_groups()
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=33)
     del group
-    assert same[0] == same[1]
+    comm = sync._engine.reducer._groups.comms[0]
     dist.destroy_process_group()
     with pytest.raises(RuntimeError, match="has been destroyed.*make the engine anew"):
-        _ = sync._engine.reducer._groups.comms[0].group
-    return True
+        comm.all_reduce(torch.ones(2))
+    with pytest.raises(RuntimeError, match="has been destroyed.*make the engine anew"):
+        comm.all_to_all(torch.ones(world), torch.ones(world))
 
 
-def test_it_ends_with_the_default_group_and_has_its_timeout(ranks):
-    assert all(ranks(2).run(_timeout_and_end))
+@WIRES
+def test_it_ends_with_the_default_group_and_has_its_timeout(ranks, wire):
+    ranks(2).run(_timeout_and_end, wire)
