@@ -59,7 +59,7 @@ class Hierarchical(Spelled):
             is made, on every rank: a rank that is not in the mesh, or hosts of unequal numbers of ranks.
 
     Cost: `bytes_on_wire`; memory for two buckets in `intra`'s form, and for 1/L of one as `inter` has it, of
-    each bucket. Process groups of each host, and of each place, which later engines over these ranks use too.
+    each bucket. Process groups of each host, and of each place, which later engines use too.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float32
