@@ -88,13 +88,11 @@ def take(
     Args:
         ranks: sorted, as the default group has them.
         offers: of all of them.
-        timeout: of the group from here on.
+        timeout: of a group that has to be made.
     """
     numbers = [n for n, m in offers[0].unused.items() if all(each.unused.get(n) == m for each in offers)]
     if numbers:
-        group = next(group for group, usage in _made(ranks, backend) if usage.number == min(numbers))
-        c10d._set_pg_timeout(timeout, group)
-        return group
+        return next(group for group, usage in _made(ranks, backend) if usage.number == min(numbers))
     usage = Usage(tuple(ranks), backend, max(each.next_number for each in offers))
     group = make(usage.name, ranks, backend=backend, timeout=timeout)
     _usages[group] = usage

@@ -51,6 +51,11 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
     return limit
 
 
+def give_up_after(limit: timedelta, group: dist.ProcessGroup | None) -> None:
+    """Let a group give its collectives up after so long, from here on."""
+    c10d._set_pg_timeout(limit, group)
+
+
 def make(
     what_for: str, ranks: Sequence[int], *, timeout: timedelta, backend: str | None = None
 ) -> dist.ProcessGroup:
@@ -95,7 +100,6 @@ def _known_or_new(ranks: Sequence[int], what_for: str, timeout: timedelta) -> di
     """
     for group in c10d._world.pg_map:
         if group.group_desc == _described(what_for) and dist.get_process_group_ranks(group) == [*ranks]:
-            c10d._set_pg_timeout(timeout, group)
             return group
     return make(what_for, ranks, timeout=timeout)
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from pyengine.comm.arena import Arena, Offer
 from pyengine.comm.base import Comm, Work, ring_bytes
-from pyengine.comm.groups import timeout_of
 from pyengine.comm.levels import Hosts, Levels, by_host
 from pyengine.comm.local import Local
 from pyengine.comm.process_state import ProcessId
@@ -74,7 +73,7 @@ class SharedMemory(TorchDist):
 
     def _timeout_s(self) -> float:
         """Return after how many seconds the group gives a collective up."""
-        return timeout_of(self.group, self.device).total_seconds()
+        return self.limit().total_seconds()
 
 
 class SharedHosts(TorchDist):

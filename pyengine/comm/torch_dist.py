@@ -6,6 +6,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from pyengine.comm.base import Comm, Traffic, Work, by_dtype, ring_bytes
 from pyengine.comm.exclusive import Usage, offer, take, usage_of
-from pyengine.comm.groups import backend_of, group_within, timeout_of
+from pyengine.comm.groups import backend_of, give_up_after, group_within, timeout_of
 from pyengine.comm.levels import Hosts, Levels, by_host, check_equal, given, own_host
 from pyengine.comm.local import Local
 from pyengine.comm.roll_call import RollCall
@@ -67,7 +68,7 @@ class TorchDist:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._find_group = _finding(group)
+        self._find_group = self._follows = _finding(group)
         self._joined: list[Comm] = []
         self._levels: dict[Hosts | None, Levels] = {}
         self.host_of: Mapping[int, Hashable] = {}
@@ -98,8 +99,7 @@ class TorchDist:
         Cost: a gather of objects; and a process group, unless an earlier engine has left one.
         """
         offers = self.all_gather_object(offer(self.ranks, self.backend))
-        limit = timeout_of(self.group, self.device)
-        own = TorchDist(take(self.ranks, self.backend, offers, limit), self.device)
+        own = TorchDist(take(self.ranks, self.backend, offers, self.limit()), self.device)
         own.join(self)
         return own
 
@@ -122,6 +122,7 @@ class TorchDist:
         if isinstance(other, TorchDist):
             self.roll_call.watch, self.host_of = other.roll_call.watch, other.host_of
             other._joined.append(self)
+            self._follows = other._follows
             if other._kept is not None:
                 self._keep(other._kept)
 
@@ -174,8 +175,7 @@ class TorchDist:
         if len(ranks) == self.world_size:
             return self
         members = [self.ranks[rank] for rank in ranks]
-        limit = timeout_of(self.group, self.device)
-        group = group_within(members, self._name(), limit) if alone or len(ranks) > 1 else None
+        group = group_within(members, self._name(), self.limit()) if alone or len(ranks) > 1 else None
         comm = Local() if len(ranks) == 1 else TorchDist(group, self.device)
         comm.join(self)
         return comm
@@ -195,11 +195,10 @@ class TorchDist:
             what: it is, in words.
             group: of the collective, if that is not this transport's.
         """
-        self._count()
         watch, host_watch = self.roll_call.watch, self._host_watch
         ranks = self.ranks if group is None else tuple(dist.get_process_group_ranks(group))
         noted = nullcontext() if watch is None else watch.pending.running(ranks, what)
-        with self.roll_call.named(), noted:
+        with self._launching(), noted:
             work = launch(host_watch is not None)
             if host_watch is not None and work is not None:
                 host_watch.wait(work)
@@ -221,7 +220,7 @@ class TorchDist:
 
     def all_to_all(self, received: Tensor, parts: Tensor) -> Work:
         self.traffic.count(parts.nbytes - parts.nbytes // self.world_size)
-        with self.roll_call.named():
+        with self._launching():
             if self._point_to_point is not None:
                 work = self._point_to_point.all_to_all(received, parts)
             else:
@@ -230,7 +229,7 @@ class TorchDist:
 
     def all_gather(self, gathered: Tensor, part: Tensor) -> Work:
         self.traffic.count(gathered.nbytes - part.nbytes)
-        with self.roll_call.named():
+        with self._launching():
             if self._point_to_point is not None:
                 work = self._point_to_point.all_gather(gathered, part)
             else:
@@ -295,7 +294,7 @@ class TorchDist:
 
     def _all_reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> Work:
         self.traffic.count(ring_bytes(flat.nbytes, self.world_size))
-        with self.roll_call.named():
+        with self._launching():
             work = dist.all_reduce(flat, op, group=self.group, async_op=True)
         return self._launched(work, f"an all-reduce of {flat.nbytes} bytes")
 
@@ -305,12 +304,25 @@ class TorchDist:
         if usage is not None:
             usage.users.add(self)
 
-    def _count(self) -> None:
+    def limit(self) -> timedelta:
+        """Return after how long collectives here are given up: what the engine's own group has, which may be
+        set at any time.
+        """
+        return timeout_of(self._follows(), self.device)
+
+    @contextmanager
+    def _launching(self) -> Iterator[None]:
+        """Note a collective, which the body starts, and name who is missing if that raises."""
+        if self._kept is not None:
+            group = self.group  # which is gone if the default one is
+            if (limit := self.limit()) != timeout_of(group, self.device):
+                give_up_after(limit, group)
         if self._usage is not None:
             self._usage.launched += 1
+        with self.roll_call.named():
+            yield
 
     def _launched(self, work: dist.Work | Transfers, what: str) -> _Work:
-        self._count()
         if self.roll_call.watch is not None:
             self.roll_call.watch.pending.add(self.ranks, what, work.is_completed)
         return _Work(work, self.roll_call, self._host_watch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -243,6 +244,15 @@ class Collectives(TorchDispatchMode):
             self.names.append(func._schema.name.removeprefix("c10d::"))
             self.nbytes += sum(t.nbytes for t in args[0] if isinstance(t, Tensor))
         return func(*args, **(kwargs or {}))
+
+
+def comm_of_buckets(sync: pe.Sync) -> Any:
+    """Return the transport by which gradients travel, of an engine that has one for all of them."""
+    reducer = sync._engine.reducer
+    if isinstance(sync, pe.GradSync):
+        (comm,) = reducer._groups.comms
+        return comm
+    return reducer._comm
 
 
 def me() -> tuple[int, int]:

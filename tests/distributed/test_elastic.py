@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from cases import comm_of_buckets
 from test_same_bits import Gpt, _digest
 
 import pyengine as pe
@@ -99,7 +100,7 @@ def _note(folder: Path, step: int, place: int) -> None:
 
 def _die_in_a_collective(sync: pe.Sync, fate: Fate) -> None:
     """Let the doomed rank die when a bucket's integers are on their way."""
-    comm = sync._engine.comm
+    comm = comm_of_buckets(sync)
     all_reduce = comm.all_reduce
 
     def launch_and_die(flat: torch.Tensor) -> object:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import me
+from cases import comm_of_buckets, me
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -241,7 +241,7 @@ def _timeout_and_end(wire: pe.wire.Wire) -> None:
     (group,) = _own_groups()
     assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=33)
     del group
-    comm = sync._engine.reducer._groups.comms[0]
+    comm = comm_of_buckets(sync)
     dist.destroy_process_group()
     with pytest.raises(RuntimeError, match="has been destroyed.*make the engine anew"):
         comm.all_reduce(torch.ones(2))

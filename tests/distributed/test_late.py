@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from cases import Integers, assert_same, comm_of_buckets, engine, grads, integers, me, mean_of_integers
 from marks import rest
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -243,9 +243,8 @@ def _on_the_side(kind: str, dtype: torch.dtype, wire: pe.wire.Wire) -> tuple[int
     model = Integers(dtype)
     options = {"bucket_cap_mb": 1e-5} if kind == "own" else {}
     sync, forward = engine(kind, model, accumulate=2, wire=wire, **options)
-    reducer, recorder = sync._engine.reducer, _Recorder()
-    header, comm = sync._engine.comm, reducer._comm if kind == "attach" else reducer._groups.comms[0]
-    header.is_stream_ordered = comm.is_stream_ordered = True
+    comm, recorder = comm_of_buckets(sync), _Recorder()
+    sync._engine.comm.is_stream_ordered = comm.is_stream_ordered = True
     comm._side_stream = recorder
     for window in sync.windows([integers(2 * rank + k) for k in range(2)]):
         for k, batch in enumerate(window):

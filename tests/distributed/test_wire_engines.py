@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Breaks, Inject, Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from cases import (
+    Breaks,
+    Inject,
+    Integers,
+    assert_same,
+    comm_of_buckets,
+    engine,
+    grads,
+    integers,
+    me,
+    mean_of_integers,
+)
 from marks import rest
 from test_failed_collectives import Broken
 from torch import Tensor, nn
@@ -304,7 +315,9 @@ def _on_the_side(kind: str) -> None:
     model = Integers(torch.float32)
     options = {"bucket_cap_mb": 1e-5} if kind == "own" else {}
     sync, forward = engine(kind, model, accumulate=2, wire=BF16, **options)
-    sync._engine.comm.is_stream_ordered, sync._engine.comm._side_stream = True, _Stream()
+    comm = comm_of_buckets(sync)
+    sync._engine.comm.is_stream_ordered = comm.is_stream_ordered = True
+    comm._side_stream = _Stream()
     for _ in range(2):
         for window in sync.windows([integers(2 * rank + k) for k in range(2)]):
             for batch in window:

@@ -60,10 +60,10 @@ class Told:
 
 def train(case: Case) -> Told:
     """Run a case on this rank."""
-    dist.barrier()  # a process that has just been started is slow until here
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=case.group_s))  # of what the engine makes, too
     run = Run(case)
     roll_call.WAIT_S = 0.2  # the others have failed within milliseconds
+    dist.barrier()  # a process that has just been started is slow until here
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=case.group_s))
     with warnings.catch_warnings(record=True) as caught, watched(run.trap) as works:
         warnings.simplefilter("always")
         try:
