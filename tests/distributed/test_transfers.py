@@ -56,7 +56,7 @@ def test_many_exchanges_meet_in_their_order_and_receive_first(ranks, world):
 
 def _waits_for_a_while() -> None:
     rank, _ = me()
-    exchange = PointToPoint(None, (0, 1))
+    exchange = PointToPoint(lambda: None, (0, 1))
     received = torch.zeros(2)
     if rank == 0:
         work = exchange.all_to_all(received, torch.tensor([1.0, 2.0]))
@@ -96,7 +96,7 @@ def test_a_dead_peer_is_told_while_others_are_awaited(ranks):
 
 
 def _interrupted() -> str:
-    exchange = PointToPoint(None, (0, 1))
+    exchange = PointToPoint(lambda: None, (0, 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "isend", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
