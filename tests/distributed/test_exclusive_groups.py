@@ -51,6 +51,16 @@ def _engine(kind: str, model: nn.Module, **options: Any) -> tuple[pe.Sync, nn.Mo
     return pe.GradSync(model, accumulate=1, bucket_cap_mb=1e-4, **options), model
 
 
+def _be_late(loss: Tensor, number: int) -> None:
+    """Let a rank in turn send its header later than the others, whose first buckets have to wait for it; its
+    own first bucket comes when the header has.
+    """
+    rank, world = me()
+    if rank == number % world:
+        time.sleep(0.02)
+        loss.register_hook(lambda _: time.sleep(0.02))
+
+
 def _collective_in_the_backward(kind: str, wire: pe.wire.Wire) -> None:
     rank, world = me()
     first, second = _layers(2)
@@ -62,8 +72,7 @@ def _collective_in_the_backward(kind: str, wire: pe.wire.Wire) -> None:
     for number in range(WINDOWS):
         with sync.accumulate():
             loss = forward(torch.full((8, 8), 1.0 + rank))
-            if number and rank == number % world:
-                time.sleep(0.02)  # its header is late: the others' first buckets have to wait
+            _be_late(loss, number)
             sync.backward(loss)
         sync.unscale_()
         for layer, value in want.items():
@@ -89,18 +98,18 @@ def _two_engines_in_a_backward(kind: str) -> None:
     for number in range(WINDOWS):
         with sync.accumulate(), other.accumulate(), sync.micro_batch() as one, other.micro_batch() as two:
             x = torch.full((8, 8), 1.0 + rank)
-            # By turns a layer of each.
-            loss = sum((a * b).sum() for a, b in zip(first(x), second(x), strict=True))
-            if number and rank == number % world:
-                time.sleep(0.02)
+            # By turns a layer of each, and no two gradients alike.
+            both = zip(first(x), second(x), strict=True)
+            loss = sum((10.0**k * (a + 3 * b)).sum() for k, (a, b) in enumerate(both))
+            _be_late(loss, number)
             with one.last_backward(loss), two.last_backward(loss):
                 loss.backward()
         sync.unscale_()
         other.unscale_()
-        want = torch.full((8, 8), sum(8 * (1.0 + r) ** 2 for r in range(world)) / world)
-        for half in halves:
-            for layer in half:
-                torch.testing.assert_close(layer.weight.grad, want)
+        for half, factor in zip(halves, (1, 3), strict=True):
+            for k, layer in enumerate(half):
+                want = factor * 10.0**k * 8 * (1 + world) / 2
+                torch.testing.assert_close(layer.weight.grad, torch.full((8, 8), want))
             half.zero_grad()
 
 
