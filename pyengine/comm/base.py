@@ -157,6 +157,17 @@ class Exchanges(Protocol):
 
 
 @runtime_checkable
+class HasHosts(Protocol):
+    """A transport whose ranks' hosts may talk beside their devices."""
+
+    def between_hosts(self) -> Comm | None:
+        """Return a transport over the same ranks for tensors in the hosts' memory, by which nobody waits for
+        a device; None where there is none, or where the host waits for collectives in any case. Every rank
+        calls this, and its end is the end of what is returned.
+        """
+
+
+@runtime_checkable
 class Allocates(Protocol):
     """A transport that reduces faster what lies in memory of its own."""
 

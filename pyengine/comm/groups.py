@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from pyengine.ops.device import HOST
+
 
 def group_of(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup | None:
     """Return a group of these ranks for tensors on a device, for which all of them ask in the same order;
@@ -38,6 +40,20 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
     group = dist.group.WORLD if group is None else group
     assert group is not None  # there is a default group: it has told our rank
     return group._get_backend(device)
+
+
+def name_of_backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """Return the name of what a group has for a device: "nccl", say."""
+    name: str = backend_of(group, device).name()
+    return name.lower()
+
+
+def has_gloo(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group has gloo for the hosts' memory, if only beside what devices have."""
+    try:
+        return name_of_backend(group, HOST) == "gloo"
+    except RuntimeError:  # it has nothing for the CPU
+        return False
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
@@ -69,7 +85,7 @@ def make(
         what_for: it is, in words that no other group of these ranks has.
         ranks: sorted, as the default group has them.
         timeout: of its collectives.
-        backend: None takes the default group's.
+        backend: None takes the default group's, for the same devices; or that of one kind of device.
     """
     everybody = c10d._get_default_group()
     default_backend, store = c10d._world.pg_map[everybody]
@@ -85,7 +101,7 @@ def make(
         name,  # type: ignore[arg-type]  # a str
         timeout=timeout,
         pg_tag=name,  # without one of its own torch finds it for whoever names these ranks
-        device_id=everybody.bound_device_id,
+        device_id=everybody.bound_device_id if backend is None else None,
         group_desc=_described(what_for),
     )
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}

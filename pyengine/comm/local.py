@@ -48,6 +48,10 @@ class Local:
         del hosts
         return Levels(self, self, 1)
 
+    def between_hosts(self) -> Local:
+        """Return itself: there is one host."""
+        return self
+
     def release(self) -> None:
         """Do nothing."""
 

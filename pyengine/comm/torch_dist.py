@@ -15,14 +15,14 @@ from torch import Tensor
 
 from pyengine.comm.base import Comm, Traffic, Work, by_dtype, ring_bytes
 from pyengine.comm.exclusive import Usage, offer, take, usage_of
-from pyengine.comm.groups import backend_of, give_up_after, group_within, timeout_of
+from pyengine.comm.groups import give_up_after, group_within, has_gloo, name_of_backend, timeout_of
 from pyengine.comm.levels import Hosts, Levels, by_host, check_equal, given, own_host
 from pyengine.comm.local import Local
 from pyengine.comm.roll_call import RollCall
 from pyengine.comm.side_stream import SideStream
 from pyengine.comm.stall import StallWatch
 from pyengine.comm.transfers import PointToPoint, Transfers
-from pyengine.ops.device import as_current, runs_ahead
+from pyengine.ops.device import HOST, as_current, runs_ahead
 
 # Backends that the host waits for, whatever device the tensors lie on; of all others the stream waits.
 _HOST_ORDERED = {"gloo", "mpi"}
@@ -81,7 +81,7 @@ class TorchDist:
         self._usage = usage_of(group)  # where the group is an engine's own
         self._keep(self._usage)
         self.ranks = tuple(dist.get_process_group_ranks(group))
-        self.device, self.backend = device, backend_of(group, device).name().lower()
+        self.device, self.backend = device, name_of_backend(group, device)
         self.is_stream_ordered = runs_ahead(device) and self.backend not in _HOST_ORDERED
         self._side_stream = SideStream(device) if self.is_stream_ordered else None
         is_gloo = not runs_ahead(device) and self.backend == "gloo"
@@ -98,8 +98,26 @@ class TorchDist:
 
         Cost: a gather of objects; and a process group, unless an earlier engine has left one.
         """
-        offers = self.all_gather_object(offer(self.ranks, self.backend))
-        own = TorchDist(take(self.ranks, self.backend, offers, self.limit()), self.device)
+        return self._apart(self.device)
+
+    def between_hosts(self) -> Comm | None:
+        """Return a transport between these ranks' hosts, by a process group that nothing else uses; None
+        where the host waits for collectives in any case, or where this group has no gloo for the CPU. See
+        `HasHosts`.
+
+        Cost: as `apart`.
+        """
+        if self.world_size == 1:
+            return Local()
+        if not (self.is_stream_ordered and has_gloo(self.group)):
+            return None
+        return self._apart(HOST)
+
+    def _apart(self, device: torch.device) -> TorchDist:
+        backend = name_of_backend(self.group, device)
+        offers = self.all_gather_object(offer(self.ranks, backend))
+        limit = timeout_of(self._follows(), device)
+        own = TorchDist(take(self.ranks, backend, offers, limit), device)
         own.join(self)
         return own
 

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from pyengine.comm.base import Comm, Reserves
 from pyengine.gradients.accumulator import BucketAccumulator, bucket_accumulator
-from pyengine.gradients.accumulator.base import drop_unused
+from pyengine.gradients.accumulator.base import used_anywhere
 from pyengine.gradients.accumulator.main_grad import written
 from pyengine.gradients.accumulator.used_flags import void_beside
 from pyengine.gradients.arrival import Arrivals, Watch, may_nest, watching
@@ -26,6 +26,7 @@ from pyengine.gradients.local_part import local_parts, release
 from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import Saved
+from pyengine.gradients.used_anywhere import Told, UsedAnywhere
 from pyengine.step.stepper import PlainStepper, Stepper
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
@@ -78,6 +79,11 @@ class BucketReducer:
         self._repeated: set[int] = set()
         self._order_is_final = self._comm.world_size == 1 or not groups.are_alike
         self._memory = WireMemory()
+        own = sorted({spec.group for spec in specs if spec.requires_grad})
+        used = {group: UsedAnywhere(groups.comms[group], params[0].device) for group in own}
+        # By group, where hosts talk; elsewhere the flags in the buckets say it, as they have landed.
+        self._used = {group: each for group, each in used.items() if each.by_hosts}
+        self._told: dict[int, Told] = {}
         keys = {spec.name: spec.name for spec in specs if spec.requires_grad}
         self.residuals = Residuals([(self._memory, keys)], self._wire)
         self._lay_out(backward_order(specs))
@@ -232,7 +238,7 @@ class BucketReducer:
         self._norms.settle(final)
         final.void = void_beside([bucket.flags for bucket in self._buckets], final.void)
         self._divisor.leave_to(final)
-        final.leave_out(drop_unused(self._buckets))
+        final.leave_out(self._drop_unused())
 
     def scale_(self, scale: Tensor) -> None:
         for bucket in self._buckets:
@@ -282,6 +288,7 @@ class BucketReducer:
     def _prepare(self, header: Header, *, held: Collection[int] = ()) -> Transfers:
         """Get ready to send the buckets; those `held` wait for the end of the backward."""
         self._drop_transfers()  # of a window that was given up
+        self._told = {}
         self._divisor = Divisor(header.inv_count, self._wire, in_place=self.in_place)
         self._memory.begin(header.position[0])
         self._transfers = Transfers(self._buckets, header, self._divisor, groups=self._groups, held=held)
@@ -296,11 +303,38 @@ class BucketReducer:
         """Start what the backward has not; from then on all ranks have sent a window, or none has."""
         if self._transfers is not None:
             self._transfers.start_rest(poison=poison)
-            if not self._transfers.header.is_refused() and not self._has_sent:
+            if self._transfers.header.is_refused():
+                return
+            self._tell_used(poison=poison)
+            if not self._has_sent:
                 self._has_sent = True
                 if not self._order_is_final:
                     # Behind the buckets all ranks are at the same point of this engine.
                     self._agreed = self._comm.all_gather_object(self.order())[0]
+
+    def _tell_used(self, *, poison: bool) -> None:
+        """Let hosts tell each other what was used, once a window; what voids it has to be looked at, whoever
+        else has used that.
+        """
+        for group, used in self._used.items():
+            if group not in self._told:
+                mine = [each or poison for bucket in self._of_group(group) for each in bucket.used]
+                self._told[group] = used.tell(mine)
+
+    def _drop_unused(self) -> list[int]:
+        """Leave no gradient where no rank has used a parameter; return the registration indices of these."""
+        dropped = []
+        for group, told in self._told.items():
+            used = iter(told.anywhere())
+            for bucket in self._of_group(group):
+                dropped += bucket.drop_unused([next(used) for _ in bucket.used])
+        rest = [bucket for bucket in self._buckets if bucket.bucket.group not in self._told]
+        for bucket, flags in zip(rest, used_anywhere(rest), strict=True):
+            dropped += bucket.drop_unused(flags)
+        return dropped
+
+    def _of_group(self, group: int) -> list[BucketAccumulator]:
+        return [bucket for bucket in self._buckets if bucket.bucket.group == group]
 
     def _refuse_late(self, transfers: Transfers) -> None:
         """Raise if the backward has changed a bucket that might have left;

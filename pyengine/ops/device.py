@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+HOST = torch.device("cpu")  # whose memory the host reads without waiting
+
 
 def runs_ahead(device: torch.device) -> bool:
     """Whether the host runs ahead of this device, so that reading a value from it means waiting."""
-    return device.type != "cpu"
+    return device.type != HOST.type
 
 
 def is_lazy(device: torch.device) -> bool:

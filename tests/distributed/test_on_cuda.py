@@ -27,6 +27,7 @@ from cases import (
 from torch import Tensor, nn
 
 import pyengine as pe
+from pyengine.gradients import buckets
 
 pytestmark = [
     pytest.mark.gpu,
@@ -168,6 +169,9 @@ def _steps_without_the_host(accumulator: str, dtype: torch.dtype, wire: str, unu
     sync = pe.GradSync(model, accumulate=2, accumulator=accumulator, wire=WIRES[wire])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     data = [torch.randn(4, 64, device=DEVICE, dtype=dtype) for _ in range(16)]
+    # That would be for an event, of which PyTorch does not know that it waits for the device.
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(buckets, "used_anywhere", lambda left: [] if not left else pytest.fail("a look"))
     try:
         for number, window in enumerate(sync.windows(data)):
             for x in window:
@@ -177,6 +181,7 @@ def _steps_without_the_host(accumulator: str, dtype: torch.dtype, wire: str, unu
             # The first windows settle the buckets' order and the optimizer's state; the last one may report.
             torch.cuda.set_sync_debug_mode("error" if 3 <= number < 6 else "default")
     finally:
+        monkeypatch.undo()
         torch.cuda.set_sync_debug_mode("default")
 
 
@@ -192,9 +197,7 @@ def _steps_without_the_host(accumulator: str, dtype: torch.dtype, wire: str, unu
 )
 @pytest.mark.parametrize("unused", [False, True])
 def test_a_steady_window_never_waits_for_the_device(ranks, accumulator, dtype, wire, unused):
-    """With unused parameters the host waits for one event,
-    behind everything that the landing has launched.
-    """
+    """Nor for flags of unused parameters: what was used is a matter of the hosts, here of one alone."""
     ranks(1).over("nccl").run(_steps_without_the_host, accumulator, dtype, wire, unused)
 
 

@@ -86,7 +86,7 @@ class ExactBucket(GroupedBucket):
         del inv_count, comm  # the one comes after the sum, the other was known before
         self.unseal()
         self._store_rest()
-        self.flags.write(self._used, poison=poison)
+        self.flags.write(self.used, poison=poison)
         return self._exact.rounds()
 
     def sent_tensors(self) -> list[Tensor]:

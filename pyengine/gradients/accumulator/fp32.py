@@ -74,13 +74,13 @@ class Fp32Bucket(GroupedBucket):
         """
         self.unseal()
         self._find_fused()
-        grads = self._whole.pop(self._used)
+        grads = self._whole.pop(self.used)
         first, flags = self._groups[0].is_first, self._flagged[-1]
         self._fp32.deposit_into_wire_(self._wire, grads, inv_count, first=first, nonfinite=flags)
         self._set_first(False)
 
     def _find_fused(self) -> None:
         for index in pop_written(self.params):
-            self._has_fused = self._used[index] = True
+            self._has_fused = self.used[index] = True
             self.params[index].grad = None
             self._set_first(False)  # the sum was zero, and now holds what the layer wrote

@@ -106,13 +106,13 @@ class GroupedBucket(BucketAccumulator):
         super().load(saved, done=done)
 
     def _is_used(self, index: int) -> bool:
-        return self._used[index]
+        return self.used[index]
 
     def _rows(self) -> list[Tensor]:
         return self._flagged[:-1]
 
     def _restore(self, rows: Tensor, used: list[bool]) -> None:
-        self._used = used
+        self.used = used
         self._flagged = [*rows, self._flag_rows.take()]
         self._set_first(False)
 
@@ -123,7 +123,7 @@ class GroupedBucket(BucketAccumulator):
 
     def _store(self, group: SlotGroup) -> None:
         total, flags = self._over[group.start], self._flagged[-1][group.start : group.stop]
-        total.deposit_(group.pop(self._used), first=group.is_first, nonfinite=flags)
+        total.deposit_(group.pop(self.used), first=group.is_first, nonfinite=flags)
         group.is_first = False
 
 

@@ -122,13 +122,13 @@ class NativeBucket(BucketAccumulator):
 
     def _is_used(self, index: int) -> bool:
         self._settle()
-        return self._used[index] or self._begun[index] != self._grads[index]._version
+        return self.used[index] or self._begun[index] != self._grads[index]._version
 
     def _rows(self) -> list[Tensor]:
         return self._watched or []
 
     def _restore(self, rows: Tensor, used: list[bool]) -> None:
-        self._used = used
+        self.used = used
         self._watched = None if self._watched is None else [*rows]
         self._is_first = False
         for param, grad in zip(self.params, self._grads, strict=True):
@@ -140,8 +140,8 @@ class NativeBucket(BucketAccumulator):
 
     def _note_used(self, versions: Sequence[int]) -> None:
         """Note the slots that autograd has added to since the window began or their views were made."""
-        self._used = [
-            used or begun != now for used, begun, now in zip(self._used, self._begun, versions, strict=True)
+        self.used = [
+            used or begun != now for used, begun, now in zip(self.used, self._begun, versions, strict=True)
         ]
 
     def _look(self) -> None:
@@ -163,7 +163,7 @@ class NativeBucket(BucketAccumulator):
     def _collect(self) -> None:
         """Bring every gradient into the sum, wherever it lies, and let `.grad` view the sum."""
         for index in pop_written(self.params):
-            self._has_fused = self._used[index] = True
+            self._has_fused = self.used[index] = True
             self.params[index].grad = self._grads[index]  # in the sum already: stored onto itself
         if self._is_first:
             for group in self._groups:
@@ -175,7 +175,7 @@ class NativeBucket(BucketAccumulator):
 
     def _store(self, group: SlotGroup) -> None:
         """Write a group's first gradients over the old sum: a read and a write an element."""
-        group.plan.pack_(self._sum, group.gather(self._used), self.one)
+        group.plan.pack_(self._sum, group.gather(self.used), self.one)
         for param, view in zip(group.params, self._grads[group.start : group.stop], strict=True):
             param.grad = view
         group.is_first = False

@@ -19,7 +19,7 @@ from torch.futures import Future
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from pyengine.comm.base import Comm, Work, by_dtype
+from pyengine.comm.base import Comm, by_dtype
 from pyengine.gradients.accumulator import sum_dtype
 from pyengine.gradients.arrival import watching
 from pyengine.gradients.ddp.bucket_norms import BucketNorms
@@ -34,7 +34,7 @@ from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import Saved, slot_gradient
 from pyengine.gradients.sums import SlotNorms
-from pyengine.ops.device import Readback, send
+from pyengine.gradients.used_anywhere import Told, UsedAnywhere
 from pyengine.step.stepper import PlainStepper, Stepper
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
@@ -101,9 +101,8 @@ class DDPReducer:
         rest = [p for p in self.params if p.dtype not in summed]
         self._watched = Watched(rest) if settings.raises and rest else None
         # DDP does it itself if it looks for unused ones, and knows no sums but its own.
-        self._shares_used = self._sums is not None or not (
-            ddp.find_unused_parameters and not ddp.static_graph
-        )
+        shares_used = self._sums is not None or not (ddp.find_unused_parameters and not ddp.static_graph)
+        self._used = UsedAnywhere(self._comm, self._one.device) if shares_used else None
         self._reduction: Reduction | None = None
         if all(other is not state for _, other in ddp._comm_hooks):
             ddp.register_comm_hook(state, comm_hook)
@@ -212,7 +211,7 @@ class DDPReducer:
         divisor = Divisor(header.inv_count, self._state.wire, in_place=self.in_place)
         self._state.memory.begin(header.position[0])
         reduction = Reduction(self._state, header, divisor, self._sums, self._watched, self._landed)
-        if self._shares_used and self._drive.searches:
+        if self._used is not None and self._drive.searches:
             # What earlier micro-batches used: they have left no `.grad`, which DDP would want to see.
             self._drive.forget()
             reduction.kept = [param for param in self.params if param.grad is not None]
@@ -261,7 +260,7 @@ class DDPReducer:
             ) from reduction.failures[0]
         self._state.reduce = leave_unreduced
         if reduction is not None and reduction.used is not None:
-            self._drop_unused(reduction, *reduction.used)
+            self._drop_unused(reduction, reduction.used)
         self._reduction = None
         if reduction is None or not self._landed.settle(final):
             for params, norms in self._norms:
@@ -357,22 +356,20 @@ class DDPReducer:
 
     def _send_used(self, reduction: Reduction) -> None:
         """Start to tell the other ranks which parameters were used here."""
-        if not self._shares_used or reduction.used is not None or reduction.header.is_refused():
+        if self._used is None or reduction.used is not None or reduction.header.is_refused():
             return
         used = set() if self._sums is None else self._sums.used
         # What voids the window has to be looked at, whoever else has used it.
         without = [] if reduction.poison else reduction.without_grad
         unused = {id(param) for param in without if param not in used}
-        flags = send([id(param) not in unused for param in self.params], torch.uint8, self._one.device)
-        reduction.used = flags, self._comm.all_reduce_max(flags)
+        reduction.used = self._used.tell([id(param) not in unused for param in self.params])
 
-    def _drop_unused(self, reduction: Reduction, flags: Tensor, work: Work) -> None:
-        """Leave no gradient where no rank has used a parameter, as the flags say once `work` has landed."""
-        work.wait()
+    def _drop_unused(self, reduction: Reduction, told: Told) -> None:
+        """Leave no gradient where no rank has used a parameter."""
+        is_used_anywhere = told.anywhere()
         missing = [*reduction.without_grad, *reduction.kept]
         for bucket, _ in reduction.under_way:
             publish(bucket, missing if self._drive.searches else self._drive.unpublished())
-        if reduction.without_grad:  # the host waits, only here
-            for param, is_used in zip(self.params, Readback(flags).get(), strict=True):
-                if not is_used:
-                    param.grad = None
+        for param, is_used in zip(self.params, is_used_anywhere, strict=True):
+            if not is_used:
+                param.grad = None

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.futures import Future
 
 from pyengine.comm import TorchDist
-from pyengine.comm.base import Work
 from pyengine.comm.promise import Promise
 from pyengine.gradients.ddp.bucket_norms import BucketNorms
 from pyengine.gradients.ddp.hook import HookState, Launched, completed, exchange, launch
 from pyengine.gradients.ddp.passes import Passes
 from pyengine.gradients.ddp.sums import ExactBucketSum, Fp32BucketSum, Sums, Watched
+from pyengine.gradients.used_anywhere import Told
 from pyengine.ops.device import runs_ahead
 from pyengine.window.divisor import Divisor
 from pyengine.window.header import Header
@@ -39,8 +39,7 @@ class Reduction:
         poison: whether what is sent from now on voids the window.
         failures: what has broken collectives: nobody knows then what the other ranks have.
         under_way: buckets that DDP has handed out, sent or still waiting for the header, with their futures.
-        used: which parameters were used here, uint8 `[params]`, and the all-reduce that makes it their
-            maximum over ranks; None where that was not sent.
+        used: which parameters ranks have used; None where that was not told.
         without_grad: parameters that had no `.grad` when DDP handed their bucket out.
         kept: those in whose `.grad` earlier micro-batches had left something to be sent, before the last
             backward.
@@ -64,7 +63,7 @@ class Reduction:
         self.under_way: list[tuple[Any, Any]] = []
         self.without_grad: list[Any] = []
         self.kept: list[Any] = []
-        self.used: tuple[Tensor, Work] | None = None
+        self.used: Told | None = None
 
     def reduce(self, bucket: Any) -> Future[Tensor]:
         """Start to sum a bucket that DDP hands out, and those before it that have waited for the header.

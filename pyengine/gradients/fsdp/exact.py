@@ -22,7 +22,8 @@ from pyengine.gradients.fsdp.sharded import Managed, Sharded
 from pyengine.gradients.param_sums import ExactParamSum
 from pyengine.gradients.slots import Saved, as_gradient, load_parts, saved_flags
 from pyengine.gradients.sums import SlotNorms
-from pyengine.ops.device import send
+from pyengine.gradients.used_anywhere import Told
+from pyengine.ops.device import Readback, send
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
@@ -120,11 +121,12 @@ class ExactFSDPReducer(Sharded):
         self.held_bytes = sum(total.num_bytes for total in self._sums)
         self._speaks = send([is_first(param) for param in self.params], torch.bool, self.params[0].device)
         self._works: list[Staged] = []
+        self._told: Told | None = None
         self._divisor: Divisor | None = None
 
     def begin(self) -> None:
         super().begin()
-        self._divisor, self._works = None, []
+        self._divisor, self._told, self._works = None, None, []
         for total in self._sums:
             total.begin()
 
@@ -165,13 +167,14 @@ class ExactFSDPReducer(Sharded):
                 "gradients were not reduced: a collective failed on this rank. Nothing is stepped here, and "
                 "other ranks may have gone on: start all ranks anew, from a checkpoint"
             )
-        inv_count = self._divisor.after_wire()
+        inv_count, flags = self._divisor.after_wire(), []
         for total, work in zip(self._sums, self._works, strict=True):
             work.wait()
-            flags = total.land(inv_count, final)
-            if not all(map(self.unsharded.used.__getitem__, total.indices)):  # a host read, only here
-                for param, is_used in zip(total.params, flags.tolist(), strict=True):
-                    param.grad = param.grad if is_used else None
+            flags.append(total.land(inv_count, final))
+        if self._told is not None:
+            self.drop_unused(self._told.anywhere())
+        elif not all(self.unsharded.used):
+            self._drop_flagged(flags)
         self._divisor.leave_to(final)
         # All ranks have read all of it, and one says it.
         final.sumsq = torch.where(self._speaks, final.sumsq, 0.0)
@@ -216,6 +219,14 @@ class ExactFSDPReducer(Sharded):
         while any(work.rounds_left for work in self._works):
             for work in self._works:
                 work.step()
+        if self.used.by_hosts and self._told is None:
+            self._told = self.used.tell([poison or is_used for is_used in used])
+
+    def _drop_flagged(self, flags: Sequence[Tensor]) -> None:
+        """Leave no gradient where no rank has used a parameter, as the landed flags of every unit say."""
+        indices = [index for total in self._sums for index in total.indices]
+        landed = dict(zip(indices, Readback(torch.cat([*flags])).get(), strict=True))
+        self.drop_unused([bool(landed.get(index, 1)) for index in range(len(self.params))])
 
 
 def _flat(grad: Tensor | None) -> Tensor | None:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from pyengine.comm.base import Work
 from pyengine.gradients import published
 from pyengine.gradients.fsdp.private import reduce_dtype
 from pyengine.gradients.fsdp.replay import Replay
@@ -20,7 +19,7 @@ from pyengine.gradients.fsdp.scattered import Scattered
 from pyengine.gradients.fsdp.sharded import Managed, Sharded
 from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.slots import Forms, Saved
-from pyengine.ops.device import send
+from pyengine.gradients.used_anywhere import Told
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
@@ -53,12 +52,12 @@ class FSDPReducer(Sharded):
         self._replay = Replay(managed.model)
         self._one = torch.ones((), device=self.params[0].device)
         self._divisor: Divisor | None = None
-        self._used: tuple[Tensor, Work] | None = None
+        self._told: Told | None = None
         self._gave_up = False
 
     def open(self) -> None:
         super().open()
-        self._divisor, self._used, self._gave_up = None, None, False
+        self._divisor, self._told, self._gave_up = None, None, False
 
     def begin(self) -> None:
         super().begin()
@@ -101,16 +100,16 @@ class FSDPReducer(Sharded):
         self.end_padding()
         for unit in self.units:
             unit.rest()
-        if self._divisor is not None and self._used is None:
-            self._send_used()
+        if self._divisor is not None and self._told is None:
+            self._told = self.used.tell(self.unsharded.used)
 
     def finish(self, final: FinalPass) -> None:
         """Read `.grad` once: FSDP has waited and written it already."""
         if self._gave_up:
             final.void = torch.full_like(self._one, torch.nan)
-        if self._used is not None:
-            self._drop_unused(*self._used)
-        self._used = None
+        if self._told is not None:
+            self.drop_unused(self._told.anywhere())
+        self._told = None
         for params, norms in self.norms:
             norms.read(published.parts(params), None, self._one, final)
         if self._divisor is not None:
@@ -179,18 +178,5 @@ class FSDPReducer(Sharded):
                 "window's last backward, which did not run through the model's own forward: call the model, "
                 "not its parts"
             )
-        self._send_used()
+        self._told = self.used.tell(self.unsharded.used)
         self.is_clean = True
-
-    def _send_used(self) -> None:
-        """Start to tell the other ranks which parameters were used here."""
-        flags = send(self.unsharded.used, torch.uint8, self._one.device)
-        self._used = flags, self.comm.all_reduce_max(flags)
-
-    def _drop_unused(self, flags: Tensor, work: Work) -> None:
-        """Leave no gradient where no rank has used a parameter, as the flags say once `work` has landed."""
-        work.wait()
-        if not all(self.unsharded.used):  # a host read, only here
-            for param, is_used in zip(self.params, flags.tolist(), strict=True):
-                if not is_used:
-                    param.grad = None

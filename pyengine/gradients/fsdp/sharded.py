@@ -22,6 +22,7 @@ from pyengine.gradients.param_sums import packed
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import local
 from pyengine.gradients.sums import SlotNorms
+from pyengine.gradients.used_anywhere import UsedAnywhere
 from pyengine.step.stepper import PlainStepper, Stepper
 
 
@@ -63,6 +64,7 @@ class Sharded:
         wire: how gradients are scattered.
         held_bytes: what a window holds to communicate less.
         unsharded: what autograd brings.
+        used: tells ranks which parameters each of them has used.
         norms: parameters of each dtype, and the norm of their shards.
         is_clean: whether FSDP has nothing of a window that did not come to its end.
     """
@@ -93,6 +95,7 @@ class Sharded:
             apart=managed.settings.drops,
         )
         device = self.params[0].device
+        self.used = UsedAnywhere(self.comm, device)
         index = {id(param): i for i, param in enumerate(self.params)}
         self.norms = []
         for group in by_dtype(self.params):
@@ -135,6 +138,12 @@ class Sharded:
 
     def forget_strays(self) -> None:
         self.unsharded.strays.clear()
+
+    def drop_unused(self, used: Sequence[bool]) -> None:
+        """Leave no gradient where no rank has used a parameter, as is said by parameter."""
+        for param, is_used in zip(self.params, used, strict=True):
+            if not is_used:
+                param.grad = None
 
     def scale_(self, scale: Tensor) -> None:
         for params, norms in self.norms:

@@ -1,0 +1,67 @@
+"""Which parameters some rank has used in a window: whether `.grad` is None there. That is a fact of the host,
+and only the other ranks decide it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyengine.comm.base import Comm, HasHosts, Work
+from pyengine.ops.device import HOST, Readback, send
+
+
+class Told:
+    """What the ranks say of one window, under way.
+
+    Args:
+        mine: what this rank has said.
+        flags: uint8 `[params]`, which `work` makes the maximum over ranks.
+        by_hosts: whether the flags lie in the hosts' memory, and no device has to be waited for.
+    """
+
+    def __init__(self, mine: Sequence[bool], flags: Tensor, work: Work, *, by_hosts: bool) -> None:
+        self._mine, self._flags, self._work, self._by_hosts = list(mine), flags, work, by_hosts
+
+    def anywhere(self) -> list[bool]:
+        """Return which parameters some rank has used.
+
+        Cost: if this rank has left one out, the host waits; for the other hosts to have come as far, or for
+        all that the device has been given.
+        """
+        lacks = not all(self._mine)
+        if lacks or not self._by_hosts:
+            self._work.wait()
+        return [*map(bool, Readback(self._flags).get())] if lacks else self._mine
+
+
+class UsedAnywhere:
+    """Tells ranks which parameters each of them has used: by their hosts, where these can talk beside their
+    devices; else by the devices.
+
+    Args:
+        comm: over the ranks that sum these parameters' gradients, all of which make this.
+        device: of the parameters.
+
+    Attributes:
+        by_hosts: whether hosts talk.
+    """
+
+    def __init__(self, comm: Comm, device: torch.device) -> None:
+        hosts = comm.between_hosts() if isinstance(comm, HasHosts) else None
+        self.by_hosts = hosts is not None
+        self._comm = comm if hosts is None else hosts
+        self._device = device if hosts is None else HOST
+
+    def tell(self, used: Sequence[bool]) -> Told:
+        """Start to tell the other ranks; every one of them does, at this place of its window.
+
+        Args:
+            used: by parameter, whether this rank has used it; the same parameters on every rank.
+
+        Cost: an all-reduce of a byte a parameter; nobody waits.
+        """
+        flags = send(used, torch.uint8, self._device)
+        return Told(used, flags, self._comm.all_reduce_max(flags), by_hosts=self.by_hosts)

@@ -1,0 +1,182 @@
+"""Hosts tell each other which parameters were used, where they can: nobody waits for a device.
+
+Here gloo plays a backend whose collectives a stream waits for, beside gloo for the hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Breaks, me
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+from pyengine.comm import TorchDist
+from pyengine.comm.exclusive import usage_of
+from pyengine.gradients import buckets, used_anywhere
+
+KINDS = ("own", "attach", "fsdp")
+WINDOWS = 4
+
+
+@contextmanager
+def _streams() -> Iterator[list[bool]]:
+    """Let transports be of a device's kind, but for those between hosts; yield, for each time that ranks tell
+    what they have used, whether hosts do.
+    """
+    make, tell = TorchDist.__init__, used_anywhere.UsedAnywhere.tell
+    by_hosts: list[bool] = []
+
+    def init(self: Any, group: Any, device: torch.device) -> None:
+        make(self, group, device)
+        self.is_stream_ordered = usage_of(group) is None
+
+    def noted(self: Any, used: Any) -> Any:
+        by_hosts.append(usage_of(self._comm.group) is not None)
+        return tell(self, used)
+
+    with (
+        mock.patch.object(TorchDist, "__init__", init),
+        mock.patch.object(used_anywhere.UsedAnywhere, "tell", noted),
+        mock.patch.object(buckets, "used_anywhere", lambda left: [] if not left else pytest.fail("a look")),
+    ):
+        yield by_hosts
+
+
+class _Experts(nn.Module):
+    """One layer for everybody, and others that only those use who are told to."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 4)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(num))
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        x = self.trunk(x)
+        return x.sum() + sum(self.experts[index](x).sum() for index in chosen)
+
+
+def _chosen(rank: int, world: int, window: int, micro_batch: int) -> list[int]:
+    """Return the experts of a micro-batch: one each, by turns; the window's first one has the last rank use
+    another, and the last of all is never used.
+    """
+    extra = [world] if (rank, micro_batch) == (world - 1, 0) and window % 2 else []
+    return [(rank + window) % world if window < WINDOWS - 1 else 0, *extra]
+
+
+def _used_by(world: int) -> list[set[int]]:
+    """Return, by window, the experts that some rank uses."""
+    everywhere = set(range(world))
+    return [everywhere, everywhere | {world}, everywhere, {0, world}]
+
+
+def _engine(kind: str, model: nn.Module, accumulator: str) -> tuple[pe.Sync, nn.Module]:
+    if kind == "own":
+        return pe.GradSync(model, accumulate=2, accumulator=accumulator, bucket_cap_mb=1e-4), model
+    if kind == "attach":
+        wrapped: nn.Module = DistributedDataParallel(model, bucket_cap_mb=1e-4)
+    else:
+        wrapped = fully_shard(model)
+    return pe.attach(wrapped, accumulate=2, accumulator=accumulator), wrapped
+
+
+def _trains(kind: str, accumulator: str, device: str = "cpu") -> tuple[list[list[bool]], list[bool]]:
+    rank, world = me()
+    seen = []
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    with _streams() as by_hosts, torch.device(device):
+        sync, forward = _engine(kind, model := _Experts(world + 2), accumulator)
+        for window in range(WINDOWS):
+            for micro_batch in range(2):
+                chosen = _chosen(rank, world, window, micro_batch)
+                with sync.accumulate():
+                    sync.backward(forward(torch.ones(2, 4), chosen))
+            seen.append([expert.weight.grad is not None for expert in model.experts])
+            sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+        sync.close()
+    return seen, by_hosts
+
+
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hosts_tell_each_other_what_was_used(ranks, world, kind, accumulator):
+    for seen, by_hosts in ranks(world).run(_trains, kind, accumulator):
+        assert seen == [[index in used for index in range(world + 2)] for used in _used_by(world)]
+        assert by_hosts == [True] * WINDOWS
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("kind", KINDS)
+def test_hosts_tell_each_other_beside_nccl(ranks, kind):
+    for seen, by_hosts in ranks(2).over("cpu:gloo,cuda:nccl").run(_trains, kind, "fp32", "cuda"):
+        assert seen == [[index in used for index in range(4)] for used in _used_by(2)]
+        assert by_hosts == [True] * WINDOWS
+
+
+def _one_is_late(kind: str) -> None:
+    """Rank 1 tells the others only once rank 0, which uses everything, is through with its second window."""
+    rank, _ = me()
+    store, tell = dist.distributed_c10d._get_default_store(), used_anywhere.UsedAnywhere.tell
+    window = 0
+
+    def tell_late(self: Any, used: Any) -> Any:
+        if (rank, window) == (1, 1):
+            store.wait(["through"], timedelta(seconds=20))
+        return tell(self, used)
+
+    with mock.patch.object(used_anywhere.UsedAnywhere, "tell", tell_late), _streams() as by_hosts:
+        sync, forward = _engine(kind, _Experts(2), "fp32")
+        for window in range(2):
+            for _ in range(2):
+                with sync.accumulate():
+                    sync.backward(forward(torch.ones(2, 4), [0, 1] if rank == 0 else [0]))
+            sync.unscale_()
+        store.set("through", "") if rank == 0 else None
+        assert by_hosts == [True, True]
+        sync.close()
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_a_rank_that_has_used_everything_waits_for_nobody(ranks, kind):
+    ranks(2).run(_one_is_late, kind)
+
+
+def _gives_up(kind: str) -> list[tuple[bool, list[bool]]]:
+    """Rank 1 fails in its second window's last backward; return, by window, whether there was a step, and
+    which experts have a gradient.
+    """
+    rank, _ = me()
+    seen = []
+    with _streams():
+        sync, forward = _engine(kind, model := _Experts(3), "fp32")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for window in range(4):
+            chosen = [[window % 2], [0]][rank]
+            for micro_batch in range(2):
+                Breaks.now = (rank, window, micro_batch) == (1, 1, 1)
+                with suppress(MemoryError), sync.accumulate():
+                    sync.backward(forward(Breaks.apply(torch.ones(2, 4, requires_grad=True)), chosen))
+            is_stepped = not Breaks.now and sync.step(optimizer)
+            seen.append((is_stepped, [expert.weight.grad is not None for expert in model.experts]))
+        sync.close()
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_hosts_stay_in_step_over_a_window_that_was_given_up(ranks, kind):
+    for (first, _), (is_stepped, _), third, last in ranks(2).run(_gives_up, kind):
+        assert first and not is_stepped
+        assert third == (True, [True, False, False])
+        assert last == (True, [True, True, False])
