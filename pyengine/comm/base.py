@@ -162,8 +162,8 @@ class HasHosts(Protocol):
 
     def between_hosts(self) -> Comm | None:
         """Return a transport over the same ranks for tensors in the hosts' memory, by which nobody waits for
-        a device; None where there is none, or where the host waits for collectives in any case. Every rank
-        calls this, and its end is the end of what is returned.
+        a device; one rank's at once. None where several have none, or where the host waits for collectives in
+        any case. Every rank calls this, and its end is the end of what is returned.
         """
 
 

@@ -3,8 +3,7 @@
 A backend pairs the collectives of a group by their order on each rank. Where the host waits for collectives,
 an engine's buckets leave when the window's header has come, which is sooner on one rank than on another: any
 other collective of that group, one of the user's in the backward or a second engine's, would be paired with
-a bucket, and the two added up. So buckets travel by a group that nothing else uses; and so does what hosts
-tell each other beside devices that they run ahead of.
+a bucket, and the two added up. So buckets travel by a group that nothing else uses.
 
 torch keeps every group until the default one ends, so a group serves the next engine once nobody uses it.
 """
@@ -46,7 +45,7 @@ class Usage:
 
     @property
     def name(self) -> str:
-        return f"one engine's own, {self.backend}, {self.number}"
+        return f"buckets of one engine, {self.backend}, {self.number}"
 
 
 @dataclass(frozen=True)

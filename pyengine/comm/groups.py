@@ -35,6 +35,19 @@ def group_within(ranks: Sequence[int], parent: str, timeout: timedelta) -> dist.
     return _known_or_new(ranks, f"levels of {parent}", timeout)
 
 
+def group_of_hosts(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return a group of the hosts of another one's ranks, which has gloo for them; asked for as `group_of`.
+
+    It is one for all engines over the other one: where ranks send windows of different engines, what hosts
+    tell is paired as their buckets are, and the next window of the same engine with its like.
+    """
+    parent = c10d._get_default_group() if parent is None else parent
+    ranks, limit = dist.get_process_group_ranks(parent), timeout_of(parent, HOST)
+    group = _known_or_new(ranks, f"hosts of group {parent.group_name}", limit, backend="gloo")
+    give_up_after(limit, group)  # which may have changed since an earlier engine
+    return group
+
+
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
     """Return what a group, None being the default one, has for a device."""
     group = dist.group.WORLD if group is None else group
@@ -108,7 +121,9 @@ def make(
     return group
 
 
-def _known_or_new(ranks: Sequence[int], what_for: str, timeout: timedelta) -> dist.ProcessGroup:
+def _known_or_new(
+    ranks: Sequence[int], what_for: str, timeout: timedelta, *, backend: str | None = None
+) -> dist.ProcessGroup:
     """Return what an earlier engine over these ranks has made, or make it.
 
     torch keeps every group until the default one ends, so it is torch's own list that is looked through: on
@@ -117,7 +132,7 @@ def _known_or_new(ranks: Sequence[int], what_for: str, timeout: timedelta) -> di
     for group in c10d._world.pg_map:
         if group.group_desc == _described(what_for) and dist.get_process_group_ranks(group) == [*ranks]:
             return group
-    return make(what_for, ranks, timeout=timeout)
+    return make(what_for, ranks, timeout=timeout, backend=backend)
 
 
 def _described(what_for: str) -> str:

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from pyengine.comm.base import Comm, Traffic, Work, by_dtype, ring_bytes
 from pyengine.comm.exclusive import Usage, offer, take, usage_of
-from pyengine.comm.groups import give_up_after, group_within, has_gloo, name_of_backend, timeout_of
+from pyengine.comm.groups import (
+    give_up_after,
+    group_of_hosts,
+    group_within,
+    has_gloo,
+    name_of_backend,
+    timeout_of,
+)
 from pyengine.comm.levels import Hosts, Levels, by_host, check_equal, given, own_host
 from pyengine.comm.local import Local
 from pyengine.comm.roll_call import RollCall
@@ -98,28 +105,24 @@ class TorchDist:
 
         Cost: a gather of objects; and a process group, unless an earlier engine has left one.
         """
-        return self._apart(self.device)
+        offers = self.all_gather_object(offer(self.ranks, self.backend))
+        own = TorchDist(take(self.ranks, self.backend, offers, self.limit()), self.device)
+        own.join(self)
+        return own
 
     def between_hosts(self) -> Comm | None:
-        """Return a transport between these ranks' hosts, by a process group that nothing else uses; None
-        where the host waits for collectives in any case, or where this group has no gloo for the CPU. See
-        `HasHosts`.
+        """Return a transport between these ranks' hosts, by gloo; None where the host waits for collectives
+        in any case, or where this group has no gloo for the CPU. See `HasHosts`.
 
-        Cost: as `apart`.
+        Cost: a process group, unless an earlier engine over this one has left it.
         """
         if self.world_size == 1:
             return Local()
         if not (self.is_stream_ordered and has_gloo(self.group)):
             return None
-        return self._apart(HOST)
-
-    def _apart(self, device: torch.device) -> TorchDist:
-        backend = name_of_backend(self.group, device)
-        offers = self.all_gather_object(offer(self.ranks, backend))
-        limit = timeout_of(self._follows(), device)
-        own = TorchDist(take(self.ranks, backend, offers, limit), device)
-        own.join(self)
-        return own
+        hosts = TorchDist(group_of_hosts(self.group), HOST)
+        hosts.join(self)
+        return hosts
 
     def watch_stalls(self, after_s: float) -> None:
         """Report collectives that ranks have not come to after so many seconds, and fail where one has died.

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from pyengine.comm.base import Comm, Reserves
 from pyengine.gradients.accumulator import BucketAccumulator, bucket_accumulator
-from pyengine.gradients.accumulator.base import used_anywhere
+from pyengine.gradients.accumulator.base import drop_unused
 from pyengine.gradients.accumulator.main_grad import written
 from pyengine.gradients.accumulator.used_flags import void_beside
 from pyengine.gradients.arrival import Arrivals, Watch, may_nest, watching
@@ -126,6 +126,7 @@ class BucketReducer:
         self._norms = LandedNorms([bucket.norm_slots for bucket in made], self.params[0].device)
         self._slot_params = [slot.param for bucket in self.layout.buckets for slot in bucket.slots]
         self._slot_parts = [self.parts[param] for param in self._slot_params]
+        self._in_group = {group: self._places(group) for group in self._used}
         self._slot_of = {
             slot.param: (bucket.index, position)
             for bucket in self.layout.buckets
@@ -318,23 +319,25 @@ class BucketReducer:
         """
         for group, used in self._used.items():
             if group not in self._told:
-                mine = [each or poison for bucket in self._of_group(group) for each in bucket.used]
+                buckets = [bucket for bucket in self._buckets if bucket.bucket.group == group]
+                mine = [each or poison for bucket in buckets for each in bucket.used]
                 self._told[group] = used.tell(mine)
 
     def _drop_unused(self) -> list[int]:
         """Leave no gradient where no rank has used a parameter; return the registration indices of these."""
-        dropped = []
+        dropped = drop_unused([each for each in self._buckets if each.bucket.group not in self._told])
         for group, told in self._told.items():
-            used = iter(told.anywhere())
-            for bucket in self._of_group(group):
-                dropped += bucket.drop_unused([next(used) for _ in bucket.used])
-        rest = [bucket for bucket in self._buckets if bucket.bucket.group not in self._told]
-        for bucket, flags in zip(rest, used_anywhere(rest), strict=True):
-            dropped += bucket.drop_unused(flags)
+            indices, params = self._in_group[group]
+            dropped += [indices[place] for place in told.drop_unused(params)]
         return dropped
 
-    def _of_group(self, group: int) -> list[BucketAccumulator]:
-        return [bucket for bucket in self._buckets if bucket.bucket.group == group]
+    def _places(self, group: int) -> tuple[list[int], list[Parameter]]:
+        """Return the registration indices and the parts of a group's parameters, in the order of the
+        layout.
+        """
+        buckets = [bucket for bucket in self.layout.buckets if bucket.group == group]
+        indices = [slot.param for bucket in buckets for slot in bucket.slots]
+        return indices, [self.parts[index] for index in indices]
 
     def _refuse_late(self, transfers: Transfers) -> None:
         """Raise if the backward has changed a bucket that might have left;

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from pyengine.comm.base import Comm, HasHosts, Work
 from pyengine.ops.device import HOST, Readback, send
@@ -25,16 +26,26 @@ class Told:
     def __init__(self, mine: Sequence[bool], flags: Tensor, work: Work, *, by_hosts: bool) -> None:
         self._mine, self._flags, self._work, self._by_hosts = list(mine), flags, work, by_hosts
 
-    def anywhere(self) -> list[bool]:
-        """Return which parameters some rank has used.
+    def drop_unused(self, params: Sequence[Parameter]) -> list[int]:
+        """Set `.grad` to None where no rank has used a parameter; return the places of these.
 
-        Cost: if this rank has left one out, the host waits; for the other hosts to have come as far, or for
-        all that the device has been given.
+        Args:
+            params: as told, with the gradients that have landed.
+
+        Cost: where hosts talk, this one waits for the others to have come as far, if some gradient has landed
+        that it has no part in; else for all that the device has been given. (A host that waits for
+        collectives in any case waits for this one.)
         """
-        lacks = not all(self._mine)
-        if lacks or not self._by_hosts:
+        asked = [i for i, used in enumerate(self._mine) if not used and params[i].grad is not None]
+        if asked or not self._by_hosts:
             self._work.wait()
-        return [*map(bool, Readback(self._flags).get())] if lacks else self._mine
+        if not asked:
+            return []
+        used = Readback(self._flags).get()
+        dropped = [place for place in asked if not used[place]]
+        for place in dropped:
+            params[place].grad = None
+        return dropped
 
 
 class UsedAnywhere:

@@ -70,8 +70,9 @@ def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> T
     Cost: one small copy, from pinned memory where the device takes it; nobody waits.
     """
     if not runs_ahead(device):
-        return torch.tensor(values, dtype=dtype)
-    return torch.tensor(values, dtype=dtype, pin_memory=_can_pin(device)).to(device, non_blocking=True)
+        return torch.tensor(values, dtype=dtype, device=device)
+    staged = torch.tensor(values, dtype=dtype, device=HOST, pin_memory=_can_pin(device))
+    return staged.to(device, non_blocking=True)
 
 
 def recorded_event(device: torch.device, *, enable_timing: bool) -> torch.Event:
@@ -98,7 +99,7 @@ class Readback:
         if not has_events(device):  # on a lazy device the copy stays there until somebody asks
             self._host, self._event = tensor.clone(), None
             return
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=_can_pin(device))
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST, pin_memory=_can_pin(device))
         self._host.copy_(tensor, non_blocking=True)
         self._event = recorded_event(device, enable_timing=False)
 

@@ -25,13 +25,15 @@ class VerdictQueue:
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm, self._device = comm, device
         self._last: Verdict | None = None
+        self._before: Verdict | None = None  # that of the last window that was not refused, until it is known
         self._unread: list[Verdict] = []
         self.steps_taken = self._new_steps = 0
 
     def append(self, verdict: Verdict) -> None:
-        """Append the verdict on a window that has just landed; a refused one says nothing of its use."""
-        if not verdict.was_refused:
-            self._last = verdict
+        """Append the verdict on a window that has just landed; a refused one says nothing of its use, also if
+        that is known only later.
+        """
+        self._before, self._last = self._last_of_all_ranks(), verdict
         self._unread.append(verdict)
 
     def count_step(self) -> None:
@@ -44,6 +46,7 @@ class VerdictQueue:
         flush(self._device)
         while self._unread:
             self._unread.pop(0).reach()
+        self._last, self._before = self._last_of_all_ranks(), None
         self.steps_taken, self._new_steps = self.steps_taken + self._new_steps, 0
 
     def reach_earlier(self, window: int) -> None:
@@ -63,14 +66,14 @@ class VerdictQueue:
 
         After `reach_earlier`, so that all ranks know alike whether it was.
         """
-        known = self._last is not None and self._last.is_good and not is_lazy(self._device)
-        return self._last.use if known and self._last is not None else Use()
+        last = self._last_of_all_ranks()
+        return last.use if last is not None and last.is_good and not is_lazy(self._device) else Use()
 
     def restart(self, steps_taken: int) -> None:
         """Start anew behind so many optimizer steps: what was said of earlier windows is of no run that goes
         on.
         """
-        self.steps_taken, self._last = steps_taken, None
+        self.steps_taken, self._last, self._before = steps_taken, None, None
 
     def read_all(self) -> None:
         """Learn what this rank can know alone of every window that landed: schedulers step, no rank talks."""
@@ -82,7 +85,12 @@ class VerdictQueue:
 
         The same on every rank, without a collective.
         """
-        return self._last is not None and self._last.read().more > 0
+        last = self._last_of_all_ranks()
+        return last is not None and last.read().more > 0
+
+    def _last_of_all_ranks(self) -> Verdict | None:
+        """Return the verdict on the last window that is not known to have been refused."""
+        return self._before if self._last is not None and self._last.was_refused else self._last
 
     def _count(self, _: Totals, skips: bool) -> None:
         self._new_steps += not skips

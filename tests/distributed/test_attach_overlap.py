@@ -5,6 +5,7 @@ travel beside the last bucket.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from datetime import timedelta
 from threading import Timer
 
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pyengine as pe
 from pyengine.comm import TorchDist
 from pyengine.gradients import slot_group
+from pyengine.gradients.used_anywhere import UsedAnywhere
 
 LAYERS, ACCUMULATE = 4, 3
 
@@ -132,14 +134,14 @@ def _flags_beside_buckets(dtype: torch.dtype) -> list[str]:
         held.append((Future(), flat))
         return _Held(held[-1][0])
 
-    def flags(self: TorchDist, flat: Tensor) -> object:
+    def flags(self: UsedAnywhere, used: Sequence[bool]) -> object:
         let_go("flags")
-        return all_reduce_max(self, flat)
+        return tell(self, used)
 
-    all_reduce, all_reduce_max = TorchDist.all_reduce, TorchDist.all_reduce_max
+    all_reduce, tell = TorchDist.all_reduce, UsedAnywhere.tell
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TorchDist, "all_reduce", hold)
-        patch.setattr(TorchDist, "all_reduce_max", flags)
+        patch.setattr(UsedAnywhere, "tell", flags)
         for window in sync.windows(torch.ones(2, 1, 8, dtype=dtype)):
             for x in window:
                 clock = Timer(5.0, let_go, ["clock"])

@@ -21,33 +21,38 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 from pyengine.comm import TorchDist
-from pyengine.comm.exclusive import usage_of
 from pyengine.gradients import buckets, used_anywhere
+from pyengine.window import header
 
 KINDS = ("own", "attach", "fsdp")
 WINDOWS = 4
 
 
+def _is_of_hosts(group: dist.ProcessGroup | None) -> bool:
+    return group is not None and "hosts of" in group.group_desc
+
+
 @contextmanager
 def _streams() -> Iterator[list[bool]]:
     """Let transports be of a device's kind, but for those between hosts; yield, for each time that ranks tell
-    what they have used, whether hosts do.
+    what they have used, whether hosts do. No header is looked at before its window lands.
     """
     make, tell = TorchDist.__init__, used_anywhere.UsedAnywhere.tell
     by_hosts: list[bool] = []
 
     def init(self: Any, group: Any, device: torch.device) -> None:
         make(self, group, device)
-        self.is_stream_ordered = usage_of(group) is None
+        self.is_stream_ordered = not _is_of_hosts(group)
 
     def noted(self: Any, used: Any) -> Any:
-        by_hosts.append(usage_of(self._comm.group) is not None)
+        by_hosts.append(_is_of_hosts(self._comm.group))
         return tell(self, used)
 
     with (
         mock.patch.object(TorchDist, "__init__", init),
         mock.patch.object(used_anywhere.UsedAnywhere, "tell", noted),
-        mock.patch.object(buckets, "used_anywhere", lambda left: [] if not left else pytest.fail("a look")),
+        mock.patch.object(buckets, "drop_unused", lambda left: [] if not left else pytest.fail("a look")),
+        mock.patch.object(header, "_host_may_look", lambda *_: False),
     ):
         yield by_hosts
 
@@ -94,13 +99,13 @@ def _trains(kind: str, accumulator: str, device: str = "cpu") -> tuple[list[list
     seen = []
     if device == "cuda":
         torch.cuda.set_device(rank)
-    with _streams() as by_hosts, torch.device(device):
-        sync, forward = _engine(kind, model := _Experts(world + 2), accumulator)
+    with _streams() as by_hosts:
+        sync, forward = _engine(kind, model := _Experts(world + 2).to(device), accumulator)
         for window in range(WINDOWS):
             for micro_batch in range(2):
                 chosen = _chosen(rank, world, window, micro_batch)
                 with sync.accumulate():
-                    sync.backward(forward(torch.ones(2, 4), chosen))
+                    sync.backward(forward(torch.ones(2, 4, device=device), chosen))
             seen.append([expert.weight.grad is not None for expert in model.experts])
             sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
         sync.close()
@@ -180,3 +185,64 @@ def test_hosts_stay_in_step_over_a_window_that_was_given_up(ranks, kind):
         assert first and not is_stepped
         assert third == (True, [True, False, False])
         assert last == (True, [True, True, False])
+
+
+def _other_engine_first() -> list[list[bool]]:
+    """Rank 1 calls two engines in the opposite order once, and goes on as the error says; return which
+    experts have a gradient in the windows behind it.
+    """
+    rank, _ = me()
+    models = [_Experts(3), _Experts(3)]
+    seen = []
+    with _streams():
+        syncs = [_engine("own", model, "fp32")[0] for model in models]
+
+        def train(which: int, chosen: list[int]) -> None:
+            for _ in range(2):
+                with syncs[which].accumulate():
+                    syncs[which].backward(models[which](torch.ones(2, 4), chosen))
+            seen.append([expert.weight.grad is not None for expert in models[which].experts])
+            syncs[which].step(torch.optim.SGD(models[which].parameters(), lr=0.0))
+
+        for which in (0, 1):
+            train(which, [0])
+        with pytest.raises(RuntimeError, match="ranks have sent windows of different engines"):
+            train(rank, [0])  # where one has left something out, too, and waits for the other
+            syncs[rank].synchronize()
+        for sync in syncs:
+            sync.abandon()
+        seen.clear()
+        train(0, [rank])
+        train(0, [0])
+        train(1, [2 * rank])
+        for sync in syncs:
+            sync.close()
+    return seen
+
+
+def test_hosts_stay_in_step_behind_windows_of_different_engines(ranks):
+    for seen in ranks(2).run(_other_engine_first):
+        assert seen == [[True, True, False], [True, False, False], [True, False, True]]
+
+
+def _frozen(accumulator: str) -> int:
+    """Return how many times ranks wait for each other's hosts where a whole unit is frozen, and all else
+    used.
+    """
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    with _streams(), mock.patch.object(used_anywhere, "Readback", wraps=used_anywhere.Readback) as reads:
+        for layer in model:
+            fully_shard(layer)
+        sync = pe.attach(fully_shard(model), accumulate=1, accumulator=accumulator)
+        for _ in range(2):
+            with sync.accumulate():
+                sync.backward(model(torch.ones(2, 4)).sum())
+            sync.unscale_()
+        sync.close()
+    return reads.call_count
+
+
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+def test_a_frozen_unit_is_nothing_to_wait_for(ranks, accumulator):
+    assert ranks(2).run(_frozen, accumulator) == [0, 0]

@@ -186,7 +186,7 @@ class BucketAccumulator(ABC):
     def from_wire(self, inv_count: Tensor | None, norms: LandedNorms) -> None:
         """Publish the reduced buffer as `.grad`, and read its norm and finite flags.
 
-        Also for parameters that no rank used: `drop_unused` takes their `.grad` away.
+        Also for parameters that no rank used: `drop_unused` then takes their `.grad` away.
 
         Args:
             inv_count: float32, 0-dim, multiplied in; None for nothing.
@@ -208,19 +208,9 @@ class BucketAccumulator(ABC):
         """
         self.plan.unpack_(self._slots, self._result, scale)
 
-    def drop_unused(self, used: Sequence[bool]) -> list[int]:
-        """Set `.grad` to None, once the bucket is published, where no rank used the parameter; return the
-        registration indices of these.
-
-        Args:
-            used: by slot, whether some rank did.
-        """
-        dropped = []
-        for param, slot, is_used in zip(self.params, self.bucket.slots, used, strict=True):
-            if not is_used:
-                param.grad = None
-                dropped.append(slot.param)
-        return dropped
+    def used_anywhere(self) -> Tensor | None:
+        """Return which slots any rank used, bool `[slots]`, the caller's; None where this rank used all."""
+        return None if all(self.used) else self.flags.landed() != 0
 
     @abstractmethod
     def blame(self) -> Callable[[int], list[int] | None]:
@@ -299,16 +289,23 @@ def _described(dtype: torch.dtype, device: torch.device, shape: torch.Size, stri
     return f"{str(dtype).removeprefix('torch.')} {list(shape)} with strides {list(strides)} on {device}"
 
 
-def used_anywhere(buckets: Sequence[BucketAccumulator]) -> list[Sequence[bool]]:
-    """Return, by bucket and slot, what some rank has used, as the flags of landed buckets say.
+def drop_unused(buckets: Sequence[BucketAccumulator]) -> list[int]:
+    """Set `.grad` to None where no rank used the parameter, once all buckets are published; return the
+    registration indices of these.
 
     Cost: the host waits once for the device, if this rank left some parameter unused.
     """
-    partly = [bucket.flags.landed() != 0 for bucket in buckets if not all(bucket.used)]
-    said = iter(Readback(torch.cat(partly)).get() if partly else [])
-    return [
-        bucket.used if all(bucket.used) else [bool(next(said)) for _ in bucket.used] for bucket in buckets
-    ]
+    partly = [(bucket, used) for bucket in buckets if (used := bucket.used_anywhere()) is not None]
+    if not partly:
+        return []
+    dropped = []
+    kept = iter(Readback(torch.cat([used for _, used in partly])).get())
+    for bucket, _ in partly:
+        for param, slot in zip(bucket.params, bucket.bucket.slots, strict=True):
+            if not next(kept):
+                param.grad = None
+                dropped.append(slot.param)
+    return dropped
 
 
 def _column(rows: Sequence[Tensor], index: int) -> dict[str, Tensor]:

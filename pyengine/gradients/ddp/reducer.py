@@ -366,10 +366,7 @@ class DDPReducer:
 
     def _drop_unused(self, reduction: Reduction, told: Told) -> None:
         """Leave no gradient where no rank has used a parameter."""
-        is_used_anywhere = told.anywhere()
         missing = [*reduction.without_grad, *reduction.kept]
         for bucket, _ in reduction.under_way:
             publish(bucket, missing if self._drive.searches else self._drive.unpublished())
-        for param, is_used in zip(self.params, is_used_anywhere, strict=True):
-            if not is_used:
-                param.grad = None
+        told.drop_unused(self.params)

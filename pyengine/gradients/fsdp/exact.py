@@ -172,8 +172,8 @@ class ExactFSDPReducer(Sharded):
             work.wait()
             flags.append(total.land(inv_count, final))
         if self._told is not None:
-            self.drop_unused(self._told.anywhere())
-        elif not all(self.unsharded.used):
+            self._told.drop_unused(self.params)
+        else:
             self._drop_flagged(flags)
         self._divisor.leave_to(final)
         # All ranks have read all of it, and one says it.
@@ -223,10 +223,15 @@ class ExactFSDPReducer(Sharded):
             self._told = self.used.tell([poison or is_used for is_used in used])
 
     def _drop_flagged(self, flags: Sequence[Tensor]) -> None:
-        """Leave no gradient where no rank has used a parameter, as the landed flags of every unit say."""
+        """Leave no gradient where no rank has used a parameter, as the landed flags of every unit say.
+
+        Cost: the host waits once for the device, if this rank left some parameter unused.
+        """
         indices = [index for total in self._sums for index in total.indices]
-        landed = dict(zip(indices, Readback(torch.cat([*flags])).get(), strict=True))
-        self.drop_unused([bool(landed.get(index, 1)) for index in range(len(self.params))])
+        if not all(self.unsharded.used[index] for index in indices):
+            for index, is_used in zip(indices, Readback(torch.cat([*flags])).get(), strict=True):
+                if not is_used:
+                    self.params[index].grad = None
 
 
 def _flat(grad: Tensor | None) -> Tensor | None:

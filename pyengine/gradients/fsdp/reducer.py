@@ -108,7 +108,7 @@ class FSDPReducer(Sharded):
         if self._gave_up:
             final.void = torch.full_like(self._one, torch.nan)
         if self._told is not None:
-            self.drop_unused(self._told.anywhere())
+            self._told.drop_unused(self.params)
         self._told = None
         for params, norms in self.norms:
             norms.read(published.parts(params), None, self._one, final)

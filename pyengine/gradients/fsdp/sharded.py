@@ -80,6 +80,7 @@ class Sharded:
         self.model: Any = managed.model
         self._is_apart = managed.settings.drops
         self.wire = ShardWire(managed.settings.wire, managed.comm)
+        self.used = UsedAnywhere(self.comm, self.params[0].device)
         names = {id(param): name for name, param in managed.named}
         for unit in self.units:
             unit.take(self.wire, names)
@@ -95,7 +96,6 @@ class Sharded:
             apart=managed.settings.drops,
         )
         device = self.params[0].device
-        self.used = UsedAnywhere(self.comm, device)
         index = {id(param): i for i, param in enumerate(self.params)}
         self.norms = []
         for group in by_dtype(self.params):
@@ -138,12 +138,6 @@ class Sharded:
 
     def forget_strays(self) -> None:
         self.unsharded.strays.clear()
-
-    def drop_unused(self, used: Sequence[bool]) -> None:
-        """Leave no gradient where no rank has used a parameter, as is said by parameter."""
-        for param, is_used in zip(self.params, used, strict=True):
-            if not is_used:
-                param.grad = None
 
     def scale_(self, scale: Tensor) -> None:
         for params, norms in self.norms:
