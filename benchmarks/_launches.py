@@ -92,7 +92,7 @@ LAUNCHES = (
     Launch("deepspeed", _DEEPSPEED, is_counted=True),
     Launch("gbit-deepspeed", _DEEPSPEED, rate=1000, rounds=12),
     Launch("memory", _HELD, rounds=3, kind="memory"),
-    Launch("cnn", (*_SAME_BYTES, "engine_bf16", "engine_int8_ef"), model="cnn", rounds=6, is_counted=True),
+    Launch("cnn", (*_SAME_BYTES, "engine_bf16", "engine_int8_ef"), model="cnn", rounds=20, is_counted=True),
     Launch("small", (*_SAME_BYTES, "engine_bf16"), model="small", rounds=24),
     Launch("gpt0", (*_MACHINERY, *_SHARED), model="gpt0", rounds=14),
     Launch("small0", (*_MACHINERY, "engine_shared"), model="small0", rounds=20),
