@@ -87,6 +87,7 @@ class TorchDist:
         self.roll_call = RollCall(group)
         self._usage = usage_of(group)  # where the group is an engine's own
         self._keep(self._usage)
+        self._follows_limit = False  # for a group of ours that several engines use
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.device, self.backend = device, name_of_backend(group, device)
         self.is_stream_ordered = runs_ahead(device) and self.backend not in _HOST_ORDERED
@@ -122,6 +123,7 @@ class TorchDist:
             return None
         hosts = TorchDist(group_of_hosts(self.group), HOST)
         hosts.join(self)
+        hosts._follows, hosts._follows_limit = self._find_group, True
         return hosts
 
     def watch_stalls(self, after_s: float) -> None:
@@ -334,7 +336,7 @@ class TorchDist:
     @contextmanager
     def _launching(self) -> Iterator[None]:
         """Note a collective, which the body starts, and name who is missing if that raises."""
-        if self._kept is not None:
+        if self._kept is not None or self._follows_limit:
             group = self.group  # which is gone if the default one is
             if (limit := self.limit()) != timeout_of(group, self.device):
                 give_up_after(limit, group)

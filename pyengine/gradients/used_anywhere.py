@@ -13,13 +13,17 @@ from torch.nn import Parameter
 from pyengine.comm.base import Comm, HasHosts, Work
 from pyengine.ops.device import HOST, Readback, send
 
+# What hosts tell has a multiple of this length: where ranks send windows of different engines, which the
+# header shows, they tell of different parameters, and gloo ends a process that gets more than it waits for.
+_LENGTH = 4096
+
 
 class Told:
     """What the ranks say of one window, under way.
 
     Args:
         mine: what this rank has said.
-        flags: uint8 `[params]`, which `work` makes the maximum over ranks.
+        flags: uint8 `[params]` or longer, which `work` makes the maximum over ranks.
         by_hosts: whether the flags lie in the hosts' memory, and no device has to be waited for.
     """
 
@@ -72,7 +76,8 @@ class UsedAnywhere:
         Args:
             used: by parameter, whether this rank has used it; the same parameters on every rank.
 
-        Cost: an all-reduce of a byte a parameter; nobody waits.
+        Cost: an all-reduce of a byte a parameter, between hosts of 4 KiB or a multiple; nobody waits.
         """
-        flags = send(used, torch.uint8, self._device)
+        rest = -len(used) % _LENGTH if self.by_hosts else 0
+        flags = send([*used, *[False] * rest], torch.uint8, self._device)
         return Told(used, flags, self._comm.all_reduce_max(flags), by_hosts=self.by_hosts)

@@ -87,8 +87,11 @@ def _used_by(world: int) -> list[set[int]]:
 def _engine(kind: str, model: nn.Module, accumulator: str) -> tuple[pe.Sync, nn.Module]:
     if kind == "own":
         return pe.GradSync(model, accumulate=2, accumulator=accumulator, bucket_cap_mb=1e-4), model
-    if kind == "attach":
-        wrapped: nn.Module = DistributedDataParallel(model, bucket_cap_mb=1e-4)
+    if kind.startswith("attach"):
+        searches = kind == "attach-unused"  # by itself; hosts tell all the same
+        wrapped: nn.Module = DistributedDataParallel(
+            model, bucket_cap_mb=1e-4, find_unused_parameters=searches
+        )
     else:
         wrapped = fully_shard(model)
     return pe.attach(wrapped, accumulate=2, accumulator=accumulator), wrapped
@@ -114,7 +117,7 @@ def _trains(kind: str, accumulator: str, device: str = "cpu") -> tuple[list[list
 
 @pytest.mark.parametrize("accumulator", ["fp32", "exact"])
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "attach-unused"])
 def test_hosts_tell_each_other_what_was_used(ranks, world, kind, accumulator):
     for seen, by_hosts in ranks(world).run(_trains, kind, accumulator):
         assert seen == [[index in used for index in range(world + 2)] for used in _used_by(world)]
@@ -223,6 +226,45 @@ def _other_engine_first() -> list[list[bool]]:
 def test_hosts_stay_in_step_behind_windows_of_different_engines(ranks):
     for seen in ranks(2).run(_other_engine_first):
         assert seen == [[True, True, False], [True, False, False], [True, False, True]]
+
+
+def _different_sizes() -> str:
+    """Rank 1 calls another engine, whose one bucket is as long and has twice as many parameters; return what
+    is said.
+    """
+    rank, _ = me()
+    models = [nn.ParameterList(torch.ones(2**16 // num) for _ in range(num)) for num in (8, 16)]
+    with _streams():
+        syncs = [pe.GradSync(model, accumulate=1) for model in models]
+        with pytest.raises(RuntimeError) as error, syncs[rank].accumulate():
+            syncs[rank].backward(sum(param.sum() for param in models[rank]))
+        for sync in syncs:
+            sync.abandon()
+            sync.close()
+    return str(error.value)
+
+
+def test_hosts_survive_windows_of_engines_of_different_sizes(ranks):
+    for text in ranks(2).run(_different_sizes):
+        assert "ranks have sent windows of different engines" in text
+
+
+def _limits() -> list[timedelta]:
+    """Return after how long hosts give up behind a timeout that is set on the default group."""
+    with _streams():
+        sync, forward = _engine("own", _Experts(1), "fp32")
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=33))
+        for _ in range(2):
+            with sync.accumulate():
+                sync.backward(forward(torch.ones(2, 4), [0]))
+        sync.unscale_()
+        sync.close()
+    groups = filter(_is_of_hosts, dist.distributed_c10d._world.pg_map)
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+def test_hosts_give_up_when_the_engines_group_does(ranks):
+    assert ranks(2).run(_limits) == [[timedelta(seconds=33)]] * 2
 
 
 def _frozen(accumulator: str) -> int:

@@ -101,8 +101,10 @@ class DDPReducer:
         rest = [p for p in self.params if p.dtype not in summed]
         self._watched = Watched(rest) if settings.raises and rest else None
         # DDP does it itself if it looks for unused ones, and knows no sums but its own.
-        shares_used = self._sums is not None or not (ddp.find_unused_parameters and not ddp.static_graph)
-        self._used = UsedAnywhere(self._comm, self._one.device) if shares_used else None
+        self._shares_used = self._sums is not None or not (
+            ddp.find_unused_parameters and not ddp.static_graph
+        )
+        self._used = UsedAnywhere(self._comm, self._one.device)
         self._reduction: Reduction | None = None
         if all(other is not state for _, other in ddp._comm_hooks):
             ddp.register_comm_hook(state, comm_hook)
@@ -211,7 +213,7 @@ class DDPReducer:
         divisor = Divisor(header.inv_count, self._state.wire, in_place=self.in_place)
         self._state.memory.begin(header.position[0])
         reduction = Reduction(self._state, header, divisor, self._sums, self._watched, self._landed)
-        if self._used is not None and self._drive.searches:
+        if self._shares_used and self._drive.searches:
             # What earlier micro-batches used: they have left no `.grad`, which DDP would want to see.
             self._drive.forget()
             reduction.kept = [param for param in self.params if param.grad is not None]
@@ -259,7 +261,7 @@ class DDPReducer:
                 "checkpoint"
             ) from reduction.failures[0]
         self._state.reduce = leave_unreduced
-        if reduction is not None and reduction.used is not None:
+        if reduction is not None and reduction.used is not None and self._shares_used:
             self._drop_unused(reduction, reduction.used)
         self._reduction = None
         if reduction is None or not self._landed.settle(final):
@@ -356,7 +358,9 @@ class DDPReducer:
 
     def _send_used(self, reduction: Reduction) -> None:
         """Start to tell the other ranks which parameters were used here."""
-        if self._used is None or reduction.used is not None or reduction.header.is_refused():
+        # Hosts tell in every window of every engine, so that no window of another one puts them out of step.
+        tells = self._shares_used or self._used.by_hosts
+        if not tells or reduction.used is not None or reduction.header.is_refused():
             return
         used = set() if self._sums is None else self._sums.used
         # What voids the window has to be looked at, whoever else has used it.
