@@ -43,8 +43,7 @@ def group_of_hosts(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """
     parent = c10d._get_default_group() if parent is None else parent
     ranks, limit = dist.get_process_group_ranks(parent), timeout_of(parent, HOST)
-    group = _known_or_new(ranks, f"hosts of group {parent.group_name}", limit, backend="gloo")
-    return group
+    return _known_or_new(ranks, f"hosts of group {parent.group_name}", limit, backend="gloo")
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:

@@ -83,8 +83,12 @@ def _collective_in_the_backward(kind: str, wire: pe.wire.Wire) -> None:
         model.zero_grad()
 
 
-@KINDS
-@WIRES
+# An int8 bucket goes from rank to rank, past the collectives; the flags beside own ones are a collective.
+@pytest.mark.parametrize(
+    ("kind", "wire"),
+    [("own", pe.wire.FP32()), ("own", pe.wire.Int8()), ("attach", pe.wire.FP32())],
+    ids=["own-fp32", "own-int8", "attach-fp32"],
+)
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_collective_of_the_users_in_the_backward_meets_its_like(ranks, world, kind, wire):
     ranks(world).run(_collective_in_the_backward, kind, wire)
@@ -95,13 +99,13 @@ def _two_engines_in_a_backward(kind: str) -> None:
     halves = [nn.ModuleList(_layers(3)) for _ in range(2)]
     engines = []
     for half in halves:
-        half.forward = lambda x, half=half: [layer(x) for layer in half]
+        half.forward = lambda x, half=half: (layer(x) for layer in half)
         engines.append(_engine(kind, half))
     (sync, first), (other, second) = engines
     for number in range(WINDOWS):
         with sync.accumulate(), other.accumulate(), sync.micro_batch() as one, other.micro_batch() as two:
             x = torch.full((8, WIDTH), 1.0 + rank)
-            # By turns a layer of each, and no two gradients alike.
+            # By turns a layer of each, in the forward and so in the backward; and no two gradients alike.
             both = zip(first(x), second(x), strict=True)
             loss = sum((10.0**k * (a + 3 * b)).sum() for k, (a, b) in enumerate(both))
             _be_late(loss, number)
