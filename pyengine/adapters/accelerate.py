@@ -201,31 +201,31 @@ class WindowAccelerator:
     def clip_grad_norm_(
         self, parameters: Iterable[nn.Parameter] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Tensor:
-        """Clip at the window's end; the 2-norm and the inf-norm over the whole model, as
-        `pe.Sync.clip_grad_norm_`, need no writing pass of their own.
+        """Clip at the window's end, as `pe.Sync.clip_grad_norm_` where the parameters are all that the model
+        trains.
         """
         self._check_end("clip_grad_norm_")
         clipped: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if norm_type in (2, math.inf) and self._is_whole(clipped):
             return self.sync.clip_grad_norm_(max_norm, norm_type)
-        self.sync.unscale_()
+        self.sync.flush()
         return nn.utils.clip_grad_norm_(clipped, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | Tensor, clip_value: float) -> None:
-        """Clip every element of the mean gradient, written into `.grad` for it."""
+        """Clip every element of the mean gradient."""
         self._check_end("clip_grad_value_")
         clipped: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._is_whole(clipped):
             self.sync.clip_grad_value_(clip_value)
         else:
-            self.sync.unscale_()
+            self.sync.flush()
             nn.utils.clip_grad_value_(clipped, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Write the mean gradient into `.grad`, to be read or changed before the step."""
+        """Make sure that `.grad` holds the mean gradient, to be read or changed before the step."""
         del optimizer  # one engine has one divisor
         self._check_end("unscale_gradients")
-        self.sync.unscale_()
+        self.sync.flush()
 
     def end_training(self) -> None:
         """End trackers and the like; on an accelerator the last step's record comes now."""

@@ -41,7 +41,8 @@ class AcceleratedWindowOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  #
         self._windows.step(closure)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Do nothing: the engine starts every window from zero."""
+        """Clear the gradients of a window that has ended; else do nothing."""
+        self._windows.zero_grad(set_to_none is not False)
 
     @property
     def step_was_skipped(self) -> bool:

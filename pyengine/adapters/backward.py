@@ -33,6 +33,8 @@ def backward(sync: Sync, loss: Tensor, *, count: Count | None, options: dict[str
     running = sync.running_micro_batch
     if running is None:
         sync.backward(loss, count=count, **options)
+        if sync.is_sync_step:
+            sync.flush()  # these loops look at .grad behind their backward
     elif count is not None:
         raise ValueError(
             f"backward: got count={count} inside `with sync.micro_batch(count=...) as mb:`, which has one "

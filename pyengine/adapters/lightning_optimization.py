@@ -95,17 +95,12 @@ class Manual:
         """Do nothing: what training_step returns is logged."""
 
     def backward(self, loss: Tensor, options: dict[str, Any]) -> Tensor:
-        """Run a micro-batch's backward, or one of a `micro_batch` block.
-
-        Where it ends the window, gradients get their final values: whatever looks at them comes behind it.
-        """
+        """Run a micro-batch's backward, or one of a `micro_batch` block."""
         count, sync = options.pop("count", None), options.pop("sync", None)
         if sync is None:
             sync = self._only()
         with _hooks(self._strategy, loss):
             backward(sync, loss, count=count, options=options)
-            if sync.running_micro_batch is None and sync.is_sync_step:
-                sync.unscale_()
         return loss.detach()
 
     @contextmanager
@@ -155,8 +150,7 @@ def _hooks(strategy: Strategy, loss: Tensor) -> Iterator[None]:
 
 
 def _step(strategy: Strategy, sync: Sync, optimizer: Optimizer) -> None:
-    """Let hooks see the final gradients, and step."""
-    sync.unscale_()
+    """Run the hooks that look at gradients, and step."""
     strategy.precision_plugin._after_closure(_module(strategy), optimizer)
     sync.step(optimizer)
 

@@ -105,23 +105,19 @@ class Auditor:
         self.probe.arm(self._checks)
 
     @torch.no_grad()
-    def sample(
-        self, *, is_strict: bool, pending: Tensor | None = None, scale: Tensor | None = None
-    ) -> Samples:
+    def sample(self, *, is_strict: bool, scale: Tensor | None = None) -> Samples:
         """Look at gradients behind their reduction; the next one that comes is another window's.
 
         Args:
             is_strict: whether nothing else has been done to them.
-            pending: what is still to be multiplied into them, 0-dim; None for nothing.
-            scale: the loss scale, with which they came and whose inverse is in `pending`; None for none.
+            scale: the loss scale, with which gradients came, and without which they were reduced; None for
+                none.
         """
         probe = self.probe
         came = (probe.all_sums() if is_strict else probe.sums).double()
         last, left = probe.last.double(), probe.reduced()
         if scale is not None:
             came, last = came / scale, last / scale
-        if pending is not None:
-            left = left * pending
         if not probe.is_armed:
             came = torch.zeros_like(came)
         samples = Samples(came, last, left, probe.arrivals, is_strict)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pyengine.engine.has_engine import HasEngine
-from pyengine.gradients import published
 from pyengine.window.final_pass import check_max_norm
 
 
@@ -17,16 +16,21 @@ class Clipping(HasEngine):
     """The part of `Sync` that measures and clips what has landed."""
 
     def grad_norm(self) -> Tensor:
-        """Return the 2-norm of the gradients, clipping included; float64, 0-dim, on their device. Costs
-        nothing.
+        """Return the 2-norm of the gradients as they are, clipping included; float64, 0-dim, on their device.
+        Where ranks hold different elements (shards, experts): as they were reduced, or clipped last.
+
+        Cost: a look at every `.grad`; if one was written to since they were reduced, a read of each.
         """
-        self._engine.finish()
-        return self._engine.final.grad_norm()
+        engine = self._engine
+        engine.finish()
+        if not engine.final.is_shared:  # else one rank alone may ask, and the others must not be waited for
+            engine.current.renew_norm()
+        return engine.final.grad_norm()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Fold min(1, max_norm / norm) into the step and return the norm before clipping, as
+        """Multiply the gradients by min(1, max_norm / norm) and return the norm before clipping, as
         `torch.nn.utils.clip_grad_norm_` does for the parameters of this engine.
 
         Args:
@@ -43,21 +47,20 @@ class Clipping(HasEngine):
             RuntimeError: the norm is not finite under `error_if_nonfinite`, on every rank. Nothing is
                 clipped: `sync.step` skips the step, and `sync.abandon()` drops the window.
 
-        Cost: no pass of its own for the 2-norm, which was taken with the finite check; the inf-norm reads the
-        gradients once. `error_if_nonfinite` waits for the device.
+        Cost: the 2-norm was taken with the finite check; the inf-norm reads the gradients once. One pass that
+            reads and writes every gradient; none where the host sees that the norm is within `max_norm`.
+            `error_if_nonfinite` waits for the device.
         """
         check_max_norm(max_norm)
         order = _checked_order(norm_type)
         engine = self._engine
         verdict, final = engine.finish(), engine.final
-        if order == math.inf:
-            norm = final.inf_norm(published.largest(engine.reducer.params))
-        else:
-            norm = final.grad_norm()
+        engine.current.renew_norm()
+        norm = final.grad_norm() if order != math.inf else final.inf_norm(engine.parts.published.largest())
         if error_if_nonfinite:
             engine.reach_verdicts()
             _check_finite(norm, order, verdict.reason)
-        final.clip(max_norm, norm)
+        engine.scale_(final.clip(max_norm, norm))
         return norm
 
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -71,17 +74,18 @@ class Clipping(HasEngine):
             TypeError: no number.
             ValueError: a negative number, or nan.
 
-        Cost: what is pending has to be written first: one pass that reads and writes every gradient, then one
-        to clip, and one that reads for the norm (`grad_norm`, and a later `clip_grad_norm_`).
+        Cost: one pass that reads and writes every gradient, and one that reads for the norm (`grad_norm`, and
+            a later `clip_grad_norm_`).
         """
         value = _checked_value(clip_value)
         engine = self._engine
-        verdict, params = engine.finish(), engine.reducer.params
-        if engine.final.is_pending:
-            engine.current.write()
-        published.clip_values_(params, value)
-        engine.final.mark_clipped(published.norms(params))
-        verdict.use.factors.append(torch.tensor(value))  # ranks that clip by another one are found out
+        verdict, final = engine.finish(), engine.final
+        engine.current.renew_norm()
+        final.keep_norm()
+        engine.parts.published.clip_values_(value)
+        engine.current.renew_norm(has_changed=True)
+        # Ranks that clip by another value are found out.
+        verdict.use.factors.append(torch.tensor(value, dtype=torch.float64))
 
 
 def _checked_order(norm_type: object) -> float:
@@ -93,8 +97,8 @@ def _checked_order(norm_type: object) -> float:
     order = float(norm_type)
     if order not in (2.0, math.inf):
         raise ValueError(
-            f"norm_type={norm_type!r}: need 2.0 or inf; for another norm call sync.unscale_(), then "
-            "torch.nn.utils.clip_grad_norm_ over the parameters"
+            f"norm_type={norm_type!r}: need 2.0 or inf; for another norm call "
+            "torch.nn.utils.clip_grad_norm_ over the parameters, at the same place"
         )
     return order
 

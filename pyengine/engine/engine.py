@@ -156,8 +156,7 @@ class Engine:
             self.current.send()
 
     def finish(self) -> Verdict:
-        """Let the window land: `.grad` is published on the device, and the host learns the outcome unless it
-        is late.
+        """Let the window land: `.grad` is the mean, and the host learns the outcome unless it is late.
 
         Raises:
             RuntimeError: the window has not been sent.
@@ -194,12 +193,19 @@ class Engine:
             check: says what is about to be stepped, or refuses it.
         """
         self.finish()
-        done, factors = check.of(optimizer, is_pending=self.final.is_pending)
+        done, factors = check.of(optimizer, is_handed_over=self.kept_grads.is_handed_over)
+        stepped = {index for group in done.params for index in group}
         if not self.shares.are_alike:
             done = replace(done, params=())  # other stages have others
         if self.reducer.stepper.needs_host(optimizer):
             self.reach_verdicts()
-        return self.current.step(optimizer, scheduler, (done, factors), callbacks)
+        return self.current.step(optimizer, scheduler, (done, factors), stepped, callbacks)
+
+    def scale_(self, factor: Tensor) -> None:
+        """Multiply the gradients by a factor, 0-dim; where the host may look and sees 1, there is no pass."""
+        if self.is_late or float(factor) != 1:
+            self.parts.published.scale_(factor.float())
+            self.parts.published.mark()
 
     def reach_verdicts(self) -> None:
         """Learn the outcome of every window that landed; every rank calls this at the same point.
@@ -234,16 +240,10 @@ class Engine:
         return self.counter.index == self._opened_at or self.verdicts.some_rank_has_more()
 
     def unscale_(self) -> None:
-        """Give `.grad` to the caller: final values now, and what is left there counts into the next
-        window.
-
-        Cost: one pass that reads and writes every gradient, if something is still pending.
-        """
+        """Leave the window's gradients to the caller; what is left of them counts into the next window."""
         self.finish()
-        if self.final.is_pending:
-            self.current.write()
         self.batch_norms.apply(self.final.found_inf == 0)
-        self.kept_grads.is_callers = True
+        self.kept_grads.hand_over()
         flush(self.device)
 
     @property
@@ -267,9 +267,8 @@ class Engine:
             )
         if not self.is_between_windows:
             raise RuntimeError(
-                f"the gradients of window {counter.index} were reduced and never used (1/count and clipping "
-                "are still pending): call sync.step(optimizer), or sync.unscale_() to use .grad yourself, "
-                "or sync.abandon()"
+                f"the gradients of window {counter.index} were reduced and never used: call "
+                "sync.step(optimizer), or sync.unscale_() to use .grad yourself, or sync.abandon()"
             )
         counter.close(completed=counter.is_sent)
 
@@ -324,7 +323,7 @@ class Engine:
             warnings.warn(f"{text}; sync.flush() and sync.step(optimizer) use them", stacklevel=3)
         if self.is_late:
             self.verdicts.read_all()
-        keeps = self.kept_grads.is_callers
+        keeps = self.kept_grads.is_callers and self.counter.state is not State.USED
         self.drop()
         self.batch_norms.release()
         self.reducer.release(keeps_grad=keeps)

@@ -1,76 +1,122 @@
-"""Gradients that the caller kept from one window to the next."""
+"""Gradients that no optimizer has used: they count into the next window."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyengine.gradients import published
+from pyengine.gradients.published import parts
 from pyengine.gradients.slots import as_gradient, local
+from pyengine.ops.device import runs_ahead
+
+_MAX_NAMED = 3
 
 
 class KeptGrads:
-    """What is left in `.grad` after `unscale_` counts into the next window, as in a plain PyTorch loop.
+    """Keeps gradients that no optimizer has used, as a plain PyTorch loop without zero_grad does.
 
-    It is final: averaged already, so never averaged again.
+    Optimizers of different rhythm may share windows: the gradient of each parameter is kept until an
+    optimizer has used it or the user has cleared it. It is a mean already, and added behind the next window's
+    division.
 
     Args:
         names, params: in registration order.
 
     Attributes:
-        is_callers: whether `.grad` is the caller's, until a step has used it or the next window keeps it.
+        is_handed_over: whether the user has taken the window's gradients over, by `unscale_`.
     """
 
     def __init__(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
         self._names, self._params = names, params
-        self.is_callers = False
+        self._used: set[int] | None = None  # of the window that is over; None: nobody has answered for it
+        self._known: set[int] = set()  # parameters that an optimizer has ever stepped
+        self._found_inf: Tensor | None = None  # of the step that used the window
         self._kept: list[Tensor | None] = []
+        self._is_added = self._has_warned = self.is_handed_over = False
+
+    @property
+    def is_callers(self) -> bool:
+        """Whether somebody has answered for the window: an optimizer, or the user by `unscale_`."""
+        return self._used is not None
 
     @property
     def is_pending(self) -> bool:
         """Whether something is to be added to the window's gradients."""
-        return any(grad is not None for grad in self._kept)
+        return bool(self.pending())
+
+    def pending(self) -> tuple[int, ...]:
+        """Return the parameters, by index, to whose gradients of this window something is to be added."""
+        kept = [] if self._is_added else self._kept
+        return tuple(index for index, grad in enumerate(kept) if grad is not None)
+
+    def keeps(self, index: int) -> bool:
+        """Whether what is left in a parameter's `.grad` counts into the next window."""
+        return self._used is not None and index not in self._used
+
+    def hand_over(self) -> None:
+        """Leave what no optimizer has used to the user."""
+        self._used, self.is_handed_over = self._used or set(), True
+
+    def use(self, indices: Collection[int], found_inf: Tensor) -> None:
+        """Note that an optimizer has used gradients, or has skipped them.
+
+        Args:
+            indices: of its parameters.
+            found_inf: whether the step was skipped, float32 0-dim, not read here.
+        """
+        self._used = {*(self._used or ()), *indices}
+        self._known.update(indices)
+        self._found_inf = found_inf
 
     def keep(self) -> None:
-        """Copy what the caller has left in `.grad`, before the next window's gradients take its place.
+        """Copy what is left in `.grad`, before the next window's gradients take its place.
 
-        Cost: reads and writes every gradient once, and holds the copies until `add`; nothing where `.grad` is
-        not the caller's.
+        Cost: reads and writes these gradients once, and holds the copies through the window; nothing where
+        optimizers have used everything.
         """
-        if self.is_callers:
-            self._kept = self._left()
-            self.is_callers = False
+        if self._used is None:
+            return  # a window that goes on from a state has its own
+        self._kept = self._left()
+        self._used, self._found_inf, self._is_added, self.is_handed_over = None, None, False, False
+        unknown = [i for i, grad in enumerate(self._kept) if grad is not None and i not in self._known]
+        if unknown and self._known and not self._has_warned:
+            self._has_warned = True
+            more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
+            names = ", ".join(repr(self._names[index]) for index in unknown[:_MAX_NAMED])
+            warnings.warn(
+                f"step {names}{more} too, set .grad to None, or freeze them, unless their gradients are to "
+                "be kept: no optimizer has used them, and they count into the next window, as in a plain "
+                "PyTorch loop without zero_grad",
+                stacklevel=2,
+            )
 
-    def add(self) -> Tensor:
-        """Add what was kept to the final gradients of a window, in place.
+    def add(self) -> None:
+        """Add what was kept to the mean gradients of a window, in place.
 
-        Returns:
-            The 2-norm of what this rank holds of every sum, float64 `[parameters]`, on their device; 0 where
-            there is none.
-
-        Cost: reads what was kept and every gradient, writes that, and copies it to float64 for the norm.
+        Cost: reads what was kept and these gradients, writes those.
         """
         for param, kept in zip(self._params, self._kept, strict=True):
             if kept is not None:
                 if param.grad is None:
-                    param.grad = as_gradient(kept, param)
+                    param.grad = as_gradient(kept.clone(), param)
                 else:
                     local(param.grad).add_(kept)
-        self._kept = []
-        return published.norms(self._params)
+        self._is_added = True
 
     def clear(self) -> None:
-        """Forget everything: it was used, or dropped."""
-        self.is_callers = False
-        self._kept = []
+        """Forget everything: it was dropped."""
+        self._used, self._found_inf, self._kept = None, None, []
+        self._is_added = self.is_handed_over = False
 
     def save(self) -> dict[str, Tensor]:
         """Return copies of what counts into a window still to be sent, by parameter name: of the shape of
         what this rank holds of the parameter and of its dtype each, owned by the caller.
         """
-        kept = self._left() if self.is_callers else self._kept
+        kept = self._left() if self.is_callers else [] if self._is_added else self._kept
         return {name: grad.clone() for name, grad in zip(self._names, kept, strict=False) if grad is not None}
 
     def load(self, saved: Mapping[str, Tensor], *, is_open: bool) -> None:
@@ -87,7 +133,27 @@ class KeptGrads:
         elif saved:
             for param, grad in zip(self._params, kept, strict=True):
                 param.grad = None if grad is None else as_gradient(grad, param)
-            self.is_callers = True
+            self.hand_over()
 
     def _left(self) -> list[Tensor | None]:
-        return [None if param.grad is None else local(param.grad).clone() for param in self._params]
+        """Return copies of what counts into the next window.
+
+        A window that was skipped leaves what was kept before it, since its own gradients are not finite.
+        """
+        assert self._used is not None
+        before: Sequence[Tensor | None] = self._kept or [None] * len(self._params)
+        left = [
+            None if grad is None or index in self._used else grad.clone()
+            for index, grad in enumerate(parts(self._params))
+        ]
+        if self._found_inf is None or not any(grad is not None for grad in left):
+            return left
+        if not runs_ahead(self._found_inf.device):
+            if not bool(self._found_inf):
+                return left
+            return [None if grad is None else old for grad, old in zip(left, before, strict=True)]
+        skips = self._found_inf != 0
+        return [
+            None if grad is None else torch.where(skips, torch.zeros_like(grad) if old is None else old, grad)
+            for grad, old in zip(left, before, strict=True)
+        ]

@@ -171,7 +171,7 @@ class OpenWindow:
         parts.batch_norms.start_exchange(parts.comm, header)
 
     def land(self) -> Verdict:
-        """Publish `.grad` on the device, and decide there whether it may be used; once.
+        """Publish the mean as `.grad` on the device, and decide there whether it may be used; once.
 
         The verdict is the same on every rank. The host waits for the collectives where these are not ordered
         by a stream.
@@ -182,10 +182,13 @@ class OpenWindow:
             changed = parts.marks.changed()
             with self.clock.phase("exposed_sync"):
                 parts.reducer.finish(parts.final)
+                if parts.audit is not None:
+                    parts.audit.sample(parts.scaler)
+                if parts.kept_grads.is_pending:
+                    parts.kept_grads.add()
+                    parts.published.read(parts.final)
                 parts.final.compute_norm(is_refused=self.header.is_refused())
                 parts.batch_norms.wait()
-            if parts.audit is not None:
-                parts.audit.sample(parts.final)
             self.verdict = self._conclude(self.header)
             if isinstance(parts.reducer, KeepsResiduals) and not self.header.was_refused:
                 parts.reducer.residuals.settle(parts.final.found_inf)
@@ -197,6 +200,7 @@ class OpenWindow:
             if changed:
                 with suppress(RuntimeError):  # `Engine.finish` raises it, behind what ranks conclude together
                     self.refuse(parts.marks.described(changed, "behind the window's end"))
+            parts.published.mark()
         return self.verdict
 
     def _audit(self, header: Header) -> None:
@@ -213,16 +217,26 @@ class OpenWindow:
                 self.unusable = f"{error}. Nothing was stepped; call sync.abandon(), or restore a checkpoint"
                 raise
 
-    def write(self) -> None:
-        """Multiply the pending scalar into the gradients: one fused pass, one read and write each."""
-        self._parts.reducer.scale_(self._parts.final.factor.float())
-        self._parts.final.mark_written()
+    def renew_norm(self, *, has_changed: bool = False) -> None:
+        """Take the norm again if gradients were written to, or replaced, since it was taken.
+
+        Args:
+            has_changed: whether it is known that they were.
+
+        Cost: a look at every `.grad`, and a read of each if one has changed; then `FinalPass.renew_norm`.
+        """
+        parts = self._parts
+        if has_changed := has_changed or parts.published.has_changed():
+            parts.published.read(parts.final)
+            parts.published.mark()
+        parts.final.renew_norm(was_read=has_changed)
 
     def step(
         self,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
         claim: tuple[OptimizerStep, Sequence[Tensor]],
+        stepped: Collection[int],
         callbacks: Collection[StepCallback],
     ) -> Tensor:
         """Let an optimizer use the gradients, unless they were not finite on some rank.
@@ -232,6 +246,7 @@ class OpenWindow:
             scheduler: stepped once it is known that the optimizer was; or None.
             claim: what this step does, and 0-dim tensors that must be alike on every rank; kept, unread,
                 until the next header.
+            stepped: the engine's parameters that the optimizer holds, by index.
             callbacks: called with the record of the window's first step, in order.
 
         Returns:
@@ -242,19 +257,19 @@ class OpenWindow:
         if parts.audit is not None:
             parts.audit.look_at(optimizer)
         done, alike = claim
-        norm, factor = parts.final.norm_before_clipping(), parts.final.whole_factor()
+        norm = parts.final.norm_before_clipping()
         try:
             with span("optimizer"):
-                parts.reducer.stepper.step(optimizer, parts.final, self.write)
+                parts.reducer.stepper.step(optimizer, parts.final)
         except BaseException:
             # It may have changed parameters: a rank that steps it again is found out.
             verdict.use.steps.append(replace(done, name=f"{done.name}, which raised,"))
             raise
         finally:
             self.follow_scale()
-        stepped = parts.final.found_inf == 0
+        has_stepped = parts.final.found_inf == 0
         report = None if parts.counter.state is State.USED else self._report(verdict, norm, callbacks)
-        self._use(verdict, done, [factor, *alike])
+        self._use(verdict, done, [parts.final.clipped, *alike], stepped)
         # The window has been used, whatever the user's own code does from here on.
         actions: list[Callable[[], None]] = []
         if scheduler is not None:
@@ -262,7 +277,7 @@ class OpenWindow:
         if report is not None:
             actions.append(partial(verdict.then, report, awaits=bool(callbacks)))
         call_all(actions)
-        return stepped
+        return has_stepped
 
     def follow_scale(self) -> None:
         """Let the loss scale follow the outcome, once, and what wires keep with it."""
@@ -281,9 +296,10 @@ class OpenWindow:
         if strays := parts.marks.strays():
             self.counts.refusals.append(parts.marks.described(strays, "between windows"))
         has_moved = isinstance(parts.reducer, MovesGradients) and parts.reducer.has_moved
-        if has_moved or parts.kept_grads.is_callers or is_lazy(parts.device):
+        if has_moved or is_lazy(parts.device):
             return
-        changed = parts.marks.written()
+        # What no optimizer has used is the user's to change: it counts into this window.
+        changed = [index for index in parts.marks.written() if not parts.kept_grads.keeps(index)]
         found = parts.marks.hold(changed)
         if found is not None:
             self.counts.doubts.append((parts.marks.described(changed, "between windows"), found))
@@ -291,12 +307,6 @@ class OpenWindow:
     def _conclude(self, header: Header) -> Verdict:
         """Decide on the device whether the window may be used, and keep what tells the host why not."""
         parts, final = self._parts, self._parts.final
-        if parts.scaler is not None:
-            final.multiply(parts.scaler.inv_scale())
-        if parts.kept_grads.is_pending:
-            self.write()
-            final.replace_norm(parts.kept_grads.add())
-        final.check_range(parts.largest)
         final.forbid(header.forbids())
         reducer = parts.reducer
         dropped: Callable[[], dict[int, list[str]]] = dict
@@ -313,8 +323,10 @@ class OpenWindow:
         )
         return Verdict(header, final, evidence, comm=parts.comm, raises=parts.raises)
 
-    def _use(self, verdict: Verdict, step: OptimizerStep, factors: Sequence[Tensor]) -> None:
-        """Note that an optimizer has used the window: the next one starts from zero."""
+    def _use(
+        self, verdict: Verdict, step: OptimizerStep, factors: Sequence[Tensor], stepped: Collection[int]
+    ) -> None:
+        """Note that an optimizer has used gradients of the window: those start from zero in the next one."""
         parts = self._parts
         # On a lazy device nobody looks, and what is kept would be one more output of the program.
         if not is_lazy(parts.device):
@@ -324,7 +336,7 @@ class OpenWindow:
             parts.batch_norms.apply(parts.final.found_inf == 0)
             parts.verdicts.count_step()
         parts.counter.state = State.USED
-        parts.kept_grads.clear()
+        parts.kept_grads.use(stepped, parts.final.found_inf)
         parts.marks.take()
         flush(parts.device)
 

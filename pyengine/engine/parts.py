@@ -16,6 +16,7 @@ from pyengine.engine.window_audit import WindowAudit
 from pyengine.gradients.base import HoldsParts, Reducer
 from pyengine.gradients.dropping import Dropping
 from pyengine.gradients.marks import GradMarks
+from pyengine.gradients.published import Published
 from pyengine.gradients.settings import Settings
 from pyengine.ops.device import is_lazy
 from pyengine.step.grad_scaler import GradScaler
@@ -40,14 +41,15 @@ class Parts:
         batch_norms: the replay of running statistics.
         kept_grads: gradients that the caller keeps from one window to the next.
         marks: tell whether somebody else has written to gradients.
+        published: the gradients in `.grad` of a window that has landed.
         dropping: looks at micro-batches before they are accumulated; None where none is ever dropped.
-        final: what is still to be multiplied into the gradients, their norm and finite flags.
+        final: the mean gradients' norm and finite flags.
         verdicts: on this window and earlier ones, and the steps taken.
         new_counts: makes what a window's counts and losses are noted in.
         device: where the gradients lie.
-        largest: finite number of their narrowest type.
         raises: whether inf and nan are an error.
         run: micro-batches of a run; see `Runs`.
+        are_alike: whether all ranks have parameters of the same names.
         scaler: the loss scaler, if there is one.
         audit: compares ranks, if it was asked for.
     """
@@ -59,14 +61,15 @@ class Parts:
     batch_norms: BatchNormReplay
     kept_grads: KeptGrads
     marks: GradMarks
+    published: Published
     dropping: Dropping | None
     final: FinalPass
     verdicts: VerdictQueue
     new_counts: Callable[[], LocalWindow]
     device: torch.device
-    largest: float
     raises: bool
     run: int
+    are_alike: bool
     scaler: GradScaler | None = None
     audit: WindowAudit | None = None
 
@@ -84,9 +87,19 @@ class Parts:
         if scaler is not None and not is_lazy(self.device):
             scale = scaler.current_scale()
         settings = "" if scaler is None else scaler.settings()
-        claims = Claims(stage, self.name, settings, scale, self.verdicts.last_use())
+        kept = self.kept_grads.pending() if self.are_alike else ()
+        claims = Claims(stage, self.name, settings, scale, self.verdicts.last_use(), kept)
         position = (self.counter.num_sent, self.verdicts.steps_taken)
-        return Header(self.comm, self.device, local=local, position=position, more=more, claims=claims)
+        inv_scale = None if scaler is None else scaler.inv_scale()
+        return Header(
+            self.comm,
+            self.device,
+            local=local,
+            position=position,
+            more=more,
+            claims=claims,
+            inv_scale=inv_scale,
+        )
 
 
 def make_parts(
@@ -114,6 +127,7 @@ def make_parts(
         batch_norms=batch_norms,
         kept_grads=KeptGrads(names, params),
         marks=GradMarks(reducer),
+        published=Published(params),
         dropping=Dropping(reducer) if settings.drops else None,
         final=FinalPass(len(params), device, holdings),
         verdicts=VerdictQueue(comm, device),
@@ -124,7 +138,7 @@ def make_parts(
             batch=batch,
         ),
         device=device,
-        largest=min(torch.finfo(param.dtype).max for param in params),
         raises=settings.raises,
         run=shares.run,
+        are_alike=shares.are_alike,
     )

@@ -220,29 +220,33 @@ class Sync(Audited, Position, Clipping, Counted, Stateful, TorchNames):
     def flush(self) -> None:
         """End the window here: reduce what has been accumulated, without another forward or backward.
 
+        `.grad` then holds the mean over the window. Does nothing if it does already.
+
         Raises:
-            RuntimeError: no window is open.
+            RuntimeError: no window is open; or as `step`.
         """
         self._engine.flush()
+        self._engine.finish()
 
     def unscale_(self) -> None:
-        """Write everything pending (1/count, loss scale, clipping) into `.grad`, which is then yours.
+        """Say that the window's gradients are used without `step`; `.grad` holds their mean already.
 
         Gradients that you do not zero are carried into the next window, as in a plain PyTorch loop.
 
         Raises:
             RuntimeError: the window has not been sent; or as `step`.
-
-        Cost: one pass that reads and writes every gradient, if something is pending.
         """
         self._engine.unscale_()
 
-    def step(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> Tensor:
+    def step(
+        self, optimizer: torch.optim.Optimizer, scheduler: Any = None, *, max_norm: float | None = None
+    ) -> Tensor:
         """Step the optimizer with the window's gradients, unless they were not finite on some rank.
 
-        A fused optimizer takes 1/count, loss scale and clipping through `grad_scale` (no pass over the
-        gradients); any other gets one fused write before it. The next window starts from zero gradients.
-        Several optimizers over one engine are stepped one after the other.
+        What is in `.grad` is what the optimizer uses: the mean over the window, or what you have made of it.
+        Several optimizers over one engine are stepped one after the other. A gradient that none of them has
+        used, and that nobody has cleared, counts into the next window, as in a plain PyTorch loop; all others
+        start from zero there.
 
         On an accelerator a fused optimizer decides on the device and the host does not wait: the scheduler's
         step, the StepRecord and errors follow when the next window is sent, when the loop over `windows` runs
@@ -251,6 +255,7 @@ class Sync(Audited, Position, Clipping, Counted, Stateful, TorchNames):
         Args:
             optimizer: over parameters of this engine.
             scheduler: stepped once, if the optimizer was.
+            max_norm: clip the gradients of this engine first, as `clip_grad_norm_(max_norm)`.
 
         Returns:
             Whether the parameters changed, bool, 0-dim, on their device; the same on every rank. Looking at
@@ -262,9 +267,11 @@ class Sync(Audited, Position, Clipping, Counted, Stateful, TorchNames):
             RuntimeError: the window has not been sent, or ranks differ.
             FloatingPointError: inf or nan under nonfinite="raise".
 
-        Cost: nothing but a fused optimizer's own pass; one more over the gradients for any other.
+        Cost: the optimizer's own pass, and with `max_norm` that of `clip_grad_norm_`.
         """
         check_step(optimizer, scheduler)
+        if max_norm is not None:
+            self.clip_grad_norm_(max_norm)
         return self._engine.step(optimizer, scheduler, self._check, self._callbacks.values())
 
     def synchronize(self) -> None:

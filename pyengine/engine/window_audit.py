@@ -14,6 +14,7 @@ from pyengine.audit.subject import Shard, Subject
 from pyengine.comm.base import Comm
 from pyengine.gradients.base import KnowsGroups, Reducer
 from pyengine.gradients.slots import local
+from pyengine.step.grad_scaler import GradScaler
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header, LocalWindow
 from pyengine.window.shared_batch import SharedBatch
@@ -80,10 +81,15 @@ class WindowAudit:
         if all(optimizer is not known for known in self._auditor.optimizers):
             self._auditor.optimizers.append(optimizer)
 
-    def sample(self, final: FinalPass) -> None:
-        """Look at gradients that have just been reduced, before anything else is done to them."""
+    def sample(self, scaler: GradScaler | None) -> None:
+        """Look at gradients that have just been reduced, before anything else is done to them.
+
+        Args:
+            scaler: by which their losses were scaled.
+        """
         if self._window % self._every == 0:
-            self._samples = self._auditor.sample(is_strict=True, pending=final.factor)
+            scale = None if scaler is None else scaler.current_scale().double()
+            self._samples = self._auditor.sample(is_strict=True, scale=scale)
 
     def check(self, counts: LocalWindow, header: Header, final: FinalPass) -> None:
         """Compare ranks.

@@ -22,8 +22,8 @@ class Reducer(Protocol):
     device.
 
     All tensors lie on the parameters' device. `.grad` has its parameter's shape and dtype; its memory is the
-    reducer's (under `attach` DDP's), holds a sum from `finish` on, and is overwritten from the next `begin`
-    on.
+    reducer's (under `attach` DDP's), holds the mean from `finish` on, and is overwritten from the next
+    `begin` on.
 
     Attributes:
         params: in registration order, or DDP's; what is indexed by parameter below is in this order.
@@ -63,7 +63,8 @@ class Reducer(Protocol):
         """Start every reduction of the window, all of whose micro-batches have been accumulated.
 
         Args:
-            header: sent already; its 1/count is multiplied in where the window's `Divisor` says.
+            header: sent already; its 1/count and inverse loss scale are multiplied in where the window's
+                `Divisor` says.
 
         Cost: an all-reduce a bucket, of an element of the wire's type for every element and used flag (of
         exact sums what `ExactOverRanks.rounds` says).
@@ -78,19 +79,10 @@ class Reducer(Protocol):
         """Wait for the reductions; publish `.grad`, sums of squares and finite flags.
 
         Args:
-            final: gets `sumsq`, `nonfinite`, `void` and what is still to be multiplied in.
+            final: gets `sumsq`, `nonfinite` and `void`.
 
-        Cost: one read of an element on the wire; one write of `.grad` where that is other memory or 1/count
-        comes in here; 12 bytes an element more to round an exact sum.
-        """
-
-    def scale_(self, scale: Tensor) -> None:
-        """Multiply the published gradients in one fused pass.
-
-        Args:
-            scale: float32, 0-dim.
-
-        Cost: a read and a write of `.grad`.
+        Cost: one read of an element on the wire and one write of `.grad`; 12 bytes an element more to round
+        an exact sum.
         """
 
     def blame(self) -> Callable[[int], list[int] | None]:

@@ -51,9 +51,6 @@ class BucketReducer:
         settings: how buckets sum and travel, and how large they are.
         terms: of a full window.
 
-    Attributes:
-        in_place: whether what lands is `.grad`, so that 1/count is left to the final pass; False also where
-            another owner of the engine cannot leave it.
     """
 
     stepper: Stepper = PlainStepper()
@@ -87,7 +84,6 @@ class BucketReducer:
         keys = {spec.name: spec.name for spec in specs if spec.requires_grad}
         self.residuals = Residuals([(self._memory, keys)], self._wire)
         self._lay_out(backward_order(specs))
-        self.in_place = all(bucket.in_place for bucket in self._buckets)
 
     def _lay_out(self, order: Sequence[int]) -> None:
         # Old buffers go before new ones come.
@@ -238,12 +234,7 @@ class BucketReducer:
             bucket.from_wire(self._divisor.after_wire(), self._norms)
         self._norms.settle(final)
         final.void = void_beside([bucket.flags for bucket in self._buckets], final.void)
-        self._divisor.leave_to(final)
         final.leave_out(self._drop_unused())
-
-    def scale_(self, scale: Tensor) -> None:
-        for bucket in self._buckets:
-            bucket.scale_(scale)
 
     def blame(self) -> Callable[[int], list[int] | None]:
         slot_of, tell = self._slot_of, [bucket.blame() for bucket in self._buckets]
@@ -290,7 +281,7 @@ class BucketReducer:
         """Get ready to send the buckets; those `held` wait for the end of the backward."""
         self._drop_transfers()  # of a window that was given up
         self._told = {}
-        self._divisor = Divisor(header.inv_count, self._wire, in_place=self.in_place)
+        self._divisor = Divisor(header.inv_count, self._wire, header.inv_scale)
         self._memory.begin(header.position[0])
         self._transfers = Transfers(self._buckets, header, self._divisor, groups=self._groups, held=held)
         return self._transfers

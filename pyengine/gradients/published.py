@@ -1,4 +1,4 @@
-"""Gradients as they stand in `.grad` once a window has landed: read there, whoever owns them."""
+"""Gradients in `.grad` of a window that has landed: read and multiplied there, whoever owns them."""
 
 from __future__ import annotations
 
@@ -12,45 +12,140 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_value_, get_total_norm
 
-from pyengine.gradients.slots import local
+from pyengine.comm.base import by_dtype
+from pyengine.gradients.marks import Snapshot
+from pyengine.gradients.param_sums import packed
+from pyengine.gradients.slots import dense_strides, local
+from pyengine.gradients.sums import SlotNorms
+from pyengine.ops.device import is_lazy
+from pyengine.ops.pointers import DTYPE_CODES
+from pyengine.window.final_pass import FinalPass
+from pyengine.window.nonfinite import is_not_finite
 
 
-@torch.no_grad()
-def largest(params: Sequence[Parameter]) -> Tensor:
-    """Return the largest absolute value of all gradients.
+class Published:
+    """The gradients in `.grad` of an engine's parameters, as they are when a method is called.
 
-    Returns:
-        float64 0-dim on their device, of what this rank holds; nan if one holds nan, 0 if there is none.
+    The user may have written to them, or replaced them by other tensors; what is read and multiplied is what
+    an optimizer would step with.
 
-    Cost: reads one element.
+    Args:
+        params: in registration order.
     """
-    grads = [grad for grad in parts(params) if grad is not None and grad.numel()]
-    if not grads:
-        return torch.zeros((), dtype=torch.float64, device=params[0].device)
-    return get_total_norm(grads, math.inf).double()  # of a maximum every type holds all bits
+
+    def __init__(self, params: Sequence[Parameter]) -> None:
+        self._params = list(params)
+        self._device = device = params[0].device
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+        index = {id(param): place for place, param in enumerate(params)}
+        # A lazy device has no memory that the core could address.
+        fused = [] if is_lazy(device) else [param for param in params if param.dtype in DTYPE_CODES]
+        self._groups: list[tuple[list[Parameter], SlotNorms]] = []
+        for group in map(list, by_dtype(fused)):
+            plan = packed([local(param).numel() for param in group])
+            self._groups.append((group, SlotNorms(plan, [index[id(p)] for p in group], device)))
+        self.mark()
+
+    def mark(self) -> None:
+        """Remember the gradients as they are, for `has_changed`."""
+        self._then, self._addresses = Snapshot(self._params), self._look()
+
+    def has_changed(self) -> bool:
+        """Whether somebody has written to gradients, or exchanged them, since `mark`."""
+        # An assignment to `.grad.data` exchanges the memory alone, and is in no version counter.
+        return bool(self._then.changed()) or self._addresses != self._look()
+
+    @torch.no_grad()
+    def read(self, final: FinalPass, scale: Tensor | None = None) -> None:
+        """Leave norm and finite flags of the gradients in `final`; multiply by `scale` in the same pass.
+
+        Args:
+            final: its `sumsq` and `nonfinite` are written.
+            scale: float32, 0-dim; None writes nothing.
+
+        Cost: reads one element; with `scale` writes one.
+        """
+        if is_lazy(self._device):
+            assert scale is None
+            norms = self.norms()
+            final.sumsq, final.nonfinite = norms.square(), is_not_finite(norms).to(torch.uint8)
+            return
+        for params, slots in self._groups:
+            grads = [_flat(grad) for grad in parts(params)]
+            slots.read(grads, None if scale is None else grads, self._one if scale is None else scale, final)
+
+    @torch.no_grad()
+    def scale_(self, scale: Tensor) -> None:
+        """Multiply every gradient by `scale`, float32, 0-dim.
+
+        Cost: reads and writes one element.
+        """
+        if is_lazy(self._device):  # the compiler makes this a part of whatever uses the gradients
+            for param in self._params:
+                if param.grad is not None:
+                    param.grad = (param.grad.float() * scale).to(param.dtype)
+            return
+        for params, norms in self._groups:
+            grads = [_flat(grad) for grad in parts(params)]
+            try:
+                norms.scale_(grads, scale)
+            except (TypeError, ValueError):  # somebody has put tensors there that the core cannot address
+                for grad in grads:
+                    if grad is not None:
+                        grad.mul_(scale)
+
+    def _look(self) -> list[int]:
+        """Return where the gradients lie; nothing on a lazy device, whose tensors have no address."""
+        return [] if is_lazy(self._device) else list(map(_address, parts(self._params)))
+
+    @torch.no_grad()
+    def largest(self) -> Tensor:
+        """Return the largest absolute value of all gradients.
+
+        Returns:
+            float64 0-dim on their device, of what this rank holds; nan if one holds nan, 0 if there is none.
+
+        Cost: reads one element.
+        """
+        grads = [grad for grad in parts(self._params) if grad is not None and grad.numel()]
+        if not grads:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return get_total_norm(grads, math.inf).double()  # of a maximum every type holds all bits
+
+    @torch.no_grad()
+    def norms(self) -> Tensor:
+        """Return the 2-norm of what this rank holds of every gradient, float64 `[parameters]`, on their
+        device; 0 where there is none.
+
+        Cost: reads one element, and copies it to float64.
+        """
+        none = torch.zeros((), dtype=torch.float64, device=self._device)
+        grads = parts(self._params)
+        return torch.stack([none if grad is None else grad.double().norm() for grad in grads])
+
+    @torch.no_grad()
+    def clip_values_(self, value: float) -> None:
+        """Clip every element to [-value, value], in place.
+
+        Cost: reads and writes one element.
+        """
+        held: list[Any] = [SimpleNamespace(grad=grad) for grad in parts(self._params)]
+        clip_grad_value_(held, value)
 
 
-@torch.no_grad()
-def norms(params: Sequence[Parameter]) -> Tensor:
-    """Return the 2-norm of what this rank holds of every gradient, float64 `[parameters]`, on their device;
-    0 where there is none.
-
-    Cost: reads one element, and copies it to float64.
-    """
-    none = torch.zeros((), dtype=torch.float64, device=params[0].device)
-    return torch.stack([none if grad is None else grad.double().norm() for grad in parts(params)])
-
-
-@torch.no_grad()
-def clip_values_(params: Sequence[Parameter], value: float) -> None:
-    """Clip every element to [-value, value], in place.
-
-    Cost: reads and writes one element.
-    """
-    held: list[Any] = [SimpleNamespace(grad=grad) for grad in parts(params)]
-    clip_grad_value_(held, value)
+def _address(grad: Tensor | None) -> int:
+    return 0 if grad is None or grad.layout is not torch.strided else grad.data_ptr()
 
 
 def parts(params: Sequence[Parameter]) -> list[Tensor | None]:
     """Return what this rank holds of every gradient, in its memory; None where there is none."""
     return [None if param.grad is None else local(param.grad) for param in params]
+
+
+def _flat(grad: Tensor | None) -> Tensor | None:
+    """Return a gradient as its memory lies, where that is dense; else as it is."""
+    if grad is None or grad.layout is not torch.strided or grad.is_contiguous():
+        return grad
+    if grad.stride() != dense_strides(grad):
+        return grad
+    return grad.as_strided((grad.numel(),), (1,), grad.storage_offset())

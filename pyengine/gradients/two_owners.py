@@ -63,8 +63,6 @@ class TwoOwners:
             [*theirs, *specs], [*ddp.params, *params], groups=groups, settings=settings, terms=terms
         )
         self.names, self.params, self.counted = own.names, own.params, counted
-        # 1/count comes in once: at the end for both, or with what lands for both.
-        ddp.in_place = own.in_place = ddp.in_place and own.in_place
         both = [*ddp.residuals.owners, *own.residuals.owners]
         self.residuals = Residuals(both, own.residuals.wire)
 
@@ -133,10 +131,6 @@ class TwoOwners:
     def finish(self, final: FinalPass) -> None:
         self._ddp.finish(final)
         self._own.finish(final)
-
-    def scale_(self, scale: Tensor) -> None:
-        self._ddp.scale_(scale)
-        self._own.scale_(scale)
 
     def blame(self) -> Callable[[int], list[int] | None]:
         ddp, own = self._ddp.blame(), self._own.blame()

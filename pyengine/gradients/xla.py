@@ -92,9 +92,6 @@ class XlaReducer:
         self._usage: tuple[list[bool], Tensor] | None = None
         self._is_watching = settings.raises
         self._watched: list[Tensor] = []
-        # A sum that is rounded to another type on its way is rewritten anyway.
-        kinds = [(self._sums[index].dtype, params[index].dtype) for index in self._order]
-        self._in_place = all(a == b == self._wire.dtype for a, b in kinds)
         self._is_clean = True
         self._used = [False] * len(self.params)
         self._works: list[Work] = []
@@ -138,7 +135,7 @@ class XlaReducer:
     @torch.no_grad()
     def reduce(self, header: Header) -> None:
         """Queue every reduction, and zero the sums."""
-        self._divisor = Divisor(header.inv_count, self._wire, in_place=self._in_place)
+        self._divisor = Divisor(header.inv_count, self._wire, header.inv_scale)
         self._used_anywhere = self._usage_here().clone()
         self._works = [
             self._comm.all_reduce(self._used_anywhere)
@@ -160,24 +157,15 @@ class XlaReducer:
         """Record what publishes `.grad`; all of it is still to be computed."""
         for work in self._works:
             work.wait()
-        inv_count = self._divisor.after_wire()
+        scale = self._divisor.after_wire()
         grads: list[Tensor | None] = [None] * len(self.params)
         for index, flat in self._flat.items():
-            grads[index] = wide = flat.float() if inv_count is None else flat.float() * inv_count
-            self.params[index].grad = wide.to(self.params[index].dtype)
+            wide = flat.float() if scale is None else flat.float() * scale
+            self.params[index].grad = grads[index] = wide.to(self.params[index].dtype)
         final.sumsq = self._sumsq(grads)
         final.nonfinite = flagged(final.sumsq)
         final.used = self._used_anywhere > 0
         self._flat, self._works = {}, []
-        self._divisor.leave_to(final)
-
-    @torch.no_grad()
-    def scale_(self, scale: Tensor) -> None:
-        """Leave it to the compiler to make this part of what uses the gradients."""
-        for index in self._order:
-            param = self.params[index]
-            if param.grad is not None:
-                param.grad = (param.grad.float() * scale).to(param.dtype)
 
     def blame(self) -> Callable[[int], list[int] | None]:
         is_watching, watched = self._is_watching, self._watched

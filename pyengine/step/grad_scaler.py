@@ -1,4 +1,4 @@
-"""The loss scale: torch's, with its finite check and unscaling from the engine's final pass."""
+"""The loss scale: torch's, with its finite check and unscaling in the engine's pass over the gradients."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pyengine.window.final_pass import FinalPass
 
 
 class GradScaler(torch.amp.GradScaler):
-    """A torch.amp.GradScaler that takes norm, finite check and unscaling from the engine's final pass.
+    """A torch.amp.GradScaler whose finite check and unscaling are those of the engine's own pass.
 
     Assign it, or a stock one, which becomes one, to `sync.scaler`; the engine then scales losses in
-    `backward`, folds the inverse scale into the pending scalar, and updates the scale in `step`. In a
+    `backward`, unscales where it divides by the count, and updates the scale in `step`. In a
     `micro_batch` block the caller scales: `scaler.scale(loss).backward()`. Arguments and state are torch's;
     with equal gradients the parameters stay bit-equal to the stock scaler's (its scales are powers of two).
 
@@ -42,7 +42,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale, as stock; refused while it belongs to an engine, whose gradients are unscaled once."""
-        self._check_free("unscale_", "call sync.unscale_(), or sync.clip_grad_norm_ alone")
+        self._check_free("unscale_", "leave it out, .grad is unscaled from the window's end on")
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:

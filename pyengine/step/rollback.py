@@ -4,7 +4,7 @@ reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -46,7 +46,7 @@ class RollbackStepper:
             id(param) not in met and not optimizer.state.get(param) for param in self._mine(optimizer)
         )
 
-    def step(self, optimizer: Optimizer, final: FinalPass, write: Callable[[], None]) -> None:
+    def step(self, optimizer: Optimizer, final: FinalPass) -> None:
         mine = list(self._mine(optimizer))
         if any(param.grad is None for param in mine):
             raise RuntimeError(
@@ -54,8 +54,6 @@ class RollbackStepper:
                 "step uses gradients up. Let each parameter have one optimizer, and leave zero_grad to the "
                 "engine"
             )
-        if final.is_pending:
-            write()
         if self.needs_host(optimizer):
             self._step_knowing(optimizer, mine, final)
         else:

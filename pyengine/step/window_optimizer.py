@@ -54,8 +54,8 @@ def _of_the_wrapped(name: str) -> Any:
 class WindowOptimizer(torch.optim.Optimizer):
     """Steps where a window ends and does nothing elsewhere; made by `sync.wrap`.
 
-    Everything but `step` and `zero_grad` is the wrapped optimizer's own. Gradients are cleared by the engine
-    at the next window's first backward, so `zero_grad` never does anything.
+    Everything but `step` and `zero_grad` is the wrapped optimizer's own. `zero_grad` does nothing in the
+    middle of a window.
 
     A copy (`copy.deepcopy`, `pickle`) holds a copy of the wrapped optimizer and belongs to no engine: its
     `step` raises until `sync.wrap(copy.optimizer)` gives it one.
@@ -114,7 +114,12 @@ class WindowOptimizer(torch.optim.Optimizer):
             self._stepped_in = self._sync.landed
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: the engine starts every window from zero."""
+        """Clear the gradients of a window that has ended; else do nothing.
+
+        The engine clears what an optimizer has used by itself, at the next window's first backward.
+        """
+        if self._sync is not None and self._sync.landed is not None:
+            self.optimizer.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -144,15 +149,16 @@ class OptimizerCheck:
         self._index = {id(param): index for index, param in enumerate(params) if param.requires_grad}
         self._looked: WeakKeyDictionary[Any, _Looked] = WeakKeyDictionary()
 
-    def of(self, optimizer: torch.optim.Optimizer, *, is_pending: bool) -> tuple[OptimizerStep, list[Tensor]]:
+    def of(
+        self, optimizer: torch.optim.Optimizer, *, is_handed_over: bool
+    ) -> tuple[OptimizerStep, list[Tensor]]:
         """Return what is about to be stepped, and hyperparameters that are tensors on an accelerator.
 
         These are copies of one element each, unread.
 
         Args:
             optimizer: about to be stepped.
-            is_pending: whether something is still to be multiplied into the engine's gradients, and only into
-                those.
+            is_handed_over: whether the user has taken the window's gradients over.
 
         Raises:
             ValueError: a parameter that no bucket holds has a gradient.
@@ -171,11 +177,11 @@ class OptimizerCheck:
             )
         for param in looked.foreign:
             if param.grad is not None:
-                self._refuse(param, is_pending=is_pending)
+                self._refuse(param, is_alone=not any(looked.indices) or is_handed_over)
         numbers, tensors = _hyperparameters(optimizer)
         return OptimizerStep(type(optimizer).__name__, looked.indices, numbers), tensors
 
-    def _refuse(self, param: Parameter, *, is_pending: bool) -> None:
+    def _refuse(self, param: Parameter, *, is_alone: bool) -> None:
         """Raise ValueError for a gradient that the engine does not own,
         unless it is known and comes to no harm.
         """
@@ -185,12 +191,12 @@ class OptimizerCheck:
                 "does not reduce (added, exchanged or unfrozen after it was made): make the GradSync after "
                 "the model is complete"
             )
-        if is_pending:
+        if not is_alone:
             raise ValueError(
                 f"optimizer has a parameter of shape {list(param.shape)} that DDP was told to ignore: its "
-                "gradient is yours, and 1/count, loss scale and clipping of the others must not be "
-                "multiplied into it. Give such parameters an optimizer of their own, or call "
-                "sync.unscale_() first and bring their gradients to the same scale yourself"
+                "gradient is yours, a sum over this rank's micro-batches, with the loss scale in it, and the "
+                "others are means. Give such parameters an optimizer of their own, or call sync.unscale_() "
+                "first and bring their gradients to the same scale yourself"
             )
 
     def _look(self, optimizer: torch.optim.Optimizer, ids: list[int]) -> _Looked:

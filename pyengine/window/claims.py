@@ -71,6 +71,7 @@ class Claims:
         scaler: settings of its loss scaler; empty without one.
         scale: of the window's losses, 0-dim; None without a scaler, or where nobody may look.
         use: of the window before, if it was used.
+        kept: parameters whose gradients of windows before count into this one, by index.
     """
 
     stage: str
@@ -78,11 +79,12 @@ class Claims:
     scaler: str = ""
     scale: Tensor | None = None
     use: Use = field(default_factory=Use)
+    kept: tuple[int, ...] = ()
 
     def pieces(self) -> list[int]:
         """Return the number, in pieces of 20 bits, without what lies on an accelerator; see `add_to`."""
         steps = [(step.name, step.params, step.numbers) for step in self.use.steps]
-        text = repr((self.stage, self.engine, self.scaler, steps, len(self.use.factors))).encode()
+        text = repr((self.stage, self.engine, self.scaler, steps, len(self.use.factors), self.kept)).encode()
         here = [struct.pack("<f", float(scalar)) for scalar in self._scalars() if not _is_far(scalar)]
         digest = int.from_bytes(hashlib.blake2b(text + b"".join(here), digest_size=8).digest(), "little")
         return [digest >> PIECE_BITS * index & _PIECE - 1 for index in range(NUM_PIECES)]
@@ -121,6 +123,7 @@ class Claims:
             "stage": self.stage,
             "scaler": f"{scale} ({self.scaler})" if self.scaler else scale,
             "use": f"{steps}, factors {factors}" if factors else steps,
+            "kept": f"those of {len(self.kept)} parameters {list(self.kept[:8])}" if self.kept else "none",
         }
 
     def _scalars(self) -> Iterator[Tensor]:
@@ -166,6 +169,13 @@ _PARTS = {
         (
             "Clip, step and set the learning rate alike on every rank. Parameters have parted: restore all "
             "from one checkpoint"
+        ),
+    ),
+    "kept": (
+        "ranks keep different gradients of the window before, which no optimizer has used",
+        (
+            "Clear .grad of the same parameters on every rank. Nothing was stepped; call sync.abandon() on "
+            "all of them and go on"
         ),
     ),
 }

@@ -1,4 +1,4 @@
-"""Where 1/count comes in: one owner decides, and everybody else asks."""
+"""Where 1/count and the inverse loss scale are multiplied in: each once, before anybody can look."""
 
 from __future__ import annotations
 
@@ -6,38 +6,34 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from pyengine.window.final_pass import FinalPass
 from pyengine.wire import Wire
 
 
 class Divisor:
-    """1/count of a window, given out at one of three places, and at the others not.
+    """1/count and the inverse loss scale of one window.
 
-    Before the wire, where that wants means: float16, which keeps sums in range, or one with residuals.
-    After the wire, where a pass brings the sum into `.grad`. Where there is no such pass, by the optimizer,
-    or by the one fused write before another kind of optimizer.
+    1/count is multiplied in before a wire that needs means (float16, which keeps sums in range, or a wire
+    with residuals), else in the pass that reads the reduced gradients for their norm. The inverse loss scale
+    always comes in there: before a narrow wire the gradients would underflow.
 
     Args:
-        inv_count: returns 1/count, 0-dim float32 on the device; waits for the header. Called only where it
-            comes in.
+        inv_count: returns 1/count, float32 0-dim on the device; waits for the header.
         wire: how the gradients travel.
-        in_place: whether what lands is `.grad`, for every gradient of the window.
+        inv_scale: the inverse loss scale, float64 0-dim on the device; None without one.
     """
 
-    def __init__(self, inv_count: Callable[[], Tensor], wire: Wire, *, in_place: bool) -> None:
-        self._inv_count = inv_count
+    def __init__(self, inv_count: Callable[[], Tensor], wire: Wire, inv_scale: Tensor | None = None) -> None:
+        self._inv_count, self._inv_scale = inv_count, inv_scale
         self._is_folded = wire.folds_count
-        self._is_left = in_place and not wire.folds_count
 
     def before_wire(self) -> Tensor | None:
-        """Return what to multiply in on the way to the wire, float32 0-dim; None for nothing."""
+        """Return what multiplies gradients on the way to the wire, float32 0-dim; None for nothing."""
         return self._inv_count() if self._is_folded else None
 
     def after_wire(self) -> Tensor | None:
-        """Return what to multiply in on the way from the wire, float32 0-dim; None for nothing."""
-        return None if self._is_folded or self._is_left else self._inv_count()
-
-    def leave_to(self, final: FinalPass) -> None:
-        """Let the final pass multiply in what nothing here has."""
-        if self._is_left:
-            final.divide(self._inv_count())
+        """Return what multiplies reduced gradients, float32 0-dim; None for nothing."""
+        inv_count = None if self._is_folded else self._inv_count()
+        if self._inv_scale is None:
+            return inv_count
+        # A loss scale is a power of two unless the user says otherwise: the product is exact.
+        return (self._inv_scale if inv_count is None else inv_count * self._inv_scale).float()

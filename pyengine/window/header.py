@@ -275,11 +275,12 @@ class Header:
         position: (windows completed, optimizer steps taken), which must be equal on every rank.
         more: whether this rank has another window after this one.
         claims: what must be equal on every rank, too.
+        inv_scale: the inverse loss scale of the window's losses, float64 0-dim; None without one.
 
     Cost: one all-reduce of 184 bytes (216 where ranks share batches), not waited for.
 
     Attributes:
-        position, claims: as given.
+        position, claims, inv_scale: as given.
     """
 
     def __init__(
@@ -291,7 +292,9 @@ class Header:
         position: tuple[int, int],
         more: bool,
         claims: Claims,
+        inv_scale: Tensor | None = None,
     ) -> None:
+        self.inv_scale = inv_scale
         self._comm, self._max_micro_batches = comm, local.max_micro_batches
         self.position, self.claims = position, claims
         self._vector = _pack(device, local, position, more, claims)

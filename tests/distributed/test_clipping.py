@@ -221,7 +221,7 @@ def test_a_norm_that_is_not_finite_is_an_error_on_every_rank_alike(ranks, kind, 
 WRONG = {
     "norm type 1": (
         ValueError,
-        "norm_type=1: need 2.0 or inf; for another norm call sync.unscale_()",
+        "norm_type=1: need 2.0 or inf; for another norm call torch.nn.utils.clip_grad_norm_",
         (1.0, 1),
     ),
     "norm type 0": (ValueError, "norm_type=0.0: need 2.0 or inf", (1.0, 0.0)),

@@ -79,15 +79,21 @@ def test_what_is_not_finite_on_one_rank_skips_the_step_on_all_counted_or_not(ran
     assert all(skips for skips, _ in ranks(world).run(_broken, what))
 
 
-def _norm_of_kept() -> float:
+def _norm_of_changed() -> float:
+    """Gradients of one rank are changed behind a clipping."""
     rank, _ = me()
     final = _final([rank == 0, True])
-    final.replace_norm(torch.tensor([3.0, 2.0], dtype=torch.float64))
+    final.sumsq.copy_(torch.tensor([9.0, 16.0]))
+    final.compute_norm()
+    assert final.clip(math.sqrt(41) / 2, final.grad_norm()).item() == pytest.approx(0.5)
+    if rank:
+        final.sumsq.copy_(torch.tensor([9.0, 4.0]))
+    final.renew_norm(was_read=rank == 1)
     return final.grad_norm().item()
 
 
-def test_a_norm_from_elsewhere_counts_alike(ranks):
-    assert ranks(2).run(_norm_of_kept) == [math.sqrt(9 + 4 + 4)] * 2
+def test_a_norm_that_is_taken_again_counts_what_one_rank_has_changed(ranks):
+    assert ranks(2).run(_norm_of_changed) == pytest.approx([math.sqrt(25 / 4 + 4)] * 2, rel=1e-6)
 
 
 def _refused() -> float:
@@ -102,27 +108,15 @@ def test_nothing_is_exchanged_behind_a_header_in_which_ranks_disagree(ranks):
     assert ranks(2).run(_refused) == [2.0, 2.0]
 
 
-def _largest(values: list[float], clipped: bool) -> float:
-    """The inf-norm over ranks that hold different elements, times what is pending."""
+def _largest(values: list[float]) -> float:
+    """The inf-norm over ranks that hold different elements."""
     rank, _ = me()
-    final = _final([True, True])
-    final.sumsq.copy_(torch.tensor([1.0, float(rank)]))
-    final.compute_norm()
-    final.multiply(torch.tensor(-0.5))
-    if clipped:
-        final.mark_written()
-        final.mark_clipped(torch.tensor([3.0, 4.0 * rank], dtype=torch.float64))
-        return final.grad_norm().item()
-    return final.inf_norm(torch.tensor(values[rank], dtype=torch.float64)).item()
+    return _final([True, True]).inf_norm(torch.tensor(values[rank], dtype=torch.float64)).item()
 
 
 @pytest.mark.parametrize(
     "values", [[1.0, 8.0, 2.0], [0.0, 0.0, 0.0], [1.0, math.inf, 2.0], [1.0, math.nan, math.inf]], ids=str
 )
 def test_the_largest_value_of_any_rank_counts_and_nan_stays_nan(ranks, values):
-    want = math.nan if any(map(math.isnan, values)) else 0.5 * max(values)
-    assert ranks(3).run(_largest, values, False) == pytest.approx([want] * 3, rel=0, abs=0, nan_ok=True)
-
-
-def test_the_norm_behind_clipped_values_is_that_of_all_ranks(ranks):
-    assert ranks(2).run(_largest, [], True) == [math.sqrt(9 + 9 + 16)] * 2
+    want = math.nan if any(map(math.isnan, values)) else max(values)
+    assert ranks(3).run(_largest, values) == pytest.approx([want] * 3, rel=0, abs=0, nan_ok=True)

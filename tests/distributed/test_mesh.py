@@ -58,10 +58,10 @@ def _tensor_parallel(dtype: torch.dtype, **options: Any) -> list[float]:
     assert sum(record.count for record in records) == total
     assert [record.micro_batches for record in records] == [2 * ACCUMULATE] * 2
     assert all(p.grad.placements == p.placements for p in model.parameters() if hasattr(p, "placements"))
-    # A header, a bucket of a type (two rounds of an exact one), the norm; the first window's order.
+    # A header, a bucket of a type (two rounds of an exact one), the norm, and that again for clipping.
     rounds = 2 if options.get("accumulator") == "exact" else 1
     if "bucket_cap_mb" not in options:
-        assert [record.collectives for record in records] == [2 + rounds] * 2
+        assert [record.collectives for record in records] == [3 + rounds] * 2
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn import Parameter
 
@@ -21,21 +22,49 @@ def test_what_the_caller_does_not_own_is_not_kept():
     assert kept.save() == {}
 
 
-def test_kept_gradients_are_added_once_and_change_the_norm():
+def test_kept_gradients_are_added_once():
     kept, first, second = _kept()
-    kept.is_callers = True
+    kept.hand_over()
     kept.keep()
     first.grad, second.grad = torch.tensor([-3.0, 0.0]), torch.tensor([3.0])
     assert kept.is_pending
-    assert kept.add().tolist() == [4.0, 3.0]
+    kept.add()
     assert first.grad.tolist() == [0, 4]
     assert second.grad.tolist() == [3]
     assert not kept.is_pending
 
 
+def test_what_an_optimizer_has_used_is_not_kept():
+    kept, first, second = _kept()
+    second.grad = torch.tensor([5.0])
+    kept.use([0], torch.tensor(0.0))
+    with pytest.warns(UserWarning, match="step 'second' too"):
+        kept.keep()
+    first.grad, second.grad = None, None
+    kept.add()
+    assert first.grad is None
+    assert second.grad.tolist() == [5]
+
+
+def test_a_skipped_window_leaves_what_was_kept_before_it():
+    kept, first, _ = _kept()
+    kept.use([0, 1], torch.tensor(0.0))
+    kept.use([], torch.tensor(0.0))
+    kept.clear()
+    kept.use([1], torch.tensor(0.0))
+    kept.keep()
+    first.grad = torch.tensor([torch.nan, 1.0])
+    kept.add()
+    kept.use([1], torch.tensor(1.0))
+    kept.keep()
+    first.grad = torch.zeros(2)
+    kept.add()
+    assert first.grad.tolist() == [3, 4]
+
+
 def test_a_saved_gradient_is_a_copy_and_goes_back_to_the_caller_or_into_the_window():
     kept, first, _ = _kept()
-    kept.is_callers = True
+    kept.hand_over()
     saved = kept.save()
     first.grad.zero_()
     assert saved["first"].tolist() == [3, 4]
@@ -51,7 +80,7 @@ def test_a_saved_gradient_is_a_copy_and_goes_back_to_the_caller_or_into_the_wind
 
 def test_loading_nothing_leaves_the_callers_grad_alone_and_forgets_what_was_kept():
     kept, first, _ = _kept()
-    kept.is_callers = True
+    kept.hand_over()
     kept.load({}, is_open=False)
     assert not kept.is_callers
     assert first.grad.tolist() == [3, 4]

@@ -81,7 +81,7 @@ def _operations_of_landing(num_buckets: int, wire: pe.wire.Wire) -> int:
         for x in window:
             sync.backward(model(x).sum(), count=2)
         with _Count() as count:
-            sync.clip_grad_norm_(1.0)
+            sync.clip_grad_norm_(1e-12)
         sync.unscale_()
     assert all(isinstance(param.grad, Tensor) for param in model.parameters())
     return count.num

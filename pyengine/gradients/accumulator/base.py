@@ -38,14 +38,12 @@ class BucketAccumulator(ABC):
         params: the bucket's parameters in slot order, on one device.
 
     Attributes:
-        in_place: whether what lands is `.grad`, without another pass.
         device: of the parameters.
         flags: which slots were used, and whether the window is void.
         used: by slot, whether this rank has used it in this window; complete once the bucket is sent.
         norm_slots: what `from_wire` reads.
     """
 
-    in_place = False
     flags: UsedFlags
     used: list[bool]
     _sum: Tensor
@@ -183,30 +181,21 @@ class BucketAccumulator(ABC):
             *(param.grad for param in self.params if param.grad is not None),
         ]
 
-    def from_wire(self, inv_count: Tensor | None, norms: LandedNorms) -> None:
-        """Publish the reduced buffer as `.grad`, and read its norm and finite flags.
+    def from_wire(self, scale: Tensor | None, norms: LandedNorms) -> None:
+        """Publish the reduced buffer times `scale` as `.grad`, and read its norm and finite flags.
 
         Also for parameters that no rank used: `drop_unused` then takes their `.grad` away.
 
         Args:
-            inv_count: float32, 0-dim, multiplied in; None for nothing.
+            scale: float32, 0-dim, multiplied in; None for nothing.
             norms: of all buckets, made of their `norm_slots`.
 
-        Cost: a read of an element on the wire; a write of `.grad` unless that is the same memory, times one.
+        Cost: a read of an element on the wire; a write of `.grad` unless that is the same memory and `scale`
+            is None.
         """
-        is_published = self._slots is self._wire_slots and inv_count is None
-        scale = self.one if inv_count is None else inv_count
+        is_published = self._slots is self._wire_slots and scale is None
+        scale = self.one if scale is None else scale
         norms.read(self.bucket.index, self._landed, None if is_published else self._published, scale)
-
-    def scale_(self, scale: Tensor) -> None:
-        """Multiply the published gradients in place.
-
-        Args:
-            scale: float32, 0-dim.
-
-        Cost: reads and writes one element each, in one pass.
-        """
-        self.plan.unpack_(self._slots, self._result, scale)
 
     def used_anywhere(self) -> Tensor | None:
         """Return which slots any rank used, bool `[slots]`, the caller's; None where this rank used all."""

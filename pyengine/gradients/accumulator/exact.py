@@ -77,8 +77,7 @@ class ExactBucket(GroupedBucket):
         )
         self.set_sum(self._exact)
         self._sum = self._exact.rounded[: bucket.numel]
-        self.in_place = bucket.dtype == torch.float32
-        result = self._sum if self.in_place else self.allocate(bucket.dtype)
+        result = self._sum if bucket.dtype == torch.float32 else self.allocate(bucket.dtype)
         self.set_buffers(self._sum, result, FlagsBeside(self._exact.flags))
 
     def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:

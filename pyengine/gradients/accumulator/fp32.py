@@ -40,8 +40,7 @@ class Fp32Bucket(GroupedBucket):
         self.set_sum(self._fp32)
         flat = self._sum = self._fp32.flat
         landed = flat if travels else self.allocate(wire.dtype, comm)
-        self.in_place = wire.dtype == bucket.dtype
-        result = landed if self.in_place else self.allocate(bucket.dtype)
+        result = landed if wire.dtype == bucket.dtype else self.allocate(bucket.dtype)
         self._over_wire = wire
         self.set_buffers(landed, result, self.flags_for(wire, landed))
 

@@ -92,8 +92,8 @@ class GroupedBucket(BucketAccumulator):
     def blame(self) -> Callable[[int], list[int] | None]:
         return partial(flagged_in, self._flagged)
 
-    def from_wire(self, inv_count: Tensor | None, norms: LandedNorms) -> None:
-        super().from_wire(inv_count, norms)
+    def from_wire(self, scale: Tensor | None, norms: LandedNorms) -> None:
+        super().from_wire(scale, norms)
         for param, grad in zip(self.params, self._grads, strict=True):
             param.grad = grad
 

@@ -40,9 +40,9 @@ class NativeBucket(BucketAccumulator):
         super().__init__(bucket, params)
         self._watched: list[Tensor] | None = [] if watch else None
         self._norms = SlotNorms(self.plan, [slot.param for slot in bucket.slots], self.device)
-        self.in_place = wire.dtype == bucket.dtype and not wire.folds_count
-        self._sum = self.allocate(bucket.dtype, comm if self.in_place else None)
-        flat = self._sum if self.in_place else self.allocate(wire.dtype, comm)
+        self._in_place = wire.dtype == bucket.dtype and not wire.folds_count
+        self._sum = self.allocate(bucket.dtype, comm if self._in_place else None)
+        flat = self._sum if self._in_place else self.allocate(wire.dtype, comm)
         self._over_wire = wire
         self.set_buffers(flat, self._sum, self.flags_for(wire, flat))
 
@@ -111,7 +111,7 @@ class NativeBucket(BucketAccumulator):
             self._sealed = self._versions()
         self._look()
         self._note_used(self._sealed)
-        if not self.in_place:
+        if not self._in_place:
             scale = self.one if inv_count is None else inv_count
             self.plan.pack_(self._wire, self._slots, scale)
 

@@ -19,7 +19,7 @@ from torch.futures import Future
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from pyengine.comm.base import Comm, by_dtype
+from pyengine.comm.base import Comm
 from pyengine.gradients.accumulator import sum_dtype
 from pyengine.gradients.arrival import watching
 from pyengine.gradients.ddp.bucket_norms import BucketNorms
@@ -29,11 +29,10 @@ from pyengine.gradients.ddp.reduction import Reduction
 from pyengine.gradients.ddp.sums import ExactBucketSum, Fp32BucketSum, Sums, Watched
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.marks import Snapshot
-from pyengine.gradients.param_sums import packed
+from pyengine.gradients.published import Published
 from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import Saved, slot_gradient
-from pyengine.gradients.sums import SlotNorms
 from pyengine.gradients.used_anywhere import Told, UsedAnywhere
 from pyengine.step.stepper import PlainStepper, Stepper
 from pyengine.window.divisor import Divisor
@@ -55,8 +54,6 @@ class DDPReducer:
 
     Attributes:
         counted: see `HoldsParts`; None until somebody else sets it.
-        in_place: whether what lands is `.grad`, so that 1/count is left to the final pass; False also where
-            another owner of the engine cannot leave it.
     """
 
     stepper: Stepper = PlainStepper()
@@ -82,14 +79,7 @@ class DDPReducer:
         index = {p: i for i, p in enumerate(self.params)}
         self._landed = BucketNorms(index, self._one.device)
         self._lay_out_norms()
-        self._norms = [  # of `.grad`, by dtype
-            (
-                group,
-                SlotNorms(packed([p.numel() for p in group]), [index[p] for p in group], self._one.device),
-            )
-            for group in by_dtype(self.params)
-        ]
-        self.in_place = all(p.dtype == state.wire.dtype for p in self.params)
+        self._published = Published(self.params)
         self._is_exact = settings.kind == "exact"
         self._summed = summed = {
             p.dtype
@@ -210,7 +200,7 @@ class DDPReducer:
         if self._sums is not None and self._is_exact:
             # Also where no earlier micro-batch has made them: every rank sums the same way.
             self._sums.match_buckets()
-        divisor = Divisor(header.inv_count, self._state.wire, in_place=self.in_place)
+        divisor = Divisor(header.inv_count, self._state.wire, header.inv_scale)
         self._state.memory.begin(header.position[0])
         reduction = Reduction(self._state, header, divisor, self._sums, self._watched, self._landed)
         if self._shares_used and self._drive.searches:
@@ -265,18 +255,11 @@ class DDPReducer:
             self._drop_unused(reduction, reduction.used)
         self._reduction = None
         if reduction is None or not self._landed.settle(final):
-            for params, norms in self._norms:
-                norms.read([slot_gradient(param) for param in params], None, self._one, final)
-        if reduction is not None:
-            if reduction.without_grad:
-                final.leave_out([index for index, param in enumerate(self.params) if param.grad is None])
-            reduction.divisor.leave_to(final)
+            self._published.read(final)
+        if reduction is not None and reduction.without_grad:
+            final.leave_out([index for index, param in enumerate(self.params) if param.grad is None])
         self._was_rebuilt = self._ddp._has_rebuilt_buckets
         self._state.await_threads()
-
-    def scale_(self, scale: Tensor) -> None:
-        for params, norms in self._norms:
-            norms.scale_([slot_gradient(param) for param in params], scale)
 
     def blame(self) -> Callable[[int], list[int] | None]:
         flagged = [] if self._sums is None else self._sums.flagged()

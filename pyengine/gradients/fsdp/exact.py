@@ -45,7 +45,6 @@ class UnitSum(ExactParamSum):
 
     Attributes:
         indices: as given.
-        in_place: whether gradients lie in the memory of the sum.
         num_bytes: that this holds.
 
     Bytes an element: 8.02 on every rank, and 2 more where parameters are narrow.
@@ -60,12 +59,11 @@ class UnitSum(ExactParamSum):
         flat = self._exact.rounded
         if params[0].dtype != torch.float32:
             flat = torch.empty(flat.numel(), dtype=params[0].dtype, device=self.device)
-        slots = zip(self._plan.offsets, self._plan.numels, strict=True)
-        self._slots = [flat[start : start + numel] for start, numel in slots]
-        self.in_place = flat.dtype == torch.float32
-        self.num_bytes = sum(t.nbytes for t in self._exact.round_tensors()) + flat.nbytes * (
-            not self.in_place
-        )
+        slots = list(zip(self._plan.offsets, self._plan.numels, strict=True))
+        self._rounded = [self._exact.rounded[start : start + numel] for start, numel in slots]
+        is_apart = flat is not self._exact.rounded
+        self._slots = [flat[start : start + numel] for start, numel in slots] if is_apart else self._rounded
+        self.num_bytes = sum(t.nbytes for t in self._exact.round_tensors()) + flat.nbytes * is_apart
 
     def rounds(self, used: Sequence[bool], *, poison: bool) -> Staged:
         """Merge the sums of all ranks, and tell which parameters any of them used; see
@@ -78,24 +76,21 @@ class UnitSum(ExactParamSum):
         self._exact.flags.copy_(send(flags, torch.uint8, self.device))
         return self._exact.rounds()
 
-    def land(self, inv_count: Tensor | None, final: FinalPass) -> Tensor:
-        """Read the norm of the rounded sums, and give every parameter its shard, in memory of this object.
+    def land(self, scale: Tensor | None, final: FinalPass) -> Tensor:
+        """Read the norm of the rounded sums times `scale`, and give every parameter its shard of that, in
+        memory of this object.
 
         Args:
-            inv_count: what is still to be multiplied in, float32 0-dim; None for nothing.
+            scale: float32 0-dim; None for 1.
             final: its `sumsq`, `nonfinite` and `void` are written.
 
         Returns:
             uint8 `[params]`, 0 where no rank has used a parameter.
 
-        Cost: a read of an element, and for narrow ones 4 bytes read and one written.
+        Cost: reads 4 bytes and writes an element.
         """
         flags = self._exact.flags
-        if not self.in_place:
-            self._plan.unpack_(
-                self._slots, self._exact.rounded, self._one if inv_count is None else inv_count
-            )
-        self._norms.read(self._slots, None, self._one, final)
+        self._norms.read(self._rounded, self._slots, self._one if scale is None else scale, final)
         final.void = torch.where((flags == _GAVE_UP).any(), torch.nan, final.void)
         for param, slot in zip(self.params, self._slots, strict=True):
             param.grad = as_gradient(shard_of(slot.view(param.shape), param), param)
@@ -151,8 +146,7 @@ class ExactFSDPReducer(Sharded):
     def reduce(self, header: Header) -> None:
         if header.is_refused():
             check_agreement(header, header.totals(), self.comm)
-        in_place = all(total.in_place for total in self._sums)
-        self._divisor = Divisor(header.inv_count, FP32(), in_place=in_place)
+        self._divisor = Divisor(header.inv_count, FP32(), header.inv_scale)
         self._start(poison=False)
 
     def give_up(self) -> None:
@@ -167,15 +161,14 @@ class ExactFSDPReducer(Sharded):
                 "gradients were not reduced: a collective failed on this rank. Nothing is stepped here, and "
                 "other ranks may have gone on: start all ranks anew, from a checkpoint"
             )
-        inv_count, flags = self._divisor.after_wire(), []
+        scale, flags = self._divisor.after_wire(), []
         for total, work in zip(self._sums, self._works, strict=True):
             work.wait()
-            flags.append(total.land(inv_count, final))
+            flags.append(total.land(scale, final))
         if self._told is not None:
             self._told.drop_unused(self.params)
         else:
             self._drop_flagged(flags)
-        self._divisor.leave_to(final)
         # All ranks have read all of it, and one says it.
         final.sumsq = torch.where(self._speaks, final.sumsq, 0.0)
 

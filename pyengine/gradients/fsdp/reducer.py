@@ -12,11 +12,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from pyengine.gradients import published
 from pyengine.gradients.fsdp.private import reduce_dtype
 from pyengine.gradients.fsdp.replay import Replay
 from pyengine.gradients.fsdp.scattered import Scattered
 from pyengine.gradients.fsdp.sharded import Managed, Sharded
+from pyengine.gradients.published import Published
 from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.slots import Forms, Saved
 from pyengine.gradients.used_anywhere import Told
@@ -50,7 +50,8 @@ class FSDPReducer(Sharded):
         self._travels_as: Wire = settings.wire if waits else FP32()
         self._scattered = Scattered(self.units, self.choices, managed.named)
         self._replay = Replay(managed.model)
-        self._one = torch.ones((), device=self.params[0].device)
+        self._published = Published(self.params)
+        self._nan = torch.full((), torch.nan, dtype=torch.float32, device=self.params[0].device)
         self._divisor: Divisor | None = None
         self._told: Told | None = None
         self._gave_up = False
@@ -106,14 +107,11 @@ class FSDPReducer(Sharded):
     def finish(self, final: FinalPass) -> None:
         """Read `.grad` once: FSDP has waited and written it already."""
         if self._gave_up:
-            final.void = torch.full_like(self._one, torch.nan)
+            final.void = self._nan
         if self._told is not None:
             self._told.drop_unused(self.params)
         self._told = None
-        for params, norms in self.norms:
-            norms.read(published.parts(params), None, self._one, final)
-        if self._divisor is not None:
-            self._divisor.leave_to(final)
+        self._published.read(final, None if self._divisor is None else self._divisor.after_wire())
 
     def blame(self) -> Callable[[int], list[int] | None]:
         return self.unsharded.blame()
@@ -144,8 +142,7 @@ class FSDPReducer(Sharded):
         """Get ready to reduce, behind a header in which ranks agree: FSDP's own collectives would hang."""
         if header.is_refused():
             check_agreement(header, header.totals(), self.comm)
-        # Sums of FSDP's own: nothing rewrites them.
-        self._divisor = Divisor(header.inv_count, self._travels_as, in_place=True)
+        self._divisor = Divisor(header.inv_count, self._travels_as, header.inv_scale)
         self.wire.before = self._divisor.before_wire
         self.wire.memory.begin(header.position[0])
 

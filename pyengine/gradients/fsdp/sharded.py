@@ -7,21 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 
-from pyengine.comm.base import Comm, by_dtype
-from pyengine.gradients import published
+from pyengine.comm.base import Comm
 from pyengine.gradients.fsdp.deferral import Choice
 from pyengine.gradients.fsdp.private import has_run, reduce_dtype
 from pyengine.gradients.fsdp.replay import keep_buffers
 from pyengine.gradients.fsdp.traffic import ShardWire
 from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.fsdp.unsharded import Unsharded
-from pyengine.gradients.param_sums import packed
 from pyengine.gradients.settings import Settings
-from pyengine.gradients.slots import local
-from pyengine.gradients.sums import SlotNorms
 from pyengine.gradients.used_anywhere import UsedAnywhere
 from pyengine.step.stepper import PlainStepper, Stepper
 
@@ -65,7 +61,6 @@ class Sharded:
         held_bytes: what a window holds to communicate less.
         unsharded: what autograd brings.
         used: tells ranks which parameters each of them has used.
-        norms: parameters of each dtype, and the norm of their shards.
         is_clean: whether FSDP has nothing of a window that did not come to its end.
     """
 
@@ -95,12 +90,6 @@ class Sharded:
             watches=watches,
             apart=managed.settings.drops,
         )
-        device = self.params[0].device
-        index = {id(param): i for i, param in enumerate(self.params)}
-        self.norms = []
-        for group in by_dtype(self.params):
-            plan = packed([local(param).numel() for param in group])
-            self.norms.append((group, SlotNorms(plan, [index[id(p)] for p in group], device)))
         self.is_clean = True
         self._put_back: Callable[[], None] | None = None
 
@@ -138,10 +127,6 @@ class Sharded:
 
     def forget_strays(self) -> None:
         self.unsharded.strays.clear()
-
-    def scale_(self, scale: Tensor) -> None:
-        for params, norms in self.norms:
-            norms.scale_(published.parts(params), scale)
 
     def release(self, *, keeps_grad: bool) -> None:
         """Leave the units as they were; they reduce in every backward again."""

@@ -1,0 +1,342 @@
+"""`.grad` is the mean over the window wherever user code can look, and what stands there is what an optimizer
+uses, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from sharded_cases import Chain, batch, loss_of, sharded, whole_grads
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_pre_hook as register_global_pre_hook,
+)
+
+import pyengine as pe
+
+KINDS = ("own", "own-native", "own-exact", "attach", "attach-view")
+
+
+def _window(sync: pe.Sync, forward: nn.Module, number: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Run a window of two micro-batches of three items a rank; return those of all ranks."""
+    rank, world = me()
+    for k in range(2):
+        with sync.accumulate():
+            sync.backward(forward(*integers(100 * number + 10 * rank + k)), count=3)
+    return [integers(100 * number + 10 * r + k) for r in range(world) for k in range(2)]
+
+
+def _looks(kind: str, dtype: torch.dtype, wire: torch.dtype, is_scaled: bool) -> None:
+    model = Integers(dtype)
+    sync, forward = engine(kind, model, accumulate=2, wire=wire)
+    if is_scaled:
+        sync.scaler = pe.GradScaler("cpu", init_scale=2.0**7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for number in range(3):
+        batches = _window(sync, forward, number)
+        mean = mean_of_integers(model, batches, 3 * len(batches))
+        assert_same(grads(model), mean)
+        norm = sync.clip_grad_norm_(1e9)
+        assert_same(grads(model), mean)
+        whole = torch.stack([g.double().norm() for g in mean.values()]).norm()
+        assert norm.item() == pytest.approx(whole.item(), rel=1e-12)
+        factor = (norm / 2 / (norm + 1e-6)).float()
+        sync.clip_grad_norm_(norm / 2)
+        clipped = {name: (g.float() * factor).to(dtype) for name, g in mean.items()}
+        assert_same(grads(model), clipped)
+        assert sync.step(optimizer)
+        assert_same(grads(model), clipped)  # until the next window opens
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "dtype", "wire", "is_scaled"),
+    [
+        *((world, "own", torch.float32, torch.float32, False) for world in (1, 3, 4)),
+        *((2, kind, torch.float32, torch.float32, True) for kind in KINDS),
+        (1, "attach", torch.float32, torch.float32, False),
+        (3, "attach", torch.bfloat16, torch.float32, False),
+        (2, "attach-view", torch.float32, torch.bfloat16, False),
+        (2, "own", torch.bfloat16, torch.float32, False),
+        (2, "own", torch.bfloat16, torch.bfloat16, True),
+        (2, "own", torch.float32, torch.bfloat16, False),
+        (2, "own-native", torch.bfloat16, torch.bfloat16, False),
+        (2, "own-exact", torch.bfloat16, torch.float32, True),
+    ],
+    ids=str,
+)
+def test_grad_is_the_mean_and_behind_clipping_the_clipped_mean(ranks, world, kind, dtype, wire, is_scaled):
+    ranks(world).run(_looks, kind, dtype, wire, is_scaled)
+
+
+def _sharded_looks(kind: str, accumulator: str, is_scaled: bool) -> None:
+    rank, world = me()
+    sync, model = sharded(kind, accumulate=2, accumulator=accumulator)
+    if is_scaled:
+        sync.scaler = pe.GradScaler("cpu", init_scale=2.0**7)
+    twin = Chain(torch.float64)
+    for number in range(2):
+        for k in range(2):
+            with sync.accumulate():
+                sync.backward(loss_of(model, batch(100 * number + 10 * rank + k)), count=3)
+        twin.zero_grad()
+        for seed in [100 * number + 10 * r + k for r in range(world) for k in range(2)]:
+            x, t = batch(seed)
+            loss_of(twin, (x.double(), t.double())).backward()
+        inverse = torch.tensor(1 / (6 * world), dtype=torch.float64).float()
+        mean = {n: None if p.grad is None else p.grad.float() * inverse for n, p in twin.named_parameters()}
+        assert_same(whole_grads(model), mean)
+        norm = sync.clip_grad_norm_(1e9)
+        factor = (norm / 2 / (norm + 1e-6)).float()
+        sync.clip_grad_norm_(norm / 2)
+        clipped = {name: None if g is None else g * factor for name, g in mean.items()}
+        assert_same(whole_grads(model), clipped)
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+        assert_same(whole_grads(model), clipped)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "accumulator", "is_scaled"),
+    [
+        ("flat", 1, "fp32", True),
+        ("nested", 2, "fp32", False),
+        ("nested", 2, "exact", True),
+        ("replicate", 3, "fp32", False),
+        ("hsdp", 4, "exact", False),
+    ],
+)
+def test_grad_of_a_sharded_model_is_the_mean(ranks, world, kind, accumulator, is_scaled):
+    ranks(world).run(_sharded_looks, kind, accumulator, is_scaled)
+
+
+def _flushed(kind: str) -> None:
+    model = Integers(torch.float32)
+    sync, forward = engine(kind, model, accumulate=4)
+    batches = _window(sync, forward)
+    sync.flush()
+    assert_same(grads(model), mean_of_integers(model, batches, 3 * len(batches)))
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_flush_leaves_the_mean(ranks, kind):
+    ranks(2).run(_flushed, kind)
+
+
+# ---- what the user makes of gradients ----
+
+
+def _mul(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.grad.mul_(0.5)
+
+
+def _replace(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.grad = torch.nan_to_num(param.grad) + 0.25
+
+
+def _exchange_data(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.grad.data = param.grad.data * 3
+
+
+def _clip_as_torch(params: list[nn.Parameter]) -> None:
+    nn.utils.clip_grad_norm_(params, 0.5)
+
+
+def _transpose(params: list[nn.Parameter]) -> None:
+    """A gradient of strides that no core can address."""
+    params[0].grad = params[0].grad.t().contiguous().t()
+
+
+EDITS = (_mul, _replace, _exchange_data, _clip_as_torch, _transpose)
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.5, fused=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+}
+
+
+def _edited(kind: str, edit: Callable[[list[nn.Parameter]], None], name: str, clips: bool) -> None:
+    model, twin = Integers(torch.float32), Integers(torch.float32)
+    sync, forward = engine(kind, model, accumulate=2)
+    ours, plain = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](twin.parameters())
+    for number in range(2):
+        batches = _window(sync, forward, number)
+        mean = mean_of_integers(model, batches, 3 * len(batches))
+        for key, param in twin.named_parameters():
+            param.grad = mean[key].clone()
+        edit(list(model.parameters()))
+        edit(list(twin.parameters()))
+        if clips:
+            norm = sync.clip_grad_norm_(0.3)
+            want = nn.utils.clip_grad_norm_(twin.parameters(), 0.3)
+            assert norm.item() == pytest.approx(want.item(), rel=1e-6)
+        assert sync.step(ours)
+        plain.step()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            # The factor of clipping is of one rounding more or less, and so is a gradient.
+            torch.testing.assert_close(p, q, rtol=2**-22 if clips else 0, atol=2**-22 if clips else 0)
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__.strip("_"))
+@pytest.mark.parametrize(
+    ("kind", "name"), [("own", "sgd fused"), ("own-exact", "sgd"), ("attach-view", "adamw fused")]
+)
+def test_what_the_user_makes_of_gradients_is_what_the_optimizer_uses(ranks, kind, edit, name, clips):
+    ranks(2).run(_edited, kind, edit, name, clips)
+
+
+def _moved_there_and_back() -> None:
+    model = nn.Linear(3, 2)
+    sync = pe.GradSync(model, accumulate=1)
+    before = model.weight.detach().clone()
+    sync.backward(model(torch.ones(10, 3)).sum(), count=10)
+    model.double().float()
+    sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
+    assert torch.equal(before - model.weight, torch.ones(2, 3))
+
+
+def test_a_cast_of_the_model_and_back_keeps_the_mean(ranks):
+    ranks(2).run(_moved_there_and_back)
+
+
+# ---- how an optimizer is stepped ----
+
+
+class _Forwards:
+    """A wrapper as Lightning Fabric's: reading goes to the optimizer, writing does not."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._optimizer, name)
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+
+def _one_step(make: Callable[[nn.Module], object], *, is_bad: bool = False) -> tuple[bool, Tensor]:
+    """Return whether a window of mean 1 stepped, and how far the parameters went."""
+    model = nn.Linear(3, 2, bias=False)
+    sync = pe.GradSync(model, accumulate=1)
+    before = model.weight.detach().clone()
+    loss = model(torch.ones(10, 3)).sum()
+    sync.backward(loss * torch.nan if is_bad else loss, count=10)
+    stepped = sync.step(make(model))
+    return bool(stepped), before - model.weight.detach()
+
+
+def _fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+
+
+class _Clips(torch.optim.SGD):
+    """A subclass that clips by itself, before torch's own step."""
+
+    def step(self, closure: object = None) -> None:
+        nn.utils.clip_grad_value_([p for group in self.param_groups for p in group["params"]], 0.5)
+        super().step()
+
+
+def _clipping(model: nn.Module) -> torch.optim.Optimizer:
+    return _Clips(model.parameters(), lr=1.0, fused=True)
+
+
+def _hooked(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = _fused(model)
+    optimizer.register_step_pre_hook(
+        lambda optimizer, *_: nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 0.5)
+    )
+    return optimizer
+
+
+def _partly_fused(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.0, fused=True)
+    optimizer.param_groups[0]["fused"] = False  # as a resumed checkpoint says
+    return optimizer
+
+
+def _scaled_by_the_user(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = _fused(model)
+    optimizer.grad_scale = torch.tensor(4.0)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "want"),
+    [
+        (lambda model: _Forwards(_fused(model)), 1.0),
+        (_clipping, 0.5),
+        (_hooked, 0.5),
+        (_partly_fused, 1.0),
+        (_scaled_by_the_user, 0.25),
+    ],
+    ids=["wrapper", "subclass", "pre-hook", "partly fused", "grad_scale"],
+)
+def test_an_optimizer_that_is_not_torchs_own_fused_one_sees_the_mean(make, want):
+    stepped, went = _one_step(make)
+    assert stepped
+    torch.testing.assert_close(went, torch.full((2, 3), want), rtol=0, atol=1e-6)  # AdamW's eps of 1e-8
+    stepped, went = _one_step(make, is_bad=True)
+    assert not stepped
+    assert not went.any()
+
+
+def test_a_global_hook_sees_the_mean():
+    seen = []
+    handle = register_global_pre_hook(
+        lambda optimizer, *_: seen.append(optimizer.param_groups[0]["params"][0].grad.clone())
+    )
+    try:
+        _one_step(_fused)
+    finally:
+        handle.remove()
+    assert torch.equal(seen[0], torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_second_step_uses_the_same_mean(fused):
+    model = nn.Linear(3, 2, bias=False)
+    sync = pe.GradSync(model, accumulate=1)
+    before = model.weight.detach().clone()
+    sync.backward(model(torch.ones(10, 3)).sum(), count=10)
+    first, second = (torch.optim.SGD(model.parameters(), lr=1.0, fused=fused) for _ in range(2))
+    sync.step(first)
+    sync.unscale_()
+    sync.step(second)
+    torch.testing.assert_close(before - model.weight, torch.full((2, 3), 2.0), rtol=0, atol=1e-6)
+
+
+def _clipped_step(kind: str, name: str) -> None:
+    ends = []
+    for at_once in (False, True):
+        model = Integers(torch.float32)
+        sync, forward = engine(kind, model, accumulate=2)
+        records: list[pe.StepRecord] = []
+        sync.on_step(records.append)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        for number in range(2):
+            _window(sync, forward, number)
+            if at_once:
+                assert sync.step(optimizer, max_norm=0.5)
+            else:
+                sync.clip_grad_norm_(0.5)
+                assert sync.step(optimizer)
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        assert norm.item() == pytest.approx(0.5, rel=1e-5)
+        ends.append(([p.detach().clone() for p in model.parameters()], [r.grad_norm for r in records]))
+        sync.close()
+    (first, norms), (second, same) = ends
+    assert all(map(torch.equal, first, second))
+    assert norms == same and min(norms) > 0.5
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_step_clips_and_steps_in_one_call(ranks, kind, name):
+    ranks(2).run(_clipped_step, kind, name)

@@ -1,0 +1,139 @@
+"""Optimizers of different rhythm over one engine: a gradient is kept until an optimizer has used it."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from cases import engine, me
+from torch import Tensor, nn
+
+import pyengine as pe
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast = nn.Parameter(torch.zeros(3))
+        self.slow = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.fast * x[:, :3]).sum() + (self.slow * x[:, 3:]).sum()
+
+
+def _data(window: int, rank: int, *, is_bad: bool = False) -> Tensor:
+    x = torch.arange(5.0).repeat(2, 1) + 4 * window + rank
+    return x * torch.nan if is_bad else x
+
+
+def _runs(kind: str, wraps: bool, bad: int = -1, *, clears: bool = False) -> None:
+    """The slow optimizer steps in every second window; compare with one process of plain PyTorch."""
+    rank, world = me()
+    model, twin = Pair(), Pair()
+    sync, forward = engine(kind, model, accumulate=1)
+    fast, slow = torch.optim.SGD([model.fast], lr=1.0), torch.optim.SGD([model.slow], lr=1.0)
+    plain_fast, plain_slow = torch.optim.SGD([twin.fast], lr=1.0), torch.optim.SGD([twin.slow], lr=1.0)
+    due = sync.wrap(slow) if wraps else None
+    for window in range(6):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with sync.accumulate():
+                sync.backward(forward(_data(window, rank, is_bad=window == bad)), count=2)
+        sync.step(fast)
+        if window != bad:
+            sum(twin(_data(window, r)) for r in range(world)).div(2 * world).backward()
+            plain_fast.step()
+        plain_fast.zero_grad()
+        if window % 2:
+            due.step() if due is not None else sync.step(slow)
+            if window != bad:
+                plain_slow.step()
+                plain_slow.zero_grad()
+        elif clears:
+            (due or slow).zero_grad()
+            plain_slow.zero_grad()
+    assert torch.equal(model.fast, twin.fast)
+    assert torch.equal(model.slow, twin.slow)
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "wraps", "clears"),
+    [
+        (1, "own", False, False),
+        (2, "own", True, False),
+        (2, "own", True, True),
+        (3, "own-exact", False, False),
+        (1, "attach", False, True),
+        (2, "attach", False, False),
+        (2, "attach-view", True, False),
+    ],
+)
+def test_a_slow_optimizer_steps_on_all_windows_since_its_last_step(ranks, world, kind, wraps, clears):
+    ranks(world).run(_runs, kind, wraps, clears=clears)
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_a_skipped_window_leaves_what_was_kept_before_it(ranks, kind):
+    ranks(2).run(_runs, kind, False, 2)
+
+
+@pytest.mark.filterwarnings("ignore:step 'slow' too")
+def test_a_state_holds_what_was_kept():
+    model, resumed = Pair(), Pair()
+    sync = pe.GradSync(model, accumulate=1)
+    with sync.accumulate():
+        sync.backward(model(_data(0, 0)), count=2)
+    sync.step(torch.optim.SGD([model.fast], lr=1.0))
+    state, params = sync.state_dict(), model.state_dict()
+    resumed.load_state_dict(params)
+    other = pe.GradSync(resumed, accumulate=1)
+    other.load_state_dict(state)
+    ends = []
+    for engine_, its in ((sync, model), (other, resumed)):
+        with engine_.accumulate():
+            engine_.backward(its(_data(1, 0)), count=2)
+        engine_.step(torch.optim.SGD(its.parameters(), lr=1.0))
+        ends.append(its.slow.detach().clone())
+    assert torch.equal(*ends)
+    assert torch.equal(ends[0], -(_data(0, 0)[0, 3:] + _data(1, 0)[0, 3:]))
+
+
+def test_gradients_that_no_optimizer_has_ever_used_are_named_once():
+    model = Pair()
+    sync = pe.GradSync(model, accumulate=1)
+    fast = torch.optim.SGD([model.fast], lr=1.0)
+    for number in range(4):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with sync.accumulate():
+                sync.backward(model(_data(0, 0)), count=2)
+            sync.step(fast)
+        said = [str(warning.message) for warning in caught]
+        assert [text.startswith("step 'slow' too, set .grad to None, or freeze") for text in said] == (
+            [True] if number == 1 else []
+        )
+
+
+def _cleared_on_one_rank() -> str:
+    rank, _ = me()
+    model = Pair()
+    sync = pe.GradSync(model, accumulate=1)
+    fast = torch.optim.SGD([model.fast], lr=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for window in range(2):
+            try:
+                with sync.accumulate():
+                    sync.backward(model(_data(window, rank)), count=2)
+                sync.step(fast)
+            except RuntimeError as error:
+                return str(error)
+            if rank == 0:
+                model.slow.grad = None
+    return ""
+
+
+def test_ranks_that_keep_different_gradients_are_refused(ranks):
+    said = ranks(2).run(_cleared_on_one_rank)
+    assert all("ranks keep different gradients of the window before" in text for text in said), said
