@@ -2,8 +2,8 @@
 [--save].
 
 Four micro-batches of bf16 gradients, summed in fp32, no network. Bytes an element are counted from what each
-pass must read and write; the roof is 36 bytes, 10 A - 4 for A = 4, at the copy rate. `share` is that roof
-over the time.
+pass must read and write; the roof is 36 bytes, 10 A - 4 for A = 4, at the copy rate: nothing scaled, nothing
+clipped, all in the passes that add. `share` is that roof over the time.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ F32, BF16 = torch.float32, torch.bfloat16
 OURS, OURS_F32 = "pyengine", "pyengine, fp32 wire"
 TORCH, SEPARATE = "torch", "separate passes"
 NUM_BYTES = {
-    OURS: 6 + 10 + 10 + 8 + 2,  # store; add twice; add, scale and cast; norm and check
-    OURS_F32: 6 + 10 + 10 + 10 + 4,  # store; add three times; norm and check
+    OURS: 6 + 10 + 10 + 8 + 4 + 4,  # store; add twice; add and cast; scale, norm and check; clip
+    OURS_F32: 6 + 10 + 10 + 10 + 8 + 8,  # store; add three times; scale, norm and check; clip
     TORCH: 4 + 4 * 10 + 6 + 2 + 4,  # zero; add; scale and cast; norm and check; clip
     SEPARATE: 4 + 4 * 10 + 4 + 8 + 4 + 8,  # zero; add; check; scale; norm; clip: all in fp32
 }
@@ -70,7 +70,7 @@ class Window:
 
 
 class Ours:
-    """The engine's calls. Clipping stays a pending scalar that a fused optimizer applies."""
+    """The engine's calls: one pass divides and takes the norm, one clips."""
 
     def __init__(self, window: Window, wire_dtype: torch.dtype) -> None:
         slots, plan = window.slots, window.plan
@@ -89,15 +89,13 @@ class Ours:
             plan.accumulate_(self.acc, grads, one, first=index == 0, nonfinite=self.flags)
         if self.wire is self.acc:
             plan.accumulate_(self.acc, last, one, first=False, nonfinite=self.flags)
-            pending = self.inv_count.double()
         else:
-            plan.accumulate_cast_(
-                self.wire, self.acc, last, one, self.inv_count, first=False, nonfinite=self.flags
-            )
-            pending = one.double()
-        plan.unscale_norm(self.wire_slots, None, one, sumsq=self.sumsq, nonfinite=self.flags)
-        norm = self.sumsq.cumsum(0)[-1].sqrt() * pending
-        self.pending = pending * (MAX_NORM / (norm + 1e-6)).clamp(max=1.0)
+            plan.accumulate_cast_(self.wire, self.acc, last, one, one, first=False, nonfinite=self.flags)
+        results = self.wire_slots
+        plan.unscale_norm(results, results, self.inv_count, sumsq=self.sumsq, nonfinite=self.flags)
+        norm = self.sumsq.cumsum(0)[-1].sqrt()
+        factor = (MAX_NORM / (norm + 1e-6)).clamp(max=1.0).float()
+        plan.unscale_norm(results, results, factor, sumsq=self.sumsq, nonfinite=self.flags)
         return norm
 
 
