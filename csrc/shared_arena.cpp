@@ -50,8 +50,8 @@ SharedArena::SharedArena(int descriptor, int rank, int world_size)
     : file_(std::make_shared<SharedFile>(descriptor, rank, world_size)), rank_(rank), world_size_(world_size) {}
 
 std::shared_ptr<SharedBlock> SharedArena::allocate(int64_t bytes) {
-  const std::lock_guard lock(mutex_);
   auto block = std::make_shared<SharedBlock>(file_, bytes, world_size_);
+  const std::lock_guard lock(mutex_);
   std::erase_if(blocks_, [](const auto& other) { return other.expired(); });
   blocks_.push_back(block);
   return block;

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstring>
 #include <mutex>
 #include <set>
 #include <stdexcept>
@@ -36,7 +37,8 @@ void* map(int descriptor, int64_t offset, int64_t bytes) {
   return data;
 }
 
-// The blocks of this process, for a fork: the child must not write to its parent's.
+// The blocks of this process, for a fork: the child has copies of them, made before it exists, since the file changes
+// on.
 struct Blocks {
   std::mutex mutex;
   std::set<SharedBlock*> all;
@@ -49,11 +51,19 @@ Blocks& blocks() {
 }
 
 Blocks::Blocks() {
-  pthread_atfork([] { blocks().mutex.lock(); }, [] { blocks().mutex.unlock(); },
-                 [] {
-                   for (SharedBlock* block : blocks().all) block->part();
-                   blocks().mutex.unlock();
-                 });
+  pthread_atfork(
+      [] {
+        blocks().mutex.lock();
+        for (SharedBlock* block : blocks().all) block->copy_for_fork();
+      },
+      [] {
+        for (SharedBlock* block : blocks().all) block->drop_copy();
+        blocks().mutex.unlock();
+      },
+      [] {
+        for (SharedBlock* block : blocks().all) block->become_copy();
+        blocks().mutex.unlock();
+      });
 }
 
 }  // namespace
@@ -71,13 +81,21 @@ bool SharedFile::is_mine() const { return getpid() == pid_; }
 
 int64_t SharedFile::size(int world_size) { return control_bytes(world_size) + world_size * kRegionBytes; }
 
-int64_t SharedFile::take(int64_t bytes) {
+int64_t SharedFile::next_offset(int64_t bytes) {
+  const std::lock_guard lock(mutex_);
   if (taken_ + bytes > kRegionBytes) throw std::runtime_error("a rank's region of shared memory is used up");
   const int64_t offset = control_bytes_ + rank_ * kRegionBytes + taken_;
+  taken_ += bytes;
+  return offset;
+}
+
+int64_t SharedFile::take(int64_t bytes) {
+  // Before the lock, which another thread of the parent may have held at the fork.
+  if (!is_mine()) throw std::runtime_error("the region of shared memory is of the process that this one was forked from");
+  const int64_t offset = next_offset(bytes);
   // Now, not at the first access, where a lack of memory would be a signal.
   while (fallocate(descriptor_, 0, offset, bytes))
     if (errno != EINTR) fail("fallocate of shared memory");
-  taken_ += bytes;
   return offset;
 }
 
@@ -116,9 +134,27 @@ void* SharedBlock::peer(int rank, int64_t offset, int64_t bytes) {
   return mapped->data;
 }
 
-void SharedBlock::part() {
-  mmap(mapping_.data, static_cast<size_t>(mapping_.bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED,
-       file_->descriptor(), mapping_.offset);
+void SharedBlock::copy_for_fork() {
+  if (is_copy_) return;  // a fork's own fork copies it on write
+  const auto size = static_cast<size_t>(mapping_.bytes);
+  copy_ = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (copy_ != MAP_FAILED) std::memcpy(copy_, mapping_.data, size);
+}
+
+void SharedBlock::drop_copy() {
+  if (copy_ != MAP_FAILED) munmap(copy_, static_cast<size_t>(mapping_.bytes));
+  copy_ = MAP_FAILED;
+}
+
+void SharedBlock::become_copy() {
+  if (is_copy_) return;
+  const auto size = static_cast<size_t>(mapping_.bytes);
+  if (copy_ != MAP_FAILED)
+    mremap(copy_, size, size, MREMAP_MAYMOVE | MREMAP_FIXED, mapping_.data);
+  else  // there was no memory for a copy: pages follow the parent's until they are written
+    mmap(mapping_.data, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, file_->descriptor(), mapping_.offset);
+  copy_ = MAP_FAILED;
+  is_copy_ = true;
 }
 
 }  // namespace pyengine

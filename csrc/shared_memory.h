@@ -2,9 +2,12 @@
 // mapped, so nothing outlives the processes. Each of them takes blocks from a region of its own and maps others' where
 // it needs them. Linux; the file is made and opened by pyengine/comm/arena.py.
 #pragma once
+#include <sys/mman.h>
+
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 namespace pyengine {
@@ -42,15 +45,19 @@ class SharedFile {
   SharedPlace& place(int rank) const { return reinterpret_cast<SharedPlace*>(&control() + 1)[rank]; }
   int descriptor() const { return descriptor_; }
   bool is_mine() const;      // false in a process that was forked from the one that made this
-  int64_t take(int64_t bytes);  // reserves pages of this process's region, which are zero; their offset
+  // Reserves pages of this process's region, which are zero; their offset. Called by any thread; a fork has no region.
+  int64_t take(int64_t bytes);
 
   // Bytes that the file must have.
   static int64_t size(int world_size);
 
  private:
+  int64_t next_offset(int64_t bytes);
+
   const int descriptor_, rank_, pid_;
   const int64_t control_bytes_;
-  int64_t taken_ = 0;
+  std::mutex mutex_;
+  int64_t taken_ = 0;  // by the mutex
   void* control_;
 };
 
@@ -66,7 +73,7 @@ class SharedMapping {
   void* const data;
 };
 
-// Memory of this process that the others can see. A forked process sees what it was, and writes to a copy.
+// Memory of this process that the others can see. A forked process has a copy of what it was at the fork.
 class SharedBlock {
  public:
   SharedBlock(std::shared_ptr<SharedFile> file, int64_t bytes, int world_size);
@@ -80,13 +87,17 @@ class SharedBlock {
   bool holds(const void* begin, int64_t num_bytes) const;
   // Another process's block, which meets this one in collectives: mapped until another one does, or this one goes.
   void* peer(int rank, int64_t offset, int64_t bytes);
-  // In a process that has just been forked.
-  void part();
+  // Around a fork: before it, behind it in the parent, and behind it in the child.
+  void copy_for_fork();
+  void drop_copy();
+  void become_copy();
 
  private:
   const std::shared_ptr<SharedFile> file_;
   const int64_t bytes_;
   SharedMapping mapping_;
+  void* copy_ = MAP_FAILED;  // during a fork
+  bool is_copy_ = false;     // in a fork
   std::vector<std::unique_ptr<SharedMapping>> peers_;
 };
 

@@ -1,5 +1,11 @@
 // Every op on the core's own threads, by two callers at once, as ThreadSanitizer sees it; results must have the bits of
-// one thread. `pool race` lets two threads write one number: the sanitizer must end that.
+// one thread. Then arenas of two ranks, which one thread each serves while others allocate. `pool race` lets two threads
+// write one number: the sanitizer must end that.
+#ifdef PYENGINE_SHARED
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
 #include <cstdio>
 #include <cstring>
 #include <thread>
@@ -7,6 +13,9 @@
 
 #include "cpu/dispatch.h"
 #include "plan.h"
+#ifdef PYENGINE_SHARED
+#include "shared_arena.h"
+#endif
 #include "torch_shim.h"
 
 namespace at {
@@ -117,6 +126,39 @@ bool runs_alike(const char* isa, const BucketPlan& plan) {
   return same;
 }
 
+#ifdef PYENGINE_SHARED
+// Sums over two ranks in memory that has to be copied, while another thread takes blocks.
+bool arenas_sum() {
+  const int made = memfd_create("pool", 0);
+  if (made < 0 || ftruncate(made, SharedFile::size(2))) return false;
+  SharedArena one(dup(made), 0, 2), two(dup(made), 1, 2);
+  auto serve = [](SharedArena& arena) { arena.serve([](double) {}, [](const std::shared_ptr<SharedJob>&) {}); };
+  std::thread first(serve, std::ref(one)), second(serve, std::ref(two));
+  bool is_zero = true;
+  std::thread other([&] {
+    for (int block = 0; block < 20; ++block) {
+      const auto taken = one.allocate(1 << 20);
+      for (int64_t i = 0; i < taken->bytes(); i += 512) is_zero &= !static_cast<const char*>(taken->data())[i];
+    }
+  });
+  bool is_sum = true;
+  for (int turn = 0; turn < 20; ++turn) {
+    std::vector<float> left(1000, 1.0f), right(1000, 2.0f);
+    const auto a = one.submit(left.data(), 1000, SharedKind::sum_f32);
+    const auto b = two.submit(right.data(), 1000, SharedKind::sum_f32);
+    is_sum &= one.wait(*a, 60) && two.wait(*b, 60) && left[999] == 3.0f && right[0] == 3.0f;
+  }
+  other.join();
+  one.close(), two.close();
+  first.join(), second.join();
+  close(made);
+  std::printf("arenas: done\n");
+  return is_zero && is_sum;
+}
+#else
+bool arenas_sum() { return true; }
+#endif
+
 int race() {
   at::set_num_threads(2);
   int number = 0;
@@ -139,5 +181,5 @@ int main(int argc, char** argv) {
     for (int64_t largest : {int64_t{100000}, int64_t{2200000}}) same &= runs_alike(isa, make_plan(largest));
     std::printf("%s: done\n", isa);
   }
-  return !same;
+  return !(same && arenas_sum());
 }

@@ -299,3 +299,69 @@ def test_a_file_of_another_process_is_not_taken_for_the_one_that_was_offered():
     with pytest.raises(OSError, match="another process"):
         offer.open()
     offer.withdraw()
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_a_collectives_own_memory_is_no_block_that_is_allocated_at_the_same_time(attempt):
+    """Pages of a large block take milliseconds, in which the arena's thread needs some to copy through."""
+    with _arenas(2) as arenas:
+        made: list[Tensor] = []
+        allocates = threading.Thread(target=lambda: made.append(arenas[0].allocate(2**24, torch.float32)))
+        works = [_reduce(arenas[0], torch.ones(1000))]
+        allocates.start()
+        works.append(_reduce(arenas[1], torch.ones(1000)))
+        for work in works:
+            work.wait(ALIVE)
+        allocates.join()
+        assert not made[0].any()
+
+
+def _in_fork(body: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None) -> bool:
+    """Whether `body` returns True in a fork of this process, which does `meanwhile`."""
+    child = os.fork()
+    if not child:
+        is_right = False
+        try:
+            is_right = body()
+        finally:
+            os._exit(not is_right)
+    meanwhile()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_fork_keeps_what_was_there_and_its_own_fork_too():
+    with _arenas(1) as (arena,):
+        flat = arena.allocate(5000, torch.float32).fill_(3.0)
+        is_changed, changed = os.pipe()
+
+        def child() -> bool:
+            os.read(is_changed, 1)
+            is_kept = bool((flat == 3.0).all())
+            flat.fill_(5.0)
+            return is_kept and _in_fork(lambda: bool((flat == 5.0).all()))
+
+        def parent() -> None:
+            flat.fill_(7.0)
+            os.write(changed, b"!")
+
+        assert _in_fork(child, parent)
+        assert (flat == 7.0).all()
+
+
+def test_a_fork_allocates_memory_of_its_own():
+    with _arenas(1) as (arena,):
+        is_made, made = os.pipe()
+        flats: list[Tensor] = []
+
+        def child() -> bool:
+            mine = arena.allocate(5000, torch.float32)
+            os.read(is_made, 1)
+            mine.fill_(7.0)
+            return True
+
+        def parent() -> None:
+            flats.append(arena.allocate(5000, torch.float32))
+            os.write(made, b"!")
+
+        assert _in_fork(child, parent)
+        assert not flats[0].any()
