@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from pyengine.ops import exact_reference, native
 from pyengine.ops.exact_reference import BLOCK
 from pyengine.ops.overlap import check_into
 from pyengine.ops.plan import BucketPlan
-from pyengine.ops.pointers import DTYPE_CODES, Pointers, TensorList, check_each, check_flat
+from pyengine.ops.pointers import DTYPE_CODES, Pointers, TensorList, check_dense, check_each, check_flat
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -111,9 +111,6 @@ class ExactSum:
         self.limbs, self.bins = limbs, bins
         self.hi, self.lo = limbs
         self._plan, self._runner = plan, plan._runner(limbs.device)
-        if self._runner is not None:
-            hi, lo, places = (limb.data_ptr() for limb in self._limbs)
-            self._native = native._core.ExactSum(hi, lo, places, bins.numel(), self.width)
 
     def __repr__(self) -> str:
         return f"ExactSum({self._plan}, width {self.width}, on {self.hi.device})"
@@ -192,7 +189,7 @@ class ExactSum:
             return exact_reference.deposit_(
                 self._plan._slots, self._limbs, sources.tensors, self.width, first=first, nonfinite=nonfinite
             )
-        self._runner.exact_deposit_(self._native, sources.table, first, nonfinite.data_ptr())
+        self._runner.exact_deposit_(self._native(), sources.table, first, nonfinite.data_ptr())
 
     def align_(self, bins: Tensor) -> None:
         """Shift the limbs of every block to a larger bin, as if all terms had been deposited there.
@@ -214,7 +211,7 @@ class ExactSum:
         check_each("bins", bins, torch.uint8, self.bins.numel(), self.hi.device, of="block")
         if self._runner is None:
             return exact_reference.align_(self._limbs, bins)
-        self._runner.exact_align_(self._native, bins.data_ptr())
+        self._runner.exact_align_(self._native(), bins.data_ptr())
 
     def merge_(self, other: ExactSum) -> None:
         """Add another sum, as if its terms had been deposited here; it is aligned with this one by it.
@@ -266,7 +263,16 @@ class ExactSum:
         self._check_place(out)
         if self._runner is None:
             return exact_reference.round_(self._limbs, out, self.width)
-        self._runner.exact_round_(self._native, out.data_ptr(), DTYPE_CODES[out.dtype])
+        self._runner.exact_round_(self._native(), out.data_ptr(), DTYPE_CODES[out.dtype])
+
+    def _native(self) -> Any:
+        """Return the sum as the core has it, for one call: the limbs may be `.grad`, whose storage a user may
+        move (`share_memory_()`).
+        """
+        for name, limb in zip(("hi", "lo", "bins"), self._limbs, strict=True):
+            check_dense(name, limb)
+        hi, lo, places = (limb.data_ptr() for limb in self._limbs)
+        return native._core.ExactSum(hi, lo, places, self.bins.numel(), self.width)
 
     @property
     def _limbs(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -84,8 +84,7 @@ class BucketPlan:
         """Check a list of tensors once, for many calls.
 
         Args:
-            tensors: one entry a slot. The result keeps them alive; an op refuses it once a tensor has other
-                memory.
+            tensors: one entry a slot. The result keeps them alive, and ops follow a tensor to other memory.
 
         Cost: nothing on the device; one launch for more than 256 CUDA tensors.
 

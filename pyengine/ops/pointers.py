@@ -55,8 +55,9 @@ class Upload:
 class Pointers:
     """The checked tensors of one plan's slots; make it with `BucketPlan.pointers`.
 
-    Keeps the tensors alive, whose memory stays the caller's. An op refuses it once a tensor has other memory
-    (`.data =`, `resize_`): make it anew then.
+    Keeps the tensors alive, whose memory stays the caller's. Where a tensor has other memory by now
+    (`.data =`, `share_memory_()`), each op checks the list and reads the addresses anew: make it anew to
+    save that.
     """
 
     tensors: TensorList  # [n], any shapes
@@ -109,7 +110,7 @@ def _describe(tensor: object) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)}{layout} on {tensor.device}"
 
 
-def _check_dense(name: str, tensor: torch.Tensor) -> None:
+def check_dense(name: str, tensor: torch.Tensor) -> None:
     """Check that a tensor's elements are what lies at its address, one after the other."""
     if native.can_gather() and native._core.is_plain(tensor, PLAIN):
         return  # the core finds all that is wanted below, in a fifth of the time
@@ -171,7 +172,7 @@ def check_tensor(
     Raises:
         ValueError, TypeError: with `name`, what it is and what is needed.
     """
-    _check_dense(name, tensor)
+    check_dense(name, tensor)
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} is {_describe(tensor)}; needed dtype {' or '.join(map(str, dtypes))}")
     if tensor.dim() != 1 or tensor.numel() < numel:
@@ -208,7 +209,7 @@ def check_rows(
         What lies between its first and its last element: a view, 1-D.
     """
     span = _span_of_rows(tensor)
-    _check_dense(name, span)
+    check_dense(name, span)
     if tensor.dtype != dtype or tensor.device != device:
         raise TypeError(f"{name} is {_describe(tensor)}; needed {dtype} on {device}, where the others are")
     if tensor.dim() != 2 or tensor.shape[0] < 1 or tensor.shape[1] != numel:
@@ -244,7 +245,7 @@ def check_scale(name: str, scale: torch.Tensor, device: torch.device) -> None:
     """Check a scale: float32 [] on `device`."""
     if not isinstance(scale, torch.Tensor):
         raise TypeError(f"{name} is {_describe(scale)}; needed a 0-dim tensor: torch.tensor({scale!r})")
-    _check_dense(name, scale)
+    check_dense(name, scale)
     if scale.dim() != 0 or scale.dtype != torch.float32 or scale.device != device:
         raise ValueError(f"{name} is {_describe(scale)}; needed a 0-dim torch.float32 on {device}")
 
@@ -260,7 +261,7 @@ def _check_slots(
         if tensor is None:
             continue
         entry = f"{name}[{index}]"
-        _check_dense(entry, tensor)
+        check_dense(entry, tensor)
         if tensor.dtype not in DTYPE_CODES:
             raise TypeError(f"{entry} is {_describe(tensor)}; needed dtype {' or '.join(map(str, _DTYPES))}")
         if tensor.numel() != numel:
@@ -272,22 +273,6 @@ def _check_slots(
                 "the tensors before it: make one plan for each dtype and device"
             )
     return (torch.float32, None) if first is None else (first.dtype, first.device)
-
-
-def _first_resized(pointers: Pointers) -> int:
-    """Return the first slot whose tensor has another numel than the slot, or no memory for it;
-    -1 if none has.
-    """
-    for index, (tensor, numel) in enumerate(zip(pointers.tensors, pointers.numels, strict=True)):
-        if tensor is None:
-            continue
-        if tensor.numel() != numel:
-            return index
-        if tensor.device.type in ADDRESSED and numel > 0:
-            held, needed = _memory(tensor)
-            if held < needed:
-                return index
-    return -1
 
 
 def _device(kind: int, index: int) -> torch.device | None:
@@ -306,7 +291,7 @@ def gather(
     Args:
         name: what the caller calls them, for errors.
         tensors: one entry a slot, float32, bfloat16 or float16 of any shape, one dtype and device,
-            contiguous; None where there is no tensor. A `Pointers` is checked for moved tensors and returned.
+            contiguous; None where there is no tensor. A `Pointers` is returned, unless tensors have moved.
         numels: int [n], the elements of each slot.
         native_plan: the core's plan of these slots; None without the core.
 
@@ -318,8 +303,9 @@ def gather(
     if isinstance(tensors, Pointers):
         if tensors.numels is not numels and tensors.numels != numels:
             raise ValueError(f"{name} is a Pointers of another plan; make it with this plan's pointers()")
-        _check_current(name, tensors, native_plan)
-        return tensors
+        if _is_current(tensors, native_plan):
+            return tensors
+        tensors = tensors.tensors
     if not isinstance(tensors, list):
         tensors = list(tensors)
     if native_plan is not None and native.can_gather():
@@ -335,14 +321,8 @@ def gather(
     return Pointers(tensors, numels, dtype, device, table)
 
 
-def _check_current(name: str, pointers: Pointers, native_plan: native._core.BucketPlan | None) -> None:
-    """Refuse tensors that have no more the memory or the numel that they had when `pointers` was made."""
-    if pointers.table is None or native_plan is None:
-        index = _first_resized(pointers)
-    else:
-        index = native_plan.first_moved(pointers.table, pointers.tensors)
-    if index >= 0:
-        raise ValueError(
-            f"{name}[{index}] has other memory than when its Pointers was made (`.data =`, a resized "
-            "storage); make the Pointers anew with this plan's pointers()"
-        )
+def _is_current(pointers: Pointers, native_plan: native._core.BucketPlan | None) -> bool:
+    """Whether every tensor is known to have the memory and the numel that it had when `pointers` was made."""
+    if pointers.table is None or native_plan is None or not native.can_gather():
+        return False
+    return bool(native_plan.first_moved(pointers.table, pointers.tensors) < 0)

@@ -21,6 +21,8 @@ KINDS = [
 def _there_and_back(model: nn.Module, dtype: torch.dtype, how: str) -> None:
     if how == "cast":
         model.to(torch.float64).to(dtype)
+    elif how == "share_memory":
+        model.share_memory()
     else:
         for p in model.parameters():
             p.data = p.data.clone()
@@ -48,7 +50,7 @@ def _round_trips(accumulator: str, dtype: torch.dtype, how: str, where: str) -> 
 
 
 @pytest.mark.parametrize("where", ["between windows", "inside a window"])
-@pytest.mark.parametrize("how", ["cast", "clone"])
+@pytest.mark.parametrize("how", ["cast", "clone", "share_memory"])
 @pytest.mark.parametrize("accumulator, dtype", KINDS)
 def test_a_cast_or_move_there_and_back_changes_nothing(ranks, accumulator, dtype, how, where):
     ranks(2).run(_round_trips, accumulator, dtype, how, where)
