@@ -123,6 +123,7 @@ class Arena:
         self._core = native._core.SharedArena(descriptor, place, len(processes))
         self._processes, self._me = list(processes), processes[place]
         self._ranks, self._timeout_s = list(ranks), float("inf")
+        self._suspects: list[int] = []  # who was dead at the last look: two in a row are a finding
         self._works: dict[Any, SharedWork] = {}
         self._thread = threading.Thread(
             target=_serve,
@@ -179,7 +180,9 @@ class Arena:
         missing = self._core.missing()
         dead = [place for place in missing if self._processes[place].state(self._me) == "dead"]
         late = self._core.missing()  # what one that is dead has done counts
-        if gone := [place for place in dead if place in late]:
+        gone = [place for place in dead if place in late and place in self._suspects]
+        self._suspects = dead
+        if gone:
             which = ", ".join(f"rank {self._ranks[place]}, {self._processes[place]}" for place in gone)
             self._core.fail(f"shared memory: {which}, has died")
         elif late and waited_s > self._timeout_s:

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -52,9 +53,22 @@ class Heartbeat:
 
     @classmethod
     def of_json(cls, text: bytes) -> Heartbeat:
-        """Return what `to_json` was made of."""
-        fields = json.loads(text)
-        return cls(**{**fields, "process": ProcessId(**fields["process"])})
+        """Return what `to_json` was made of.
+
+        Raises:
+            ValueError: it was made by something else.
+        """
+        try:
+            fields = json.loads(text)
+            beat = cls(**{**fields, "process": ProcessId(**fields["process"])})
+            process, launched = beat.process, dict(beat.launched)
+        except (TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"no heartbeat of this version of pyengine: {error}") from error
+        numbers = (process.pid, beat.beat, *launched.values())
+        words = (process.host, process.space, process.started, beat.position, beat.line, beat.waits)
+        if not (all(isinstance(n, int) for n in numbers) and all(isinstance(w, str) for w in words)):
+            raise ValueError("no heartbeat of this version of pyengine: a field is of another type")
+        return beat
 
 
 class Board:
@@ -93,19 +107,23 @@ class Board:
         self._store.set(f"beat/{self._rank}", beat.to_json())
 
     def read(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
-        """Return the last heartbeat of those of the ranks that have sent one."""
+        """Return the last heartbeat of those of the ranks that have sent one that can be read."""
         keys = {rank: f"beat/{rank}" for rank in ranks}
         if not self._store.check([*keys.values()]):
             keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
-        return {rank: Heartbeat.of_json(self._store.get(key)) for rank, key in keys.items()}
+        found = {}
+        for rank, key in keys.items():
+            with suppress(ValueError):
+                found[rank] = Heartbeat.of_json(self._store.get(key))
+        return found
 
     def verdict(self) -> str:
         """Return what all ranks are to fail with; empty if nothing."""
-        return self._store.get("verdict").decode() if self._store.check(["verdict"]) else ""
+        return self._store.get("verdict").decode(errors="replace") if self._store.check(["verdict"]) else ""
 
     def publish(self, verdict: str) -> str:
         """Let all ranks fail with this, or with what another rank has published before; return which."""
-        return self._store.compare_set("verdict", "", verdict).decode()
+        return self._store.compare_set("verdict", "", verdict).decode(errors="replace")
 
 
 def line_of(thread: int) -> str:

@@ -22,7 +22,8 @@ class ProcessId:
     Attributes:
         pid: its number.
         host: the machine's name.
-        space: where numbers of processes mean the same: a machine since it was started, or a container.
+        space: where numbers of processes mean the same: a machine since it was started, or a container; of
+            this process alone where /proc does not show it.
         started: when, in the kernel's ticks, so that another process of the same number is told from it;
             empty where that is not known.
     """
@@ -36,18 +37,27 @@ class ProcessId:
     def own(cls) -> ProcessId:
         """Return that of this process."""
         pid = os.getpid()
-        return cls(pid, socket.gethostname(), _space(), _stat(pid)[1])
+        try:
+            space, started = _space(), _stat(pid)[1] if sys.platform == "linux" else ""
+        except OSError:  # /proc is missing, or shows processes only (`subset=pid`)
+            space, started = uuid.uuid4().hex, ""
+        return cls(pid, socket.gethostname(), space, started)
 
     def state(self, here: ProcessId) -> State:
-        """Return how this process is, as one on the machine of `here` sees it; "unknown" from elsewhere."""
+        """Return how this process is, as one on the machine of `here` sees it; "unknown" from elsewhere, and
+        where that cannot be read now.
+        """
         if self.space != here.space:
             return "unknown"
         if sys.platform != "linux":
             return "running" if _answers(self.pid) else "dead"
-        letter, started = _stat(self.pid)
-        if not letter or (started and started != self.started):
+        try:
+            letter, started = _stat(self.pid)
+        except (FileNotFoundError, ProcessLookupError):
             return "dead"
-        return _STATES.get(letter, "running")
+        except OSError:  # there is no descriptor or memory left to look with
+            return "unknown"
+        return _STATES.get(letter, "running") if started == self.started else "dead"
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -55,7 +65,10 @@ class ProcessId:
 
 def own_network() -> str:
     """Return the space of this process's addresses; empty where that is not known."""
-    return os.readlink("/proc/self/ns/net") if sys.platform == "linux" else ""
+    try:
+        return os.readlink("/proc/self/ns/net")
+    except OSError:
+        return ""
 
 
 def _space() -> str:
@@ -66,11 +79,13 @@ def _space() -> str:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """Return the state's letter and the time of the start, both empty if there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "", ""
+    """Return the letter of a process's state, and the time of its start.
+
+    Raises:
+        FileNotFoundError, ProcessLookupError: there is no such process.
+        OSError: it cannot be read.
+    """
+    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     fields = text.rpartition(")")[2].split()  # its name, in brackets, may hold anything
     return fields[0], fields[19]
 

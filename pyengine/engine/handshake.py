@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+import pyengine
 from pyengine.comm.base import Comm
 from pyengine.comm.levels import KnowsHosts, own_host
 from pyengine.engine.membership import Membership, memberships_differ, most_parts
@@ -52,7 +53,8 @@ def agree(
     problems = [*settings.problems(), *problems]
     # What is wrong need not even pickle, nor a wire: what it prints is compared.
     sent = None if problems else (replace(settings, wire=FP32()), settings.shared(), own_host())
-    everybody = comm.all_gather_object((problems, sent, list(specs), membership, uuid4().int % 2**32))
+    mine = (problems, sent, list(specs), membership, uuid4().int % 2**32)
+    everybody = _same_version(comm.all_gather_object((pyengine.__version__, *mine)))
     raise_problems([texts for texts, *_ in everybody])
     world_size = len(everybody)
     members: list[Membership] = [
@@ -82,6 +84,15 @@ def agree(
     )
     names = [[spec.name for spec in specs] for _, _, specs, *_ in everybody]
     return replace(shares, batches=batches, are_alike=all(other == names[0] for other in names))
+
+
+def _same_version(everybody: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Return what each rank has sent behind its version of this package, which is the same on all."""
+    versions = [version for version, *_ in everybody]
+    if len(set(versions)) > 1:
+        which = "; ".join(f"rank {rank} has {version}" for rank, version in enumerate(versions))
+        raise ValueError(f"install the same version of pyengine on every rank: {which}")
+    return [tuple(rest) for _, *rest in everybody]
 
 
 def raise_problems(problems: Sequence[Sequence[str]]) -> None:

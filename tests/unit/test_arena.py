@@ -225,6 +225,23 @@ def test_a_dead_rank_is_named():
     child.wait()
 
 
+def test_one_look_at_a_dead_rank_fails_nothing_and_two_in_a_row_do(monkeypatch):
+    state, look = "dead", Arena.look
+    monkeypatch.setattr(Arena, "look", lambda *_: None)  # of the arena's own thread
+    monkeypatch.setattr(ProcessId, "state", lambda *_: state)
+    with _arenas(2) as arenas:
+        work = _reduce(arenas[0], torch.ones(3))
+        for state in ("dead", "running", "dead"):
+            while not arenas[0]._core.missing():
+                pass
+            look(arenas[0], 0.0)
+        with pytest.raises(RuntimeError, match="takes longer"):
+            work.wait(timedelta(seconds=0.01))
+        look(arenas[0], 0.0)
+        with pytest.raises(RuntimeError, match="rank 1, process .*, has died"):
+            work.wait(ALIVE)
+
+
 def _traces() -> tuple[int, int, int]:
     """Return how many descriptors, mapped parts and threads of an arena this process has."""
     gc.collect()

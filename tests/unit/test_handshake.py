@@ -106,3 +106,12 @@ def test_an_exact_window_keeps_its_size():
     assert resized(shares, 2, is_exact=True) is shares
     with pytest.raises(ValueError, match=r"gradient_accumulation_steps=3: .* was made for 4 micro-batches"):
         resized(shares, 3, is_exact=True)
+
+
+def test_ranks_with_other_versions_of_the_package_are_named():
+    def gather(words: Any) -> list[Any]:
+        return [(version, *words[1:]) for version in ("0.1.0", "0.2.0", "0.2.0")]
+
+    comm = SimpleNamespace(world_size=3, all_gather_object=gather)
+    with pytest.raises(ValueError, match="same version of pyengine.*rank 0 has 0.1.0; rank 1 has 0.2.0"):
+        agree(comm, [], Settings(1), [])

@@ -6,6 +6,7 @@ import inspect
 import threading
 import time
 
+import pytest
 import torch.distributed as dist
 
 from pyengine.comm.heartbeat import Board, Heartbeat, line_of
@@ -30,6 +31,28 @@ def test_all_ranks_have_the_verdict_that_came_first():
     assert first.verdict() == second.verdict() == ""
     assert [first.publish("rank 2"), second.publish("rank 3")] == ["rank 2", "rank 2"]
     assert first.verdict() == second.verdict() == "rank 2"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "\\xff",
+        "[1]",
+        "{}",
+        "[" * 100_000,
+        _beat(1).to_json().replace('"beat": 1', '"beat": "1"'),
+        _beat(1).to_json().replace('{"0,1": 7}', "7"),
+        _beat(1).to_json().replace('"pid"', '"number"'),
+    ],
+    ids=["empty", "bytes", "list", "fields", "deep", "word", "launched", "other version"],
+)
+def test_a_heartbeat_that_cannot_be_read_hides_no_others(text):
+    store = dist.HashStore()
+    board = Board(store, 0)
+    board.post(_beat(1))
+    board._store.set("beat/1", text)
+    assert board.read([0, 1]) == {0: _beat(1)}
 
 
 def test_engines_over_one_group_do_not_meet():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -57,3 +60,28 @@ def test_another_process_of_the_same_number_is_not_taken_for_it(child):
 
 def test_of_a_process_elsewhere_nothing_is_known(child):
     assert replace(_of(child.pid), space="another machine").state(HERE) == "unknown"
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EIO])
+def test_a_process_that_cannot_be_looked_at_is_not_dead(error, monkeypatch):
+    def fail(*args: object, **kwargs: object) -> str:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    assert HERE.state(HERE) == "unknown"
+
+
+@pytest.mark.parametrize("hidden", ["/proc/sys", "/proc"])
+def test_where_proc_hides_the_machine_nothing_is_known_of_any_process(hidden, monkeypatch):
+    """`mount -o subset=pid` leaves nothing but processes."""
+
+    def shows(path: object) -> None:
+        if str(path).startswith(hidden):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    read_text, readlink = Path.read_text, os.readlink
+    monkeypatch.setattr(Path, "read_text", lambda path, **kw: shows(path) or read_text(path, **kw))
+    monkeypatch.setattr(os, "readlink", lambda path: shows(path) or readlink(path))
+    one, other = ProcessId.own(), ProcessId.own()
+    assert one.state(other) == other.state(HERE) == "unknown"
+    assert bool(process_state.own_network()) == (hidden != "/proc")
