@@ -3,8 +3,7 @@
 Public are the ops without an engine (`functional.py`) and the plans beneath them.
 """
 
-from pyengine.ops.exact import ExactSum
 from pyengine.ops.functional import accumulate_, flatten, unflatten_, unscale_norm, unscale_norm_
-from pyengine.ops.plan import BucketPlan
+from pyengine.ops.versions import BucketPlan, ExactSum
 
 __all__ = ["BucketPlan", "ExactSum", "accumulate_", "flatten", "unflatten_", "unscale_norm", "unscale_norm_"]

@@ -4,7 +4,8 @@ A list is of contiguous float32, bfloat16 or float16 tensors of any shapes on on
 the norms. In a flat buffer they lie one after the other. A list with a None (a parameter without a gradient)
 needs `like`: tensors of the same numels, such as the parameters. A scale is a number or, so that the host
 need not know it, float32 [] on that device; products are rounded to float32. Bits and costs are those of
-`BucketPlan`. Autograd sees nothing.
+`BucketPlan`. Nothing here is differentiable. A write increments the version of the tensor, as in PyTorch, so
+that autograd refuses to use a saved tensor that was overwritten.
 
 On CUDA nothing waits for the device but the first call for a list of these sizes. `torch.compile` traces
 through every call, outside of its CUDA graphs; to capture one of your own, keep a `BucketPlan`.

@@ -14,8 +14,9 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from pyengine.ops.plan import BucketPlan, add_up
+from pyengine.ops.plan import add_up
 from pyengine.ops.pointers import TensorList, check_flat, check_scale
+from pyengine.ops.versions import BucketPlan
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -4,7 +4,7 @@ without one.
 A plan names n *slots* of a flat 1-D buffer; an op does the same thing to every slot in one call, in one pass
 over the memory. CPU and CUDA tensors run in the native core, everything else in `reference.py`. Results have
 the same bits on every instruction set, thread count and GPU; only which NaN a NaN is may differ. Autograd
-sees nothing: ops read and write data only.
+sees nothing: ops read and write data only. `versions.py` has the public plan, which increments versions.
 
 On CUDA an op is one kernel launch on the current stream, whatever the number of slots, and waits for nothing.
 A list of more than 4000 tensors costs a second launch, for its addresses, unless it is a `Pointers`; so do

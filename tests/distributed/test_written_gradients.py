@@ -59,7 +59,18 @@ def _scaled(sync: pe.Sync, forward: nn.Module, k: int) -> None:
             param.grad.mul_(0.5)
 
 
-IN_GRAD = (_zeroed, _zeroed_in_place, _scaled)  # where sums are in `.grad`
+def _unscaled_by_our_op(sync: pe.Sync, forward: nn.Module, k: int) -> None:
+    if k == 1:
+        pe.ops.unscale_norm_([param.grad for param in forward.parameters()], 0.5)
+
+
+def _unflattened(sync: pe.Sync, forward: nn.Module, k: int) -> None:
+    if k == 1:
+        written = [param.grad for param in forward.parameters()]
+        pe.ops.unflatten_(written, 2 * pe.ops.flatten(written))
+
+
+IN_GRAD = (_zeroed, _zeroed_in_place, _scaled, _unscaled_by_our_op, _unflattened)  # where sums are in `.grad`
 
 
 def _refused(kind: str, write: Callable[[pe.Sync, nn.Module, int], None], is_block: bool) -> list[str]:

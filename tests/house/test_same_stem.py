@@ -17,7 +17,7 @@ PLACES = [
 NOT_OPS = {
     "dispatch", "roof", "reference", "upload", "kernels", "cuda", "cuda_build", "cuda_calls", "cuda_variants",
     "cuda_emulator", "cuda_streams", "exact_accuracy", "exact_cuda", "functional", "checksum",
-    "core_checksum", "codec_cuda", "sample", "shared_sum", "core_listener",
+    "core_checksum", "codec_cuda", "sample", "shared_sum", "core_listener", "versions",
 }  # fmt: skip
 
 
