@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
@@ -182,7 +182,7 @@ def rng_problem(states: dict[str, Any]) -> str:
             f"{', '.join(_GENERATORS)}"
         )
     wrong = [name for name in states if not _GENERATORS[name](states[name])]
-    return f"rng[{wrong[0]!r}] of another kind than that generator's states" if wrong else ""
+    return f"rng[{wrong[0]!r}], which is no state of that generator: go on from another one" if wrong else ""
 
 
 def rng_refusal(states: dict[str, Any]) -> str:
@@ -277,17 +277,56 @@ def _put(source: _Source, state: Any) -> None:
     source.put(state.cpu() if isinstance(state, torch.Tensor) else state)
 
 
+_WORDS = 624  # of a Mersenne twister
+_TORCH = struct.Struct(f"=QiiQ{_WORDS}Q3di4xfB3x")  # seed, left, seeded, next, words, normal samples, flag
+
+
+def _is_from(value: Any, begin: int, end: int) -> bool:
+    return type(value) is int and begin <= value < end
+
+
+def _is_twister(words: Sequence[Any], at: Any) -> bool:
+    """Whether a Mersenne twister can be at word `at`; beyond the last it draws from foreign memory."""
+    are_words = len(words) == _WORDS and all(_is_from(word, 0, 2**32) for word in words)
+    return are_words and any(words) and _is_from(at, 0, _WORDS + 1)
+
+
+def _is_python(state: Any) -> bool:
+    if not (type(state) is tuple and len(state) == 3 and type(state[1]) is tuple and state[1]):
+        return False
+    version, (*words, at), normal = state
+    return _is_from(version, 3, 4) and _is_twister(words, at) and (normal is None or type(normal) is float)
+
+
+def _is_numpy(state: Any) -> bool:
+    if not (type(state) is list and len(state) == 5 and type(state[1]) is list):
+        return False
+    kind, words, at, has_normal, normal = state
+    is_normal = _is_from(has_normal, 0, 2) and type(normal) is float
+    return type(kind) is str and kind == "MT19937" and _is_twister(words, at) and is_normal
+
+
 def _are_bytes(state: Any) -> bool:
-    return isinstance(state, torch.Tensor) and state.dtype == torch.uint8 and state.dim() == 1
+    is_plain = isinstance(state, torch.Tensor) and state.layout is torch.strided
+    return is_plain and state.dtype == torch.uint8 and state.dim() == 1
+
+
+def _is_torch(state: Any) -> bool:
+    if not _are_bytes(state) or state.numel() != _TORCH.size:
+        return _are_bytes(state)  # of another torch: its `set_state` refuses the size
+    _, left, seeded, at, *words, _, _, _, _, _, flag = _TORCH.unpack(bytes(state.tolist()))
+    # `left` - 1 words are drawn from `at` on before the next ones are made; `set_state` looks at each alone.
+    is_inside = _is_from(left, 1, _WORDS + 1) and (left == 1 or left + at <= _WORDS + 1)
+    return _is_twister(words, at) and is_inside and seeded == 1 and flag in (0, 1)
 
 
 # The generators that a state may name, and what their states are.
 _GENERATORS: dict[str, Callable[[Any], bool]] = {
-    "random": lambda state: isinstance(state, tuple),
-    "numpy": lambda state: isinstance(state, list),
-    "torch": _are_bytes,
+    "random": _is_python,
+    "numpy": _is_numpy,
+    "torch": _is_torch,
     "accelerator": _are_bytes,
-    "xla": lambda state: type(state) is int,
+    "xla": lambda state: _is_from(state, -(2**63), 2**64),
 }
 _ALWAYS = ("random", "torch")
 

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import pyengine as pe
-from pyengine.data.rng import derive, rng_refusal, rng_states
+from pyengine.data.rng import derive, rng_problem, rng_refusal, rng_states
 from pyengine.engine.checkpoint.checksum import checksum as summed
 
 GENERATORS = ("random", "numpy", "torch", "accelerator", "xla")
@@ -340,3 +341,53 @@ def test_a_state_that_a_generator_does_not_take_leaves_all_of_them_as_they_are(n
     assert f"rng[{name!r}]" in rng_refusal({**good, name: short[name]})
     assert rng_refusal(good) == ""
     assert summed(rng_states()) == before
+
+
+def _twister(state: Any, at: int, *, left: int | None = None) -> Any:
+    """Return torch's state at another word."""
+    spoilt = state.clone()
+    spoilt[16:24] = torch.tensor([at]).view(torch.uint8)
+    if left is not None:
+        spoilt[8:12] = torch.tensor([left], dtype=torch.int32).view(torch.uint8)
+    return spoilt
+
+
+def _with(state: Any, place: int, value: Any) -> Any:
+    """Return a state of numpy's or Python's with another field."""
+    return type(state)([*state[:place], value, *state[place + 1 :]])
+
+
+# Each of them the generators of today's libraries take; they draw beyond their words, or something else.
+SPOILT = {
+    "numpy beyond": ("numpy", lambda state: _with(state, 2, 10**6)),
+    "numpy before": ("numpy", lambda state: _with(state, 2, -5)),
+    "numpy at a half": ("numpy", lambda state: _with(state, 2, 2.5)),
+    "numpy with a bool": ("numpy", lambda state: _with(state, 3, True)),
+    "numpy longer": ("numpy", lambda state: _with(state, 1, [*state[1], 1])),
+    "numpy of halves": ("numpy", lambda state: _with(state, 1, [1.5] * 624)),
+    "numpy of zeros": ("numpy", lambda state: _with(state, 1, [0] * 624)),
+    "torch beyond": ("torch", lambda state: _twister(state, 624, left=624)),
+    "torch near the end": ("torch", lambda state: _twister(state, 2, left=624)),
+    "torch far beyond": ("torch", lambda state: _twister(state, 2**32, left=1)),
+    "Python with a word": ("random", lambda state: _with(state, 2, "x")),
+    "Python of large words": ("random", lambda state: _with(state, 1, (*[2**40] * 624, 624))),
+    "Python of zeros": ("random", lambda state: _with(state, 1, (*[0] * 624, 624))),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_a_state_from_which_a_generator_would_draw_something_else_is_refused(case):
+    name, spoil = SPOILT[case]
+    good = rng_states()
+    assert rng_problem(good) == ""
+    assert f"rng[{name!r}], which is no state" in rng_problem({**good, name: spoil(good[name])})
+
+
+def test_every_state_that_a_generator_has_is_one():
+    pe.seed_everything(5)
+    for number in range(630):
+        assert rng_problem(rng_states()) == ""
+        torch.rand(1)
+        if number % 100 == 0:
+            draws()
+            torch.zeros(1, dtype=torch.float64).normal_()
