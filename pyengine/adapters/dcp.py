@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from pyengine.engine.checkpoint.loading import load
 
 _PART = re.compile(r"rank \d+ of \d+")
 
@@ -18,6 +22,10 @@ class LoadPlanner(DefaultLoadPlanner):
     all parts are read by every rank, and `sync.load_state_dict` shares the sums and the remaining
     micro-batches out, with accumulator="exact"; other sums it refuses, on every rank. Arguments are those of
     `DefaultLoadPlanner`.
+
+    What is no tensor is read as data, and refused where it holds anything but tensors and plain values; DCP's
+    own planner would run what it holds. The file `.metadata` is a pickle of DCP's, which it reads before it
+    asks a planner: load folders of people whose code you would run.
 
     Cost: on another number of ranks every rank reads the sums of all parts: 8 bytes an element each.
 
@@ -42,6 +50,19 @@ class LoadPlanner(DefaultLoadPlanner):
                 del state[own]
                 state.update(dict.fromkeys(parts))
         super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Read what is no tensor, without running any of it; DCP calls this."""
+        name = read_item.dest_index.fqn
+        try:
+            loaded = load(value)
+        except Exception as error:
+            raise ValueError(f"checkpoint entry {name!r}: {error}") from error
+        tree: Any = self.original_state_dict if self.flatten_state_dict else self.state_dict
+        *outer, last = self.mappings[name] if self.flatten_state_dict else [name]
+        for key in outer:
+            tree = tree[key]
+        tree[last] = loaded
 
 
 def _states(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:

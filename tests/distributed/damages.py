@@ -59,6 +59,10 @@ def _one_flag(fields: Content) -> None:
         parts["nonfinite"] = torch.zeros(2, dtype=torch.uint8)
 
 
+def _sparse(shape: list[int], index: list[int]) -> Tensor:
+    return torch.sparse_coo_tensor(torch.tensor(index)[:, None], torch.ones(1), shape, check_invariants=False)
+
+
 FIELDS = (
     *(
         "window",
@@ -129,6 +133,14 @@ ANY_STATE: dict[str, Callable[[Content], Any]] = {
     "a kept gradient of one element": _set("carry", "last.weight", to=torch.ones(1)),
     "a kept gradient of another type": _set("carry", "last.weight", to=torch.ones(1, 5).double()),
     "a kept gradient that is None": _set("carry", "last.weight", to=None),
+    "a kept gradient with indices outside of it": _set(
+        "carry", "last.weight", to=_sparse([1, 5], [0, 2**40])
+    ),
+    "a kept gradient of huge shape": _set("carry", "last.weight", to=_sparse([2**20, 2**20], [0, 0])),
+    "a kept gradient of another layout": _set("carry", "last.weight", to=torch.eye(5).to_sparse_csr()),
+    "a kept gradient that shares its elements": _set(
+        "carry", "last.weight", to=torch.ones(1, 1).expand(1, 2**50)
+    ),
     "no scale": lambda fields: fields["scaler"].pop("scale"),
     "a scale of nan": _set("scaler", "scale", to=float("nan")),
     "a negative scale": _set("scaler", "scale", to=-4.0),
@@ -147,6 +159,9 @@ ANY_STATE: dict[str, Callable[[Content], Any]] = {
     "Python's generator is short": _set("rng", "random", to=lambda state: (state[0], state[1][:3], state[2])),
     "numpy's generator is None": _set("rng", "numpy", to=None),
     "numpy's generator is short": _set("rng", "numpy", to=lambda state: [state[0], state[1][:3], *state[2:]]),
+    "numpy's generator is beyond its words": _set(
+        "rng", "numpy", to=lambda state: [*state[:2], 10**6, *state[3:]]
+    ),
     "another accumulator": _set("identity", "accumulator", to="magic"),
     "accumulator=None": _set("identity", "accumulator", to=None),
     "terms of another type": _set("identity", "terms", to="3"),

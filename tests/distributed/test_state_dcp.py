@@ -4,6 +4,8 @@ which takes equal names on several ranks for copies.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -207,3 +209,47 @@ def test_an_engine_that_is_not_in_the_checkpoint_is_a_missing_key(ranks, tmp_pat
 
 def _other(folder: str) -> None:
     dcp.save({"synch": {"rank 0 of 2": 1}, "sync rank": torch.ones(1)}, checkpoint_id=folder)
+
+
+class Evil:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self._path,)
+
+
+def _loads(folder: str, made: str, *, flat: bool) -> str:
+    dcp.save({"trainer": {"epoch": Evil(made)}, "epoch": Evil(made)}, checkpoint_id=folder)
+    tree = {"trainer": {"epoch": 0}} if flat else {"epoch": 0}
+    with pytest.raises(dcp.api.CheckpointException) as error:
+        dcp.load(tree, checkpoint_id=folder, planner=LoadPlanner(flatten_state_dict=flat))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_no_code_of_a_checkpoint_runs(ranks, tmp_path, flat):
+    made = tmp_path / "made"
+    for message in ranks(2).run(_loads, str(tmp_path / "folder"), str(made), flat=flat):
+        assert re.search(r"epoch': the state holds \w+\.mkdir, which is neither a tensor", message)
+    assert not made.exists()
+
+
+def _comes_back(folder: str, *, flat: bool) -> bool:
+    saved = {"epoch": 3, "name": "run", "more": {"list": [1, None, {"a": (1.5, b"x")}]}}
+    saved = saved if flat else {"epoch": 3, "name": "run"}
+    dcp.save(saved, checkpoint_id=folder)
+    loaded: dict[str, Any] = {"epoch": 0, "name": ""}
+    if flat:
+        loaded["more"] = {"list": [0, 0, {"a": 0}]}
+    # DCP's own planner loses values where it flattens sharded tensors alone.
+    planner = LoadPlanner(flatten_state_dict=flat, flatten_sharded_tensors=flat)
+    dcp.load(loaded, checkpoint_id=folder, planner=planner)
+    return loaded == saved
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_plain_values_of_a_checkpoint_come_back(ranks, tmp_path, flat):
+    assert all(ranks(1).run(_comes_back, str(tmp_path), flat=flat))

@@ -23,7 +23,7 @@ ALLOWED = {
     "ops/device.py": "the one place that tells what a kind of device can do",
     "data/rng.py": "seeds every generator that there is, XLA's too",
     "engine/checkpoint/checkpoints.py": "ranks tell each other what files hold, which the host has read",
-    "engine/checkpoint/state_file.py": "a file is read into the host's memory",
+    "engine/checkpoint/loading.py": "a file is read into the host's memory",
     "ops/trace.py": "NVTX is CUDA's own",
     "comm/registered_memory.py": "NCCL's memory pools are torch.cuda's",
     "comm/xla.py": "torch_xla's transport: what its CPU backend cannot reduce",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,25 @@ def test_nothing_runs_what_it_reads(path):
         if name == "torch.load":
             assert options.get("weights_only") == "True"
     assert "'/tmp" not in path.read_text() and '"/tmp' not in path.read_text()
+
+
+def _inherited(cls: type) -> Iterator[tuple[str, str]]:
+    """Return the methods that a class has from other packages, by name and as source."""
+    for base in cls.__mro__:
+        if base.__module__.split(".")[0] not in ("pyengine", "builtins"):
+            for name, method in vars(base).items():
+                is_used = inspect.getattr_static(cls, name) is method
+                if is_used and inspect.isfunction(function := getattr(method, "__func__", method)):
+                    yield f"{cls.__qualname__}.{name}", inspect.getsource(function)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "pyengine" / "adapters").glob("[a-z]*.py")), ids=_named)
+def test_no_inherited_method_runs_what_it_reads(path):
+    module = importlib.import_module(f"pyengine.adapters.{path.stem}")
+    classes = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]
+    methods = [each for cls in classes if isinstance(cls, type) for each in _inherited(cls)]
+    unpickles = re.compile(r"weights_only=False|pickle\.loads?\(")
+    assert [name for name, source in methods if unpickles.search(source)] == []
 
 
 def test_the_page_names_every_module_that_unpickles():

@@ -6,8 +6,10 @@ import re
 import uuid
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from pyengine.comm import comm_for
 from pyengine.engine.checkpoint import state_file
 from pyengine.engine.checkpoint.state_file import NewerFormat, Origin
 
-_NAME = re.compile(r"step-(\d+)\.rank-(\d+)-of-(\d+)\.pt")
+_NAME = re.compile(r"step-([0-9]+)\.rank-([0-9]+)-of-([0-9]+)\.pt")
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Checkpoints:
     the parts of all ranks are there and of one save; a process may die at any moment.
 
     Args:
-        folder: where they lie; made if it is not there. On many hosts one that all of them see, or on each
+        folder: where they lie; the first call makes it. On many hosts one that all of them see, or on each
             its own.
         keep: how many steps are kept, at least 1; older ones go when a new one is whole. 2 survive that the
             newest is damaged.
@@ -75,7 +77,6 @@ class Checkpoints:
 
     Raises:
         ValueError: `keep` is no number of at least 1; on this rank.
-        OSError: the folder cannot be made.
 
     Example:
         >>> checkpoints = pe.Checkpoints(folder)  # doctest: +SKIP
@@ -90,7 +91,6 @@ class Checkpoints:
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
             raise ValueError(f"keep={keep!r}: need a whole number of steps to keep, at least 1; 2 is safer")
         self._folder, self._keep = Path(folder), keep
-        self._folder.mkdir(parents=True, exist_ok=True)
         self._comm = comm_for(torch.device("cpu"), group)
         self._refused: set[int] = set()
 
@@ -99,15 +99,17 @@ class Checkpoints:
 
         Args:
             step: at least 0; the same on every rank, and not below one that is there.
-            state: this rank's: tensors and plain values, as `torch.load` reads with `weights_only=True`.
+            state: this rank's: tensors and plain values, which `torch.load` reads with `weights_only=True`.
 
         Raises:
             ValueError: `step` is none, differs between ranks or is below one that is there; on every rank.
-            RuntimeError: some rank could not write its part; on every rank. Earlier steps are kept.
+            RuntimeError: some rank could not write its part, `load` could not read that part, or older files
+                could not be removed; on every rank. Earlier steps are kept.
 
-        Cost: one write of the state, waited for until it is on the disk; two small gathers.
+        Cost: one write of the state, waited for until it is on the disk; three small gathers.
         """
-        everybody = self._gather((self._problem_of(step), step, uuid.uuid4().hex, self._is_empty()))
+        name = uuid.uuid4().hex
+        everybody = self._on_all(lambda: self._look(step, name), f"{self._folder} cannot be used")
         self._raise([problem for problem, *_ in everybody], ValueError)
         if len({each for _, each, *_ in everybody}) > 1:
             raise ValueError(
@@ -115,17 +117,19 @@ class Checkpoints:
                 "behind a step that all of them have taken"
             )
         rank, world_size = self._comm.rank, self._comm.world_size
-        path = self._path(step, rank, world_size)
         is_first = all(is_empty for *_, is_empty in everybody)
-        problem = ""
-        try:
-            state_file.write(path, Origin(step, rank, world_size, everybody[0][2], is_first), state)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others must not go on as if it were there
-            state_file.part_of(path).unlink(missing_ok=True)
-            problem = f"step {step} could not be written to {self._folder}: {type(error).__name__}: {error}"
-        whole = self._gather((problem, self._own_steps()))
-        self._raise([problem for problem, _ in whole], RuntimeError)
-        self._remove_old(set.intersection(*(set(steps) for _, steps in whole)), step)
+        origin = Origin(step, rank, world_size, everybody[0][2], is_first)
+
+        def write() -> list[int]:
+            state_file.write(self._path(step, rank, world_size), origin, state)
+            return self._own_steps()
+
+        steps = self._on_all(write, f"step {step} could not be written to {self._folder}")
+        whole = set.intersection(*map(set, steps))
+        self._on_all(
+            lambda: self._remove_old(whole, step),
+            f"step {step} was saved, and older files in {self._folder} could not be removed",
+        )
 
     def load(self) -> Checkpoint | None:
         """Return this rank's state of the newest whole step; None if there is none yet.
@@ -135,8 +139,9 @@ class Checkpoints:
                 Or the first save of all was interrupted, and there is no step to go on from.
 
         Raises:
-            ValueError: no step is whole, or the newest one is of another number of ranks, or of a newer
-                pyengine; on every rank, with the reason.
+            ValueError: no step is whole, or the newest one is of another number of ranks, of a newer
+                pyengine, or of more than tensors and plain values; on every rank, with the reason.
+            RuntimeError: some rank cannot read the folder; on every rank.
 
         Cost: reads the file twice, and one more for every step passed over.
         """
@@ -151,14 +156,16 @@ class Checkpoints:
         return self._newest(is_all=True)
 
     def _newest(self, *, is_all: bool) -> Checkpoint | None:
-        found = sorted({key for mine in self._gather(self._found()) for key in mine}, reverse=True)
+        listed = self._on_all(self._found, f"{self._folder} cannot be read")
+        found = sorted({key for mine in listed for key in mine}, reverse=True)
         reasons: list[str] = []
         is_lost = False  # whether there has been a whole step
         for step, world_size in found:
             is_other = not is_all and world_size != self._comm.world_size
-            wanted = range(world_size) if is_all or is_other else [self._comm.rank]
-            mine = [self._path(step, rank, world_size) for rank in wanted]
-            problems = self._gather(self._check(mine))
+            problems = self._on_all(
+                partial(self._check, step, world_size, is_all=is_all or is_other),
+                f"step {step} in {self._folder} cannot be read",
+            )
             newer = [each.text for each in problems if each.is_newer]
             wrong = [
                 f"rank {rank}: {each.text}" for rank, each in enumerate(problems) if each.text
@@ -172,7 +179,7 @@ class Checkpoints:
                 )
             if not wrong:
                 self._tell(reasons, "going on from an earlier step")
-                return Checkpoint(step, [state_file.read(path) for path in mine])
+                return Checkpoint(step, self._read(step, world_size, is_all=is_all))
             reasons.append(f"step {step} is not whole ({wrong[0]})")
             self._refused.add(step)
             is_lost |= any(each.is_damaged for each in problems) or not any(
@@ -188,10 +195,21 @@ class Checkpoints:
             )
         return None
 
-    def _check(self, paths: Sequence[Path]) -> _Found:
+    def _read(self, step: int, world_size: int, *, is_all: bool) -> list[Any]:
+        ranks = range(world_size) if is_all else [self._comm.rank]
+        states: list[Any] = []
+        self._on_all(
+            lambda: states.extend(state_file.read(self._path(step, rank, world_size)) for rank in ranks),
+            f"step {step} in {self._folder} cannot be loaded",
+            ValueError,
+        )
+        return states
+
+    def _check(self, step: int, world_size: int, *, is_all: bool) -> _Found:
         """Look at files that this rank has to read: all of them, whatever is wrong with the first."""
         text, saves, is_first, is_damaged = "", set(), False, False
-        for path in paths:
+        ranks = self._ranks_of(step, world_size) if is_all else [self._comm.rank]
+        for path in [self._path(step, rank, world_size) for rank in ranks]:
             try:
                 origin = state_file.check(path)
             except FileNotFoundError:
@@ -211,6 +229,14 @@ class Checkpoints:
             is_first |= origin.is_first
         return _Found(text, " ".join(sorted(saves)), is_first=is_first, is_damaged=is_damaged)
 
+    def _ranks_of(self, step: int, world_size: int) -> list[int]:
+        """Return the ranks whose files are there, and the first whose file is not; a name may say any
+        number.
+        """
+        there = {rank for _, (each, rank, size) in self._files() if (each, size) == (step, world_size)}
+        missing = next((rank for rank in range(world_size) if rank not in there), 0)
+        return sorted({*there, missing})
+
     def _mixed(self, saves: Sequence[str]) -> list[str]:
         is_one = len(set(saves)) == 1 and " " not in saves[0]
         return [] if is_one else ["its parts are of different saves: one was interrupted"]
@@ -219,8 +245,15 @@ class Checkpoints:
         if reasons:
             warnings.warn(f"{self._folder}: {'; '.join(reasons)}: {what}", UserWarning, stacklevel=4)
 
+    def _look(self, step: Any, name: str) -> tuple[str, int, str, bool]:
+        """Return what is wrong with a step, itself if nothing is, the name of a save, and whether it is the
+        first.
+        """
+        problem = self._problem_of(step)
+        return problem, -1 if problem else step, name, self._is_empty()
+
     def _problem_of(self, step: Any) -> str:
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**63:
             return f"step={step!r}: need a whole number of at least 0"
         later = [there for there, _ in self._found() if there > step and there not in self._refused]
         if later:
@@ -237,7 +270,7 @@ class Checkpoints:
         for path, (there, _, _) in self._files():
             if there < kept[0] or there in self._refused:
                 path.unlink(missing_ok=True)
-        for part in self._folder.glob(".step-*.pt.part"):  # of a process that died: all have written theirs
+        for part in self._folder.glob(".step-*.part"):  # of a process that died: all have written theirs
             part.unlink(missing_ok=True)
 
     def _complete(self) -> set[int]:
@@ -259,16 +292,42 @@ class Checkpoints:
 
     def _files(self) -> Iterator[tuple[Path, tuple[int, int, int]]]:
         """Give the files of checkpoints, each with step, rank and number of ranks, by their names."""
+        self._make_folder()
         for path in sorted(self._folder.iterdir()):
             if (match := _NAME.fullmatch(path.name)) is not None:
                 step, rank, world_size = map(int, match.groups())
-                yield path, (step, rank, world_size)
+                if rank < world_size and path == self._path(step, rank, world_size):
+                    yield path, (step, rank, world_size)
+
+    def _make_folder(self) -> None:
+        """Make the folder and those that it lies in, all of them on the disk."""
+        missing = [each for each in (self._folder, *self._folder.parents) if not each.exists()]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for each in missing:
+            with suppress(PermissionError):  # of a folder that may be written to and not be listed
+                state_file.sync_folder(each.parent)
 
     def _path(self, step: int, rank: int, world_size: int) -> Path:
         return self._folder / f"step-{step:010}.rank-{rank}-of-{world_size}.pt"
 
     def _gather(self, value: Any) -> list[Any]:
         return self._comm.all_gather_object(value)
+
+    def _on_all(self, work: Callable[[], Any], what: str, kind: type[Exception] = RuntimeError) -> list[Any]:
+        """Return what `work` returns on every rank; raise on every rank if it raised on some rank.
+
+        Args:
+            work: of this rank.
+            what: cannot be done where it raises.
+            kind: of exception to raise.
+        """
+        try:
+            mine = "", work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
+            mine = f"{what}: {type(error).__name__}: {error}", None
+        everybody = self._gather(mine)
+        self._raise([problem for problem, _ in everybody], kind)
+        return [result for _, result in everybody]
 
     def _raise(self, problems: Sequence[str], kind: type[Exception]) -> None:
         """Raise on every rank what any of them has to complain of."""

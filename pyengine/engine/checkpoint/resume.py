@@ -187,7 +187,8 @@ def _read(engine: Engine, states: object) -> tuple[list[str], list[Snapshot]]:
         index = engine.counter.index
         return [f"load_state_dict in the middle of window {index}: call it between windows"], []
     listed = [states] if isinstance(states, dict) else states
-    return [], [snapshot for state in listed for snapshot in Snapshot.read(state)]
+    largest = max(param.numel() for param in engine.reducer.params)
+    return [], [snapshot for state in listed for snapshot in Snapshot.read(state, largest=largest)]
 
 
 def _loads_own(engine: Engine, states: object, snapshots: Sequence[Snapshot]) -> bool:

@@ -118,18 +118,23 @@ class Snapshot:
         return {"version": VERSION, **position, self.owner: (content, checksum(content))}
 
     @classmethod
-    def read(cls, state: Any) -> list[Snapshot]:
-        """Read what `to_dict` returned, or several of it with the parts of several ranks in one."""
+    def read(cls, state: Any, *, largest: int | None = None) -> list[Snapshot]:
+        """Read what `to_dict` returned, or several of it with the parts of several ranks in one.
+
+        Args:
+            state: that was loaded from anywhere.
+            largest: see `checksum`.
+        """
         version = state.get("version") if isinstance(state, dict) else f"of a {type(state).__name__}"
         if version == _FLAT:
             content = {name: value for name, value in state.items() if name != "version"}
-            return [_of(content, _checksum(content))]
+            return [_of(content, _checksum(content, largest))]
         if version != VERSION:
             raise ValueError(f"state is version {version}: {_NEED}")
         parts = {name: part for name, part in state.items() if name not in ("version", *_POSITION)}
         if not parts:
             raise ValueError(f"state is not whole (no rank's part): {_NEED}")
-        return [_part(state, owner, part) for owner, part in parts.items()]
+        return [_part(state, owner, part, largest) for owner, part in parts.items()]
 
 
 _CONTENT = [f.name for f in fields(Snapshot) if f.name != "checksum"]
@@ -142,14 +147,14 @@ _OPTIONAL: dict[str, Callable[[], Any]] = {
 _NEED = f"need what sync.state_dict() returned, version {VERSION} or {_FLAT}"
 
 
-def _part(state: dict[str, Any], owner: str, part: Any) -> Snapshot:
+def _part(state: dict[str, Any], owner: str, part: Any, largest: int | None) -> Snapshot:
     """Read the part of one rank, if nothing has changed it."""
     if not (isinstance(part, tuple | list) and len(part) == 2 and isinstance(part[0], dict)):
         raise ValueError(
             f"state has {owner!r}, a {type(part).__name__}: {_NEED}, and keep what is yours beside it"
         )
     content, saved = part
-    found = _checksum(content)
+    found = _checksum(content, largest)
     if found != saved:
         raise ValueError(
             f"state of {owner} was damaged or changed after it was saved (its checksum was {saved}, and is "
@@ -166,9 +171,9 @@ def _part(state: dict[str, Any], owner: str, part: Any) -> Snapshot:
     return snapshot
 
 
-def _checksum(content: dict[str, Any]) -> int:
+def _checksum(content: dict[str, Any], largest: int | None) -> int:
     try:
-        return checksum(content)
+        return checksum(content, largest=largest)
     except TypeError as error:
         raise ValueError(f"state is not whole ({error}): {_NEED}") from None
 

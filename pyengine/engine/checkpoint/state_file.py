@@ -5,12 +5,17 @@ from __future__ import annotations
 import io
 import json
 import os
+import stat
+import uuid
 import zlib
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+
+from pyengine.engine.checkpoint.loading import check_loads, check_tensors, load, naming_foreign
 
 FORMAT = 1
 
@@ -44,30 +49,34 @@ def write(path: Path, origin: Origin, state: Any) -> None:
     Args:
         path: of the file; one that is there is replaced.
         origin: kept in it.
-        state: what `torch.save` takes and `torch.load` gives with `weights_only=True`.
+        state: what `torch.save` takes and `read` gives again.
 
     Raises:
-        OSError: it could not be written; nothing has changed but that a file of the name `part_of(path)` may
-            be there.
+        ValueError: `read` could not give the state again.
+        OSError: it could not be written.
     """
-    part = part_of(path)
-    with part.open("wb") as file:
-        file.write(b" " * _HEADER_BYTES)
-        payload = _Summed(file)
-        torch.save(state, payload)  # type: ignore[arg-type]
-        said = {"format": FORMAT, **asdict(origin), "bytes": payload.num_bytes, "crc32": payload.crc}
-        file.seek(0)
-        text = json.dumps(said).encode()
-        file.write((_MAGIC + b"%08x " % zlib.crc32(text) + text).ljust(_HEADER_BYTES - 1) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-    _sync_folder(path.parent)
-
-
-def part_of(path: Path) -> Path:
-    """Return where a file is written before it gets its name."""
-    return path.with_name(f".{path.name}.part")
+    # Of a name that nobody can guess, and only if it is new: "x" follows no link that somebody has put there.
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    try:
+        with part.open("x+b") as file:
+            file.write(b" " * _HEADER_BYTES)
+            payload = _Summed(file)
+            with naming_foreign(state):
+                check_tensors(state)
+                torch.save(state, payload)  # type: ignore[arg-type]
+                check_loads(_Payload(file))  # type: ignore[arg-type]
+            said = {"format": FORMAT, **asdict(origin), "bytes": payload.num_bytes, "crc32": payload.crc}
+            file.seek(0)
+            text = json.dumps(said).encode()
+            file.write((_MAGIC + b"%08x " % zlib.crc32(text) + text).ljust(_HEADER_BYTES - 1) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
+    sync_folder(path.parent)
 
 
 def check(path: Path) -> Origin:
@@ -78,22 +87,22 @@ def check(path: Path) -> Origin:
         ValueError: it is truncated, damaged, or something else; the message says which, without the name.
         OSError: it cannot be read.
     """
-    with path.open("rb") as file:
+    with _open(path) as file:
         said = _header(file.read(_HEADER_BYTES))
-        crc = num_bytes = 0
+        num_bytes, crc = os.fstat(file.fileno()).st_size - _HEADER_BYTES, 0
+        if num_bytes != said["bytes"]:
+            raise ValueError(f"truncated: it holds {num_bytes} of {said['bytes']} bytes of a state")
         while piece := file.read(_PIECE_BYTES):
-            crc, num_bytes = zlib.crc32(piece, crc), num_bytes + len(piece)
-    if num_bytes != said["bytes"]:
-        raise ValueError(f"truncated: it holds {num_bytes} of {said['bytes']} bytes of a state")
+            crc = zlib.crc32(piece, crc)
     if crc != said["crc32"]:
         raise ValueError("damaged: its checksum is that of other bytes")
     return Origin(said["step"], said["rank"], said["world_size"], said["save"], said.get("is_first", False))
 
 
 def read(path: Path) -> Any:
-    """Return the state in a file that has been checked, on the CPU."""
-    with path.open("rb") as file:
-        return torch.load(_Payload(file), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+    """Return the state in a file that has been checked, on the CPU; raise as `load`."""
+    with _open(path) as file:
+        return load(_Payload(file))  # type: ignore[arg-type]
 
 
 class NewerFormat(ValueError):
@@ -111,13 +120,26 @@ def _header(head: bytes) -> dict[str, Any]:
     is_ours = isinstance(said, dict) and type(said.get("format")) is int
     if is_ours and said["format"] > FORMAT:
         raise NewerFormat(f"of format {said['format']}, and this pyengine reads up to {FORMAT}: update it")
-    if not is_ours or any(type(said.get(name)) is not kind for name, kind in _FIELDS.items()):
+    if (
+        not is_ours
+        or any(type(said.get(name)) is not kind for name, kind in _FIELDS.items())
+        or type(said.get("is_first", False)) is not bool
+    ):
         raise ValueError("damaged in its header, which has not the fields that pyengine writes")
     fields: dict[str, Any] = said
     return fields
 
 
-def _sync_folder(folder: Path) -> None:
+def _open(path: Path) -> BinaryIO:
+    """Open a regular file; the open of a pipe would wait for a writer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def sync_folder(folder: Path) -> None:
     """Let the names in a folder be on the disk, too."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
