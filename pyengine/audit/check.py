@@ -115,7 +115,7 @@ class Check:
         """
         suspects, is_bad = self._suspects()
         if not self._is_one_group:
-            flag = torch.tensor([float(is_bad)], device=self._local.bits.device)
+            flag = torch.tensor([is_bad], dtype=torch.float32, device=self._local.bits.device)
             self._comms[0].all_reduce(flag).wait()
             is_bad = bool(flag > 0)
         return self._explain(suspects) if is_bad else []

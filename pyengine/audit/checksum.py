@@ -92,14 +92,14 @@ class BlockSums:
 
     def of(self, words: Tensor) -> Tensor:
         if self._core is not None:
-            return torch.tensor(self._native(words))
+            return torch.tensor(self._native(words), dtype=torch.int64)
         total = torch.zeros((), dtype=torch.int64)
         num_words = _BLOCKS_AT_ONCE * _BLOCK
         for start in range(0, words.numel(), num_words):
             part = words[start : start + num_words].to(torch.int64)
             blocks = torch.nn.functional.pad(part, (0, -part.numel() % _BLOCK)).view(-1, _BLOCK)
             first = start // _BLOCK
-            factors = _mixed(torch.arange(first, first + len(blocks))) | 1
+            factors = _mixed(torch.arange(first, first + len(blocks), dtype=torch.int64)) | 1
             total += ((blocks * self._weights).sum(1) * factors).sum()
         return total
 
@@ -145,7 +145,7 @@ class LaneSums:
         self._lanes = 1 << wanted.bit_length() - 1
         size = self._lanes + _NUM_SHIFTS * _SHIFT
         self._weights = _odd_weights(size // _NUM_ROWS).to(device)
-        self._row_weights = 2 * torch.arange(_NUM_ROWS, device=device) + 1
+        self._row_weights = 2 * torch.arange(_NUM_ROWS, dtype=torch.int64, device=device) + 1
         self._sums = torch.zeros(size, dtype=torch.int32, device=device)
         self._places = [
             self._sums[start : start + self._lanes] for start in range(0, _NUM_SHIFTS * _SHIFT, _SHIFT)
@@ -157,16 +157,16 @@ class LaneSums:
         found = torch.zeros(len(tensors), dtype=torch.int64, device=self._sums.device)
         short = [index for index, words in enumerate(tensors) if words.numel() <= _SHORT]
         if short:
-            lengths = torch.tensor([tensors[index].numel() for index in short])
+            lengths = torch.tensor([tensors[index].numel() for index in short], dtype=torch.int64)
             ends = lengths.cumsum(0)
             starts = ends - lengths
-            places = torch.arange(int(ends[-1])) - starts.repeat_interleave(lengths)
+            places = torch.arange(int(ends[-1]), dtype=torch.int64) - starts.repeat_interleave(lengths)
             words = torch.cat([tensors[index] for index in short]).to(torch.int64)
             # Sums so far, which wrap: their differences are right all the same.
             so_far = torch.zeros(len(words) + 1, dtype=torch.int64, device=words.device)
             torch.cumsum(words * self._weights[places.to(words.device)], 0, out=so_far[1:])
             sums = so_far[ends.to(words.device)] - so_far[starts.to(words.device)]
-            found[torch.tensor(short, device=words.device)] = sums
+            found[torch.tensor(short, dtype=torch.int64, device=words.device)] = sums
         for index, words in enumerate(tensors):
             if words.numel() > _SHORT:
                 found[index] = self.of(words)
@@ -231,7 +231,7 @@ _MASK = 2**20 - 1
 
 
 def _odd_weights(num: int) -> Tensor:
-    return (_mixed(torch.arange(1, num + 1)) | 1).to(torch.int32)
+    return (_mixed(torch.arange(1, num + 1, dtype=torch.int64)) | 1).to(torch.int32)
 
 
 def _mixed(value: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class Probe:
     def __init__(self, subjects: Sequence[Subject], leaves: Leaves, device: torch.device) -> None:
         self._subjects, self._leaves = subjects, leaves
         num = len(subjects)
-        self.sums = torch.zeros(num, NUM_SAMPLES, device=device)
+        self.sums = torch.zeros(num, NUM_SAMPLES, dtype=torch.float32, device=device)
         self.last, self._lost = torch.zeros_like(self.sums), torch.zeros_like(self.sums)
         self._sum_rows, self._last_rows = self.sums.unbind(), self.last.unbind()
         # Arrays, for the core reads and writes them: it is told where they lie.
@@ -100,7 +100,7 @@ class Probe:
 
         This rank's share of them: 0 for what lies on other ranks, and an n-th of what lies on n.
         """
-        found = torch.zeros(self.sums.shape, device=self.sums.device)
+        found = torch.zeros_like(self.sums)
         rows = found.unbind()
         for index, subject in enumerate(self._subjects):
             grad = subject.gradient()

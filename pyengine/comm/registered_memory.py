@@ -123,7 +123,8 @@ def register_memory(comm: TorchDist) -> TorchDist:
 
 def _registered(comm: TorchDist) -> tuple[NcclPool | None, str]:
     """Return a pool, or why there is none."""
-    comm.all_reduce(torch.zeros(1, device=comm.device)).wait()  # a communicator is made by its first use
+    first = torch.zeros(1, dtype=torch.float32, device=comm.device)
+    comm.all_reduce(first).wait()  # a communicator is made by its first use
     try:
         return NcclPool(comm), ""
     except Exception as error:  # noqa: BLE001 - whatever NCCL and torch say: all ranks hear of it

@@ -283,7 +283,7 @@ class TorchDist:
         vain.
         """
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [int(size) for size in self._gather(torch.tensor([mine.numel()]))]
+        sizes = [int(size) for size in self._gather(torch.tensor([mine.numel()], dtype=torch.int64))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: mine.numel()] = mine
         rows = self._gather(padded)

@@ -63,9 +63,10 @@ class Xla:
         self.traffic = Traffic()
         self._queue: list[Tensor] = []
         # Which replica this is must be data: as a constant it would give each replica a program of its own.
-        self._is_mine = (torch.arange(self.world_size) == self.rank)[:, None, None].to(device)
-        self._zero = torch.zeros((), device=device)
-        self._is_root = torch.tensor([self.rank == 0]).to(device)
+        ranks = torch.arange(self.world_size, dtype=torch.int64)
+        self._is_mine = (ranks == self.rank)[:, None, None].to(device)
+        self._zero = torch.zeros((), dtype=torch.float32, device=device)
+        self._is_root = torch.tensor([self.rank == 0], dtype=torch.bool).to(device)
         torch_xla.sync()
 
     def refuses(self, dtype: torch.dtype) -> str:

@@ -157,7 +157,7 @@ class WindowSampler(Sampler[list[int]]):
     def _order(self) -> Tensor:
         """The epoch's samples, int64 [kept]."""
         if not self.shuffle:
-            return torch.arange(self._kept)
+            return torch.arange(self._kept, dtype=torch.int64)
         generator = torch.Generator().manual_seed(derive("epoch", "torch", self.seed, self.epoch) % 2**64)
         return torch.randperm(self.dataset_size, generator=generator)[: self._kept]
 

@@ -90,8 +90,9 @@ class BatchNormReplay:
         kind = _mean(self._modules[0])
         self._sizes = [m.num_features for m in self._modules for _ in range(2)]
         self._widths = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in self._sizes]
-        columns = torch.tensor(self._widths, device=kind.device).view(-1, 2).sum(1)
-        self._owner = torch.arange(len(self._modules), device=kind.device).repeat_interleave(columns)
+        columns = torch.tensor(self._widths, dtype=torch.int64, device=kind.device).view(-1, 2).sum(1)
+        self._owner = torch.arange(len(self._modules), dtype=torch.int64, device=kind.device)
+        self._owner = self._owner.repeat_interleave(columns)
         num_rows = most + 1  # the last one takes what does not count
         self._stats = kind.new_zeros(num_rows, sum(self._widths))
         self._calls = self._owner.new_zeros(num_rows, len(self._modules))
@@ -173,7 +174,8 @@ class BatchNormReplay:
         if self._modules and is_dropped is not False:
             for table in self._tables:
                 row = table[self._target.done]
-                row.copy_(torch.where(torch.as_tensor(is_dropped, device=row.device), 0, row))
+                flag = torch.as_tensor(is_dropped, dtype=torch.bool, device=row.device)
+                row.copy_(torch.where(flag, 0, row))
 
     def stop_counting(self) -> None:
         """Let nothing count from here on: the micro-batch's last backward begins."""

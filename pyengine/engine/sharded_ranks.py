@@ -42,7 +42,7 @@ class ShardedRanks:
         self.membership = Membership.plain(rank=comm.rank, world_size=comm.world_size)
         meshes = [(unit, param.device_mesh) for unit in units for param in _lying(unit)]
         cut = [(mesh, unit.data_ndim) for unit, mesh in meshes if mesh.ndim > unit.data_ndim]
-        everywhere = torch.arange(comm.world_size)
+        everywhere = torch.arange(comm.world_size, dtype=torch.int64)
         self._is_cut, data = bool(cut), everywhere
         if self._is_cut:
             everywhere, data = cut[0][0].mesh, _of_data(*cut[0])

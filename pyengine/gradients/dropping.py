@@ -33,7 +33,7 @@ class Dropping:
         self._names, self._params = reducer.names, params
         self._staged = reducer.staged if isinstance(reducer, Stages) else None
         self._device = params[0].device
-        self._one = torch.ones((), device=self._device)
+        self._one = torch.ones((), dtype=torch.float32, device=self._device)
         index = {param: place for place, param in enumerate(params)}
         self._norms: list[tuple[list[Parameter], SlotNorms]] = []
         if self._staged is None and not is_lazy(self._device):

@@ -167,7 +167,7 @@ class TermsOverRanks(ExactOverRanks):
         super().__init__(plan, numel=numel, terms=terms, device=device, comm=comm, num_flags=num_flags + 1)
         self._exchanges = False  # the integers, which are rare
         self._whole, self._terms, self._form = plan, terms.total, _Form()
-        self._one = torch.ones((), device=device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
         self._told, self.flags, self._has_integers = self.flags, self.flags[:-1], self.flags[-1:]
         # A term lies in the memory of one limb; what a rank gets of the others', in that of the other.
         self._received = self.lo.view(torch.float32)

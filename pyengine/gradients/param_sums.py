@@ -86,7 +86,7 @@ class ExactParamSum(ParamSum):
         numels = [param.numel() for param in params]
         *offsets, end = itertools.accumulate([-(-n // BLOCK) * BLOCK for n in numels], initial=0)
         plan, device = BucketPlan(offsets, numels), params[0].device
-        self._one = torch.ones((), device=device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
         self._exact = exact_over_ranks(
             plan, numel=max(BLOCK, end), terms=terms, device=device, comm=comm, num_flags=num_flags
         )

@@ -64,7 +64,7 @@ class Fp32Sum:
 
     def __init__(self, plan: BucketPlan, flat: Tensor) -> None:
         self._plan, self.flat = plan, flat
-        self._one = torch.ones((), device=flat.device)
+        self._one = torch.ones((), dtype=torch.float32, device=flat.device)
 
     def begin(self) -> None:
         return
@@ -129,7 +129,7 @@ class SlotNorms:
 
     def __init__(self, plan: BucketPlan, params: Sequence[int], device: torch.device) -> None:
         self._plan = plan
-        self.params = torch.tensor(params, device=device)
+        self.params = torch.tensor(params, dtype=torch.int64, device=device)
         self._sumsq = torch.zeros(len(params), dtype=torch.float64, device=device)
         self._nonfinite = torch.zeros(len(params), dtype=torch.uint8, device=device)
 

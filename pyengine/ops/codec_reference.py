@@ -123,7 +123,7 @@ def _decode(layout: Layout, payload: Tensor) -> Tensor:
     codes = layout.codes(payload)
     if layout.format.max_scale is None:
         return codes.view(torch.bfloat16 if layout.format.mantissa == 7 else torch.float16).to(torch.float32)
-    table = torch.tensor(_meanings(layout.format), device=payload.device)
+    table = torch.tensor(_meanings(layout.format), dtype=torch.float32, device=payload.device)
     return table[codes.to(torch.int64)] * _spread(layout, layout.scales(payload))
 
 
@@ -139,7 +139,7 @@ def hashed(key: tuple[int, int], offset: int, numel: int, device: torch.device) 
 
     The multipliers and shifts are those of Wellons' lowbias32, with half of the key before each.
     """
-    x = (torch.arange(offset, offset + numel, device=device) & _LOW) ^ key[0]
+    x = (torch.arange(offset, offset + numel, dtype=torch.int64, device=device) & _LOW) ^ key[0]
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW
     x = (((x ^ (x >> 15)) ^ key[1]) * 0x846CA68B) & _LOW
     return x ^ (x >> 16)

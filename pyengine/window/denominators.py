@@ -101,7 +101,7 @@ class Denominators:
         terms = [self._term(name, losses[name]) for name, total in self.totals.items() if total]
         known = [term for term in terms if term is not None]
         if not known:
-            return torch.zeros((), device=device, requires_grad=True)
+            return torch.zeros((), dtype=torch.float32, device=device, requires_grad=True)
         return sum(known[1:], start=known[0])
 
     def _term(self, name: str, loss: Tensor | float) -> Tensor | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -102,7 +103,7 @@ class LocalWindow:
             is_dropped: whether it has left the window: count and loss are then 0. A tensor is not read.
         """
         self.counts.append(_or_zero(count, is_dropped))
-        self.losses.append(None if loss is None else torch.as_tensor(_or_zero(loss.detach(), is_dropped)))
+        self.losses.append(None if loss is None else cast(Tensor, _or_zero(loss.detach(), is_dropped)))
         self.dropped.append(is_dropped)
 
     def add_to(self, vector: Tensor) -> None:
@@ -195,7 +196,7 @@ class RunningWindow(LocalWindow):
 def _or_zero(value: Count, is_dropped: bool | Tensor) -> Count:
     """Return a value, or 0 where its micro-batch is dropped: unread on a device."""
     if isinstance(is_dropped, Tensor):
-        (wide,) = stacked([torch.as_tensor(value)], is_dropped.device)
+        (wide,) = stacked([torch.as_tensor(value, dtype=torch.float64)], is_dropped.device)
         return torch.where(is_dropped, 0.0, wide)
     if is_dropped:
         return torch.zeros_like(value) if isinstance(value, Tensor) else 0

@@ -56,4 +56,6 @@ class Runs:
 
     def spread(self, flags: Tensor) -> Tensor:
         """Return flags by micro-batch, `[micro_batches]`, from flags by run, `[runs]`."""
-        return flags if self.size == 1 else flags[torch.tensor(self._run_of, device=flags.device)]
+        if self.size == 1:
+            return flags
+        return flags[torch.tensor(self._run_of, dtype=torch.int64, device=flags.device)]

@@ -91,7 +91,7 @@ class BucketMemory:
     def residual(self) -> Tensor:
         """Float32 `[numel]`, this object's: what this rank's sums still lack. Zeros at its first use."""
         if self._residual is None:
-            self._residual = torch.zeros(self._numel, device=self._device)
+            self._residual = torch.zeros(self._numel, dtype=torch.float32, device=self._device)
         return self._residual
 
     def next_turn(self) -> int:

@@ -53,7 +53,7 @@ class BucketAccumulator(ABC):
         self.bucket = bucket
         self.params: Sequence[Parameter] = list(params)
         self.plan = BucketPlan([s.offset for s in bucket.slots], [s.numel for s in bucket.slots])
-        self.one = torch.ones((), device=device)
+        self.one = torch.ones((), dtype=torch.float32, device=device)
         self._made = [(param.dtype, param.device, param.shape, param.stride()) for param in self.params]
         self._has_fused = False  # whether a layer adds to `main_grad` by itself
         self._groups = [

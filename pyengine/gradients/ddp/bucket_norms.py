@@ -52,7 +52,7 @@ class BucketNorms:
         laid_out = buckets()
         even = [bucket for bucket in laid_out if self._is_even(bucket)]
         self._add(even)
-        one = torch.ones((), device=self._device)
+        one = torch.ones((), dtype=torch.float32, device=self._device)
         for norms, bucket in ((self.of(bucket), bucket) for bucket in even):
             assert norms is not None
             norms.land_flat(bucket.buffer(), bucket.buffer(), one, writes=False)

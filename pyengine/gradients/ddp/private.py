@@ -120,7 +120,7 @@ class Drive:
         self._ddp, self._state, self._params = ddp, state, params
         self._reducer: Any = ddp.reducer
         self._index = {param: index for index, param in enumerate(params)}
-        self._anchor = torch.zeros((), device=params[0].device, requires_grad=True)
+        self._anchor = torch.zeros((), dtype=torch.float32, device=params[0].device, requires_grad=True)
         self.searches = ddp.find_unused_parameters and not ddp.static_graph
         self.is_ready = not ddp.static_graph
         # By then DDP must not have counted anything: it counts every backward from the first one on.

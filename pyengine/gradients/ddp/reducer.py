@@ -75,7 +75,7 @@ class DDPReducer:
         keys = {name: p for name, p in named}
         self.residuals = Residuals([(state.memory, keys)], state.wire)
         self._comm = state.comm(self.params[0].device)
-        self._one = torch.ones((), device=self.params[0].device)
+        self._one = torch.ones((), dtype=torch.float32, device=self.params[0].device)
         index = {p: i for i, p in enumerate(self.params)}
         self._landed = BucketNorms(index, self._one.device)
         self._lay_out_norms()

@@ -177,7 +177,7 @@ class Fp32BucketSum(BucketSum):
         self._as_sent = plan = packed(numels)
         if runs_ahead(device) and any(offset % PHASE for offset in plan.offsets):
             plan = aligned(numels)
-        self._fp32 = Fp32Sum(plan, torch.zeros(plan.flat_numel, device=device))
+        self._fp32 = Fp32Sum(plan, torch.zeros(plan.flat_numel, dtype=torch.float32, device=device))
         itemsize = params[0].dtype.itemsize
         self._groups = [SlotGroup(plan, params, slots) for slots in cut(numels, itemsize, device)]
         self._over = {group.start: self._fp32.over(group.plan) for group in self._groups}
@@ -316,7 +316,7 @@ class Watched:
     def __init__(self, params: Sequence[Any]) -> None:
         self.index = {param: index for index, param in enumerate(params)}
         self._device = params[0].device
-        self._one = torch.ones((), device=self._device)
+        self._one = torch.ones((), dtype=torch.float32, device=self._device)
         self._norms: dict[tuple[int, ...], SlotNorms] = {}
         self.begin()
 

@@ -30,7 +30,8 @@ class WireBuffer:
     def __init__(self, flat: Tensor, wire: Wire, params: Sequence[Tensor]) -> None:
         self.numel, self.wire = flat.numel(), wire
         self.params = {id(param) for param in params}
-        self.plan, self.one = BucketPlan([0], [self.numel]), torch.ones((), device=flat.device)
+        self.plan = BucketPlan([0], [self.numel])
+        self.one = torch.ones((), dtype=torch.float32, device=flat.device)
         self._flat: Tensor | None = None
 
     def flat(self, comm: Comm) -> Tensor:

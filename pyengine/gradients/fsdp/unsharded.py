@@ -105,7 +105,7 @@ class Unsharded:
         if self._watches:
             row = torch.zeros(len(self.used), dtype=torch.uint8, device=self._device)
             if self._flags:
-                places = torch.tensor(list(self._flags), device=self._device)
+                places = torch.tensor(list(self._flags), dtype=torch.int64, device=self._device)
                 row[places] = torch.stack(list(self._flags.values())).to(torch.uint8)
             self._rows.append(row)
             self._flags = {}
