@@ -62,8 +62,8 @@ class ExactSum:
         terms: the most terms that the sum may take before it starts anew, over all ranks that will be merged;
             1 to 4096. More terms leave fewer bits for each: `width` is 31 - ceil(log2 terms). More deposits
             than that can overflow; counting them is the caller's.
-        device: where the sum lies. CPU and CUDA run in the native core, everything else in
-            `exact_reference.py`.
+        device: of the sum; "cuda" without an index is the current device. CPU and CUDA run in the native
+            core, everything else in `exact_reference.py`.
         limbs: int32 [2 * numel] on that device, zeros, to hold the sum in; this object's from now on. None
             allocates them.
 
@@ -96,15 +96,16 @@ class ExactSum:
         *,
         numel: int,
         terms: int,
-        device: torch.device,
+        device: torch.device | str,
         limbs: Tensor | None = None,
     ) -> None:
         _check(plan, numel, terms)
+        bins = torch.zeros(numel // BLOCK, dtype=torch.uint8, device=device)
         if limbs is None:
             limbs = torch.zeros(2 * numel, dtype=torch.int32, device=device)
-        check_each("limbs", limbs, torch.int32, 2 * numel, device, of="limb")
+        # A tensor's device has an index where `device` may leave it out.
+        check_each("limbs", limbs, torch.int32, 2 * numel, bins.device, of="limb")
         self.width = 31 - (terms - 1).bit_length()
-        bins = torch.zeros(numel // BLOCK, dtype=torch.uint8, device=device)
         self._lie_in(plan, limbs.view(2, numel), bins)
 
     def _lie_in(self, plan: BucketPlan, limbs: Tensor, bins: Tensor) -> None:

@@ -368,6 +368,15 @@ def test_a_sum_that_cannot_be_is_refused(offsets, numel, terms, words):
         ExactSum(BucketPlan(offsets, [3]), numel=numel, terms=terms, device=CPU)
 
 
+@pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("cpu:0"), "cpu"], ids=repr)
+def test_a_device_may_be_named_in_any_way_that_torch_takes(device):
+    limbs = torch.zeros(2 * BLOCK, dtype=torch.int32)
+    for given in (None, limbs):
+        total = ExactSum(BucketPlan([0], [3]), numel=BLOCK, terms=2, device=device, limbs=given)
+        total.deposit_([torch.ones(3)], first=True, nonfinite=flags(total._plan))
+        assert total.hi.device == CPU
+
+
 @pytest.mark.parametrize(
     ("method", "arguments", "error", "words"),
     [
