@@ -193,6 +193,7 @@ def words_of(tensor: Tensor) -> Tensor:
     flat = local(tensor)
     if flat.layout is not torch.strided:
         flat = flat.to_dense()
+    flat = flat.int_repr() if flat.is_quantized else flat  # which has no other view of its memory
     flat = torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat
     flat = flat.resolve_neg().contiguous()
     flat = flat.as_strided((flat.numel(),), (1,), flat.storage_offset())  # one element has any stride

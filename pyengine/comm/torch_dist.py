@@ -299,14 +299,17 @@ class TorchDist:
         return rows
 
     def _broadcast_(self, piece: list[Tensor]) -> None:
-        """Overwrite tensors of one dtype by one collective; a tensor alone needs no memory of ours."""
+        """Overwrite tensors of one dtype by one collective; a tensor alone needs no memory of ours.
+
+        They are sent as bytes: no backend knows all dtypes (float8, uint16).
+        """
         if len(piece) == 1 and piece[0].is_contiguous():
-            self._send(piece[0].detach())
+            self._send(_bytes_of(piece[0]))
             return
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in piece])
+        flat = torch.cat([_bytes_of(tensor) for tensor in piece])
         self._send(flat)
-        for tensor, part in zip(piece, flat.split([t.numel() for t in piece]), strict=True):
-            tensor.detach().copy_(part.view_as(tensor))
+        for tensor, part in zip(piece, flat.split([t.nbytes for t in piece]), strict=True):
+            tensor.detach().copy_(part.view(tensor.dtype).view(tensor.shape))
 
     def _send(self, flat: Tensor) -> None:
         """Overwrite a tensor with rank 0's."""
@@ -349,6 +352,12 @@ class TorchDist:
         if self.roll_call.watch is not None:
             self.roll_call.watch.pending.add(self.ranks, what, work.is_completed)
         return _Work(work, self.roll_call, self._host_watch)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements, uint8 [nbytes]; in its memory where it is contiguous."""
+    flat = tensor.detach().reshape(-1).contiguous()
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element may have any stride
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

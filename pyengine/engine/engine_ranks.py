@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pyengine.comm import Comm, Local, TorchDist, comm_for
 from pyengine.comm.axes import (
@@ -29,6 +31,7 @@ from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.local_part import is_dtensor
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import local
+from pyengine.ops.pointers import keeps_elements_elsewhere
 from pyengine.window.shared_batch import SharedBatch
 
 Named = Sequence[tuple[str, Parameter]]
@@ -134,9 +137,23 @@ class EngineRanks:
         return [*map(dict(zip(self._names, self.membership.counted, strict=True)).__getitem__, names)]
 
     def broadcast(self, named: Sequence[tuple[str, Tensor]], groups: Groups) -> None:
-        """Overwrite parameters and buffers with those of the first rank of their group."""
+        """Overwrite parameters and buffers with those of the first rank of their group.
+
+        Warns of those whose values cannot be written: every rank keeps its own.
+        """
+        stored = {name: _stored_in(local(tensor)) for name, tensor in named}
         for index, comm in enumerate(groups.comms):
-            comm.broadcast_([local(tensor) for name, tensor in named if self.group_named(name) == index])
+            mine = [parts for name, parts in stored.items() if self.group_named(name) == index]
+            comm.broadcast_([part for parts in mine for part in parts])
+        kept = [(name, tensor) for name, tensor in named if not stored[name]]
+        if kept and self.comm.world_size > 1:
+            name, tensor = kept[0]
+            more = f" (and {len(kept) - 1} more)" if len(kept) > 1 else ""
+            warnings.warn(
+                f"load {name!r}{more} with the same values on every rank: the values of {_kind(tensor)} "
+                "cannot be copied from rank 0, so every rank keeps its own",
+                stacklevel=2,
+            )
 
     @property
     def has_mesh(self) -> bool:
@@ -378,4 +395,37 @@ def _spec(name: str, param: Parameter, group: int) -> ParamSpec:
     part = local(param)
     spec = ParamSpec.of(name, param)
     strides = () if part.is_contiguous() else part.stride()
-    return replace(spec, shape=tuple(part.shape), strides=strides, group=group)
+    stored = "" if param.requires_grad else _described_parts(part)
+    return replace(spec, shape=tuple(part.shape), strides=strides, group=group, stored=stored)
+
+
+def _stored_in(tensor: Tensor) -> list[Tensor]:
+    """Return the dense tensors that hold a tensor's values, in its memory and without overlap; none where
+    there are no such.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        parts = [_stored_in(getattr(tensor, name)) for name in names]
+        return [each for part in parts for each in part] if all(parts) else []
+    if tensor.layout is not torch.strided or tensor.is_quantized or keeps_elements_elsewhere(tensor):
+        return []
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:  # expanded: one element, however many it shows
+            tensor = tensor.detach().narrow(dim, 0, 1)
+    return [tensor]
+
+
+def _described_parts(tensor: Tensor) -> str:
+    """Describe what a tensor that is not plain consists of, for ranks to compare; empty for a plain one."""
+    parts = _stored_in(tensor)
+    if len(parts) == 1 and not is_traceable_wrapper_subclass(tensor):
+        return ""
+    held = ", ".join(f"{list(part.shape)} {str(part.dtype).removeprefix('torch.')}" for part in parts)
+    return f", {_kind(tensor)}{held and f' of {held}'}"
+
+
+def _kind(tensor: Tensor) -> str:
+    """Name a tensor's class, or layout, where it is not plain."""
+    if tensor.is_quantized:
+        return "a quantized tensor"
+    return f"a {type(tensor).__name__}" if tensor.layout is torch.strided else f"a {tensor.layout} tensor"

@@ -297,8 +297,16 @@ def _repeated(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
 
 
 def _not_plain(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
-    """Say whether parameters are tensors within tensors: sharded, quantized."""
-    odd = [(name, type(param).__name__) for name, param in named if is_traceable_wrapper_subclass(param)]
+    """Say whether trained parameters are tensors within tensors, or any are shards of a DTensor.
+
+    A frozen one needs no bucket, but the shards of a frozen DTensor differ from rank to rank: nothing here
+    may overwrite them.
+    """
+    odd = [
+        (name, type(param).__name__)
+        for name, param in named
+        if is_traceable_wrapper_subclass(param) and (param.requires_grad or is_dtensor(param))
+    ]
     if not odd:
         return []
     more = f" (and {len(odd) - 1} more parameters)" if len(odd) > 1 else ""

@@ -26,6 +26,7 @@ class ParamSpec:
         strides: of a parameter that is not contiguous (channels_last, say), whose elements lie in another
             order in its slot; empty for others.
         group: over which of several groups of ranks its gradient is summed, as an index.
+        stored: what a frozen parameter that is not a plain tensor consists of, in words; empty for others.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ParamSpec:
     requires_grad: bool = True
     strides: tuple[int, ...] = ()
     group: int = 0
+    stored: str = ""
 
     @classmethod
     def of(cls, name: str, param: torch.nn.Parameter) -> ParamSpec:
@@ -166,7 +168,8 @@ def _round_up(value: int, unit: int) -> int:
 def _describe(spec: ParamSpec) -> str:
     frozen = "" if spec.requires_grad else ", requires_grad=False"
     strides = f" with strides {list(spec.strides)}" if spec.strides else ""
-    return f"{spec.name!r} {list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}{strides}{frozen}"
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return f"{spec.name!r} {list(spec.shape)} {dtype}{strides}{frozen}{spec.stored}"
 
 
 def _by_rank(specs: Sequence[str], ranks: Sequence[int]) -> str:

@@ -130,8 +130,13 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
         _check_memory(name, tensor)
 
 
+def keeps_elements_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a subclass whose elements need not lie at its address."""
+    return type(tensor).__torch_dispatch__ is not _NO_DISPATCH
+
+
 def _check_memory(name: str, tensor: torch.Tensor) -> None:
-    if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
+    if keeps_elements_elsewhere(tensor):
         raise ValueError(
             f"{name} is a {type(tensor).__name__}, which keeps its elements elsewhere or nowhere; needed a "
             "plain tensor: pass what it stands for (`.to_local()` of a DTensor)"

@@ -371,8 +371,8 @@ def test_a_sum_that_cannot_be_is_refused(offsets, numel, terms, words):
 @pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("cpu:0"), "cpu"], ids=repr)
 def test_a_device_may_be_named_in_any_way_that_torch_takes(device):
     limbs = torch.zeros(2 * BLOCK, dtype=torch.int32)
-    for given in (None, limbs):
-        total = ExactSum(BucketPlan([0], [3]), numel=BLOCK, terms=2, device=device, limbs=given)
+    for memory in (None, limbs):
+        total = ExactSum(BucketPlan([0], [3]), numel=BLOCK, terms=2, device=device, limbs=memory)
         total.deposit_([torch.ones(3)], first=True, nonfinite=flags(total._plan))
         assert total.hi.device == CPU
 

@@ -1,0 +1,166 @@
+"""A frozen parameter needs no bucket: it may be of any type, layout or tensor subclass."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from cases import error_of, me
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_map
+
+import pyengine as pe
+
+
+class Packed(torch.Tensor):
+    """Codes and scales that stand for a float32 tensor, as the base of a QLoRA model is stored."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scales: Tensor) -> Packed:  # noqa: PYI034 - Self came with 3.11
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: Tensor, scales: Tensor) -> None:
+        self.codes, self.scales = codes, scales
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scales"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: None, size: Any, stride: Any) -> Packed:
+        return Packed(inner["codes"], inner["scales"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Packed(args[0].codes, args[0].scales)
+        args, kwargs = tree_map(lambda x: x.dense() if isinstance(x, Packed) else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def dense(self) -> Tensor:
+        """Return what it stands for."""
+        return self.codes.float() * self.scales
+
+
+class Opaque(torch.Tensor):
+    """A subclass that does not say where its elements are."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Opaque:  # noqa: PYI034 - likewise
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Opaque(args[0].inner)
+        args, kwargs = tree_map(lambda x: x.inner if isinstance(x, Opaque) else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+KINDS = {
+    "float8": lambda x: x.to(torch.float8_e4m3fn),
+    "uint16": lambda x: x.to(torch.uint16),
+    "bool": lambda x: x > 1,
+    "complex": lambda x: x + 1j,
+    "expanded": lambda x: x[:1].expand(4),
+    "strided": lambda x: x.repeat_interleave(2)[::2],
+    "subclass": lambda x: Packed(x.to(torch.uint8), x[:1]),
+}
+KEPT = {
+    "quint8": lambda x: torch.quantize_per_tensor(x, 0.5, 0, torch.quint8),
+    "sparse": lambda x: x.to_sparse(),
+    "subclass": Opaque,
+}
+
+
+def _of_rank(rank: int) -> Tensor:
+    return torch.full((4,), 1.0 + rank)
+
+
+def _model(base: Tensor) -> nn.Module:
+    model = nn.Linear(3, 1)
+    model.base = nn.Parameter(base, requires_grad=False)
+    return model
+
+
+def _trains(sync: pe.Sync, model: nn.Module) -> None:
+    """Train a window whose gradient is known."""
+    for window in sync.windows([torch.ones(1, 3)] * 2):
+        for number, x in enumerate(window):
+            sync.backward(model(x).sum(), count=1)
+            if number == 0:
+                sync.state_dict()
+        sync.unscale_()
+        assert torch.equal(model.weight.grad, torch.ones(1, 3))
+        assert bool(sync.step(torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
+def _has_values_of_rank_0(kind: str, accumulator: str) -> None:
+    rank, _ = me()
+    model, want = _model(KINDS[kind](_of_rank(rank))), KINDS[kind](_of_rank(0))
+    model.register_buffer("shown", KINDS[kind](_of_rank(rank)))
+    sync = pe.GradSync(model, accumulate=2, accumulator=accumulator, nonfinite="drop_micro_batch")
+    sync.audit(every=1, module=model)
+    for held in (model.base, model.shown):
+        if kind == "subclass":
+            held, want = held.detach().dense(), want.dense() if isinstance(want, Packed) else want
+        assert held.tolist() == want.tolist()
+    _trains(sync, model)
+
+
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frozen_parameter_of_any_kind_gets_the_values_of_rank_0(ranks, kind, accumulator):
+    ranks(2).run(_has_values_of_rank_0, kind, accumulator)
+
+
+def _is_named(kind: str) -> list[str]:
+    model = _model(KEPT[kind](_of_rank(0)))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        sync = pe.GradSync(model, accumulate=2)
+    sync.audit(every=1)
+    _trains(sync, model)
+    return [str(warning.message) for warning in seen]
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_frozen_parameter_that_cannot_be_copied_is_named_and_trained_beside(ranks, kind):
+    for messages in ranks(2).run(_is_named, kind):
+        (text,) = messages
+        assert text.startswith("load 'base' with the same values on every rank")
+
+
+def _differs() -> str:
+    rank, _ = me()
+    base = Packed(torch.zeros(4, dtype=torch.uint8), torch.ones(1)) if rank else torch.zeros(4)
+    return error_of(lambda: pe.GradSync(_model(base)))
+
+
+def test_ranks_whose_frozen_parameters_differ_in_kind_are_named(ranks):
+    for message in ranks(2).run(_differs):
+        assert (
+            "rank 1 has 'base' [4] float32, requires_grad=False, a Packed of [4] uint8, [1] float32"
+            in message
+        )
+
+
+def _sharded(kind: str) -> None:
+    model = fully_shard(_model(KINDS[kind](_of_rank(0))))
+    sync = pe.attach(model, accumulate=2)
+    for window in sync.windows([torch.ones(1, 3)] * 2):
+        for x in window:
+            sync.backward(model(x).sum(), count=1)
+        sync.unscale_()
+        assert torch.equal(model.weight.grad.full_tensor(), torch.ones(1, 3))
+        assert bool(sync.step(torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
+@pytest.mark.parametrize("kind", ["float8", "uint16"])
+def test_a_frozen_parameter_of_any_type_is_sharded(ranks, kind):
+    ranks(2).run(_sharded, kind)
