@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -23,9 +24,11 @@ def numbers_of(optimizers: Sequence[Any]) -> tuple[Numbers, list[Tensor]]:
             where = f"{place}." if len(optimizers) > 1 else ""
             for key in sorted(key for key in group if key != "params"):
                 for value in _items(group[key]):
-                    if isinstance(value, Tensor) and value.numel() == 1 and runs_ahead(value.device):
+                    if isinstance(value, Tensor) and value.numel() != 1:
+                        continue
+                    if isinstance(value, Tensor) and runs_ahead(value.device):
                         tensors.append(value)
-                    elif isinstance(value, int | float | Tensor):
+                    elif isinstance(value, Real | Tensor):
                         numbers.append((f"{key} of group {where}{index}", float(value)))
     return numbers, tensors
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -219,17 +220,20 @@ class _Looked:
 
 
 def _hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[tuple[tuple[str, float], ...], list[Tensor]]:
-    """Return the numbers of every group, and those that only an accelerator knows."""
+    """Return the numbers of every group, the learning rate first, and those that only an accelerator knows.
+
+    A group may hold more than its optimizer has defaults for: timm's `lr_scale`, a schedule's `initial_lr`.
+    """
     numbers: list[tuple[str, float]] = []
     tensors: list[Tensor] = []
     for group in optimizer.param_groups:
-        for name in getattr(optimizer, "defaults", ()):
-            value = group.get(name)
+        for name in sorted(group.keys() - {"params"}, key=lambda key: (key != "lr", str(key))):
+            value = group[name]
             for item in value if isinstance(value, tuple | list) else [value]:
                 if isinstance(item, Tensor) and item.numel() != 1:
                     continue
                 if isinstance(item, Tensor) and runs_ahead(item.device):
                     tensors.append(item.clone())
-                elif isinstance(item, int | float | Tensor):
+                elif isinstance(item, Real | Tensor):
                     numbers.append((name, float(item)))
     return tuple(numbers), tensors

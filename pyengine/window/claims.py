@@ -39,11 +39,13 @@ class OptimizerStep:
     numbers: tuple[tuple[str, float], ...]
 
     def __str__(self) -> str:
-        numbers = ", ".join(f"{name}={value:g}" for name, value in self.numbers[:12])
-        more = ", ..." if len(self.numbers) > 12 else ""
+        values: dict[str, dict[str, None]] = {}  # by name those of all groups, each once
+        for name, value in self.numbers:
+            values.setdefault(name, {})[f"{value:g}"] = None
+        numbers = ", ".join(f"{name}={'/'.join(each)}" for name, each in values.items())
         indices = [index for group in self.params for index in group]
         first = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
-        return f"{self.name}({numbers}{more}) of {len(indices)} parameters (number {first})"
+        return f"{self.name}({numbers}) of {len(indices)} parameters (number {first})"
 
 
 @dataclass

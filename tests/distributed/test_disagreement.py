@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases import engine, me
@@ -149,6 +150,32 @@ def test_synchronize_tells_how_the_last_window_was_used(ranks):
             "used the last window differently: rank 0: SGD(lr=0.1" in message
             and "rank 1: SGD(lr=0.2" in message
         )
+
+
+def _group_differs(key: str, values: tuple[Any, Any]) -> str:
+    """Step with two groups, the second of which has a key that the optimizer has no default for."""
+    rank, _ = me()
+    sync, forward = engine("own", nn.Linear(4, 2), accumulate=1)
+    groups = [{"params": [forward.weight]}, {"params": [forward.bias], key: values[rank]}]
+    _window(sync, forward)
+    sync.step(torch.optim.SGD(groups, lr=0.1))
+    return _error(sync.synchronize)
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "told"),
+    [
+        ("lr_scale", (0.5, 0.75), ("lr_scale=0.5", "lr_scale=0.75")),
+        ("fixed", (False, True), ("fixed=0", "fixed=1")),
+        ("layers", ([1, 2], [1, 3]), ("layers=1/2", "layers=1/3")),
+        ("gain", (torch.ones(1), torch.zeros(())), ("gain=1", "gain=0")),
+        ("ratio", (np.float32(2), np.float32(4)), ("ratio=2", "ratio=4")),
+    ],
+)
+def test_a_number_of_a_group_that_has_no_default_is_compared(ranks, key, values, told):
+    for message in ranks(2).run(_group_differs, key, values):
+        assert "ranks have used the last window differently" in message
+        assert all(text in message for text in told)
 
 
 def _two_engines(
