@@ -73,6 +73,13 @@ class Counting:
         for batch in batches:
             ahead.add(self._count, batch)
         counts = ahead.read(engine.device)
+        drops = engine.parts.dropping is not None
+        if drops and len(ahead.names) > 1:
+            ahead.problems.append(
+                f"count: use nonfinite='skip' or 'raise' with counts of several losses, {ahead.names}: under "
+                "nonfinite='drop_micro_batch' the losses are weighed by totals before it is known which "
+                "micro-batches leave the window, and their counts with them"
+            )
         kind = "a window" if self._names else "a loop"
         meet(engine, stage=f"begins {kind} {_COUNTING}", problems=ahead.problems)
         saved: dict[str, float] = {}
@@ -84,7 +91,7 @@ class Counting:
         own = [math.fsum([earlier.get(name, 0.0), *(count[name] for count in counts)]) for name in names]
         _, sums = share_numbers(engine, micro_batches=len(batches), sums=own)
         totals = dict(zip(names, sums, strict=True))
-        if saved:
+        if saved and not drops:  # what was done before may have been dropped, and its count is 0 then
             _check_resumed(saved, totals)
         engine.current.denominators = Denominators(saved or totals, counts, first=len(done))
 

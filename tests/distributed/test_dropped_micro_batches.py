@@ -5,10 +5,22 @@ from __future__ import annotations
 import math
 import warnings
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from cases import WIRES, Inject, Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from cases import (
+    WIRES,
+    Inject,
+    Integers,
+    assert_same,
+    engine,
+    error_of,
+    grads,
+    integers,
+    me,
+    mean_of_integers,
+)
 from marks import rest
 from sharded_cases import Chain, batch, items, right_grads, shard, whole_grads
 from torch import Tensor, nn
@@ -87,6 +99,58 @@ def test_narrow_wires_carry_what_is_left(ranks, kind, wire):
     for (rank, k), (name, *_) in bad.items():
         assert f"rank {rank}, micro-batch {k} (the gradient of '{name}')" in reasons[0]
     assert reasons[0] == reasons[1]
+
+
+def _items(rank: int, k: int) -> int:
+    return 1 + k + 2 * rank
+
+
+def _counted_ahead(kind: str, stop: int | None) -> None:
+    """Drop the first micro-batch of rank 1 where counts, which differ, were read ahead; with `stop`, go on
+    from a state behind so many micro-batches.
+    """
+    rank, world = me()
+    batches = [integers(10 * rank + k, _items(rank, k)) for k in range(ACCUMULATE)]
+    state: dict[str, Any] | None = None
+    for first, end in [(0, stop), (stop, None)] if stop else [(0, None)]:
+        model = Integers(torch.float32)
+        sync, forward = engine(kind, model, accumulate=ACCUMULATE, nonfinite="drop_micro_batch")
+        if state is not None:
+            sync.load_state_dict(state)
+        for window in sync.windows(batches[first:], count=lambda batch: {"loss": len(batch[0])}):
+            for k, (x, t) in enumerate(window, first):
+                sync.backward({"loss": forward(x, t) * (math.nan if (rank, k) == (1, 0) else 1)})
+                if k + 1 == end:
+                    state = sync.state_dict()
+                    break
+            break
+        if end is not None:
+            sync.close()
+    sync.unscale_()
+    kept = [(r, k) for r in range(world) for k in range(ACCUMULATE) if (r, k) != (1, 0)]
+    want = [integers(10 * r + k, _items(r, k)) for r, k in kept]
+    assert_same(grads(model), mean_of_integers(model, want, sum(_items(r, k) for r, k in kept)))
+
+
+@pytest.mark.parametrize("stop", [None, 2])
+@pytest.mark.parametrize("kind", ["own", "own-exact", "attach"])
+def test_a_count_that_was_read_ahead_leaves_the_divisor(ranks, kind, stop):
+    ranks(2).run(_counted_ahead, kind, stop)
+
+
+def _several_losses() -> str:
+    model = Integers(torch.float32)
+    sync, _ = engine("own", model, accumulate=2, nonfinite="drop_micro_batch")
+    rank, _ = me()
+    loader = [] if rank == 1 else [integers(0)]
+    return error_of(lambda: next(iter(sync.windows(loader, count=lambda _: {"ce": 3, "aux": 1}))))
+
+
+def test_counts_of_several_losses_are_refused_on_every_rank(ranks):
+    for message in ranks(2).run(_several_losses):
+        assert message.startswith(
+            "rank 0: count: use nonfinite='skip' or 'raise' with counts of several losses"
+        )
 
 
 def _all_bad() -> tuple[str, int]:
