@@ -11,7 +11,7 @@ from torch import Tensor
 from pyengine.engine.engine import Engine
 from pyengine.engine.open_window import OpenWindow
 from pyengine.engine.parts import Parts
-from pyengine.gradients.base import Keeps, Overlaps
+from pyengine.gradients.base import Keeps, Overlaps, Pads
 from pyengine.window.counter import State
 from pyengine.window.header import Count, checked_count
 
@@ -163,6 +163,7 @@ class MicroBatch:
             loss, gradient=gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
         )
         scaler = self._parts.scaler
+        self._spare((loss,))
         run(loss if scaler is None else scaler.scale(loss))
 
     @contextmanager
@@ -202,6 +203,7 @@ class MicroBatch:
         """Let the body run the backwards; then accumulate, and send if this is the window's last."""
         window, parts = self._window, self._parts
         window.begin()
+        self._spare(())
         self._check_turn()
         due = parts.counter.done + 1 < parts.counter.handed
         try:
@@ -224,6 +226,7 @@ class MicroBatch:
     def _last(self, roots: Sequence[Tensor]) -> Iterator[None]:
         parts, reducer = self._parts, self._parts.reducer
         self._has_last = True
+        self._spare(roots)
         parts.batch_norms.stop_counting()
         if parts.dropping is not None:
             yield  # nothing is added, or leaves, before all of it is known
@@ -247,6 +250,12 @@ class MicroBatch:
             self._note()
             if self._ends_run:
                 self._parts.reducer.collect()
+
+    def _spare(self, roots: Sequence[Tensor]) -> None:
+        """Let a backward of padding leave no trace in gradients that are not the engine's."""
+        if self._window.is_padding:
+            assert isinstance(self._parts.reducer, Pads)
+            self._parts.reducer.spare(roots)
 
     def _check_turn(self) -> None:
         """Refuse a backward that is not that of the micro-batch handed out last, where it matters whose it

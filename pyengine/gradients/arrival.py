@@ -116,13 +116,21 @@ def may_nest(loss: Tensor) -> bool:
     """Whether a backward from `loss` may run another one: only a Python autograd function (or a hook)
     can do that.
     """
-    seen, left = set(), [loss.grad_fn]
+    return any(isinstance(node, BackwardCFunction) and node.name() not in _KNOWN for node in _nodes([loss]))
+
+
+def leaves_behind(roots: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves to whose `.grad` a backward from `roots` may add."""
+    return [node.variable for node in _nodes(roots) if hasattr(node, "variable")]
+
+
+def _nodes(roots: Sequence[Tensor]) -> Iterator[Any]:
+    """Yield the nodes of the graphs behind tensors, each once."""
+    seen, left = set(), [root.grad_fn for root in roots]
     while left:
         node = left.pop()
         if node is None or node in seen:
             continue
-        if isinstance(node, BackwardCFunction) and node.name() not in _KNOWN:
-            return True
+        yield node
         seen.add(node)
         left += [following for following, _ in node.next_functions]
-    return False

@@ -213,6 +213,14 @@ class Pads(Protocol):
         gradients nor what its forward writes into buffers.
         """
 
+    def spare(self, roots: Sequence[Tensor]) -> None:
+        """Let a backward of padding leave the `.grad` of all leaves as it is, also of those that the caller
+        owns: parameters that units ignore, and whatever lies behind `roots`.
+
+        Args:
+            roots: what that backward starts from, where it is known.
+        """
+
 
 @runtime_checkable
 class MovesGradients(Protocol):

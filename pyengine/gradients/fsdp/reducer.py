@@ -83,6 +83,7 @@ class FSDPReducer(Sharded):
             self.unsharded.join()
         with self._reducing():
             pass
+        self.end_padding()
         self._conclude()
 
     @contextmanager
@@ -150,7 +151,7 @@ class FSDPReducer(Sharded):
     def _reducing(self) -> Iterator[None]:
         """Let the backward in the body reduce, or another one behind it where the body has none."""
         if not self._replay.is_known and not self.unsharded.is_known:
-            self._replay.run()  # raises
+            self._replay.run(self.spare)  # raises
         for unit in self.units:
             unit.reduce()
         self.unsharded.has_arrived = False
@@ -158,7 +159,7 @@ class FSDPReducer(Sharded):
             yield
             if not self.unsharded.has_arrived:
                 with self.unsharded.voided():
-                    self._replay.run()
+                    self._replay.run(self.spare)
 
     def _conclude(self) -> None:
         """Make sure that everything has been reduced, and say what was used here."""

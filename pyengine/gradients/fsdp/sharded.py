@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
+from pyengine.gradients.arrival import leaves_behind
 from pyengine.gradients.fsdp.deferral import Choice
 from pyengine.gradients.fsdp.private import has_run, reduce_dtype
 from pyengine.gradients.fsdp.replay import keep_buffers
@@ -92,6 +93,9 @@ class Sharded:
         )
         self.is_clean = True
         self._put_back: Callable[[], None] | None = None
+        # Gradients of the caller's leaves while padding runs: each with its leaf, by the leaf's id.
+        self._spared: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._ignored = [param for param in managed.model.parameters() if id(param) not in names]
 
     def open(self) -> None:
         """Let earlier backwards reduce what is not deferred."""
@@ -115,8 +119,20 @@ class Sharded:
         self._put_back = keep_buffers(self.model)
         self.unsharded.is_void = True
 
+    def spare(self, roots: Sequence[Tensor]) -> None:
+        ours = {id(param) for param in self.unsharded.staged()}
+        for leaf in [*self._ignored, *leaves_behind(roots)]:
+            if id(leaf) not in ours and id(leaf) not in self._spared:
+                self._spared[id(leaf)] = leaf, leaf.grad
+                leaf.grad = None
+
     def end_padding(self) -> None:
-        """Let gradients count again, and put back what the padding's forward has written into buffers."""
+        """Let gradients count again, and put back what padding has written into buffers and into gradients
+        of the caller's.
+        """
+        for leaf, grad in self._spared.values():
+            leaf.grad = grad
+        self._spared = {}
         if self._put_back is not None:
             self._put_back()
             self._put_back = None

@@ -1,0 +1,91 @@
+"""Padding leaves no trace in gradients that are the caller's: ignored parameters, and whatever else a loss
+reaches.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import me
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import fully_shard
+
+import pyengine as pe
+
+NUMBERS = [3, 1]  # micro-batches by rank: of the second window of two rank 1 has none
+
+
+class Beside(nn.Module):
+    """A sharded layer, and a parameter that is the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1, bias=False)
+        self.own = nn.Parameter(torch.ones(2))
+        nn.init.ones_(self.layer.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `[items, 1]`."""
+        return self.layer(x) + (self.own * x).sum(1, keepdim=True)
+
+
+def _data(rank: int) -> list[Tensor]:
+    return [torch.full((1, 2), float(1 + k + 10 * rank)) for k in range(NUMBERS[rank])]
+
+
+def _backward(sync: pe.Sync, loss: Tensor, how: str) -> None:
+    if how == "backward":
+        sync.backward(loss, count=1)
+    elif how == "block":
+        with sync.micro_batch(count=1) as mb:
+            mb.backward(loss)
+    else:
+        with sync.micro_batch(count=1) as mb, mb.last_backward(loss):
+            loss.backward()
+
+
+def _leaves_no_trace(kind: str, how: str, accumulator: str) -> None:
+    rank, _ = me()
+    model, head = Beside(), nn.Parameter(torch.full((), 2.0))
+    shard = replicate if kind == "replicate" else fully_shard
+    shard(model, ignored_params={model.own})
+    sync = pe.attach(model, accumulate=2, accumulator=accumulator)
+    seen = []
+    for window in sync.windows(_data(rank)):
+        model.own.grad = head.grad = None
+        for x in window:
+            _backward(sync, (model(x) * head).sum(), how)
+        sync.unscale_()
+        seen.append([None if p.grad is None else p.grad.clone() for p in (model.own, head)])
+        assert sync.step(torch.optim.SGD([model.layer.weight], lr=0.0))
+    for number, (own, of_head) in enumerate(seen):
+        mine = _data(rank)[2 * number : 2 * number + 2]
+        if not mine:
+            assert own is None and of_head is None
+            continue
+        assert torch.equal(own, 2 * sum(x[0] for x in mine))
+        assert torch.equal(of_head, sum(4 * x[0, 0] for x in mine))
+
+
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+@pytest.mark.parametrize("how", ["backward", "block", "marked"])
+@pytest.mark.parametrize("kind", ["fsdp", "replicate"])
+def test_padding_adds_nothing_to_gradients_of_the_caller(ranks, kind, how, accumulator):
+    ranks(2).run(_leaves_no_trace, kind, how, accumulator)
+
+
+def _flushed() -> None:
+    """End a window by `flush`, which makes FSDP reduce by another backward."""
+    model = Beside()
+    fully_shard(model, ignored_params={model.own})
+    sync = pe.attach(model, accumulate=2)
+    with sync.accumulate():
+        sync.backward(model(torch.ones(1, 2)).sum(), count=1)
+    model.own.grad = None
+    sync.flush()
+    assert model.own.grad is None
+
+
+def test_a_flush_gives_an_ignored_parameter_no_gradient(ranks):
+    ranks(2).run(_flushed)
