@@ -10,7 +10,7 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyengine.comm.base import Comm
 from pyengine.data.rng import set_rng_states
@@ -20,6 +20,7 @@ from pyengine.engine.handshake import Shares, resized
 from pyengine.engine.open_window import OpenWindow
 from pyengine.engine.ownership import Ownership
 from pyengine.engine.parts import make_parts
+from pyengine.engine.trained import TrainedParameters
 from pyengine.gradients.base import KeepsResiduals, Reducer, SeesForwards, SumsParts
 from pyengine.gradients.settings import Settings
 from pyengine.ops.device import flush, is_lazy, runs_ahead
@@ -57,6 +58,7 @@ class Engine:
         *,
         shares: Shares,
         batch: SharedBatch | None = None,
+        module: nn.Module | None = None,
     ) -> None:
         self.reducer, self.comm, self.batch_norms = reducer, comm, batch_norms
         self.shares, self.batch = shares, batch
@@ -76,6 +78,7 @@ class Engine:
         self.is_between_loops = False
         self.rng_due: dict[str, Any] = {}
         self._ownership = Ownership(params, self)
+        self._trained = TrainedParameters(names, params, module)
         self._running = Lock()
         self.current = OpenWindow(self.parts)
         flush(device)
@@ -91,6 +94,8 @@ class Engine:
             self.counter.open()
         self._ownership.follow()
         self.reducer.open()
+        # Here, before any forward: FSDP2 shows other parameters from then on.
+        self.current.counts.refusals += self._trained.problems()
         self.batch_norms.open()
         if (resumed := self.current.resumed) is not None:
             self.batch_norms.load(resumed.places, resumed.batch_norm)
@@ -309,6 +314,7 @@ class Engine:
         was_refused = said is not None and said.was_refused  # no window of all ranks
         self.counter.close(completed=self.counter.is_sent and not was_refused)
         self.kept_grads.clear()
+        self.parts.marks.release()
         self.parts.marks.take()
         self.current = OpenWindow(self.parts)
 

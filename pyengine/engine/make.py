@@ -16,6 +16,7 @@ from pyengine.engine.engine_ranks import EngineRanks
 from pyengine.engine.handshake import agree, narrow_problems, problems_of
 from pyengine.engine.ownership import owned_problems
 from pyengine.engine.sharded_ranks import ShardedRanks
+from pyengine.engine.trained import in_backward_problems
 from pyengine.engine.whereabouts import whereabouts_of
 from pyengine.gradients.base import Reducer
 from pyengine.gradients.exact_sums import Terms
@@ -41,7 +42,7 @@ def make_engine(
         settings: this rank's arguments.
         make_reducer: given the parameters' descriptions and the terms of a full window's sum,
             return who owns the gradients; called once all ranks have agreed.
-        source: the module, if there is one, whose BatchNorms exact sums keep alike.
+        source: the module, if there is one, that has them.
         problems: what else is wrong here.
         ranks: which ranks share what, where that is not everything.
 
@@ -74,13 +75,15 @@ def _make(
     """Make the engine; see `make_engine`."""
     specs = [ParamSpec.of(name, param) for name, param in named] if ranks is None else ranks.specs(named)
     is_exact = settings.kind == "exact"
-    module = source if is_exact and isinstance(source, nn.Module) else nn.Module()
+    model = source if isinstance(source, nn.Module) else None
+    module = model if is_exact and model is not None else nn.Module()
     takes_shards = ranks is not None and ranks.takes_dtensors
     found = [
         *problems_of(named, takes_shards=takes_shards),
         *narrow_problems(named, settings),
         *problems,
         *owned_problems(named),
+        *in_backward_problems(named),
     ]
     found += batch_norm_problems(module)
     if ranks is not None:
@@ -89,4 +92,4 @@ def _make(
     reducer = make_reducer(specs, Terms(shares.terms, shares.most_terms))
     batch_norms = BatchNormReplay(module, most=shares.most, total=shares.total)
     batch = None if ranks is None else ranks.shared_batch
-    return Engine(reducer, comm, settings, batch_norms, shares=shares, batch=batch)
+    return Engine(reducer, comm, settings, batch_norms, shares=shares, batch=batch, module=model)

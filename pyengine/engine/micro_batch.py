@@ -137,6 +137,7 @@ class MicroBatch:
         if value is not None and value.dim() != 0:
             raise ValueError(f"mb.loss has shape {list(value.shape)}, need a 0-dim tensor: use loss.sum()")
         self._loss = None if value is None else value.detach()
+        self._window.has_backward |= value is not None
 
     def backward(
         self,
@@ -164,6 +165,7 @@ class MicroBatch:
         )
         scaler = self._parts.scaler
         self._spare((loss,))
+        self._window.has_backward = True
         run(loss if scaler is None else scaler.scale(loss))
 
     @contextmanager
@@ -225,7 +227,7 @@ class MicroBatch:
     @contextmanager
     def _last(self, roots: Sequence[Tensor]) -> Iterator[None]:
         parts, reducer = self._parts, self._parts.reducer
-        self._has_last = True
+        self._has_last = self._window.has_backward = True
         self._spare(roots)
         parts.batch_norms.stop_counting()
         if parts.dropping is not None:

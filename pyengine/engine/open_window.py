@@ -51,6 +51,7 @@ class OpenWindow:
         unusable: what makes the window unusable on this rank, found after it was sent; empty if nothing.
         gave_up: the exception that ended its last backward, as text; empty if none did.
         is_scale_updated: whether the loss scale has followed its outcome.
+        has_backward: whether a backward has run in it on this rank, as far as that is known.
     """
 
     clock: Clock
@@ -68,6 +69,7 @@ class OpenWindow:
             for loss, count, is_dropped in zip(told, resumed.counts, dropped, strict=True):
                 self.counts.append(loss, count, is_dropped=is_dropped)
         self.has_more_windows = self.is_scale_updated = self._has_begun = self.is_padding = False
+        self.has_backward = False
         self.denominators: Denominators | None = None
         self.header: Header | None = None
         self.verdict: Verdict | None = None
@@ -96,6 +98,7 @@ class OpenWindow:
             parts.reducer.load(self.resumed.sums, done=len(self.resumed.places))
             self.resumed = None
         parts.marks.take()
+        parts.marks.watch_hooks(self._refuse_taken)
 
     def look(self) -> None:
         """Refuse the window if somebody else has written to its gradients since the last micro-batch."""
@@ -122,6 +125,11 @@ class OpenWindow:
                 "rank on which it did not happen may have stepped: the next header says so)"
             )
             raise RuntimeError(self.unusable)
+
+    def _refuse_taken(self, text: str) -> None:
+        """Refuse the window for what a hook has done in one of its backwards."""
+        if self._parts.counter.state in (State.OPEN, State.SENT):
+            self.refuse(text)
 
     def end_run(self) -> None:
         """Accumulate what is left of a run that gets no further micro-batch."""
@@ -184,12 +192,14 @@ class OpenWindow:
                 parts.reducer.finish(parts.final)
                 if parts.audit is not None:
                     parts.audit.sample(parts.scaler)
+                grads = (param.grad for param in parts.reducer.params)
+                has_gradient = is_lazy(parts.device) or any(grad is not None for grad in grads)
                 if parts.kept_grads.is_pending:
                     parts.kept_grads.add()
                     parts.published.read(parts.final)
                 parts.final.compute_norm(is_refused=self.header.is_refused())
                 parts.batch_norms.wait()
-            self.verdict = self._conclude(self.header)
+            self.verdict = self._conclude(self.header, has_gradient=has_gradient)
             if isinstance(parts.reducer, KeepsResiduals) and not self.header.was_refused:
                 parts.reducer.residuals.settle(parts.final.found_inf)
             parts.counter.state = State.LANDED
@@ -304,7 +314,7 @@ class OpenWindow:
         if found is not None:
             self.counts.doubts.append((parts.marks.described(changed, "between windows"), found))
 
-    def _conclude(self, header: Header) -> Verdict:
+    def _conclude(self, header: Header, *, has_gradient: bool) -> Verdict:
         """Decide on the device whether the window may be used, and keep what tells the host why not."""
         parts, final = self._parts, self._parts.final
         final.forbid(header.forbids())
@@ -320,6 +330,9 @@ class OpenWindow:
             reducer.names,
             self.runs.blame(reducer.blame()),
             dropped,
+            parts.scaler is not None,
+            self.has_backward,
+            has_gradient,
         )
         return Verdict(header, final, evidence, comm=parts.comm, raises=parts.raises)
 

@@ -69,7 +69,6 @@ class BucketReducer:
         self._specs, self._settings, self._terms = list(specs), settings, terms
         self._wire, self._groups, self._comm = settings.wire, groups, groups.everybody
         self.counted = groups.counted
-        self._tensors = [param._cdata for param in self.params]
         self._has_sent = False
         self._agreed: list[int] | None = None
         self._arrivals: Arrivals | None = None
@@ -143,7 +142,6 @@ class BucketReducer:
         """Do nothing: the first backward overwrites old sums, so that a zero_grad before it does no harm."""
 
     def begin(self) -> None:
-        self._check_present()
         if self._agreed is not None and not self._order_is_final:
             self.lay_out_as(self._agreed)
         for bucket in self._buckets:
@@ -336,8 +334,15 @@ class BucketReducer:
         """
         late = {bucket.bucket.slots[slot].param for bucket, slot in transfers.late()}
         if late:
-            self._repeated |= late
             names = ", ".join(repr(self.names[param]) for param in sorted(late)[:5])
+            if all(self.params[param].grad is None for param in late):
+                raise RuntimeError(
+                    f"the gradient of {names} was taken away inside the backward, after its bucket could "
+                    "leave (an optimizer in a hook, .grad = None): leave that out, and step by "
+                    "sync.step(optimizer). This rank cannot use the window: call sync.abandon() on every "
+                    "rank and go on"
+                )
+            self._repeated |= late
             raise RuntimeError(
                 f"the gradient of {names} was accumulated again after its bucket could leave: a backward "
                 "ran inside the backward (reentrant checkpointing, a hook, a custom Function), and no "
@@ -359,16 +364,3 @@ class BucketReducer:
             yield
         self._arrivals = arrivals  # a backward that failed tells nothing
         self._repeated |= arrivals.repeated
-
-    def _check_present(self) -> None:
-        """Refuse parameters whose object holds another tensor now,
-        with which what is set on them has gone.
-        """
-        tensors = [param._cdata for param in self.params]
-        if tensors != self._tensors:
-            name = next(n for n, a, b in zip(self.names, tensors, self._tensors, strict=True) if a != b)
-            raise RuntimeError(
-                f"parameter {name!r} has been exchanged since the engine was made (swap_tensors, or a "
-                "conversion under torch.__future__.set_swap_module_params_on_conversion): make the "
-                "engine after it"
-            )

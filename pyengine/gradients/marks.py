@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter, is_
+from typing import Any
 from weakref import ref
 
 import torch
@@ -66,6 +68,7 @@ class GradMarks:
     def __init__(self, reducer: Reducer) -> None:
         self._names, self._params = reducer.names, reducer.params
         self._elsewhere = reducer if isinstance(reducer, SumsElsewhere) else None
+        self._handles: list[Any] = []
         self.take()
 
     def take(self) -> None:
@@ -78,6 +81,41 @@ class GradMarks:
         """Return the parameters, by index, that have got or lost a gradient since `take` looked."""
         strays, written = self.strays(), self.written()
         return sorted({*written, *strays}) if strays else written
+
+    def watch_hooks(self, refuse: Callable[[str], object]) -> None:
+        """Refuse, from inside a backward, that a hook of somebody else's takes a gradient away in it.
+
+        Args:
+            refuse: called with the reason, for the first such parameter of a window.
+
+        Cost: 0.1 µs a parameter; a hook for every one that has a post-accumulate hook already.
+        """
+        self.release()
+        reasons = [
+            f"a hook of register_post_accumulate_grad_hook has taken the gradient of {name!r} away (it sets "
+            ".grad to None, or steps an optimizer and clears): remove it, and step by sync.step(optimizer), "
+            "since gradients are reduced at the window's end"
+            for name, param in zip(self._names, self._params, strict=True)
+            if param._post_accumulate_grad_hooks
+        ]
+        hooked = [param for param in self._params if param._post_accumulate_grad_hooks]
+
+        def look(reason: str, param: Tensor) -> None:
+            if param.grad is None and reasons:
+                reasons.clear()
+                refuse(reason)
+
+        # Hooks run in the order in which they were registered: this one comes last.
+        self._handles = [
+            param.register_post_accumulate_grad_hook(partial(look, reason))
+            for param, reason in zip(hooked, reasons, strict=True)
+        ]
+
+    def release(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def strays(self) -> Sequence[int]:
         """Return those whose gradient has not come to `.grad`."""

@@ -34,6 +34,9 @@ class Evidence:
         names: parameters, in registration order.
         blame: which micro-batches brought a parameter's inf or nan.
         dropped: by micro-batch that left the window what of it was not finite.
+        is_scaled: whether its losses were scaled.
+        has_backward: whether a backward has run in it, as far as that is known.
+        has_gradient: whether any of its parameters has a gradient, as far as the host knows.
     """
 
     index: int
@@ -42,6 +45,9 @@ class Evidence:
     names: Sequence[str]
     blame: Blame
     dropped: Callable[[], dict[int, list[str]]] = dict
+    is_scaled: bool = False
+    has_backward: bool = False
+    has_gradient: bool = True
 
 
 class Verdict:
@@ -73,11 +79,13 @@ class Verdict:
         self.totals: Totals | None = None
         self.reason = ""
         self._header, self._evidence, self._comm, self._raises = header, evidence, comm, raises
-        self._numbers = Readback(torch.cat([header.vector(), final.found_inf.double().reshape(1)]))
+        # A norm of exactly 0: then ranks ask each other whether there is any gradient.
+        flags = torch.stack([final.found_inf.double(), (final.grad_norm() == 0).double()])
+        self._numbers = Readback(torch.cat([header.vector(), flags]))
         self._nonfinite = final.nonfinite.clone()
         self._waiting: list[Callable[[Totals, bool], None]] = []
         self._waiting_to_know: list[Callable[[bool], None]] = []
-        self._skips = self.is_reached = self.is_awaited = False
+        self._skips = self._is_zero = self.is_reached = self.is_awaited = False
         self.error: Exception | None = None
         self.use = Use()
 
@@ -113,9 +121,19 @@ class Verdict:
         return self.totals is not None and not self._skips
 
     @property
+    def is_skipped(self) -> bool:
+        """Whether the verdict was read, and the step was skipped."""
+        return self._skips
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the window's losses were scaled."""
+        return self._evidence.is_scaled
+
+    @property
     def is_quiet(self) -> bool:
         """Whether the verdict was read and leaves the ranks nothing to talk about."""
-        return self.is_good and self.totals is not None and not self.totals.dropped
+        return self.is_good and not self._is_zero and self.totals is not None and not self.totals.dropped
 
     def reach(self) -> Totals:
         """Wait for the outcome, and call what waited for it; later calls return or raise the same at once.
@@ -149,10 +167,20 @@ class Verdict:
         call_all(self._pop_waiting_to_know())
         return totals
 
+    def warn_of_skip(self, in_a_row: int) -> None:
+        """Warn that the step was skipped, and why; not where dropped micro-batches were warned of."""
+        if self.totals is not None and not self.totals.dropped:
+            which = "the step was" if in_a_row == 1 else f"the last {in_a_row} steps were"
+            warnings.warn(
+                f"window {self._evidence.index}: {which} skipped on every rank: {self.reason}. sync.on_step "
+                "reports every one; nonfinite='raise' stops at the first",
+                stacklevel=2,
+            )
+
     def _look(self) -> Totals:
         if self.totals is None:
-            *numbers, found_inf = self._numbers.get()
-            self._skips = found_inf != 0
+            *numbers, found_inf, is_zero = self._numbers.get()
+            self._skips, self._is_zero = found_inf != 0, is_zero != 0
             self.totals = Totals.of(numbers, self._comm.world_size)
         return self.totals
 
@@ -169,6 +197,8 @@ class Verdict:
             self.reason = dropped
             warnings.warn(f"window {self._evidence.index}: {dropped}", stacklevel=2)
         if not self._skips:
+            if self._is_zero:
+                self._refuse_empty()
             return
         evidence = self._evidence
         check_counts(totals, self._comm, local=evidence.local)
@@ -185,6 +215,19 @@ class Verdict:
         self.reason = self._why_not_finite()
         if self._raises:
             raise FloatingPointError(f"window {self._evidence.index}: {self.reason}")
+
+    def _refuse_empty(self) -> None:
+        """Raise RuntimeError if backwards have run and no rank has any gradient."""
+        mine = self._evidence.has_backward, self._evidence.has_gradient
+        backwards, gradients = zip(*self._comm.all_gather_object(mine), strict=True)
+        if any(backwards) and not any(gradients):
+            raise RuntimeError(
+                f"window {self._evidence.index}: no rank has any gradient, so nothing was trained. Make the "
+                "engine (and the optimizer) over the parameters that the loss reaches, after whatever "
+                "exchanges them (load_state_dict(assign=True), swap_tensors, a parametrization), and leave "
+                "out what takes gradients away inside the backward (an optimizer in a hook, .grad = None, "
+                "another engine or accelerator). Call sync.abandon() on all ranks and go on"
+            )
 
     def _what_was_dropped(self) -> str:
         """Gather which micro-batches have left the window, and why."""

@@ -13,6 +13,8 @@ from pyengine.window.verdict import Verdict
 # On a lazy device, where the host asks for outcomes only if somebody waits for them: how many windows it lets
 # pass.
 MAX_UNREAD = 64
+# Steps skipped in a row.
+_WARN_AT = {10**power for power in range(1, 12)}
 
 
 class VerdictQueue:
@@ -28,6 +30,8 @@ class VerdictQueue:
         self._before: Verdict | None = None  # that of the last window that was not refused, until it is known
         self._unread: list[Verdict] = []
         self.steps_taken = self._new_steps = 0
+        self._skipped = 0  # windows in a row, as far as they are reached
+        self._has_warned = False
 
     def append(self, verdict: Verdict) -> None:
         """Append the verdict on a window that has just landed; a refused one says nothing of its use, also if
@@ -45,7 +49,7 @@ class VerdictQueue:
         """Reach every verdict; every rank calls this at the same point. Raises as `Verdict.reach`."""
         flush(self._device)
         while self._unread:
-            self._unread.pop(0).reach()
+            self._reach_next()
         self._last, self._before = self._last_of_all_ranks(), None
         self.steps_taken, self._new_steps = self.steps_taken + self._new_steps, 0
 
@@ -59,7 +63,7 @@ class VerdictQueue:
             for verdict in self._unread:
                 verdict.read()
             while self._unread and self._unread[0].is_quiet:
-                self._unread.pop(0).reach()
+                self._reach_next()
 
     def last_use(self) -> Use:
         """Return what this rank did with the window before, if that was good; nothing on a lazy device.
@@ -73,7 +77,7 @@ class VerdictQueue:
         """Start anew behind so many optimizer steps: what was said of earlier windows is of no run that goes
         on.
         """
-        self.steps_taken, self._last, self._before = steps_taken, None, None
+        self.steps_taken, self._last, self._before, self._skipped = steps_taken, None, None, 0
 
     def read_all(self) -> None:
         """Learn what this rank can know alone of every window that landed: schedulers step, no rank talks."""
@@ -87,6 +91,18 @@ class VerdictQueue:
         """
         last = self._last_of_all_ranks()
         return last is not None and last.read().more > 0
+
+    def _reach_next(self) -> None:
+        """Reach the earliest verdict, and warn of skipped steps: the first one, unless a loss scale may have
+        caused it, and the 10th, 100th, ... in a row.
+        """
+        verdict = self._unread.pop(0)
+        verdict.reach()
+        self._skipped = self._skipped + 1 if verdict.is_skipped else 0
+        is_first = verdict.is_skipped and not (self._has_warned or verdict.is_scaled)
+        if is_first or self._skipped in _WARN_AT:
+            verdict.warn_of_skip(self._skipped)
+            self._has_warned = True
 
     def _last_of_all_ranks(self) -> Verdict | None:
         """Return the verdict on the last window that is not known to have been refused."""

@@ -7,11 +7,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import pickle
 
 import pytest
 import torch
 from cases import Inject, me
 from marks import rest
+from ranks import Ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -311,7 +313,7 @@ def _refused(what: str) -> str:
         ("delayed", "made with delay_all_reduce_named_params"),
         ("unfrozen", "parameter '0.weight' requires a gradient and is in none of DDP's buckets"),
         ("hook", "ddp_model has a communication hook"),
-        ("inside", "optimizers that step inside the backward"),
+        ("inside", "has an optimizer that steps inside the backward"),
         ("sharded", "TypeError: ddp_model is a FSDPLinear: FSDP1"),
         ("join", "RuntimeError: ddp_model.join() around a loop over windows"),
     ],
@@ -345,3 +347,31 @@ def _past_the_hooks() -> list[str]:
 def test_a_backward_that_ddp_has_not_noticed_is_an_error_and_no_step(ranks):
     others, lost = ranks(2).run(_past_the_hooks)
     assert others == [] and len(lost) == 2 and "DDP has not reduced the gradients" in lost[0]
+
+
+def _second_ddp(how: str) -> str:
+    """Return what a window says whose forwards run through another DDP over the same module."""
+    model = nn.Linear(2, 1, bias=False)
+    sync = pe.attach(DistributedDataParallel(model), accumulate=1)
+    second = DistributedDataParallel(nn.Sequential(model) if how == "a larger one" else model)
+    if how == "hook":
+        second.register_comm_hook(pe.HookState(), pe.comm_hook)
+    copied = copy.deepcopy(model)
+    assert pickle.dumps(model)
+    try:
+        copied(torch.ones(1, 2))
+        with torch.no_grad():
+            second(torch.ones(1, 2))
+        with sync.accumulate(), second.no_sync() if how == "no_sync" else contextlib.nullcontext():
+            sync.backward(second(torch.ones(1, 2)).sum())
+        sync.close()
+        second(torch.ones(1, 2)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("how", ["hook", "a larger one", "no_sync"])
+def test_a_forward_through_another_ddp_that_would_reduce_is_refused(ranks: Ranks, how):
+    wanted = "no error" if how == "no_sync" else "call the ddp_model that pe.attach drives"
+    assert all(text.startswith(wanted) for text in ranks(2).run(_second_ddp, how))

@@ -5,6 +5,7 @@ rank and micro-batch.
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -165,3 +166,37 @@ def test_an_inf_on_one_rank_backs_every_ranks_scale_off(ranks, kind):
     for scales, steps in ranks(2).run(_scaler_on_two_ranks, kind):
         assert scales == [8.0, 4.0, 4.0, 8.0, 8.0]
         assert steps == [True, False, True, True, True]
+
+
+def _skipped(values: list[float], *, is_scaled: bool = False) -> list[str]:
+    """Return what windows of one micro-batch warn of, whose losses are multiplied by these values."""
+    weight = nn.Parameter(torch.ones(2))
+    sync, optimizer = pe.GradSync([weight]), torch.optim.SGD([weight], lr=0.1)
+    if is_scaled:
+        sync.scaler = pe.GradScaler("cpu", init_scale=1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for value in values:
+            with sync.accumulate():
+                sync.backward((weight * value).sum())
+            sync.step(optimizer)
+    return [str(warning.message) for warning in caught]
+
+
+def test_the_first_skipped_step_warns_with_parameter_and_rank_and_the_next_ones_do_not():
+    (text,) = _skipped([1, math.nan, math.nan, 1, math.inf])
+    assert text.startswith(
+        "window 1: the step was skipped on every rank: inf or nan in the gradient of 'param0'"
+    )
+    assert "rank 0, micro-batch 0" in text
+
+
+def test_steps_skipped_in_a_row_warn_rarely():
+    texts = _skipped([math.nan] * 101)
+    assert [text.partition(":")[0] for text in texts] == ["window 0", "window 9", "window 99"]
+    assert "the last 100 steps were skipped" in texts[-1]
+
+
+def test_under_a_loss_scale_only_many_skipped_steps_in_a_row_warn():
+    (text,) = _skipped([*[math.nan] * 9, 1, *[math.nan] * 10], is_scaled=True)
+    assert text.startswith("window 19: the last 10 steps were skipped")

@@ -177,7 +177,7 @@ def test_a_loss_without_a_graph_is_refused_before_it_is_counted():
 def test_an_exchanged_parameter_is_named():
     model, sync = _engine()
     torch.utils.swap_tensors(model.weight, nn.Parameter(torch.ones(1, 2)))
-    with pytest.raises(RuntimeError, match="parameter 'weight' has been exchanged"):
+    with pytest.raises(ValueError, match="parameter 'weight' has been exchanged"):
         _window(model, sync, 1)
 
 

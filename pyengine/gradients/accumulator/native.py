@@ -183,11 +183,12 @@ class NativeBucket(BucketAccumulator):
     def _bring_back(self) -> None:
         """Store gradients that somebody put elsewhere (zero_grad, create_graph, a new tensor) in the sum."""
         grads = [param.grad for param in self.params]
-        for param, grad, view in zip(self.params, grads, self._grads, strict=True):
+        for index, (param, grad, view) in enumerate(zip(self.params, grads, self._grads, strict=True)):
             if grad is view:
                 continue
             if grad is None:
                 view.zero_()
+                self.used[index], self._begun[index] = False, view._version
             else:
                 view.copy_((grad.to_dense() if grad.is_sparse else grad).detach())
             param.grad = view

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -78,11 +79,6 @@ def problems_of_ddp(ddp: DistributedDataParallel) -> list[str]:
             "ddp_model has a communication hook, and DDP takes only one: wrap the module anew, without "
             "register_comm_hook and other engines"
         )
-    if any(hasattr(param, "_in_backward_optimizers") for _, param in visible_parameters(ddp)):
-        found.append(
-            "ddp_model has optimizers that step inside the backward (_apply_optimizer_in_backward), before "
-            "gradients are divided: step them by sync.step"
-        )
     return found
 
 
@@ -101,6 +97,49 @@ def outside_buckets(ddp: DistributedDataParallel) -> list[str]:
         for name, param in visible_parameters(ddp)
         if param.requires_grad and id(param) not in reduced
     ]
+
+
+class OnlyDDP:
+    """Refuses forwards of a model through another DDP, whose hooks would reduce its gradients, too.
+
+    A forward pre-hook; copies and files of the model have one that does nothing.
+
+    Args:
+        ddp: the only one.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ref(ddp)
+        self._mine = {id(param) for _, param in visible_parameters(ddp)}
+        self._harmless: WeakSet[DistributedDataParallel] = WeakSet()
+
+    def __call__(self, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        other = DistributedDataParallel._active_ddp_module  # the innermost one whose forward runs
+        if other is None or other is self._ddp() or other in self._harmless:
+            return
+        if self._mine.isdisjoint(id(param) for _, param in visible_parameters(other)):
+            self._harmless.add(other)
+        elif torch.is_grad_enabled() and other.require_backward_grad_sync:
+            raise RuntimeError(
+                "call the ddp_model that pe.attach drives: this forward runs through another "
+                "DistributedDataParallel over the same parameters, which would reduce their gradients in "
+                "every backward, before the engine sums them over ranks. To evaluate with it use "
+                "torch.no_grad()"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unchecked, ()
+
+
+def _unchecked() -> Any:
+    """Return the hook of a model that no engine drives."""
+    return _check_nothing
+
+
+def _check_nothing(*_: Any) -> None:
+    pass
 
 
 class Drive:

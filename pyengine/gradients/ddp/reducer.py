@@ -24,7 +24,7 @@ from pyengine.gradients.accumulator import sum_dtype
 from pyengine.gradients.arrival import watching
 from pyengine.gradients.ddp.bucket_norms import BucketNorms
 from pyengine.gradients.ddp.hook import HookState, comm_hook, leave_unreduced
-from pyengine.gradients.ddp.private import Drive, publish, reduced_parameters, zero_buckets
+from pyengine.gradients.ddp.private import Drive, OnlyDDP, publish, reduced_parameters, zero_buckets
 from pyengine.gradients.ddp.reduction import Reduction
 from pyengine.gradients.ddp.sums import ExactBucketSum, Fp32BucketSum, Sums, Watched
 from pyengine.gradients.exact_sums import Terms
@@ -102,6 +102,7 @@ class DDPReducer:
         self._ddp_flags = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
         ddp.require_backward_grad_sync = False
         self._drive = Drive(ddp, state, self.params)
+        self._only = ddp.module.register_forward_pre_hook(OnlyDDP(ddp))
 
     @property
     def has_moved(self) -> bool:
@@ -319,6 +320,7 @@ class DDPReducer:
                 param.grad = None
         self._state.release()
         self._drive.release()
+        self._only.remove()
         self._ddp.require_backward_grad_sync, self._ddp.require_forward_param_sync = self._ddp_flags
 
     def _lay_out_norms(self) -> None:

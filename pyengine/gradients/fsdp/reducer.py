@@ -84,7 +84,7 @@ class FSDPReducer(Sharded):
         with self._reducing():
             pass
         self.end_padding()
-        self._conclude()
+        self._conclude(header)
 
     @contextmanager
     def overlap(self, header: Header, roots: Sequence[Tensor]) -> Iterator[None]:
@@ -94,7 +94,7 @@ class FSDPReducer(Sharded):
             yield
         self.unsharded.count_micro_batch()
         self.end_padding()
-        self._conclude()
+        self._conclude(header)
 
     def give_up(self) -> None:
         """Tell the other ranks, if FSDP's part was over; it cannot go on from the middle of a backward."""
@@ -161,7 +161,7 @@ class FSDPReducer(Sharded):
                 with self.unsharded.voided():
                     self._replay.run(self.spare)
 
-    def _conclude(self) -> None:
+    def _conclude(self, header: Header) -> None:
         """Make sure that everything has been reduced, and say what was used here."""
         for unit in self.units:
             unit.rest()
@@ -170,7 +170,7 @@ class FSDPReducer(Sharded):
             for index, (name, param) in enumerate(zip(self.names, self.params, strict=True))
             if param.grad is None and not self.unsharded.is_missing(index)
         ]
-        if left:
+        if left and not header.totals().invalid_counts:  # a refusal says more
             raise RuntimeError(
                 f"FSDP has not reduced the gradient of {left[0]!r} ({len(left)} parameters in all) in the "
                 "window's last backward, which did not run through the model's own forward: call the model, "

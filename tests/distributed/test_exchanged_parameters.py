@@ -1,0 +1,221 @@
+"""What trains nothing is refused by name: exchanged parameters, and gradients taken away in the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import nn
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+
+
+def _model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+
+
+def _made(door: str, model: nn.Module, *, accumulate: int) -> tuple[nn.Module, Any]:
+    if door == "attach":
+        ddp = DistributedDataParallel(model)
+        return ddp, pe.attach(ddp, accumulate=accumulate)
+    if door == "fully_shard":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+        return model, pe.attach(model, accumulate=accumulate)
+    source: Any = model if door == "GradSync" else model.parameters()
+    return model, pe.GradSync(source, accumulate=accumulate)
+
+
+def _assign(model: nn.Sequential) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def _replace(model: nn.Sequential) -> None:
+    model[1].weight = Parameter(torch.ones(1, 2))
+
+
+def _new_layer(model: nn.Sequential) -> None:
+    model[1] = nn.Linear(2, 1)
+
+
+def _weight_norm(model: nn.Sequential) -> None:
+    nn.utils.parametrizations.weight_norm(model[1])
+
+
+def _swap(model: nn.Sequential) -> None:
+    torch.utils.swap_tensors(model[1].weight, Parameter(torch.ones(1, 2)))
+
+
+def _spectral_norm(model: nn.Sequential) -> None:
+    nn.utils.parametrizations.spectral_norm(model[1])
+
+
+def _frozen_copy(model: nn.Sequential) -> None:
+    model[0].average = nn.Linear(2, 2)  # trainable, and no loss reaches it
+
+
+def _layer_in_use(model: nn.Sequential) -> None:
+    model.add_module("2", nn.Linear(1, 1))
+
+
+def _hooked(hook: Callable[[Parameter], None], *, only: int | None = None) -> Callable[[nn.Sequential], None]:
+    def change(model: nn.Sequential) -> None:
+        for param in [*model.parameters()][slice(None) if only is None else slice(only, only + 1)]:
+            param.register_post_accumulate_grad_hook(hook)  # type: ignore[arg-type]
+
+    return change
+
+
+def _step_and_clear(param: Parameter) -> None:
+    torch.optim.SGD([param], lr=0.5).step()
+    param.grad = None
+
+
+def _clear(param: Parameter) -> None:
+    param.grad = None
+
+
+def _look(param: Parameter) -> None:
+    assert param.grad is not None
+
+
+def _in_backward(model: nn.Sequential) -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+
+
+def _clear_by_nodes(model: nn.Sequential) -> None:
+    model.kept = [  # type: ignore[assignment]
+        (edge.node, edge.node.register_hook(lambda *_, param=param: _clear(param)))
+        for param in model.parameters()
+        for edge in [torch.autograd.graph.get_gradient_edge(param)]
+    ]
+
+
+_CHANGES: dict[str, Callable[[nn.Sequential], None]] = {
+    "load_state_dict(assign=True)": _assign,
+    "a parameter": _replace,
+    "a layer": _new_layer,
+    "weight_norm": _weight_norm,
+    "swap_tensors": _swap,
+    "a layer in use": _layer_in_use,
+    "step and clear": _hooked(_step_and_clear),
+    "clear one": _hooked(_clear, only=0),
+    "in the backward": _in_backward,
+    "clear by nodes": _clear_by_nodes,
+    "spectral_norm": _spectral_norm,
+    "a layer out of use": _frozen_copy,
+    "look": _hooked(_look),
+}
+
+
+def _windows(door: str, what: str, accumulate: int, changed: int = -1) -> list[str]:
+    """Return what two windows raise, the first line of each; `changed` is the one rank that does it."""
+    torch.manual_seed(0)
+    model = _model()
+    called, sync = _made(door, model, accumulate=accumulate)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    if changed in (-1, rank):
+        _CHANGES[what](model)
+    found = []
+    for _ in range(2):
+        try:
+            for window in sync.windows([torch.ones(1, 2)] * accumulate):
+                for x in window:
+                    sync.backward(called(x).sum())
+                sync.step(optimizer)
+            found.append("stepped")
+        except (ValueError, RuntimeError) as error:
+            found.append(str(error))
+            sync.abandon()
+    return found
+
+
+@pytest.mark.parametrize("what", ["load_state_dict(assign=True)", "a parameter", "a layer", "weight_norm"])
+@pytest.mark.parametrize("door", ["GradSync", "attach"])
+def test_parameters_exchanged_after_the_engine_was_made_are_named(ranks: Ranks, door, what):
+    name = "0.weight" if what.startswith("load") else "1.weight"
+    for found in ranks(1).run(_windows, door, what, 2):
+        assert all(f"parameter '{name}'" in text and "has been exchanged" in text for text in found)
+
+
+def test_sharded_parameters_that_were_exchanged_are_named(ranks: Ranks):
+    for found in ranks(2).run(_windows, "fully_shard", "load_state_dict(assign=True)", 1):
+        assert all("parameter '0.weight' and 3 more has been exchanged" in text for text in found)
+
+
+def test_a_tensor_swapped_on_one_rank_is_an_error_on_every_rank(ranks: Ranks):
+    for found in ranks(2).run(_windows, "GradSync", "swap_tensors", 1, 1):
+        assert all("rank 1: parameter '1.weight' has been exchanged" in text for text in found)
+
+
+def test_a_layer_added_later_is_named_once_it_has_a_gradient():
+    first, second = _windows("GradSync", "a layer in use", 1)
+    assert first == "stepped"
+    assert "parameter '2.weight' was added to the model after the engine was made" in second
+
+
+@pytest.mark.parametrize("what", ["spectral_norm", "a layer out of use", "look"])
+@pytest.mark.parametrize("door", ["GradSync", "attach"])
+def test_what_leaves_parameters_and_gradients_alone_is_no_error(ranks: Ranks, door, what):
+    assert ranks(1).run(_windows, door, what, 2) == [["stepped"] * 2]
+
+
+@pytest.mark.parametrize("what", ["step and clear", "clear one"])
+@pytest.mark.parametrize("door", ["GradSync", "attach", "parameters"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_hook_that_takes_gradients_away_is_refused(ranks: Ranks, door, what, accumulate):
+    (found,) = ranks(1).run(_windows, door, what, accumulate)
+    assert all("a hook of register_post_accumulate_grad_hook has taken the gradient of" in t for t in found)
+
+
+@pytest.mark.parametrize("door", ["GradSync", "attach"])
+def test_an_optimizer_in_the_backward_is_refused_where_the_engine_is_made(ranks: Ranks, door):
+    assert all("has an optimizer that steps inside the backward" in t for t in ranks(1).run(_refused, door))
+
+
+def _refused(door: str) -> str:
+    model = _model()
+    _in_backward(model)
+    with pytest.raises(ValueError) as found:
+        _made(door, model, accumulate=1)
+    return str(found.value)
+
+
+def test_an_optimizer_put_into_the_backward_later_is_refused_on_every_rank(ranks: Ranks):
+    for found in ranks(2).run(_windows, "GradSync", "in the backward", 1, 0):
+        assert all(
+            "rank 0: parameter '0.weight' has an optimizer that steps inside" in text for text in found
+        )
+
+
+@pytest.mark.parametrize("what", ["load_state_dict(assign=True)", "clear by nodes"])
+def test_a_window_in_which_no_rank_has_a_gradient_is_an_error_on_every_rank(ranks: Ranks, what):
+    for found in ranks(2).run(_windows, "parameters", what, 1):
+        assert all("no rank has any gradient, so nothing was trained" in text for text in found)
+
+
+def test_a_gradient_on_one_rank_is_enough(ranks: Ranks):
+    assert ranks(2).run(_windows, "parameters", "load_state_dict(assign=True)", 1, 0) == [["stepped"] * 2] * 2
+
+
+def test_gradients_of_zero_are_gradients():
+    weight = Parameter(torch.ones(2))
+    sync = pe.GradSync([weight])
+    with sync.accumulate():
+        sync.backward((weight * 0).sum())
+    assert bool(sync.step(torch.optim.SGD([weight], lr=1.0)))
+
+
+def test_what_is_cleared_after_its_bucket_could_leave_is_named():
+    (found, _) = _windows("parameters", "clear by nodes", 2)
+    assert "was taken away inside the backward" in found
