@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from pyengine.audit.subject import Subject
 from pyengine.gradients.fsdp.private import is_unit
@@ -88,7 +89,26 @@ class _Later:
 def _hooked(leaf: Tensor, param: Any, make_hook: MakeHook) -> Any:
     # Megatron takes `.grad` away behind every micro-batch: there None says nothing.
     owners = () if hasattr(param, "main_grad") else (leaf,) if leaf is param else (leaf, param)
-    return leaf.register_hook(make_hook(owners))
+    hook = make_hook(owners)
+
+    def accumulated(grads: tuple[Tensor | None, ...]) -> None:
+        if grads[0] is not None:
+            hook(grads[0])
+
+    # A hook of the leaf itself would run for torch.autograd.grad, too, which accumulates nothing.
+    node = get_gradient_edge(leaf).node
+    return _OnNode(node, node.register_prehook(accumulated))
+
+
+class _OnNode:
+    """The handle of a hook of an autograd node, which lives no longer than the node."""
+
+    def __init__(self, node: Any, handle: Any) -> None:
+        self._node, self._handle = node, handle
+
+    def remove(self) -> None:
+        self._handle.remove()
+        self._node = None
 
 
 def _sharded(model: nn.Module) -> Iterator[tuple[Tensor, nn.Module, str]]:

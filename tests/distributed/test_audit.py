@@ -40,6 +40,14 @@ def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
 
 # ---- Engines ----
 
+_LOSSY = {
+    "int8": pe.wire.Int8(),
+    "fp8": pe.wire.FP8(),
+    "feedback": pe.wire.ErrorFeedback(pe.wire.Int8(block=32)),
+    "low rank": pe.wire.PowerSGD(rank=1),
+}
+_WIRES = {"bf16": pe.wire.BF16(), **_LOSSY}
+
 
 def _engine(kind: str) -> tuple[nn.Module, nn.Module, pe.Sync]:
     model = forward = _net(torch.bfloat16 if kind == "narrow" else torch.float32)
@@ -55,8 +63,8 @@ def _engine(kind: str) -> tuple[nn.Module, nn.Module, pe.Sync]:
         return model, model, pe.attach(model, **options)
     if kind in ("exact", "native"):
         options["accumulator"] = kind
-    if kind == "bf16":
-        options["wire"] = pe.wire.BF16()
+    if kind in _WIRES:
+        options["wire"] = _WIRES[kind]
     return model, forward, pe.GradSync(model, bucket_cap_mb=1e-3, **options)
 
 
@@ -84,6 +92,31 @@ KINDS = ["own", "attach", "fsdp", "exact", "native", "bf16", "narrow"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_engines_are_not_told_off(ranks, kind):
     assert ranks(2).run(_trained, kind) == [4, 4]
+
+
+@pytest.mark.parametrize("kind", _LOSSY)
+def test_what_a_lossy_wire_loses_is_no_fault(ranks, kind):
+    assert ranks(2).run(_trained, kind) == [4, 4]
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_gradients_that_nobody_accumulates_are_no_part_of_the_sum(ranks, kind):
+    assert ranks(2).run(_penalised, kind) == [2, 2]
+
+
+def _penalised(kind: str) -> int:
+    """Train on the loss and its gradient's norm, by torch.autograd.grad; return steps."""
+    model, forward, sync = _engine(kind)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    watch, steps = sync.audit(every=1, module=model), 0
+    for window in sync.windows(_batches(ACCUMULATE * 2)):
+        for x in window:
+            loss = _loss(forward(x))
+            torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+            sync.backward(loss, count=len(x))
+        steps += bool(sync.step(optimizer))
+    watch.remove()
+    return steps
 
 
 @pytest.mark.parametrize("kind", ["own", "attach"])
@@ -214,6 +247,9 @@ _FAULTS = {
         ("own", "flip", 3, "parameter", (2,), "a flipped bit"),
         ("attach", "flip", 3, "parameter", (2,), "a flipped bit"),
         ("hsdp", "flip", 4, "parameter", (), "a flipped bit"),
+        ("int8", "flip", 3, "parameter", (2,), "a flipped bit"),
+        ("low rank", "unreduced", 2, "gradient", (), ""),
+        ("int8", "divisor", 2, "divisor", (), "was counted"),
         ("own", "moments", 3, "optimizer state", (0,), "the optimizer's state does not"),
         ("own", "rate", 2, "hyperparameters", (), "lr of group 0 differs (rank 0: 0.01; rank 1: 0.02)"),
         ("own", "unreduced", 2, "gradient", (), "not reduced"),
@@ -315,6 +351,25 @@ def _ddp_loop(clips: bool, tells: bool, every: int) -> int:
 @pytest.mark.parametrize("every", [1, 3])
 def test_stock_ddp_is_not_told_off(ranks, clips, tells, every):
     assert ranks(2).run(_ddp_loop, clips, tells, every) == [4, 4]
+
+
+def _penalised_ddp_loop() -> int:
+    model = _net()
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pe.audit(ddp, optimizer, every=1) as watch:
+        for _ in range(2):
+            loss = _loss(ddp(_batches(1)[0]))
+            torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+            loss.backward()
+            watch.reduced()
+            optimizer.step()
+            optimizer.zero_grad()
+        return watch.step
+
+
+def test_gradients_beside_the_backward_of_stock_ddp_are_no_part_of_the_sum(ranks):
+    assert ranks(2).run(_penalised_ddp_loop) == [2, 2]
 
 
 def _fsdp_loop(shape: tuple[int, ...]) -> int:
@@ -462,9 +517,9 @@ def test_a_handle_leaves_nothing_behind():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     watch = pe.audit(model, optimizer, every=1)
-    assert model.weight._backward_hooks
+    assert watch._auditor.probe.is_armed
     watch.remove()
-    assert not model.weight._backward_hooks
+    assert not watch._auditor.probe.is_armed
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
 
 
