@@ -116,7 +116,8 @@ def may_nest(loss: Tensor) -> bool:
     """Whether a backward from `loss` may run another one: only a Python autograd function (or a hook)
     can do that.
     """
-    return any(isinstance(node, BackwardCFunction) and node.name() not in _KNOWN for node in _nodes([loss]))
+    python = (node for node in _nodes([loss]) if isinstance(node, BackwardCFunction))
+    return any(node.name() not in _KNOWN for node in python)  # type: ignore[attr-defined]  # torch's stubs
 
 
 def leaves_behind(roots: Sequence[Tensor]) -> list[Tensor]:
