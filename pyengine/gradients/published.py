@@ -37,14 +37,28 @@ class Published:
         self._params = list(params)
         self._device = device = params[0].device
         self._one = torch.ones((), dtype=torch.float32, device=device)
-        index = {id(param): place for place, param in enumerate(params)}
-        # A lazy device has no memory that the core could address.
-        fused = [] if is_lazy(device) else [param for param in params if param.dtype in DTYPE_CODES]
+        self._index = {id(param): place for place, param in enumerate(params)}
         self._groups: list[tuple[list[Parameter], SlotNorms]] = []
-        for group in map(list, by_dtype(fused)):
-            plan = packed([local(param).numel() for param in group])
-            self._groups.append((group, SlotNorms(plan, [index[id(p)] for p in group], device)))
+        # A lazy device has no memory that the core could address.
+        self._rest = [] if is_lazy(device) else [param for param in params if param.dtype in DTYPE_CODES]
+        self._lay_out([param for param in self._rest if param.requires_grad])
         self.mark()
+
+    def _lay_out(self, params: Sequence[Parameter]) -> None:
+        """Let these be read by fused calls: a frozen parameter would make a plan longer for nothing."""
+        known = [param for group, _ in self._groups for param in group]
+        self._groups = []
+        for group in by_dtype([*known, *params]):
+            plan = packed([local(param).numel() for param in group])
+            self._groups.append((group, SlotNorms(plan, [self._index[id(p)] for p in group], self._device)))
+        added = set(map(id, params))
+        self._rest = [param for param in self._rest if id(param) not in added]
+
+    def _grouped(self) -> list[tuple[SlotNorms, list[Tensor | None]]]:
+        """Return the gradients as their memory lies, by dtype, with what reads them."""
+        if unfrozen := [param for param in self._rest if param.grad is not None]:
+            self._lay_out(unfrozen)
+        return [(slots, [_flat(grad) for grad in parts(params)]) for params, slots in self._groups]
 
     def mark(self) -> None:
         """Remember the gradients as they are, for `has_changed`."""
@@ -70,8 +84,7 @@ class Published:
             norms = self.norms()
             final.sumsq, final.nonfinite = norms.square(), is_not_finite(norms).to(torch.uint8)
             return
-        for params, slots in self._groups:
-            grads = [_flat(grad) for grad in parts(params)]
+        for slots, grads in self._grouped():
             slots.read(grads, None if scale is None else grads, self._one if scale is None else scale, final)
 
     @torch.no_grad()
@@ -85,10 +98,9 @@ class Published:
                 if param.grad is not None:
                     param.grad = (param.grad.float() * scale).to(param.dtype)
             return
-        for params, norms in self._groups:
-            grads = [_flat(grad) for grad in parts(params)]
+        for slots, grads in self._grouped():
             try:
-                norms.scale_(grads, scale)
+                slots.scale_(grads, scale)
             except (TypeError, ValueError):  # somebody has put tensors there that the core cannot address
                 for grad in grads:
                     if grad is not None:
