@@ -4,8 +4,12 @@ padding.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
 
 from pyengine.engine.ahead import Lookahead, meet, share_numbers
 from pyengine.engine.counting import Counting, check_uncounted
@@ -15,7 +19,7 @@ from pyengine.ops.device import runs_ahead
 
 Batch = TypeVar("Batch")
 
-_NEVER = -1.0  # what a rank says that has no batch, not even an old one
+_NEVER = -1  # what a rank says that has no batch, not even an old one
 
 
 def cut_padded(
@@ -29,7 +33,8 @@ def cut_padded(
         counting: the counts of the loop; None if they come with the backwards.
 
     Raises:
-        ValueError: a rank has no batch to pad with, or a loader raised; on every rank.
+        ValueError: a rank has no batch to pad with and another one's cannot be pickled, or a loader raised;
+            on every rank.
         RuntimeError: ranks are at different places.
 
     Cost: two small all-reduces a window, for which the host waits.
@@ -37,16 +42,19 @@ def cut_padded(
     old: list[Batch] = []
     while True:
         engine.open()
-        mine = _read(engine, source)
-        by_rank, _ = share_numbers(engine, micro_batches=mine or int(0 if old else _NEVER))
+        ahead, due = _read(engine, source), len(engine.counter.due)
+        old = old or ahead[:1]  # of a resumed window this rank may have done its share
+        mine = min(len(ahead), due) or (0 if old else _NEVER)
+        by_rank, (handed,) = share_numbers(engine, micro_batches=mine, sums=[engine.counter.handed])
         if max(by_rank) <= 0:
-            if engine.counter.handed:  # of a resumed window; nobody has anything to add
+            if handed:  # of a resumed window; nobody has anything to add
                 yield _nothing(engine)
                 engine.close_window()
                 continue
             engine.counter.close(completed=False)  # what the caller has left in `.grad` stays
             return
-        _check_padding(by_rank)
+        if _NEVER in by_rank:
+            old = _borrowed(engine, old, ahead, by_rank)
         if counting is None:
             check_uncounted(engine)
         else:
@@ -58,24 +66,25 @@ def cut_padded(
 def meet_at_micro_batch(engine: Engine, *, last: bool) -> None:
     """Raise on every rank unless all of them hand out the same micro-batch; before its forward.
 
+    Of a resumed window, those that were done before are not counted: ranks may have done different numbers.
+
     Cost: one all-reduce of 184 bytes, for which the host waits.
 
     Raises:
         RuntimeError: ranks are at different places.
     """
-    number = engine.counter.handed + 1
+    number = engine.counter.handed - engine.counter.num_resumed + 1
     meet(engine, stage=f"hands out micro-batch {number} of a window{', its last' if last else ''}")
 
 
-def _read(engine: Engine, source: Lookahead[Batch]) -> int:
-    """Read this rank's part of the window, and meet the others; return how many micro-batches it has.
+def _read(engine: Engine, source: Lookahead[Batch]) -> list[Batch]:
+    """Read this rank's part of the window, and meet the others; return it, with one more.
 
     One more is read, so that a loader raises here, and not while the others wait in a forward.
     """
-    due = len(engine.counter.due)
     try:
-        mine = min(len(source.peek(due + 1)), max(due, 1))
-        problems = [_NO_SHARE] if mine and not due else []
+        ahead = source.peek(len(engine.counter.due) + 1)
+        problems = [_NO_SHARE] if ahead and not (engine.counter.share or engine.counter.due) else []
     except Exception as error:
         # The others wait: they learn of it, and this rank raises its own.
         try:
@@ -84,7 +93,7 @@ def _read(engine: Engine, source: Lookahead[Batch]) -> int:
             raise error from None
         raise
     meet(engine, stage="begins a window", problems=problems)
-    return mine
+    return ahead
 
 
 _NO_SHARE = (
@@ -93,15 +102,48 @@ _NO_SHARE = (
 )
 
 
-def _check_padding(by_rank: Sequence[int]) -> None:
-    """Raise on every rank if some rank has nothing to run forwards with."""
-    without = [rank for rank, number in enumerate(by_rank) if number == _NEVER]
-    if without:
-        raise ValueError(
-            f"rank {', '.join(map(str, without))} has no micro-batch at all, and others have up to "
-            f"{max(by_rank)} in this window: the forwards of a sharded model are collective, and a rank that "
-            "has run out repeats its last batch; give every rank at least one"
-        )
+def _borrowed(
+    engine: Engine, old: list[Batch], ahead: Sequence[Batch], by_rank: Sequence[int]
+) -> list[Batch]:
+    """Return `old`, or a batch of the first rank that has one; every rank calls this where some rank has none
+    to run its forwards with: its data had ended before the loop began.
+
+    Raises:
+        ValueError: the batch cannot be sent; on every rank.
+
+    Cost: a gather of that batch.
+    """
+    sender = next(rank for rank, number in enumerate(by_rank) if number > 0)
+    sent: tuple[Any, str] = None, ""
+    if engine.comm.rank == sender:
+        try:
+            pickle.dumps(ahead[0])
+            sent = ahead[0], ""
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
+            without = ", ".join(str(rank) for rank, number in enumerate(by_rank) if number == _NEVER)
+            sent = (
+                None,
+                (
+                    f"rank {without} has no micro-batch at all, and needs a copy of another one's, since the "
+                    f"forwards of a sharded model are collective; that of rank {sender} cannot be pickled "
+                    f"({error!r}): give every rank at least one"
+                ),
+            )
+    batch, problem = engine.comm.all_gather_object(sent)[sender]
+    if problem:
+        raise ValueError(problem)
+    return old or [_on(engine.device, batch)]
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """Return a batch whose tensors are on this rank's device, if they were on another one of its kind."""
+    if isinstance(value, Tensor):
+        return value.to(device) if value.device.type == device.type else value
+    if isinstance(value, dict):
+        return {name: _on(device, item) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_on(device, item) for item in value)
+    return value
 
 
 def _nothing(engine: Engine) -> Iterator[Any]:

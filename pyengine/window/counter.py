@@ -55,6 +55,7 @@ class WindowCounter:
         index: windows completed so far; ranks count alike.
         due: places that this rank is still to hand out, if its data lasts.
         places: of the micro-batches handed out in this window, in order.
+        num_resumed: micro-batches of this window that had been handed out before it was resumed.
         padding: micro-batches handed out that are none: a batch once more, for the sake of its collectives.
         done: backwards run in this window.
         is_complete: the last micro-batch of this window has been handed out.
@@ -88,7 +89,7 @@ class WindowCounter:
         self._replacement = [*places, *due][: self.accumulate]
         self.open()
         self.places, self.due, self.done = list(places), list(due), len(places)
-        self.is_resumed = True
+        self.num_resumed, self.is_resumed = len(places), True
 
     def hand_out(self, place: int, *, last: bool) -> None:
         """Count a micro-batch that the loop receives; `last` says that the window gets no further one."""
@@ -169,7 +170,7 @@ class WindowCounter:
 
     def _clear(self) -> None:
         self.places = []
-        self.padding = 0
+        self.padding = self.num_resumed = 0
         self.due = list(self._replacement or self.share)
         self.done = 0
         self.is_complete = self.is_exhausted = self.is_resumed = False

@@ -297,20 +297,6 @@ def test_counts_read_ahead_leave_padding_out(ranks, kind, world):
     ranks(world).run(_counts_ahead, kind)
 
 
-def _has_no_batch() -> str:
-    rank, _ = me()
-    sync, model = sharded("flat")
-    with pytest.raises(ValueError) as error:
-        train_a_window(sync, model, number=0 if rank else 2)
-    assert_trains_a_window(sync, model)
-    return str(error.value)
-
-
-def test_a_rank_without_any_batch_is_an_error_on_every_rank(ranks):
-    for message in ranks(2).run(_has_no_batch):
-        assert message.startswith("rank 1 has no micro-batch at all")
-
-
 def _loader_breaks(number: int) -> str:
     rank, _ = me()
     sync, model = sharded("flat")

@@ -10,7 +10,7 @@ from pyengine.engine.checkpoint.fit import problems
 from pyengine.engine.checkpoint.snapshot import Snapshot, disjoint, in_order, merge, share_residuals
 from pyengine.engine.engine import Engine
 from pyengine.engine.handshake import raise_problems
-from pyengine.gradients.base import KeepsResiduals, RefusesLoad, Reorders
+from pyengine.gradients.base import KeepsResiduals, Pads, RefusesLoad, Reorders
 from pyengine.window.counter import State, share_of_rest
 
 
@@ -52,14 +52,15 @@ def take_snapshot(engine: Engine) -> Snapshot:
         scaler={} if scaler is None else scaler.state_dict(),
         rng=engine.rng_due or rng_states(),  # of a loaded state that no loop goes on with yet, its own
     )
-    if is_open and counter.done:
+    loaded = engine.current.resumed
+    if is_open and (counter.done or (loaded is not None and loaded.sums)):
         snapshot.places = list(counter.places)
         snapshot.counts = [float(count) for count in engine.current.counts.counts]
         losses = engine.current.counts.losses
         snapshot.losses = [None if loss is None else float(loss) for loss in losses]
         dropped = [bool(is_dropped) for is_dropped in engine.current.counts.dropped]
         snapshot.dropped = dropped if any(dropped) else []
-        loaded, known = engine.current.resumed, engine.current.denominators
+        known = engine.current.denominators
         snapshot.totals = dict(known.totals if known else loaded.totals if loaded else {})
         snapshot.sums = engine.current.save() if loaded is None else loaded.sums
         snapshot.batch_norm = engine.batch_norms.save() if loaded is None else loaded.batch_norm
@@ -206,7 +207,7 @@ def _loads_own(engine: Engine, states: object, snapshots: Sequence[Snapshot]) ->
 def _put_together(engine: Engine, parts: list[Snapshot], own: list[Snapshot], *, is_own: bool) -> Snapshot:
     """Put together what this rank goes on from."""
     mine = own if is_own else _mine(engine, disjoint(parts))
-    part = merge([s for s in mine if s.places], parts[0], engine.device)
+    part = merge([s for s in mine if s.places or s.sums], parts[0], engine.device)
     part.rng = own[0].rng if own else {}
     if is_own:
         part.residuals = own[0].residuals
@@ -301,7 +302,9 @@ def _due(engine: Engine, done: list[int], part: Snapshot, *, is_own: bool) -> li
         share = engine.counter.share
         # Another rank may hold some, from an earlier sharing out.
         rest = [place for place in share if place not in done]
-        return rest if part.places or len(rest) < len(share) else None
+        # Over a sharded model all ranks are in a window, or none is: some may only have run padding in it.
+        has_begun = bool(done) if isinstance(engine.reducer, Pads) else bool(part.places)
+        return rest if has_begun or len(rest) < len(share) else None
     if not done:
         return None
     everything = {place for places in engine.shares.places for place in places}

@@ -101,14 +101,14 @@ class Unsharded:
             self.is_void = before
 
     def count_micro_batch(self) -> None:
-        """Note that a micro-batch is done."""
-        if self._watches:
+        """Note that a micro-batch is done; padding is none."""
+        if self._watches and not self.is_void:
             row = torch.zeros(len(self.used), dtype=torch.uint8, device=self._device)
             if self._flags:
                 places = torch.tensor(list(self._flags), dtype=torch.int64, device=self._device)
                 row[places] = torch.stack(list(self._flags.values())).to(torch.uint8)
             self._rows.append(row)
-            self._flags = {}
+        self._flags = {}
 
     @contextmanager
     def complete(self) -> Iterator[None]:
@@ -195,7 +195,9 @@ class Unsharded:
 
     def saved_flags(self, index: int) -> dict[str, Tensor]:
         """Return a parameter's flags of this window, as a part of a state; nothing if none are watched."""
-        return {"nonfinite": torch.stack([row[index] for row in self._rows])} if self._watches else {}
+        none = torch.zeros(0, dtype=torch.uint8, device=self._device)
+        flags = [none, *(row[index : index + 1] for row in self._rows)]
+        return {"nonfinite": torch.cat(flags)} if self._watches else {}
 
     def load(self, saved: Saved, names: Sequence[str], *, done: int) -> None:
         """Go on from what `save` returned; see `Reducer.load`."""

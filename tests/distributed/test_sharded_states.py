@@ -1,0 +1,150 @@
+"""States of windows over FSDP2 in which ranks have done, or have left, different numbers of micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from cases import assert_same, me
+from marks import rest
+from sharded_cases import batch, loss_of, own_batches, right_grads, sharded, whole_grads
+
+import pyengine as pe
+
+# Accumulate and micro-batches by rank, and how many are handed out in the last window before it is saved.
+UNEQUAL = {
+    "unequal accumulate": ([3, 1], [3, 1], 2),
+    "unequal accumulate, more data": ([3, 1], [6, 2], 2),
+    "has run out": ([3, 3], [6, 3], 2),
+    "runs out behind the state": ([3, 3], [6, 4], 1),
+}
+
+
+def _goes_on(case: str, kind: str, **options: Any) -> None:
+    """Save in the last window, go on with another engine, and save and load once more before that."""
+    accumulate, numbers, stop = UNEQUAL[case]
+    rank, _ = me()
+    sync, model = sharded(kind, accumulate=accumulate[rank], **options)
+    done, last, state = 0, -(-max(numbers) // max(accumulate)) - 1, None
+    for index, window in enumerate(sync.windows(own_batches(numbers[rank]))):
+        for number, data in enumerate(window, start=1):
+            sync.backward(loss_of(model, data), count=3)
+            done += not sync.is_padding
+            if index == last and number == stop:
+                state = sync.state_dict()
+                break
+        if state is not None:
+            break
+        sync.unscale_()
+        for param in model.parameters():
+            param.grad = None
+    sync.close()
+    sync, model = sharded(kind, accumulate=accumulate[rank], **options)
+    sync.load_state_dict(state)
+    sync.load_state_dict(_again(sync, state))
+    assert sync.window == last
+    for window in sync.windows(own_batches(numbers[rank])[done:]):
+        for data in window:
+            sync.backward(loss_of(model, data), count=3)
+        sync.unscale_()
+        break
+    batches = [
+        batch(100 * r + number)
+        for r, (steps, total) in enumerate(zip(accumulate, numbers, strict=True))
+        for number in range(last * steps, min(total, (last + 1) * steps))
+    ]
+    assert_same(whole_grads(model), right_grads(batches, 3 * len(batches)))
+
+
+def _again(sync: pe.Sync, state: dict[str, Any]) -> dict[str, Any]:
+    again = sync.state_dict()
+    sync.abandon()
+    assert again.keys() == state.keys()
+    return again
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("nested", {}),
+        ("nested", {"nonfinite": "raise"}),
+        ("flat", {"defer": "none", "nonfinite": "raise"}),
+        ("replicate", {"accumulator": "exact"}),
+        *rest(("flat", {}), ("nested", {"defer": "none"}), ("nested", {"accumulator": "exact"})),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("case", UNEQUAL)
+def test_a_window_goes_on_where_ranks_have_done_different_numbers(ranks, case, kind, options):
+    ranks(2).run(_goes_on, case, kind, **options)
+
+
+def _stops(kind: str) -> list[dict[str, Any]]:
+    """Save a window of six micro-batches, of which each of two ranks has done one."""
+    sync, model = sharded(kind, accumulate=3, accumulator=pe.Exact(micro_batches=6))
+    for window in sync.windows(own_batches(3)):
+        for data in window:
+            sync.backward(loss_of(model, data), count=3)
+            states: list[Any] = [None, None]
+            dist.all_gather_object(states, sync.state_dict())
+            sync.abandon()
+            return states
+    raise AssertionError
+
+
+def _shares(kind: str, states: list[dict[str, Any]]) -> None:
+    rank, world = me()
+    accumulate = (rank + 1) * 6 // world - rank * 6 // world
+    sync, model = sharded(kind, accumulate=accumulate, accumulator=pe.Exact(micro_batches=6))
+    sync.load_state_dict(states)
+    mine = [batch(100 * (place // 3) + place % 3) for place in sync.due]
+    for window in sync.windows(mine):
+        for data in window:
+            sync.backward(loss_of(model, data), count=3)
+        sync.unscale_()
+        break
+    batches = [batch(100 * r + number) for r in range(2) for number in range(3)]
+    assert_same(whole_grads(model), right_grads(batches, 18))
+
+
+@pytest.mark.parametrize("world", [1, 3, *rest(4)])
+@pytest.mark.parametrize("kind", ["nested", *rest("replicate")])
+def test_exact_sums_go_on_on_another_number_of_ranks(ranks, kind, world):
+    states = ranks(2).run(_stops, kind)[0]
+    ranks(world).run(_shares, kind, states)
+
+
+class _Unpicklable:
+    """A batch that no other rank can get."""
+
+    def __init__(self, rank: int) -> None:
+        self.data = batch(rank)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not to be sent")
+
+
+def _borrows(*, can: bool) -> str:
+    rank, _ = me()
+    sync, model = sharded("nested")
+    own: list[Any] = own_batches(3) if can else [_Unpicklable(0)]
+    try:
+        for window in sync.windows([] if rank else own):
+            for data in window:
+                assert sync.is_padding == (rank == 1)
+                sync.backward(loss_of(model, data if can else data.data), count=3)
+            sync.unscale_()
+    except ValueError as error:
+        return str(error)
+    assert_same(whole_grads(model), right_grads([batch(number) for number in range(3)], 9))
+    return ""
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_a_rank_without_any_batch_pads_with_a_copy_of_another_one_s(ranks, can):
+    for message in ranks(2).run(_borrows, can=can):
+        assert bool(message) != can
+        assert can or message.startswith(
+            "rank 1 has no micro-batch at all, and needs a copy of another one's"
+        )
