@@ -24,6 +24,27 @@ def print_json(event: str, **values: Any) -> None:
     print(json.dumps({"event": event, **values}), flush=True)
 
 
+def read_json(text: str | bytes) -> Any:
+    """Return the JSON of a file that anybody may have written, for a terminal: signs of its strings that are
+    not printed, but move the cursor for example, are `?`.
+
+    Raises:
+        ValueError: the text is no JSON, or nested too deeply.
+    """
+    try:
+        return _printable(json.loads(text))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return "".join(sign if sign.isprintable() or sign in "\n\t" else "?" for sign in value)
+    if isinstance(value, dict):
+        return {_printable(name): _printable(item) for name, item in value.items()}
+    return [_printable(item) for item in value] if isinstance(value, list) else value
+
+
 def flush() -> None:
     """Write what is still to be written while it can be told that this fails."""
     sys.stdout.flush()

@@ -14,12 +14,14 @@ import pytest
 from marks import rest
 from study_records import made
 
+from pyengine.cli.arguments import Conflict
 from pyengine.cli.doctor import run as doctor
 from pyengine.cli.doctor.finding import Finding, warn
 from pyengine.cli.main import build_parser, main
 from pyengine.cli.study import run as study
 from pyengine.cli.study.arguments import settings
 from pyengine.cli.study.store import Store
+from pyengine.cli.terminal import read_json
 
 PLAN = ["plan", "--global-batch", "64", "--micro-batch", "8"]
 Patch = pytest.MonkeyPatch
@@ -35,6 +37,17 @@ def stdout(patch: Patch, raw: io.BufferedIOBase, encoding: str = "ascii") -> Ite
 
 def some_finding() -> Finding:
     return warn("host", "3 × slower", "mend → it")
+
+
+def test_a_result_file_moves_no_cursor():
+    text = r'{"\u001b[2Ja": ["\u009b1m", "\u202e", "\u0007"], "b": "two\nlines, \u00e4 [x]"}'
+    assert read_json(text) == {"?[2Ja": ["?1m", "?", "?"], "b": "two\nlines, ä [x]"}
+
+
+def test_a_study_says_what_a_foreign_one_is_of_without_its_escapes(tmp_path):
+    (tmp_path / "runs.jsonl").write_text('{"event": "study", "machine": "\\u001b[2J"}\n')
+    with pytest.raises(Conflict, match=r"holds a study with machine \?\[2J, and this one has here"):
+        Store(tmp_path, {"machine": "here"})
 
 
 def test_plan_prints_to_a_terminal_of_ascii(monkeypatch: Patch) -> None:

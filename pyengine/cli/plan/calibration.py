@@ -11,6 +11,7 @@ from typing import Any
 
 from pyengine.cli.arguments import Conflict
 from pyengine.cli.plan.model import Speeds, Transport, Work
+from pyengine.cli.terminal import read_json
 from pyengine.ops.codec_reference import FORMATS
 
 TRANSPORTS = ("all_reduce fp32", "all_reduce bf16", "all_reduce fp16", "exchange")
@@ -56,7 +57,7 @@ def read(path: Path) -> Calibration:
         Conflict: it cannot be read, or holds something else.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path.read_text(encoding="utf-8"))
         return _made(content.get("calibration", content))
     except OSError as error:
         raise Conflict(f"argument --calibration: cannot read {path} ({error.strerror})") from None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any
+
+from pyengine.cli.terminal import read_json
 
 _Test = Callable[[Any], bool]
 
@@ -16,10 +17,7 @@ def parse(line: bytes) -> dict[str, Any]:
     Raises:
         ValueError: it is none, for the reason given.
     """
-    try:
-        found = json.loads(line)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    found = read_json(line)
     if not isinstance(found, dict):
         raise ValueError(f"a {type(found).__name__}, not an object")  # noqa: TRY004 - of a file
     return found

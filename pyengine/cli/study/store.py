@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from pyengine.cli.arguments import Conflict
 from pyengine.cli.study import line as study_line
 from pyengine.cli.study.grid import Cell
+from pyengine.cli.terminal import read_json
 
 Key = tuple[int, int, int]
 _Read = TypeVar("_Read")
@@ -144,7 +145,7 @@ class Store:
             ) from None
 
     def _check(self, first: dict[str, Any], shared: dict[str, Any]) -> None:
-        wanted = json.loads(json.dumps(shared))
+        wanted = read_json(json.dumps(shared))
         for name in wanted:
             if first.get(name) != wanted[name]:
                 raise Conflict(

@@ -123,7 +123,7 @@ class Form:
     def _sum(self, s: Snapshot) -> Iterator[str]:
         # Of shards, a rank that has only run padding holds its part of what others have done.
         if s.sums and not s.places and not isinstance(self.engine.reducer, SavesShards):
-            yield f"sums of {', '.join(s.sums)}, and places=[]"
+            yield f"sums of {list(s.sums)}, and places=[]"
         watched: dict[torch.dtype, set[bool]] = {}  # of a type all are watched or none
         for name, parts in s.sums.items():
             like = self.sums.get(name)

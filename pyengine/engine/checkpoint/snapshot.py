@@ -125,12 +125,14 @@ class Snapshot:
             state: that was loaded from anywhere.
             largest: see `checksum`.
         """
-        version = state.get("version") if isinstance(state, dict) else f"of a {type(state).__name__}"
+        if not isinstance(state, dict):
+            raise ValueError(f"state is a {type(state).__name__}: {_NEED}")  # noqa: TRY004 - of a file
+        version = state.get("version")
         if version == _FLAT:
             content = {name: value for name, value in state.items() if name != "version"}
             return [_of(content, _checksum(content, largest))]
         if version != VERSION:
-            raise ValueError(f"state is version {version}: {_NEED}")
+            raise ValueError(f"state is version {version!r}: {_NEED}")
         parts = {name: part for name, part in state.items() if name not in ("version", *_POSITION)}
         if not parts:
             raise ValueError(f"state is not whole (no rank's part): {_NEED}")
@@ -154,10 +156,11 @@ def _part(state: dict[str, Any], owner: str, part: Any, largest: int | None) -> 
             f"state has {owner!r}, a {type(part).__name__}: {_NEED}, and keep what is yours beside it"
         )
     content, saved = part
+    owner = owner if str(owner).isprintable() else repr(owner)  # it may come from anywhere, and is printed
     found = _checksum(content, largest)
     if found != saved:
         raise ValueError(
-            f"state of {owner} was damaged or changed after it was saved (its checksum was {saved}, and is "
+            f"state of {owner} was damaged or changed after it was saved (its checksum was {saved!r}, and is "
             f"{found}): go on from another one"
         )
     snapshot = _of(content, found)
@@ -183,7 +186,7 @@ def _of(content: dict[str, Any], found: int) -> Snapshot:
     content = {name: make() for name, make in _OPTIONAL.items()} | content
     differ = sorted(set(_CONTENT) ^ set(content), key=str)
     if differ:
-        what = ", ".join(f"{name} {'is too much' if name in content else 'is missing'}" for name in differ)
+        what = ", ".join(f"{name!r} {'is too much' if name in content else 'is missing'}" for name in differ)
         raise ValueError(f"state is not whole ({what}): {_NEED}")
     wrong = unlike_saved(content)
     if wrong:
