@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import pickle
+import random
 import tempfile
 import zipfile
 import zlib
@@ -12,11 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from draw import LARGE, Draw
 from torch import Tensor, nn
 
 import pyengine as pe
+from pyengine.data.rng import rng_states, set_rng_states
 from pyengine.engine.checkpoint import state_file
 from pyengine.engine.checkpoint.checksum import checksum
 
@@ -99,8 +102,17 @@ def _load(kind: str, state: Any, want: int) -> None:
         assert "state" in str(error), f"the error does not say what is wrong: {error}"
         assert _everything(sync) == before, f"refused ({error}), and something has changed"
         return
-    held = _meaning(sync.state_dict()[OWNER][0])
-    assert held == want, "taken, and the engine holds something else"
+    content = sync.state_dict()[OWNER][0]
+    assert _meaning(content) == want, "taken, and the engine holds something else"
+    _draw_from(content["rng"])
+
+
+def _draw_from(states: dict[str, Any]) -> None:
+    """Let generators go on from states, which ASan sees if it is from somewhere else; and put them back."""
+    before = rng_states()
+    set_rng_states(states)
+    random.random(), numpy.random.random(1000), torch.rand(1000), torch.randn(3, dtype=torch.float64)
+    set_rng_states(before)
 
 
 def _meaning(content: Any) -> int:
@@ -109,6 +121,7 @@ def _meaning(content: Any) -> int:
     """
     plain = {name: value for name, value in content.items() if name not in ("dropped", "totals") or value}
     plain["counts"] = [float(count) for count in content["counts"]]
+    plain["losses"] = [None if loss is None else float(loss) for loss in content["losses"]]
     plain["sums"] = {
         name: {part: t for part, t in parts.items() if part != "nonfinite" or t.any()}
         for name, parts in content["sums"].items()
@@ -199,7 +212,33 @@ def _itself(draw: Draw, parent: Any, key: Any, root: Any) -> None:
     parent[key] = draw.pick((root, parent))
 
 
-DAMAGES = (_change, _remove, _replace, _number, _exchange, _double, _itself)
+def _generator(draw: Draw, parent: Any, key: Any, root: Any) -> None:
+    """Change where a generator is, and what stands beside its words."""
+    states = root.get("rng") if isinstance(root, dict) else None
+    name = draw.pick(("numpy", "torch", "random"))
+    state = states.get(name) if isinstance(states, dict) else None
+    value = draw.pick((draw.below(2**16), draw.large(), 624, 623, 0, -1, 0.5, "x"))
+    if isinstance(state, list) and state:
+        state[draw.below(len(state))] = value
+    elif isinstance(state, tuple) and len(state) == 3:
+        assert states is not None
+        version, words, normal = state
+        changed = (value, words, normal), (version, words, value), (version, (*words[:-1], value), normal)
+        states[name] = draw.pick(changed)
+    elif (
+        isinstance(state, Tensor) and state.dtype == torch.uint8 and state.numel() > 24 and not state.is_meta
+    ):
+        state[draw.pick((8, 9, 12, 16, 17, 18, 23, -4))] = draw.byte()
+
+
+def _outside(tensor: Tensor) -> Tensor:
+    """Return a sparse tensor of which an index is outside of its shape."""
+    indices = torch.full((max(1, tensor.dim()), 1), 2**40)
+    values = torch.ones(1, dtype=tensor.dtype)
+    return torch.sparse_coo_tensor(indices, values, tensor.shape or (1,), check_invariants=False)
+
+
+DAMAGES = (_change, _remove, _replace, _number, _exchange, _double, _itself, _generator)
 VALUES = (
     *(None, True, -0.0, float("inf"), float("nan"), "", "cpu", b"x", [], {}, (), [[]], {"a": 1}, {1: 1}),
     *(
@@ -227,6 +266,10 @@ TENSORS: tuple[Callable[[Tensor], Any], ...] = (
     lambda t: torch.full_like(t, 255 if t.dtype == torch.uint8 else 2**31 - 1),
     lambda t: torch._neg_view(t) if t.is_floating_point() else t,
     lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype),
+    _outside,
+    lambda t: t.to_sparse_csr() if t.dim() == 2 else t,
+    lambda t: t.new_ones(()).expand(2**40),
+    lambda t: torch.sparse_coo_tensor(size=(2**20, 2**20), dtype=t.dtype),
 )
 
 
