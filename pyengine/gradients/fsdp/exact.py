@@ -106,7 +106,7 @@ class ExactFSDPReducer(Sharded):
     """
 
     def __init__(self, managed: Managed, *, terms: Terms) -> None:
-        super().__init__(managed, dtype=torch.float32, watches=False)
+        super().__init__(managed, watches=False, widens=False)
         index = {id(param): i for i, param in enumerate(self.params)}
         self._sums = [
             UnitSum(unit.params, [index[id(param)] for param in unit.params], terms=terms, comm=self.comm)

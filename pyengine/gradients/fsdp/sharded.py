@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -51,7 +50,8 @@ class Sharded:
 
     Args:
         managed: what of it is driven.
-        dtype: in which narrow gradients are summed; None for that in which their unit reduces.
+        widens: whether a micro-batch's narrow gradients are summed in the type in which their unit reduces;
+            False keeps the bits that autograd has given them.
         watches: whether every micro-batch is checked for inf and nan.
 
     Attributes:
@@ -67,7 +67,7 @@ class Sharded:
 
     stepper: Stepper = PlainStepper()
 
-    def __init__(self, managed: Managed, *, watches: bool, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, managed: Managed, *, watches: bool, widens: bool = True) -> None:
         self.names: Sequence[str] = [name for name, _ in managed.named]
         self.params: Sequence[Parameter] = [param for _, param in managed.named]
         self.counted: Sequence[bool] = managed.counted
@@ -81,7 +81,7 @@ class Sharded:
         for unit in self.units:
             unit.take(self.wire, names)
         deferred = [choice.mode == "all" for choice in self.choices]
-        dtypes = [dtype or reduce_dtype(unit.module) for unit in self.units]
+        dtypes = [reduce_dtype(unit.module) for unit in self.units]
         self.unsharded = Unsharded(
             managed.model,
             self.units,
@@ -90,6 +90,7 @@ class Sharded:
             dtypes=dtypes,
             watches=watches,
             apart=managed.settings.drops,
+            widens=widens,
         )
         self.is_clean = True
         self._put_back: Callable[[], None] | None = None

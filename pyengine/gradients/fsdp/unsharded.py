@@ -31,9 +31,11 @@ class Unsharded:
         units: its.
         deferred: by unit, whether sums of earlier micro-batches stay here.
         params: the sharded parameters, in registration order; everything here goes by their index.
-        dtypes: by unit, in which narrower gradients are summed; None where there are none.
+        dtypes: by unit, in which it reduces; None where it trains nothing.
         watches: whether every micro-batch is checked for inf and nan.
         apart: whether `.grad` holds a micro-batch's gradient alone until `absorb` or `take`.
+        widens: whether narrower gradients are summed in the type in which their unit reduces. Otherwise they
+            keep the type in which they are computed until `take`.
 
     Attributes:
         used: by parameter, whether this window has brought it a gradient here.
@@ -52,12 +54,14 @@ class Unsharded:
         dtypes: Sequence[torch.dtype | None],
         watches: bool,
         apart: bool,
+        widens: bool,
     ) -> None:
-        self._watches, self._is_apart = watches, apart
+        self._watches, self._is_apart, self._widens = watches, apart, widens
         self._index = {id(param): index for index, param in enumerate(params)}
         self._found: dict[int, Any] = {}
         self._handles: list[Any] = []
         self._waiting: dict[int, Tensor] = {}
+        self._aside: dict[int, Tensor] = {}  # gradients of this micro-batch that FSDP must not convert
         self._rows: list[Tensor] = []
         self._flags: dict[int, Tensor] = {}
         self._device = params[0].device
@@ -85,7 +89,7 @@ class Unsharded:
 
     def begin(self) -> None:
         """Start a window with sums of zero."""
-        self._waiting = {}
+        self._waiting, self._aside = {}, {}
         self._rows, self._flags = [], {}
         self.used = [False] * len(self.used)
         for param in self._found.values():
@@ -153,6 +157,7 @@ class Unsharded:
 
     def staged(self) -> list[Any]:
         """Return the unsharded parameters, by index; None for those that no forward has shown yet."""
+        self._take_back()
         return [self._found.get(index) for index in range(len(self.used))]
 
     def absorb(self) -> None:
@@ -175,6 +180,7 @@ class Unsharded:
         """Return what the micro-batch has brought, by parameter, unsharded, the caller's; it is not here any
         more.
         """
+        self._take_back()
         taken = {index: param.grad for index, param in self._found.items() if param.grad is not None}
         for index in taken:
             self._found[index].grad = None
@@ -231,7 +237,11 @@ class Unsharded:
             param: Any = getattr(module, name)
             self._found[index] = param
             if index in self._sums and self._sums[index][0] != param.dtype:
-                param.grad_dtype = self._sums[index][0]
+                if self._widens:
+                    param.grad_dtype = self._sums[index][0]
+                elif param.requires_grad:
+                    put_aside = partial(self._put_aside, index)
+                    self._handles.append(param.register_post_accumulate_grad_hook(put_aside))
             if param.requires_grad:
                 self._handles.append(param.register_hook(partial(self._arrive, index)))
             self._resume(index)
@@ -246,6 +256,19 @@ class Unsharded:
         if index in self._waiting:
             kept = self._waiting.pop(index).detach().to(param.device, copy=True)
             param.grad = as_gradient(kept.view(local(param).shape), param)
+
+    def _put_aside(self, index: int, param: Any) -> None:
+        """Take a gradient before the end of FSDP's backward, which converts what it finds and does not
+        reduce; add it to one of an earlier backward as autograd would.
+        """
+        grad, param.grad = param.grad, None
+        self._aside[index] = self._aside[index] + grad if index in self._aside else grad
+
+    def _take_back(self) -> None:
+        """Let gradients lie in `.grad` again, behind the micro-batch's backwards."""
+        for index, grad in self._aside.items():
+            self._found[index].grad = grad
+        self._aside = {}
 
     def _arrive(self, index: int, grad: Tensor) -> Tensor | None:
         """Look at a gradient before autograd adds it to the sum, and bring that of a DTensor into its
