@@ -61,7 +61,9 @@ class Unsharded:
         self._found: dict[int, Any] = {}
         self._handles: list[Any] = []
         self._waiting: dict[int, Tensor] = {}
-        self._aside: dict[int, Tensor] = {}  # gradients of this micro-batch that FSDP must not convert
+        self._converted: set[int] = set()  # whose gradients FSDP would convert to another type
+        self._aside: dict[int, Tensor] = {}  # those gradients, of this micro-batch
+        self._arriving: dict[int, Tensor] = {}  # whether what is about to be accumulated is not finite
         self._rows: list[Tensor] = []
         self._flags: dict[int, Tensor] = {}
         self._device = params[0].device
@@ -239,11 +241,13 @@ class Unsharded:
             if index in self._sums and self._sums[index][0] != param.dtype:
                 if self._widens:
                     param.grad_dtype = self._sums[index][0]
-                elif param.requires_grad:
-                    put_aside = partial(self._put_aside, index)
-                    self._handles.append(param.register_post_accumulate_grad_hook(put_aside))
+                else:
+                    self._converted.add(index)
             if param.requires_grad:
-                self._handles.append(param.register_hook(partial(self._arrive, index)))
+                self._handles += [
+                    param.register_hook(partial(self._arrive, index)),
+                    param.register_post_accumulate_grad_hook(partial(self._note, index)),
+                ]
             self._resume(index)
 
     def _resume(self, index: int) -> None:
@@ -257,12 +261,21 @@ class Unsharded:
             kept = self._waiting.pop(index).detach().to(param.device, copy=True)
             param.grad = as_gradient(kept.view(local(param).shape), param)
 
-    def _put_aside(self, index: int, param: Any) -> None:
-        """Take a gradient before the end of FSDP's backward, which converts what it finds and does not
-        reduce; add it to one of an earlier backward as autograd would.
+    def _note(self, index: int, param: Any) -> None:
+        """Note a gradient that has been accumulated. What `torch.autograd.grad` returns is not, and only the
+        hook before sees that.
         """
-        grad, param.grad = param.grad, None
-        self._aside[index] = self._aside[index] + grad if index in self._aside else grad
+        self.has_arrived = True
+        self.strays.add(index)
+        if not self.is_void:
+            self.used[index] = self.used[index] or not self._is_apart
+            if self._watches:
+                flag = self._arriving.pop(index)
+                self._flags[index] = self._flags[index] | flag if index in self._flags else flag
+        if index in self._converted:
+            # FSDP converts what it finds at the end of a backward. Added up as autograd would.
+            grad, param.grad = param.grad, None
+            self._aside[index] = self._aside[index] + grad if index in self._aside else grad
 
     def _take_back(self) -> None:
         """Let gradients lie in `.grad` again, behind the micro-batch's backwards."""
@@ -274,15 +287,11 @@ class Unsharded:
         """Look at a gradient before autograd adds it to the sum, and bring that of a DTensor into its
         placements.
         """
-        self.has_arrived = True
-        self.strays.add(index)
         if self.is_void:
             return torch.zeros_like(grad)
-        self.used[index] = self.used[index] or not self._is_apart
         settled = in_placements(grad, self._found[index])
         if self._watches:
-            flag = ~torch.isfinite(local(settled)).all()
-            self._flags[index] = self._flags[index] | flag if index in self._flags else flag
+            self._arriving[index] = ~torch.isfinite(local(settled)).all()
         return None if settled is grad else settled
 
 
