@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyengine.comm.axes import Axes
 from pyengine.engine.attach_ddp import attach_ddp
 from pyengine.engine.attach_sharded import attach_sharded
+from pyengine.engine.handshake import without_fabric
 from pyengine.engine.sync import Sync
 from pyengine.gradients.accumulator import Exact, as_accumulator
 from pyengine.gradients.fsdp.deferral import Defer, Deferral
@@ -41,7 +42,8 @@ def attach(
 
     Args:
         ddp_model: the wrapped model, without another communication hook; or a module that `fully_shard` or
-            `replicate` (torch 2.13's) was called on as a whole, units within it included.
+            `replicate` (torch 2.13's) was called on as a whole, units within it included. Either may be
+            wrapped by Lightning Fabric's `setup`.
         accumulate, wire, accumulator, nonfinite, stall_after_s: as for `GradSync`. Narrow parameters with
             "fp32" get fp32 sums in addition to DDP's buckets: 4 bytes an element more. Over FSDP2 the
             arguments have to say the type in which the units' MixedPrecisionPolicy sums; "exact" sums past
@@ -68,6 +70,7 @@ def attach(
             since; a SyncBatchNorm with "exact"; a unit's policy, mesh or hook that cannot be driven. Raised
             on every rank.
     """
+    ddp_model = without_fabric(ddp_model)
     deferral = Deferral(defer, defer_budget_mb)
     settings = Settings(
         accumulate,

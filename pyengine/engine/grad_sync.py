@@ -13,7 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pyengine.comm.axes import Axes
 from pyengine.engine.engine_ranks import EngineRanks
-from pyengine.engine.handshake import group_problems, prepare_wire, sharded_modules, wrapped_problems
+from pyengine.engine.handshake import (
+    group_problems,
+    prepare_wire,
+    sharded_modules,
+    without_fabric,
+    wrapped_problems,
+)
 from pyengine.engine.make import make_engine
 from pyengine.engine.sync import Sync
 from pyengine.gradients.accumulator import Exact, as_accumulator
@@ -89,6 +95,7 @@ class GradSync(Sync):
         axes: Axes = Axes(),  # noqa: B008 - frozen
         shared_memory: bool = False,
     ) -> None:
+        params_or_module = without_fabric(params_or_module)
         named, buffers = _named(params_or_module)
         params = [param for _, param in named]
         device = params[0].device if params else torch.get_default_device()

@@ -369,6 +369,13 @@ def sparse_modules(ddp: DistributedDataParallel) -> list[str]:
     ]
 
 
+def without_fabric(source: Any) -> Any:
+    """Return what Lightning Fabric's `setup` has wrapped; anything else as it is."""
+    # By name: lightning takes seconds to import, and need not be there.
+    is_wrapper = any(kind.__name__ == "_FabricModule" for kind in type(source).__mro__)
+    return source._forward_module if is_wrapper else source
+
+
 def wrapped_problems(source: object) -> list[str]:
     """Say which wrapper already reduces the gradients that `GradSync` is asked to own."""
     modules = source.modules() if isinstance(source, nn.Module) else ()
