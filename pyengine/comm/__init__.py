@@ -15,6 +15,11 @@ __all__ = ["Comm", "Local", "TorchDist", "comm_for"]
 
 def comm_for(device: torch.device, group: dist.ProcessGroup | None) -> Comm:
     """Pick the transport by where the parameters lie; one process without a process group needs none."""
+    if device.type == "meta":
+        raise ValueError(
+            "parameters lie on the meta device, where they have no values: give them memory first "
+            "(model.to_empty(device=...)), load or initialize them, and make the engine then"
+        )
     if is_lazy(device):
         if group is not None:
             raise ValueError(

@@ -219,7 +219,13 @@ class TorchDist:
             group: of the collective, if that is not this transport's.
         """
         watch, host_watch = self.roll_call.watch, self._host_watch
-        ranks = self.ranks if group is None else tuple(dist.get_process_group_ranks(group))
+        try:
+            ranks = self.ranks if group is None else tuple(dist.get_process_group_ranks(group))
+        except KeyError:
+            raise RuntimeError(
+                f"make the process group, the model over it and the engine anew: {what} was to run in a "
+                "process group that has been destroyed (destroy_process_group)"
+            ) from None
         noted = nullcontext() if watch is None else watch.pending.running(ranks, what)
         with self._launching(), noted:
             work = launch(host_watch is not None)

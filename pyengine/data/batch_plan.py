@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
@@ -23,7 +23,7 @@ Rule = Literal["linear", "sqrt"]
 _LARGEST_SHOWN = 32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BatchPlan:
     """How every rank takes its part of a global batch; made by `plan_batch`.
 
@@ -37,7 +37,14 @@ class BatchPlan:
     global_batch: int
     micro_batch: int
     world_size: int
-    shares: tuple[int, ...] = field(repr=False)
+    shares: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        each = f"{min(self.shares)} or {max(self.shares)}" if self.idle else self.accumulate
+        return (
+            f"BatchPlan(global_batch={self.global_batch}, micro_batch={self.micro_batch}, "
+            f"world_size={self.world_size}, accumulate={each})"
+        )
 
     @property
     def accumulate(self) -> int:

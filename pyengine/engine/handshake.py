@@ -279,6 +279,12 @@ def problems_of(named: Sequence[tuple[str, nn.Parameter]], *, takes_shards: bool
         for name, p in named
         if p.requires_grad and p.dtype not in DTYPE_CODES
     ]
+    found += [
+        f"parameter {name!r} is {p.dtype} and has grad_dtype={p.grad_dtype}: leave grad_dtype as it was; "
+        "accumulator='fp32' sums narrow gradients in float32"
+        for name, p in plain
+        if p.requires_grad and getattr(p, "grad_dtype", p.dtype) not in (p.dtype, None)
+    ]
     return found
 
 

@@ -17,6 +17,32 @@ from pyengine.window.counter import State
 Batch = TypeVar("Batch")
 
 
+class Window(Iterator[Batch]):
+    """The micro-batches of one window; says so where it is taken for a batch."""
+
+    def __init__(self, micro_batches: Iterator[Batch]) -> None:
+        self._micro_batches = micro_batches
+
+    def __next__(self) -> Batch:
+        return next(self._micro_batches)
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise TypeError(_NOT_A_BATCH)
+
+    def __getitem__(self, _: object) -> Any:
+        raise TypeError(_NOT_A_BATCH)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name!r}: {_NOT_A_BATCH}")
+
+
+_NOT_A_BATCH = (
+    "iterate the window: `for window in sync.windows(loader): for batch in window:`. What sync.windows "
+    "yields is an iterator of micro-batches, and no batch"
+)
+
+
 def windows(
     engine: Engine, loader: Iterable[Batch] | Dealer, count: CountOf | None
 ) -> Iterator[Iterator[Any]]:

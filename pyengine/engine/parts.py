@@ -87,8 +87,9 @@ class Parts:
         if scaler is not None and not is_lazy(self.device):
             scale = scaler.current_scale()
         settings = "" if scaler is None else scaler.settings()
+        use, accumulate = self.verdicts.last_use(), self.counter.accumulate
         kept = self.kept_grads.pending() if self.are_alike else ()
-        claims = Claims(stage, self.name, settings, scale, self.verdicts.last_use(), kept)
+        claims = Claims(stage, self.name, settings, scale, use, accumulate, kept)
         position = (self.counter.num_sent, self.verdicts.steps_taken)
         inv_scale = None if scaler is None else scaler.inv_scale()
         return Header(

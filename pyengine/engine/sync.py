@@ -18,7 +18,7 @@ from pyengine.engine.clipping import Clipping
 from pyengine.engine.counted import Counted
 from pyengine.engine.counting import CountOf, due_count, one_loss
 from pyengine.engine.engine import Engine
-from pyengine.engine.loop import Batch, single_micro_batch, windows
+from pyengine.engine.loop import Batch, Window, single_micro_batch, windows
 from pyengine.engine.micro_batch import MicroBatch, backward, checked_backward, micro_batch
 from pyengine.engine.position import Position
 from pyengine.engine.torch_names import TorchNames
@@ -126,7 +126,7 @@ class Sync(Audited, Position, Clipping, Counted, Stateful, TorchNames):
             RuntimeError: with `count`, some rank begins this window anew in the middle of it.
         """
         self._begin_loop("windows")
-        return windows(self._engine, loader, count)
+        return map(Window, windows(self._engine, loader, count))
 
     def accumulate(self, *, last: bool = False) -> AbstractContextManager[None]:
         """Wrap one micro-batch of a loop that cannot be nested: forward, backward, and a step that may be a

@@ -36,6 +36,16 @@ def check_step(optimizer: Any, scheduler: Any) -> None:
         )
     if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}: need a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "optimizer is an LBFGS, whose step runs forward and backward again by a closure, and a window "
+            "has one gradient: use one that steps with a given gradient, torch.optim.AdamW for example"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise TypeError(
+            "optimizer is a SparseAdam, which takes sparse gradients only, and an engine sums densely: use "
+            "torch.optim.Adam for these parameters"
+        )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise TypeError(
             "scheduler is a ReduceLROnPlateau, whose step takes a metric: leave it out, and call "

@@ -73,6 +73,7 @@ class Claims:
         scaler: settings of its loss scaler; empty without one.
         scale: of the window's losses, 0-dim; None without a scaler, or where nobody may look.
         use: of the window before, if it was used.
+        accumulate: micro-batches of a full window on this rank, which ranks need not have alike; for reports.
         kept: parameters whose gradients of windows before count into this one, by index.
     """
 
@@ -81,6 +82,7 @@ class Claims:
     scaler: str = ""
     scale: Tensor | None = None
     use: Use = field(default_factory=Use)
+    accumulate: int = 0
     kept: tuple[int, ...] = ()
 
     def pieces(self) -> list[int]:

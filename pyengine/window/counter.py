@@ -150,9 +150,9 @@ class WindowCounter:
             )
         if self.is_sent:
             raise RuntimeError(
-                f"backward after window {self.index} was sent: its gradients are already being reduced. "
-                "Call sync.backward once a micro-batch (add up several losses first), and sync.step before "
-                "the next window"
+                f"backward after window {self.index} was sent: put several backwards of one micro-batch into "
+                "`with sync.micro_batch():`, or add their losses up for one sync.backward. (The next window "
+                "comes after sync.step)"
             )
 
     def count_backward(self) -> int:

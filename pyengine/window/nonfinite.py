@@ -44,12 +44,13 @@ def nonfinite_params(flags: Tensor) -> list[int]:
     return flags.nonzero().flatten().tolist()
 
 
-def describe(findings: Sequence[RankFindings]) -> str:
+def describe(findings: Sequence[RankFindings], *, is_exact: bool = False) -> str:
     """Say which parameters were not finite (none where only the mean is not), and which rank and micro-batch
     they came from.
 
     Args:
         findings: what each rank knows, by rank.
+        is_exact: whether sums are exact, and hold no value from 2^126 on.
     """
     names = list(dict.fromkeys(name for f in findings for name in f.blamed))
     quitters = [
@@ -68,7 +69,9 @@ def describe(findings: Sequence[RankFindings]) -> str:
         for index in f.losses
     ]
     sources += sorted({place for rank, f in enumerate(findings) for place in _blamed(rank, f)})
-    return f"inf or nan in the gradient of {_some(names)}, from {_origin(sources, findings)}"
+    limit = "; or a finite value from 2**126 (8.5e37) on, which accumulator='exact' cannot hold"
+    origin = _origin(sources, findings) + limit * is_exact
+    return f"inf or nan in the gradient of {_some(names)}, from {origin}"
 
 
 def describe_dropped(found: Sequence[Mapping[int, Sequence[str]]]) -> str:

@@ -240,7 +240,7 @@ class Verdict:
         blamed = {evidence.names[param]: evidence.blame(param) for param in nonfinite_params(self._nonfinite)}
         mine = RankFindings(evidence.gave_up, evidence.local.nonfinite_losses(), blamed)
         findings: Sequence[RankFindings] = self._comm.all_gather_object(mine)
-        return describe(findings)
+        return describe(findings, is_exact=evidence.local.is_exact)
 
 
 def check_agreement(header: Header, totals: Totals, comm: Comm) -> None:
@@ -253,17 +253,20 @@ def check_agreement(header: Header, totals: Totals, comm: Comm) -> None:
     """
     if not totals.differ:
         return
-    everybody: Sequence[tuple[tuple[int, int], dict[str, str]]] = comm.all_gather_object(
-        (header.position, header.claims.describe())
+    everybody: Sequence[tuple[tuple[int, int], dict[str, str], int]] = comm.all_gather_object(
+        (header.position, header.claims.describe(), header.claims.accumulate)
     )
-    positions, described = zip(*everybody, strict=True)
+    positions, described, accumulate = zip(*everybody, strict=True)
+    unlike = f". accumulate={list(accumulate)} by rank" if len(set(accumulate)) > 1 else ""
+    if unlike:
+        unlike += ": ranks cut windows at other micro-batches, which sync.windows alone evens out"
     if len({claims["engine"] for claims in described}) == 1 and len(set(positions)) > 1:
-        places = "; ".join(f"rank {r}: {w} windows, {s} steps" for r, ((w, s), _) in enumerate(everybody))
+        places = "; ".join(f"rank {r}: {w} windows, {s} steps" for r, (w, s) in enumerate(positions))
         raise RuntimeError(
             f"ranks are not at the same place ({places}): some rank abandoned a window that was already "
-            "reduced, or stepped without the others. Restore all ranks from one checkpoint"
+            f"reduced, or stepped without the others. Restore all ranks from one checkpoint{unlike}"
         )
-    raise RuntimeError(difference(described))
+    raise RuntimeError(difference(described) + unlike)
 
 
 def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:

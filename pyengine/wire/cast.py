@@ -161,7 +161,11 @@ def wire_problems(wire: Any) -> list[str]:
         return []
     name = (wire.__name__ if isinstance(wire, type) else str(wire)).removeprefix("torch.").upper()
     name = name.replace("BFLOAT", "BF").replace("FLOAT", "FP")
-    meant = _CALLED.get(name, "FP32")
+    base, *rest = name.split("-")  # as the command line spells them
+    meant = _CALLED.get(base, "FP32")
     call = "ErrorFeedback(pe.wire.Int8())" if meant == "ErrorFeedback" else f"{meant}()"
+    if rest[-1:] == ["EF"]:
+        call = f"ErrorFeedback(pe.wire.{call})"
     text = f"wire={wire!r}: need a wire; use pe.wire.{call}, of FP32(), BF16(), FP16(), Int8(), FP8() and"
-    return [f"{text} ErrorFeedback(...), or a dtype of the first three, torch.bfloat16 say"]
+    names = "; names are the command line's" if isinstance(wire, str) else ""
+    return [f"{text} ErrorFeedback(...), or a dtype of the first three, torch.bfloat16 for example{names}"]

@@ -61,11 +61,14 @@ def _hook(wire: pe.wire.Wire) -> None:
     state = pe.HookState(wire=wire)
     ddp.register_comm_hook(state, pe.comm_hook)
     _break(state, 100)
-    with pytest.raises(RuntimeError, match="connection lost"):
+    with pytest.raises(RuntimeError, match="connection lost") as found:
         ddp(torch.ones(2, 40)).sum().backward()
+    assert "Unable to cast" not in str(found.value)
 
 
-@pytest.mark.parametrize("wire", [pe.wire.FP32(), pe.wire.BF16()], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "wire", [pe.wire.FP32(), pe.wire.BF16(), pe.wire.Int8()], ids=["fp32", "bf16", "int8"]
+)
 def test_the_hook_raises_what_broke_its_collective_as_stock_ddp_does(ranks, wire):
     ranks(2).run(_hook, wire)
 

@@ -181,6 +181,112 @@ def test_an_exchanged_parameter_is_named():
         _window(model, sync, 1)
 
 
+def _made_on_meta() -> object:
+    with torch.device("meta"):
+        return pe.GradSync(nn.Linear(1, 1))
+
+
+def _with_grad_dtype() -> object:
+    model = nn.Linear(1, 1).bfloat16()
+    model.weight.grad_dtype = torch.float32
+    return pe.GradSync(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "needle"),
+    [
+        (_made_on_meta, "parameters lie on the meta device"),
+        (_with_grad_dtype, "parameter 'weight' is torch.bfloat16 and has grad_dtype=torch.float32"),
+        (lambda: pe.GradSync(nn.Linear(1, 1), wire="int8-ef"), "use pe.wire.ErrorFeedback(pe.wire.Int8())"),
+        (lambda: pe.GradSync(nn.Linear(1, 1), wire="bf16"), "use pe.wire.BF16(), of FP32()"),
+    ],
+)
+def test_what_no_engine_takes_is_named_with_what_it_needs(make, needle):
+    with pytest.raises(ValueError) as found:
+        make()
+    assert needle in str(found.value)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_an_optimizer_that_cannot_step_with_a_windows_gradient_is_named(kind):
+    model, sync = _engine()
+    with sync.accumulate():
+        sync.backward(model(torch.ones(1, 2)).sum())
+    with pytest.raises(TypeError, match=f"optimizer is an? {kind.__name__}, .*use"):
+        sync.step(kind(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda model, x: model(x), lambda model, x: model(x.float()), lambda model, x: model(x["input"])],
+)
+def test_a_window_that_is_taken_for_a_batch_says_so(use):
+    model, sync = _engine()
+    with pytest.raises((TypeError, AttributeError), match="for window in sync.windows"):
+        for window in sync.windows([torch.ones(1, 2)]):
+            use(model, window)
+
+
+def test_a_second_backward_of_a_micro_batch_names_the_block():
+    model, sync = _engine()
+    needle = "put several backwards .* `with sync.micro_batch"
+    with pytest.raises(RuntimeError, match=needle), sync.accumulate():
+        for _ in range(2):
+            sync.backward(model(torch.ones(1, 2)).sum())
+
+
+def test_a_plan_prints_its_micro_batches_a_window():
+    plan = pe.plan_batch(global_batch=40, micro_batch=8, world_size=2, uneven=True)
+    assert repr(plan).endswith("world_size=2, accumulate=2 or 3)")
+
+
+def test_exact_sums_name_the_limit_that_a_finite_gradient_may_have_passed():
+    weight = nn.Parameter(torch.ones(1))
+    sync = pe.GradSync([weight], accumulator="exact", nonfinite="raise")
+    with pytest.raises(FloatingPointError, match=r"or a finite value from 2\*\*126"), sync.accumulate():
+        sync.backward((weight * 1.6e38).sum())
+
+
+def _unequal_windows() -> str:
+    """Return what ranks say that cut the same micro-batches into other windows."""
+    rank = dist.get_rank()
+    weight = nn.Parameter(torch.ones(1))
+    sync = pe.GradSync([weight], accumulate=1 + rank)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    try:
+        for k in range(2):
+            with sync.accumulate():
+                sync.backward(weight.sum())
+            if k or rank == 0:
+                sync.step(optimizer)
+        sync.synchronize()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_cut_windows_by_other_numbers_are_told_these(ranks):
+    assert all("accumulate=[1, 2] by rank" in text for text in ranks(2).run(_unequal_windows))
+
+
+def _group_destroyed() -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(2, 2)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    sync = pe.attach(fully_shard(model, mesh=mesh))
+    dist.destroy_process_group(mesh.get_group("shard"))
+    with pytest.raises(RuntimeError) as found, sync.accumulate():
+        sync.backward(model(torch.ones(1, 2)).sum())
+    return str(found.value)
+
+
+def test_a_units_group_that_was_destroyed_is_named(ranks):
+    for text in ranks(4).run(_group_destroyed):
+        assert text.startswith("make the process group, the model over it and the engine anew")
+
+
 def _sharded(case: str) -> str:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard

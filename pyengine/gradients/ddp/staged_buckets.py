@@ -19,7 +19,11 @@ class _UnderWay:
     index: int
     work: Staged
     finish: Callable[[], Tensor]
-    future: Future[Any] = field(default_factory=Future)
+    _ends: Future[Any] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        # DDP reads what a future holds: an exception set as its result is a result to it, one raised is not.
+        self.future = self._ends.then(lambda _: self.finish())
 
     def start_later(self) -> None:
         """Start the next collective, if one is left; what breaks one is told by `end`."""
@@ -30,10 +34,8 @@ class _UnderWay:
             return
 
     def end(self) -> None:
-        try:
-            self.future.set_result(self.finish())
-        except Exception as error:  # noqa: BLE001 - whoever waits for the future raises it
-            self.future.set_exception(error)
+        """Let the future be done; whoever waits for it raises what went wrong."""
+        self._ends.set_result(None)
 
 
 class StagedBuckets:
