@@ -9,7 +9,7 @@ boundary comes from the loader given to `prepare`, the divisor from what was cou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -61,7 +61,8 @@ def prepare(
 
     Args:
         accelerator: of one process, of DDP, or of FSDP2 (`FullyShardedDataParallelPlugin(fsdp_version=2)`),
-            in fp32, bf16 or fp16. Its `gradient_accumulation_steps` is 1 or `accumulate`.
+            in fp32, bf16 or fp16; or what an earlier `prepare` has made of it. Its
+            `gradient_accumulation_steps` is 1 or `accumulate`.
         objects: one model, its optimizers and schedulers, and the loaders whose end ends the last window, in
             any order; prepared before or not. Another model gets a `prepare`, and so an accelerator, of its
             own.
@@ -74,7 +75,7 @@ def prepare(
 
     Raises:
         ValueError: an option that this loop cannot honour, or objects that do not belong together.
-        TypeError: the prepared model is compiled around DDP.
+        TypeError: no accelerator comes first; or the prepared model is compiled around DDP.
 
     Cost: as `pe.attach` on several processes, as `pe.GradSync` on one.
 
@@ -91,6 +92,13 @@ def prepare(
         ...         optimizer.step()
         ...         optimizer.zero_grad()
     """
+    if isinstance(accelerator, WindowAccelerator):  # another model's, or one whose memory was freed
+        accelerator = accelerator.wrapped
+    if not isinstance(accelerator, Accelerator):
+        raise TypeError(
+            "pass the Accelerator first: prepare(accelerator, model, optimizer, loader, accumulate=...); got "
+            f"a {type(accelerator).__name__}"
+        )
     settings = Settings(accumulate, as_wire(wire), as_accumulator(accumulator), nonfinite)
     windows = WindowAccelerator(accelerator, settings, Deferral(defer, defer_budget_mb))
     prepared = windows.prepare(*objects)
@@ -136,6 +144,11 @@ class WindowAccelerator:
             self.sync.gradient_accumulation_steps = steps
 
     @property
+    def wrapped(self) -> Accelerator:
+        """The accelerator that `prepare` was given."""
+        return self._accelerator
+
+    @property
     def sync_gradients(self) -> bool:
         """Whether the current micro-batch is the last of its window."""
         return self.sync.is_sync_step
@@ -154,6 +167,7 @@ class WindowAccelerator:
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare objects as Accelerate does; optimizers and schedulers then follow this model's windows."""
+        self._check_one_model(objects)
         evaluated = [item for item in objects if getattr(item, "_is_accelerate_prepared", False)]
         prepared = self._accelerator.prepare(*objects, device_placement=device_placement)
         prepared = (prepared,) if len(objects) == 1 else tuple(prepared)  # FSDP2 brings a list
@@ -229,8 +243,27 @@ class WindowAccelerator:
 
     def end_training(self) -> None:
         """End trackers and the like; on an accelerator the last step's record comes now."""
-        self.sync.synchronize()
+        if self._model is not None:
+            self.sync.synchronize()
         self._accelerator.end_training()
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Close the engine and free memory as Accelerate does: another model, or this one, may be prepared
+        next.
+        """
+        if self._model is not None:
+            sync, self._model, self._loaders, self._optimizers = self.sync, None, [], []
+            self._settings = replace(self._settings, accumulate=sync.gradient_accumulation_steps)
+            if sync.scaler is not None:  # the next engine goes on from here
+                self._accelerator.scaler.load_state_dict(sync.scaler.state_dict())
+                self._accelerator._custom_objects.remove(sync.scaler)
+            sync.close()
+            del self.sync
+        return self._accelerator.free_memory(*objects)
+
+    def clear(self, *objects: Any) -> Any:
+        """Do as `free_memory`: Accelerate's other name for it."""
+        return self.free_memory(*objects)
 
     def __getattr__(self, name: str) -> Any:
         if name == "sync":
@@ -277,12 +310,24 @@ class WindowAccelerator:
                 "in a Trainer set eval_on_start=True"
             )
 
+    def _check_one_model(self, objects: Sequence[Any]) -> None:
+        """Refuse a second model before anything is prepared."""
+        known = [] if self._model is None else [self._model]
+        models = known + [item for item in objects if isinstance(item, nn.Module) and item is not self._model]
+        if len(models) < 2:
+            return
+        owners = {id(param): id(model) for model in models for param in model.parameters()}
+        remedy = (
+            "since one optimizer steps both, make one nn.Module that holds them, and prepare that"
+            if any(len(_owners(item, owners)) > 1 for item in objects)
+            else "call pyengine.adapters.accelerate.prepare once a model, with its own optimizers and "
+            "loaders; each gives an accelerator of its own"
+        )
+        raise ValueError(
+            f"prepare: got a second model ({type(models[1]).__name__}), and windows belong to one: {remedy}"
+        )
+
     def _own(self, model: nn.Module) -> None:
-        if self._model is not None and self._model is not model:
-            raise ValueError(
-                f"prepare: got a second model ({type(model).__name__}), and windows belong to one: call "
-                "prepare once a model; each gives an accelerator of its own"
-            )
         if self._model is None:
             self.sync: Sync = engine_for(model, self._settings, self._accelerator.scaler, self._deferral)
             self._model = model
@@ -296,10 +341,10 @@ class WindowAccelerator:
         return prepared
 
     def _optimizer(self, prepared: AcceleratedOptimizer) -> AcceleratedWindowOptimizer:
-        is_ours = isinstance(prepared, AcceleratedWindowOptimizer)
-        ours = prepared if is_ours else AcceleratedWindowOptimizer(prepared.optimizer, self.sync)
-        if ours not in self._optimizers:
-            self._optimizers.append(ours)
+        if prepared not in self._optimizers:  # stock, or of an engine that is closed
+            prepared = AcceleratedWindowOptimizer(prepared.optimizer, self.sync)
+            self._optimizers.append(prepared)
+        ours: AcceleratedWindowOptimizer = prepared
         return ours
 
     def _scheduler(self, prepared: AcceleratedScheduler) -> AcceleratedScheduler:
@@ -318,6 +363,13 @@ class WindowAccelerator:
         )
         ours.gradient_state = WindowBoundary(self.sync)
         return ours
+
+
+def _owners(optimizer: Any, owners: Mapping[int, int]) -> set[int]:
+    """Return whose parameters an optimizer holds; nothing where the object is none."""
+    groups = getattr(optimizer, "param_groups", ())
+    ids = {id(param) for group in groups for param in group["params"]}
+    return {owners[key] for key in ids & owners.keys()}
 
 
 def _has_ended(state: GradientState, loaders: Sequence[DataLoaderStateMixin]) -> bool:

@@ -35,10 +35,22 @@ class AcceleratedWindowOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  #
 
     def __init__(self, optimizer: torch.optim.Optimizer, sync: Sync) -> None:
         super().__init__(optimizer, device_placement=False)
+        self._sync: Sync | None = sync
         self._windows = WindowOptimizer(sync, optimizer, None)
 
     def step(self, closure: Any = None) -> None:
+        if self._sync is not None:
+            try:
+                self._sync.refuse_bare_gradients()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    "call backward, accumulate and clip_grad_norm_ of the accelerator that prepare returned, "
+                    f"not of the one given to it: {error}"
+                ) from None
         self._windows.step(closure)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_sync": None}  # a copy belongs to no engine
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients of a window that has ended; else do nothing."""

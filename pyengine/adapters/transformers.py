@@ -83,6 +83,7 @@ class Windows(_Mixed):
         )
         deferral = Deferral(self.defer, self.defer_budget_mb)
         self.accelerator = _TrainerAccelerator(self.accelerator, settings, deferral)
+        self.accelerator.wraps_anew = self.args.auto_find_batch_size
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Fetch a window's micro-batches; nothing is gathered from the other ranks."""
@@ -171,9 +172,17 @@ class _TrainerAccelerator(WindowAccelerator):
 
     Attributes:
         items: of the running micro-batch, on this rank; None where nobody knows.
+        wraps_anew: whether every `train` wraps the model anew, for another batch size.
     """
 
     items: Tensor | None = None
+    wraps_anew = False
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Close the engine only where the Trainer prepares the model again; elsewhere it goes on in `train`,
+        which calls this first.
+        """
+        return super().free_memory(*objects) if self.wraps_anew else self._accelerator.free_memory(*objects)
 
     def backward(self, loss: Tensor, *, count: Count | None = None, **options: Any) -> None:
         """Run the backward of a mean over `items`, handed on as the sum that it stands for."""

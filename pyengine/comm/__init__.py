@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 
@@ -30,5 +32,21 @@ def comm_for(device: torch.device, group: dist.ProcessGroup | None) -> Comm:
 
         return Xla(device)
     if group is None and not (dist.is_available() and dist.is_initialized()):
+        _check_alone()
         return Local()
     return TorchDist(group, device)
+
+
+def _check_alone() -> None:
+    """Raise RuntimeError in one of several processes that a launcher has started.
+
+    Launchers say how many there are in WORLD_SIZE, which `init_process_group` reads as well. Without a group
+    nothing else does, and every process would train a model of its own.
+    """
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size.isdecimal() and int(world_size) > 1:
+        raise RuntimeError(
+            "call torch.distributed.init_process_group() before the engine is made: a launcher has started "
+            f"WORLD_SIZE={world_size} processes, and without a process group each of them would train "
+            "alone. (Unset WORLD_SIZE where this process is meant to)"
+        )

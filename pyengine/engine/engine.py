@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
 from pyengine.data.rng import set_rng_states
@@ -22,6 +23,7 @@ from pyengine.engine.ownership import Ownership
 from pyengine.engine.parts import make_parts
 from pyengine.engine.trained import TrainedParameters
 from pyengine.gradients.base import KeepsResiduals, Reducer, SeesForwards, SumsParts
+from pyengine.gradients.marks import BARE
 from pyengine.gradients.settings import Settings
 from pyengine.ops.device import flush, is_lazy, runs_ahead
 from pyengine.step.step_record import StepCallback
@@ -75,6 +77,7 @@ class Engine:
         self.final, self.verdicts, self.kept_grads = parts.final, parts.verdicts, parts.kept_grads
         self.is_late = not settings.raises and runs_ahead(device)
         self._opened_at = -1
+        self._bare_version: int | None = None  # of a parameter, at the last backward past this engine
         self.is_between_loops = False
         self.rng_due: dict[str, Any] = {}
         self._ownership = Ownership(params, self)
@@ -92,6 +95,7 @@ class Engine:
             self.current = OpenWindow(self.parts)
             self._opened_at = self.counter.index
             self.counter.open()
+        self._bare_version = None
         self._ownership.follow()
         self.reducer.open()
         # Here, before any forward: FSDP2 shows other parameters from then on.
@@ -137,6 +141,33 @@ class Engine:
                 "first"
             )
 
+    def notice_backward(self, param: Parameter) -> None:
+        """Warn once where a loop trains past this engine: no window has opened between two backwards that are
+        not the engine's, and an optimizer has written to the parameter.
+        """
+        if self._running.locked():
+            return
+        version, before = param._version, self._bare_version
+        self._bare_version = version
+        if before not in (None, version) and "bare" not in self.parts.warned:
+            self.parts.warned.add("bare")
+            warnings.warn(
+                f"{BARE}; call sync.step(optimizer) in place of optimizer.step(): {self.parts.name} are "
+                "trained past their engine, on gradients of this rank alone. (Call sync.close() where that "
+                "is meant)",
+                stacklevel=2,
+            )
+
+    def refuse_bare_gradients(self) -> None:
+        """Raise RuntimeError if a backward past the engine has left gradients, and no window is open."""
+        if self.is_between_windows and not self.kept_grads.is_handed_over:
+            self._refuse_written_past()
+
+    def _refuse_written_past(self) -> None:
+        found = self.current.written_past()
+        if found is not None and found[1]:
+            raise RuntimeError(f"{found[0]}. Nothing was stepped")
+
     def exhaust(self) -> None:
         """Note the end of the window's loop; backwards that are still due may follow."""
         self.counter.is_exhausted = True
@@ -172,10 +203,15 @@ class Engine:
         if self.counter.state is State.OPEN and self.counter.is_exhausted:
             self.flush()  # some micro-batches had no backward
         if not self.counter.is_sent:
+            self._refuse_written_past()
+            remedy = (
+                "finish the window, or call sync.flush() to end it here"
+                if self.counter.state is State.OPEN and self.counter.done
+                else "call sync.backward(loss) in a window first"
+            )
             raise RuntimeError(
-                f"no synchronised gradients: {self.counter.state.value} "
-                f"({self.counter.done} of {self.counter.accumulate} backwards done). "
-                "Finish the window, or call sync.flush() to end it here"
+                f"{remedy}: no synchronised gradients: {self.counter.state.value} "
+                f"({self.counter.done} of {self.counter.accumulate} backwards done)"
             )
         verdict = self.current.land()
         if not self.is_late:
@@ -266,6 +302,7 @@ class Engine:
         """
         counter = self.counter
         if counter.state is State.OPEN:
+            self._refuse_written_past()
             raise RuntimeError(
                 f"window {counter.index} was left after {counter.done} backwards and never sent: call "
                 "sync.flush() and sync.step to use it, or sync.abandon() to drop it"

@@ -24,6 +24,7 @@ from pyengine.gradients.settings import Settings
 from pyengine.ops.exact import MAX_TERMS
 from pyengine.ops.pointers import DTYPE_CODES
 from pyengine.window.counter import share
+from pyengine.window.verdict import by_rank
 from pyengine.wire import FP32, Prepares, Wire
 
 
@@ -97,13 +98,9 @@ def _same_version(everybody: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]
 
 def raise_problems(problems: Sequence[Sequence[str]]) -> None:
     """Raise ValueError if any rank has a problem; `problems` are gathered, by rank."""
-    found = [
-        text if len(problems) == 1 else f"rank {rank}: {text}"
-        for rank, texts in enumerate(problems)
-        for text in texts
-    ]
+    found = "; ".join(problems[0]) if len(problems) == 1 else by_rank(problems)
     if found:
-        raise ValueError("; ".join(found))
+        raise ValueError(found)
 
 
 def prepare_wire(wire: Wire, comms: Iterable[Comm], everybody: Comm) -> None:

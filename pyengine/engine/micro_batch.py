@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from pyengine.engine.engine import Engine
 from pyengine.engine.open_window import OpenWindow
 from pyengine.engine.parts import Parts
 from pyengine.gradients.base import Keeps, Overlaps, Pads
+from pyengine.ops.device import runs_ahead
 from pyengine.window.counter import State
 from pyengine.window.header import Count, checked_count
 
@@ -78,12 +82,58 @@ def backward(
         run: the backward, given the loss times the loss scale.
         is_told: whether the record tells the loss, 0-dim.
     """
+    warn_of_division(engine.parts, loss)
     scaler = engine.parts.scaler
     with micro_batch(engine, count) as made:
         made.loss = loss if is_told else None
         scaled = loss if scaler is None else scaler.scale(loss)
         with made.only_backward(scaled):
             run(scaled)
+
+
+# A loss may be cast, negated, and multiplied by a count, behind the division.
+_SCALINGS = {"DivBackward0", "MulBackward0", "NegBackward0", "ToCopyBackward0"}
+
+
+def warn_of_division(parts: Parts, loss: Tensor) -> None:
+    """Warn once, in an engine's first window, of a loss that was divided by the micro-batches of a window.
+
+    Args:
+        parts: of the engine.
+        loss: whose graph is read; of its values nothing, and no tensor on an accelerator.
+    """
+    accumulate, world_size = parts.counter.accumulate, parts.comm.world_size
+    if parts.counter.index or accumulate == 1 or "division" in parts.warned:
+        return
+    node = loss.grad_fn
+    while node is not None and node.name() in _SCALINGS:
+        factor = _factor(node)
+        for divisor in {accumulate, accumulate * world_size}:
+            if factor is not None and math.isclose(factor * divisor, 1.0, rel_tol=1e-6):
+                parts.warned.add("division")
+                warnings.warn(
+                    f"leave the division by {divisor} out of the loss, if it stands for "
+                    f"accumulate={accumulate}: the engine divides by what all micro-batches count, and with "
+                    "both the gradient is that much too small. (Where it is something else, such as the size "
+                    "of a batch, the loss is right.)",
+                    stacklevel=2,
+                )
+                return
+        node = next((following for following, _ in node.next_functions if following is not None), None)
+
+
+def _factor(node: Any) -> float | None:
+    """Return the number by which a node of the graph multiplies; None where it is no number of the host."""
+    is_product = node.name() == "MulBackward0"
+    other = getattr(node, "_saved_other", None)
+    if other is None and is_product:
+        other = node._saved_self
+    if not isinstance(other, Tensor) or other.dim() or runs_ahead(other.device):
+        return None
+    value = float(other)
+    if is_product:
+        return value
+    return 1 / value if value else None
 
 
 class MicroBatch:
@@ -163,6 +213,7 @@ class MicroBatch:
         run = checked_backward(
             loss, gradient=gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
         )
+        warn_of_division(self._parts, loss)
         scaler = self._parts.scaler
         self._spare((loss,))
         self._window.has_backward = True

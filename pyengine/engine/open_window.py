@@ -103,9 +103,8 @@ class OpenWindow:
     def look(self) -> None:
         """Refuse the window if somebody else has written to its gradients since the last micro-batch."""
         is_open = self._has_begun and self._parts.counter.state is State.OPEN
-        changed = self._parts.marks.changed() if is_open else []
-        if changed:
-            self.refuse(self._parts.marks.described(changed, "between micro-batches"))
+        if is_open and (found := self.written_past()):
+            self.refuse(found[0])
             self._parts.marks.take()
 
     def refuse(self, text: str) -> None:
@@ -302,17 +301,33 @@ class OpenWindow:
 
     def _look_back(self) -> None:
         """Refuse the window if a gradient came since the last one, and was not zeroed: it would be lost."""
+        if found := self.written_past():
+            text, is_more_than_zeros = found
+            if isinstance(is_more_than_zeros, Tensor):
+                self.counts.doubts.append((text, is_more_than_zeros))
+            else:
+                self.counts.refusals.append(text)
+
+    def written_past(self) -> tuple[str, bool | Tensor] | None:
+        """Say which gradients were written past the engine since it looked last.
+
+        Returns:
+            None where none were; else the text of a refusal, and whether it holds: True or a bool, 0-dim,
+            unread, since between windows gradients may be zeroed.
+        """
         parts = self._parts
+        if self._has_begun and parts.counter.state is State.OPEN:
+            changed = parts.marks.changed()
+            return (parts.marks.described(changed, "between micro-batches"), True) if changed else None
         if strays := parts.marks.strays():
-            self.counts.refusals.append(parts.marks.described(strays, "between windows"))
+            return parts.marks.described(strays, "between windows"), True
         has_moved = isinstance(parts.reducer, MovesGradients) and parts.reducer.has_moved
         if has_moved or is_lazy(parts.device):
-            return
+            return None
         # What no optimizer has used is the user's to change: it counts into this window.
         changed = [index for index in parts.marks.written() if not parts.kept_grads.keeps(index)]
         found = parts.marks.hold(changed)
-        if found is not None:
-            self.counts.doubts.append((parts.marks.described(changed, "between windows"), found))
+        return None if found is None else (parts.marks.described(changed, "between windows"), found)
 
     def _conclude(self, header: Header, *, has_gradient: bool) -> Verdict:
         """Decide on the device whether the window may be used, and keep what tells the host why not."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -18,18 +19,28 @@ from pyengine.ops.device import current_stream
 _MARK = "pyengine owner"
 
 
+class Owner(Protocol):
+    """An engine, as far as its parameters know it."""
+
+    def notice_backward(self, param: Parameter) -> None:
+        """Look at a backward that has just brought this parameter's gradient, whoever runs it."""
+
+
 class Ownership:
     """One engine's mark on its parameters, until it is released or the engine is no more.
+
+    The first parameter reports every backward to the engine: a microsecond each.
 
     Args:
         params: whose gradients the engine owns.
         engine: the owner.
     """
 
-    def __init__(self, params: Iterable[Parameter], engine: object) -> None:
+    def __init__(self, params: Iterable[Parameter], engine: Owner) -> None:
         self._params = [param for param in params if param.requires_grad]
         self._engine = weakref.ref(engine)
         self._nodes: list[Any] = []
+        self._hook: Any = None
         self._stream: torch.Stream | None = None
         self._mark()
 
@@ -54,11 +65,22 @@ class Ownership:
         self._stream = current_stream(self._params[0].device) if self._params else None
         for node in self._nodes:
             node.metadata[_MARK] = self._engine
+        if self._nodes:
+            self._hook = self._nodes[0].register_hook(partial(_report, self._engine, self._params[0]))
 
     def release(self) -> None:
         """Give the parameters up."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
         for node in self._nodes:
             node.metadata.pop(_MARK, None)
+
+
+def _report(engine: weakref.ref[Owner], param: Parameter, *_: object) -> None:
+    owner = engine()
+    if owner is not None:
+        owner.notice_backward(param)
 
 
 def owner(param: Parameter) -> object | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -52,6 +52,7 @@ class Parts:
         are_alike: whether all ranks have parameters of the same names.
         scaler: the loss scaler, if there is one.
         audit: compares ranks, if it was asked for.
+        warned: what the user has been warned of, and will not be again.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Parts:
     are_alike: bool
     scaler: GradScaler | None = None
     audit: WindowAudit | None = None
+    warned: set[str] = field(default_factory=set)
 
     def send_header(self, local: LocalWindow, *, more: bool, stage: str) -> Header:
         """Launch a header: where this rank is, what it counted, and what must be alike everywhere.

@@ -16,6 +16,7 @@ from pyengine.gradients.base import Reducer, SumsElsewhere
 
 _grad, _version = attrgetter("grad"), attrgetter("_version")
 _MAX_NAMED = 3
+BARE = "call sync.backward(loss) in place of loss.backward(), and delete zero_grad"  # the remedy
 
 
 class Snapshot:
@@ -134,15 +135,18 @@ class GradMarks:
         return torch.stack([_dense(grad).any() for grad in grads]).any() if grads else None
 
     def described(self, indices: Sequence[int], when: str) -> str:
-        """Say which parameters these are, what has become of their gradients, and how to mend it."""
+        """Say how to mend it, which parameters these are, and what has become of their gradients."""
         more = f" and {len(indices) - _MAX_NAMED} more" if len(indices) > _MAX_NAMED else ""
         names = ", ".join(repr(self._names[index]) for index in indices[:_MAX_NAMED])
         strays = self.strays()
         gone = all(self._params[index].grad is None and index not in strays for index in indices)
+        remedy = "delete zero_grad" if gone else BARE
+        found = "taken away" if gone else "written to"
         return (
-            f"the gradient of {names}{more} was {'taken away' if gone else 'written to'} {when}, by neither "
-            "sync.backward nor a micro_batch (a bare loss.backward(), zero_grad, a write to .grad): put "
-            "backwards into `with sync.micro_batch():`, and delete zero_grad, since windows start from zero"
+            f"{remedy}: the gradient of {names}{more} was {found} {when}, by neither sync.backward nor a "
+            "micro_batch (a bare loss.backward(), zero_grad, a write to .grad). "
+            "Several backwards belong into `with sync.micro_batch():`; windows start from zero; Accelerate's "
+            "backward is that of the accelerator that prepare returned, Lightning's self.manual_backward"
         )
 
 

@@ -26,6 +26,8 @@ class _Steps(Protocol):
 
     def step(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> torch.Tensor: ...
 
+    def refuse_bare_gradients(self) -> None: ...
+
 
 def check_step(optimizer: Any, scheduler: Any) -> None:
     """Raise TypeError for what cannot be stepped, before anything is."""
@@ -109,7 +111,12 @@ class WindowOptimizer(torch.optim.Optimizer):
         return self._stepped is not None and not bool(self._stepped)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # nothing to return
-        """Step the optimizer, and the scheduler with it, if this micro-batch ends its window: once."""
+        """Step the optimizer, and the scheduler with it, if this micro-batch ends its window: once.
+
+        Raises:
+            RuntimeError: this is a copy; a bare `loss.backward()` outside of every window has left gradients,
+                which no step would use; or as `sync.step`.
+        """
         if self._sync is None:
             raise RuntimeError(
                 "step: this optimizer is a copy, and belongs to no engine: step "
@@ -123,6 +130,8 @@ class WindowOptimizer(torch.optim.Optimizer):
         if self._sync.is_sync_step and (landed is None or landed is not self._stepped_in):
             self._stepped = self._sync.step(self.optimizer, self._scheduler)
             self._stepped_in = self._sync.landed
+        else:
+            self._sync.refuse_bare_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of a window that has ended; else do nothing.

@@ -288,10 +288,10 @@ def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
         )
     if totals.invalid_counts:
         everybody = comm.all_gather_object((local.problems(), local.all_refusals()))
-        refusals = _by_rank([texts for _, texts in everybody])
+        refusals = by_rank([texts for _, texts in everybody])
         if refusals:
             raise ValueError(f"{refusals}. Nothing was stepped; call sync.abandon() on all ranks and go on")
-        places = _by_rank([texts for texts, _ in everybody])
+        places = by_rank([texts for texts, _ in everybody])
         raise ValueError(
             f"{places}: count must be finite{', whole' if local.is_exact else ''} and not negative, and at "
             "most 2**53 (0 leaves a micro-batch out of the divisor). Nothing was stepped; call "
@@ -299,5 +299,16 @@ def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
         )
 
 
-def _by_rank(everybody: Sequence[Sequence[str]]) -> str:
-    return "; ".join(f"rank {rank}: {text}" for rank, texts in enumerate(everybody) for text in texts)
+def by_rank(everybody: Sequence[Sequence[str]]) -> str:
+    """Join the texts of all ranks; one that several ranks have stands once, behind their numbers."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, texts in enumerate(everybody):
+        for text in texts:
+            ranks_of.setdefault(text, []).append(rank)
+    return "; ".join(f"{_named(ranks, len(everybody))}: {text}" for text, ranks in ranks_of.items())
+
+
+def _named(ranks: Sequence[int], world_size: int) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return "all ranks" if len(ranks) == world_size else f"ranks {', '.join(map(str, ranks))}"

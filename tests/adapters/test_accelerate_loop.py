@@ -232,6 +232,37 @@ def _two(model, optimizer):
     prepare(Accelerator(cpu=True), model, Weights(), accumulate=2)
 
 
+def _two_under_one_optimizer(model, optimizer):
+    other = Weights()
+    optimizer.add_param_group({"params": list(other.parameters())})
+    prepare(Accelerator(cpu=True), model, other, optimizer, accumulate=2)
+
+
+def _no_accelerator(model, optimizer):
+    prepare(model, optimizer, accumulate=2)
+
+
+def _old_accelerator(model, optimizer):
+    """A helper that holds the accelerator from before `prepare`."""
+    old = Accelerator(cpu=True)
+    _, model, optimizer = prepare(old, model, optimizer, accumulate=2)
+    for _ in range(4):
+        with old.accumulate(model):
+            old.backward(model(torch.ones(2, 3)).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _old_backward(model, optimizer):
+    old = Accelerator(cpu=True)
+    accelerator, model, optimizer, data = prepare(old, model, optimizer, loader(16), accumulate=2)
+    for (x,) in data:
+        with accelerator.accumulate(model):
+            old.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def _without_a_loader(model, optimizer):
     accelerator, model, _ = prepare(Accelerator(cpu=True), model, optimizer, accumulate=2)
     accelerator.accumulate(model)
@@ -347,7 +378,11 @@ _REFUSED = {
     "sync_gradients=True: a window ends": _sets_sync_gradients,
     "comm_hook=BF16": _comm_hook,
     "was prepared for evaluation only": _evaluated_first,
-    "got a second model (": _two,
+    "call pyengine.adapters.accelerate.prepare once a model": _two,
+    "since one optimizer steps both, make one nn.Module that holds them": _two_under_one_optimizer,
+    "pass the Accelerator first: prepare(accelerator, model, optimizer": _no_accelerator,
+    "call backward, accumulate and clip_grad_norm_ of the accelerator that prepare": _old_accelerator,
+    "call sync.backward(loss) in place of loss.backward()": _old_backward,
     "no loader was prepared": _without_a_loader,
     "gradient_accumulation_steps=8": _other_steps,
     "sync_each_batch=True": _every_batch,
@@ -389,3 +424,57 @@ def _several_backwards() -> tuple:
 def test_several_backwards_with_options_of_torch_make_one_micro_batch(ranks):
     answers = ranks(2).run(_several_backwards)
     torch.testing.assert_close(answers[0][1], mean_of_windows([seen for seen, _ in answers], 2), **CLOSE)
+
+
+def _prepared_again(how: str) -> tuple:
+    """Train a model, free it, and train another one with the same accelerator."""
+    with accelerated():
+        memory, accelerator, model, optimizer, data, _ = _prepared()
+        first = accelerator.sync
+        seen = []
+        for turn in range(2):
+            if turn:
+                model = optimizer = data = None
+                memory = Remembering(fresh := Weights())
+                if how == "prepare of the module":
+                    accelerator.free_memory()
+                    accelerator, model, optimizer, data = prepare(
+                        accelerator, fresh, memory, loader(16), accumulate=2
+                    )
+                else:
+                    getattr(accelerator, how)()
+                    model, optimizer, data = accelerator.prepare(fresh, memory, loader(16))
+            seen = []
+            for (x,) in data:
+                seen.append(x)
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(x).mean())
+                    optimizer.step()
+        assert accelerator.sync is not first
+        with pytest.raises(RuntimeError, match="has been closed"):
+            first.step(memory)
+        return seen, memory.stepped_with
+
+
+@pytest.mark.parametrize("how", ["free_memory", "clear", "prepare of the module"])
+def test_freed_memory_lets_another_model_be_prepared(ranks, how):
+    answers = ranks(2).run(_prepared_again, how)
+    torch.testing.assert_close(answers[0][1], mean_of_windows([seen for seen, _ in answers], 2), **CLOSE)
+
+
+def test_an_accelerator_without_a_model_ends_its_training():
+    with accelerated():
+        _, accelerator, *_ = _prepared()
+        accelerator.free_memory()
+        accelerator.end_training()
+        with pytest.raises(RuntimeError, match="no model has been prepared"):
+            accelerator.sync.flush()
+
+
+def test_a_refused_second_model_leaves_the_first_one_free_to_be_prepared():
+    with accelerated():
+        model, other, accelerator = Weights(), Weights(), Accelerator(cpu=True)
+        with pytest.raises(ValueError, match="got a second model"):
+            prepare(accelerator, model, other, accumulate=2)
+        prepare(accelerator, model, accumulate=2)
+        prepare(accelerator, other, accumulate=2)

@@ -328,3 +328,40 @@ class EvaluatesOnStart(WithWindows):
 def test_evaluation_on_start_trains_on_several_ranks(ranks, tmp_path):
     answers = ranks(2).run(_train, EvaluatesOnStart, "tokens", 12, str(tmp_path))
     assert max(_errors("tokens", answers)) < CLOSE
+
+
+class RunsOutOfMemory(WithWindows):
+    """Has room for one row a micro-batch."""
+
+    def training_step(self, model, inputs, *args):
+        """Fail as an accelerator does."""
+        if len(inputs["input_ids"]) > 1:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB")
+        return super().training_step(model, inputs, *args)
+
+
+def _finds_a_batch_size(folder: str) -> list:
+    with launched():
+        try:
+            model = _model("tokens")
+            memory = Remembering(model, lr=0.0)
+            schedule = torch.optim.lr_scheduler.LambdaLR(memory, lambda _: 1.0)
+            args = TrainingArguments(
+                output_dir=folder, use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True,
+                per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=1,
+                auto_find_batch_size=True, max_grad_norm=0.0,
+            )  # fmt: skip
+            data = dataset("tokens", 8)
+            trainer = RunsOutOfMemory(
+                model=model, args=args, train_dataset=data, optimizers=(memory, schedule)
+            )
+            trainer.train()
+            return len(memory.stepped_with)
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_auto_find_batch_size_trains_with_the_size_that_fits(ranks, tmp_path, world):
+    assert ranks(world).run(_finds_a_batch_size, str(tmp_path)) == [8 // (2 * world)] * world

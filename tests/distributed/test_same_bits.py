@@ -226,7 +226,7 @@ def test_what_would_break_the_invariance_is_refused_on_every_rank(ranks):
     for wire, terms, count, fine in ranks(2).run(_refused):
         assert "wire=BF16(): need wire.FP32() with accumulator='exact'" in wire
         assert "4098 micro-batches a window over all ranks" in terms and "takes 1 to 4096" in terms
-        assert "rank 0: count of micro-batch 0 is 2.5" in count and "count must be finite, whole" in count
+        assert "all ranks: count of micro-batch 0 is 2.5" in count and "count must be finite, whole" in count
         assert fine == "no error"
 
 

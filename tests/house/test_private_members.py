@@ -11,7 +11,8 @@ from floors import MODULES, PACKAGE
 ADAPTERS = [path for path in MODULES if path.parts[0] == "adapters"]
 # What no public method of the library does; a release that is added to the extra has to have them.
 OF_THE_LIBRARY = {
-    "accelerate.py": {"_is_accelerate_prepared"},  # tells a model prepared for evaluation from a new one
+    # tells a model prepared for evaluation from a new one; holds the scaler of an engine that is closed
+    "accelerate.py": {"_is_accelerate_prepared", "_custom_objects"},
     "lightning_optimization.py": {"_after_closure"},  # runs the hooks before a step
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from pyengine.gradients.fsdp.replay import keep_buffers
 from pyengine.gradients.fsdp.traffic import ShardWire
 from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.fsdp.unsharded import Unsharded
+from pyengine.gradients.marks import BARE
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.used_anywhere import UsedAnywhere
 from pyengine.step.stepper import PlainStepper, Stepper
@@ -93,6 +95,8 @@ class Sharded:
             widens=widens,
         )
         self.is_clean = True
+        self._has_warned = False
+        self.unsharded.on_return = self._warn_of_bare_backwards
         self._put_back: Callable[[], None] | None = None
         # Gradients of the caller's leaves while padding runs: each with its leaf, by the leaf's id.
         self._spared: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -138,6 +142,16 @@ class Sharded:
             self._put_back()
             self._put_back = None
         self.unsharded.is_void = False
+
+    def _warn_of_bare_backwards(self) -> None:
+        """Warn once if two backwards have run between windows: no step will use their gradients."""
+        if self.is_clean and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{BARE}: outside of a window no unit of the model reduces its gradients, and .grad stays as "
+                "it is. (Call sync.close() where that is meant)",
+                stacklevel=2,
+            )
 
     def strays(self) -> Sequence[int]:
         return sorted(self.unsharded.strays)

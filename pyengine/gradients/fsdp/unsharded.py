@@ -42,6 +42,7 @@ class Unsharded:
         is_void: whether gradients are to be replaced by zeros, and count as none.
         has_arrived: whether any gradient has, since this was last set to False.
         strays: parameters whose gradient has arrived, since somebody cleared it; padding's too.
+        on_return: called in a backward that brings the gradient of a stray once more.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Unsharded:
         self._device = params[0].device
         self.is_void = self.has_arrived = False
         self.strays: set[int] = set()
+        self.on_return: Callable[[], None] = lambda: None
         self.used = [False] * len(params)
         places = _places(model, self._index)
         every = [[self._index[id(param)] for param in unit.params] for unit in units]
@@ -266,6 +268,8 @@ class Unsharded:
         hook before sees that.
         """
         self.has_arrived = True
+        if index in self.strays:
+            self.on_return()
         self.strays.add(index)
         if not self.is_void:
             self.used[index] = self.used[index] or not self._is_apart

@@ -1,0 +1,261 @@
+"""Loops that were moved over by half: what is left of the old loop is an error or one warning, whose first
+words are the remedy, and nothing is stepped.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from cases import Integers, engine, error_of, integers
+from marks import rest
+from sharded_cases import Chain, batch, loss_of, shard
+from torch import Tensor, nn
+
+import pyengine as pe
+
+KINDS = ("own", "own-native", "own-exact", "attach", "attach-view", "flat", "replicate")
+BARE = "call sync.backward(loss) in place of loss.backward()"
+
+
+def _made(kind: str, accumulate: int = 2) -> tuple[pe.Sync, nn.Module, Callable[[int], Tensor]]:
+    """Return an engine, its module, and the loss of a micro-batch."""
+    if kind in ("flat", "replicate"):
+        model = shard(Chain(), kind)
+        return pe.attach(model, accumulate=accumulate), model, lambda k: loss_of(model, batch(k))
+    model = Integers(torch.float32)
+    sync, forward = engine(kind, model, accumulate=accumulate)
+    return sync, model, lambda k: forward(*integers(k))
+
+
+def _in_windows(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Callable[[int], Tensor]) -> None:
+    for window in sync.windows(range(4)):
+        for k in window:
+            loss(k).backward()
+        sync.step(optimizer)
+
+
+def _in_windows_with_a_bare_step(
+    sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Callable[[int], Tensor]
+) -> None:
+    for window in sync.windows(range(4)):
+        for k in window:
+            loss(k).backward()
+        optimizer.step()
+
+
+def _in_accumulate(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Callable[[int], Tensor]) -> None:
+    wrapped = sync.wrap(optimizer)
+    for k in range(4):
+        with sync.accumulate():
+            loss(k).backward()
+        wrapped.step()
+        wrapped.zero_grad()
+
+
+def _before_a_wrapped_step(
+    sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Callable[[int], Tensor]
+) -> None:
+    wrapped = sync.wrap(optimizer)
+    for k in range(4):
+        loss(k).backward()
+        wrapped.step()
+        wrapped.zero_grad()
+
+
+def _before_a_step(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Callable[[int], Tensor]) -> None:
+    for k in range(4):
+        loss(k).backward()
+        sync.step(optimizer)
+
+
+def _before_clipping(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Callable[[int], Tensor]) -> None:
+    loss(0).backward()
+    sync.clip_grad_norm_(1.0)
+
+
+def _behind_windows(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Callable[[int], Tensor]) -> None:
+    """A second phase whose loop was forgotten."""
+    wrapped = sync.wrap(optimizer)
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0  # the first phase leaves the parameters alone, too
+    for window in sync.windows(range(4)):
+        for k in window:
+            sync.backward(loss(k))
+        wrapped.step()
+    _before_a_wrapped_step(sync, optimizer, loss)
+
+
+LOOPS = (
+    _in_windows,
+    _in_windows_with_a_bare_step,
+    _in_accumulate,
+    _before_a_wrapped_step,
+    _before_a_step,
+    _before_clipping,
+    _behind_windows,
+)
+
+
+def _bare(kind: str, loop: Callable[[pe.Sync, torch.optim.Optimizer, Callable[[int], Tensor]], None]) -> str:
+    sync, model, loss = _made(kind)
+    before = [param.detach().clone() for param in model.parameters()]
+    text = error_of(loop, sync, torch.optim.SGD(model.parameters(), lr=0.5), loss)
+    if loop is not _in_windows_with_a_bare_step:  # whose first step is the caller's own
+        assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+    sync.abandon()
+    return text
+
+
+CASES = [(kind, loop) for kind in KINDS for loop in LOOPS]
+
+
+@pytest.mark.parametrize(
+    ("kind", "loop"), CASES[::3] + rest(*(case for i, case in enumerate(CASES) if i % 3))
+)
+def test_a_bare_backward_is_answered_by_its_remedy_and_steps_nothing(ranks, kind, loop):
+    for text in ranks(2).run(_bare, kind, loop):
+        assert text.removeprefix("all ranks: ").startswith(BARE)
+        assert text.count(BARE) == 1
+
+
+@contextmanager
+def _heard() -> Iterator[list[str]]:
+    """Collect the texts of warnings."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+
+
+def _past_the_engine(kind: str) -> list[str]:
+    sync, model, loss = _made(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with _heard() as texts:
+        for k in range(4):
+            loss(k).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    sync.close()
+    return texts
+
+
+@pytest.mark.parametrize("kind", ["own", "attach", "flat", *rest("own-native", "attach-view", "replicate")])
+def test_a_loop_that_does_not_know_its_engine_is_warned_once(ranks, kind):
+    for texts in ranks(2).run(_past_the_engine, kind):
+        (text,) = texts
+        assert text.startswith(BARE)
+
+
+def _beside_windows() -> list[str]:
+    """Backwards past the engine that train nothing: a check before the loop, a discriminator's share of the
+    generator's loss.
+    """
+    sync, model, loss = _made("own")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with _heard() as texts:
+        for window in range(3):
+            for _ in range(2):
+                loss(7).backward()
+                model.zero_grad()
+            for k in range(2):
+                with sync.accumulate():
+                    sync.backward(loss(2 * window + k))
+            sync.step(optimizer)
+        loss(7).backward()
+        model.zero_grad()
+        sync.wrap(optimizer).step()
+    return texts
+
+
+def test_backwards_beside_windows_that_train_nothing_are_none_of_our_business(ranks):
+    assert ranks(1).run(_beside_windows) == [[]]
+
+
+DIVISIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "/ accumulate": lambda loss: loss / 4,
+    "* 1 / accumulate": lambda loss: loss * (1 / 4),
+    "1 / accumulate *": lambda loss: 0.25 * loss,
+    "/ tensor": lambda loss: loss / torch.tensor(4),
+    "tensor *": lambda loss: torch.tensor(0.25) * loss,
+    "in place": lambda loss: loss.div_(4.0),
+    "cast behind it": lambda loss: (loss / 4).double(),
+    "times a count": lambda loss: (loss / 4) * 3,
+    "minus": lambda loss: -(loss / 4),
+}
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda loss: loss,
+    "by another number": lambda loss: loss / 3,
+    "times": lambda loss: loss * 4,
+    "of a term": lambda loss: loss + loss / 4,
+    "of an input": lambda loss: (loss / 4).exp(),
+}
+
+
+def _told(
+    change: Callable[[Tensor], Tensor], *, count: int | None, is_block: bool, accumulate: int = 4
+) -> list[str]:
+    weight = nn.Parameter(torch.ones(3))
+    with pe.GradSync([weight], accumulate=accumulate) as sync, _heard() as texts:
+        for window in sync.windows(range(3 * accumulate)):
+            for _ in window:
+                loss = change(weight.sum())
+                if is_block:
+                    with sync.micro_batch(count=count) as mb:
+                        mb.backward(loss)
+                else:
+                    sync.backward(loss, count=count)
+            sync.step(torch.optim.SGD([weight], lr=0.0))
+    return texts
+
+
+@pytest.mark.parametrize("is_block", [False, True])
+@pytest.mark.parametrize("count", [None, 3])
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_a_loss_divided_by_accumulate_is_warned_of_once(name, count, is_block):
+    (text,) = _told(DIVISIONS[name], count=count, is_block=is_block)
+    assert text.startswith("leave the division by 4 out of the loss")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_losses_are_not_warned_of(name):
+    assert _told(OTHERS[name], count=3, is_block=False) == []
+
+
+def test_windows_of_one_micro_batch_have_no_division_to_warn_of():
+    assert _told(lambda loss: loss / 1, count=None, is_block=False, accumulate=1) == []
+
+
+def _by_all_micro_batches() -> list[str]:
+    weight = nn.Parameter(torch.ones(3))
+    with pe.GradSync([weight], accumulate=2) as sync, _heard() as texts:
+        for window in sync.windows(range(2)):
+            for _ in window:
+                sync.backward(weight.sum() / 6)
+            sync.step(torch.optim.SGD([weight], lr=0.0))
+    return texts
+
+
+def test_a_loss_divided_by_the_micro_batches_of_all_ranks_is_warned_of(ranks):
+    for texts in ranks(3).run(_by_all_micro_batches):
+        (text,) = texts
+        assert text.startswith("leave the division by 6 out of the loss")
+
+
+@pytest.mark.parametrize("make", [pe.GradSync, pe.Checkpoints], ids=["GradSync", "Checkpoints"])
+def test_one_of_several_processes_needs_a_process_group(monkeypatch, tmp_path, make):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    argument = nn.Linear(2, 1) if make is pe.GradSync else tmp_path
+    with pytest.raises(RuntimeError, match=r"^call torch\.distributed\.init_process_group\(\) before"):
+        make(argument)
+
+
+@pytest.mark.parametrize("world_size", ["1", ""])
+def test_one_process_needs_none(monkeypatch, world_size):
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    pe.GradSync(nn.Linear(2, 1)).close()
