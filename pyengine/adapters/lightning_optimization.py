@@ -114,7 +114,14 @@ class Manual:
     def step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         """Run the closure, if there is one, and step with the window that has ended."""
         result = closure()
-        _step(self._strategy, self._of_optimizer[id(optimizer)], optimizer)
+        sync = self._of_optimizer[id(optimizer)]
+        try:
+            sync.refuse_bare_gradients()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"call self.manual_backward(loss) in place of loss.backward(): {error}"
+            ) from None
+        _step(self._strategy, sync, optimizer)
         return result
 
     def _only(self) -> Sync:

@@ -342,7 +342,7 @@ _REFUSED = {
     "no synchronised gradients: gradients are being accumulated (1 of 3": lambda: _fit(
         StepsEarly(), WindowStrategy, 3
     ),
-    "no synchronised gradients: no window is open": lambda: _fit(Bare(), WindowStrategy, 1),
+    "call self.manual_backward(loss) in place of loss.backward()": lambda: _fit(Bare(), WindowStrategy, 1),
     "OwnBackward overrides backward": lambda: _fit(OwnBackward(), WindowStrategy, 1),
     "engines for 'left', 'right', and the loss does not say whose it is": lambda: _fit(
         SaysNoEngine(), WindowStrategy, SIZES

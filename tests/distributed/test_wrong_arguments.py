@@ -93,10 +93,10 @@ SOURCES = {
     "groups": (lambda m: [{"params": list(m.parameters())}], "TypeError: params_or_module: got a dict"),
     "number": (lambda m: 3, "TypeError: params_or_module is a int"),
     "tensor": (lambda m: m.weight, "TypeError: params_or_module is a Parameter"),
-    "not a leaf": (lambda m: [m.weight * 2], "ValueError: rank 0: parameter 'param0' is not a leaf"),
+    "not a leaf": (lambda m: [m.weight * 2], "ValueError: all ranks: parameter 'param0' is not a leaf"),
     "twice": (
         lambda m: [m.weight, m.bias, m.weight],
-        "ValueError: rank 0: parameter 'param2' is 'param0' once more",
+        "ValueError: all ranks: parameter 'param2' is 'param0' once more",
     ),
 }
 

@@ -177,8 +177,8 @@ def _misuse(what: str) -> str:
     [
         ("backward outside", "RuntimeError: backward outside a window"),
         ("flush outside", "RuntimeError: flush outside a window"),
-        ("early step", "(1 of 2 backwards done). Finish the window, or call sync.flush()"),
-        ("early clip", "RuntimeError: no synchronised gradients"),
+        ("early step", "finish the window, or call sync.flush() to end it here"),
+        ("early clip", "no synchronised gradients: gradients are being accumulated (1 of 2 backwards done)"),
         ("late backward", "RuntimeError: backward after window 0 was sent"),
         ("unused gradients", "reduced and never used"),
         ("loss shape", "ValueError: loss: got [3, 1], need a 0-dim tensor"),
