@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -52,23 +51,18 @@ class Heartbeat:
         return json.dumps(asdict(self))
 
     @classmethod
-    def of_json(cls, text: bytes) -> Heartbeat:
-        """Return what `to_json` was made of.
-
-        Raises:
-            ValueError: it was made by something else.
-        """
+    def of_json(cls, text: bytes) -> Heartbeat | None:
+        """Return what `to_json` was made of; None if `text` is something else."""
         try:
             fields = json.loads(text)
             beat = cls(**{**fields, "process": ProcessId(**fields["process"])})
             process, launched = beat.process, dict(beat.launched)
-        except (TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ValueError(f"no heartbeat of this version of pyengine: {error}") from error
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
         numbers = (process.pid, beat.beat, *launched.values())
         words = (process.host, process.space, process.started, beat.position, beat.line, beat.waits)
-        if not (all(isinstance(n, int) for n in numbers) and all(isinstance(w, str) for w in words)):
-            raise ValueError("no heartbeat of this version of pyengine: a field is of another type")
-        return beat
+        is_one = all(isinstance(n, int) for n in numbers) and all(isinstance(w, str) for w in words)
+        return beat if is_one else None
 
 
 class Board:
@@ -111,11 +105,8 @@ class Board:
         keys = {rank: f"beat/{rank}" for rank in ranks}
         if not self._store.check([*keys.values()]):
             keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
-        found = {}
-        for rank, key in keys.items():
-            with suppress(ValueError):
-                found[rank] = Heartbeat.of_json(self._store.get(key))
-        return found
+        beats = {rank: Heartbeat.of_json(self._store.get(key)) for rank, key in keys.items()}
+        return {rank: beat for rank, beat in beats.items() if beat is not None}
 
     def verdict(self) -> str:
         """Return what all ranks are to fail with; empty if nothing."""

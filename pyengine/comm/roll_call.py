@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ class RollCall:
         self.watch: StallWatch | None = None
         self.usage: Usage | None = None
         self._found: str | None = None
+        self._broken = ""
 
     @contextmanager
     def named(self) -> Iterator[None]:
@@ -51,6 +52,8 @@ class RollCall:
         """
         if self.watch is not None:
             self.watch.check()
+        if self._broken:
+            raise RuntimeError(self._broken)
         try:
             yield
         except torch.OutOfMemoryError:
@@ -64,6 +67,25 @@ class RollCall:
                 self._found = self._call() or _all_answer(len(self._ranks))
             has_verdict = self.watch is not None and self.watch.verdict  # whose words are those of all ranks
             raise RuntimeError(failure(self._found, None if has_verdict else error)) from error
+
+    def break_off(self, error: Exception) -> None:
+        """Let no further collective start here, and those of other ranks fail where they are watched: this
+        rank has left out one that the others are in. gloo ends a process that gets other sizes than it waits
+        for.
+
+        Args:
+            error: why this rank could not start it.
+        """
+        if self.usage is not None:
+            self.usage.is_broken = True
+        if self._broken or "a collective failed" in str(error):
+            self._broken = self._broken or str(error)
+            return
+        finding = f"rank {self._rank} could not start one that the other ranks are in ({error!r})"
+        self._broken = failure(finding)
+        if self.watch is not None:
+            with suppress(RuntimeError):  # the store is gone: they see this rank end
+                self.watch.conclude(finding)
 
     def _call(self) -> str:
         try:

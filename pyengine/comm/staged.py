@@ -5,7 +5,7 @@ have brought.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.futures import Future
@@ -21,6 +21,14 @@ def rounds_of(work: Work) -> Iterator[Work]:
         return
     for _ in range(work.rounds_left + 1):
         yield _Round(work)
+
+
+@runtime_checkable
+class BreaksOff(Protocol):
+    """A work whose transport can be kept from starting others."""
+
+    def break_off(self, error: Exception) -> None:
+        """Note that this rank leaves out collectives that follow this one on the others."""
 
 
 class _Round:
@@ -90,6 +98,11 @@ class Staged:
         """Return a future that completes with `step` or `wait` behind the last collective, or fails there."""
         return self._future
 
+    def break_off(self, error: Exception) -> None:
+        """Break off the transport of the collective that has gone, if one has."""
+        if isinstance(self._work, BreaksOff):
+            self._work.break_off(error)
+
     def _go_on(self) -> None:
         try:
             if self._work is not None:
@@ -97,6 +110,7 @@ class Staged:
             self._work = next(self._rounds, None)
         except Exception as error:
             self._error, self._is_over = error, True
+            self.break_off(error)
             self._future.set_exception(error)
             raise
         if self._work is not None:

@@ -45,6 +45,9 @@ class _Work:
     def __init__(self, work: dist.Work | Transfers, roll_call: RollCall, watch: StallWatch | None) -> None:
         self._work, self._roll_call, self._watch = work, roll_call, watch
 
+    def break_off(self, error: Exception) -> None:
+        self._roll_call.break_off(error)
+
     def wait(self) -> None:
         with self._roll_call.named():
             if self._watch is None:

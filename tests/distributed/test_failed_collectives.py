@@ -5,7 +5,9 @@ and nothing is stepped with what it left.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -138,3 +140,25 @@ def _times_out(kind: str) -> tuple[str, str, bool]:
 def test_a_rank_that_comes_too_late_raises_everywhere_and_nobody_steps(ranks, kind):
     for first, _, moved in ranks(2).run(_times_out, kind):
         assert first and not moved
+
+
+def _cannot_start() -> str:
+    """Rank 1 has no memory for the second collective of an exact sum."""
+    rank, _ = me()
+    model = _ddp()
+    sync = pe.attach(model, accumulate=2, accumulator="exact")
+    before = [p.detach().clone() for p in model.parameters()]
+    if rank == 1:
+        sync._engine.reducer._comm.all_reduce = Mock(side_effect=MemoryError("no memory"))
+    for _ in range(2):
+        with suppress(RuntimeError, MemoryError), sync.accumulate():  # now, or where the window lands
+            sync.backward(model(torch.ones(2, 40)).sum())
+    with pytest.raises((RuntimeError, MemoryError)) as error:
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    return str(error.value)
+
+
+def test_a_rank_that_cannot_start_a_later_collective_of_a_bucket_raises_on_all(ranks):
+    for said in ranks(2).run(_cannot_start):
+        assert "no memory" in said or "a collective failed" in said
