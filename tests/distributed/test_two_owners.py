@@ -313,7 +313,7 @@ def _bare() -> str:
 
 def test_a_bare_backward_into_an_expert_is_refused_everywhere(ranks):
     for said in ranks(2).run(_bare):
-        assert said.startswith("rank 1: the gradient of 'expert.matrix'")
+        assert said.startswith("rank 1: ") and "the gradient of 'expert.matrix'" in said
 
 
 def _frozen_on_a_mesh() -> float:
