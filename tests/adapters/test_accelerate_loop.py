@@ -469,12 +469,3 @@ def test_an_accelerator_without_a_model_ends_its_training():
         accelerator.end_training()
         with pytest.raises(RuntimeError, match="no model has been prepared"):
             accelerator.sync.flush()
-
-
-def test_a_refused_second_model_leaves_the_first_one_free_to_be_prepared():
-    with accelerated():
-        model, other, accelerator = Weights(), Weights(), Accelerator(cpu=True)
-        with pytest.raises(ValueError, match="got a second model"):
-            prepare(accelerator, model, other, accumulate=2)
-        prepare(accelerator, model, accumulate=2)
-        prepare(accelerator, other, accumulate=2)
