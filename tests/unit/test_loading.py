@@ -75,7 +75,7 @@ def test_a_file_that_holds_more_than_its_bytes_is_refused():
         torch.nn.Linear(2, 2).state_dict(),
         {"a": [1, 2.0, None, True, "x", b"x", 1j, (torch.float32, torch.Size([1]))]},
     ],
-    ids=str,
+    ids=["dense", "sparse", "quantized", "expanded", "a module's", "plain values"],
 )
 def test_what_was_checked_when_it_was_saved_loads(value):
     check_tensors(value)
