@@ -291,7 +291,7 @@ class Engine:
     def is_between_windows(self) -> bool:
         """Whether no window is open, and the last one's gradients have been used or are the caller's."""
         return self.counter.state in (State.IDLE, State.USED) or (
-            self.counter.is_sent and self.kept_grads.is_callers
+            self.counter.is_sent and self.kept_grads.is_used
         )
 
     def close_window(self) -> None:
@@ -366,7 +366,7 @@ class Engine:
             warnings.warn(f"{text}; sync.flush() and sync.step(optimizer) use them", stacklevel=3)
         if self.is_late:
             self.verdicts.read_all()
-        keeps = self.kept_grads.is_callers and self.counter.state is not State.USED
+        keeps = self.kept_grads.is_used and self.counter.state is not State.USED
         self.drop()
         self.batch_norms.release()
         self.reducer.release(keeps_grad=keeps)

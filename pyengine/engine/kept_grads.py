@@ -1,4 +1,4 @@
-"""Gradients that no optimizer has used: they count into the next window."""
+"""Gradients that no optimizer has used, which count into the next window."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ _MAX_NAMED = 3
 
 
 class KeptGrads:
-    """Keeps gradients that no optimizer has used, as a plain PyTorch loop without zero_grad does.
+    """Keep gradients that no optimizer has used, as a plain PyTorch loop without zero_grad does.
 
-    Optimizers of different rhythm may share windows: the gradient of each parameter is kept until an
-    optimizer has used it or the user has cleared it. It is a mean already, and added behind the next window's
-    division.
+    Each parameter's gradient is kept until an optimizer has used it or the user has cleared it, so optimizers
+    may step at different intervals. A kept gradient is a mean already: it is added to the next window's mean.
 
     Args:
         names, params: in registration order.
@@ -32,15 +31,15 @@ class KeptGrads:
 
     def __init__(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
         self._names, self._params = names, params
-        self._used: set[int] | None = None  # of the window that is over; None: nobody has answered for it
+        self._used: set[int] | None = None  # parameters of the last window; None: nobody has used it
         self._known: set[int] = set()  # parameters that an optimizer has ever stepped
         self._found_inf: Tensor | None = None  # of the step that used the window
         self._kept: list[Tensor | None] = []
         self._is_added = self._has_warned = self.is_handed_over = False
 
     @property
-    def is_callers(self) -> bool:
-        """Whether somebody has answered for the window: an optimizer, or the user by `unscale_`."""
+    def is_used(self) -> bool:
+        """Whether the window's gradients are used, by an optimizer or by the user (`unscale_`)."""
         return self._used is not None
 
     @property
@@ -58,7 +57,7 @@ class KeptGrads:
         return self._used is not None and index not in self._used
 
     def hand_over(self) -> None:
-        """Leave what no optimizer has used to the user."""
+        """Note that the user takes care of the gradients that no optimizer has used."""
         self._used, self.is_handed_over = self._used or set(), True
 
     def use(self, indices: Collection[int], found_inf: Tensor) -> None:
@@ -79,7 +78,7 @@ class KeptGrads:
         optimizers have used everything.
         """
         if self._used is None:
-            return  # a window that goes on from a state has its own
+            return  # a resumed window has loaded them
         self._kept = self._left()
         self._used, self._found_inf, self._is_added, self.is_handed_over = None, None, False, False
         unknown = [i for i, grad in enumerate(self._kept) if grad is not None and i not in self._known]
@@ -108,7 +107,7 @@ class KeptGrads:
         self._is_added = True
 
     def clear(self) -> None:
-        """Forget everything: it was dropped."""
+        """Forget everything, since the window was dropped."""
         self._used, self._found_inf, self._kept = None, None, []
         self._is_added = self.is_handed_over = False
 
@@ -116,7 +115,7 @@ class KeptGrads:
         """Return copies of what counts into a window still to be sent, by parameter name: of the shape of
         what this rank holds of the parameter and of its dtype each, owned by the caller.
         """
-        kept = self._left() if self.is_callers else [] if self._is_added else self._kept
+        kept = self._left() if self.is_used else [] if self._is_added else self._kept
         return {name: grad.clone() for name, grad in zip(self._names, kept, strict=False) if grad is not None}
 
     def load(self, saved: Mapping[str, Tensor], *, is_open: bool) -> None:

@@ -70,11 +70,11 @@ def test_a_saved_gradient_is_a_copy_and_goes_back_to_the_caller_or_into_the_wind
     assert saved["first"].tolist() == [3, 4]
 
     kept.load(saved, is_open=True)
-    assert (kept.is_callers, kept.is_pending) == (False, True)
+    assert (kept.is_used, kept.is_pending) == (False, True)
     assert first.grad.tolist() == [0, 0]
 
     kept.load(saved, is_open=False)
-    assert (kept.is_callers, kept.is_pending) == (True, False)
+    assert (kept.is_used, kept.is_pending) == (True, False)
     assert first.grad.tolist() == [3, 4]
 
 
@@ -82,5 +82,5 @@ def test_loading_nothing_leaves_the_callers_grad_alone_and_forgets_what_was_kept
     kept, first, _ = _kept()
     kept.hand_over()
     kept.load({}, is_open=False)
-    assert not kept.is_callers
+    assert not kept.is_used
     assert first.grad.tolist() == [3, 4]
