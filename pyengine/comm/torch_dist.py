@@ -226,7 +226,7 @@ class TorchDist:
             ranks = self.ranks if group is None else tuple(dist.get_process_group_ranks(group))
         except KeyError:
             raise RuntimeError(
-                f"make the process group, the model over it and the engine anew: {what} was to run in a "
+                f"set up the process group, the model over it and the engine anew: {what} was to run in a "
                 "process group that has been destroyed (destroy_process_group)"
             ) from None
         noted = nullcontext() if watch is None else watch.pending.running(ranks, what)

@@ -280,7 +280,7 @@ def problems_of(named: Sequence[tuple[str, nn.Parameter]], *, takes_shards: bool
         f"parameter {name!r} is {p.dtype} and has grad_dtype={p.grad_dtype}: leave grad_dtype as it was; "
         "accumulator='fp32' sums narrow gradients in float32"
         for name, p in plain
-        if p.requires_grad and getattr(p, "grad_dtype", p.dtype) not in (p.dtype, None)
+        if p.requires_grad and p.is_leaf and getattr(p, "grad_dtype", p.dtype) not in (p.dtype, None)
     ]
     return found
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor
@@ -87,11 +87,14 @@ class GradMarks:
         """Refuse, from inside a backward, that a hook of somebody else's takes a gradient away in it.
 
         Args:
-            refuse: called with the reason, for the first such parameter of a window.
+            refuse: a method, called with the reason, for the first such parameter of a window; referenced
+                weakly.
 
         Cost: 0.1 µs a parameter; a hook for every one that has a post-accumulate hook already.
         """
         self.release()
+        # Hooks of a parameter are not seen by Python's collector: they must not keep the engine alive.
+        call = WeakMethod(refuse)
         reasons = [
             f"a hook of register_post_accumulate_grad_hook has taken the gradient of {name!r} away (it sets "
             ".grad to None, or steps an optimizer and clears): remove it, and step by sync.step(optimizer), "
@@ -104,7 +107,8 @@ class GradMarks:
         def look(reason: str, param: Tensor) -> None:
             if param.grad is None and reasons:
                 reasons.clear()
-                refuse(reason)
+                if (own := call()) is not None:
+                    own(reason)
 
         # Hooks run in the order in which they were registered: this one comes last.
         self._handles = [

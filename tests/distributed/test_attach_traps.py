@@ -242,13 +242,13 @@ def _named(ddp: str, accumulator: str, dtype: torch.dtype, where: tuple[int, int
 @pytest.mark.parametrize("ddp", DDPS)
 def test_a_backward_that_breaks_under_a_finite_loss_is_named_by_raise(ranks, ddp, accumulator, dtype, place):
     for message in ranks(2).run(_named, ddp, accumulator, dtype, (1, place), False):
-        assert message.endswith(f"from rank 1, micro-batch {place}"), message
+        assert f"from rank 1, micro-batch {place}" in message, message
 
 
 @pytest.mark.parametrize("accumulator", ["fp32", "exact"])
 def test_what_an_earlier_micro_batch_brought_is_named_also_behind_a_saved_state(ranks, accumulator):
     for message in ranks(2).run(_named, "plain", accumulator, torch.float32, (1, 0), True):
-        assert message.endswith("from rank 1, micro-batch 0"), message
+        assert "from rank 1, micro-batch 0" in message, message
 
 
 def _frozen_later() -> None:

@@ -43,7 +43,11 @@ def _broadcast(cap_bytes: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("cap_bytes", "sizes"),
-    [(10**6, [80, 4, 6]), (100, [14, 22, 40, 4, 4, 6]), (1, [1, 3, 0, 10, 21, 1, 40, 4, 4, 6])],
+    [
+        (10**6, [320, 32, 12]),
+        (100, [56, 88, 160, 16, 32, 12]),
+        (1, [4, 12, 0, 40, 84, 4, 160, 16, 32, 12]),
+    ],
 )
 def test_parameters_are_broadcast_in_pieces_and_end_with_the_same_bits(ranks, cap_bytes, sizes):
     assert ranks(2).run(_broadcast, cap_bytes) == [sizes] * 2

@@ -284,7 +284,7 @@ def _group_destroyed() -> str:
 
 def test_a_units_group_that_was_destroyed_is_named(ranks):
     for text in ranks(4).run(_group_destroyed):
-        assert text.startswith("make the process group, the model over it and the engine anew")
+        assert text.startswith("set up the process group, the model over it and the engine anew")
 
 
 def _sharded(case: str) -> str:

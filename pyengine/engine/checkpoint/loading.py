@@ -80,7 +80,7 @@ def tensor_problem(tensor: Tensor) -> str:
         return f"a tensor of layout {tensor.layout}: save it as torch.strided or torch.sparse_coo"
     if tensor.layout is torch.sparse_coo and not tensor.is_meta:
         indices = tensor._indices()
-        sizes = torch.tensor(tensor.shape[: tensor.sparse_dim()], device=indices.device)
+        sizes = torch.tensor(tensor.shape[: tensor.sparse_dim()], dtype=torch.int64, device=indices.device)
         if indices.numel() and bool(((indices.amin(1) < 0) | (indices.amax(1) >= sizes)).any()):
             return f"a sparse tensor of shape {list(tensor.shape)} with indices outside of it"
     return ""

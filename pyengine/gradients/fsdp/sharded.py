@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakMethod
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -96,7 +97,9 @@ class Sharded:
         )
         self.is_clean = True
         self._has_warned = False
-        self.unsharded.on_return = self._warn_of_bare_backwards
+        # Weakly: hooks of parameters hold `unsharded`, and are not seen by Python's collector.
+        warn = WeakMethod(self._warn_of_bare_backwards)
+        self.unsharded.on_return = lambda: own() if (own := warn()) is not None else None
         self._put_back: Callable[[], None] | None = None
         # Gradients of the caller's leaves while padding runs: each with its leaf, by the leaf's id.
         self._spared: dict[int, tuple[Tensor, Tensor | None]] = {}
