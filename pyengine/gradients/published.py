@@ -108,7 +108,12 @@ class Published:
 
     def _look(self) -> list[int]:
         """Return where the gradients lie; nothing on a lazy device, whose tensors have no address."""
-        return [] if is_lazy(self._device) else list(map(_address, parts(self._params)))
+        if is_lazy(self._device):
+            return []
+        try:
+            return [0 if param.grad is None else param.grad.data_ptr() for param in self._params]
+        except RuntimeError:  # DTensors and sparse gradients have no address of their own
+            return list(map(_address, parts(self._params)))
 
     @torch.no_grad()
     def largest(self) -> Tensor:
