@@ -277,7 +277,7 @@ class Subject:
         self._next += 1
         if not skips:
             sums = self._reference.sums(items)
-            self._reference.step(sums, count, is_pending="unscale" not in how)
+            self._reference.step(sums, count)
         self._assert_same(self._params, self._reference.params)
         if how:
             record = self._records.pop()

@@ -125,13 +125,11 @@ class Reference:
             for name, value in sums.items()
         }
 
-    def step(self, sums: dict[str, Tensor | None], count: float, *, is_pending: bool) -> None:
-        """Step with the mean; `is_pending`: a fused optimizer divides by the count itself."""
-        divides = is_pending and self._made.is_fused
-        grads = self.means(sums, 1.0 if divides else count)
+    def step(self, sums: dict[str, Tensor | None], count: float) -> None:
+        """Step with the mean."""
+        grads = self.means(sums, count)
         for name, param in self._model.named_parameters():
             param.grad = grads[name]
-        self._optimizer.grad_scale = torch.tensor(float(count)) if divides else None
         self._optimizer.step()
 
 
