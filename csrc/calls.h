@@ -24,6 +24,7 @@ struct PackCall {  // of unpack too
   Flat flat;
   Tensors tensors;
   const float* scale;
+  const float* only_if = nullptr;  // write nothing where this is 0; null: always write
 };
 
 struct AccumulateCall {

@@ -137,12 +137,12 @@ void def_op(Plans& plans, const char* name, void (*Ops::*on_cpu)(const Layout&, 
 
 Flat flat_at(Address flat, int dtype) { return {at<void>(flat), checked(dtype)}; }
 
-PackCall pack_call(Address flat, int dtype, const Table& tensors, Address scale) {
-  return {flat_at(flat, dtype), tensors.view(), at<float>(scale)};
+PackCall pack_call(Address flat, int dtype, const Table& tensors, Address scale, Address only_if) {
+  return {flat_at(flat, dtype), tensors.view(), at<float>(scale), at<float>(only_if)};
 }
 
-PackCall unpack_call(const Table& tensors, Address flat, int dtype, Address scale) {
-  return pack_call(flat, dtype, tensors, scale);
+PackCall unpack_call(const Table& tensors, Address flat, int dtype, Address scale, Address only_if) {
+  return pack_call(flat, dtype, tensors, scale, only_if);
 }
 
 void bind_pack(Plans& plans) {

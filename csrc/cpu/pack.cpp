@@ -54,6 +54,7 @@ void unpack_typed(const Layout& layout, const PackCall& call) {
 // ---- entry points ----
 
 void pack_cpu(const Layout& layout, const PackCall& call) {
+  if (call.only_if && *call.only_if == 0) return;
   with_type(call.flat.dtype, [&](auto flat_t) {
     with_type(call.tensors.dtype, [&](auto tensor_t) {
       pack_typed<decltype(flat_t), decltype(tensor_t)>(layout, call);
@@ -62,6 +63,7 @@ void pack_cpu(const Layout& layout, const PackCall& call) {
 }
 
 void unpack_cpu(const Layout& layout, const PackCall& call) {
+  if (call.only_if && *call.only_if == 0) return;
   with_type(call.flat.dtype, [&](auto flat_t) {
     with_type(call.tensors.dtype, [&](auto tensor_t) {
       unpack_typed<decltype(flat_t), decltype(tensor_t)>(layout, call);

@@ -30,7 +30,8 @@ __device__ __forceinline__ void scale_cast(Dst* dst, const Src* src, int count, 
 template <class FlatT, class TensorT, class Table>
 __global__ void __launch_bounds__(kThreads)
 pack_kernel(const __grid_constant__ DeviceLayout layout, FlatT* flat, const __grid_constant__ Table tensors,
-            const float* scale_at) {
+            const float* scale_at, const float* only_if) {
+  if (only_if && load_now(only_if) == 0) return;  // the same for every thread of the grid
   const float scale = load_now(scale_at);
   const DeviceChunk chunk = layout.chunks[blockIdx.x];
   FlatT* dst = in_flat(flat, chunk);
@@ -42,7 +43,8 @@ pack_kernel(const __grid_constant__ DeviceLayout layout, FlatT* flat, const __gr
 template <class TensorT, class FlatT, class Table>
 __global__ void __launch_bounds__(kThreads)
 unpack_kernel(const __grid_constant__ DeviceLayout layout, const __grid_constant__ Table tensors, const FlatT* flat,
-              const float* scale_at) {
+              const float* scale_at, const float* only_if) {
+  if (only_if && load_now(only_if) == 0) return;
   const float scale = load_now(scale_at);
   const DeviceChunk chunk = layout.chunks[blockIdx.x];
   TensorT* dst = in_tensor<TensorT>(tensors, chunk);
@@ -55,7 +57,8 @@ template <class FlatT, class TensorT>
 void pack_typed(const DeviceLayout& layout, void* stream, const PackCall& call) {
   with_table(call.tensors, layout.num_slots, [&](const auto& tensors) {
     launch<pack_kernel<FlatT, TensorT, Bare<decltype(tensors)>>>("pack_", layout.num_chunks, kThreads, stream, layout,
-                                                                 as<FlatT>(call.flat.data), tensors, call.scale);
+                                                                 as<FlatT>(call.flat.data), tensors, call.scale,
+                                                                 call.only_if);
   });
 }
 
@@ -63,7 +66,8 @@ template <class FlatT, class TensorT>
 void unpack_typed(const DeviceLayout& layout, void* stream, const PackCall& call) {
   with_table(call.tensors, layout.num_slots, [&](const auto& tensors) {
     launch<unpack_kernel<TensorT, FlatT, Bare<decltype(tensors)>>>(
-        "unpack_", layout.num_chunks, kThreads, stream, layout, tensors, as<const FlatT>(call.flat.data), call.scale);
+        "unpack_", layout.num_chunks, kThreads, stream, layout, tensors, as<const FlatT>(call.flat.data), call.scale,
+        call.only_if);
   });
 }
 

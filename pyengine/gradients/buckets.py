@@ -53,8 +53,6 @@ class BucketReducer:
 
     """
 
-    stepper: Stepper = PlainStepper()
-
     def __init__(
         self,
         specs: Sequence[ParamSpec],
@@ -64,6 +62,7 @@ class BucketReducer:
         settings: Settings,
         terms: Terms,
     ) -> None:
+        self.stepper: Stepper = PlainStepper()
         self.params: Sequence[Parameter] = list(params)
         self.names: Sequence[str] = [spec.name for spec in specs]
         self._specs, self._settings, self._terms = list(specs), settings, terms

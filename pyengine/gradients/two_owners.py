@@ -40,8 +40,6 @@ class TwoOwners:
         terms: of a full window.
     """
 
-    stepper: Stepper = PlainStepper()
-
     def __init__(
         self,
         ddp: DDPReducer,
@@ -53,6 +51,7 @@ class TwoOwners:
         settings: Settings,
         terms: Terms,
     ) -> None:
+        self.stepper: Stepper = PlainStepper()
         self._ddp, self._num_ddp = ddp, len(ddp.params)
         # To the buckets DDP's are parameters without a gradient, so that the indices of all are the same.
         theirs = [

@@ -67,9 +67,9 @@ def check_into_flat(plan: Plan, flat: Named, tensors: NamedList, *others: Named)
     _refuse(spans)
 
 
-def check_out_of_flat(plan: Plan, tensors: NamedList, flat: Named, scale: Named) -> None:
-    """Check an op that writes `tensors`, one a slot, and reads the slots of `flat` and a scale."""
-    (_, targets), (_, source), (_, scalar) = tensors, flat, scale
+def check_out_of_flat(plan: Plan, tensors: NamedList, flat: Named, *scales: Named) -> None:
+    """Check an op that writes `tensors`, one a slot, and reads the slots of `flat` and 0-dim scales."""
+    (_, targets), (_, source) = tensors, flat
     if _has_no_addresses(plan, targets):
         return
     core, table = plan._native, targets.table
@@ -77,10 +77,10 @@ def check_out_of_flat(plan: Plan, tensors: NamedList, flat: Named, scale: Named)
         core is not None
         and core.flat_is_apart(source.data_ptr(), DTYPE_CODES[source.dtype], table)
         and core.is_disjoint(table)
-        and core.is_outside(table, *_range(scalar))
+        and all(core.is_outside(table, *_range(scale)) for _, scale in scales)
     ):
         return
-    _refuse([*_of_list(tensors, written=True), *_of_slots(plan, flat), _span(*scale)])
+    _refuse([*_of_list(tensors, written=True), *_of_slots(plan, flat), *(_span(*scale) for scale in scales)])
 
 
 def check_into_list(plan: Plan, out: NamedList, tensors: NamedList, scale: Named) -> None:

@@ -30,6 +30,7 @@ from pyengine.ops.pointers import (
     check_each,
     check_flat,
     check_layout,
+    check_scalars,
     check_scale,
     check_tensor,
     device_of,
@@ -97,13 +98,21 @@ class BucketPlan:
         pointers = gather("tensors", [*tensors], self.numels, self._native)
         return pointers if pointers.device is None else cuda.uploaded(pointers, pointers.device)
 
-    def pack_(self, flat: Tensor, tensors: TensorList | Pointers, scale: Tensor) -> None:
+    def pack_(
+        self,
+        flat: Tensor,
+        tensors: TensorList | Pointers,
+        scale: Tensor,
+        *,
+        only_if: Tensor | None = None,
+    ) -> None:
         """Write `cast(tensor * scale)` into every slot of `flat`; zeros where the entry is None.
 
         Args:
             flat: float32, bfloat16 or float16 [at least flat_numel], written.
             tensors: one entry a slot, read.
             scale: float32 [].
+            only_if: float32 []; where it is 0, nothing is written. The host does not read it.
 
         Cost: reads and writes one element each; nothing else (non-temporal stores above 8 MiB).
 
@@ -113,20 +122,29 @@ class BucketPlan:
         """
         sources = self._gather("tensors", tensors, ("flat", flat))
         check_flat("flat", flat, self.flat_numel, flat.device)
-        check_scale("scale", scale, flat.device)
-        check_into_flat(self, ("flat", flat), ("tensors", sources), ("scale", scale))
+        scalars = check_scalars(flat.device, scale, only_if)
+        check_into_flat(self, ("flat", flat), ("tensors", sources), *scalars)
         runner = self._runner(flat.device)
         if runner is None:
-            return reference.pack_(self._slots, flat, sources.tensors, scale)
-        runner.pack_(flat.data_ptr(), DTYPE_CODES[flat.dtype], sources.table, scale.data_ptr())
+            return reference.pack_(self._slots, flat, sources.tensors, scale, only_if)
+        flag = 0 if only_if is None else only_if.data_ptr()
+        runner.pack_(flat.data_ptr(), DTYPE_CODES[flat.dtype], sources.table, scale.data_ptr(), flag)
 
-    def unpack_(self, tensors: TensorList | Pointers, flat: Tensor, scale: Tensor) -> None:
+    def unpack_(
+        self,
+        tensors: TensorList | Pointers,
+        flat: Tensor,
+        scale: Tensor,
+        *,
+        only_if: Tensor | None = None,
+    ) -> None:
         """Write `cast(flat[slot] * scale)` into every tensor; None entries are skipped.
 
         Args:
             tensors: one entry a slot, written.
             flat: float32, bfloat16 or float16 [at least flat_numel], read.
             scale: float32 [].
+            only_if: float32 []; where it is 0, nothing is written. The host does not read it.
 
         Cost: as `pack_`.
 
@@ -136,12 +154,13 @@ class BucketPlan:
         """
         targets = self._gather("tensors", tensors, ("flat", flat))
         check_flat("flat", flat, self.flat_numel, flat.device)
-        check_scale("scale", scale, flat.device)
-        check_out_of_flat(self, ("tensors", targets), ("flat", flat), ("scale", scale))
+        scalars = check_scalars(flat.device, scale, only_if)
+        check_out_of_flat(self, ("tensors", targets), ("flat", flat), *scalars)
         runner = self._runner(flat.device)
         if runner is None:
-            return reference.unpack_(self._slots, targets.tensors, flat, scale)
-        runner.unpack_(targets.table, flat.data_ptr(), DTYPE_CODES[flat.dtype], scale.data_ptr())
+            return reference.unpack_(self._slots, targets.tensors, flat, scale, only_if)
+        flag = 0 if only_if is None else only_if.data_ptr()
+        runner.unpack_(targets.table, flat.data_ptr(), DTYPE_CODES[flat.dtype], scale.data_ptr(), flag)
 
     def accumulate_(
         self, acc: Tensor, grads: TensorList | Pointers, scale: Tensor, *, first: bool, nonfinite: Tensor

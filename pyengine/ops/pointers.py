@@ -255,6 +255,16 @@ def check_scale(name: str, scale: torch.Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} is {_describe(scale)}; needed a 0-dim torch.float32 on {device}")
 
 
+def check_scalars(
+    device: torch.device, scale: torch.Tensor, only_if: torch.Tensor | None
+) -> list[tuple[str, torch.Tensor]]:
+    """Check the scale and the condition of an op; return them with their names."""
+    scalars = [("scale", scale)] if only_if is None else [("scale", scale), ("only_if", only_if)]
+    for name, scalar in scalars:
+        check_scale(name, scalar, device)
+    return scalars
+
+
 def _check_slots(
     name: str, tensors: TensorList, numels: tuple[int, ...]
 ) -> tuple[torch.dtype, torch.device | None]:

@@ -33,22 +33,38 @@ def _flag(nonfinite: Tensor, slot: int, values: Tensor) -> None:
     nonfinite[slot : slot + 1].bitwise_or_((~torch.isfinite(values)).any().to(torch.uint8))
 
 
+def _write(target: Tensor, values: Tensor, only_if: Tensor | None) -> None:
+    """Cast into `target`, unless `only_if` is 0; the host does not wait to know."""
+    if only_if is not None:
+        values = torch.where(only_if != 0, values.to(target.dtype), target)
+    target.copy_(values)
+
+
 @torch.no_grad()
-def pack_(slots: Slots, flat: Tensor, tensors: Iterable[Tensor | None], scale: Tensor) -> None:
-    """flat[slot] = cast(tensor * scale); zeros where there is no tensor."""
+def pack_(
+    slots: Slots,
+    flat: Tensor,
+    tensors: Iterable[Tensor | None],
+    scale: Tensor,
+    only_if: Tensor | None = None,
+) -> None:
+    """flat[slot] = cast(tensor * scale), zeros where there is no tensor; nothing if only_if is 0."""
     for part, tensor in zip(_parts(flat, slots), tensors, strict=True):
-        if tensor is None:
-            part.zero_()
-        else:
-            part.copy_(_scaled(tensor, scale))
+        _write(part, torch.zeros_like(part) if tensor is None else _scaled(tensor, scale), only_if)
 
 
 @torch.no_grad()
-def unpack_(slots: Slots, tensors: Iterable[Tensor | None], flat: Tensor, scale: Tensor) -> None:
-    """tensor = cast(flat[slot] * scale) where there is a tensor."""
+def unpack_(
+    slots: Slots,
+    tensors: Iterable[Tensor | None],
+    flat: Tensor,
+    scale: Tensor,
+    only_if: Tensor | None = None,
+) -> None:
+    """tensor = cast(flat[slot] * scale) where there is a tensor; nothing if only_if is 0."""
     for part, tensor in zip(_parts(flat, slots), tensors, strict=True):
         if tensor is not None:
-            tensor.detach().view(-1).copy_(_scaled(part, scale))
+            _write(tensor.detach().view(-1), _scaled(part, scale), only_if)
 
 
 @torch.no_grad()

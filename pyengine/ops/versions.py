@@ -33,12 +33,26 @@ def _increment_versions(*written: Tensor | TensorList | Pointers | None) -> None
 class BucketPlan(plan.BucketPlan):
     __doc__ = plan.BucketPlan.__doc__
 
-    def pack_(self, flat: Tensor, tensors: TensorList | Pointers, scale: Tensor) -> None:
-        super().pack_(flat, tensors, scale)
+    def pack_(
+        self,
+        flat: Tensor,
+        tensors: TensorList | Pointers,
+        scale: Tensor,
+        *,
+        only_if: Tensor | None = None,
+    ) -> None:
+        super().pack_(flat, tensors, scale, only_if=only_if)
         _increment_versions(flat)
 
-    def unpack_(self, tensors: TensorList | Pointers, flat: Tensor, scale: Tensor) -> None:
-        super().unpack_(tensors, flat, scale)
+    def unpack_(
+        self,
+        tensors: TensorList | Pointers,
+        flat: Tensor,
+        scale: Tensor,
+        *,
+        only_if: Tensor | None = None,
+    ) -> None:
+        super().unpack_(tensors, flat, scale, only_if=only_if)
         _increment_versions(tensors)
 
     def accumulate_(

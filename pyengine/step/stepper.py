@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from pyengine.ops.device import runs_ahead
+from pyengine.step.undo import Undo, allocate, is_torchs, runs_user_code
 from pyengine.window.final_pass import FinalPass
 
 
@@ -25,10 +28,16 @@ class Stepper(Protocol):
 
 
 class PlainStepper:
-    """Lets a fused optimizer skip on the device; for any other the host waits for the decision."""
+    """Skips a step on the device: a fused optimizer does so itself, and torch's others are undone.
+
+    For every other optimizer the host waits for the decision.
+    """
+
+    def __init__(self) -> None:
+        self._undo = Undo()
 
     def needs_host(self, optimizer: Optimizer) -> bool:
-        return not skips_on_device(optimizer)
+        return not skips_on_device(optimizer) and self._undo.targets(optimizer) is None
 
     def step(self, optimizer: Optimizer, final: FinalPass) -> None:
         if skips_on_device(optimizer):
@@ -38,8 +47,20 @@ class PlainStepper:
                 optimizer.step()
             finally:
                 del fused.found_inf
-        elif not bool(final.found_inf):
+        elif not self._steps_and_undoes(optimizer, final.found_inf) and not bool(final.found_inf):
             optimizer.step()
+
+    def _steps_and_undoes(self, optimizer: Optimizer, found_inf: Tensor) -> bool:
+        """Step without a look at the decision; return False, with nothing done, where that cannot be."""
+        if not runs_ahead(found_inf.device) or runs_user_code(optimizer):
+            return False
+        targets = self._undo.targets(optimizer)
+        copies = None if targets is None else allocate(targets)
+        if targets is None or copies is None:
+            return False
+        with self._undo.around(targets, copies, found_inf):
+            optimizer.step()
+        return True
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
@@ -49,7 +70,7 @@ def skips_on_device(optimizer: Optimizer) -> bool:
     to itself, a subclass may use gradients before its step, and torch asserts in a group that is not fused.
     """
     return (
-        type(optimizer).__module__.startswith("torch.optim.")
+        is_torchs(optimizer)
         and getattr(optimizer, "_step_supports_amp_scaling", False)
         and all(group.get("fused") for group in optimizer.param_groups)
         and not hasattr(optimizer, "found_inf")

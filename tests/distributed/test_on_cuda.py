@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +31,7 @@ from torch import Tensor, nn
 
 import pyengine as pe
 from pyengine.gradients import buckets
+from pyengine.step.stepper import PlainStepper
 
 pytestmark = [
     pytest.mark.gpu,
@@ -199,6 +203,53 @@ def _steps_without_the_host(accumulator: str, dtype: torch.dtype, wire: str, unu
 def test_a_steady_window_never_waits_for_the_device(ranks, accumulator, dtype, wire, unused):
     """Nor for flags of unused parameters: what was used is a matter of the hosts, here of one alone."""
     ranks(1).over("nccl").run(_steps_without_the_host, accumulator, dtype, wire, unused)
+
+
+def _skips_without_the_host(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> list[bool]:
+    """Let PyTorch raise where a step with an optimizer that is not fused waits; return what stepped."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False)).to(DEVICE)
+    sync = pe.GradSync(model, accumulate=2)
+    optimizer = make(list(model.parameters()))
+    tensors: list[Tensor] = []
+    stepped = []
+    for number, window in enumerate(sync.windows([torch.randn(4, 64, device=DEVICE) for _ in range(16)])):
+        for x in window:
+            sync.backward(model(x).square().sum() * (torch.inf if number == 4 else 1), count=4)
+        before = [tensor.clone() for tensor in tensors]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the skipped step is reported in the next window
+            sync.step(optimizer)
+        if before:
+            same = [torch.equal(a, b) for a, b in zip(tensors, before, strict=True)]
+            assert all(same) or not any(same[: len(list(model.parameters()))])
+            stepped.append(not all(same))
+        tensors = [t for p in model.parameters() for t in (p, *optimizer.state[p].values())]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model.zero_grad()
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        sync_free = PlainStepper()
+        assert not sync_free.needs_host(optimizer)
+        final = SimpleNamespace(found_inf=torch.zeros((), device=DEVICE))
+        sync_free.step(optimizer, final)  # type: ignore[arg-type]  # of which it reads the flag alone
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return stepped
+
+
+def _momentum(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+
+def _capturable(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, capturable=True)
+
+
+@pytest.mark.parametrize("make", [_momentum, _capturable, torch.optim.Muon])
+def test_an_optimizer_that_is_not_fused_skips_without_the_host(ranks, make):
+    (stepped,) = ranks(1).over("nccl").run(_skips_without_the_host, make)
+    assert stepped == [True, True, True, False, True, True, True]
 
 
 def _on_the_second_device() -> tuple[list[float], list[float]]:

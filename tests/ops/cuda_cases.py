@@ -99,6 +99,16 @@ def assert_same(got, want):
         assert_same_bits([t if t is None else t.cpu() for t in a] if isinstance(a, list) else a.cpu(), b)
 
 
+def pack_and_unpack_if(device, layout, dtype, only_if, scale):
+    plan, flat = device.plan(layout.offsets, layout.numels), device.place(make_flat(layout, torch.float32))
+    tensors = place_all(device, make_tensors(layout, dtype))
+    back, scalars = place_all(device, make_tensors(layout, dtype, 1)), map(device.place, (scale, only_if))
+    scale, only_if = scalars
+    plan.pack_(flat, tensors, scale, only_if=only_if)
+    plan.unpack_(back, flat, scale, only_if=only_if)
+    return flat, back
+
+
 def pack(device, layout, src, dst, shifts, scale):
     plan, flat = device.plan(layout.offsets, layout.numels), device.place(make_flat(layout, dst), shifts[1])
     plan.pack_(flat, place_all(device, make_tensors(layout, src), shifts[0]), device.place(scale))

@@ -80,13 +80,15 @@ class EmulatedPlan:
         self._scratch = torch.zeros(self._plan.scratch_bytes, dtype=torch.uint8)
         self.most_inline = kernels.MOST_INLINE_SLOTS
 
-    def pack_(self, flat, tensors, scale):
+    def pack_(self, flat, tensors, scale, *, only_if=None):
+        flag = 0 if only_if is None else only_if.data_ptr()
         with self._table(tensors) as table:
-            self._plan.pack_(0, flat.data_ptr(), DTYPE_CODES[flat.dtype], table, scale.data_ptr())
+            self._plan.pack_(0, flat.data_ptr(), DTYPE_CODES[flat.dtype], table, scale.data_ptr(), flag)
 
-    def unpack_(self, tensors, flat, scale):
+    def unpack_(self, tensors, flat, scale, *, only_if=None):
+        flag = 0 if only_if is None else only_if.data_ptr()
         with self._table(tensors) as table:
-            self._plan.unpack_(0, table, flat.data_ptr(), DTYPE_CODES[flat.dtype], scale.data_ptr())
+            self._plan.unpack_(0, table, flat.data_ptr(), DTYPE_CODES[flat.dtype], scale.data_ptr(), flag)
 
     def accumulate_(self, acc, grads, scale, *, first, nonfinite):
         with self._table(grads) as table:

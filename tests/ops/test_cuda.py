@@ -16,6 +16,7 @@ from cuda_cases import (
     assert_same,
     on_host,
     pack,
+    pack_and_unpack_if,
     place_all,
     unpack,
     unscale_norm,
@@ -67,6 +68,14 @@ def one_thread():
 def test_pack_and_unpack_equal_the_cpu(device, op, src, dst, shifts, layout, scale):
     arguments = layout, src, dst, shifts, scale
     assert_same(op(device, *arguments), op(Host(), *arguments))
+
+
+@on_plans
+@pytest.mark.parametrize("only_if", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_condition_on_the_device_equals_the_cpu(device, dtype, only_if, layout, scale):
+    arguments = layout, dtype, torch.tensor(only_if), scale
+    assert_same(pack_and_unpack_if(device, *arguments), pack_and_unpack_if(Host(), *arguments))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

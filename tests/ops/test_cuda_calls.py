@@ -108,7 +108,7 @@ def _packed(core, pointers):
     num = len(pointers.numels)
     plan = cuda.CudaPlan(core.BucketPlan(range(num), [1] * num), _device(0))
     flat, scale = torch.zeros(num), torch.tensor(1.0)
-    plan.pack_(flat.data_ptr(), 0, pointers.table, scale.data_ptr())
+    plan.pack_(flat.data_ptr(), 0, pointers.table, scale.data_ptr(), 0)
     return flat
 
 
@@ -182,5 +182,5 @@ def test_a_plan_s_memory_is_kept_for_every_stream_once(core, fake):
     table = core.Table([x.data_ptr()], 0)
     for stream in (7, 8, 7):
         fake.stream = stream
-        plan.pack_(flat.data_ptr(), 0, table, scale.data_ptr())
+        plan.pack_(flat.data_ptr(), 0, table, scale.data_ptr(), 0)
     assert fake.recorded == ["stream 7", "stream 8"]

@@ -52,6 +52,29 @@ def test_unpack_equals_the_reference(isa, src, dst, shift, scale):
     assert_same_bits(tensors, want)
 
 
+@pytest.mark.parametrize("only_if", [0.0, 1.0, INF, NAN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_if_it_is_not_zero_anything_is_written(isa, dtype, only_if, scale):
+    plan, flag = make_plan(), torch.tensor(only_if)
+    tensors, flat = make_tensors(plan, dtype), make_flat(plan, torch.float16)
+    want, packed = flat.clone(), flat.clone()
+    plan.pack_(packed, tensors, scale)
+    reference.pack_(plan._slots, want, tensors, scale, flag)
+    plan.pack_(flat, tensors, scale, only_if=flag)
+    assert_same_bits(flat, want)
+    assert torch.equal(flat, packed) == (only_if != 0)
+    want_back, back = clone(tensors), clone(tensors)
+    reference.unpack_(plan._slots, want_back, flat, scale, flag)
+    plan.unpack_(back, flat, scale, only_if=flag)
+    assert_same_bits(back, want_back)
+
+
+@pytest.mark.parametrize("only_if", [torch.tensor(1), torch.ones(1), True])
+def test_a_wrong_condition_is_named(only_if, one):
+    with pytest.raises((TypeError, ValueError), match="only_if is "):
+        BucketPlan([0], [2]).pack_(torch.empty(2), [torch.ones(2)], one, only_if=only_if)
+
+
 @pytest.mark.parametrize("dst", DTYPES)
 def test_pack_errs_by_one_product_and_one_cast(dst, scale):
     plan = BucketPlan([0], [40001])

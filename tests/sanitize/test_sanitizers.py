@@ -20,7 +20,7 @@ from pyengine.ops import native
 core = native.core()
 tensor, flat, scale = torch.ones({numel}), torch.ones(8), torch.ones(2)
 table = core.Table([tensor.data_ptr()], 0)
-core.BucketPlan([0], [8]).pack_(flat.data_ptr(), 0, table, scale.data_ptr() + {shift})
+core.BucketPlan([0], [8]).pack_(flat.data_ptr(), 0, table, scale.data_ptr() + {shift}, 0)
 """
 
 

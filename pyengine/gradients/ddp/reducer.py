@@ -56,8 +56,6 @@ class DDPReducer:
         counted: see `HoldsParts`; None until somebody else sets it.
     """
 
-    stepper: Stepper = PlainStepper()
-
     def __init__(
         self,
         ddp: DistributedDataParallel,
@@ -66,6 +64,7 @@ class DDPReducer:
         settings: Settings,
         terms: Terms,
     ) -> None:
+        self.stepper: Stepper = PlainStepper()
         self.counted: Sequence[bool] | None = None
         named = reduced_parameters(ddp)
         self.names: Sequence[str] = [name for name, _ in named]

@@ -68,9 +68,8 @@ class Sharded:
         is_clean: whether FSDP has nothing of a window that did not come to its end.
     """
 
-    stepper: Stepper = PlainStepper()
-
     def __init__(self, managed: Managed, *, watches: bool, widens: bool = True) -> None:
+        self.stepper: Stepper = PlainStepper()
         self.names: Sequence[str] = [name for name, _ in managed.named]
         self.params: Sequence[Parameter] = [param for _, param in managed.named]
         self.counted: Sequence[bool] = managed.counted
