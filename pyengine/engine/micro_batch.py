@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.overrides import TorchFunctionMode
 
 from pyengine.engine.engine import Engine
 from pyengine.engine.open_window import OpenWindow
@@ -215,7 +217,6 @@ class MicroBatch:
         )
         warn_of_division(self._parts, loss)
         scaler = self._parts.scaler
-        self._spare((loss,))
         self._window.has_backward = True
         run(loss if scaler is None else scaler.scale(loss))
 
@@ -256,11 +257,14 @@ class MicroBatch:
         """Let the body run the backwards; then accumulate, and send if this is the window's last."""
         window, parts = self._window, self._parts
         window.begin()
-        self._spare(())
         self._check_turn()
         due = parts.counter.done + 1 < parts.counter.handed
         try:
-            with window.clock.phase("backward"), parts.batch_norms.micro_batch(due=due):
+            with (
+                window.clock.phase("backward"),
+                parts.batch_norms.micro_batch(due=due),
+                self._sparing(),
+            ):
                 yield
                 self._end()
             if self._syncs and parts.counter.state is State.OPEN:
@@ -279,7 +283,6 @@ class MicroBatch:
     def _last(self, roots: Sequence[Tensor]) -> Iterator[None]:
         parts, reducer = self._parts, self._parts.reducer
         self._has_last = self._window.has_backward = True
-        self._spare(roots)
         parts.batch_norms.stop_counting()
         if parts.dropping is not None:
             yield  # nothing is added, or leaves, before all of it is known
@@ -304,11 +307,13 @@ class MicroBatch:
             if self._ends_run:
                 self._parts.reducer.collect()
 
-    def _spare(self, roots: Sequence[Tensor]) -> None:
-        """Let a backward of padding leave no trace in gradients that are not the engine's."""
-        if self._window.is_padding:
-            assert isinstance(self._parts.reducer, Pads)
-            self._parts.reducer.spare(roots)
+    def _sparing(self) -> AbstractContextManager[object]:
+        """Let backwards of padding leave no trace in gradients that are not the engine's."""
+        if not self._window.is_padding:
+            return nullcontext()
+        assert isinstance(self._parts.reducer, Pads)
+        self._parts.reducer.spare(())
+        return _BeforeBackward(self._parts.reducer.spare)
 
     def _check_turn(self) -> None:
         """Refuse a backward that is not that of the micro-batch handed out last, where it matters whose it
@@ -361,3 +366,18 @@ class MicroBatch:
                 f"mb.{what} is set after the last backward has begun, when the header may have gone: set it "
                 "before"
             )
+
+
+class _BeforeBackward(TorchFunctionMode):
+    """Calls `action(roots)` before every backward that the body runs on its thread, `loss.backward()` too."""
+
+    def __init__(self, action: Callable[[Sequence[Tensor | GradientEdge]], None]) -> None:
+        super().__init__()
+        self._action = action
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.backward:
+            self._action(args[:1])
+        elif func is torch.autograd.backward:
+            self._action(args[0])
+        return func(*args, **(kwargs or {}))

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 # Torch's own Python autograd functions, of torch.compile and of module hooks, which run no backward.
@@ -120,14 +121,14 @@ def may_nest(loss: Tensor) -> bool:
     return any(node.name() not in _KNOWN for node in python)  # type: ignore[attr-defined]  # torch's stubs
 
 
-def leaves_behind(roots: Sequence[Tensor]) -> list[Tensor]:
+def leaves_behind(roots: Sequence[Tensor | GradientEdge]) -> list[Tensor]:
     """Return the leaves to whose `.grad` a backward from `roots` may add."""
     return [node.variable for node in _nodes(roots) if hasattr(node, "variable")]
 
 
-def _nodes(roots: Sequence[Tensor]) -> Iterator[Any]:
+def _nodes(roots: Sequence[Tensor | GradientEdge]) -> Iterator[Any]:
     """Yield the nodes of the graphs behind tensors, each once."""
-    seen, left = set(), [root.grad_fn for root in roots]
+    seen, left = set(), [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
     while left:
         node = left.pop()
         if node is None or node in seen:

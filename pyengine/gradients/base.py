@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
@@ -213,7 +214,7 @@ class Pads(Protocol):
         gradients nor what its forward writes into buffers.
         """
 
-    def spare(self, roots: Sequence[Tensor]) -> None:
+    def spare(self, roots: Sequence[Tensor | GradientEdge]) -> None:
         """Let a backward of padding leave the `.grad` of all leaves as it is, also of those that the caller
         owns: parameters that units ignore, and whatever lies behind `roots`.
 

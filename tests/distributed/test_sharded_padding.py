@@ -40,6 +40,12 @@ def _backward(sync: pe.Sync, loss: Tensor, how: str) -> None:
     elif how == "block":
         with sync.micro_batch(count=1) as mb:
             mb.backward(loss)
+    elif how == "plain":
+        with sync.micro_batch(count=1):
+            loss.backward()
+    elif how == "autograd":
+        with sync.micro_batch(count=1):
+            torch.autograd.backward([loss])
     else:
         with sync.micro_batch(count=1) as mb, mb.last_backward(loss):
             loss.backward()
@@ -69,7 +75,7 @@ def _leaves_no_trace(kind: str, how: str, accumulator: str) -> None:
 
 
 @pytest.mark.parametrize("accumulator", ["fp32", "exact"])
-@pytest.mark.parametrize("how", ["backward", "block", "marked"])
+@pytest.mark.parametrize("how", ["backward", "block", "marked", "plain", "autograd"])
 @pytest.mark.parametrize("kind", ["fsdp", "replicate"])
 def test_padding_adds_nothing_to_gradients_of_the_caller(ranks, kind, how, accumulator):
     ranks(2).run(_leaves_no_trace, kind, how, accumulator)

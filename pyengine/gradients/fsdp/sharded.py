@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakMethod
 
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
@@ -126,7 +127,7 @@ class Sharded:
         self._put_back = keep_buffers(self.model)
         self.unsharded.is_void = True
 
-    def spare(self, roots: Sequence[Tensor]) -> None:
+    def spare(self, roots: Sequence[Tensor | GradientEdge]) -> None:
         ours = {id(param) for param in self.unsharded.staged()}
         for leaf in [*self._ignored, *leaves_behind(roots)]:
             if id(leaf) not in ours and id(leaf) not in self._spared:
