@@ -236,6 +236,7 @@ class Engine:
         self.finish()
         done, factors = check.of(optimizer, is_handed_over=self.kept_grads.is_handed_over)
         stepped = {index for group in done.params for index in group}
+        self._trained.notice_step(stepped)
         if not self.shares.are_alike:
             done = replace(done, params=())  # other stages have others
         if self.reducer.stepper.needs_host(optimizer):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import chain
 from operator import attrgetter, is_
 
@@ -10,6 +13,7 @@ from torch import nn
 from torch.nn import Parameter
 
 _tensor = attrgetter("_cdata")
+_MOST_IDLE = 3  # steps in a row without a gradient
 
 
 class TrainedParameters:
@@ -29,6 +33,8 @@ class TrainedParameters:
         self._known = [*params, *([] if module is None else module.parameters())]
         self._replaced: list[str] = []
         self._added: list[tuple[str, Parameter]] = []
+        self._idle: Counter[int] = Counter()  # steps in a row without a gradient, by parameter
+        self._has_warned = False
         self._remember()
 
     def problems(self) -> list[str]:
@@ -54,6 +60,37 @@ class TrainedParameters:
                 "that nobody reduces: make the engine anew (sync.close() lets the old one go), or freeze it"
             )
         return found
+
+    def notice_step(self, stepped: AbstractSet[int]) -> None:
+        """Warn once of parameters that several steps in a row had no gradient for, while they had others.
+
+        Only where no module is known: `problems` cannot see there that one of its parameters was replaced.
+
+        Args:
+            stepped: what an optimizer is about to step, by index, with the gradients of a window. A parameter
+                is without one there if no rank has any.
+        """
+        if self._module is not None or self._has_warned:
+            return
+        params = self._params
+        idle = {index for index in stepped if params[index].grad is None and params[index].requires_grad}
+        if len(idle) == len(stepped):
+            return
+        for index in self._idle.keys() & (stepped - idle):
+            del self._idle[index]
+        self._idle.update(idle)
+        found = [self._names[index] for index, steps in sorted(self._idle.items()) if steps >= _MOST_IDLE]
+        if found:
+            self._has_warned = True
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            warnings.warn(
+                f"no rank had a gradient for parameter {found[0]!r}{more} in {_MOST_IDLE} steps in a row. If "
+                "the model has replaced it (a new layer, load_state_dict(assign=True), weight_norm), make "
+                "engine and optimizer anew: what took its place is not trained. GradSync(model) would see "
+                "that by itself, GradSync(model.parameters()) cannot. (Where no loss reaches it yet, nothing "
+                "is wrong)",
+                stacklevel=4,
+            )
 
     def _remember(self) -> None:
         modules = [] if self._module is None else [*self._module.modules()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,10 @@ def _assign(model: nn.Sequential) -> None:
 
 def _replace(model: nn.Sequential) -> None:
     model[1].weight = Parameter(torch.ones(1, 2))
+
+
+def _freeze(model: nn.Sequential) -> None:
+    model[1].requires_grad_(False)
 
 
 def _new_layer(model: nn.Sequential) -> None:
@@ -219,3 +224,27 @@ def test_gradients_of_zero_are_gradients():
 def test_what_is_cleared_after_its_bucket_could_leave_is_named():
     (found, _) = _windows("parameters", "clear by nodes", 2)
     assert "was taken away inside the backward" in found
+
+
+def _three_steps(change: Callable[[nn.Sequential], None]) -> list[str]:
+    """Return the warnings of three steps of an engine that knows parameters only."""
+    model = _model()
+    sync = pe.GradSync(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    change(model)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for window in sync.windows([torch.ones(1, 2)] * 3):
+            for x in window:
+                sync.backward(model(x).sum())
+            sync.step(optimizer)
+    return [str(warning.message) for warning in found]
+
+
+def test_a_parameter_that_was_replaced_behind_an_engine_of_parameters_is_warned_of():
+    (text,) = _three_steps(_replace)
+    assert text.startswith("no rank had a gradient for parameter 'param2' in 3 steps in a row")
+
+
+def test_parameters_that_were_frozen_behind_an_engine_of_parameters_are_not_warned_of():
+    assert _three_steps(_freeze) == []
