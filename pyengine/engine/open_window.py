@@ -69,7 +69,7 @@ class OpenWindow:
             for loss, count, is_dropped in zip(told, resumed.counts, dropped, strict=True):
                 self.counts.append(loss, count, is_dropped=is_dropped)
         self.has_more_windows = self.is_scale_updated = self._has_begun = self.is_padding = False
-        self.has_backward = False
+        self.has_backward = self._is_sending = False
         self.denominators: Denominators | None = None
         self.header: Header | None = None
         self.verdict: Verdict | None = None
@@ -125,9 +125,16 @@ class OpenWindow:
             )
             raise RuntimeError(self.unusable)
 
-    def _refuse_taken(self, text: str) -> None:
-        """Refuse the window for what a hook has done in one of its backwards."""
-        if self._parts.counter.state in (State.OPEN, State.SENT):
+    def _refuse_taken(self, text: str, param: Tensor) -> None:
+        """Refuse the window for what a hook has done in one of its backwards.
+
+        Where the header has gone, nan in place of the gradient voids the window on every rank, and the
+        verdict raises why.
+        """
+        if self._is_sending:
+            self.counts.refusals.append(text)
+            param.grad = torch.full_like(param, torch.nan)
+        elif self._parts.counter.state in (State.OPEN, State.SENT):
             self.refuse(text)
 
     def end_run(self) -> None:
@@ -168,6 +175,7 @@ class OpenWindow:
         )
         parts.batch_norms.stop_counting()
         parts.counter.state = State.SENT
+        self._is_sending = True
         try:
             yield header
         except BaseException as error:
@@ -175,6 +183,8 @@ class OpenWindow:
             parts.reducer.give_up()
             parts.batch_norms.start_exchange(parts.comm, header)
             raise
+        finally:
+            self._is_sending = False
         parts.batch_norms.start_exchange(parts.comm, header)
 
     def land(self) -> Verdict:

@@ -83,12 +83,12 @@ class GradMarks:
         strays, written = self.strays(), self.written()
         return sorted({*written, *strays}) if strays else written
 
-    def watch_hooks(self, refuse: Callable[[str], object]) -> None:
+    def watch_hooks(self, refuse: Callable[[str, Tensor], object]) -> None:
         """Refuse, from inside a backward, that a hook of somebody else's takes a gradient away in it.
 
         Args:
-            refuse: a method, called with the reason, for the first such parameter of a window; referenced
-                weakly.
+            refuse: a method, called with the reason and the parameter, for the first such one of a window;
+                referenced weakly.
 
         Cost: 0.1 µs a parameter; a hook for every one that has a post-accumulate hook already.
         """
@@ -108,7 +108,7 @@ class GradMarks:
             if param.grad is None and reasons:
                 reasons.clear()
                 if (own := call()) is not None:
-                    own(reason)
+                    own(reason, param)
 
         # Hooks run in the order in which they were registered: this one comes last.
         self._handles = [

@@ -20,11 +20,13 @@ class RankFindings:
         losses: micro-batches whose loss was not finite.
         blamed: by the name of a parameter whose reduced gradient is not finite here, the micro-batches in
             which this rank's own was not; None where micro-batches were not watched.
+        refusals: why it refuses the window, found behind the header.
     """
 
     gave_up: str
     losses: list[int]
     blamed: dict[str, list[int] | None]
+    refusals: Sequence[str] = ()
 
 
 def is_not_finite(norms: Tensor) -> Tensor:

@@ -235,11 +235,17 @@ class Verdict:
         return describe_dropped(found)
 
     def _why_not_finite(self) -> str:
-        """Gather what every rank knows, and say where inf and nan came from."""
+        """Gather what every rank knows, and say where inf and nan came from.
+
+        Raises:
+            ValueError: they stand for what a rank refuses, found behind the header.
+        """
         evidence = self._evidence
         blamed = {evidence.names[param]: evidence.blame(param) for param in nonfinite_params(self._nonfinite)}
-        mine = RankFindings(evidence.gave_up, evidence.local.nonfinite_losses(), blamed)
+        local = evidence.local
+        mine = RankFindings(evidence.gave_up, local.nonfinite_losses(), blamed, local.refusals)
         findings: Sequence[RankFindings] = self._comm.all_gather_object(mine)
+        raise_refusals([each.refusals for each in findings])
         return describe(findings, is_exact=evidence.local.is_exact)
 
 
@@ -288,15 +294,19 @@ def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
         )
     if totals.invalid_counts:
         everybody = comm.all_gather_object((local.problems(), local.all_refusals()))
-        refusals = by_rank([texts for _, texts in everybody])
-        if refusals:
-            raise ValueError(f"{refusals}. Nothing was stepped; call sync.abandon() on all ranks and go on")
+        raise_refusals([texts for _, texts in everybody])
         places = by_rank([texts for texts, _ in everybody])
         raise ValueError(
             f"{places}: count must be finite{', whole' if local.is_exact else ''} and not negative, and at "
             "most 2**53 (0 leaves a micro-batch out of the divisor). Nothing was stepped; call "
             "sync.abandon() and go on"
         )
+
+
+def raise_refusals(everybody: Sequence[Sequence[str]]) -> None:
+    """Raise ValueError if some rank refuses the window; `everybody` says why, by rank."""
+    if refusals := by_rank(everybody):
+        raise ValueError(f"{refusals}. Nothing was stepped; call sync.abandon() on all ranks and go on")
 
 
 def by_rank(everybody: Sequence[Sequence[str]]) -> str:

@@ -183,6 +183,12 @@ def test_a_hook_that_takes_gradients_away_is_refused(ranks: Ranks, door, what, a
     assert all("a hook of register_post_accumulate_grad_hook has taken the gradient of" in t for t in found)
 
 
+@pytest.mark.parametrize("door", ["GradSync", "attach", "fully_shard"])
+def test_a_hook_that_takes_a_gradient_away_behind_the_header_is_an_error_on_every_rank(ranks: Ranks, door):
+    for found in ranks(2).run(_windows, door, "clear one", 1, 1):
+        assert all("rank 1: a hook of register_post_acc" in t and "of '0.weight' away" in t for t in found)
+
+
 @pytest.mark.parametrize("door", ["GradSync", "attach"])
 def test_an_optimizer_in_the_backward_is_refused_where_the_engine_is_made(ranks: Ranks, door):
     assert all("has an optimizer that steps inside the backward" in t for t in ranks(1).run(_refused, door))
