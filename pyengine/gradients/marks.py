@@ -44,9 +44,9 @@ class Snapshot:
         versions = list(map(_version, grads))
         if places == self._places and versions == self._versions and all(map(is_, grads, kept)):
             return []
-        before = dict(zip(self._places, zip(kept, self._versions, strict=True), strict=True))
-        now = dict(zip(places, zip(grads, versions, strict=True), strict=True))
-        return sorted(index for index in before.keys() | now.keys() if not _same(before, now, index))
+        before = set(zip(self._places, map(id, kept), self._versions, strict=True))
+        now = set(zip(places, map(id, grads), versions, strict=True))
+        return sorted({index for index, *_ in before ^ now})
 
     def _look(self) -> tuple[Sequence[int], list[Tensor]]:
         """Return who has a gradient, by index, and the gradients."""
@@ -80,8 +80,7 @@ class GradMarks:
 
     def changed(self) -> list[int]:
         """Return the parameters, by index, that have got or lost a gradient since `take` looked."""
-        strays, written = self.strays(), self.written()
-        return sorted({*written, *strays}) if strays else written
+        return sorted({*self.written(), *self.strays()})
 
     def watch_hooks(self, refuse: Callable[[str, Tensor], object]) -> None:
         """Refuse, from inside a backward, that a hook of somebody else's takes a gradient away in it.
@@ -152,15 +151,6 @@ class GradMarks:
             "Several backwards belong into `with sync.micro_batch():`; windows start from zero; Accelerate's "
             "backward is that of the accelerator that prepare returned, Lightning's self.manual_backward"
         )
-
-
-def _same(
-    before: dict[int, tuple[Tensor | None, int]], now: dict[int, tuple[Tensor, int]], index: int
-) -> bool:
-    if index not in before or index not in now:
-        return False
-    (kept, then), (grad, version) = before[index], now[index]
-    return kept is grad and then == version
 
 
 def _dense(grad: Tensor) -> Tensor:
