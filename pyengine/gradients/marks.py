@@ -94,25 +94,24 @@ class GradMarks:
         self.release()
         # Hooks of a parameter are not seen by Python's collector: they must not keep the engine alive.
         call = WeakMethod(refuse)
-        reasons = [
-            f"a hook of register_post_accumulate_grad_hook has taken the gradient of {name!r} away (it sets "
-            ".grad to None, or steps an optimizer and clears): remove it, and step by sync.step(optimizer), "
-            "since gradients are reduced at the window's end"
-            for name, param in zip(self._names, self._params, strict=True)
-            if param._post_accumulate_grad_hooks
-        ]
-        hooked = [param for param in self._params if param._post_accumulate_grad_hooks]
+        found: list[str] = []
 
-        def look(reason: str, param: Tensor) -> None:
-            if param.grad is None and reasons:
-                reasons.clear()
-                if (own := call()) is not None:
-                    own(reason, param)
+        def look(name: str, param: Tensor) -> None:
+            own = call()
+            if param.grad is None and own is not None and not found:
+                found.append(name)
+                own(
+                    f"a hook of register_post_accumulate_grad_hook has taken the gradient of {name!r} away "
+                    "(it sets .grad to None, or steps an optimizer and clears): remove it, and step by "
+                    "sync.step(optimizer), since gradients are reduced at the window's end",
+                    param,
+                )
 
         # Hooks run in the order in which they were registered: this one comes last.
         self._handles = [
-            param.register_post_accumulate_grad_hook(partial(look, reason))
-            for param, reason in zip(hooked, reasons, strict=True)
+            param.register_post_accumulate_grad_hook(partial(look, name))
+            for name, param in zip(self._names, self._params, strict=True)
+            if param._post_accumulate_grad_hooks
         ]
 
     def release(self) -> None:
