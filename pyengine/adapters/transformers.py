@@ -98,8 +98,10 @@ class Windows(_Mixed):
         self.current_gradient_accumulation_steps = 1  # which the Trainer divides some losses by
         last = self.accelerator.gradient_state.sync_gradients  # set by the Trainer's loop just now
         with self._counting_alone(), self.sync.accumulate(last=last):
-            num = self._get_num_items_in_batch([inputs], self.args.device)
-            self.accelerator.items = items = None if num is None else torch.as_tensor(num, dtype=torch.int64)
+            device = self.args.device
+            num = self._get_num_items_in_batch([inputs], device)
+            items = None if num is None else torch.as_tensor(num, dtype=torch.int64, device=device)
+            self.accelerator.items = items
             loss = super().training_step(model, inputs, None if items is None else items.clamp(min=1))
         return torch.zeros_like(loss)
 

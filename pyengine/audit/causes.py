@@ -90,7 +90,8 @@ class Case:
         if size**0.5 <= 2 * self._noise:
             return [], False
         found = [float(row @ self.due) / size for row in self.left]
-        rest = self.left - torch.tensor(found, dtype=torch.float64).unsqueeze(1) * self.due
+        shares = torch.tensor(found, dtype=torch.float64, device=self.due.device)
+        rest = self.left - shares.unsqueeze(1) * self.due
         return found, float(rest.norm(dim=1).max()) <= self._noise * max(1e-3, *map(abs, found))
 
 
@@ -118,7 +119,7 @@ def _last_lost(case: Case) -> bool:
 
 
 def _divided_by_own_count(case: Case) -> bool:
-    counts = torch.tensor([e.count for e in case.all], dtype=torch.float64)
+    counts = torch.tensor([e.count for e in case.all], dtype=torch.float64, device=case.came.device)
     if not bool((counts > 0).all()) or bool((counts == counts[0]).all()):
         return False
     return case.fits((case.came / (case.world * counts.unsqueeze(1))).sum(0))

@@ -24,7 +24,7 @@ from pyengine.audit.finding import Finding
 from pyengine.audit.hyperparameters import Numbers, difference
 from pyengine.audit.subject import Subject
 from pyengine.comm.base import Comm
-from pyengine.ops.device import Readback
+from pyengine.ops.device import HOST, Readback
 
 _PARAMETER, _GRADIENT, _STATE = range(3)
 _KINDS = ("parameter", "gradient", "optimizer state")
@@ -142,7 +142,7 @@ class Check:
     def _suspects(self) -> tuple[dict[int, set[str]], bool]:
         """Return what is wrong, by subject (-1: hyperparameters, -2: the count), and whether anything is."""
         found: dict[int, set[str]] = {}
-        read = [torch.tensor(numbers.get(), dtype=torch.float64) for numbers in self._numbers]
+        read = [torch.tensor(numbers.get(), dtype=torch.float64, device=HOST) for numbers in self._numbers]
         total, void = float(read[0][0]), float(read[0][1])
         self._total, self._void = total, void
         if bool(differ(read[0][3:_HEAD].reshape(1, 4), self._comms[0].world_size)):

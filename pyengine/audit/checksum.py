@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyengine.gradients.slots import local
 from pyengine.ops import native
-from pyengine.ops.device import runs_ahead
+from pyengine.ops.device import HOST, runs_ahead
 from pyengine.ops.pointers import PLAIN
 
 # On the host words are weighed block by block, and the weights of one stay in the first-level cache.
@@ -92,15 +92,15 @@ class BlockSums:
 
     def of(self, words: Tensor) -> Tensor:
         if self._core is not None:
-            return torch.tensor(self._native(words), dtype=torch.int64)
-        total = torch.zeros((), dtype=torch.int64)
+            return torch.tensor(self._native(words), dtype=torch.int64, device=HOST)
+        total = torch.zeros((), dtype=torch.int64, device=HOST)
         num_words = _BLOCKS_AT_ONCE * _BLOCK
         for start in range(0, words.numel(), num_words):
             part = words[start : start + num_words].to(torch.int64)
             blocks = torch.nn.functional.pad(part, (0, -part.numel() % _BLOCK)).view(-1, _BLOCK)
             first = start // _BLOCK
-            factors = _mixed(torch.arange(first, first + len(blocks), dtype=torch.int64)) | 1
-            total += ((blocks * self._weights).sum(1) * factors).sum()
+            places = torch.arange(first, first + len(blocks), dtype=torch.int64, device=HOST)
+            total += ((blocks * self._weights).sum(1) * (_mixed(places) | 1)).sum()
         return total
 
     def of_all(self, parts: Sequence[Part]) -> Tensor:
@@ -108,7 +108,7 @@ class BlockSums:
             found = [int(self.of(part.words())) for part in parts]
         else:
             found = self._native_of_all(parts)
-        return torch.tensor(found, dtype=torch.int64)
+        return torch.tensor(found, dtype=torch.int64, device=HOST)
 
     def _native_of_all(self, parts: Sequence[Part]) -> list[int]:
         """Return what the core finds: at once where the words lie in memory as they are."""
@@ -157,10 +157,13 @@ class LaneSums:
         found = torch.zeros(len(tensors), dtype=torch.int64, device=self._sums.device)
         short = [index for index, words in enumerate(tensors) if words.numel() <= _SHORT]
         if short:
-            lengths = torch.tensor([tensors[index].numel() for index in short], dtype=torch.int64)
+            lengths = torch.tensor(
+                [tensors[index].numel() for index in short], dtype=torch.int64, device=HOST
+            )
             ends = lengths.cumsum(0)
             starts = ends - lengths
-            places = torch.arange(int(ends[-1]), dtype=torch.int64) - starts.repeat_interleave(lengths)
+            places = torch.arange(int(ends[-1]), dtype=torch.int64, device=HOST)
+            places -= starts.repeat_interleave(lengths)
             words = torch.cat([tensors[index] for index in short]).to(torch.int64)
             # Sums so far, which wrap: their differences are right all the same.
             so_far = torch.zeros(len(words) + 1, dtype=torch.int64, device=words.device)
@@ -232,7 +235,7 @@ _MASK = 2**20 - 1
 
 
 def _odd_weights(num: int) -> Tensor:
-    return (_mixed(torch.arange(1, num + 1, dtype=torch.int64)) | 1).to(torch.int32)
+    return (_mixed(torch.arange(1, num + 1, dtype=torch.int64, device=HOST)) | 1).to(torch.int32)
 
 
 def _mixed(value: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from pyengine.audit.leaves import Leaves
 from pyengine.audit.subject import Subject
 from pyengine.ops import native
-from pyengine.ops.device import runs_ahead
+from pyengine.ops.device import runs_ahead, send
 from pyengine.ops.pointers import PLAIN
 
 NUM_SAMPLES = 8
@@ -106,8 +106,8 @@ class Probe:
             grad = subject.gradient()
             if subject.summed is not None and grad is not None:
                 self._sample_shard(rows[index], grad, index)
-        copies = torch.tensor([float(s.shard.copies) for s in self._subjects], dtype=torch.float64)
-        return found.double() / copies.to(found.device).unsqueeze(1)
+        copies = send([s.shard.copies for s in self._subjects], torch.float64, found.device)
+        return found.double() / copies.unsqueeze(1)
 
     def _forget(self) -> None:
         self.sums.zero_()

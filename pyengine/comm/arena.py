@@ -23,6 +23,7 @@ from torch import Tensor
 from pyengine.comm.pending import listed
 from pyengine.comm.process_state import ProcessId, own_network
 from pyengine.ops import native
+from pyengine.ops.device import HOST
 
 # The kinds of csrc/shared_kind.h, by type.
 _SUMS = {
@@ -147,7 +148,7 @@ class Arena:
                 pass
             else:
                 return torch.frombuffer(block, dtype=dtype)[:numel]
-        return torch.zeros(numel, dtype=dtype)
+        return torch.zeros(numel, dtype=dtype, device=HOST)
 
     @staticmethod
     def takes(flat: Tensor, *, is_max: bool) -> bool:

@@ -41,7 +41,9 @@ class SharedMemory(TorchDist):
         self._arena: Arena | None = arena
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype) if self._arena is None else self._arena.allocate(numel, dtype)
+        if self._arena is not None:
+            return self._arena.allocate(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def release(self) -> None:
         if self._arena is not None:
@@ -98,7 +100,7 @@ class SharedHosts(TorchDist):
         inside = self._by_host.inside
         if isinstance(inside, SharedMemory):
             return inside.allocate(numel, dtype)
-        return torch.zeros(numel, dtype=dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def _part(self, ranks: Sequence[int], *, alone: bool) -> Comm:
         inside = self._by_host.inside

@@ -292,8 +292,10 @@ class TorchDist:
         vain.
         """
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [int(size) for size in self._gather(torch.tensor([mine.numel()], dtype=torch.int64))]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        sizes = [
+            int(size) for size in self._gather(torch.tensor([mine.numel()], dtype=torch.int64, device=HOST))
+        ]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=HOST)
         padded[: mine.numel()] = mine
         rows = self._gather(padded)
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]

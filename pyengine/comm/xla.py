@@ -18,6 +18,7 @@ import torch_xla.runtime as xr
 from torch import Tensor
 
 from pyengine.comm.base import Traffic, by_dtype, ring_bytes
+from pyengine.ops.device import HOST
 
 _LIMB_BITS = 16
 
@@ -63,10 +64,10 @@ class Xla:
         self.traffic = Traffic()
         self._queue: list[Tensor] = []
         # Which replica this is must be data: as a constant it would give each replica a program of its own.
-        ranks = torch.arange(self.world_size, dtype=torch.int64)
+        ranks = torch.arange(self.world_size, dtype=torch.int64, device=HOST)
         self._is_mine = (ranks == self.rank)[:, None, None].to(device)
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
-        self._is_root = torch.tensor([self.rank == 0], dtype=torch.bool).to(device)
+        self._is_root = torch.tensor([self.rank == 0], dtype=torch.bool, device=HOST).to(device)
         torch_xla.sync()
 
     def refuses(self, dtype: torch.dtype) -> str:
@@ -109,9 +110,10 @@ class Xla:
         if self.world_size == 1:
             return [value]
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = self._gather(torch.tensor([len(mine)], dtype=torch.int32)).tolist()
+        sizes = self._gather(torch.tensor([len(mine)], dtype=torch.int32, device=HOST)).tolist()
         # A length is a program: pickles that differ by a few bytes share one.
-        padded = torch.zeros(max(1024, 1 << (max(sizes) - 1).bit_length()), dtype=torch.uint8)
+        length = max(1024, 1 << (max(sizes) - 1).bit_length())
+        padded = torch.zeros(length, dtype=torch.uint8, device=HOST)
         padded[: len(mine)] = mine
         rows = self._gather(padded).view(self.world_size, -1)
         return [pickle.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from pyengine.data.rng import derive, rank_and_world_size, whole
+from pyengine.ops.device import HOST
 from pyengine.window.counter import share
 
 
@@ -157,9 +158,9 @@ class WindowSampler(Sampler[list[int]]):
     def _order(self) -> Tensor:
         """The epoch's samples, int64 [kept]."""
         if not self.shuffle:
-            return torch.arange(self._kept, dtype=torch.int64)
+            return torch.arange(self._kept, dtype=torch.int64, device=HOST)
         generator = torch.Generator().manual_seed(derive("epoch", "torch", self.seed, self.epoch) % 2**64)
-        return torch.randperm(self.dataset_size, generator=generator)[: self._kept]
+        return torch.randperm(self.dataset_size, generator=generator, device=HOST)[: self._kept]
 
 
 def _micro_batches(micro_batch: int, global_batch: int) -> int:

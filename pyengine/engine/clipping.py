@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyengine.engine.has_engine import HasEngine
+from pyengine.ops.device import HOST
 from pyengine.window.final_pass import check_max_norm
 
 
@@ -85,7 +86,7 @@ class Clipping(HasEngine):
         engine.parts.published.clip_values_(value)
         engine.current.renew_norm(has_changed=True)
         # Ranks that clip by another value are found out.
-        verdict.use.factors.append(torch.tensor(value, dtype=torch.float64))
+        verdict.use.factors.append(torch.tensor(value, dtype=torch.float64, device=HOST))
 
 
 def _checked_order(norm_type: object) -> float:

@@ -17,7 +17,7 @@ from pyengine.engine.engine import Engine
 from pyengine.engine.open_window import OpenWindow
 from pyengine.engine.parts import Parts
 from pyengine.gradients.base import Keeps, Overlaps, Pads
-from pyengine.ops.device import runs_ahead
+from pyengine.ops.device import HOST, runs_ahead
 from pyengine.window.counter import State
 from pyengine.window.header import Count, checked_count
 
@@ -183,7 +183,7 @@ class MicroBatch:
         if loss is None or isinstance(loss, Tensor):
             value = loss
         elif isinstance(loss, int | float) and not isinstance(loss, bool):
-            value = torch.tensor(loss, dtype=torch.float64)
+            value = torch.tensor(loss, dtype=torch.float64, device=HOST)
         else:
             raise TypeError(f"mb.loss = a {type(loss).__name__}: need a 0-dim tensor, a number or None")
         if value is not None and value.dim() != 0:

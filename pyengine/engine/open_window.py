@@ -16,7 +16,7 @@ from pyengine.engine.checkpoint.snapshot import Snapshot
 from pyengine.engine.parts import Parts
 from pyengine.gradients.base import KeepsResiduals, MovesGradients, Pads, SeesForwards
 from pyengine.gradients.slots import Saved
-from pyengine.ops.device import Readback, flush, is_lazy
+from pyengine.ops.device import HOST, Readback, flush, is_lazy
 from pyengine.ops.trace import span
 from pyengine.step.clock import Clock
 from pyengine.step.step_record import StepCallback, StepRecord
@@ -63,7 +63,8 @@ class OpenWindow:
         if resumed is not None:
             self.counts.is_silent = True  # whether it was is not saved
             told = [
-                None if loss is None else torch.tensor(loss, dtype=torch.float64) for loss in resumed.losses
+                None if loss is None else torch.tensor(loss, dtype=torch.float64, device=HOST)
+                for loss in resumed.losses
             ]
             dropped = resumed.dropped or [False] * len(told)
             for loss, count, is_dropped in zip(told, resumed.counts, dropped, strict=True):

@@ -16,6 +16,7 @@ from pyengine.gradients.fsdp.places import is_counted
 from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.settings import Settings
+from pyengine.ops.device import HOST
 from pyengine.window.shared_batch import SharedBatch
 
 Named = Sequence[tuple[str, Parameter]]
@@ -42,7 +43,7 @@ class ShardedRanks:
         self.membership = Membership.plain(rank=comm.rank, world_size=comm.world_size)
         meshes = [(unit, param.device_mesh) for unit in units for param in _lying(unit)]
         cut = [(mesh, unit.data_ndim) for unit, mesh in meshes if mesh.ndim > unit.data_ndim]
-        everywhere = torch.arange(comm.world_size, dtype=torch.int64)
+        everywhere = torch.arange(comm.world_size, dtype=torch.int64, device=HOST)
         self._is_cut, data = bool(cut), everywhere
         if self._is_cut:
             everywhere, data = cut[0][0].mesh, _of_data(*cut[0])

@@ -15,6 +15,7 @@ from pyengine.audit.subject import Shard, Subject
 from pyengine.comm.base import Comm
 from pyengine.gradients.base import KeepsResiduals, KnowsGroups, Reducer
 from pyengine.gradients.slots import local
+from pyengine.ops.device import send
 from pyengine.step.grad_scaler import GradScaler
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header, LocalWindow
@@ -113,7 +114,7 @@ class WindowAudit:
         if samples is None:
             return
         claimed = header.vector()[0]
-        world_sizes = torch.tensor(self._world_sizes, dtype=torch.float64).to(claimed.device)
+        world_sizes = send(self._world_sizes, torch.float64, claimed.device)
         counted = Counted(
             counts=claimed / world_sizes,
             count=self._count_of(counts, like=claimed),

@@ -116,5 +116,7 @@ def _kept(grad: Tensor, bad: Tensor) -> Tensor:
     if grad.layout is torch.strided:
         return torch.where(bad, torch.zeros((), dtype=grad.dtype, device=grad.device), grad)
     whole = grad.coalesce()
-    values = whole.values()
-    return torch.sparse_coo_tensor(whole.indices(), _kept(values, bad), whole.shape, is_coalesced=True)
+    values = _kept(whole.values(), bad)
+    return torch.sparse_coo_tensor(
+        whole.indices(), values, whole.shape, device=values.device, is_coalesced=True
+    )

@@ -20,7 +20,7 @@ from pyengine.gradients.accumulator import sum_dtype
 from pyengine.gradients.layout import ParamSpec, backward_order, build
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import Saved, saved_flags
-from pyengine.ops.device import flush, is_lazy, send
+from pyengine.ops.device import HOST, flush, is_lazy, send
 from pyengine.step.rollback import RollbackStepper
 from pyengine.step.stepper import Stepper
 from pyengine.window.divisor import Divisor
@@ -187,7 +187,7 @@ class XlaReducer:
 
     @torch.no_grad()
     def load(self, saved: Saved, *, done: int) -> None:
-        rows = saved_flags(saved, self.names, done, torch.get_default_device())
+        rows = saved_flags(saved, self.names, done, HOST)
         for index, total in self._sums.items():
             kept = saved.get(self.names[index])
             self._used[index] = kept is not None

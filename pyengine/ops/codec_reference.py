@@ -13,6 +13,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from pyengine.ops.device import HOST
+
 MIN_SCALE = 2.0**-110  # below it, 1/scale or what a small code stands for would leave float32's normal range
 _INFINITY = 0x7F800000  # float32's, as an integer: with the sign cleared, only NaN is larger
 _LOW = 0xFFFFFFFF
@@ -212,7 +214,7 @@ def _floats(form: ValueFormat, y: Tensor, random: Tensor | None) -> Tensor:
     if form.bias < 127:  # bfloat16 has float32's denormals
         codes = torch.where(bits < ((128 - form.bias) << 23), tiny, codes)
     # Chance never makes an infinity; what is beyond the last tie is one, as in a cast.
-    largest = int(torch.tensor(form.largest, dtype=torch.float32).view(torch.int32))
+    largest = int(torch.tensor(form.largest, dtype=torch.float32, device=HOST).view(torch.int32))
     codes = codes.clamp(max=(largest - ((127 - form.bias) << 23)) >> cut)
     return torch.where(bits >= largest + (1 << (cut - 1)), form.infinity, codes)
 

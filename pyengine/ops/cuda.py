@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pyengine.ops import native
+from pyengine.ops.device import HOST
 from pyengine.ops.pointers import Pointers, Upload
 
 _NOTHING = nullcontext()
@@ -59,7 +60,7 @@ class CudaPlan:
                     "capture"
                 )
             _load_kernels(device)
-        words = torch.empty(plan.num_words, dtype=torch.int64)
+        words = torch.empty(plan.num_words, dtype=torch.int64, device=HOST)
         plan.write_words(words.data_ptr())
         self._device = device
         self._words = words.to(device)  # waits until it is there: any stream may read it from now on

@@ -6,6 +6,8 @@ from types import ModuleType
 
 import torch  # before _core: the core looks torch's thread pool up by name in the loaded library
 
+from pyengine.ops.device import HOST
+
 __all__ = ["_core", "can_gather", "core", "cuda_core"]
 
 try:
@@ -59,7 +61,7 @@ def can_gather() -> bool:
     for name in _PLAIN_KEYS:
         plain |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
     # Numbers that nothing else in these objects is equal to.
-    probe = torch.empty(1237, dtype=torch.uint8)[1013:]
+    probe = torch.empty(1237, dtype=torch.uint8, device=HOST)[1013:]
     storage, keys = probe.untyped_storage(), torch._C._dispatch_keys(probe).raw_repr()
     return _core.learn_tensor_object(
         probe, probe._cdata, storage._cdata, keys, 1013, storage.data_ptr(), 1237, plain

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pyengine.comm.base import Comm, Work
-from pyengine.ops.device import is_lazy, runs_ahead, send
+from pyengine.ops.device import HOST, is_lazy, runs_ahead, send
 from pyengine.window import exact_scalars
 from pyengine.window.claims import NUM_PIECES, Claims
 from pyengine.window.shared_batch import SharedBatch
@@ -196,7 +196,8 @@ class RunningWindow(LocalWindow):
 def _or_zero(value: Count, is_dropped: bool | Tensor) -> Count:
     """Return a value, or 0 where its micro-batch is dropped: unread on a device."""
     if isinstance(is_dropped, Tensor):
-        (wide,) = stacked([torch.as_tensor(value, dtype=torch.float64)], is_dropped.device)
+        known = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device=HOST)
+        (wide,) = stacked([known], is_dropped.device)
         return torch.where(is_dropped, 0.0, wide)
     if is_dropped:
         return torch.zeros_like(value) if isinstance(value, Tensor) else 0

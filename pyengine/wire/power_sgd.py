@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pyengine.comm.base import Comm, Work, ring_bytes
 from pyengine.comm.staged import Staged
+from pyengine.ops.device import HOST
 from pyengine.wire.base import Wire
 from pyengine.wire.bucket_wire import OfBucket, without_memory
 from pyengine.wire.memory import BucketMemory, Place
@@ -208,7 +209,7 @@ class _PowerBucket(OfBucket[PowerSGD]):
         if kept is None or kept.shape != shape:
             # Of any numbers that are the same everywhere: torch's normal ones depend on the processor.
             generator = torch.Generator().manual_seed(0)
-            numbers = torch.randint(-(2**20), 2**20, shape, generator=generator)
+            numbers = torch.randint(-(2**20), 2**20, shape, generator=generator, device=HOST)
             (kept,) = orthonormal([numbers.float()])
         return kept.to(device)
 

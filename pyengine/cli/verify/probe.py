@@ -19,6 +19,7 @@ from pyengine.cli.target import Enough
 from pyengine.cli.verify.wraps import wrapped
 from pyengine.engine.sync import Sync
 from pyengine.gradients.accumulator import Exact
+from pyengine.ops.device import HOST
 from pyengine.step.step_record import StepRecord
 
 # In the order in which a step makes them.
@@ -161,7 +162,7 @@ class Probe:
         skipped = ", skipped" if record.skipped else ""
         text = f"{record.micro_batches} micro-batches, {record.count:.17g} items{skipped}"
         self.trace.entries[self._step, "window", "window"] = text
-        self._note_all("norm", [("norm", torch.tensor(record.grad_norm, dtype=torch.float64))])
+        self._note_all("norm", [("norm", torch.tensor(record.grad_norm, dtype=torch.float64, device=HOST))])
         self._advance()
 
     def _note_all(self, kind: str, tensors: Any) -> None:
@@ -195,7 +196,7 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, (bool, int, float)):
-        yield name, torch.tensor(value, dtype=torch.float64)
+        yield name, torch.tensor(value, dtype=torch.float64, device=HOST)
     elif isinstance(value, dict):
         for key, part in value.items():
             yield from _tensors(f"{name}.{key}", part)

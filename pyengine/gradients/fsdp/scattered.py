@@ -14,6 +14,7 @@ from pyengine.gradients.fsdp.places import padded_numel
 from pyengine.gradients.fsdp.private import partial_sum, reduce_dtype
 from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.slots import Forms, Saved, as_gradient, local
+from pyengine.ops.device import HOST
 
 
 class _Trained(NamedTuple):
@@ -85,7 +86,10 @@ class Scattered:
             used: by parameter of the model, whether this rank has used it.
         """
         return {
-            entry.name: {"shard": shard.clone(), "used": torch.tensor([used[entry.place]], dtype=torch.uint8)}
+            entry.name: {
+                "shard": shard.clone(),
+                "used": torch.tensor([used[entry.place]], dtype=torch.uint8, device=HOST),
+            }
             for entry, shard in self._shards()
         }
 

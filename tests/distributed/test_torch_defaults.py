@@ -1,10 +1,10 @@
-"""`torch.set_default_dtype` changes nothing, whether it is called before or after an engine is made."""
+"""torch's default dtype and device change nothing, whether they are set before or after an engine is made."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -17,22 +17,27 @@ from torch.nn.parallel import DistributedDataParallel
 import pyengine as pe
 
 OWNERS = ("own", "ddp", "fsdp")
-DTYPES = [torch.bfloat16, torch.float16, torch.float64]
+# On the meta device tensors have no values: who reads one there fails.
+DEFAULTS = [torch.bfloat16, torch.float16, torch.float64, "meta"]
 
 
 @contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
+def _default(of_torch: torch.dtype | str | None) -> Iterator[None]:
+    """Set torch's default dtype, or its default device by name."""
+    if not isinstance(of_torch, torch.dtype):
+        with nullcontext() if of_torch is None else torch.device(of_torch):
+            yield
+        return
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(of_torch)
     try:
         yield
     finally:
         torch.set_default_dtype(before)
 
 
-def _made(owner: str, accumulator: str) -> tuple[pe.Sync, nn.Module, nn.Module]:
+def _made(owner: str, accumulator: str, model: nn.Module) -> tuple[pe.Sync, nn.Module, nn.Module]:
     """Return an engine, the module to call, and the model."""
-    model = Chain()
     options = {"accumulate": 2, "accumulator": accumulator, "nonfinite": "drop_micro_batch"}
     if owner == "own":
         return pe.GradSync(model, **options), model, model
@@ -49,29 +54,32 @@ def _whole(model: nn.Module) -> dict[str, Tensor | None]:
     return whole_grads(model) if is_sharded else grads(model)
 
 
-def _a_window_is_right(owner: str, accumulator: str, early: torch.dtype, late: torch.dtype) -> None:
+def _a_window_is_right(
+    owner: str, accumulator: str, early: torch.dtype | str | None, late: torch.dtype | str
+) -> None:
     _, world = me()
+    model, batches, want = Chain(), own_batches(2), right_grads(all_batches([2] * world), 6 * world)
     with _default(early):
-        sync, forward, model = _made(owner, accumulator)
+        sync, forward, model = _made(owner, accumulator, model)
     with _default(late):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        for window in sync.windows(own_batches(2), count=lambda _: 3.0):
+        for window in sync.windows(batches, count=lambda _: 3.0):
             for data in window:
                 sync.backward(loss_of(forward, data))
             sync.clip_grad_norm_(math.inf)
             sync.unscale_()
-            assert_same(_whole(model), right_grads(all_batches([2] * world), 6 * world))
+            assert_same(_whole(model), want)
             assert bool(sync.step(optimizer))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("default", DEFAULTS, ids=str)
 @pytest.mark.parametrize("accumulator", ["fp32", "exact"])
 @pytest.mark.parametrize("owner", OWNERS)
-def test_an_engine_made_under_another_default_dtype_is_right(ranks, owner, accumulator, dtype):
-    ranks(2).run(_a_window_is_right, owner, accumulator, dtype, dtype)
+def test_an_engine_made_under_another_default_is_right(ranks, owner, accumulator, default):
+    ranks(2).run(_a_window_is_right, owner, accumulator, default, default)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("default", DEFAULTS, ids=str)
 @pytest.mark.parametrize("owner", OWNERS)
-def test_a_default_dtype_that_changes_between_windows_is_right(ranks, owner, dtype):
-    ranks(2).run(_a_window_is_right, owner, "fp32", torch.float32, dtype)
+def test_a_default_that_changes_between_windows_is_right(ranks, owner, default):
+    ranks(2).run(_a_window_is_right, owner, "fp32", None, default)
