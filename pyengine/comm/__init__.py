@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -38,15 +39,24 @@ def comm_for(device: torch.device, group: dist.ProcessGroup | None) -> Comm:
 
 
 def _check_alone() -> None:
-    """Raise RuntimeError in one of several processes that a launcher has started.
+    """Raise RuntimeError, or warn, in one of several processes that a launcher has started: without a process
+    group each of them would train a model of its own.
 
-    Launchers say how many there are in WORLD_SIZE, which `init_process_group` reads as well. Without a group
-    nothing else does, and every process would train a model of its own.
+    Only the environment knows: torch's `is_torchelastic_launched` is torchrun's, and true of one process too.
+    WORLD_SIZE, which `init_process_group` reads as well, is set where processes train together: by torchrun,
+    `accelerate launch`, deepspeed or the user. mpirun and srun also start processes that are to train alone,
+    so what they set is a reason to warn.
     """
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    if world_size.isdecimal() and int(world_size) > 1:
-        raise RuntimeError(
-            "call torch.distributed.init_process_group() before the engine is made: a launcher has started "
-            f"WORLD_SIZE={world_size} processes, and without a process group each of them would train "
-            "alone. (Unset WORLD_SIZE where this process is meant to)"
-        )
+    launched = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+    found = {name: os.environ[name] for name in launched if os.environ.get(name, "").isdecimal()}
+    name, size = next(iter(found.items()), ("WORLD_SIZE", "1"))
+    if int(size) <= 1:
+        return
+    text = (
+        "call torch.distributed.init_process_group() before the engine is made, or set WORLD_SIZE=1 where "
+        f"this process is to train alone: a launcher has started {name}={size} processes, and without a "
+        "process group each of them trains a model of its own"
+    )
+    if name == "WORLD_SIZE":
+        raise RuntimeError(text)
+    warnings.warn(text, RuntimeWarning, stacklevel=2)

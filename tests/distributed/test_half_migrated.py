@@ -255,7 +255,16 @@ def test_one_of_several_processes_needs_a_process_group(monkeypatch, tmp_path, m
         make(argument)
 
 
-@pytest.mark.parametrize("world_size", ["1", ""])
-def test_one_process_needs_none(monkeypatch, world_size):
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_one_of_several_processes_of_mpirun_or_srun_is_warned(monkeypatch, name):
+    monkeypatch.setenv(name, "2")
+    with pytest.warns(RuntimeWarning, match=f"^call torch.*WORLD_SIZE=1 where.*{name}=2 processes"):
+        pe.GradSync(nn.Linear(2, 1)).close()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("world_size", "num_tasks"), [("1", ""), ("", "1"), ("1", "2")])
+def test_one_process_needs_none(monkeypatch, world_size, num_tasks):
     monkeypatch.setenv("WORLD_SIZE", world_size)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", num_tasks)
     pe.GradSync(nn.Linear(2, 1)).close()
