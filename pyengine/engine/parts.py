@@ -130,7 +130,7 @@ def make_parts(
         batch_norms=batch_norms,
         kept_grads=KeptGrads(names, params),
         marks=GradMarks(reducer),
-        published=Published(params),
+        published=Published(names, params),
         dropping=Dropping(reducer) if settings.drops else None,
         final=FinalPass(len(params), device, holdings),
         verdicts=VerdictQueue(comm, device),

@@ -18,7 +18,7 @@ from pyengine.gradients.param_sums import packed
 from pyengine.gradients.slots import dense_strides, local
 from pyengine.gradients.sums import SlotNorms
 from pyengine.ops.device import is_lazy
-from pyengine.ops.pointers import DTYPE_CODES
+from pyengine.ops.pointers import DTYPE_CODES, keeps_elements_elsewhere
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.nonfinite import is_not_finite
 
@@ -30,11 +30,11 @@ class Published:
     an optimizer would step with.
 
     Args:
-        params: in registration order.
+        names, params: in registration order.
     """
 
-    def __init__(self, params: Sequence[Parameter]) -> None:
-        self._params = list(params)
+    def __init__(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
+        self._names, self._params = names, list(params)
         self._device = device = params[0].device
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._index = {id(param): place for place, param in enumerate(params)}
@@ -77,7 +77,10 @@ class Published:
             final: its `sumsq` and `nonfinite` are written.
             scale: float32, 0-dim; None writes nothing.
 
-        Cost: reads one element; with `scale` writes one.
+        Cost: reads one element; with `scale` writes one. A copy of what the core cannot address.
+
+        Raises:
+            ValueError: somebody has put a gradient there whose elements cannot be read.
         """
         if is_lazy(self._device):
             assert scale is None
@@ -85,7 +88,13 @@ class Published:
             final.sumsq, final.nonfinite = norms.square(), is_not_finite(norms).to(torch.uint8)
             return
         for slots, grads in self._grouped():
-            slots.read(grads, None if scale is None else grads, self._one if scale is None else scale, final)
+            if scale is not None:
+                slots.read(grads, grads, scale, final)
+                continue
+            try:
+                slots.read(grads, None, self._one, final)
+            except (TypeError, ValueError):  # somebody has put tensors there that the core cannot address
+                slots.read(self._copied(slots.params.tolist()), None, self._one, final)
 
     @torch.no_grad()
     def scale_(self, scale: Tensor) -> None:
@@ -106,6 +115,22 @@ class Published:
                     if grad is not None:
                         grad.mul_(scale)
 
+    def _copied(self, indices: Sequence[int]) -> list[Tensor | None]:
+        """Return gradients as plain float32 tensors on the device; refuse, by name, what has no elements."""
+        copies: list[Tensor | None] = []
+        for index in indices:
+            param = self._params[index]
+            (grad,) = parts([param])
+            if grad is not None and (keeps_elements_elsewhere(grad) or grad.numel() != local(param).numel()):
+                raise ValueError(
+                    f"set the .grad of {self._names[index]!r} to a plain tensor of {local(param).numel()} "
+                    f"elements before its norm is taken: it is a {type(param.grad).__name__} of "
+                    f"{grad.numel()} on this rank"
+                )
+            dense = None if grad is None else _dense(grad).to(self._device, torch.float32)
+            copies.append(None if dense is None else dense.clone(memory_format=torch.contiguous_format))
+        return copies
+
     def _look(self) -> list[int]:
         """Return where the gradients lie; nothing on a lazy device, whose tensors have no address."""
         if is_lazy(self._device):
@@ -124,7 +149,7 @@ class Published:
 
         Cost: reads one element.
         """
-        grads = [grad for grad in parts(self._params) if grad is not None and grad.numel()]
+        grads = [_dense(grad) for grad in parts(self._params) if grad is not None and grad.numel()]
         if not grads:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return get_total_norm(grads, math.inf).double()  # of a maximum every type holds all bits
@@ -157,6 +182,10 @@ def _address(grad: Tensor | None) -> int:
 def parts(params: Sequence[Parameter]) -> list[Tensor | None]:
     """Return what this rank holds of every gradient, in its memory; None where there is none."""
     return [None if param.grad is None else local(param.grad) for param in params]
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def _flat(grad: Tensor | None) -> Tensor | None:

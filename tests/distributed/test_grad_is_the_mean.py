@@ -4,6 +4,7 @@ uses, once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import (
     register_optimizer_step_pre_hook as register_global_pre_hook,
 )
+from torch.testing._internal.two_tensor import TwoTensor
 
 import pyengine as pe
 
@@ -151,7 +153,13 @@ def _transpose(params: list[nn.Parameter]) -> None:
     params[0].grad = params[0].grad.t().contiguous().t()
 
 
-EDITS = (_mul, _replace, _exchange_data, _clip_as_torch, _transpose)
+def _space_out(params: list[nn.Parameter]) -> None:
+    """Gradients with other elements between theirs."""
+    for param in params:
+        param.grad = torch.stack([param.grad, -param.grad], -1)[..., 0]
+
+
+EDITS = (_mul, _replace, _exchange_data, _clip_as_torch, _transpose, _space_out)
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
     "sgd fused": lambda p: torch.optim.SGD(p, lr=0.5, fused=True),
@@ -188,6 +196,67 @@ def _edited(kind: str, edit: Callable[[list[nn.Parameter]], None], name: str, cl
 )
 def test_what_the_user_makes_of_gradients_is_what_the_optimizer_uses(ranks, kind, edit, name, clips):
     ranks(2).run(_edited, kind, edit, name, clips)
+
+
+def _step(sync: pe.Sync, optimizer: torch.optim.Optimizer) -> None:
+    sync.step(optimizer)
+
+
+def _step_clipped(sync: pe.Sync, optimizer: torch.optim.Optimizer) -> None:
+    sync.step(optimizer, max_norm=0.5)
+
+
+def _clip(sync: pe.Sync, optimizer: torch.optim.Optimizer) -> None:
+    sync.clip_grad_norm_(0.5)
+    sync.step(optimizer)
+
+
+def _clip_largest(sync: pe.Sync, optimizer: torch.optim.Optimizer) -> None:
+    sync.clip_grad_norm_(0.5, math.inf)
+    sync.step(optimizer)
+
+
+def _trained(kind: str, use: Callable[..., None], is_sparse: bool) -> list[Tensor]:
+    """Return norms and the parameters of two windows, with sparse gradients or those of the engine."""
+    model, found = Integers(torch.float32), []
+    sync, forward = engine(kind, model, accumulate=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for number in range(2):
+        _window(sync, forward, number)
+        sync.flush()
+        for param in model.parameters() if is_sparse else ():
+            param.grad = param.grad.to_sparse()
+        use(sync, optimizer)
+        found.append(sync.grad_norm())
+    sync.close()
+    return [*found, *model.parameters()]
+
+
+def _sparse_is_dense(kind: str, use: Callable[..., None]) -> None:
+    dense, sparse = (_trained(kind, use, is_sparse) for is_sparse in (False, True))
+    assert all(map(torch.equal, dense, sparse))
+
+
+@pytest.mark.parametrize("use", [_step, _step_clipped, _clip, _clip_largest])
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_a_sparse_gradient_that_the_user_sets_is_measured_and_used(ranks, kind, use):
+    ranks(2).run(_sparse_is_dense, kind, use)
+
+
+@pytest.mark.parametrize("use", [_step_clipped, _clip])
+def test_a_gradient_without_elements_of_its_own_is_named(use):
+    model = nn.Linear(3, 2)
+    sync, optimizer = pe.GradSync(model, accumulate=1), torch.optim.SGD(model.parameters(), lr=0.5)
+    sync.backward(model(torch.ones(2, 3)).sum(), count=2)
+    plain = model.bias.grad
+    model.bias.grad = TwoTensor(plain, plain)
+    with pytest.raises(
+        ValueError, match=r"the \.grad of 'bias' to a plain tensor of 2 elements.*a TwoTensor"
+    ):
+        use(sync, optimizer)
+    model.bias.grad = plain
+    use(sync, optimizer)
+    sync.close()
 
 
 def _moved_there_and_back() -> None:

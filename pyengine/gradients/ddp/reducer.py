@@ -78,7 +78,7 @@ class DDPReducer:
         index = {p: i for i, p in enumerate(self.params)}
         self._landed = BucketNorms(index, self._one.device)
         self._lay_out_norms()
-        self._published = Published(self.params)
+        self._published = Published(self.names, self.params)
         self._is_exact = settings.kind == "exact"
         self._summed = summed = {
             p.dtype

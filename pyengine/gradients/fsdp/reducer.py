@@ -50,7 +50,7 @@ class FSDPReducer(Sharded):
         self._travels_as: Wire = settings.wire if waits else FP32()
         self._scattered = Scattered(self.units, self.choices, managed.named)
         self._replay = Replay(managed.model)
-        self._published = Published(self.params)
+        self._published = Published(self.names, self.params)
         self._nan = torch.full((), torch.nan, dtype=torch.float32, device=self.params[0].device)
         self._divisor: Divisor | None = None
         self._told: Told | None = None
