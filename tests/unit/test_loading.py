@@ -41,6 +41,12 @@ def test_a_sparse_tensor_with_indices_inside_of_its_shape_loads():
     assert load(_file(torch.zeros(3, 0).to_sparse())).shape == (3, 0)
 
 
+def test_a_sparse_tensor_loads_onto_the_cpu_under_another_default_device():
+    file = _file(_sparse([3, 4], [2, 3]))
+    with torch.device("meta"):
+        assert load(file).to_dense()[2, 3] == 1
+
+
 @pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc])
 def test_another_layout_is_refused(layout):
     with pytest.raises(ValueError, match=rf"a tensor of layout {layout}: save it as torch.strided"):

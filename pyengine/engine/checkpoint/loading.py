@@ -88,7 +88,8 @@ def tensor_problem(tensor: Tensor) -> str:
 
 def _unpickled(file: BinaryIO, device: str) -> Any:
     try:
-        return torch.load(file, map_location=device, weights_only=True)
+        with torch.device(device):  # sparse tensors are made on the default device
+            return torch.load(file, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = found[1] if found else "something"
