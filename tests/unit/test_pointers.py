@@ -228,7 +228,7 @@ def test_the_core_refuses_a_dtype_that_it_does_not_know():
         core.Table([0], 3)
     flat, table = torch.zeros(4), core.Table([torch.ones(4).data_ptr()], 0)
     with pytest.raises(ValueError, match="dtype code -1; needed 0"):
-        PLAN._native.pack_(flat.data_ptr(), -1, table, ONE.data_ptr())
+        PLAN._native.pack_(flat.data_ptr(), -1, table, ONE.data_ptr(), 0)
 
 
 @pytest.mark.slow
