@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from pyengine.comm import comm_for
+from pyengine.comm import apart, comm_for
 from pyengine.engine.make import make_engine
 from pyengine.engine.sharded_ranks import ShardedRanks
 from pyengine.engine.sync import Sync
@@ -31,7 +31,8 @@ def attach_sharded(model: nn.Module, settings: Settings, deferral: Deferral) -> 
     for unit in units:
         unit.module.reshard()  # so that the model shows its sharded parameters
     named, ignored = managed_parameters(model, units)
-    comm = comm_for(next(model.parameters()).device, None)
+    # An exception may take a rank out of a backward, while the others are in FSDP's collectives.
+    comm = apart(comm_for(next(model.parameters()).device, None))
 
     ranks = ShardedRanks(units, comm)
 

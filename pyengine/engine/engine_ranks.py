@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from pyengine.comm import Comm, Local, TorchDist, comm_for
+from pyengine.comm import Comm, Local, TorchDist, apart, comm_for
 from pyengine.comm.axes import (
     Axes,
     MeshRanks,
@@ -109,8 +109,7 @@ class EngineRanks:
             comm: over ranks of the engine.
             shared_memory: whether gradients are to be reduced in memory that these ranks share, if they can.
         """
-        if isinstance(comm, TorchDist) and comm.world_size > 1 and not comm.is_stream_ordered:
-            comm = comm.apart()  # when a bucket leaves is a matter of time there
+        comm = apart(comm)  # when a bucket leaves is a matter of time
         return share_memory(comm) if shared_memory else comm
 
     def own_groups(self, names: Collection[str], *, shared_memory: bool) -> Groups:

@@ -16,10 +16,10 @@ def whereabouts_of(engine: Engine) -> Callable[[], str]:
         engine = ref()
         if engine is None:
             return "the end of its engine"
-        counter = engine.counter
+        counter, gave_up = engine.counter, engine.current.gave_up
         return (
             f"step {engine.verdicts.steps_taken}, window {counter.index}, micro-batch {counter.handed} of "
-            f"{counter.accumulate} ({counter.state.value})"
+            f"{counter.accumulate} ({counter.state.value}{f', left by {gave_up}' if gave_up else ''})"
         )
 
     return tell

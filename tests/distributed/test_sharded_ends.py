@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from datetime import timedelta
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from sharded_cases import (
 from torch import nn
 
 import pyengine as pe
+from pyengine.comm.groups import give_up_after
 
 KINDS = [("flat", 1), ("nested", 2), ("replicate", 2), ("hsdp", 4)]
 
@@ -223,3 +225,35 @@ def _raises_behind_the_reductions() -> list[bool]:
 
 def test_a_rank_that_fails_behind_the_reductions_voids_the_window_everywhere(ranks):
     assert ranks(2).run(_raises_behind_the_reductions) == [[False, True], [True]]
+
+
+def _is_left(kind: str, defer: str) -> list[str]:
+    """Rank 1 leaves a backward in its middle and goes on to the next window; the others wait there."""
+    rank, _ = me()
+    give_up_after(timedelta(seconds=2), None)
+    sync, model = sharded(kind, defer=defer)
+    said: list[str] = []
+    for _ in range(2):
+        try:
+            for window in sync.windows(own_batches(2)):
+                for number, data in enumerate(window):
+                    loss = loss_of(model, data)
+                    if rank and not said and number == (defer == "all"):  # the first that reduces
+                        loss.register_hook(_raise)
+                    sync.backward(loss, count=3)
+        except (RuntimeError, MemoryError) as error:
+            said.append(str(error))
+    return said
+
+
+def _raise(grad: torch.Tensor) -> None:
+    raise MemoryError("no memory")
+
+
+@pytest.mark.slow  # torch gives up what the ranks have left under way
+@pytest.mark.parametrize(("kind", "defer"), [("replicate", "all"), ("replicate", "none"), ("nested", "all")])
+def test_a_backward_that_one_rank_leaves_in_its_middle_ends_by_an_error_on_every_rank(ranks, kind, defer):
+    first, second = ranks(2).run(_is_left, kind, defer)
+    assert len(first) == 2 and "a collective failed" in first[1]
+    assert second[0] == "no memory" and "a collective failed" in second[1]
+    assert ("an exception has left the window's last backward" in second[1]) == (defer == "all")

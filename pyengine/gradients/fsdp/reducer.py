@@ -26,6 +26,11 @@ from pyengine.window.header import Header
 from pyengine.window.verdict import check_agreement
 from pyengine.wire import FP32, Wire
 
+_LEFT = (
+    "an exception has left the window's last backward on this rank, FSDP cannot go on from its middle, and "
+    "other ranks wait in it"
+)
+
 
 class FSDPReducer(Sharded):
     """Gradients that `fully_shard` or `replicate` owns.
@@ -110,7 +115,10 @@ class FSDPReducer(Sharded):
         if self._gave_up:
             final.void = self._nan
         if self._told is not None:
-            self._told.drop_unused(self.params)
+            try:
+                self._told.drop_unused(self.params)
+            except RuntimeError as error:
+                raise RuntimeError(f"{_LEFT}: {error}" if self._gave_up else str(error)) from error
         self._told = None
         self._published.read(final, None if self._divisor is None else self._divisor.after_wire())
 
