@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyengine.audit.auditor import TOLERANCE, Auditor, Counted, Samples
+from pyengine.audit.finding import AuditError
 from pyengine.audit.inventory import Groups, Inventory
 from pyengine.audit.leaves import Leaves
 from pyengine.audit.subject import Subject
@@ -70,12 +72,12 @@ def audit(
 
     Raises:
         TypeError, ValueError: an argument is off, or ranks have other parameters; on every rank.
-        RuntimeError: the parameters lie on an XLA device.
+        RuntimeError: the parameters lie on an XLA device. At a step: a rank has left out its own.
         AuditError: on every rank, before the optimizer's step (on an accelerator behind it): what has parted.
 
     Cost: of a checked window a read of the parameters, a native hook a parameter and micro-batch, and an
-    all-reduce of 160 bytes a parameter; of others a hook of the step. Memory: 140 bytes a parameter, 4 KB, or
-    on an accelerator 170 KB or 1/64 byte an element.
+    all-reduce of 160 bytes a parameter; of others a hook of the step. Over gloo a process group. Memory: 140
+    bytes a parameter, 4 KB, or on an accelerator 170 KB or 1/64 byte an element.
 
     Example:
         >>> watch = pe.audit(ddp_model, optimizer, every=100)  # doctest: +SKIP
@@ -207,7 +209,21 @@ class Audit:
         if self._is_due:
             samples = self._samples or self._auditor.sample(is_strict=False)
             counted = self._take_counts() if self._samples is None else self._counted
-            self._auditor.check(self.step, samples, counted)
+            with self._named():
+                self._auditor.check(self.step, samples, counted)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Add to the error of a collective what a check waits for."""
+        try:
+            yield
+        except AuditError:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"audit: not every rank has come to optimizer.step() of window {self.step}, where each waits "
+                f"for the others: where one rank leaves out a step, let all of them leave it out: {error}"
+            ) from error
 
     def _after_step(self, *_: Any) -> None:
         self.step += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
+from pyengine.comm.groups import give_up_after
 from pyengine.window import header as headers
 
 ACCUMULATE = 3
@@ -542,3 +544,23 @@ def _many_windows(windows: int) -> int:
         done += 1
     watch.remove()
     return done
+
+
+def _left_out() -> str:
+    """Rank 1 leaves out a step, and goes on to the next backward; the other one checks."""
+    give_up_after(timedelta(seconds=2), None)
+    model = DistributedDataParallel(_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    pe.audit(model, optimizer, every=1)
+    with pytest.raises(RuntimeError) as error:
+        for window, batch in enumerate(_batches(3)):
+            _loss(model(batch)).backward()
+            if not (window and dist.get_rank()):
+                optimizer.step()
+    return str(error.value)
+
+
+@pytest.mark.slow  # torch gives up what the ranks have left under way
+def test_a_rank_that_leaves_out_a_step_gets_an_error_as_the_others_do(ranks):
+    said, _ = ranks(2).run(_left_out)
+    assert "not every rank has come to optimizer.step() of window 1" in said
