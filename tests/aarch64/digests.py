@@ -106,13 +106,13 @@ def _plan_lines(core: Any, values: Values, dtype: int) -> Iterator[tuple[str, st
     third, acc = scale(1 / 3), values.of(TOTAL, FLOAT)
     for wire in (FLOAT, BFLOAT, HALF):
         flat, flags = Memory.zeros(TOTAL * SIZES[wire]), Memory.zeros(len(NUMELS))
-        plan.pack_(flat.at, wire, table, third.at)
+        plan.pack_(flat.at, wire, table, third.at, 0)
         yield f"pack_ {dtype} {wire}", flat.digest
         for first in (True, False):
             plan.accumulate_cast_(flat.at, wire, acc.at, table, third.at, third.at, first, flags.at)
             yield f"accumulate_cast_ {dtype} {wire} {first}", flat.digest + flags.digest
         out = [Memory.zeros(numel * SIZES[dtype]) for numel in NUMELS]
-        plan.unpack_(core.Table([each.at for each in out], dtype), flat.at, wire, third.at)
+        plan.unpack_(core.Table([each.at for each in out], dtype), flat.at, wire, third.at, 0)
         yield f"unpack_ {dtype} {wire}", "".join(each.digest for each in out)
         out = [Memory.zeros(numel * SIZES[wire]) for numel in NUMELS]
         for there in (None, core.Table([each.at for each in out], wire)):
