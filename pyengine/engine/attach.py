@@ -42,8 +42,8 @@ def attach(
 
     Args:
         ddp_model: the wrapped model, without another communication hook; or a module that `fully_shard` or
-            `replicate` (torch 2.13's) was called on as a whole, units within it included. Either may be
-            wrapped by Lightning Fabric's `setup`.
+            `replicate` (`replicate_with_fsdp`'s) was called on as a whole, units within it included. Either
+            may be wrapped by Lightning Fabric's `setup`.
         accumulate, wire, accumulator, nonfinite, stall_after_s: as for `GradSync`. Narrow parameters with
             "fp32" get fp32 sums in addition to DDP's buckets: 4 bytes an element more. Over FSDP2 the
             arguments have to say the type in which the units' MixedPrecisionPolicy sums; "exact" sums past
@@ -64,7 +64,7 @@ def attach(
         The same loop as `GradSync` gives. Set `.grad` is DDP's own.
 
     Raises:
-        TypeError: neither DDP nor sharded by FSDP2. RuntimeError: an FSDP2 that cannot be driven; 2.13's can.
+        TypeError: neither DDP nor sharded by FSDP2. RuntimeError: an FSDP2 that cannot be driven; 2.11's can.
         ValueError: `axes.groups` names a parameter that DDP reduces; a sparse embedding, which DDP puts into
             a bucket of its own; a DDP that reduces past its buckets, or has a hook; a parameter unfrozen
             since; a SyncBatchNorm with "exact"; a unit's policy, mesh or hook that cannot be driven. Raised

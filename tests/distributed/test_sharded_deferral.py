@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import pyengine as pe
+from pyengine.gradients.fsdp.private import groups_of
 
 KINDS = [("flat", 3), ("nested", 2), ("hsdp", 4), ("replicate", 2)]
 # What the chain's units have: gathered in fp32, its own two parameters, the first layer and the second.
@@ -39,7 +40,7 @@ class Calls:
         self.gathers = self.scatters = 0
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
-                for group in unit._get_fsdp_state()._fsdp_param_groups:
+                for group in groups_of(unit):
                     group._all_gather_comm = _Counted(group._all_gather_comm, self, "gathers")
                     group._reduce_scatter_comm = _Counted(group._reduce_scatter_comm, self, "scatters")
 

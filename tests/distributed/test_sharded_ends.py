@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -22,11 +24,13 @@ from sharded_cases import (
     whole_grads,
 )
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import pyengine as pe
 from pyengine.comm.groups import give_up_after
 
 KINDS = [("flat", 1), ("nested", 2), ("replicate", 2), ("hsdp", 4)]
+NEWER = ("set_reduce_scatter_unused_params", "reset_iter_state")  # than torch 2.11
 
 
 def _ends_early(kind: str, *, narrow: bool) -> None:
@@ -257,3 +261,31 @@ def test_a_backward_that_one_rank_leaves_in_its_middle_ends_by_an_error_on_every
     assert len(first) == 2 and "a collective failed" in first[1]
     assert second[0] == "no memory" and "a collective failed" in second[1]
     assert ("an exception has left the window's last backward" in second[1]) == (defer == "all")
+
+
+def _as_of_2_11(fn: Callable[..., Any], *args: Any, lacks: Sequence[str] = NEWER, **kwargs: Any) -> None:
+    """Run as with a torch whose FSDP2 has fewer methods."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in lacks:
+            patch.delattr(FSDPModule, name, raising=False)
+        fn(*args, **kwargs)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_an_fsdp_that_has_no_setter_for_unused_parameters_reduces_them(ranks, narrow):
+    ranks(2).run(_as_of_2_11, _uses_some, "nested", narrow=narrow)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_fsdp_that_cannot_reset_itself_goes_on_after_an_exception(ranks, where):
+    ranks(2).run(_as_of_2_11, _goes_on, "nested", where, 2, narrow=False)
+
+
+def _is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"has no set_all_reduce_hook: need torch 2\.11 or newer") as error:
+        sharded("flat")
+    assert torch.__version__ in str(error.value) and "use DistributedDataParallel" in str(error.value)
+
+
+def test_an_fsdp_that_lacks_a_method_is_refused_by_name(ranks):
+    ranks(1).run(_as_of_2_11, _is_refused, lacks=["set_all_reduce_hook"])

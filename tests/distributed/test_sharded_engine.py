@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import pyengine as pe
+from pyengine.gradients.fsdp.private import groups_of
 
 KINDS = [("flat", 3), ("nested", 2), ("hsdp", 4), ("replicate", 2)]
 
@@ -229,7 +230,7 @@ def _refused(case: str) -> str:
         case "offload":
             fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
             # As on a machine with an accelerator.
-            model._get_fsdp_state()._fsdp_param_groups[0].device = torch.device("meta")
+            groups_of(model)[0].device = torch.device("meta")
         case "hook":
             fully_shard(model).set_all_reduce_hook(lambda reduced: None)
         case "mesh":

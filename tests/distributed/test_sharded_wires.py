@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from wire_cases import ENCODED, STOCHASTIC, sum_bound
 
 import pyengine as pe
+from pyengine.gradients.fsdp.private import groups_of
 
 # What rounding to a wire's type may change of a value: half of its last bit.
 ROUNDING = {"BF16()": 2.0**-8, "FP16()": 2.0**-11}
@@ -213,7 +214,7 @@ class _Own:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ):
-        return dist.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 
 def _refused(case: str) -> str:
@@ -271,7 +272,7 @@ def _keeps_their_own() -> None:
     sync = pe.attach(model, accumulate=3)
     train_a_window(sync, model)
     sync.close()
-    assert model._get_fsdp_state()._fsdp_param_groups[0]._reduce_scatter_comm is own
+    assert groups_of(model)[0]._reduce_scatter_comm is own
 
 
 def test_a_reduce_scatter_of_the_callers_goes_on_to_be_used(ranks):

@@ -1,12 +1,14 @@
 """What FSDP2 does not tell in public: what it was made with, and what its setters have replaced; checked
-against torch 2.13.
+against torch 2.11 to 2.13.
 
-Here state is read, and put back at the end. Everything that a window needs goes through public methods.
+Here state is read, and put back at the end. Everything that a window needs goes through public methods, but
+for two that torch has since 2.13: `reduce_unused` and `reset_iter_state` do their work before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,17 +23,14 @@ _NEEDED = (
     "set_reshard_after_backward",
     "set_gradient_divide_factor",
     "set_force_sum_reduction_for_comms",
-    "set_reduce_scatter_unused_params",
     "set_custom_all_gather",
     "set_custom_reduce_scatter",
     "set_all_reduce_hook",
-    "reset_iter_state",
     "reshard",
 )
 _REPLACED = (
     "gradient_divide_factor",
     "force_sum_reduction_for_comms",
-    "reduce_scatter_unused_params",
     "reduce_grads",
     "all_reduce_grads",
     "reshard_after_backward",
@@ -40,6 +39,7 @@ _REPLACED = (
     "_reduce_scatter_comm",
     "_all_reduce_hook",
 )
+_SINCE_2_13 = ("reduce_scatter_unused_params",)
 _READ = ("mesh_info", "mp_policy", "offload_policy", "device", "_partial_reduce_output")
 
 
@@ -54,15 +54,21 @@ def missing(module: Any) -> list[str]:
     names = [name for name in _NEEDED if not hasattr(module, name)]
     names += [] if hasattr(torch.Tensor, "grad_dtype") else ["Tensor.grad_dtype"]
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        return [*names, "_fsdp_param_groups"]
+    if not hasattr(state, "_fsdp_param_group"):
+        return [*names, "_fsdp_param_group"]
+    groups = _groups_of(state)
     return names + [name for group in groups for name in (*_REPLACED, *_READ) if not hasattr(group, name)]
 
 
 def groups_of(module: Any) -> list[Any]:
     """Return the groups of parameters that a unit reduces together; several where it has several meshes."""
-    return list(module._get_fsdp_state()._fsdp_param_groups)
+    return _groups_of(module._get_fsdp_state())
+
+
+def _groups_of(state: Any) -> list[Any]:
+    # torch 2.11 has one at most.
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in [state._fsdp_param_group] if group] if groups is None else list(groups)
 
 
 def parameters_of(module: Any) -> list[Parameter]:
@@ -112,7 +118,7 @@ def data_ndim(module: Any) -> int:
 
 def has_named_dims(module: Any) -> bool:
     """Whether a unit was given a mesh of more than the data, and the names of the data's axes."""
-    return any(group.mesh_info.is_spmd_mesh for group in groups_of(module))
+    return any(getattr(group.mesh_info, "is_spmd_mesh", False) for group in groups_of(module))
 
 
 def partial_sum(module: Any) -> torch.Tensor | None:
@@ -131,6 +137,62 @@ def is_inner(module: Any) -> bool:
 def has_run(module: Any) -> bool:
     """Whether a forward of the outermost unit has begun, ever."""
     return module._get_fsdp_state()._is_root is True
+
+
+def reduce_unused(module: Any) -> None:
+    """Let a unit reduce zeros of its trained parameters that have no gradient on this rank, as others may.
+
+    torch before 2.13 has no setter for it; `Replaced.put_back` ends it.
+    """
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+        return
+    for group in groups_of(module):
+        group.post_backward = partial(_reduce_with_zeros, group, group.post_backward)
+
+
+def _reduce_with_zeros(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+    for managed in group.fsdp_params if group.reduce_grads else []:
+        param: Any = getattr(managed, "_unsharded_param", None)
+        has_none = param is not None and param.grad is None and managed.unsharded_accumulated_grad is None
+        if has_none and param.requires_grad:
+            param.grad = torch.zeros_like(param)
+    post_backward(*unused)
+
+
+def reset_iter_state(module: Any) -> None:
+    """Let FSDP forget a forward or backward of the outermost unit that did not come to its end."""
+    if hasattr(module, "reset_iter_state"):
+        module.reset_iter_state()
+        return
+    # As torch 2.13 does it.
+    root = module._get_fsdp_state()
+    shared, comm = root._state_ctx, root._comm_ctx
+    stream, idle = root._device_handle.current_stream(), type(root._training_state).IDLE
+    # One reduce-scatter is under way in torch 2.11, and several in 2.12.
+    scattered = [getattr(comm, "reduce_scatter_state", None), *getattr(comm, "reduce_scatter_states", [])]
+    for left in [comm.all_gather_state, *scattered]:
+        if left is not None and left.event is not None:
+            stream.wait_event(left.event)
+    comm.all_gather_state = None
+    if hasattr(comm, "reduce_scatter_state"):
+        comm.reduce_scatter_state = None
+    else:
+        comm.reduce_scatter_states.clear()
+    comm.post_forward_order.clear()
+    for state in shared.all_states:
+        state._training_state = idle
+        state._modules_to_run_forward.clear()
+        for group in _groups_of(state):
+            group.finalize_backward()  # waits
+            if group._reshard_after_forward_event is not None:
+                group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
+                group._reshard_after_forward_event = None
+            group._partial_reduce_output = None
+            group._training_state = idle
+            group._to_sharded()
+    shared.iter_forward_root = None
+    shared.post_backward_final_callback_queued = False
 
 
 def shares_a_state(module: Any) -> int:
@@ -188,8 +250,10 @@ class Replaced:
     def __init__(self, module: Any) -> None:
         self._state = module._get_fsdp_state()
         self._automatic = self._state._auto_reshard_after_forward
+        names = (*_REPLACED, *_SINCE_2_13)
         self._groups = [
-            (group, {name: getattr(group, name) for name in _REPLACED}) for group in groups_of(module)
+            (group, {name: getattr(group, name) for name in names if hasattr(group, name)})
+            for group in groups_of(module)
         ]
 
     @property
@@ -216,4 +280,5 @@ class Replaced:
         for group, values in self._groups:
             for name, value in values.items():
                 setattr(group, name, value)
+            vars(group).pop("post_backward", None)  # of `reduce_unused`
         self.put_back_resharding()

@@ -32,7 +32,8 @@ def check_version(model: nn.Module) -> None:
     if lacks:
         raise RuntimeError(
             f"ddp_model is a {type(model).__name__}, and FSDP of torch {torch.__version__} has no "
-            f"{lacks[0]}: need torch 2.13; until then use DistributedDataParallel, or train without pyengine"
+            f"{lacks[0]}: need torch 2.11 or newer; until then use DistributedDataParallel, or train without "
+            "pyengine"
         )
 
 

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from pyengine.comm.base import Comm
 from pyengine.gradients.arrival import leaves_behind
 from pyengine.gradients.fsdp.deferral import Choice
-from pyengine.gradients.fsdp.private import has_run, reduce_dtype
+from pyengine.gradients.fsdp.private import has_run, reduce_dtype, reset_iter_state
 from pyengine.gradients.fsdp.replay import keep_buffers
 from pyengine.gradients.fsdp.traffic import ShardWire
 from pyengine.gradients.fsdp.units import Unit
@@ -176,5 +176,5 @@ class Sharded:
     def reset(self) -> None:
         """Let FSDP forget a window that did not come to its end."""
         if not self.is_clean and has_run(self.model):
-            self.model.reset_iter_state()
+            reset_iter_state(self.model)
         self.is_clean = True

@@ -16,6 +16,7 @@ from pyengine.gradients.fsdp.private import (
     is_unit,
     parameters_of,
     reduce_dtype,
+    reduce_unused,
     reduced_parameters,
     shares_a_state,
     waiting_parameters,
@@ -115,7 +116,7 @@ class Unit:
         self._replaced = Replaced(module)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        module.set_reduce_scatter_unused_params(True, recurse=False)
+        reduce_unused(module)
         if self.params:
             module.set_custom_all_gather(CountedAllGather(self._replaced.all_gather, wire.comm))
             places = partial(self.places, names)
