@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
+from pyengine.audit.handle import check_device, check_every
 from pyengine.data.dealer import Dealer
-from pyengine.engine.audited import Audited
-from pyengine.engine.checkpoint.stateful import Stateful
-from pyengine.engine.clipping import Clipping
-from pyengine.engine.counted import Counted
-from pyengine.engine.counting import CountOf, due_count, one_loss
+from pyengine.engine.checkpoint.resume import load_states, take_snapshot
+from pyengine.engine.counting import CountOf, due_count, one_loss, weigh
 from pyengine.engine.engine import Engine
 from pyengine.engine.loop import Batch, Window, single_micro_batch, windows
 from pyengine.engine.micro_batch import MicroBatch, backward, checked_backward, micro_batch
-from pyengine.engine.position import Position
-from pyengine.engine.torch_names import TorchNames
-from pyengine.ops.device import flush
+from pyengine.engine.window_audit import WindowAudit
+from pyengine.ops.device import HOST, flush
 from pyengine.step.grad_scaler import GradScaler, taken_over
 from pyengine.step.step_handle import StepHandle
 from pyengine.step.step_record import StepCallback
 from pyengine.step.window_optimizer import OptimizerCheck, WindowOptimizer, check_step
+from pyengine.window.counter import State, check_accumulate
 from pyengine.window.denominators import Loss
+from pyengine.window.final_pass import check_max_norm
 from pyengine.window.header import Count
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Sync(Audited, Position, Clipping, Counted, Stateful, TorchNames):
+class Sync:
     """Windows, counts and the step over gradients that somebody owns; made by `GradSync` and `attach`.
 
     Example:
@@ -52,6 +53,9 @@ class Sync(Audited, Position, Clipping, Counted, Stateful, TorchNames):
         self._check = OptimizerCheck(engine.reducer.params, ignored)
         self._scaler: GradScaler | None = None
         self._running: MicroBatch | None = None
+        self._done: Sequence[int] = ()  # places that were done where a state was loaded
+        # None: `windows` or `accumulate` says which micro-batch is the last; else the last word of `no_sync`.
+        self._requires_sync: bool | None = None
 
     def close(self) -> None:
         """Let the model go: hooks off, buffers freed, DDP's settings as they were; every later call here
@@ -61,6 +65,10 @@ class Sync(Audited, Position, Clipping, Counted, Stateful, TorchNames):
         The model is then as it was before the engine was made, and another engine may be made over it. Talks
         to no other rank. Does nothing the second time. `with pe.GradSync(...) as sync:` closes at the end of
         the block, also after an exception.
+
+        DDP lets nobody take a communication hook off: the one that `attach` leaves does what DDP does without
+        any, the mean over ranks, in fp32. Another `attach` takes it over; another hook needs a new
+        DistributedDataParallel around the same module.
 
         Warns:
             UserWarning: micro-batches of an open window are dropped.
@@ -99,6 +107,8 @@ class Sync(Audited, Position, Clipping, Counted, Stateful, TorchNames):
             enabled.bind(self._engine.final)
             flush(self._engine.device)
         self._scaler, self._engine.parts.scaler = ours, enabled
+
+    # ---- loops ----
 
     def windows(
         self, loader: Iterable[Batch] | Dealer, *, count: CountOf | None = None
@@ -139,6 +149,69 @@ class Sync(Audited, Position, Clipping, Counted, Stateful, TorchNames):
         """
         self._begin_loop("accumulate")
         return single_micro_batch(self._engine, last=last)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let the backwards of the body accumulate only: none of them is the window's last.
+
+        As DDP's: the first `sync.backward` behind the body ends the window and sends the gradients. The body
+        may hold any number of micro-batches. `accumulate` is the longest window: a shorter one divides by its
+        own count, as ever. Every rank brings the same number of windows, of any lengths (of equal ones over a
+        sharded model, whose forwards are collective: only `windows` pads). Where the very first
+        one may be of a single micro-batch, `set_requires_gradient_sync(True)` before it tells that its bare
+        `backward` is meant.
+
+        Raises:
+            RuntimeError: inside a micro-batch of `windows` or `accumulate`, which know the last one
+                themselves. From `backward`: it is the window's last by `accumulate`.
+            ValueError: "exact" replays BatchNorms, and the forward would not know its micro-batch.
+
+        Example:
+            >>> for i, (x, y) in enumerate(loader, start=1):  # doctest: +SKIP
+            ...     last = i % 8 == 0 or i == len(loader)
+            ...     with nullcontext() if last else sync.no_sync():
+            ...         sync.backward(loss_sum(model(x), y), count=len(y))
+            ...     if last:
+            ...         sync.step(optimizer)
+        """
+        before = self._requires_sync
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._requires_sync = before is None or before
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Say, until the next call, whether a `backward` ends its window: as FSDP's, and see `no_sync`.
+
+        Args:
+            requires_gradient_sync: False before the window's earlier micro-batches, True before its last one.
+
+        Raises:
+            TypeError: no bool.
+            RuntimeError, ValueError: as `no_sync`.
+        """
+        if not isinstance(requires_gradient_sync, bool):
+            raise TypeError(
+                f"requires_gradient_sync={requires_gradient_sync!r} is a "
+                f"{type(requires_gradient_sync).__name__}: need True for a window's last micro-batch, else "
+                "False"
+            )
+        engine = self._engine
+        if engine.counter.has_micro_batch_out:
+            raise RuntimeError(
+                "no_sync or set_requires_gradient_sync inside a micro-batch of sync.windows or "
+                "sync.accumulate, which know the window's last one: leave it out"
+            )
+        if engine.batch_norms.num_modules:
+            raise ValueError(
+                "no_sync or set_requires_gradient_sync with accumulator='exact' over BatchNorms, whose "
+                "statistics belong to a micro-batch from its forward on: put the forward and the backward "
+                "into `with sync.accumulate(last=...):`"
+            )
+        self._requires_sync = requires_gradient_sync
+
+    # ---- one micro-batch ----
 
     @contextmanager
     def micro_batch(self, *, count: Count | None = None) -> Iterator[MicroBatch]:
@@ -217,6 +290,59 @@ class Sync(Audited, Position, Clipping, Counted, Stateful, TorchNames):
         with self._micro_batch_of_backward():
             backward(self._engine, one, known, run, is_told=gradient is None)
 
+    @property
+    def totals(self) -> dict[str, float]:
+        """What the window counts over all its ranks and micro-batches, by loss, from before its first
+        forward on; under "count" if the function gives numbers. Empty where nothing was read ahead.
+        """
+        known = self._engine.current.denominators
+        return {} if known is None else dict(known.totals)
+
+    def weigh(self, losses: Mapping[str, Tensor | float]) -> Tensor:
+        """Return the one loss that `backward` makes of several: the sum of loss × divisor / its own total.
+
+        Args:
+            losses: as for `backward`.
+
+        Returns:
+            0-dim, to run a backward on inside a micro-batch's own block; do not give it to `backward`
+            together with a dict.
+
+        Raises:
+            RuntimeError: the window's counts were not read ahead.
+            ValueError: the losses are not those that are counted.
+        """
+        return weigh(self._engine, losses)
+
+    def _begin_loop(self, name: str) -> None:
+        """Let a loop of ours say again which micro-batch is the last."""
+        if self._requires_sync is False:
+            raise RuntimeError(
+                f"{name} while gradient sync is off: it knows the window's last micro-batch itself; leave "
+                "no_sync out, or call set_requires_gradient_sync(True) first"
+            )
+        self._requires_sync = None
+
+    def _micro_batch_of_backward(self) -> AbstractContextManager[None]:
+        """Return what makes a backward a micro-batch of its own where no loop has handed one out."""
+        engine, counter = self._engine, self._engine.counter
+        if counter.has_micro_batch_out:
+            return nullcontext()
+        if self._requires_sync is None and counter.accumulate == 1 and counter.state is State.IDLE:
+            self._requires_sync = True  # there is nothing else that it could mean
+        if self._requires_sync is None:
+            return nullcontext()
+        due = counter.due if counter.state is State.OPEN else counter.share
+        if not self._requires_sync and len(due) == 1:
+            raise RuntimeError(
+                f"backward without sync in the last micro-batch of window {counter.index}, by "
+                f"accumulate={counter.accumulate}: sync in it, or make the engine with the number of "
+                "micro-batches of your longest window"
+            )
+        return single_micro_batch(engine, last=self._requires_sync)
+
+    # ---- the end of a window ----
+
     def flush(self) -> None:
         """End the window here: reduce what has been accumulated, without another forward or backward.
 
@@ -237,6 +363,78 @@ class Sync(Audited, Position, Clipping, Counted, Stateful, TorchNames):
             RuntimeError: the window has not been sent; or as `step`.
         """
         self._engine.unscale_()
+
+    def grad_norm(self) -> Tensor:
+        """Return the 2-norm of the gradients as they are, clipping included; float64, 0-dim, on their device.
+        Where ranks hold different elements (shards, experts): as they were reduced, or clipped last.
+
+        Cost: a look at every `.grad`; if one was written to since they were reduced, a read of each.
+        """
+        engine = self._engine
+        engine.finish()
+        if not engine.final.is_shared:  # else one rank alone may ask, and the others must not be waited for
+            engine.current.renew_norm()
+        return engine.final.grad_norm()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Multiply the gradients by min(1, max_norm / norm) and return the norm before clipping, as
+        `torch.nn.utils.clip_grad_norm_` does for the parameters of this engine.
+
+        Args:
+            max_norm: the largest allowed norm of the mean gradient.
+            norm_type: 2.0, or inf for the largest absolute value.
+            error_if_nonfinite: raise if the norm is inf or nan, which otherwise skips the step.
+
+        Returns:
+            The norm over all parameters and ranks, float64, 0-dim; the same bits on every rank.
+
+        Raises:
+            TypeError: no number.
+            ValueError: a negative number, or nan; a norm of another type.
+            RuntimeError: the norm is not finite under `error_if_nonfinite`, on every rank. Nothing is
+                clipped: `sync.step` skips the step, and `sync.abandon()` drops the window.
+
+        Cost: the 2-norm was taken with the finite check; the inf-norm reads the gradients once. One pass that
+            reads and writes every gradient; none where the host sees that the norm is within `max_norm`.
+            `error_if_nonfinite` waits for the device.
+        """
+        check_max_norm(max_norm)
+        order = _checked_order(norm_type)
+        engine = self._engine
+        verdict, final = engine.finish(), engine.final
+        engine.current.renew_norm()
+        norm = final.grad_norm() if order != math.inf else final.inf_norm(engine.parts.published.largest())
+        if error_if_nonfinite:
+            engine.reach_verdicts()
+            _check_finite(norm, order, verdict.reason)
+        engine.scale_(final.clip(max_norm, norm))
+        return norm
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clip every element of the mean gradient to [-clip_value, clip_value], as
+        `torch.nn.utils.clip_grad_value_` does. Whether the step is skipped for inf or nan does not change.
+
+        Args:
+            clip_value: the largest allowed absolute value, the same on every rank.
+
+        Raises:
+            TypeError: no number.
+            ValueError: a negative number, or nan.
+
+        Cost: one pass that reads and writes every gradient, and one that reads for the norm (`grad_norm`, and
+            a later `clip_grad_norm_`).
+        """
+        value = _checked_value(clip_value)
+        engine = self._engine
+        verdict, final = engine.finish(), engine.final
+        engine.current.renew_norm()
+        final.keep_norm()
+        engine.parts.published.clip_values_(value)
+        engine.current.renew_norm(has_changed=True)
+        # Ranks that clip by another value are found out.
+        verdict.use.factors.append(torch.tensor(value, dtype=torch.float64, device=HOST))
 
     def step(
         self, optimizer: torch.optim.Optimizer, scheduler: Any = None, *, max_norm: float | None = None
@@ -319,3 +517,204 @@ class Sync(Audited, Position, Clipping, Counted, Stateful, TorchNames):
         if not callable(callback):
             raise TypeError(f"callback is a {type(callback).__name__}: need a function of a StepRecord")
         return StepHandle(self._callbacks, callback)
+
+    # ---- where the loop is ----
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a full window on this rank: `accumulate`, or what was set since.
+
+        Set it between two windows, on every rank alike. Setting raises ValueError for no whole number from 1
+        on, and with accumulator="exact", whose bits depend on it; RuntimeError inside a window.
+        """
+        return self._engine.counter.accumulate
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        wrong = check_accumulate(steps)
+        if wrong:
+            raise ValueError("gradient_accumulation_steps" + wrong[0].removeprefix("accumulate"))
+        self._engine.resize(steps)
+
+    @property
+    def is_sync_step(self) -> bool:
+        """Whether the window gets no further micro-batch: this is its last one, it has none left,
+        or it was flushed.
+        """
+        return self._engine.counter.ends
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether the micro-batch handed out last is a batch once more, which only other ranks need: over a
+        sharded model a rank that has run out runs the others' forwards with them. Nothing of it counts.
+        """
+        return self._engine.current.is_padding
+
+    @property
+    def landed(self) -> object | None:
+        """What tells this window from every other one, once it has landed; None before."""
+        return self._engine.current.verdict
+
+    @property
+    def window(self) -> int:
+        """Index of the window, from 0; it goes up when the next one begins."""
+        return self._engine.counter.index
+
+    @property
+    def place(self) -> int:
+        """Index, in its window over all ranks, of the micro-batch handed out last;
+        see `pe.micro_batch_rng`.
+        """
+        places = self._engine.counter.places
+        if self.is_padding:
+            return places[-1] if places else 0
+        if not places:
+            raise RuntimeError("place: no micro-batch has been handed out in this window")
+        return places[-1]
+
+    @property
+    def is_slot_end(self) -> bool:
+        """Whether no slot, as `pe.Exact(slots=...)` cuts the window, is half summed: behind a backward
+        `state_dict` may be called. True everywhere without slots.
+        """
+        engine = self._engine
+        return engine.counter.state is not State.OPEN or not engine.current.runs.is_open
+
+    @property
+    def due(self) -> list[int]:
+        """Places of the window's micro-batches that this rank is still to compute,
+        for `WindowSampler.set_epoch`.
+        """
+        counter = self._engine.counter
+        return list(counter.due if counter.state is State.OPEN else counter.share)
+
+    # ---- states ----
+
+    @property
+    def done(self) -> list[int]:
+        """Places that were done on any rank when `load_state_dict` was called, for `Dealer.set_epoch`."""
+        return list(self._done)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank's engine holds, also in the middle of a window, as tensors and plain values.
+
+        `{"version", "window", "steps", "rank 0 of 2": (content, checksum)}`; so
+        `torch.distributed.checkpoint`, for which an engine is a `Stateful`, keeps ranks apart. The content:
+        windows and steps completed, the sums, counts, losses and running statistics of the open window's
+        micro-batches that are done here, with their places; the loss scale, gradients carried over, what the
+        wire has lost and is still to send, and the states of the random generators. Parameters, optimizer and
+        scheduler are the caller's to save, as ever. On an accelerator every rank calls this at the same
+        point, as `synchronize`.
+
+        With accumulator="exact" the last states of any ranks in a window fit together, whenever each was
+        saved.
+
+        Raises:
+            RuntimeError: between a micro-batch's hand-out and its backward (so also after one that had no
+                backward, for the rest of the window), between the window's last backward and the step, or
+                inside a slot of `pe.Exact(slots=...)` (see `is_slot_end`).
+
+        Cost: copies the sums: 4 bytes an element (2 of narrow "native" ones), 8 for "exact". Their checksum
+        reads the copy once on the host, about 2 GB/s (a device's is copied there), and so does
+        `load_state_dict`.
+        """
+        return take_snapshot(self._engine).to_dict()
+
+    def load_state_dict(self, states: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Go on where `state_dict` was called, bit for bit; every rank calls this before its loop.
+
+        Args:
+            states: this rank's own state, on as many ranks as there were; or a list of the states of all
+                ranks, the same on every rank, taken between windows, of which what a wire keeps is then
+                shared out among the ranks there are now. With accumulator="exact" the window may be open:
+                sums and remaining micro-batches are shared out, too, and a state may be missing, or older
+                than others that hold its micro-batches: what is missing is computed again. All of one window,
+                that of the parameters (`state["window"]`). One dict may hold the parts of several ranks.
+
+        Nothing of a rank's own is needed but its loader, which goes on behind what is done:
+        `sampler.set_epoch(..., due=sync.due)`, or `dealer.set_epoch(..., done=sync.done)`. The generators go
+        on from where they were when the loop takes the first micro-batch, if this rank's own state of as many
+        ranks is there. (The loader reads one micro-batch ahead: what it draws in this process from them is
+        not repeated; see `pe.sample_rng`.) What has to be alike on every world size starts from
+        `pe.micro_batch_rng`.
+
+        Raises:
+            ValueError: a state is damaged or does not fit, or ranks got different ones; on every rank, and
+                nothing has changed. All of a state is checked before any rank loads it.
+
+        Example:
+            >>> paths = sorted(folder.glob("sync-*.pt"))  # doctest: +SKIP
+            >>> states = [torch.load(path, weights_only=True) for path in paths]  # doctest: +SKIP
+            >>> sync.load_state_dict([s for s in states if s["window"] == window])  # doctest: +SKIP
+            >>> sampler.set_epoch(0, window=window, due=sync.due)  # doctest: +SKIP
+        """
+        self._done = load_states(self._engine, states)
+
+    # ---- audit ----
+
+    def audit(self, *, every: int = 100, module: nn.Module | None = None) -> WindowAudit:
+        """Compare, in every `every`-th window and before its step, what ranks must agree on.
+
+        Parameters, gradients, optimizer state and hyperparameters by checksums; the reduced gradients with
+        what the micro-batches brought; and what the window was divided by with what was counted. Every rank
+        calls this at the same point, between windows. See docs/reliability.md, and `pe.audit` for a loop
+        without an engine.
+
+        Args:
+            every: windows from one check to the next; the first one is checked.
+            module: whose buffers are compared too; a model under `attach` is known.
+
+        Returns:
+            A handle: `remove()` takes the audit off.
+
+        Raises:
+            TypeError, ValueError: an argument is off.
+            RuntimeError: the engine is audited already, or lies on an XLA device.
+            AuditError: later, where a window lands (`step`, clipping), on every rank: what has parted, where,
+                since when, and the likely cause. Nothing is stepped with the window. On an accelerator when
+                the next window begins.
+
+        Cost: as `pe.audit`, and nothing in windows that are not checked.
+        """
+        engine = self._engine
+        check_device(engine.device)
+        if engine.parts.audit is not None:
+            raise RuntimeError("this engine is audited already: remove() that audit first")
+        made = WindowAudit(engine, every=check_every(every), module=module)
+        engine.parts.audit = made
+        return made
+
+
+def _checked_order(norm_type: object) -> float:
+    """Return 2.0 or inf; refuse every other norm."""
+    if norm_type == "inf":  # as torch takes it
+        return math.inf
+    if not isinstance(norm_type, Real) or isinstance(norm_type, bool):
+        raise TypeError(f"norm_type={norm_type!r} is a {type(norm_type).__name__}: need 2.0 or inf")
+    order = float(norm_type)
+    if order not in (2.0, math.inf):
+        raise ValueError(
+            f"norm_type={norm_type!r}: need 2.0 or inf; for another norm call "
+            "torch.nn.utils.clip_grad_norm_ over the parameters, at the same place"
+        )
+    return order
+
+
+def _checked_value(clip_value: object) -> float:
+    if not isinstance(clip_value, Real) or isinstance(clip_value, bool):
+        raise TypeError(
+            f"clip_value={clip_value!r} is a {type(clip_value).__name__}: need a number of at least 0"
+        )
+    if not float(clip_value) >= 0:
+        raise ValueError(f"clip_value={clip_value!r}: need a number of at least 0")
+    return float(clip_value)
+
+
+def _check_finite(norm: Tensor, order: float, reason: str) -> None:
+    """Raise RuntimeError, as torch does, for a norm that is the same on every rank."""
+    if not math.isfinite(number := float(norm)):
+        why = reason or "it leaves the range of its type"
+        raise RuntimeError(
+            f"the gradients' norm of order {order:g} is {number}, and error_if_nonfinite is set ({why}): "
+            "nothing was clipped; call sync.step, which skips this step on every rank, or sync.abandon()"
+        )

@@ -134,8 +134,8 @@ def _undone(kind: str, when: str, dtype: torch.dtype) -> None:
             sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        sync.detach()
-        sync.detach()  # again does nothing
+        sync.close()
+        sync.close()  # again does nothing
     assert len(told) == (when == "open")
     after = _settings(model, ddp)
     assert after == before, [pair for pair in zip(before, after) if pair[0] != pair[1]][:3]

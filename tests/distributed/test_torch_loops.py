@@ -372,6 +372,6 @@ def test_exact_sums_over_batch_norms_need_to_know_the_forward():
 
 def test_a_closed_engine_takes_neither():
     _, sync = _engine()
-    sync.detach()
+    sync.close()
     with pytest.raises(RuntimeError, match="has been closed"), sync.no_sync():
         pass
