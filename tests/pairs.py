@@ -1,9 +1,9 @@
-"""Which combinations of a test's arguments run by default, where it takes ranks: as few as show each value in
-company.
+"""Which combinations of a test's arguments run by default: as few as show each value in company.
 
 What breaks, breaks with one value or with two that meet, seldom with three (Kuhn, Wallace, Gallo 2004). So
-of three arguments or more every two values meet in some combination, and of two every value comes once.
-`make faults` runs all combinations.
+of three arguments or more every two values meet in some combination. Of two arguments every value comes once
+where the test takes ranks, which costs a world of processes; elsewhere all combinations run. `make faults`
+runs all combinations of every test.
 """
 
 from __future__ import annotations
@@ -50,16 +50,15 @@ def _shown(case: Sequence[Hashable]) -> list[Hashable]:
 
 
 def leave_out(items: Sequence[pytest.Item]) -> None:
-    """Mark as exhaustive what others of the same test show, too, where it costs a world of processes."""
+    """Mark as exhaustive what others of the same test show, too."""
     tests: dict[tuple[str, bool], list[pytest.Function]] = defaultdict(list)
     for item in items:
-        is_costly = isinstance(item, pytest.Function) and "ranks" in item.fixturenames
-        if is_costly and not item.get_closest_marker("exhaustive"):
+        if isinstance(item, pytest.Function) and not item.get_closest_marker("exhaustive"):
             is_slow = item.get_closest_marker("slow") is not None
             tests[item.nodeid.partition("[")[0], is_slow].append(item)
     for same in tests.values():
         cases = [_values(item) for item in same]
-        if len(cases[0]) < 2:
+        if len(cases[0]) < (2 if "ranks" in same[0].fixturenames else _MANY):
             continue
         chosen = covering(cases)
         for index, item in enumerate(same):

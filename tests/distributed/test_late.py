@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -180,10 +181,10 @@ def test_one_rank_may_look_at_the_outcome_alone(ranks, kind):
         assert "rank 0, micro-batch 0 (its loss)" in reasons[1]
 
 
-def _plain_optimizer() -> list[int]:
+def _other_optimizer(make: Any) -> list[int]:
     model = _model()
     sync, forward = _late("own", model, accumulate=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=False)
+    optimizer = make(model.parameters(), lr=0.1)
     heard: list[int] = []
     sync.on_step(lambda record: heard.append(record.step))
     for _ in sync.windows([torch.ones(1, 4)] * 3):
@@ -194,8 +195,12 @@ def _plain_optimizer() -> list[int]:
     return heard
 
 
-def test_an_optimizer_that_cannot_skip_by_itself_makes_the_host_wait(ranks):
-    assert ranks(2).run(_plain_optimizer)[0] == [0, -1, 1, -1, 2, -1]
+def test_an_optimizer_whose_step_cannot_be_undone_makes_the_host_wait(ranks):
+    assert ranks(2).run(_other_optimizer, torch.optim.AdamW)[0] == [0, -1, 1, -1, 2, -1]
+
+
+def test_an_optimizer_whose_step_can_be_undone_is_heard_of_a_window_later(ranks):
+    assert ranks(2).run(_other_optimizer, torch.optim.SGD)[0] == [-1, 0, -1, 1, -1, 2]
 
 
 def _abandoned(kind: str) -> list[int]:
