@@ -14,10 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from pyengine.comm import TorchDist, apart, comm_for
 from pyengine.comm.axes import Axes, has_group
 from pyengine.comm.base import Comm
-from pyengine.engine.engine_ranks import EngineRanks
+from pyengine.engine.engine import make_engine
+from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
 from pyengine.engine.handshake import prepare_wire, sparse_modules, without_fabric
-from pyengine.engine.make import make_engine
-from pyengine.engine.sharded_ranks import ShardedRanks
 from pyengine.engine.sync import Sync
 from pyengine.gradients.accumulator import Exact, as_accumulator
 from pyengine.gradients.ddp.hook import HookState

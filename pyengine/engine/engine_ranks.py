@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -25,16 +26,103 @@ from pyengine.comm.axes import (
 )
 from pyengine.comm.groups import group_beside_ddp, group_of
 from pyengine.comm.shared_memory import problems_of_sharing, share_memory
-from pyengine.engine.membership import Membership
+from pyengine.gradients.fsdp.places import is_counted
+from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.groups import Groups
-from pyengine.gradients.layout import ParamSpec
+from pyengine.gradients.layout import ParamSpec, first_difference
 from pyengine.gradients.local_part import is_dtensor
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import local
+from pyengine.ops.device import HOST
 from pyengine.ops.pointers import keeps_elements_elsewhere
 from pyengine.window.shared_batch import SharedBatch
 
 Named = Sequence[tuple[str, Parameter]]
+
+# ---- what one rank says of its groups ----
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What one rank says of its groups. Ranks are those of the engine, from 0.
+
+    Attributes:
+        described: the mesh and its axes, in words; the same on every rank.
+        groups: the ranks over which gradients are summed, by `ParamSpec.group`.
+        batch: which batch this rank computes, and with whom.
+        num_batches: over all ranks.
+        unmatched: patterns of `Axes.groups` that no parameter here matches.
+        counted: by parameter, whether this rank counts it in the norm; None: all ranks hold the same.
+    """
+
+    described: str
+    groups: tuple[tuple[int, ...], ...]
+    batch: SharedBatch
+    num_batches: int
+    unmatched: tuple[str, ...] = ()
+    counted: tuple[bool, ...] | None = None
+
+    @classmethod
+    def plain(cls, *, rank: int, world_size: int) -> Membership:
+        """Return that of a rank whose parameters are those of all ranks, and whose batch is its own."""
+        return cls("", (tuple(range(world_size)),), SharedBatch(rank, 1, True), world_size)
+
+
+def memberships_differ(said: Sequence[Membership], specs: Sequence[Sequence[ParamSpec]]) -> list[str]:
+    """Say in what ranks do not fit together.
+
+    Args:
+        said: by rank.
+        specs: by rank, its parameters in registration order.
+    """
+    described = [membership.described for membership in said]
+    if len(set(described)) > 1:
+        values = "; ".join(f"rank {rank} has {text or 'no mesh'}" for rank, text in enumerate(described))
+        return [f"ranks have different meshes or axes: {values}. Pass the same ones on every rank"]
+    for pattern in said[0].unmatched:
+        if all(pattern in membership.unmatched for membership in said):
+            return [
+                (
+                    f"axes.groups[{pattern!r}] matches no parameter on any rank (the first is "
+                    f"{specs[0][0].name!r}): patterns are of whole names, as fnmatch has them"
+                )
+            ]
+    members: dict[tuple[int, ...], dict[int, list[ParamSpec]]] = {}
+    for rank, (membership, mine) in enumerate(zip(said, specs, strict=True)):
+        for index, ranks in enumerate(membership.groups):
+            members.setdefault(ranks, {})[rank] = [spec for spec in mine if spec.group == index]
+    return [text for ranks, have in members.items() if (text := _difference(ranks, have))]
+
+
+def most_parts(said: Sequence[Membership]) -> int:
+    """Return how many ranks of one group share a batch, at most: each adds its own part of the gradient.
+
+    Args:
+        said: by rank.
+    """
+    groups = {ranks for membership in said for ranks in membership.groups}
+    return max(max(Counter(said[rank].batch.index for rank in ranks).values()) for ranks in groups)
+
+
+def _difference(ranks: Sequence[int], have: dict[int, list[ParamSpec]]) -> str:
+    """Say in what the ranks of one group differ; nothing if they do not."""
+    missing = [rank for rank in ranks if rank not in have]
+    if missing:
+        first, others = next(iter(have)), ", ".join(map(str, missing))
+        return (
+            f"rank {first} sums gradients over ranks {list(ranks)}, and rank {others} of them does not: "
+            "give every rank of a group that group"
+        )
+    difference = first_difference([have[rank] for rank in ranks], ranks)
+    if difference is None:
+        return ""
+    return (
+        f"params_or_module differs between ranks: {difference}. Build the same model, in the same order, on "
+        "every rank"
+    )
+
+
+# ---- ranks that a process group or a mesh names ----
 
 
 class EngineRanks:
@@ -428,3 +516,112 @@ def _kind(tensor: Tensor) -> str:
     if tensor.is_quantized:
         return "a quantized tensor"
     return f"a {type(tensor).__name__}" if tensor.layout is torch.strided else f"a {tensor.layout} tensor"
+
+
+# ---- ranks of a model sharded by FSDP2 ----
+
+
+class ShardedRanks:
+    """The ranks of an engine over a sharded model.
+
+    A parameter under tensor parallelism tells of all of them: its mesh has the axes of the data first, and
+    behind them those along which ranks share a batch. Other parameters, of norms say, are on a mesh of the
+    data alone, and the same on all ranks that share a batch.
+
+    Args:
+        units: of the model.
+        comm: transport over all ranks.
+
+    Attributes:
+        membership: what this rank says to others.
+    """
+
+    takes_dtensors = True
+
+    def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
+        self.membership = Membership.plain(rank=comm.rank, world_size=comm.world_size)
+        meshes = [(unit, param.device_mesh) for unit in units for param in _lying(unit)]
+        cut = [(mesh, unit.data_ndim) for unit, mesh in meshes if mesh.ndim > unit.data_ndim]
+        everywhere = torch.arange(comm.world_size, dtype=torch.int64, device=HOST)
+        self._is_cut, data = bool(cut), everywhere
+        if self._is_cut:
+            everywhere, data = cut[0][0].mesh, _of_data(*cut[0])
+        self._problems = [
+            text
+            for unit, mesh in dict.fromkeys(meshes)
+            for text in _unit_problems(unit, mesh, everywhere if mesh.ndim > unit.data_ndim else data)
+        ]
+        if self._is_cut and sorted(everywhere.flatten().tolist()) != list(range(comm.world_size)):
+            self._problems.append(
+                f"ddp_model lies on ranks {everywhere.tolist()}: need all {comm.world_size}"
+            )
+        if self._is_cut and not self._problems:
+            self.membership = _sharing(self.membership, *cut[0])
+
+    def specs(self, named: Named) -> list[ParamSpec]:
+        """Describe the parameters, whole."""
+        return [ParamSpec.of(name, param) for name, param in named]
+
+    def problems_with(self, named: Named, settings: Settings, *, num_batch_norms: int) -> list[str]:
+        """Say what an engine cannot do over these ranks."""
+        del named, num_batch_norms
+        found = list(self._problems)
+        if self._is_cut and settings.kind == "exact":
+            found.append(
+                "accumulator='exact' with tensor parallelism below FSDP: a micro-batch's own bits depend on "
+                "how parameters are cut there, so that no sum has them on every mesh; use 'fp32'"
+            )
+        return found
+
+    @property
+    def shared_batch(self) -> SharedBatch | None:
+        """The batch that this rank shares with others; None where every rank has its own."""
+        batch = self.membership.batch
+        return None if batch.num_ranks == 1 else batch
+
+    def counted(self, units: Sequence[Unit]) -> dict[int, bool]:
+        """Return, by a parameter's id, whether this rank counts what it holds of it: over all ranks every
+        element once.
+        """
+        speaks = self.membership.batch.speaks
+        return {
+            id(param): is_counted(param) and (speaks or param.device_mesh.ndim > unit.data_ndim)
+            for unit in units
+            for param in _lying(unit)
+        }
+
+
+def _lying(unit: Unit) -> Iterator[Any]:
+    yield from unit.params
+
+
+def _of_data(mesh: Any, data_ndim: int) -> Tensor:
+    """Return the ranks that share no batch with one another, this one among them, as a part of a mesh."""
+    ranks: Tensor = mesh.mesh[(..., *mesh.get_coordinate()[data_ndim:])]
+    return ranks
+
+
+def _unit_problems(unit: Unit, mesh: Any, wanted: Tensor) -> list[str]:
+    """Say whether a unit lies on other ranks than it should."""
+    if sorted(mesh.mesh.flatten().tolist()) == sorted(wanted.flatten().tolist()):
+        return []
+    where = f"FSDP unit {unit.name!r}" if unit.name else "ddp_model"
+    ranks = mesh.mesh.flatten().tolist()
+    return [
+        (
+            f"{where} is on a mesh of ranks {ranks}: need one of {wanted.flatten().tolist()}, which are all "
+            "ranks of the default process group, or under tensor parallelism those that have its part"
+        )
+    ]
+
+
+def _sharing(plain: Membership, mesh: Any, data_ndim: int) -> Membership:
+    """Return the membership of a rank on a mesh whose axes behind those of the data share batches."""
+    coordinate, index = mesh.get_coordinate(), 0
+    for axis in range(data_ndim):
+        index = index * mesh.size(axis) + coordinate[axis]
+    sharing = mesh.mesh[tuple(coordinate[:data_ndim])].flatten().tolist()
+    batch = SharedBatch(index, len(sharing), not any(coordinate[data_ndim:]))
+    described = f"a mesh of shape {list(mesh.mesh.shape)}, {data_ndim} axes of which hold data"
+    num_batches = mesh.size() // len(sharing)
+    return replace(plain, described=described, batch=batch, num_batches=num_batches)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyengine.comm.axes import Axes
+from pyengine.engine.engine import make_engine
 from pyengine.engine.engine_ranks import EngineRanks
 from pyengine.engine.handshake import (
     group_problems,
@@ -20,7 +21,6 @@ from pyengine.engine.handshake import (
     without_fabric,
     wrapped_problems,
 )
-from pyengine.engine.make import make_engine
 from pyengine.engine.sync import Sync
 from pyengine.gradients.accumulator import Exact, as_accumulator
 from pyengine.gradients.buckets import BucketReducer

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 import pyengine
 from pyengine.comm.base import Comm
 from pyengine.comm.levels import KnowsHosts, own_host
-from pyengine.engine.membership import Membership, memberships_differ, most_parts
+from pyengine.engine.engine_ranks import Membership, memberships_differ, most_parts
 from pyengine.gradients.accumulator import Exact
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.local_part import is_dtensor

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pyengine.comm.base import Traffic
 from pyengine.comm.side_stream import SideStream
-from pyengine.engine.membership import Membership
+from pyengine.engine.engine_ranks import Membership
 from pyengine.ops.device import recorded_event
 
 

@@ -15,8 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pyengine.comm.axes import Axes, MeshRanks
-from pyengine.engine.engine_ranks import EngineRanks
-from pyengine.engine.sharded_ranks import ShardedRanks
+from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
 from pyengine.window.holdings import Holdings
 
 AXES = ("a", "b", "c")
