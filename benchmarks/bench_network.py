@@ -9,9 +9,7 @@ starts `--ranks` workers of one thread. Variants take turns in the same processe
 window's time is the slowest rank's. `sync` is what a variant costs above training without any communication
 (`floor`) outside unscale, clip and optimizer; `sent` is what the interface of the busiest host counted, with
 all headers. `due` is what the link alone asks for: the bytes that the wire says it sends, by the link's rate,
-less the last backward of the floor, behind which they can hide. `predicted` is the window by the model of
-`python -m pyengine plan --link` (docs/network.md), from the floor of the run and a calibration of the machine
-that is measured before it.
+less the last backward of the floor, behind which they can hide.
 """
 
 from __future__ import annotations
@@ -19,11 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +30,15 @@ from _network import Link, hosts, sent_bytes, wait_for
 
 from pyengine.cli.bench.machine import card
 from pyengine.cli.bench.windows.measure import DTYPES, WARM_UP, Times, check_agreement, slowest, summary
-from pyengine.cli.bench.windows.models import MICRO_BATCHES, build
+from pyengine.cli.bench.windows.models import build
 from pyengine.cli.bench.windows.variants import VARIANTS, Engine
-from pyengine.cli.plan import model as plan_model
-from pyengine.cli.plan.calibration import Calibration, read
-from pyengine.cli.plan.measure import measure
-from pyengine.cli.plan.model import Cluster, Work
-from pyengine.cli.wires import PLANNED, WIRES
-from pyengine.wire import Wire
+from pyengine.wire import PowerSGD
 
 DEFAULT = (
     *("floor", "no_sync_view", "no_sync_bf16", "no_sync_fp16", "no_sync_powersgd", "accelerate"),
     *("engine", "engine_bf16", "engine_bf16_sum_fp32", "engine_int8", "engine_int8_ef", "engine_fp8_e4m3_ef"),
     *("engine_powersgd_r2", "engine_exact", "engine_exact_slots", "attach", "attach_int8_ef"),
 )
-# Peers, by the wire that they send as much as.
-AS_WIRES = {"no_sync": "fp32", "no_sync_view": "fp32", "accelerate": "fp32"}
-AS_WIRES |= {"no_sync_bf16": "bf16", "no_sync_fp16": "fp16"}
 
 
 def main() -> None:
@@ -60,20 +48,17 @@ def main() -> None:
         _work(options)
         return
     results = {}
-    calibration = read(options.calibration) if options.calibration else measure()
     for rate in options.rates:
         link = Link(rate, options.delay)
         print(f"{options.hosts} hosts, {options.ranks} ranks each, {link}")
-        results[str(link)] = rows = _measure(link, options, calibration)
+        results[str(link)] = rows = _measure(link, options)
         _print(rows)
         if options.save:  # now: a run that is stopped keeps what it has
             machine = card(1) | {"hosts": options.hosts, "ranks a host": options.ranks}
             name = options.name or f"network-{options.hosts}" + (
                 f"x{options.ranks}" if options.ranks > 1 else ""
             )
-            asked = vars(options) | {"calibration": None}  # which is here
-            content = {"machine": machine, "options": asked, "calibration": asdict(calibration)}
-            content["links"] = results
+            content = {"machine": machine, "options": vars(options), "links": results}
             print("wrote", save(name, content))
 
 
@@ -89,7 +74,6 @@ def _options() -> argparse.Namespace:
     add("--case", default="gpt:fp32", help="model:dtype, see bench_step.py")
     add("--variants", default=",".join(DEFAULT), help=f"of {', '.join(VARIANTS)}")
     add("--rounds", type=int, default=6, help="windows of every variant at every rate")
-    add("--calibration", type=Path, help="of `plan --measure`, or an earlier result: do not measure it anew")
     add("--save", action="store_true", help="write benchmarks/results/<date>-network-<hosts>.json")
     add("--name", help="of that file, in place of network-<hosts>")
     add("--out", help=argparse.SUPPRESS)
@@ -100,9 +84,7 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _measure(
-    link: Link, options: argparse.Namespace, calibration: Calibration
-) -> dict[str, dict[str, float]]:
+def _measure(link: Link, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Run all variants over one kind of link; return their rows."""
     own = ["--case", options.case, "--variants", options.variants, "--rounds", str(options.rounds)]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(options.hosts)]
@@ -120,46 +102,7 @@ def _measure(
     for name, row in rows.items():
         row["sent_mb"] = max(rank["sent"][name] for rank in ranks) / 1e6
         row["due_ms"] = _due_ms(ranks[0]["wire_bytes"][name], rows, link, options)
-        wire = _wire(name)
-        if wire and "floor" in rows:
-            work = _work_of(rows["floor"], ranks[0]["numel"], calibration)
-            row["predicted_ms"] = 1e3 * _predicted_s(wire, work, link, options, calibration)
     return rows
-
-
-def _wire(name: str) -> Wire | None:
-    """Return the wire that a variant sends over, or as over; None of one that the model does not know."""
-    variant = VARIANTS[name]
-    if issubclass(variant, Engine):
-        is_known = variant.accumulator != "exact" and variant.wire in PLANNED.values()
-        return variant.wire if is_known else None
-    return WIRES[AS_WIRES[name]] if name in AS_WIRES else None
-
-
-def _work_of(floor: dict[str, float], numel: int, calibration: Calibration) -> Work:
-    """Return what a rank computes, as the run's floor did; halves of a micro-batch as in the calibration."""
-    micro_batch_s = (floor["early_p50_ms"] + floor["last_p50_ms"]) / MICRO_BATCHES / 1e3
-    found = calibration.work
-    forward_s = micro_batch_s * found.forward_s / found.micro_batch_s
-    return Work(
-        numel=numel,
-        forward_s=forward_s,
-        backward_s=micro_batch_s - forward_s,
-        step_s=(floor["epilogue_p50_ms"] + floor["optimizer_p50_ms"]) / 1e3,
-        bucket_bytes=found.bucket_bytes,
-    )
-
-
-def _predicted_s(
-    wire: Wire, work: Work, link: Link, options: argparse.Namespace, calibration: Calibration
-) -> float:
-    """Return the window that the model predicts; all hosts share the cores of this machine."""
-    rate = link.rate * 125e3 if link.rate else math.inf
-    cores = (os.cpu_count() or 1) / (options.hosts * options.ranks)
-    speeds = calibration.speeds
-    speeds = replace(speeds, latency_s=speeds.latency_s + link.delay_ms / 1e3)
-    found = plan_model.sync(wire, work, Cluster(options.hosts, options.ranks, rate, cores), speeds)
-    return work.window_s(MICRO_BATCHES, found.exposed_s)
 
 
 def _due_ms(num_bytes: float, rows: dict[str, dict[str, float]], link: Link, options: Any) -> float:
@@ -199,24 +142,25 @@ def _work(options: argparse.Namespace) -> None:
     told = {
         "times": times,
         "sent": {name: statistics.median(numbers) for name, numbers in sent.items()},
-        "numel": sum(param.numel() for param in variants[names[0]].model.parameters()),
-        "wire_bytes": {name: _wire_bytes(name, variant) for name, variant in variants.items()},
+        "wire_bytes": {name: _wire_bytes(variant) for name, variant in variants.items()},
     }
     (Path(options.out) / f"{rank}.json").write_text(json.dumps(told))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _wire_bytes(name: str, variant: Any) -> float:
-    """Return what the wire says that a rank sends in a window; 0 where there is no wire of ours."""
-    if not isinstance(variant, Engine) or _wire(name) is None:
+def _wire_bytes(variant: Any) -> float:
+    """Return what the wire says that a rank sends in a window; 0 where no wire of ours can say it."""
+    if not isinstance(variant, Engine) or variant.accumulator == "exact":
+        return 0
+    if isinstance(variant.wire, PowerSGD):  # by the shapes of the parameters
         return 0
     numel = sum(param.numel() for param in variant.model.parameters())
     return variant.wire.bytes_on_wire(numel, dist.get_world_size())
 
 
 def _print(rows: dict[str, dict[str, float]]) -> None:
-    columns = {"window": "window_p50_ms", "predicted": "predicted_ms", "min": "window_min_ms"}
+    columns = {"window": "window_p50_ms", "min": "window_min_ms"}
     columns |= {"sync": "sync_p50_ms", "due": "due_ms"}
     print(f"\r{'':20}" + "".join(f"{name + ' ms':>14}" for name in columns) + f"{'sent MB':>14}")
     for name, row in rows.items():

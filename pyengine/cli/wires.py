@@ -12,13 +12,11 @@ _FED_BACK: dict[str, Wire] = {
     "fp8-e4m3": FP8("e4m3"),
     "fp8-e5m2": FP8("e5m2"),
 }
-# What these send an element is known, whatever the model.
-PLANNED: dict[str, Wire] = {
+WIRES: dict[str, Wire] = {
     "fp32": FP32(),
     "bf16": BF16(),
     "fp16": FP16(),
     **_FED_BACK,
     **{f"{name}-ef": ErrorFeedback(wire) for name, wire in _FED_BACK.items()},
+    **{f"powersgd-r{rank}": PowerSGD(rank) for rank in (1, 2, 4)},
 }
-# And what the others send depends on the shapes of parameters.
-WIRES: dict[str, Wire] = {**PLANNED, **{f"powersgd-r{rank}": PowerSGD(rank) for rank in (1, 2, 4)}}

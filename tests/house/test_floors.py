@@ -15,7 +15,6 @@ LATE = {
     "__init__.py",  # the command's signals, in the command line's own process alone
     "comm/__init__.py",
     "cli/main.py",
-    "cli/plan/network.py",
     "ops/native.py",
 }  # torch_xla, one command's packages, the extension: may be absent
 

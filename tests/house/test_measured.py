@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from pages import ROOT
 
-from pyengine.cli.main import main
-
 RESULTS = ROOT / "benchmarks" / "results"
 pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="the sdist has no result files")
 
@@ -138,20 +136,3 @@ def test_what_wires_do_to_training_is_that_of_the_result_file():
             ]
             expected.setdefault(f"`{wire}`", []).extend(texts)
     assert _table("docs/wires.md", "of one seed at most") == expected
-
-
-def test_windows_on_networks_are_what_the_command_on_the_page_says(capsys, monkeypatch):
-    (command,) = re.findall(
-        r"^python -m pyengine (plan --calibration benchmarks/.*)",
-        (ROOT / "docs/network.md").read_text(),
-        re.MULTILINE,
-    )
-    monkeypatch.chdir(ROOT)
-    assert main([*command.split(), "--json"]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    expected: dict[str, list[str]] = {}
-    for row in rows:
-        if row["is_best"]:
-            said = f"`{row['wire']}`, {row['accumulate']}, {1e3 * row['window_s']:,.0f} ms"
-            expected.setdefault(str(row["world_size"]), []).append(said)
-    assert _table("docs/network.md", "100 Gbit/s") == expected

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import Any
 
-from pyengine.cli.arguments import Conflict, above_zero, whole
-from pyengine.cli.plan import network_arguments as network
+from pyengine.cli.arguments import above_zero, whole
 
 DESCRIPTION = """\
 Show how a global batch is split on each number of workers, and what its learning rate is. The gradient of a
 step is the mean over the global batch however it is split, so rows with the same global batch train alike
 (batch norm apart): the same learning rate, the same steps an epoch. Where the global batch grows, both
-change.
+change."""
 
-With --link, predict windows on a network: what the sync costs over each wire, what the last backward hides of
-it, and how many micro-batches a window it takes for the rest not to matter."""
-
-EXAMPLES = (
-    """\
+EXAMPLES = """\
 examples:
   python -m pyengine plan                                    256 on one device = 128 × 2 = 64 × 4 = 32 × 8
   python -m pyengine plan --micro-batch 8                    8 at a time fit a device: the rest is accumulated
   python -m pyengine plan --workers 1,3,5 --micro-batch 8    what does not come out even
   python -m pyengine plan --global-batch 256,1024,4096 --lr 0.1 --from-batch 256 --dataset-size 1281167
                                                              larger batches, their rates and steps an epoch
-"""
-    + network.EXAMPLES
-    + """
+
 columns:
   workers       one rank each
   micro-batch   samples a backward; without --micro-batch a rank's whole part
@@ -36,16 +28,13 @@ columns:
   lr linear     lr × global batch / from-batch: for SGD, with a warm-up (Goyal et al. 2017)
   lr sqrt       lr × √(global batch / from-batch): for Adam (Malladi et al. 2022)
   steps         optimizer steps in an epoch of --dataset-size samples
-"""
-    + network.COLUMNS
-    + """
+
 the same in Python:
   plan = pe.plan_batch(global_batch=256, micro_batch=8, world_size=4)    # plan.accumulate == 8
   lr = pe.scale_lr(0.1, from_batch=256, to_batch=plan.global_batch, rule="linear")
 
 exit code: 0 every row can be run, 1 some cannot, 2 the arguments are wrong
 """
-)
 
 
 @dataclass(frozen=True)
@@ -68,28 +57,25 @@ class Settings:
     json: bool
 
 
-_DEFAULTS: dict[str, Any] = {
-    "global_batch": (256,),
-    "workers": (1, 2, 4, 8),
-    "micro_batch": None,
-    "lr": 1.0,
-    "from_batch": None,
-    "dataset_size": None,
-}
-
-
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add = parser.add_argument
     add(
         "--global-batch",
         type=_several,
+        default=(256,),
         metavar="N,N",
         help="samples an optimizer step (default: 256)",
     )
-    add("--workers", type=_several, metavar="N,N", help="world sizes (default: 1,2,4,8)")
+    add(
+        "--workers",
+        type=_several,
+        default=(1, 2, 4, 8),
+        metavar="N,N",
+        help="world sizes (default: 1,2,4,8)",
+    )
     add("--micro-batch", type=whole(1), metavar="N", help="samples a backward (default: a rank's whole part)")
-    add("--lr", type=above_zero, metavar="X", help="learning rate for --from-batch (default: 1)")
+    add("--lr", type=above_zero, default=1.0, metavar="X", help="learning rate for --from-batch (default: 1)")
     add(
         "--from-batch",
         type=whole(1),
@@ -98,24 +84,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     add("--dataset-size", type=whole(1), metavar="N", help="samples in the dataset, for steps an epoch")
     add("--json", action="store_true", help="one JSON object a line on stdout instead of a table")
-    parser.set_defaults(**_DEFAULTS)
-    network.add_to(parser)
 
 
-def settings(options: argparse.Namespace) -> Settings | network.Settings | network.Measure:
-    """Turn parsed arguments into settings.
-
-    Raises:
-        Conflict: something about a network is missing, or a file that cannot be.
-    """
-    if network.is_given(options):
-        for name, default in _DEFAULTS.items():
-            if getattr(options, name) != default:
-                raise Conflict(
-                    f"argument --{name.replace('_', '-')}: says nothing about a network: leave it out, or "
-                    "--link and --measure"
-                )
-        return network.settings(options)
+def settings(options: argparse.Namespace) -> Settings:
+    """Turn parsed arguments into settings."""
     return Settings(
         global_batches=options.global_batch,
         workers=options.workers,

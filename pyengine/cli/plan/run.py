@@ -11,7 +11,6 @@ from rich.table import Table
 
 from pyengine.cli.arguments import Conflict
 from pyengine.cli.output import add_numbers
-from pyengine.cli.plan import network, network_arguments
 from pyengine.cli.plan.arguments import Settings
 from pyengine.cli.terminal import print_json
 from pyengine.data.batch_plan import BatchPlan, Rule, plan_batch, scale_lr
@@ -41,12 +40,8 @@ class Row:
     problem: str
 
 
-def run(settings: Settings | network_arguments.Settings | network_arguments.Measure) -> int:
+def run(settings: Settings) -> int:
     """Print the plan; return the exit code."""
-    if isinstance(settings, network_arguments.Measure):
-        return network.run_measure(settings)
-    if isinstance(settings, network_arguments.Settings):
-        return network.run(settings)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         rows = make_rows(settings)
