@@ -23,7 +23,6 @@ PAIRS = {
         "attach": _FP32,
         "engine_bf16": _BF16,
         "attach_bf16": _BF16,
-        "engine_powersgd_r1": ("no_sync_powersgd",),
         "attach_fsdp2": ("fsdp2", "fsdp2_deferred"),
     },
     "bf16": {

@@ -18,7 +18,6 @@ _WIRES = (
     "engine",
     "engine_bf16",
     "engine_int8_ef",
-    "engine_powersgd_r1",
     "attach_bf16",
     "engine_exact_slots",
 )
@@ -82,7 +81,7 @@ _HELD = (
     *("replicate_deferred", "no_sync_powersgd", "engine", "attach", "engine_bf16", "engine_int8_ef"),
     *("engine_exact_slots", "engine_shared"),
 )
-_SLOW = ("floor", *CONTROL, "no_sync_bf16", "no_sync_powersgd", *_WIRES[:4])
+_SLOW = ("floor", *CONTROL, "no_sync_bf16", "no_sync_powersgd", *_WIRES[:3])
 LAUNCHES = (
     Launch("truth", _TRUE, kind="truth", accumulate=2, rounds=8),
     Launch("base", (*_SAME_BYTES, *_SHARDED), is_counted=True),

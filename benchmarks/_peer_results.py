@@ -11,7 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from _launches import LAUNCHES
+
 CONTROL = ("no_sync_view", "no_sync_view_again")
+_VARIANTS = {name for launch in LAUNCHES for name in launch.variants}
 _NAME = re.compile(r"(\d{4}-\d\d-\d\d)-peers-(.+)\.json")
 
 
@@ -28,7 +31,8 @@ class Measured:
 
     @property
     def rows(self) -> dict[str, dict[str, Any]]:
-        return self.content["rows"]
+        """Return the figures by variant, without variants that `bench_peers.py` no longer measures."""
+        return {name: row for name, row in self.content["rows"].items() if name in _VARIANTS}
 
     @property
     def date(self) -> str:

@@ -40,7 +40,7 @@ ACCUMULATE, MICRO_BATCH, SMOOTH = 2, 4, 20
 TASKS: dict[str, Any] = {"gpt": TextTask, "cnn": DigitsTask}
 DEFAULT = (
     *("fp32", "bf16", "bf16-sum-fp32", "fp16", "fp16-sum-fp32", "int8", "int8-ef"),
-    *("fp8-e4m3", "fp8-e4m3-ef", "fp8-e5m2", "fp8-e5m2-ef", "powersgd-r4"),
+    *("fp8-e4m3", "fp8-e4m3-ef", "fp8-e5m2", "fp8-e5m2-ef"),
 )
 
 

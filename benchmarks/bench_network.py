@@ -32,12 +32,11 @@ from pyengine.cli.bench.machine import card
 from pyengine.cli.bench.windows.measure import DTYPES, WARM_UP, Times, check_agreement, slowest, summary
 from pyengine.cli.bench.windows.models import build
 from pyengine.cli.bench.windows.variants import VARIANTS, Engine
-from pyengine.wire import PowerSGD
 
 DEFAULT = (
     *("floor", "no_sync_view", "no_sync_bf16", "no_sync_fp16", "no_sync_powersgd", "accelerate"),
     *("engine", "engine_bf16", "engine_bf16_sum_fp32", "engine_int8", "engine_int8_ef", "engine_fp8_e4m3_ef"),
-    *("engine_powersgd_r2", "engine_exact", "engine_exact_slots", "attach", "attach_int8_ef"),
+    *("engine_exact", "engine_exact_slots", "attach", "attach_int8_ef"),
 )
 
 
@@ -152,8 +151,6 @@ def _work(options: argparse.Namespace) -> None:
 def _wire_bytes(variant: Any) -> float:
     """Return what the wire says that a rank sends in a window; 0 where no wire of ours can say it."""
     if not isinstance(variant, Engine) or variant.accumulator == "exact":
-        return 0
-    if isinstance(variant.wire, PowerSGD):  # by the shapes of the parameters
         return 0
     numel = sum(param.numel() for param in variant.model.parameters())
     return variant.wire.bytes_on_wire(numel, dist.get_world_size())

@@ -24,7 +24,7 @@ _BLOCK = re.compile(r"(<!-- numbers:begin (\S+) -->\n)(.*?)(<!-- numbers:end -->
 _README = (
     *("ddp", "no_sync_view", "no_sync_view_again", "accelerate", "fabric", "trainer", "zero0", "zero1"),
     *("megatron", "fsdp2_deferred", "replicate_deferred", "no_sync_bf16", "no_sync_powersgd"),
-    *("engine", "attach", "engine_bf16", "attach_bf16", "engine_int8_ef", "engine_powersgd_r1"),
+    *("engine", "attach", "engine_bf16", "attach_bf16", "engine_int8_ef"),
     *("engine_exact_slots", "engine_shared", "attach_shared"),
 )
 _LOOPBACK = ("base", "wires", "deepspeed")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pyengine.wire import BF16, FP8, FP16, FP32, ErrorFeedback, Int8, PowerSGD, Wire
+from pyengine.wire import BF16, FP8, FP16, FP32, ErrorFeedback, Int8, Wire
 
 # Rounded where their own rank sees it, which error feedback needs.
 _FED_BACK: dict[str, Wire] = {
@@ -18,5 +18,4 @@ WIRES: dict[str, Wire] = {
     "fp16": FP16(),
     **_FED_BACK,
     **{f"{name}-ef": ErrorFeedback(wire) for name, wire in _FED_BACK.items()},
-    **{f"powersgd-r{rank}": PowerSGD(rank) for rank in (1, 2, 4)},
 }

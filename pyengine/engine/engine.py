@@ -397,17 +397,11 @@ class Engine:
     def _load_residuals(self, part: Snapshot) -> None:
         kept = self.reducer.residuals if isinstance(self.reducer, KeepsResiduals) else None
         if kept is not None and kept.is_kept:
-            kept.load(part.residuals, part.factors)
+            kept.load(part.residuals)
         elif part.residuals:
             warnings.warn(
                 "load_state_dict: the state has residuals, of a wire that keeps what it loses, and this "
                 "engine's wire does not: they are lost, as a window's rounding is without them",
-                stacklevel=4,
-            )
-        if part.factors and not (kept is not None and kept.has_factors):
-            warnings.warn(
-                "load_state_dict: the state has factors, of PowerSGD, and this engine's wire keeps none: "
-                "they are left out, and an engine over PowerSGD that loads its states begins with new ones",
                 stacklevel=4,
             )
 

@@ -7,11 +7,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from torch import Tensor
 
 from pyengine.wire import Wire
-from pyengine.wire.memory import WireMemory, keeps_factors, keeps_residual
+from pyengine.wire.memory import WireMemory, keeps_residual
 
 
 class Residuals:
-    """The residuals of one or more owners of buckets, and what else wires keep.
+    """The residuals of one or more owners of buckets.
 
     Args:
         owners: their memories, and in each the key of a parameter by name.
@@ -19,12 +19,12 @@ class Residuals:
 
     Attributes:
         wire: as given.
-        is_kept, has_factors: whether the wire keeps any, and factors besides.
+        is_kept: whether the wire keeps any.
     """
 
     def __init__(self, owners: Sequence[tuple[WireMemory, Mapping[str, Hashable]]], wire: Wire) -> None:
         self.owners, self.wire = list(owners), wire
-        self.is_kept, self.has_factors = keeps_residual(wire), keeps_factors(wire)
+        self.is_kept = keeps_residual(wire)
 
     def save(self) -> dict[str, Tensor]:
         """Return copies, float32 `[numel]` in storage order each; the caller's. None of parameters that have
@@ -36,26 +36,10 @@ class Residuals:
             saved.update({name: parts[key].clone() for name, key in key_of.items() if key in parts})
         return saved
 
-    def save_factors(self) -> dict[str, Tensor]:
-        """Return copies of what else is kept, float32 `[columns, rank]` each; the caller's."""
-        return {
-            name: memory.factors[key].clone()
-            for memory, key_of in self.owners
-            for name, key in key_of.items()
-            if key in memory.factors
-        }
-
-    def load(self, saved: Mapping[str, Tensor], factors: Mapping[str, Tensor]) -> None:
-        """Overwrite all: residuals with zeros where there is none in `saved`, and factors with nothing.
-        Factors are left out if the wire keeps none: they would be in its own states from then on.
-        """
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Overwrite all residuals, with zeros where there is none in `saved`."""
         for memory, key_of in self.owners:
             memory.load({key: saved[name] for name, key in key_of.items() if name in saved})
-            memory.factors.clear()
-            if self.has_factors:
-                memory.factors.update(
-                    {key: factors[name].detach().clone() for name, key in key_of.items() if name in factors}
-                )
 
     def settle(self, is_unused: Tensor) -> None:
         """Let nothing stay of a window that has landed, if it must not be used: 0-dim, not 0."""

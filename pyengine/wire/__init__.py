@@ -8,7 +8,6 @@ from pyengine.wire.error_feedback import ErrorFeedback
 from pyengine.wire.from_hook import FromHook
 from pyengine.wire.hierarchical import Hierarchical
 from pyengine.wire.memory import BucketMemory, KeepsMemory
-from pyengine.wire.power_sgd import PowerSGD
 
 __all__ = [
     "BF16",
@@ -24,7 +23,6 @@ __all__ = [
     "Hierarchical",
     "Int8",
     "KeepsMemory",
-    "PowerSGD",
     "Prepares",
     "Scatters",
     "Wire",

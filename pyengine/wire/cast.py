@@ -146,7 +146,7 @@ class FP16(_Narrow):
 _OF_DTYPE: dict[torch.dtype, Wire] = {kind.dtype: kind() for kind in (FP32, BF16, FP16)}
 # How wires are called, by what a user may write for them.
 _CALLED = {"FP32": "FP32", "BF16": "BF16", "FP16": "FP16", "INT8": "Int8", "FP8": "FP8"}
-_CALLED |= {"FP8_E4M3FN": "FP8", "FP8_E5M2": "FP8", "ERRORFEEDBACK": "ErrorFeedback", "POWERSGD": "PowerSGD"}
+_CALLED |= {"FP8_E4M3FN": "FP8", "FP8_E5M2": "FP8", "ERRORFEEDBACK": "ErrorFeedback"}
 
 
 def as_wire(wire: Wire | torch.dtype) -> Wire:

@@ -26,7 +26,6 @@ from pyengine.wire.exchange import (
 )
 from pyengine.wire.memory import BucketMemory, BucketPart, KeepsMemory, keeps_residual
 from pyengine.wire.payload_memory import PayloadMemory
-from pyengine.wire.power_sgd import PowerSGD
 from pyengine.wire.spelled import Spelled
 
 
@@ -76,7 +75,7 @@ class Hierarchical(Spelled):
             object.__setattr__(self, name, wire)
         object.__setattr__(self, "mesh", _rows(self.mesh))
         self._codec()
-        if isinstance(self.inter, Prepares | PowerSGD):  # of parts there are no matrices
+        if isinstance(self.inter, Prepares):
             raise TypeError(f"inter={self.inter!r}: need a wire of one level, BF16() or Int8() say")
 
     @property

@@ -60,12 +60,9 @@ class BucketMemory:
         numel, device: of the bucket, and where it lies.
         places: of its parameters.
         is_last: whether no bucket of a window starts behind it.
-        factors: of all parameters of the owner; None: of this bucket's alone.
 
     Attributes:
         number, places, is_last: as given.
-        factors: what the wire keeps of parameters besides residuals, by key: the same on every rank, float32
-            `[columns, rank]`. The wire replaces them.
         turn: of the sum that is sent next; no two sums of a bucket have the same.
         payloads: what the bucket's sums have travelled in.
     """
@@ -78,9 +75,7 @@ class BucketMemory:
         places: Sequence[Place],
         *,
         is_last: bool = False,
-        factors: dict[Hashable, Tensor] | None = None,
     ) -> None:
-        self.factors = {} if factors is None else factors
         self.number, self.turn, self.places, self.is_last = number, 0, list(places), is_last
         self.payloads = PayloadMemory()
         self._numel, self._device = numel, device
@@ -177,32 +172,10 @@ def keeps_residual(wire: Wire) -> bool:
     return isinstance(wire, KeepsMemory) and wire.keeps_residual
 
 
-@runtime_checkable
-class KeepsFactors(KeepsMemory, Protocol):
-    """One that keeps factors of parameters, too; see `BucketMemory`.
-
-    Attributes:
-        keeps_factors: whether it does.
-    """
-
-    @property
-    def keeps_factors(self) -> bool: ...
-
-
-def keeps_factors(wire: Wire) -> bool:
-    """Whether a wire keeps factors of parameters."""
-    return isinstance(wire, KeepsFactors) and wire.keeps_factors
-
-
 class WireMemory:
-    """What the wires of one owner of buckets keep.
-
-    Attributes:
-        factors: by parameter; see `BucketMemory`.
-    """
+    """What the wires of one owner of buckets keep."""
 
     def __init__(self) -> None:
-        self.factors: dict[Hashable, Tensor] = {}
         self._memory_of: dict[Hashable, BucketMemory] = {}
         self._loaded: dict[Hashable, Tensor] = {}  # for parameters that no bucket has come with
         self._num_made = self._turn = 0
@@ -226,7 +199,7 @@ class WireMemory:
         """
         if not isinstance(wire, KeepsMemory):
             return wire
-        memory = BucketMemory(self._num_made, numel, device, places, is_last=is_last, factors=self.factors)
+        memory = BucketMemory(self._num_made, numel, device, places, is_last=is_last)
         memory.turn = self._turn
         if wire.keeps_residual:
             memory.load(self.parts())

@@ -24,8 +24,6 @@ from pyengine.cli.wires import WIRES
         ("fp8-e5m2", pe.wire.FP8("e5m2")),
         ("bf16-sum-fp32-ef", pe.wire.ErrorFeedback(pe.wire.BF16(sum="fp32"))),
         ("int8-ef", pe.wire.ErrorFeedback(pe.wire.Int8())),
-        ("powersgd-r1", pe.wire.PowerSGD()),
-        ("powersgd-r4", pe.wire.PowerSGD(4)),
         ("fp8-e5m2-ef", pe.wire.ErrorFeedback(pe.wire.FP8("e5m2"))),
     ],
 )

@@ -46,7 +46,6 @@ _LOSSY = {
     "int8": pe.wire.Int8(),
     "fp8": pe.wire.FP8(),
     "feedback": pe.wire.ErrorFeedback(pe.wire.Int8(block=32)),
-    "low rank": pe.wire.PowerSGD(rank=1),
 }
 _WIRES = {"bf16": pe.wire.BF16(), **_LOSSY}
 
@@ -250,7 +249,6 @@ _FAULTS = {
         ("attach", "flip", 3, "parameter", (2,), "a flipped bit"),
         ("hsdp", "flip", 4, "parameter", (), "a flipped bit"),
         ("int8", "flip", 3, "parameter", (2,), "a flipped bit"),
-        ("low rank", "unreduced", 2, "gradient", (), ""),
         ("int8", "divisor", 2, "divisor", (), "was counted"),
         ("own", "moments", 3, "optimizer state", (0,), "the optimizer's state does not"),
         ("own", "rate", 2, "hyperparameters", (), "lr of group 0 differs (rank 0: 0.01; rank 1: 0.02)"),

@@ -107,6 +107,5 @@ _KINDS: dict[str, _Kind] = {
     "carry": (lambda value: _is_dict_of(value, _is_tensor), "tensors by parameter"),
     "scaler": (lambda value: _is_dict_of(value, is_number), "numbers by name"),
     "residuals": (lambda value: _is_dict_of(value, _is_dense), "tensors by parameter"),
-    "factors": (lambda value: _is_dict_of(value, _is_dense), "tensors by parameter"),
     "rng": (lambda value: _is_dict_of(value, lambda _: True), "states by generator"),
 }

@@ -96,7 +96,7 @@ class Form:
             return [numbers]
         looks = (
             *(self._place, self._count, self._totals, self._sum, self._row),
-            *(self._carry, self._residual, self._factor, self._order, self._scaler, _rng),
+            *(self._carry, self._residual, self._order, self._scaler, _rng),
         )
         return [f"state of {snapshot.owner} has {text}" for look in looks for text in look(snapshot)]
 
@@ -170,23 +170,6 @@ class Form:
         yield from _unlike("residuals", {name: s.residuals[name] for name in known}, needed)
         if any(not bool(s.residuals[name].isfinite().all()) for name in known):
             yield "residuals that are not finite"
-
-    def _factor(self, s: Snapshot) -> Iterator[str]:
-        sizes = {name: math.prod(shape) for name, shape, _, _ in self.engine.identity.params}
-        for name, factor in s.factors.items():
-            if name not in sizes:
-                yield f"factors[{name!r}], which is no parameter here"
-            elif (
-                factor.dtype != torch.float32
-                or factor.dim() != 2
-                or 0 in factor.shape
-                or sizes[name] % factor.shape[0]
-                or not bool(factor.isfinite().all())
-            ):
-                yield (
-                    f"factors[{name!r}] of {factor.dtype} {list(factor.shape)}, need finite float32 of as "
-                    "many rows as the parameter has columns"
-                )
 
     def _order(self, s: Snapshot) -> Iterator[str]:
         reducer = self.engine.reducer

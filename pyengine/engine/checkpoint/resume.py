@@ -48,7 +48,6 @@ def take_snapshot(engine: Engine) -> Snapshot:
         list(dict.fromkeys(engine.reducer.order())) if isinstance(engine.reducer, Reorders) else [],
         carry=engine.kept_grads.save(),
         residuals=engine.reducer.residuals.save() if isinstance(engine.reducer, KeepsResiduals) else {},
-        factors=engine.reducer.residuals.save_factors() if isinstance(engine.reducer, KeepsResiduals) else {},
         scaler={} if scaler is None else scaler.state_dict(),
         rng=engine.rng_due or rng_states(),  # of a loaded state that no loop goes on with yet, its own
     )

@@ -76,8 +76,6 @@ class Snapshot:
         scaler: state of the loss scaler; empty without one.
         residuals: what the wire has lost on this rank and is still to send, by name, float32 `[numel]` in the
             order in which the parameter is stored; saved where there are any, else left out.
-        factors: what the wire keeps of parameters besides, by name, float32 `[columns, rank]`, the same on
-            every rank; saved where there are any, else left out.
         rng: states of the random generators, by name.
         checksum: of a snapshot that was read, of all its other fields.
     """
@@ -100,7 +98,6 @@ class Snapshot:
     carry: dict[str, Tensor] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)
     residuals: dict[str, Tensor] = field(default_factory=dict)
-    factors: dict[str, Tensor] = field(default_factory=dict)
     rng: dict[str, Any] = field(default_factory=dict)
     checksum: int = 0
 
@@ -144,7 +141,6 @@ _OPTIONAL: dict[str, Callable[[], Any]] = {
     "dropped": list,
     "totals": dict,
     "residuals": dict,
-    "factors": dict,
 }
 _NEED = f"need what sync.state_dict() returned, version {VERSION} or {_FLAT}"
 
@@ -184,6 +180,7 @@ def _checksum(content: dict[str, Any], largest: int | None) -> int:
 def _of(content: dict[str, Any], found: int) -> Snapshot:
     """Make a snapshot of its content, if every field is of its kind."""
     content = {name: make() for name, make in _OPTIONAL.items()} | content
+    content.pop("factors", None)  # of 0.1.0's PowerSGD, which nothing reads any more; its residuals load
     differ = sorted(set(_CONTENT) ^ set(content), key=str)
     if differ:
         what = ", ".join(f"{name!r} {'is too much' if name in content else 'is missing'}" for name in differ)

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 from pyengine.cli.wires import WIRES
-from pyengine.wire import PowerSGD
 
 MAX_NORM = 0.5
 # What `optimizer` of a variant names.
@@ -342,7 +341,6 @@ def _over(kind: type[Engine], wire: str) -> type[Variant]:
         "__doc__": f"{kind.label} over {WIRES[wire]!r}.",
         "label": f"{kind.label}, {wire} wire",
         "wire": WIRES[wire],
-        "is_whole": not isinstance(WIRES[wire], PowerSGD),
     }
     return type(kind.__name__, (kind,), about)
 
