@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from study_records import STEPS, asked
+from study_records import STEPS, analysed, asked, made
 from study_subjects import goes
 
 from pyengine.cli import cpu
@@ -28,7 +28,6 @@ PICTURES = {
     "accuracy_over_time",
     "accuracy_over_steps",
     "heat_map",
-    "law",
     "resources",
 }
 _STEPS = WARM_UP_STEPS + STEPS
@@ -41,7 +40,7 @@ class Runner:
 
     def __init__(self, reason: str = "boom", **bad: str) -> None:
         self.runs: list[tuple[int, int, int]] = []
-        self.reason, self.bad = reason, bad
+        self.reason, self.bad, self.busy = reason, bad, 0.0
 
     def __call__(self, run: Run, limits: Limits, log: Path, watch: Watch) -> Outcome:
         self.runs.append((run.workers, run.global_batch, run.seed))
@@ -51,7 +50,7 @@ class Runner:
         if status == "interrupted":
             raise KeyboardInterrupt
         traces = [_trace(run) for _ in range(run.workers)] if status == "done" else []
-        return Outcome(status, "" if traces else self.reason, _STEPS, traces, wall_s=2.0, busy=0.0)
+        return Outcome(status, "" if traces else self.reason, _STEPS, traces, wall_s=2.0, busy=self.busy)
 
 
 def _trace(run: Run) -> Trace:
@@ -166,8 +165,8 @@ def test_cell_that_cannot_be_run_is_named_and_left_out(
     assert "nearest: 15 and 18" in found["reason"]
 
 
-def test_figures_are_printed_with_the_law(make: Study, capsys: pytest.CaptureFixture[str]) -> None:
-    make(Runner())
+def test_figures_are_printed_with_the_recommendation(make: Study, capsys: pytest.CaptureFixture[str]) -> None:
+    make(Runner(), "--batch", "16")
     out = capsys.readouterr().out
     found = [json.loads(line) for line in out.splitlines()]
     cell = next(
@@ -176,8 +175,8 @@ def test_figures_are_printed_with_the_law(make: Study, capsys: pytest.CaptureFix
     assert cell["samples_s"] == {"mid": 32.0, "low": 32.0, "high": 32.0}
     assert cell["speed_up"]["mid"] == 1.5
     assert cell["sync_share"]["mid"] == 0.25
-    law = next(line for line in found if line["event"] == "law")
-    assert (law["name"], law["serial"]) == ("Amdahl", pytest.approx(1 / 3))
+    (recommendation,) = [line for line in found if line["event"] == "recommendation"]
+    assert recommendation["best"] == {"workers": 2, "batch": 16}
 
 
 def test_json_lines_have_no_nan(make: Study, tmp_path: Path) -> None:
@@ -189,7 +188,8 @@ def test_tables_name_runs_and_report(make: Study, capsys: pytest.CaptureFixture[
     make(Runner(w2_b8_r0="stalled"), display=Tables())
     out = capsys.readouterr().out
     assert "2 workers × batch 8, repeat 1: stalled: boom" in out
-    assert "Smallest time." in out
+    assert "has the best time to" in out
+    assert "runs that did not end well: 1" in out
     assert f"report: {tmp_path / 'out' / 'report.html'}" in out
     table = [line for line in out.splitlines() if "speed-up" in line]
     assert len(table[0]) <= 80
@@ -231,13 +231,22 @@ def test_report_names_what_is_not_in_the_figures(make: Study, tmp_path: Path) ->
     assert "a global batch of 9 is not a multiple of 2 workers; nearest: 8 and 10" in page
 
 
+def test_report_counts_runs_of_a_busy_machine(make: Study, tmp_path: Path) -> None:
+    make(Runner(), "--repeats", "1")
+    runner = Runner()
+    runner.busy = 0.5
+    make(runner)
+    page = " ".join((tmp_path / "out" / "report.html").read_text().split())
+    assert "8 runs, 16.00 s in all; 4 of them began while other programs used more than 10.0 %" in page
+
+
 def test_pictures_are_written_and_old_ones_go(make: Study, tmp_path: Path) -> None:
     make(Runner(), pictures=True)
     plots = tmp_path / "out" / "plots"
     assert {path.stem for path in plots.glob("*.png")} == PICTURES
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots.iterdir())
-    make(Runner(), "--workers", "1", pictures=True)
-    assert {path.stem for path in plots.glob("*.png")} == PICTURES - {"law"}
+    study_plots.draw(analysed([made(2, 64)]), plots)  # one worker is not there
+    assert {path.stem for path in plots.glob("*.png")} == PICTURES - {"speed_up"}
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from study_records import STEPS, analysed, ended, made, with_stall
 
-from pyengine.cli.study.analysis import Range, curve, stalls, sync_share, throughput, time_to
+from pyengine.cli.study.analysis import (
+    Range,
+    curve,
+    duration,
+    percent,
+    recommend,
+    stalls,
+    sync_share,
+    throughput,
+    time_to,
+)
 from pyengine.cli.study.grid import WARM_UP_STEPS, Cell
-from pyengine.cli.study.laws import Amdahl, Gustafson
+from pyengine.cli.study.store import Record
 
 
 def same(value: float) -> Range:
@@ -140,27 +151,75 @@ def test_more_threads_than_cores_are_marked(threads: int, cores: int, shared: li
     assert marked == shared
 
 
-def test_law_is_fitted_without_the_cells_that_share_cores() -> None:
-    steps = {
-        1: 1.0,
-        2: 0.625,
-        4: 0.4375,
-        8: 64.0,
-    }  # a quarter is serial; eight workers only get in each other's way
-    analysis = analysed([made(workers, 64, step_s=step_s) for workers, step_s in steps.items()])
-    assert analysis.laws == {64: Amdahl(pytest.approx(0.25, abs=1e-12), 2)}
-
-
-def test_batch_a_worker_is_fitted_with_gustafson() -> None:
-    records = [made(1, 64, step_s=0.5), made(2, 64, global_batch=128, step_s=0.5)]
-    assert analysed(records, fixed="per-worker").laws == {64: Gustafson(0.0, 1)}
-
-
-def test_batch_on_which_more_workers_are_slower_has_no_law() -> None:
-    analysis = analysed([made(1, 64, step_s=0.25), made(2, 64, step_s=0.5), made(1, 128)])
-    assert (analysis.laws, analysis.lawless) == ({}, [64])
-
-
 def test_nothing_measured_is_no_error() -> None:
     analysis = analysed([ended(1, 64)])
     assert (analysis.cells, analysis.goal, analysis.workers) == ({}, None, [])
+
+
+def repeats(workers: int, *step_s: float, **changes: Any) -> list[Record]:
+    return [made(workers, 64, repeat=repeat, step_s=each, **changes) for repeat, each in enumerate(step_s)]
+
+
+ONE, TWO, FOUR = "1 worker × batch 64", "2 workers × batch 64", "4 workers × batch 64"
+TIME, NOISE = "time to 75.0 %", "Within noise of each other in"
+
+# Seconds to the goal: 3 of warm-up and 16 steps. Samples a second: 64 over a step.
+RECOMMENDED = {
+    "time beyond noise": (
+        [*repeats(1, 0.5, 0.5), *repeats(2, 0.25, 0.3125)],
+        Cell(2, 64),
+        f"{TWO} (7.50 s, 7.00 s to 8.00 s) has the best {TIME}; the next one is {ONE} (11.00 s).",
+    ),
+    "time within noise": (
+        [*repeats(1, 0.25, 0.375), *repeats(2, 0.25, 0.3125), *repeats(4, 0.5, 0.5)],
+        None,
+        f"{NOISE} {TIME}: {TWO} (7.50 s, 7.00 s to 8.00 s), {ONE} (8.00 s, 7.00 s to 9.00 s).",
+    ),
+    "time within noise of the third": (
+        [*repeats(1, 0.25, 0.25), *repeats(2, 0.375, 0.375), *repeats(4, 0.25, 1.0)],
+        None,
+        f"{NOISE} {TIME}: {ONE} (7.00 s), {FOUR} (13.00 s, 7.00 s to 19.00 s).",
+    ),
+    "throughput beyond noise": (
+        [*repeats(1, 0.5, 0.5, accuracy=[]), *repeats(2, 0.25, 0.25, accuracy=[])],
+        Cell(2, 64),
+        f"{TWO} (256 samples/s) has the best throughput; the next one is {ONE} (128 samples/s).",
+    ),
+    "throughput within noise": (
+        [*repeats(1, 0.5, 0.25, accuracy=[]), *repeats(2, 0.25, 0.25, accuracy=[])],
+        None,
+        f"{NOISE} throughput: {TWO} (256 samples/s), {ONE} (192 samples/s, 128 samples/s to 256 samples/s).",
+    ),
+    "single run": (
+        [*repeats(1, 0.5), *repeats(2, 0.25)],
+        None,
+        f"{TWO} (7.00 s) has the best {TIME}, but a single run does not show the noise: raise --repeats.",
+    ),
+    "single configuration": (repeats(1, 0.25, 0.25), Cell(1, 64), f"{ONE} (7.00 s) has the best {TIME}."),
+    "nothing": ([ended(1, 64)], None, "Nothing was measured: the report has the reasons."),
+}
+
+
+@pytest.mark.parametrize(("records", "best", "text"), RECOMMENDED.values(), ids=RECOMMENDED)
+def test_only_a_configuration_beyond_noise_is_recommended(
+    records: list[Record], best: Cell | None, text: str
+) -> None:
+    found = recommend(analysed(records))
+    assert (found.best, found.text.replace("\u00a0", " ")) == (best, text)
+
+
+def test_throughput_is_compared_where_no_configuration_reaches_the_goal() -> None:
+    found = recommend(analysed([*repeats(1, 0.5, 0.5), *repeats(2, 0.25, 0.25)], goal=0.9))
+    assert found.best == Cell(2, 64)
+    assert "best throughput" in found.text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.00025, "0.25 ms"), (0.25, "250 ms"), (1.5, "1.50 s"), (90.0, "1.5 min")]
+)
+def test_duration_has_a_unit_that_suits_it(value: float, text: str) -> None:
+    assert duration(value).replace("\u00a0", " ") == text
+
+
+def test_percent_does_not_break() -> None:
+    assert percent(0.985) == "98.5\u00a0%"

@@ -11,7 +11,6 @@ from pages import PAGES, ROOT, name_of, prose, spans
 
 FORMS = {
     "a paper": r"https://arxiv\.org/abs/\d{4}\.\d{4,5}",
-    "an article": r"https://doi\.org/10\.\d{4,9}/[\w.]+",
     "PyTorch's installer": r"https://pytorch\.org/get-started/locally",
 }
 SOURCES = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "pyproject.toml", ROOT / "docs" / "conf.py"]

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pyengine.cli.study.grid import WARM_UP_STEPS, Cell
-from pyengine.cli.study.laws import Law, fit_amdahl, fit_gustafson
 from pyengine.cli.study.store import Record
 
 # A step is a stall if it is both: so many robust standard deviations above the median, and so many times the
@@ -29,6 +28,10 @@ class Range:
     def over(self, divisor: float) -> Range:
         """Return it divided."""
         return Range(self.mid / divisor, self.low / divisor, self.high / divisor)
+
+    def overlaps(self, other: Range) -> bool:
+        """Return whether some value is in both."""
+        return self.low <= other.high and other.low <= self.high
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,21 @@ class Figures:
 
 
 @dataclass(frozen=True)
+class Recommendation:
+    """The best configuration, if it is beyond noise.
+
+    Attributes:
+        best: None if another configuration is within noise of it, or nothing shows the noise.
+        text: one sentence.
+    """
+
+    best: Cell | None
+    text: str
+
+
+@dataclass(frozen=True)
 class Analysis:
-    """Everything that tables, plots and advice are made of.
+    """Everything that tables, plots and the recommendation are made of.
 
     Attributes:
         fixed: "global" or "per-worker".
@@ -104,8 +120,6 @@ class Analysis:
         curves: of each measured cell's runs, those without accuracies left out.
         goal: accuracy whose time is compared; None if nothing was evaluated.
         goal_from: the cell that sets it; None if the user did.
-        laws: by batch; none where nothing could be fitted.
-        lawless: batches on which more workers are slower than one: no law says that.
         cores: of the machine.
     """
 
@@ -116,8 +130,6 @@ class Analysis:
     curves: dict[Cell, list[Curve]]
     goal: float | None
     goal_from: Cell | None
-    laws: dict[int, Law]
-    lawless: list[int]
     cores: int
 
     @property
@@ -142,7 +154,7 @@ def analyse(
 
     Args:
         records: of one study, in any order.
-        fixed: "global" (fitted with Amdahl's law) or "per-worker" (with Gustafson's).
+        fixed: "global" or "per-worker".
         threads: of each worker.
         cores: of the machine.
         goal: accuracy to compare times at; None: the best one that every run reaches.
@@ -159,7 +171,6 @@ def analyse(
     cells = {
         cell: _figures(cell, runs, done, goal, threads * cell.workers > cores) for cell, runs in done.items()
     }
-    laws, lawless = _laws(cells, fixed)
     return Analysis(
         fixed=fixed,
         cells=cells,
@@ -168,10 +179,42 @@ def analyse(
         curves={cell: some for cell, some in curves.items() if some},
         goal=goal,
         goal_from=goal_from,
-        laws=laws,
-        lawless=lawless,
         cores=cores,
     )
+
+
+def recommend(analysis: Analysis) -> Recommendation:
+    """Recommend the best configuration if its range overlaps no other configuration's range.
+
+    The best one has the smallest time to the goal or, where no configuration reached a goal in every run, the
+    highest throughput. A range reaches from the smallest to the largest repeat.
+    """
+    cells = analysis.cells.values()
+    if not cells:
+        return Recommendation(None, "Nothing was measured: the report has the reasons.")
+    timed = [(figures, figures.goal_s) for figures in cells if figures.goal_s is not None]
+    if analysis.goal is not None and timed:
+        ranked = sorted(timed, key=lambda pair: pair[1].mid)
+        measure, text_of = f"time to {percent(analysis.goal)}", duration
+    else:
+        ranked = sorted(((each, each.samples_s) for each in cells), key=lambda pair: -pair[1].mid)
+        measure, text_of = "throughput", _samples_s
+    texts = [f"{figures.cell} ({_with_range(value, text_of)})" for figures, value in ranked]
+    if any(figures.runs < 2 for figures, _ in ranked[:2]):
+        text = (
+            f"{texts[0]} has the best {measure}, but a single run does not show the noise: raise --repeats."
+        )
+        return Recommendation(None, text)
+    best, best_value = ranked[0]
+    rivals = [
+        text for text, (_, value) in zip(texts[1:], ranked[1:], strict=True) if value.overlaps(best_value)
+    ]
+    if rivals:
+        return Recommendation(
+            None, f"Within noise of each other in {measure}: {', '.join([texts[0], *rivals])}."
+        )
+    second = f"; the next one is {texts[1]}" if len(texts) > 1 else ""
+    return Recommendation(best.cell, f"{texts[0]} has the best {measure}{second}.")
 
 
 def stalls(record: Record) -> list[Stall]:
@@ -274,24 +317,6 @@ def _kept(record: Record) -> list[int]:
     return [step for step in _measured(record) if step not in stalled]
 
 
-def _laws(cells: dict[Cell, Figures], fixed: str) -> tuple[dict[int, Law], list[int]]:
-    """Fit every batch; oversubscribed cells are no evidence of how hardware scales, and left out."""
-    fit = fit_amdahl if fixed == "global" else fit_gustafson
-    laws, lawless = {}, []
-    for batch in sorted({cell.batch for cell in cells}):
-        points = [
-            (cell.workers, figures.speed_up.mid)
-            for cell, figures in cells.items()
-            if cell.batch == batch and figures.speed_up and not figures.is_oversubscribed
-        ]
-        law = fit(points)
-        if law is not None:
-            laws[batch] = law
-        elif any(workers > 1 for workers, _ in points):
-            lawless.append(batch)
-    return laws, lawless
-
-
 def _range(runs: Sequence[Record], figure: Callable[[Record], float]) -> Range:
     values = [figure(record) for record in runs]
     return Range(statistics.median(values), min(values), max(values))
@@ -299,3 +324,25 @@ def _range(runs: Sequence[Record], figure: Callable[[Record], float]) -> Range:
 
 def _of(values: Sequence[float]) -> Range | None:
     return Range(statistics.median(values), min(values), max(values)) if values else None
+
+
+def percent(share: float) -> str:
+    """Return a share in percent, with a space that does not break."""
+    return f"{100 * share:.1f}\u00a0%" if share < 1 else f"{100 * share:.0f}\u00a0%"
+
+
+def duration(value: float) -> str:
+    """Return seconds with a unit that suits them."""
+    if value >= 60:
+        return f"{value / 60:.1f}\u00a0min"
+    return f"{value:.2f}\u00a0s" if value >= 1 else f"{1e3 * value:.3g}\u00a0ms"
+
+
+def _samples_s(value: float) -> str:
+    return f"{value:,.0f}\u00a0samples/s"
+
+
+def _with_range(figure: Range, text_of: Callable[[float], str]) -> str:
+    if figure.low == figure.high:
+        return text_of(figure.mid)
+    return f"{text_of(figure.mid)}, {text_of(figure.low)} to {text_of(figure.high)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -19,7 +18,6 @@ from pyengine.cli.study.axes import (
     INK,
     STYLE,
     batch_axis,
-    count_axis,
     legend,
     lines,
     looks,
@@ -32,7 +30,6 @@ from pyengine.cli.study.grid import Cell
 
 _DASHED, _DOTTED = (0, (5, 4)), (0, (1.5, 2))
 _ABSENT = "#e4e1da"
-_FURTHER = 4  # times as many workers as were measured
 
 
 @dataclass(frozen=True)
@@ -173,47 +170,6 @@ def _is_dark(colour: tuple[float, float, float]) -> bool:
     return 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
 
 
-def _law(analysis: Analysis) -> Figure | None:
-    """Draw the fitted laws, dotted beyond the workers they were fitted to."""
-    if not analysis.laws:
-        return None
-    figure, axes = single()
-    most = _FURTHER * analysis.workers[-1]
-    axes.plot([1, most], [1, most], color=INK, linestyle=_DASHED, linewidth=1.2, label="ideal")
-    for batch, (colour, marker) in looks(analysis.batches).items():
-        shown = [figures for figures in analysis.row(batch) if figures.speed_up]
-        own = [figures for figures in shown if not figures.is_oversubscribed]
-        shared = [figures for figures in shown if figures.is_oversubscribed]
-        slow = (
-            f"{batch_axis(analysis)} {batch}: slower than one worker" if batch in analysis.lawless else None
-        )
-        _points(axes, own, color=colour, marker=marker, label=slow)
-        _points(axes, shared, color=colour, marker=marker, markerfacecolor="white")
-        if batch not in analysis.laws:
-            continue
-        law, last = analysis.laws[batch], own[-1].cell.workers
-        name = f"{batch_axis(analysis)} {batch}: {law.serial:.1%} does not {law.verb}"
-        measured, further = (_counts(1, last), "solid", name), (_counts(last, most), _DOTTED, None)
-        for counts, style, label in (measured, further):
-            axes.plot(counts, list(map(law.speed_up, counts)), color=colour, linestyle=style, label=label)
-    lows = [figures.speed_up.low for figures in analysis.cells.values() if figures.speed_up]
-    speed_up_axis(axes, min(lows), most)
-    count_axis(axes, sorted({*analysis.workers, *(2**power for power in range(most.bit_length()))}))
-    axes.set_xlim(right=most * 1.18)
-    axes.legend(loc="upper left")
-    return figure
-
-
-def _points(axes: Axes, cells: list[Figures], **look: Any) -> None:
-    points = [(figures.cell.workers, figures.speed_up.mid) for figures in cells if figures.speed_up]
-    at, speed_ups = [x for x, _ in points], [y for _, y in points]
-    axes.plot(at, speed_ups, linestyle="none", markersize=7, **look)
-
-
-def _counts(low: float, high: float) -> list[float]:
-    return [low * (high / low) ** (step / 100) for step in range(101)]
-
-
 def _resources(analysis: Analysis) -> Figure:
     """Draw what a step and a worker cost."""
     figure, (share, memory, cpu) = panels(3, 3, width=4.2)
@@ -257,14 +213,5 @@ _PICTURES: list[tuple[Callable[[Analysis], Figure | None], str, str]] = [
     ),
     (_accuracy_over_steps, "Accuracy over steps", "The same over optimizer steps."),
     (_heat_map, "Batch × workers", "Light is good; grey says why there is no figure."),
-    (
-        _law,
-        "What more workers would bring",
-        (
-            "Solid: fitted to the filled points. Dotted: the law beyond them, which holds only if each "
-            "worker has a core of its own and nothing new gets in the way. Hollow points, of workers that "
-            "share cores, take no part."
-        ),
-    ),
     (_resources, "What a step and a worker cost", _RANGE),
 ]

@@ -5,14 +5,12 @@ JSON lines for programs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -25,8 +23,7 @@ from rich.table import Table
 
 from pyengine.cli import output
 from pyengine.cli.output import add_numbers
-from pyengine.cli.study.advice import Advice, duration, percent
-from pyengine.cli.study.analysis import Analysis, Figures, Range
+from pyengine.cli.study.analysis import Analysis, Figures, Range, duration, percent, recommend
 from pyengine.cli.study.grid import Cell
 from pyengine.cli.study.store import Record
 from pyengine.cli.terminal import print_json
@@ -51,7 +48,7 @@ class Display:
     def ran(self, record: Record) -> None:
         """Hear that it has ended."""
 
-    def conclude(self, analysis: Analysis, advice: Sequence[Advice], page: Path) -> None:
+    def conclude(self, analysis: Analysis, page: Path) -> None:
         """Hear the figures, and where the report is."""
 
 
@@ -69,21 +66,19 @@ class JsonLines(Display):
         names = ("workers", "batch", "repeat", "status", "reason", "steps", "wall_s")
         print_json("run", **{name: getattr(record, name) for name in names})
 
-    def conclude(self, analysis: Analysis, advice: Sequence[Advice], page: Path) -> None:
-        """Print the cells and the advice."""
+    def conclude(self, analysis: Analysis, page: Path) -> None:
+        """Print the cells and the recommendation."""
         for cell, figures in analysis.cells.items():
             values = asdict(figures)
             del values["cell"]
             print_json("cell", **asdict(cell), **values)
-        for batch, law in analysis.laws.items():
-            print_json("law", name=law.name, batch=batch, serial=law.serial, points=law.points)
-        for one in advice:
-            print_json("advice", title=one.title, text=one.text)
+        found = recommend(analysis)
+        print_json("recommendation", best=found.best and asdict(found.best), text=found.text)
         print_json("report", goal=analysis.goal, stalls=len(analysis.stalls), page=str(page))
 
 
 class Tables(output.Tables, Display):
-    """A live line while runs go on, a line for each that has ended, then a table and plain words."""
+    """A live line while runs go on, a line for each that has ended, then a table and a recommendation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,13 +124,12 @@ class Tables(output.Tables, Display):
         how = f"done in {duration(record.wall_s)}" if record.is_done else f"{record.status}: {record.reason}"
         self._say(f"{record.cell}, repeat {record.repeat + 1}: {how}")
 
-    def conclude(self, analysis: Analysis, advice: Sequence[Advice], page: Path) -> None:
-        """Print the table and the advice."""
+    def conclude(self, analysis: Analysis, page: Path) -> None:
+        """Print the table and the recommendation."""
         if analysis.cells:
             self._console.print(_table(analysis))
-        for one in advice:
-            self._console.print(f"[bold]{escape(one.title)}.[/bold] {escape(one.text)}", highlight=False)
-        self._console.print(f"\nreport: {escape(str(page))}", highlight=False, soft_wrap=True)
+        self._say(recommend(analysis).text)
+        self._say(f"\nreport: {page}")
 
 
 # The first ones fit into 80 columns; the report shows all.
@@ -164,10 +158,17 @@ def _text(figure: Range | None, form: Any) -> str:
     return "–" if figure is None else form(figure.mid)
 
 
+def _left_out(analysis: Analysis) -> list[str]:
+    counts = {"stalls left out": len(analysis.stalls), "runs that did not end well": len(analysis.ended)}
+    return [f"{what}: {count}" for what, count in counts.items() if count]
+
+
 def _table(analysis: Analysis) -> Table:
     shared = any(figures.is_oversubscribed for figures in analysis.cells.values())
     goal = f"goal: {percent(analysis.goal)}" if analysis.goal is not None else ""
-    notes = "; ".join(note for note in (goal, "* workers that share cores" * shared) if note)
+    notes = "; ".join(
+        note for note in (goal, "* workers that share cores" * shared, *_left_out(analysis)) if note
+    )
     table = Table(
         box=SIMPLE_HEAD, show_edge=False, pad_edge=False, caption=notes or None, caption_justify="left"
     )

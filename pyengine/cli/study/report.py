@@ -11,8 +11,16 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from pyengine.cli.study.advice import Advice, describe, duration, percent
-from pyengine.cli.study.analysis import STALL_RATIO, STALL_SIGMAS, Analysis, Figures
+from pyengine.cli.study.analysis import (
+    STALL_RATIO,
+    STALL_SIGMAS,
+    Analysis,
+    Figures,
+    Stall,
+    duration,
+    percent,
+    recommend,
+)
 from pyengine.cli.study.arguments import Settings
 from pyengine.cli.study.grid import WARM_UP_STEPS, Cell
 from pyengine.cli.study.plots import Plot
@@ -21,6 +29,7 @@ from pyengine.cli.study.store import Record
 from pyengine.cli.study.supervise import log_path
 
 _TEMPLATE = Path(__file__).with_name("report.html.jinja")
+_BUSY = 0.1  # of the machine, used by others
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,6 @@ class Content:
     records: Sequence[Record]
     impossible: dict[Cell, str]
     analysis: Analysis
-    advice: Sequence[Advice]
     plots: Sequence[Plot]
 
 
@@ -51,7 +59,7 @@ def _values(content: Content) -> dict[str, Any]:
     analysis, settings = content.analysis, content.settings
     return {
         "subject": settings.subject,
-        "advice": content.advice,
+        "recommendation": recommend(analysis).text,
         "pictures": [(plot, base64.b64encode(plot.path.read_bytes()).decode()) for plot in content.plots],
         "headings": HEADINGS + MORE_HEADINGS,
         "rows": [(row(figures), figures.is_oversubscribed) for figures in analysis.cells.values()],
@@ -60,26 +68,21 @@ def _values(content: Content) -> dict[str, Any]:
         "cores": analysis.cores,
         "ended": [(record, log_path(record.cell, record.repeat)) for record in analysis.ended],
         "impossible": sorted(content.impossible.items()),
-        "stalls": [describe(stall) for stall in analysis.stalls],
+        "stalls": [_describe(stall) for stall in analysis.stalls],
         "with_stalls": [_with_and_without(figures) for figures in _stalled(analysis)],
         "rule": {"warm_up": WARM_UP_STEPS, "sigmas": STALL_SIGMAS, "ratio": STALL_RATIO},
-        "laws": [
-            (batch, law, percent(law.serial), [f"{law.speed_up(count):.2f}x" for count in _further(analysis)])
-            for batch, law in analysis.laws.items()
-        ],
-        "lawless": analysis.lawless,
-        "fixed": analysis.fixed,
-        "further": _further(analysis),
         "machine": content.machine,
         "settings": _settings(settings),
         "runs": len(content.records),
+        "busy": sum(record.busy > _BUSY for record in content.records),
+        "busy_limit": percent(_BUSY),
         "spent": duration(sum(record.wall_s for record in content.records)),
     }
 
 
-def _further(analysis: Analysis) -> list[int]:
-    most = analysis.workers[-1] if analysis.cells else 1
-    return [2 * most, 4 * most, 8 * most]
+def _describe(stall: Stall) -> str:
+    where = f"step {stall.step} of {stall.record.cell}, repeat {stall.record.repeat + 1}"
+    return f"{where}: {duration(stall.seconds)} instead of {duration(stall.usual_s)}"
 
 
 def _stalled(analysis: Analysis) -> list[Figures]:

@@ -12,7 +12,6 @@ from pyengine.cli import stopping
 from pyengine.cli.study import machine as study_machine
 from pyengine.cli.study import plots as study_plots
 from pyengine.cli.study import report as study_report
-from pyengine.cli.study.advice import advise
 from pyengine.cli.study.analysis import analyse
 from pyengine.cli.study.arguments import Settings
 from pyengine.cli.study.grid import Cell, Impossible, Plan, cells, plan
@@ -68,7 +67,7 @@ def study(settings: Settings, execute: Execute, display: Display) -> int:
     content = _content(settings, machine, records, impossible)
     page = settings.folder / "report.html"
     study_report.write(content, page)
-    display.conclude(content.analysis, content.advice, page)
+    display.conclude(content.analysis, page)
     if not content.analysis.cells:
         return _NOTHING_MEASURED
     return _SOME_FAILED if content.analysis.ended else 0
@@ -176,7 +175,6 @@ def _content(
         records=records,
         impossible=impossible,
         analysis=analysis,
-        advice=advise(analysis, records, impossible),
         plots=study_plots.draw(analysis, settings.folder / "plots") if analysis.cells else [],
     )
 
