@@ -10,12 +10,13 @@ import sys
 from typing import Any
 
 _CLOSED = 141  # 128 + SIGPIPE, as a shell reports `command | head`
+_RAISING = ("strict", "surrogateescape")  # the second is what Python sets in the C locale
 
 
 def show_everything() -> None:
     """Let signs that stdout has no code for come out as `?`; every process that prints calls this."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in _RAISING:
             stream.reconfigure(errors="replace")
 
 

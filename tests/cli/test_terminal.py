@@ -28,9 +28,9 @@ Patch = pytest.MonkeyPatch
 
 
 @contextmanager
-def stdout(patch: Patch, raw: io.BufferedIOBase, encoding: str = "ascii") -> Iterator[io.TextIOWrapper]:
+def stdout(patch: Patch, raw: io.BufferedIOBase, errors: str = "strict") -> Iterator[io.TextIOWrapper]:
     with patch.context() as patched:
-        stream = io.TextIOWrapper(raw, encoding=encoding, errors="strict")  # type: ignore[type-var]
+        stream = io.TextIOWrapper(raw, encoding="ascii", errors=errors)  # type: ignore[type-var]
         patched.setattr(sys, "stdout", stream)
         yield stream
 
@@ -50,8 +50,9 @@ def test_a_study_says_what_a_foreign_one_is_of_without_its_escapes(tmp_path):
         Store(tmp_path, {"machine": "here"})
 
 
-def test_plan_prints_to_a_terminal_of_ascii(monkeypatch: Patch) -> None:
-    with stdout(monkeypatch, io.BytesIO()) as stream:
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_plan_prints_to_a_terminal_of_ascii(monkeypatch: Patch, errors: str) -> None:
+    with stdout(monkeypatch, io.BytesIO(), errors) as stream:
         assert main(PLAN) == 0
         assert "64 ? 1 = 32 ? 2" in stream.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
 
