@@ -245,7 +245,7 @@ class Engine:
         self._trained.notice_step(stepped)
         if not self.shares.are_alike:
             done = replace(done, params=())  # other stages have others
-        if self.reducer.stepper.needs_host(optimizer):
+        if self.is_late and self.reducer.stepper.needs_host(optimizer):  # else `finish` has waited
             self.reach_verdicts()
         return self.current.step(optimizer, scheduler, (done, factors), stepped, callbacks)
 
