@@ -77,7 +77,7 @@ def attach(
             for unsharded sums. `math.inf` has both everywhere: one gather and one reduction a window.
         device_mesh, axes: where other ranks share batches with those of DDP's group, or hold other stages:
             the mesh of all of them, and what its axes hold, as for `GradSync` (docs/mesh.md). DDP's group
-            has to be that of `axes.replicate`. Parameters that DDP was told to ignore, experts say, are
+            has to be that of `axes.replicate`. Parameters that DDP ignores, experts say, are
             reduced over the group whose pattern in `axes.groups` names them, with the values of its first
             rank; others are the caller's.
         shared_memory: as for `GradSync`, DDP's buckets being copied through it; refused over FSDP2.

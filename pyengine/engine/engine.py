@@ -460,46 +460,32 @@ def make_engine(
     if settings.watches_stalls and isinstance(comm, TorchDist):
         comm.watch_stalls(float(settings.stall_after_s or 0.0))
     try:
-        engine = _make(named, comm, settings, make_reducer, source, problems, ranks=ranks)
+        specs = [ParamSpec.of(name, param) for name, param in named] if ranks is None else ranks.specs(named)
+        is_exact = settings.kind == "exact"
+        model = source if isinstance(source, nn.Module) else None
+        module = model if is_exact and model is not None else nn.Module()
+        takes_shards = ranks is not None and ranks.takes_dtensors
+        found = [
+            *problems_of(named, takes_shards=takes_shards),
+            *narrow_problems(named, settings),
+            *problems,
+            *owned_problems(named),
+            *in_backward_problems(named),
+        ]
+        found += batch_norm_problems(module)
+        if ranks is not None:
+            found += ranks.problems_with(named, settings, num_batch_norms=len(batch_norms_of(module)))
+        shares = agree(comm, specs, settings, found, None if ranks is None else ranks.membership)
+        reducer = make_reducer(specs, Terms(shares.terms, shares.most_terms))
+        batch_norms = BatchNormReplay(module, most=shares.most, total=shares.total)
+        batch = None if ranks is None else ranks.shared_batch
+        engine = Engine(reducer, comm, settings, batch_norms, shares=shares, batch=batch, module=model)
     except BaseException:
         comm.release()
         raise
     if isinstance(comm, TorchDist):
         comm.tell_position(whereabouts_of(engine))
     return engine
-
-
-def _make(
-    named: Sequence[tuple[str, Parameter]],
-    comm: Comm,
-    settings: Settings,
-    make_reducer: Callable[[list[ParamSpec], Terms], Reducer],
-    source: object,
-    problems: Sequence[str],
-    *,
-    ranks: EngineRanks | ShardedRanks | None,
-) -> Engine:
-    """Make the engine; see `make_engine`."""
-    specs = [ParamSpec.of(name, param) for name, param in named] if ranks is None else ranks.specs(named)
-    is_exact = settings.kind == "exact"
-    model = source if isinstance(source, nn.Module) else None
-    module = model if is_exact and model is not None else nn.Module()
-    takes_shards = ranks is not None and ranks.takes_dtensors
-    found = [
-        *problems_of(named, takes_shards=takes_shards),
-        *narrow_problems(named, settings),
-        *problems,
-        *owned_problems(named),
-        *in_backward_problems(named),
-    ]
-    found += batch_norm_problems(module)
-    if ranks is not None:
-        found += ranks.problems_with(named, settings, num_batch_norms=len(batch_norms_of(module)))
-    shares = agree(comm, specs, settings, found, None if ranks is None else ranks.membership)
-    reducer = make_reducer(specs, Terms(shares.terms, shares.most_terms))
-    batch_norms = BatchNormReplay(module, most=shares.most, total=shares.total)
-    batch = None if ranks is None else ranks.shared_batch
-    return Engine(reducer, comm, settings, batch_norms, shares=shares, batch=batch, module=model)
 
 
 def whereabouts_of(engine: Engine) -> Callable[[], str]:

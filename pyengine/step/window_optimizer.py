@@ -161,7 +161,7 @@ class OptimizerCheck:
 
     Args:
         params: the engine's parameters, in registration order.
-        ignored: parameters that DDP was told to ignore: their gradients are the caller's.
+        ignored: parameters that DDP ignores: their gradients are the caller's.
     """
 
     def __init__(self, params: Sequence[Parameter], ignored: Sequence[Parameter] = ()) -> None:
@@ -213,7 +213,7 @@ class OptimizerCheck:
             )
         if not is_alone:
             raise ValueError(
-                f"optimizer has a parameter of shape {list(param.shape)} that DDP was told to ignore: its "
+                f"optimizer has a parameter of shape {list(param.shape)} that DDP ignores: its "
                 "gradient is yours, a sum over this rank's micro-batches, with the loss scale in it, and the "
                 "others are means. Give such parameters an optimizer of their own, or call sync.unscale_() "
                 "first and bring their gradients to the same scale yourself"

@@ -35,7 +35,7 @@ def visible_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Paramete
 
 
 def ignored_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Parameter]]:
-    """Return the named parameters that DDP was told to ignore, in the order of registration."""
+    """Return the named parameters that DDP ignores, in the order of registration."""
     visible = {id(param) for _, param in visible_parameters(ddp)}
     return [(name, param) for name, param in ddp.module.named_parameters() if id(param) not in visible]
 
