@@ -3,7 +3,6 @@
 PYENGINE_NO_EXT=1 builds without it: same results from plain PyTorch, slower.
 PYENGINE_CUDA=0 leaves the CUDA kernels out, =1 insists on them; unset builds them where nvcc is found.
 PYENGINE_CUDA_ARCHS="90-real;100" compiles them for other devices than sm_80, sm_90, sm_100 and newer.
-PYENGINE_CUDA_VARIANT=wide or =staged reaches memory in another way (csrc/cuda/variant.h), to compare speeds.
 PYENGINE_NATIVE=1 compiles for the best instruction set of this machine alone, in half the time.
 PYENGINE_WERROR=1 lets a compiler's warnings fail the build; CI does.
 """
@@ -40,7 +39,6 @@ class CMakeExtension(build_ext):
             # All settings every time: the folder remembers those of the last build.
             f"-DPYENGINE_CUDA={'ON' if with_cuda() else 'OFF'}",
             setting("PYENGINE_CUDA_ARCHS"),
-            setting("PYENGINE_CUDA_VARIANT"),
             switch("PYENGINE_NATIVE"),
             switch("PYENGINE_WERROR"),
         ]  # fmt: skip

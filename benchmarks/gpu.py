@@ -335,7 +335,7 @@ import sys
 from pyengine.ops import native
 core = native.core()
 has_cuda = getattr(core, "has_cuda", False)
-print("CUDA kernels:", has_cuda, getattr(core, "CUDA_VARIANT", ""), getattr(core, "__file__", "no core"))
+print("CUDA kernels:", has_cuda, getattr(core, "__file__", "no core"))
 raise SystemExit(not (has_cuda or "dry" in sys.argv))
 """
 _ARCH = "import torch; print('%d%d' % torch.cuda.get_device_capability())"

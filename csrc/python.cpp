@@ -11,7 +11,6 @@
 
 #include "cpu/dispatch.h"
 #include "cuda/ops.h"
-#include "cuda/variant.h"
 #include "overlap.h"
 #include "plan.h"
 #include "python.h"
@@ -284,7 +283,6 @@ void bind_table(py::module_& m) {
       .def_property_readonly("dtype", [](const Table& table) { return static_cast<int>(table.dtype); })
       .def_readonly("device", &Table::device);
   if (!kHasCuda) return;
-  m.attr("CUDA_VARIANT") = kCudaVariantName;
   m.attr("INLINE_SLOTS") = kInlineSlots;
   m.attr("MOST_INLINE_SLOTS") = kMostInlineSlots;
   m.def("load_kernels", kCudaOps.load_kernels);

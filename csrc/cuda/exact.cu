@@ -10,10 +10,9 @@ namespace {
 
 // ---- kernels ----
 
-// Neighbouring threads share a block, each with W neighbouring elements of it: limbs of four bytes beside elements of
-// type T.
-template <class T>
-constexpr int kWidth = kNeighbours<T, int32_t>;
+// Neighbouring threads share a block, each with W neighbouring elements of it. What is stored decides W: limbs of four
+// bytes, or rounded sums.
+constexpr int kLimbs = kNeighbours<int32_t>;
 template <int W>
 constexpr int kThreadsEach = static_cast<int>(kExactBlock) / W;
 
@@ -95,7 +94,7 @@ __device__ __forceinline__ void add_slices(Limbs<W>& limbs, const Packed<Term, W
 // zeros, as is a first term that is not there.
 template <bool kFirst, class Term>
 struct Deposit {
-  static constexpr int W = kWidth<Term>;
+  static constexpr int W = kLimbs;
 
   ExactSum sum;
   int64_t begin;  // of the chunk, in the flat buffer
@@ -169,7 +168,7 @@ exact_deposit_kernel(const __grid_constant__ DeviceLayout layout, const __grid_c
 // A thread looks after the bin of one block, then neighbours shift the limbs of those that grew: in most calls none.
 __global__ void __launch_bounds__(kThreads)
 exact_align_kernel(const __grid_constant__ ExactSum sum, const uint8_t* bins) {
-  constexpr int W = kWidth<float>;
+  constexpr int W = kLimbs;
   __shared__ int distances[kThreads];
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads, block = first + threadIdx.x;
   int distance = 0;
@@ -209,7 +208,7 @@ constexpr int kRoundBytes = 64, kRoundElements = kThreads * kRoundBytes / (2 * s
 template <class Out>
 __global__ void __launch_bounds__(kThreads)
 exact_round_kernel(const __grid_constant__ ExactSum sum, Out* out) {
-  constexpr int W = kWidth<Out>, kStep = W * kThreads, kUnroll = kRoundElements / kStep;
+  constexpr int W = kNeighbours<Out>, kStep = W * kThreads, kUnroll = kRoundElements / kStep;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kRoundElements + threadIdx.x * W;
   const int64_t end = sum.num_blocks * kExactBlock;
   Limbs<W> limbs[kUnroll];

@@ -53,11 +53,11 @@ __device__ __forceinline__ T* global(T* p) {
   return p;
 }
 
-// A load that is on its way from here on: volatile, because the compiler would let others wait for the condition under
-// which their value is used, although that takes as long again.
+// Volatile: issue this load now. Otherwise the compiler sinks it behind the branch that uses it and exposes a second
+// memory latency.
 __device__ __forceinline__ float load_now(const float* p) { return *static_cast<const volatile float*>(global(p)); }
 
-// How a load treats the caches: as usual, or evicted first, for what nobody reads again. Shared memory has none.
+// How a load uses the caches: as usual, or evicted first where no kernel reads the data again.
 struct Keep {
   template <class W>
   __device__ __forceinline__ W operator()(const W* p) const { return *global(p); }
@@ -65,10 +65,6 @@ struct Keep {
 struct ReadOnce {
   template <class W>
   __device__ __forceinline__ W operator()(const W* p) const { return __ldcs(global(p)); }
-};
-struct Shared {
-  template <class W>
-  __device__ __forceinline__ W operator()(const W* p) const { return *p; }
 };
 
 // Never through the read-only cache: in place, the same memory is written.
@@ -109,12 +105,12 @@ __device__ __forceinline__ void store_packed(T* p, const Packed<T, N>& x) {
 }
 
 // The first n of N elements, where there are no more. Missing ones read as zero.
-template <int N, class T, class Access = Keep>
-__device__ __forceinline__ Packed<T, N> load_some(const T* p, int n, Access access = {}) {
+template <int N, class T>
+__device__ __forceinline__ Packed<T, N> load_some(const T* p, int n) {
   Packed<T, N> x{};
 #pragma unroll
   for (int i = 0; i < N; ++i)
-    if (i < n) x.set(i, load_packed<1>(p + i, access).words[0]);
+    if (i < n) x.set(i, load_packed<1>(p + i).words[0]);
   return x;
 }
 

@@ -1,10 +1,7 @@
 // unscale_norm: y = x·scale, its sum of squares and its finite check, in one pass; y is written on request.
-#include <cuda_pipeline_primitives.h>
-
 #include <cmath>
 
 #include "launch.cuh"
-#include "variant.h"
 
 namespace pyengine {
 namespace {
@@ -15,10 +12,10 @@ struct Nothing {};  // the output type of a pass that only reads
 
 constexpr int kLanes = kSumLanes, kRows = kSegmentElements / kSumLanes, kSegments = kChunkElements / kSegmentElements;
 
-// Neighbouring lanes of a segment that one thread sums, so many as one access brings of the narrow type, or of the wide
-// one (variant.h); one chunk is one pass of a CTA.
+// Neighbouring lanes of a segment that one thread sums: as many as fill a 16-byte store, or a load where nothing is
+// stored (sweep.cuh); one chunk is one pass of a CTA.
 template <class Out, class In>
-constexpr int kWidth = (kIsWide ? sizeof(In) == 2 && sizeof(Out) <= 2 : sizeof(In) == 2 || sizeof(Out) == 2) ? 8 : 4;
+constexpr int kWidth = 16 / (__is_same(Out, Nothing) ? sizeof(In) : sizeof(Out));
 template <class Out, class In>
 constexpr int kThreads = kSegments * kLanes / kWidth<Out, In>;
 
@@ -43,9 +40,8 @@ __device__ __forceinline__ void add_squares(double (&sums)[W], Out* out, const P
 
 // Sums a thread's lanes over the rows of one segment; `in` and `out` point at its part of the first row, from where
 // on the slot has `left` more elements (fewer than one if the segment is beyond its end).
-template <class Out, class In, int W, class Access>
-__device__ __forceinline__ void sum_rows(double (&sums)[W], Out* out, const In* in, int left, float scale,
-                                         Access access) {
+template <class Out, class In, int W>
+__device__ __forceinline__ void sum_rows(double (&sums)[W], Out* out, const In* in, int left, float scale) {
   // 64 bytes a thread before the first use, or 128 where fp32 is cast; single elements fill a segment.
   constexpr int kAhead = W == 1 ? kRows : W * sizeof(In) == 8 ? 8 : 4;
   const int rows = left < W ? 0 : left - W >= (kRows - 1) * kLanes ? kRows : (left - W) / kLanes + 1;
@@ -53,48 +49,28 @@ __device__ __forceinline__ void sum_rows(double (&sums)[W], Out* out, const In* 
     Packed<In, W> x[kAhead];
 #pragma unroll
     for (int k = 0; k < kAhead; ++k)
-      if (row + k < rows) x[k] = load_packed<W>(in + (row + k) * kLanes, access);
+      if (row + k < rows) x[k] = load_packed<W>(in + (row + k) * kLanes);
 #pragma unroll
     for (int k = 0; k < kAhead; ++k)
       if (row + k < rows) add_squares<true>(sums, out + (row + k) * kLanes, x[k], W, scale);
   }
   const int tail = rows * kLanes;
   if (W > 1 && rows < kRows && tail < left)
-    add_squares<false>(sums, out + tail, load_some<W>(in + tail, left - tail, access), left - tail, scale);
+    add_squares<false>(sums, out + tail, load_some<W>(in + tail, left - tail), left - tail, scale);
 }
 
-// Fills the lanes of the chunk's segments in shared memory; those of `in` begin kApart elements apart.
-template <int W, int kNumThreads, int kApart = kSegmentElements, class Out, class In, class Access = Keep>
-__device__ __forceinline__ void sum_segments(double* shared, Out* out, const In* in, int count, float scale,
-                                             Access access = {}) {
+// Fills the lanes of the chunk's segments in shared memory.
+template <int W, int kNumThreads, class Out, class In>
+__device__ __forceinline__ void sum_segments(double* shared, Out* out, const In* in, int count, float scale) {
   constexpr int kThreadsEach = kLanes / W;
   const int lane = threadIdx.x % kThreadsEach * W;
   for (int segment = threadIdx.x / kThreadsEach; segment < kSegments; segment += kNumThreads / kThreadsEach) {
     const int first = segment * static_cast<int>(kSegmentElements) + lane;
     double sums[W] = {};
-    sum_rows(sums, out + first, in + segment * kApart + lane, count - first, scale, access);
+    sum_rows(sums, out + first, in + first, count - first, scale);
 #pragma unroll
     for (int i = 0; i < W; ++i) shared[segment * kPitch + lane + i] = sums[i];
   }
-}
-
-// Elements from one segment to the next in a staged chunk: a row's more than they are, so that threads that read a row
-// of neighbouring segments are on banks of their own.
-constexpr int kStagedApart = kSegmentElements + kLanes;
-
-// Copies a chunk to shared memory, sixteen bytes after the other, and waits until it is all there.
-template <int kNumThreads, class In>
-__device__ __forceinline__ void stage(In* staged, const In* in, int count) {
-  constexpr int kVector = 16 / sizeof(In), kSegment = kSegmentElements;
-#pragma unroll 4
-  for (int i = threadIdx.x * kVector; i < count; i += kNumThreads * kVector) {
-    In* to = staged + i / kSegment * kStagedApart + i % kSegment;
-    if (i + kVector <= count) __pipeline_memcpy_async(to, global(in + i), 16);
-    else for (int k = 0; k < count - i; ++k) to[k] = in[i + k];
-  }
-  __pipeline_commit();
-  __pipeline_wait_prior(0);
-  __syncthreads();
 }
 
 // Off the boundary a thread has one lane at a time, so that neighbours are still on neighbouring threads.
@@ -102,10 +78,6 @@ template <int W, int kNumThreads, class Out, class In>
 __device__ __forceinline__ void sum_chunk(double* shared, Out* out, const In* in, int count, float scale) {
   if ((reinterpret_cast<uint64_t>(in) | reinterpret_cast<uint64_t>(out)) % 16 != 0) {
     sum_segments<1, kNumThreads>(shared, out, in, count, scale);
-  } else if constexpr (kIsStaged && __is_same(Out, Nothing) && sizeof(In) == 2) {
-    alignas(16) __shared__ In staged[kSegments * kStagedApart];
-    stage<kNumThreads>(staged, in, count);
-    sum_segments<W, kNumThreads, kStagedApart>(shared, out, staged, count, scale, Shared{});
   } else {
     sum_segments<W, kNumThreads>(shared, out, in, count, scale);
   }
@@ -125,8 +97,8 @@ __device__ __forceinline__ double sum_blocks(const double* shared) {
   return sum;
 }
 
-// Hands in a chunk of a slot that has num_chunks; true in the CTA that is the last to do so. The second fence is its
-// alone: the others read nothing that anybody else wrote.
+// Hands in a chunk of a slot that has num_chunks; true in the CTA that is the last to do so. Only
+// the last CTA needs the second fence; no other CTA reads another one's partials.
 __device__ __forceinline__ bool is_last(unsigned* ticket, int num_chunks) {
   __syncthreads();  // this CTA's partials are written
   bool last = false;

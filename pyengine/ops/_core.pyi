@@ -159,7 +159,6 @@ class SharedArena:
 
 # Where the extension has CUDA kernels (`has_cuda`):
 
-CUDA_VARIANT: str
 INLINE_SLOTS: int
 MOST_INLINE_SLOTS: int
 

@@ -369,9 +369,9 @@ def test_a_devices_card_names_driver_nccl_and_the_variant_of_the_build(
     monkeypatch.setattr(
         kernels.subprocess, "run", lambda *_, **__: mock.Mock(stdout="580.159.04\n580.159.04\n")
     )
-    monkeypatch.setattr(kernels.native, "core", lambda: mock.Mock(has_cuda=True, CUDA_VARIANT="wide"))
+    monkeypatch.setattr(kernels.native, "core", lambda: mock.Mock(has_cuda=True))
     card = devices.card("cuda")
-    assert (card["driver"], card["nccl"], card["variant"]) == ("580.159.04", "2.28.9", "wide")
+    assert (card["driver"], card["nccl"]) == ("580.159.04", "2.28.9")
     assert (card["capability"], card["l2_mib"], card["memory_gib"]) == ("9.0", 64.0, 128.0)
     assert devices.card("cpu") == {}
 

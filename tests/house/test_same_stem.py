@@ -15,7 +15,7 @@ PLACES = [
 ]
 # Sources and tests beside the ops that are not ops.
 NOT_OPS = {
-    "dispatch", "roof", "reference", "upload", "kernels", "cuda", "cuda_build", "cuda_calls", "cuda_variants",
+    "dispatch", "roof", "reference", "upload", "kernels", "cuda", "cuda_build", "cuda_calls",
     "cuda_emulator", "cuda_streams", "exact_accuracy", "exact_cuda", "functional", "checksum",
     "core_checksum", "codec_cuda", "sample", "shared_sum", "core_listener", "versions",
 }  # fmt: skip

@@ -12,7 +12,7 @@ from pyengine.ops import native
 
 STUB = Path(__file__).parents[2] / "pyengine" / "ops" / "_core.pyi"
 CUDA_ONLY = {
-    "CudaPlan", "CUDA_VARIANT", "INLINE_SLOTS", "MOST_INLINE_SLOTS", "load_kernels", "uploaded",
+    "CudaPlan", "INLINE_SLOTS", "MOST_INLINE_SLOTS", "load_kernels", "uploaded",
     "codec_encode_cuda", "codec_sum_encode_cuda", "codec_sum_cuda",
 }  # fmt: skip
 

@@ -54,15 +54,14 @@ def scale():
 
 @pytest.fixture(scope="session")
 def kernels(tmp_path_factory):
-    """The CUDA kernels, built for the emulator: once for all of pytest-xdist's workers. The other variants
-    are tested where PYENGINE_EMULATED_VARIANT says so (test_cuda_variants.py does).
+    """The CUDA kernels, built for the emulator: once for all of pytest-xdist's workers.
     """
     root = tmp_path_factory.getbasetemp()
     folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "emulated"
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return load_kernels(folder, os.environ.get("PYENGINE_EMULATED_VARIANT", "narrow"))
+        return load_kernels(folder)
 
 
 @pytest.fixture

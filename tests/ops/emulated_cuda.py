@@ -47,14 +47,12 @@ def _run(command: list[str]) -> None:
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
 
 
-def load_kernels(folder: Path, variant: str = "narrow"):
-    """Build csrc/python.cpp with the CUDA kernels, in one of the variants of csrc/cuda/variant.h, if the
-    folder has them not, and import it under another name.
-    """
+def load_kernels(folder: Path):
+    """Build csrc/python.cpp with the CUDA kernels into a folder, once, and import it under another name."""
     pybind11 = pytest.importorskip("pybind11")
     core = [CSRC / f"{name}.cpp" for name in ("python", "python_audit", "plan", "overlap", "torch_shim")]
     sources = [*core, EMULATOR / "no_cpu_ops.cpp"]
-    flags = ("-DPYENGINE_CUDA", f"-DPYENGINE_CUDA_VARIANT={variant}", "-DPYENGINE_MODULE=emulated_kernels",
+    flags = ("-DPYENGINE_CUDA", "-DPYENGINE_MODULE=emulated_kernels",
              f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}")  # fmt: skip
     library = folder / "emulated_kernels.so"
     if not library.exists():

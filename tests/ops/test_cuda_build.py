@@ -17,11 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # kernels.cu has none.
 SOURCES = [path for path in sorted((ROOT / "csrc" / "cuda").glob("*.cu")) if path.stem != "kernels"]
 ARCHS = [80, 90, 100]
-# What each variant of csrc/cuda/variant.h changes.
-CHANGED = {"wide": ("pack", "accumulate", "unscale_norm", "exact"), "staged": ("unscale_norm",)}
-BUILDS = [(path, "narrow") for path in SOURCES] + [
-    (path, variant) for variant, stems in CHANGED.items() for path in SOURCES if path.stem in stems
-]
 # A SM has 65536 registers: at 80 it holds 768 threads, and every kernel loads at least 64 bytes a thread
 # before it uses any. That is 48 KiB on their way, and bandwidth × latency of the devices we know is 30 to 45
 # KiB a SM.
@@ -42,10 +37,9 @@ KERNEL = re.compile(
 
 
 @functools.cache
-def compile_for_all(source: Path, variant: str, folder: Path) -> tuple[int, str]:
+def compile_for_all(source: Path, folder: Path) -> tuple[int, str]:
     """Return nvcc's exit status and what it and ptxas said."""
     command = ["nvcc", "-std=c++20", "-O3", "--fmad=false", "-Werror", "all-warnings", "-Xptxas", "-v"]
-    command += [f"-DPYENGINE_CUDA_VARIANT={variant}"]
     command += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
     command += ["--threads", "2", "-fatbin", str(source), "-o", str(folder / f"{source.stem}.fatbin")]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -60,11 +54,9 @@ def folder(tmp_path_factory):
 @needs_nvcc
 @pytest.mark.slow  # the build has compiled them already, by the same flags
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(
-    ("source", "variant"), BUILDS, ids=[f"{path.stem}-{variant}" for path, variant in BUILDS]
-)
-def test_kernels_compile_without_warnings_spills_or_many_registers(source, variant, arch, folder):
-    status, said = compile_for_all(source, variant, folder)
+@pytest.mark.parametrize("source", SOURCES, ids=[path.stem for path in SOURCES])
+def test_kernels_compile_without_warnings_spills_or_many_registers(source, arch, folder):
+    status, said = compile_for_all(source, folder)
     assert status == 0 and "warning" not in said, said
     kernels = [kernel for kernel in KERNEL.finditer(said) if int(kernel["arch"]) == arch]
     assert len(kernels) == said.count(f"' for 'sm_{arch}'") > 0, said
@@ -90,12 +82,6 @@ def test_threads_that_race_to_set_a_flag_do_so_by_relaxed_stores(folder):
 def test_an_nvcc_that_does_not_know_so_many_parameters_is_refused_by_name(version, is_refused, tmp_path):
     said = _configured(tmp_path, PYENGINE_CUDA="ON", CMAKE_CUDA_COMPILER_VERSION=version)
     assert (f"nvcc is {version}; needed 12.1 or newer" in " ".join(said.split())) == is_refused
-
-
-@pytest.mark.slow
-def test_a_variant_that_there_is_not_is_refused(tmp_path):
-    said = _configured(tmp_path, PYENGINE_CUDA="ON", PYENGINE_CUDA_VARIANT="fast")
-    assert "PYENGINE_CUDA_VARIANT=fast; needed narrow, wide or staged" in said
 
 
 def _configured(folder: Path, **settings: str) -> str:

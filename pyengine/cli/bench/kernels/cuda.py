@@ -46,7 +46,6 @@ def machine_card() -> dict[str, str | int | float]:
         "memory_gib": round(device.total_memory / 2**30, 1),
         "driver": _driver(),
         "kernels": "native" if getattr(core, "has_cuda", False) else "reference",
-        "variant": getattr(core, "CUDA_VARIANT", "none"),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none",
