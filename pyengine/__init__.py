@@ -26,9 +26,9 @@ from pyengine.engine.checkpoint.checkpoints import Checkpoint, Checkpoints
 from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.micro_batch import MicroBatch
 from pyengine.engine.sync import Sync
-from pyengine.gradients.accumulator import Exact
 from pyengine.gradients.ddp.hook import HookState, comm_hook
 from pyengine.gradients.ddp.narrow_hooks import bf16_hook, bf16_wrapper, fp16_hook, fp16_wrapper
+from pyengine.gradients.settings import Exact
 from pyengine.step.grad_scaler import GradScaler
 from pyengine.step.step_record import StepRecord
 from pyengine.step.window_optimizer import WindowOptimizer

@@ -22,9 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from pyengine.adapters.backward import backward
 from pyengine.adapters.engine_for import engine_for
 from pyengine.engine.sync import Sync
-from pyengine.gradients.accumulator import as_accumulator
 from pyengine.gradients.fsdp.deferral import Defer, Deferral
-from pyengine.gradients.settings import Settings
+from pyengine.gradients.settings import Settings, as_accumulator
 from pyengine.step.grad_scaler import GradScaler
 from pyengine.window.header import Count
 from pyengine.wire import FP32, Wire

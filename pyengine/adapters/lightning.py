@@ -20,9 +20,8 @@ from torch.optim import Optimizer
 from pyengine.adapters.engine_for import engine_for
 from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.sync import Sync
-from pyengine.gradients.accumulator import as_accumulator
 from pyengine.gradients.fsdp.deferral import Defer, Deferral
-from pyengine.gradients.settings import Settings
+from pyengine.gradients.settings import Settings, as_accumulator
 from pyengine.step.grad_scaler import copy_of
 from pyengine.step.step_record import StepRecord
 from pyengine.telemetry.base import numbers

@@ -33,9 +33,8 @@ except ImportError as error:
     ) from error
 
 from pyengine.adapters.accelerate import WindowAccelerator
-from pyengine.gradients.accumulator import as_accumulator
 from pyengine.gradients.fsdp.deferral import Defer, Deferral
-from pyengine.gradients.settings import Settings
+from pyengine.gradients.settings import Settings, as_accumulator
 
 if TYPE_CHECKING:
     _Mixed = transformers.Trainer  # what a mixin's methods find beside them

@@ -18,7 +18,6 @@ from pyengine.engine.engine import make_engine
 from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
 from pyengine.engine.handshake import prepare_wire, sparse_modules, without_fabric
 from pyengine.engine.sync import Sync
-from pyengine.gradients.accumulator import Exact, as_accumulator
 from pyengine.gradients.ddp.hook import HookState
 from pyengine.gradients.ddp.private import (
     ignored_parameters,
@@ -37,7 +36,7 @@ from pyengine.gradients.fsdp.reducer import FSDPReducer
 from pyengine.gradients.fsdp.sharded import Managed
 from pyengine.gradients.fsdp.units import units_of
 from pyengine.gradients.layout import ParamSpec
-from pyengine.gradients.settings import Settings
+from pyengine.gradients.settings import Exact, Settings, as_accumulator
 from pyengine.gradients.two_owners import TwoOwners
 from pyengine.ops.device import is_lazy
 from pyengine.wire import FP32, Wire

@@ -22,11 +22,10 @@ from pyengine.engine.handshake import (
     wrapped_problems,
 )
 from pyengine.engine.sync import Sync
-from pyengine.gradients.accumulator import Exact, as_accumulator
-from pyengine.gradients.buckets import BucketReducer
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.layout import Layout, ParamSpec
-from pyengine.gradients.settings import Settings
+from pyengine.gradients.own import BucketReducer
+from pyengine.gradients.settings import Exact, Settings, as_accumulator
 from pyengine.gradients.xla import XlaReducer, problems_of_device
 from pyengine.ops.device import bucket_cap_mb as default_bucket_cap_mb
 from pyengine.ops.device import is_lazy

@@ -17,10 +17,9 @@ import pyengine
 from pyengine.comm.base import Comm
 from pyengine.comm.levels import KnowsHosts, own_host
 from pyengine.engine.engine_ranks import Membership, memberships_differ, most_parts
-from pyengine.gradients.accumulator import Exact
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.local_part import is_dtensor
-from pyengine.gradients.settings import Settings
+from pyengine.gradients.settings import Exact, Settings
 from pyengine.ops.exact import MAX_TERMS
 from pyengine.ops.pointers import DTYPE_CODES
 from pyengine.window.counter import share

@@ -11,9 +11,9 @@ from torch.nn import Parameter
 
 from pyengine.comm.base import by_dtype
 from pyengine.gradients.base import Reducer, Stages
-from pyengine.gradients.param_sums import packed
+from pyengine.gradients.bucket import packed
+from pyengine.gradients.norms import SlotNorms
 from pyengine.gradients.slots import slot_gradient
-from pyengine.gradients.sums import SlotNorms
 from pyengine.ops.device import is_lazy, runs_ahead
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyengine.comm.base import Allocates, Comm, Exchanges, Work, flat_zeros
 from pyengine.comm.levels import spans_hosts
 from pyengine.comm.staged import Staged
+from pyengine.gradients.sums import Sum
 from pyengine.ops.exact import ExactSum
 from pyengine.ops.exact_reference import BLOCK, POISONED
 from pyengine.ops.plan import BucketPlan
@@ -30,7 +31,7 @@ class Terms:
     most: int
 
 
-class ExactOverRanks(ExactSum):
+class ExactOverRanks(ExactSum, Sum):
     """An exact sum, and the rounds in which ranks merge theirs and round the result.
 
     Between hosts each rank adds up and rounds a part of its own, of whole blocks: integers travel once, and
@@ -44,10 +45,8 @@ class ExactOverRanks(ExactSum):
         numel: elements that are needed; rounded up to whole blocks for every rank.
         device: where it lies.
         comm: by which it travels.
-        num_flags: flags that travel with the first round.
 
     Attributes:
-        flags: uint8 `[num_flags]`, written before `rounds`; the largest over all ranks after the first.
         rounded: float32 `[numel]` of the sum, in the memory of `hi`: holds the rounded sum behind `rounds`,
             until the next deposit, a first one.
     """
@@ -60,7 +59,6 @@ class ExactOverRanks(ExactSum):
         terms: Terms,
         device: torch.device,
         comm: Comm,
-        num_flags: int = 0,
     ) -> None:
         whole = comm.world_size * BLOCK
         numel = -(-numel // whole) * whole
@@ -69,19 +67,7 @@ class ExactOverRanks(ExactSum):
         self._comm = comm
         self._exchanges = can_exchange(comm) and spans_hosts(comm)
         self.rounded: Tensor = self.hi.view(torch.float32)
-        num_marks = self.bins.numel() + num_flags
-        self._marks = flat_zeros(comm, num_marks, dtype=torch.uint8, device=device)
-        self._merged_bins = self._marks[: self.bins.numel()]
-        self.flags = self._marks[self.bins.numel() :]
-
-    def begin(self) -> None:
-        """Start a window: nothing of it has been deposited."""
-
-    def resume(self) -> None:
-        """Start with a sum of zero that goes on from another one: what `parts` returns will be written to."""
-
-    def scalars(self) -> list[Tensor]:
-        return []
+        self._merged_bins = flat_zeros(comm, self.bins.numel(), dtype=torch.uint8, device=device)
 
     def rounds(self, *, poison: bool = False) -> Staged:
         """Start to agree on the largest bin of every block, then add the integers and round them.
@@ -89,7 +75,7 @@ class ExactOverRanks(ExactSum):
         Args:
             poison: make the sum nan on every rank.
 
-        Cost: an all-reduce of a byte a block and flag. Then, with W ranks that exchange parts, two
+        Cost: an all-reduce of a byte a block. Then, with W ranks that exchange parts, two
             all-to-alls of 4 bytes an element and an all-gather of 4, which take 1.5 times the bytes of a
             float32 all-reduce, and memory for 8 while they are under way; 8 bytes an element are read, and
             12 / W written. Within a host an all-reduce of 8 bytes an element; 8 read, and 4 written. Before
@@ -102,7 +88,7 @@ class ExactOverRanks(ExactSum):
             self._merged_bins.fill_(POISONED)
         else:
             self._merged_bins.copy_(self.bins)
-        yield self._comm.all_reduce_max(self._marks)
+        yield self._comm.all_reduce_max(self._merged_bins)
         self.align_(self._merged_bins)
         if self._exchanges:
             assert isinstance(self._comm, Exchanges)
@@ -128,7 +114,7 @@ class ExactOverRanks(ExactSum):
 
     def round_tensors(self) -> list[Tensor]:
         """Return every tensor that `rounds` uses."""
-        return [self.limbs, self.bins, self._marks]
+        return [self.limbs, self.bins, self._merged_bins]
 
 
 @dataclass
@@ -148,7 +134,7 @@ class TermsOverRanks(ExactOverRanks):
     A finite term of 2^126 or more is told of by the sum, which is nan there, and not by its deposit's flags.
 
     Args:
-        plan, numel, terms, device, num_flags: as for `ExactOverRanks`.
+        plan, numel, terms, device: as for `ExactOverRanks`.
         comm: by which it travels; ranks can exchange parts, and the host waits for collectives.
 
     Bytes an element: those of `ExactOverRanks`, and 8.02 / W more with W ranks.
@@ -162,13 +148,12 @@ class TermsOverRanks(ExactOverRanks):
         terms: Terms,
         device: torch.device,
         comm: Comm,
-        num_flags: int = 0,
     ) -> None:
-        super().__init__(plan, numel=numel, terms=terms, device=device, comm=comm, num_flags=num_flags + 1)
+        super().__init__(plan, numel=numel, terms=terms, device=device, comm=comm)
         self._exchanges = False  # the integers, which are rare
         self._whole, self._terms, self._form = plan, terms.total, _Form()
         self._one = torch.ones((), dtype=torch.float32, device=device)
-        self._told, self.flags, self._has_integers = self.flags, self.flags[:-1], self.flags[-1:]
+        self._has_integers = flat_zeros(comm, 1, dtype=torch.uint8, device=device)
         # A term lies in the memory of one limb; what a rank gets of the others', in that of the other.
         self._received = self.lo.view(torch.float32)
         size = self.hi.numel() // comm.world_size
@@ -209,7 +194,7 @@ class TermsOverRanks(ExactOverRanks):
         Args:
             poison: make the sum nan on every rank.
 
-        Cost: an all-reduce of a byte a flag, then an all-to-all and an all-gather of 4 bytes an element: the
+        Cost: an all-reduce of a byte, then an all-to-all and an all-gather of 4 bytes an element: the
             bytes of a float32 all-reduce. 4 bytes an element are read, and with W ranks 8 / W read or written
             of the integers. Where a rank holds integers, the rounds of `ExactOverRanks` within a host.
         """
@@ -217,7 +202,7 @@ class TermsOverRanks(ExactOverRanks):
 
     def _rounds(self, *, poison: bool) -> Iterator[Work]:
         self._has_integers.fill_(self._form.is_integers)
-        yield self._comm.all_reduce_max(self._told)
+        yield self._comm.all_reduce_max(self._has_integers)
         if self._has_integers.item():
             if not self._form.is_integers:
                 self._become_integers()
@@ -234,7 +219,7 @@ class TermsOverRanks(ExactOverRanks):
         yield self._comm.all_gather(self.rounded, own)
 
     def round_tensors(self) -> list[Tensor]:
-        return [*super().round_tensors(), self._part.limbs, self._part.bins]
+        return [*super().round_tensors(), self._part.limbs, self._part.bins, self._has_integers]
 
     def _become_integers(self) -> None:
         """Turn the term into integers; slots that have none yet are overwritten by their first deposit."""
@@ -245,12 +230,12 @@ class TermsOverRanks(ExactOverRanks):
 
 
 def exact_over_ranks(
-    plan: BucketPlan, *, numel: int, terms: Terms, device: torch.device, comm: Comm, num_flags: int = 0
+    plan: BucketPlan, *, numel: int, terms: Terms, device: torch.device, comm: Comm
 ) -> ExactOverRanks:
     """Return the exact sum that travels with the fewest bytes; see `ExactOverRanks`."""
     takes_terms = terms.most == 1 and can_exchange(comm) and not comm.is_stream_ordered
     kind = TermsOverRanks if takes_terms else ExactOverRanks
-    return kind(plan, numel=numel, terms=terms, device=device, comm=comm, num_flags=num_flags)
+    return kind(plan, numel=numel, terms=terms, device=device, comm=comm)
 
 
 def can_exchange(comm: Comm) -> bool:

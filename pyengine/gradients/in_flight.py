@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pyengine.comm.base import Comm, Work
 from pyengine.comm.staged import Staged
-from pyengine.gradients.accumulator import BucketAccumulator
 from pyengine.gradients.groups import Groups
+from pyengine.gradients.own_buckets import OwnBucket
 from pyengine.ops.device import has_events, recorded_event
 from pyengine.ops.trace import span
 from pyengine.window.divisor import Divisor
@@ -53,7 +53,7 @@ class Transfer:
 
     work: Work
 
-    def __init__(self, bucket: BucketAccumulator, *, is_held: bool) -> None:
+    def __init__(self, bucket: OwnBucket, *, is_held: bool) -> None:
         self.bucket = bucket
         self.is_complete = False
         self.is_held = is_held
@@ -82,7 +82,7 @@ class Transfers:
 
     def __init__(
         self,
-        buckets: Sequence[BucketAccumulator],
+        buckets: Sequence[OwnBucket],
         header: Header,
         divisor: Divisor,
         *,
@@ -112,14 +112,14 @@ class Transfers:
         for _ in range(1 + max((work.rounds_left for work in staged), default=0)):
             self._start_later(self.all)
 
-    def late(self) -> list[tuple[BucketAccumulator, int]]:
+    def late(self) -> list[tuple[OwnBucket, int]]:
         """Return the slots, with their buckets, that the backward has added to after it had seemed to
         complete them.
         """
         complete = [transfer.bucket for transfer in self.all if transfer.is_complete]
         return [(bucket, slot) for bucket in complete for slot in bucket.late()]
 
-    def landed(self) -> Iterator[BucketAccumulator]:
+    def landed(self) -> Iterator[OwnBucket]:
         """Wait for each bucket in turn, while later ones still travel."""
         for index, transfer in enumerate(self.all[: self._next]):
             with span("land bucket", index):
@@ -162,7 +162,7 @@ class Transfers:
                 transfer.lent = None
 
     def _comm(self, transfer: Transfer) -> Comm:
-        return self._groups.comms[transfer.bucket.bucket.group]
+        return self._groups.comms[transfer.bucket.spec.group]
 
     def _start_later(self, transfers: Sequence[Transfer]) -> None:
         """Start the next collective of buckets under way; where a stream waits, it does the rest, too.

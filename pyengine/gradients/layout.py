@@ -1,8 +1,8 @@
 """Where every gradient lies: slots, the buckets that hold them, and how two ranks find out that they
 disagree.
 
-A layout is plain data. It is a pure function of the parameters' descriptions, the bucket cap and the world
-size, so ranks that describe the same parameters build the same layout without talking.
+A layout is plain data. It is a pure function of the parameters' descriptions and the bucket cap, so ranks
+that describe the same parameters build the same layout without communication.
 """
 
 from __future__ import annotations
@@ -59,18 +59,13 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """A flat range of gradients reduced together.
-
-    Elements `[0, flags)` hold the slots, `[flags, flags + len(slots))` one *used* flag a slot (they travel
-    with the gradients, so ranks agree on unused parameters without another collective), the rest pads the
-    bucket to `numel`. All are summed over one `group`, as `ParamSpec.group` says.
-    """
+class BucketSpec:
+    """A flat range of `numel` elements whose slots are reduced together, over one `group` of
+    `ParamSpec.group`."""
 
     index: int
     dtype: torch.dtype
     slots: tuple[Slot, ...]
-    flags: int
     numel: int
     group: int = 0
 
@@ -80,7 +75,7 @@ class Layout:
     """Buckets in the order in which backward fills them."""
 
     params: tuple[ParamSpec, ...]
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[BucketSpec, ...]
 
     @property
     def numel(self) -> int:
@@ -102,7 +97,6 @@ def build(
     order: Sequence[int],
     *,
     cap_bytes: int,
-    world_size: int,
     first_bytes: int | None = None,
 ) -> Layout:
     """Lay out parameters in the order in which a backward delivers their gradients.
@@ -111,8 +105,6 @@ def build(
         params: descriptions in registration order.
         order: registration indices of the parameters to lay out; `backward_order`, or what was observed.
         cap_bytes: a bucket is closed once it holds this many bytes of gradients; parameters are never split.
-        world_size: every bucket is padded to a multiple of `lcm(world_size, 128)` elements, so that it can be
-            cut into equal, aligned shards.
         first_bytes: the first bucket of each type and group is closed once it holds so many, if that is less
             than `cap_bytes`. How a group's parameters are cut depends on no others: ranks of it may hold
             other parameters besides.
@@ -130,11 +122,11 @@ def build(
             closed.append((kind, open_slots.pop(kind)))
             begun.add(kind)
     closed.extend(open_slots.items())
-    unit = math.lcm(world_size, 128)
-    return Layout(
-        tuple(params),
-        tuple(_bucket(i, kind, slots, unit) for i, (kind, slots) in enumerate(closed)),
+    buckets = (
+        BucketSpec(index, dtype, tuple(slots), _end(slots) or ALIGN_ELEMENTS, group)
+        for index, ((dtype, group), slots) in enumerate(closed)
     )
+    return Layout(tuple(params), tuple(buckets))
 
 
 def first_difference(params: Sequence[Sequence[ParamSpec]], ranks: Sequence[int] = ()) -> str | None:
@@ -150,11 +142,6 @@ def first_difference(params: Sequence[Sequence[ParamSpec]], ranks: Sequence[int]
         if len(set(specs)) > 1:
             return f"parameter {index}: {_by_rank(specs, ranks or range(len(specs)))}"
     return None
-
-
-def _bucket(index: int, kind: _Kind, slots: list[Slot], unit: int) -> Bucket:
-    flags, (dtype, group) = _end(slots), kind
-    return Bucket(index, dtype, tuple(slots), flags, _round_up(flags + len(slots), unit), group)
 
 
 def _end(slots: list[Slot]) -> int:

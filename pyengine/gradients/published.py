@@ -13,10 +13,10 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grad_value_, get_total_norm
 
 from pyengine.comm.base import by_dtype
+from pyengine.gradients.bucket import packed
 from pyengine.gradients.marks import Snapshot
-from pyengine.gradients.param_sums import packed
+from pyengine.gradients.norms import SlotNorms
 from pyengine.gradients.slots import dense_strides, local
-from pyengine.gradients.sums import SlotNorms
 from pyengine.ops.device import is_lazy
 from pyengine.ops.pointers import DTYPE_CODES, keeps_elements_elsewhere
 from pyengine.window.final_pass import FinalPass

@@ -6,13 +6,62 @@ import math
 from dataclasses import dataclass
 from numbers import Real
 
+import torch
+
 from pyengine.comm.shared_memory import wrong_choice
-from pyengine.gradients.accumulator import KINDS, Exact
 from pyengine.window.counter import check_accumulate
 from pyengine.wire import FP32, Wire
 from pyengine.wire.cast import wire_problems
 
+KINDS = ("fp32", "native", "exact")
 NONFINITE_POLICIES = ("skip", "raise", "drop_micro_batch")
+
+
+@dataclass(frozen=True)
+class Exact:
+    """accumulator="exact", where the size of a window is not the sum of `accumulate` over the ranks, or where
+    sums need not be exact within a slot.
+
+    Args:
+        micro_batches: of a full window, over all ranks.
+        slots: in how many slots the window is cut, of equally many neighbouring micro-batches. PyTorch adds
+            up the gradients of a slot, in `.grad`, on one rank and in the order of their places; the sum over
+            slots is exact. So the bits depend on the number of slots, and are the same on every number of
+            ranks that divides it; and a slot costs one deposit, not one a micro-batch. Parameters narrower
+            than float32 are refused, which PyTorch would add up in their own type. None: every micro-batch is
+            a slot of its own, and which rank computes it is no matter; see `pe.Dealer`.
+
+    The exact sum takes 1 to 4096 slots. Its grid depends on their number, so runs have the same bits only if
+    that is the same, too.
+    """
+
+    micro_batches: int
+    slots: int | None = None
+
+    @property
+    def run(self) -> int:
+        """Micro-batches of a slot."""
+        return 1 if self.slots is None else self.micro_batches // self.slots
+
+    def __str__(self) -> str:
+        slots = "" if self.slots is None else f", slots={self.slots!r}"
+        return f"Exact(micro_batches={self.micro_batches!r}{slots})"
+
+    __repr__ = __str__
+
+
+def as_accumulator(accumulator: str | Exact | torch.dtype) -> str | Exact:
+    """Return "fp32" for torch.float32; anything else stays as given, for `Settings` to check."""
+    return "fp32" if accumulator is torch.float32 else accumulator  # type: ignore[return-value]
+
+
+def sum_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which gradients of `dtype` are summed.
+
+    Narrow ones are summed in float32, unless "native" keeps their own type. An "exact" sum has no type: it is
+    a number of bits.
+    """
+    return torch.float32 if kind == "fp32" and dtype.itemsize < torch.float32.itemsize else dtype
 
 
 @dataclass(frozen=True)

@@ -1,31 +1,36 @@
-"""The sums of a window, wherever its gradients lie: flat buffers over a plan's slots, without `.grad`."""
+"""Sums over the micro-batches of a window: flat buffers over the slots of a plan, without `.grad`.
+
+A `Bucket` holds one. A new kind of sum is a class here, or in a file beside this one, as exact_sums.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 from copy import copy
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyengine.ops.plan import BucketPlan
 from pyengine.ops.pointers import Pointers, TensorList
-from pyengine.window.final_pass import FinalPass
 
 
-class WindowSum(Protocol):
-    """A sum over a plan's slots, in memory that it owns as long as it lives: `Fp32Sum`, `ExactOverRanks`."""
+class Sum(ABC):
+    """A sum over a plan's slots, in memory that it owns as long as it lives."""
 
     def begin(self) -> None:
-        """Start a window: nothing of it has been deposited."""
+        """Start a window: nothing has been deposited."""
 
     def resume(self) -> None:
-        """Start with a sum of zero that goes on from another one: what `parts` returns will be written to."""
+        """Start a window with a sum of zero, to be overwritten through `parts`."""
 
-    def over(self, plan: BucketPlan) -> WindowSum:
-        """Return the same sum, in the same memory, for gradients of some of its slots, which `plan` names."""
+    @abstractmethod
+    def over(self, plan: BucketPlan) -> Any:
+        """Return the same sum, in the same memory, for the gradients of some of its slots, those of
+        `plan`."""
 
+    @abstractmethod
     def parts(self, offset: int, numel: int) -> dict[str, Tensor]:
         """Return one slot's sum, by name, as a checkpoint holds it (see `Saved`); behind `resume` its memory.
 
@@ -34,29 +39,29 @@ class WindowSum(Protocol):
         """
 
     def scalars(self) -> list[Tensor]:
-        """Return what `deposit_` reads besides gradients and sum."""
+        """Return the tensors that `deposit_` reads besides gradients and sum."""
+        return []
 
+    @abstractmethod
     def deposit_(self, grads: TensorList | Pointers, /, *, first: bool, nonfinite: Tensor) -> None:
-        """Add a micro-batch's gradients, one a slot.
+        """Add the gradients of a micro-batch, one a slot.
 
         Args:
             grads: one entry a slot, `[slot.numel]`, read; None adds nothing.
             first: True overwrites: the sum holds nothing of this window yet.
-            nonfinite: uint8 `[slots]`, OR-ed with 1 where a gradient was not finite, or too large for an
-                exact sum (2^126).
+            nonfinite: uint8 `[slots]`, OR-ed with 1 where a gradient is not finite, or too large for an exact
+                sum (2^126).
 
         Cost: reads a gradient, writes an element of the sum, and reads one unless `first`.
         """
 
 
-class Fp32Sum:
-    """Narrow gradients summed in float32: nothing stops growing after 256 micro-batches.
-
-    Gradients are bfloat16 or float16; `deposit_` moves 10 bytes an element, or 6 if `first`.
+class FlatSum(Sum):
+    """A sum in one flat buffer.
 
     Args:
         plan: slots of the buffer.
-        flat: the buffer, float32 `[numel]`; owned by this object from now on.
+        flat: the buffer, `[numel]`; owned by this object from now on.
 
     Attributes:
         flat: as given.
@@ -66,13 +71,7 @@ class Fp32Sum:
         self._plan, self.flat = plan, flat
         self._one = torch.ones((), dtype=torch.float32, device=flat.device)
 
-    def begin(self) -> None:
-        return
-
-    def resume(self) -> None:
-        return
-
-    def over(self, plan: BucketPlan) -> Fp32Sum:
+    def over(self, plan: BucketPlan) -> Any:
         other = copy(self)
         other._plan = plan
         return other
@@ -82,6 +81,26 @@ class Fp32Sum:
 
     def scalars(self) -> list[Tensor]:
         return [self._one]
+
+
+class InPlaceSum(FlatSum):
+    """The buffer that `.grad` views: `deposit_` writes the first gradients, autograd adds the later ones.
+
+    Gradients have the type of the buffer. They are not checked.
+    """
+
+    def deposit_(self, grads: TensorList | Pointers, /, *, first: bool, nonfinite: Tensor) -> None:
+        del nonfinite
+        assert first
+        self._plan.pack_(self.flat, grads, self._one)
+
+
+class Fp32Sum(FlatSum):
+    """Narrow gradients summed in float32: a bfloat16 sum stops growing after 256 equal terms.
+
+    Gradients are bfloat16 or float16, the buffer is float32; `deposit_` moves 10 bytes an element, or 6 if
+    `first`.
+    """
 
     def deposit_(self, grads: TensorList | Pointers, /, *, first: bool, nonfinite: Tensor) -> None:
         self._plan.accumulate_(self.flat, grads, self._one, first=first, nonfinite=nonfinite)
@@ -101,8 +120,8 @@ class Fp32Sum:
             wire: of the wire's type, `[numel]`, written; may be `flat` itself.
             grads, first: as for `deposit_`.
             scale: float32, 0-dim; None for 1.
-            nonfinite: uint8 `[slots]`, OR-ed with 1 where a value on the wire is not finite; where that is
-                `flat` itself, unscaled, where a gradient is not.
+            nonfinite: uint8 `[slots]`, OR-ed with 1 where a value on the wire is not finite; where the wire
+                is `flat` itself, unscaled, where a gradient is not.
 
         Cost: one pass; reads 4 bytes (0 if `first`) and a gradient, writes one wire element.
         """
@@ -113,60 +132,3 @@ class Fp32Sum:
             self._plan.accumulate_cast_(
                 wire, self.flat, grads, self._one, scale, first=first, nonfinite=nonfinite
             )
-
-
-class SlotNorms:
-    """One read of reduced gradients: their norm and finite flags.
-
-    Args:
-        plan: their slots.
-        params: indices of the slots' parameters, in the order of registration.
-        device: where they lie.
-
-    Attributes:
-        params: int64 `[slots]`, as given.
-    """
-
-    def __init__(self, plan: BucketPlan, params: Sequence[int], device: torch.device) -> None:
-        self._plan = plan
-        self.params = torch.tensor(params, dtype=torch.int64, device=device)
-        self._sumsq = torch.zeros(len(params), dtype=torch.float64, device=device)
-        self._nonfinite = torch.zeros(len(params), dtype=torch.uint8, device=device)
-
-    def read(
-        self,
-        sources: TensorList | Pointers,
-        out: TensorList | Pointers | None,
-        scale: Tensor,
-        final: FinalPass,
-    ) -> None:
-        """Read the slots once, times `scale`; leave norm and finite flags in `final`.
-
-        Args:
-            sources: one entry a slot, `[slot.numel]`, read.
-            out: written, in its own dtype; may be `sources`. None writes nothing.
-            scale: float32, 0-dim.
-            final: its `sumsq` and `nonfinite` are written at `params`.
-
-        Cost: reads one element; writes one if `out` is given.
-        """
-        self._plan.unscale_norm(sources, out, scale, sumsq=self._sumsq, nonfinite=self._nonfinite.zero_())
-        final.sumsq.index_copy_(0, self.params, self._sumsq)
-        final.nonfinite.index_copy_(0, self.params, self._nonfinite)
-
-    def scale_(self, tensors: TensorList | Pointers, scale: Tensor) -> None:
-        """Multiply the slots in place by `scale`, float32, 0-dim: reads and writes one element each."""
-        self._plan.unscale_norm(tensors, tensors, scale, sumsq=self._sumsq, nonfinite=self._nonfinite)
-
-    def flags(self, sources: TensorList | Pointers, one: Tensor) -> Tensor:
-        """Return which slots are not finite, uint8 `[slots]`, the caller's.
-
-        Args:
-            sources: as for `read`.
-            one: float32, 0-dim, 1.
-
-        Cost: reads one element.
-        """
-        flags = torch.zeros_like(self._nonfinite)
-        self._plan.unscale_norm(sources, None, one, sumsq=self._sumsq, nonfinite=flags)
-        return flags

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
-from pyengine.gradients.buckets import BucketReducer
 from pyengine.gradients.ddp.reducer import DDPReducer
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.groups import Groups
 from pyengine.gradients.layout import ParamSpec
+from pyengine.gradients.own import BucketReducer
 from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import Saved

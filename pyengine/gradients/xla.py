@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm, Exchanges, RefusesTypes, Work
-from pyengine.gradients.accumulator import sum_dtype
 from pyengine.gradients.layout import ParamSpec, backward_order, build
-from pyengine.gradients.settings import Settings
+from pyengine.gradients.settings import Settings, sum_dtype
 from pyengine.gradients.slots import Saved, saved_flags
 from pyengine.ops.device import HOST, flush, is_lazy, send
 from pyengine.step.rollback import RollbackStepper
@@ -77,7 +76,7 @@ class XlaReducer:
         self.names: Sequence[str] = [spec.name for spec in specs]
         self._comm, self._wire = comm, settings.wire
         self._order = backward_order(specs)
-        self.layout = build(specs, self._order, cap_bytes=sys.maxsize, world_size=comm.world_size)
+        self.layout = build(specs, self._order, cap_bytes=sys.maxsize)
         self.stepper: Stepper = RollbackStepper(
             {id(params[index]): index for index in self._order}, always_waits=settings.raises
         )

@@ -80,7 +80,7 @@ def _merged(
     sent.
     """
     plan, numel = _plan(numels)
-    total = exact_over_ranks(plan, numel=numel, terms=Terms(TERMS, most), device=CPU, comm=comm, num_flags=2)
+    total = exact_over_ranks(plan, numel=numel, terms=Terms(TERMS, most), device=CPU, comm=comm)
     result, num_bytes = torch.empty(0), 0
     for window in range(3):  # what a window leaves is no matter to the next one
         total.begin()
@@ -88,11 +88,9 @@ def _merged(
             _deposit(total, _terms(numels, comm.rank), len(numels))
         else:
             _deposit(total, _terms(numels, comm.rank)[: nums[comm.rank]], len(numels))
-        total.flags.fill_(comm.rank)
         before = comm.traffic.bytes_sent
         total.rounds(poison=poison).wait()
         result, num_bytes = total.rounded[:numel].clone(), comm.traffic.bytes_sent - before
-        assert total.flags.tolist() == [comm.world_size - 1] * 2
     return result, num_bytes
 
 
@@ -120,12 +118,12 @@ def _merges() -> None:
         assert _bits(found) == right
         assert _bits(_merged(_ReducesOnly(comm), numels, nums)[0]) == right
         assert _merged(comm, numels, nums, poison=True)[0].isnan().all()
-        # Parts of whole blocks: two limbs to everybody else, one float32 to everybody else; bins and flags.
+        # Parts of whole blocks: two limbs to everybody else, one float32 to everybody else; bins.
         if world > 1:
             assert isinstance(comm, Exchanges)
             part = -(-numel // (64 * world)) * 64
-            marks = part * world // 64 + 2
-            assert num_bytes == (world - 1) * part * (8 + 4) + 2 * (world - 1) * marks // world
+            bins = part * world // 64
+            assert num_bytes == (world - 1) * part * (8 + 4) + 2 * (world - 1) * bins // world
 
 
 def _merges_terms() -> None:
@@ -135,8 +133,8 @@ def _merges_terms() -> None:
         part = -(-_plan(numels)[1] // (64 * world)) * 64
         found, num_bytes = _merged(comm, numels, [1] * world, most=1)
         assert _bits(found) == _right(numels, [1] * world)
-        if world > 1:  # a float32 to everybody else, twice; three flags
-            assert num_bytes == (world - 1) * part * (4 + 4) + 2 * (world - 1) * 3 // world
+        if world > 1:  # a float32 to everybody else, twice; a flag
+            assert num_bytes == (world - 1) * part * (4 + 4) + 2 * (world - 1) // world
         assert _merged(comm, numels, [1] * world, most=1, poison=True)[0].isnan().all()
         for uneven in ([2] + [1] * (world - 1), [1] * (world - 1) + [0], [0, 2, 1, 0][:world]):
             assert _bits(_merged(comm, numels, uneven, most=1)[0]) == _right(numels, uneven)

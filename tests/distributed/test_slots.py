@@ -14,7 +14,7 @@ from test_same_bits import Gpt, _digest, _wrap
 from torch import Tensor, nn
 
 import pyengine as pe
-from pyengine.gradients.accumulator.grouped import GroupedBucket
+from pyengine.gradients.bucket import Bucket
 from pyengine.ops.exact import ExactSum
 from pyengine.ops.plan import BucketPlan
 
@@ -163,9 +163,7 @@ def _deposits(slots: int | None) -> int:
     sync = pe.GradSync(model, accumulate=24 // world, accumulator=pe.Exact(24, slots=slots))
     nums = []
     for _ in range(2):
-        with mock.patch.object(
-            GroupedBucket, "_store", autospec=True, side_effect=GroupedBucket._store
-        ) as store:
+        with mock.patch.object(Bucket, "_accumulate", autospec=True, side_effect=Bucket._accumulate) as store:
             for _ in range(24 // world):
                 with sync.accumulate():
                     sync.backward(model(torch.ones(1, 3)).sum())

@@ -54,8 +54,7 @@ def scale():
 
 @pytest.fixture(scope="session")
 def kernels(tmp_path_factory):
-    """The CUDA kernels, built for the emulator: once for all of pytest-xdist's workers.
-    """
+    """The CUDA kernels, built for the emulator: once for all of pytest-xdist's workers."""
     root = tmp_path_factory.getbasetemp()
     folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "emulated"
     folder.mkdir(exist_ok=True)

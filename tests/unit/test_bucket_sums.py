@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyengine.gradients.ddp import sums
-from pyengine.gradients.ddp.sums import Fp32BucketSum
+from pyengine.gradients.ddp import buckets
+from pyengine.gradients.ddp.buckets import Fp32DDPBucket
 
 NUMELS = (3, 64, 1, 130)
 
 
-def _filled(wire: torch.dtype, bad: int | None) -> tuple[Fp32BucketSum, Tensor]:
+def _filled(wire: torch.dtype, bad: int | None) -> tuple[Fp32DDPBucket, Tensor]:
     """Return a sum of three micro-batches, and what it has written to the wire."""
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16)) for numel in NUMELS]
-    total = Fp32BucketSum(params)
+    total = Fp32DDPBucket(params)
 
     def grads() -> list[Tensor]:
         return [torch.randn(numel, generator=generator).bfloat16() for numel in NUMELS]
@@ -25,7 +25,7 @@ def _filled(wire: torch.dtype, bad: int | None) -> tuple[Fp32BucketSum, Tensor]:
         mine = grads()
         if bad == k:
             mine[1][5] = torch.inf
-        total.add(mine)
+        total.deposit(mine)
     last = torch.cat(grads())
     if bad == 2:
         last[4] = torch.nan
@@ -38,9 +38,9 @@ def _filled(wire: torch.dtype, bad: int | None) -> tuple[Fp32BucketSum, Tensor]:
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 def test_places_of_its_own_change_no_bit_and_no_flag(monkeypatch, wire, bad):
     packed, want = _filled(wire, bad)
-    monkeypatch.setattr(sums, "runs_ahead", lambda device: True)
+    monkeypatch.setattr(buckets, "runs_ahead", lambda device: True)
     aligned, got = _filled(wire, bad)
-    assert (packed._plan.offsets, aligned._plan.offsets) == ((0, 3, 67, 68), (0, 64, 128, 192))
+    assert (packed.plan.offsets, aligned.plan.offsets) == ((0, 3, 67, 68), (0, 64, 128, 192))
     assert torch.equal(got.nan_to_num(1e9), want.nan_to_num(1e9))
     assert torch.equal(torch.stack(aligned.flagged), torch.stack(packed.flagged))
     for slot in range(len(NUMELS)):
@@ -49,6 +49,6 @@ def test_places_of_its_own_change_no_bit_and_no_flag(monkeypatch, wire, bad):
 
 
 def test_what_is_aligned_as_it_is_stays_as_ddp_lays_it_out(monkeypatch):
-    monkeypatch.setattr(sums, "runs_ahead", lambda device: True)
-    total = Fp32BucketSum([nn.Parameter(torch.zeros(n, dtype=torch.bfloat16)) for n in (8, 64, 3)])
-    assert total._plan is total._as_sent
+    monkeypatch.setattr(buckets, "runs_ahead", lambda device: True)
+    total = Fp32DDPBucket([nn.Parameter(torch.zeros(n, dtype=torch.bfloat16)) for n in (8, 64, 3)])
+    assert total.plan is total._as_sent

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from pyengine.engine.handshake import Shares, agree, resized
-from pyengine.gradients.accumulator import Exact
-from pyengine.gradients.settings import Settings
+from pyengine.gradients.settings import Exact, Settings
 
 
 class Said(Exception):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyengine as pe
-from pyengine.gradients.landed_norms import LandedNorms, NormSlots
+from pyengine.gradients.norms import LandedNorms, NormSlots
 from pyengine.ops.plan import BucketPlan
 from pyengine.window.final_pass import FinalPass
 
@@ -16,52 +16,43 @@ CPU = torch.device("cpu")
 ONE = torch.tensor(1.0)
 
 
-def _settled(gave_up: bool, bad: int | None = None) -> FinalPass:
-    """Land parameters 3, 0 and then 2 with flags behind them; 1 and 4 are in no bucket. Bucket 1 has none."""
-    first = NormSlots(BucketPlan([0, 4, 8], [2, 1, 2]), [3, 0])
+def _landed(bad: int | None = None) -> FinalPass:
+    """Read parameters 3 and 0, and then 2; 1 and 4 are in no bucket."""
+    first = NormSlots(BucketPlan([0, 4], [2, 1]), [3, 0])
     second = NormSlots(BucketPlan([0], [2]), [2])
     norms, final = LandedNorms([first, second], CPU), FinalPass(5, CPU)
     final.sumsq[4] = 7  # another owner's
     values = {3: torch.tensor([1.0, 2.0]), 0: torch.tensor([3.0]), 2: torch.tensor([4.0, 4.0])}
-    flags = torch.tensor([1.0, torch.nan if gave_up else 1.0])
     if bad is not None:
         values[bad][0] = torch.inf
-    nothing = [torch.full((numel,), torch.nan) for numel in (2, 1, 2, 2)]
-    for *one, other in (
-        nothing,
-        [values[3], values[0], flags, values[2]],
-    ):  # a window knows nothing of the last
+    nothing = [torch.full((numel,), torch.nan) for numel in (2, 1, 2)]
+    # A window knows nothing of the one before it.
+    for *one, other in (nothing, [values[3], values[0], values[2]]):
         final.reset()
         norms.begin()
         norms.read(1, second.plan.pointers([other]), None, ONE)
         norms.read(0, first.plan.pointers(one), None, ONE)
-        norms.settle(final)
+        norms.copy_to(final)
     return final
 
 
 def test_every_parameter_gets_its_own_norm_whatever_the_order_of_buckets():
-    final = _settled(gave_up=False)
+    final = _landed()
     assert final.sumsq.tolist() == [9.0, 0.0, 32.0, 5.0, 7.0]
-    assert final.nonfinite.tolist() == [0] * 5 and final.void.item() == 0
+    assert final.nonfinite.tolist() == [0] * 5
 
 
 @pytest.mark.parametrize("bad", [0, 2, 3])
-def test_a_value_that_is_not_finite_flags_its_parameter_and_does_not_void_the_window(bad):
-    final = _settled(gave_up=False, bad=bad)
+def test_a_value_that_is_not_finite_flags_its_parameter(bad):
+    final = _landed(bad=bad)
     assert [index for index, flag in enumerate(final.nonfinite.tolist()) if flag] == [bad]
-    assert final.void.item() == 0
-
-
-def test_a_rank_that_gave_up_voids_the_window_and_flags_no_parameter():
-    final = _settled(gave_up=True)
-    assert final.void.isnan() and final.nonfinite.tolist() == [0] * 5
 
 
 def test_without_buckets_nothing_is_handed_over():
     norms, final = LandedNorms([], CPU), FinalPass(2, CPU)
     norms.begin()
-    norms.settle(final)
-    assert final.sumsq.tolist() == [0.0, 0.0] and final.void.item() == 0
+    norms.copy_to(final)
+    assert final.sumsq.tolist() == [0.0, 0.0]
 
 
 class _Count(TorchDispatchMode):

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from pyengine.cli.target import Enough
 from pyengine.cli.verify.wraps import wrapped
 from pyengine.engine.sync import Sync
-from pyengine.gradients.accumulator import Exact
+from pyengine.gradients.settings import Exact
 from pyengine.ops.device import HOST
 from pyengine.step.step_record import StepRecord
 

@@ -16,7 +16,7 @@ from pyengine.cli.tasks.gpt import TextTask
 from pyengine.cli.verify.probe import Probe
 from pyengine.data.rng import micro_batch_rng
 from pyengine.data.sampler import WindowSampler
-from pyengine.gradients.accumulator import Exact
+from pyengine.gradients.settings import Exact
 
 _SEED = 42
 _MICRO_BATCH = 2

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyengine.engine.attach import attach
 from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.sync import Sync
-from pyengine.gradients.accumulator import Exact
+from pyengine.gradients.settings import Exact
 
 WRAPS = ("own", "ddp", "fsdp", "hsdp")
 

@@ -16,7 +16,7 @@ from pyengine.engine.checkpoint.fields import is_whole
 from pyengine.engine.checkpoint.snapshot import Identity, Snapshot
 from pyengine.engine.engine import Engine
 from pyengine.gradients.base import SavesShards
-from pyengine.gradients.buckets import BucketReducer
+from pyengine.gradients.own import BucketReducer
 from pyengine.gradients.slots import local
 from pyengine.ops.exact_reference import BLOCK
 

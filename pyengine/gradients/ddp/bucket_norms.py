@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyengine.gradients.landed_norms import LandedNorms, NormSlots
-from pyengine.gradients.param_sums import packed
+from pyengine.gradients.bucket import packed
+from pyengine.gradients.norms import LandedNorms, NormSlots
 from pyengine.ops.device import runs_ahead
 from pyengine.window.final_pass import FinalPass
 
@@ -81,7 +81,7 @@ class BucketNorms:
         if sum(map(len, self._landed)) != len(self._index):
             return False
         for norms in {id(norms): norms for norms, _ in map(self._places.__getitem__, self._landed)}.values():
-            norms.settle(final)
+            norms.copy_to(final)
         return True
 
     def _is_even(self, bucket: Any) -> bool:

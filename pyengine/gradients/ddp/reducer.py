@@ -20,25 +20,30 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.comm.base import Comm
-from pyengine.gradients.accumulator import sum_dtype
-from pyengine.gradients.arrival import watching
+from pyengine.gradients.arrival import Watch, watching
 from pyengine.gradients.ddp.bucket_norms import BucketNorms
+from pyengine.gradients.ddp.buckets import (
+    DDPBucket,
+    DDPBuckets,
+    ExactDDPBucket,
+    Fp32DDPBucket,
+    GradSums,
+    names_of,
+)
 from pyengine.gradients.ddp.hook import HookState, comm_hook, leave_unreduced
 from pyengine.gradients.ddp.private import Drive, OnlyDDP, publish, reduced_parameters, zero_buckets
 from pyengine.gradients.ddp.reduction import Reduction
-from pyengine.gradients.ddp.sums import ExactBucketSum, Fp32BucketSum, Sums, Watched
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.marks import Snapshot
 from pyengine.gradients.published import Published
 from pyengine.gradients.residuals import Residuals
-from pyengine.gradients.settings import Settings
-from pyengine.gradients.slots import Saved, slot_gradient
+from pyengine.gradients.settings import Settings, sum_dtype
+from pyengine.gradients.slots import Saved
 from pyengine.gradients.used_anywhere import Told, UsedAnywhere
 from pyengine.step.stepper import PlainStepper, Stepper
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
-from pyengine.window.nonfinite import flagged_in
 
 
 class DDPReducer:
@@ -80,17 +85,17 @@ class DDPReducer:
         self._lay_out_norms()
         self._published = Published(self.names, self.params)
         self._is_exact = settings.kind == "exact"
-        self._summed = summed = {
+        summed = {
             p.dtype
             for p in self.params
             if self._is_exact or settings.drops or sum_dtype(settings.kind, p.dtype) != p.dtype
         }
-        make = partial(ExactBucketSum, terms=terms, comm=self._comm) if self._is_exact else Fp32BucketSum
-        self._sums = Sums(ddp, make, summed) if summed else None
+        make = partial(ExactDDPBucket, terms=terms, comm=self._comm) if self._is_exact else Fp32DDPBucket
+        self._buckets = DDPBuckets(ddp, make, summed) if summed else None
         rest = [p for p in self.params if p.dtype not in summed]
-        self._watched = Watched(rest) if settings.raises and rest else None
+        self._in_grad = GradSums(rest, watch=settings.raises) if rest else None
         # DDP does it itself if it looks for unused ones, and knows no sums but its own.
-        self._shares_used = self._sums is not None or not (
+        self._shares_used = self._buckets is not None or not (
             ddp.find_unused_parameters and not ddp.static_graph
         )
         self._used = UsedAnywhere(self._comm, self._one.device)
@@ -128,9 +133,8 @@ class DDPReducer:
     def begin(self) -> None:
         for param in self.params:
             param.grad = None
-        for sums in (self._sums, self._watched):
-            if sums is not None:
-                sums.begin()
+        for bucket in self._sums():
+            bucket.begin()
 
     def before_forward(self, *, syncs: bool) -> None:
         """Let DDP broadcast buffers in the window's last forward only."""
@@ -140,8 +144,8 @@ class DDPReducer:
 
     def before_header(self) -> None:
         """Launch those of forwards that this rank did not run: every rank launches the same ones."""
-        if self._drive.rebuild() and self._sums is not None:
-            self._sums.lay_out()
+        if self._drive.rebuild() and self._buckets is not None:
+            self._buckets.lay_out()
         if self._norms_rebuilt != self._ddp._has_rebuilt_buckets:  # here, or in a forward of DDP's
             self._lay_out_norms()
         travelled = self._announced and not self._ddp.require_forward_param_sync
@@ -155,8 +159,7 @@ class DDPReducer:
     def add(self) -> Iterator[None]:
         """Let the body run as under no_sync, and move gradients to their sums, or check them in `.grad`."""
         # DDP that learns a static graph looks at `.grad` itself.
-        watches = self._sums.watches() if self._sums is not None and self._drive.is_ready else []
-        with self._drive.learning(), watching(watches):
+        with self._drive.learning(), watching(self._watches() if self._drive.is_ready else []):
             yield
         self.collect()
 
@@ -166,10 +169,10 @@ class DDPReducer:
             yield
 
     def collect(self) -> None:
-        if self._watched is not None:
-            self._watched.add()
-        if self._sums is not None:
-            self._sums.add()
+        if self._buckets is not None:
+            self._buckets.match_buckets()
+        for bucket in self._sums():
+            bucket.collect()
 
     def reduce(self, header: Header) -> None:
         reduction = self._prepare(header)
@@ -197,12 +200,12 @@ class DDPReducer:
 
     def _prepare(self, header: Header) -> Reduction:
         """Let the hook send what DDP hands out from here on."""
-        if self._sums is not None and self._is_exact:
+        if self._buckets is not None and self._is_exact:
             # Also where no earlier micro-batch has made them: every rank sums the same way.
-            self._sums.match_buckets()
+            self._buckets.match_buckets()
         divisor = Divisor(header.inv_count, self._state.wire, header.inv_scale)
         self._state.memory.begin(header.position[0])
-        reduction = Reduction(self._state, header, divisor, self._sums, self._watched, self._landed)
+        reduction = Reduction(self._state, header, divisor, self._buckets, self._in_grad, self._landed)
         if self._shares_used and self._drive.searches:
             # What earlier micro-batches used: they have left no `.grad`, which DDP would want to see.
             self._drive.forget()
@@ -262,41 +265,30 @@ class DDPReducer:
         self._state.await_threads()
 
     def blame(self) -> Callable[[int], list[int] | None]:
-        flagged = [] if self._sums is None else self._sums.flagged()
-        watched = [] if self._watched is None else self._watched.rows
-        places = {} if self._watched is None else self._watched.index
+        blames = {
+            param: (bucket.blame(), slot)
+            for bucket in self._sums()
+            for slot, param in enumerate(bucket.params)
+        }
+        params = self.params
 
         def blame(index: int) -> list[int] | None:
-            slot = places.get(self.params[index])
-            if slot is not None:  # what autograd has added to stays so: the first one
-                return flagged_in(watched, slot)[:1]
-            for params, flags in flagged:
-                for slot, param in enumerate(params):
-                    if param is self.params[index]:
-                        return flagged_in(flags, slot)
-            return None
+            found = blames.get(params[index])
+            return None if found is None else found[0](found[1])
 
         return blame
 
     def save(self) -> Saved:
         saved: Saved = {}
-        for param, name in self._name_of.items():
-            grad = slot_gradient(param)
-            if grad is not None:
-                flags = {} if self._watched is None else self._watched.save(param)
-                saved[name] = {"sum": grad.clone().reshape(-1), **flags}
-        return saved if self._sums is None else saved | self._sums.save(self._name_of)
+        for bucket in self._sums():
+            saved |= bucket.save(names_of(bucket.params, self._name_of))
+        return saved
 
     def load(self, saved: Saved, *, done: int) -> None:
-        if self._sums is not None:
-            self._sums.load(saved, self._name_of, done=done)
-        if self._watched is not None:
-            self._watched.load(saved, self._name_of, done=done)
-        for param, name in self._name_of.items():
-            if name in saved and param.dtype not in self._summed:
-                param.grad = torch.empty_like(param)
-                slot = param.grad.as_strided((param.numel(),), (1,), param.grad.storage_offset())
-                slot.copy_(saved[name]["sum"])
+        if self._buckets is not None:
+            self._buckets.match_buckets()
+        for bucket in self._sums():
+            bucket.load(saved, names_of(bucket.params, self._name_of), done=done)
 
     def refuses_load(self) -> list[str]:
         """Refuse what DDP would forget: that a parameter was used before."""
@@ -313,7 +305,7 @@ class DDPReducer:
         """
         if self._reduction is not None and not self._reduction.failures:
             self._drive.forget()
-        self._sums = self._watched = self._reduction = None
+        self._buckets = self._in_grad = self._reduction = None
         if not keeps_grad:
             for param in self.params:
                 param.grad = None
@@ -321,6 +313,19 @@ class DDPReducer:
         self._drive.release()
         self._only.remove()
         self._ddp.require_backward_grad_sync, self._ddp.require_forward_param_sync = self._ddp_flags
+
+    def _sums(self) -> Iterator[DDPBucket | GradSums]:
+        """Yield everything that holds sums of earlier micro-batches."""
+        if self._in_grad is not None:
+            yield self._in_grad
+        if self._buckets is not None:
+            yield from self._buckets
+
+    def _watches(self) -> list[Watch]:
+        if self._buckets is None:
+            return []
+        self._buckets.match_buckets()
+        return [watch for bucket in self._buckets for watch in bucket.watches()]
 
     def _lay_out_norms(self) -> None:
         self._norms_rebuilt = self._ddp._has_rebuilt_buckets
@@ -346,7 +351,7 @@ class DDPReducer:
         tells = self._shares_used or self._used.by_hosts
         if not tells or reduction.used is not None or reduction.header.is_refused():
             return
-        used = set() if self._sums is None else self._sums.used
+        used = set() if self._buckets is None else self._buckets.used
         # What voids the window has to be looked at, whoever else has used it.
         without = [] if reduction.poison else reduction.without_grad
         unused = {id(param) for param in without if param not in used}

@@ -11,9 +11,9 @@ from torch.futures import Future
 from pyengine.comm import TorchDist
 from pyengine.comm.promise import Promise
 from pyengine.gradients.ddp.bucket_norms import BucketNorms
+from pyengine.gradients.ddp.buckets import DDPBuckets, ExactDDPBucket, Fp32DDPBucket, GradSums
 from pyengine.gradients.ddp.hook import HookState, Launched, completed, exchange, launch
 from pyengine.gradients.ddp.passes import Passes
-from pyengine.gradients.ddp.sums import ExactBucketSum, Fp32BucketSum, Sums, Watched
 from pyengine.gradients.used_anywhere import Told
 from pyengine.ops.device import runs_ahead
 from pyengine.window.divisor import Divisor
@@ -27,8 +27,8 @@ class Reduction:
         state: the hook's.
         header: of the window; nothing follows one in which ranks disagree.
         divisor: of the window.
-        sums: of earlier micro-batches, in memory of their own; None if autograd keeps them in `.grad`.
-        watched: looks at every micro-batch for inf and nan.
+        buckets: sums of earlier micro-batches in memory of their own, if any.
+        in_grad: sums that autograd keeps in `.grad`, if any.
         norms: of what lands.
 
     Attributes:
@@ -50,12 +50,12 @@ class Reduction:
         state: HookState,
         header: Header,
         divisor: Divisor,
-        sums: Sums | None,
-        watched: Watched | None,
+        buckets: DDPBuckets | None,
+        in_grad: GradSums | None,
         norms: BucketNorms,
     ) -> None:
         self._state, self.header, self.divisor = state, header, divisor
-        self._sums, self._watched, self._norms = sums, watched, norms
+        self._buckets, self._in_grad, self._norms = buckets, in_grad, norms
         norms.begin()
         self.may_hold = self.is_complete = self.poison = False
         self._held: list[tuple[Any, Promise]] = []
@@ -74,8 +74,8 @@ class Reduction:
             is.
         """
         self.without_grad += [param for param in bucket.parameters() if param.grad is None]
-        if self._watched is not None:
-            self._watched.add_last(bucket)
+        if self._in_grad is not None:
+            self._in_grad.check_last(bucket)
         flat = bucket.buffer()
         if self.may_hold and not (bucket.is_last() or runs_ahead(flat.device) or self.header.is_ready()):
             promise = Promise()
@@ -102,16 +102,16 @@ class Reduction:
         return exchange(self._state, bucket, partial(self._start, bucket), failures=self.failures)
 
     def _start(self, bucket: Any, comm: TorchDist) -> Launched:
-        total = None if self._sums is None else self._sums.of(bucket)
+        total = None if self._buckets is None else self._buckets.of(bucket)
         norms = self._norms.of(bucket)
-        if isinstance(total, ExactBucketSum):
+        if isinstance(total, ExactDDPBucket):
             return total.launch(bucket.buffer(), self.divisor.after_wire, norms, poison=self.poison)
 
         def fill(flat: Tensor, scale: Tensor) -> bool:
             if self.poison:
                 flat.fill_(float("nan"))
                 return True
-            return isinstance(total, Fp32BucketSum) and total.fill(bucket.buffer(), flat, scale)
+            return isinstance(total, Fp32DDPBucket) and total.fill(bucket.buffer(), flat, scale)
 
         passes = Passes(
             before=lambda _: self.divisor.before_wire(),

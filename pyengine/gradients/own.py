@@ -12,17 +12,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm, Reserves
-from pyengine.gradients.accumulator import BucketAccumulator, bucket_accumulator
-from pyengine.gradients.accumulator.base import drop_unused
-from pyengine.gradients.accumulator.main_grad import written
-from pyengine.gradients.accumulator.used_flags import void_beside
 from pyengine.gradients.arrival import Arrivals, Watch, may_nest, watching
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.groups import Groups
 from pyengine.gradients.in_flight import Transfers
-from pyengine.gradients.landed_norms import LandedNorms
 from pyengine.gradients.layout import ParamSpec, backward_order, build
 from pyengine.gradients.local_part import local_parts, release
+from pyengine.gradients.main_grad import written
+from pyengine.gradients.norms import LandedNorms
+from pyengine.gradients.own_buckets import OwnBucket, own_bucket
 from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import Saved
@@ -75,9 +73,7 @@ class BucketReducer:
         self._order_is_final = self._comm.world_size == 1 or not groups.are_alike
         self._memory = WireMemory()
         own = sorted({spec.group for spec in specs if spec.requires_grad})
-        used = {group: UsedAnywhere(groups.comms[group], params[0].device) for group in own}
-        # By group, where hosts talk; elsewhere the flags in the buckets say it, as they have landed.
-        self._used = {group: each for group, each in used.items() if each.by_hosts}
+        self._used = {group: UsedAnywhere(groups.comms[group], params[0].device) for group in own}
         self._told: dict[int, Told] = {}
         keys = {spec.name: spec.name for spec in specs if spec.requires_grad}
         self.residuals = Residuals([(self._memory, keys)], self._wire)
@@ -86,13 +82,12 @@ class BucketReducer:
     def _lay_out(self, order: Sequence[int]) -> None:
         # Old buffers go before new ones come.
         self.parts = local_parts(self.params)
-        self._buckets: list[BucketAccumulator] = []
+        self._buckets: list[OwnBucket] = []
         self._transfers: Transfers | None = None
         self.layout = build(
             self._specs,
             order,
             cap_bytes=self._settings.cap_bytes,
-            world_size=self._comm.world_size,
             first_bytes=FIRST_BUCKET_BYTES,
         )
         self._reserve()
@@ -103,9 +98,9 @@ class BucketReducer:
             slots = zip(bucket.slots, mine, strict=True)
             places = [Place(slot.name, slot.offset, slot.numel, part) for slot, part in slots]
             is_last = bucket is self.layout.buckets[-1]
-            wire = self._memory.wire_for(self._wire, places, bucket.flags, mine[0].device, is_last=is_last)
+            wire = self._memory.wire_for(self._wire, places, bucket.numel, mine[0].device, is_last=is_last)
             made.append(
-                bucket_accumulator(
+                own_bucket(
                     kind,
                     bucket,
                     mine,
@@ -161,7 +156,7 @@ class BucketReducer:
         with self._observed_once():
             yield
 
-    def _taken_early(self) -> list[BucketAccumulator]:
+    def _taken_early(self) -> list[OwnBucket]:
         """Return the buckets that may be accumulated inside an earlier backward: of exact sums, which have
         room for one deposit a micro-batch, those whose gradients are known to come once in it.
         """
@@ -174,7 +169,7 @@ class BucketReducer:
 
     def collect(self) -> None:
         for bucket in self._buckets:
-            bucket.add()
+            bucket.collect()
 
     def strays(self) -> Sequence[int]:
         """Return those that a layer has added to `main_grad` by itself."""
@@ -229,8 +224,7 @@ class BucketReducer:
         self._norms.begin()
         for bucket in transfers.landed():
             bucket.from_wire(self._divisor.after_wire(), self._norms)
-        self._norms.settle(final)
-        final.void = void_beside([bucket.flags for bucket in self._buckets], final.void)
+        self._norms.copy_to(final)
         final.leave_out(self._drop_unused())
 
     def blame(self) -> Callable[[int], list[int] | None]:
@@ -243,11 +237,14 @@ class BucketReducer:
         return blame
 
     def save(self) -> Saved:
-        return {name: parts for bucket in self._buckets for name, parts in bucket.save().items()}
+        saved: Saved = {}
+        for bucket in self._buckets:
+            saved |= bucket.save([slot.name for slot in bucket.spec.slots])
+        return saved
 
     def load(self, saved: Saved, *, done: int) -> None:
         for bucket in self._buckets:
-            bucket.load(saved, done=done)
+            bucket.load(saved, [slot.name for slot in bucket.spec.slots], done=done)
 
     def release(self, *, keeps_grad: bool) -> None:
         self._drop_transfers()
@@ -302,18 +299,19 @@ class BucketReducer:
                     self._agreed = self._comm.all_gather_object(self.order())[0]
 
     def _tell_used(self, *, poison: bool) -> None:
-        """Let hosts tell each other what was used, once a window; what voids it has to be looked at, whoever
-        else has used that.
+        """Start the per-window exchange of used-parameter flags.
+
+        A poisoned rank reports every parameter as used, so that the nan it has sent is not dropped.
         """
         for group, used in self._used.items():
             if group not in self._told:
-                buckets = [bucket for bucket in self._buckets if bucket.bucket.group == group]
+                buckets = [bucket for bucket in self._buckets if bucket.spec.group == group]
                 mine = [each or poison for bucket in buckets for each in bucket.used]
                 self._told[group] = used.tell(mine)
 
     def _drop_unused(self) -> list[int]:
         """Leave no gradient where no rank has used a parameter; return the registration indices of these."""
-        dropped = drop_unused([each for each in self._buckets if each.bucket.group not in self._told])
+        dropped = []
         for group, told in self._told.items():
             indices, params = self._in_group[group]
             dropped += [indices[place] for place in told.drop_unused(params)]
@@ -331,7 +329,7 @@ class BucketReducer:
         """Raise if the backward has changed a bucket that might have left;
         from the next window on that one waits.
         """
-        late = {bucket.bucket.slots[slot].param for bucket, slot in transfers.late()}
+        late = {bucket.spec.slots[slot].param for bucket, slot in transfers.late()}
         if late:
             names = ", ".join(repr(self.names[param]) for param in sorted(late)[:5])
             if all(self.params[param].grad is None for param in late):

@@ -1,0 +1,288 @@
+"""A bucket: parameters whose gradients are summed over the micro-batches of a window and reduced together.
+
+`Bucket` is what all owners share: it moves gradients out of `.grad` into a `Sum`, micro-batch by micro-batch.
+How the sum travels and where the result goes differs by owner: own_buckets.py, ddp/buckets.py, fsdp/exact.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from pyengine.gradients.arrival import Watch
+from pyengine.gradients.layout import ALIGN_ELEMENTS
+from pyengine.gradients.local_part import grad_version
+from pyengine.gradients.slots import Saved, load_parts, saved_flags, slot_gradient
+from pyengine.gradients.sums import Sum
+from pyengine.ops.device import runs_ahead
+from pyengine.ops.plan import BucketPlan
+from pyengine.ops.pointers import Pointers
+from pyengine.window.nonfinite import flagged_in
+
+# Gradients of this size are still in the CPU's cache when they are accumulated; more calls would cost more
+# than they save. On an accelerator a launch costs as much as reading 20 MB, so there a group is a whole
+# bucket.
+GROUP_BYTES = 2**20
+
+# Rows of flags that are allocated at once: on an accelerator every allocation is a launch, and a row is one
+# byte a parameter.
+_ROWS = 16
+
+# Which tensor `.grad` is, and its version.
+Mark = tuple[int, int] | None
+
+
+class Bucket:
+    """Parameters whose gradients are accumulated in one `Sum`.
+
+    Life of a window: `begin`; in every micro-batch `watches` before its last backward and `collect` after it,
+    or `deposit` where gradients are not in `.grad`.
+
+    Args:
+        params: in slot order, on one device; at least one.
+        plan: the slots of their gradients in the sum.
+        total: the sum, over that plan.
+
+    Attributes:
+        device: of the parameters.
+        used: by slot, whether this rank has a gradient in this window.
+        flagged: by micro-batch of this window, uint8 `[slots]`: 1 where the gradient was not finite.
+    """
+
+    def __init__(self, params: Sequence[Any], plan: BucketPlan, total: Sum) -> None:
+        self.params, self.plan, self.total = list(params), plan, total
+        self.device: torch.device = self.params[0].device
+        runs = _cut(plan.numels, self.params[0].dtype.itemsize, self.device)
+        self._groups = [SlotGroup(plan, self.params, total, slots) for slots in runs]
+        self._reset()
+
+    def begin(self) -> None:
+        """Start a window with a sum of zero: the first gradients overwrite it."""
+        self._reset()
+        self.total.begin()
+
+    def _reset(self) -> None:
+        self.used = [False] * len(self.params)
+        # A report may read flags after the next window has begun, so rows are not reused.
+        self.flagged: list[Tensor] = []
+        self._new_rows: Iterator[Tensor] = iter(())
+        self._row: Tensor | None = None  # of the micro-batch that is being accumulated
+        # From this row on, flags are of the sum and not of one micro-batch's gradients. None: no such row.
+        self._first_row_of_sum: int | None = None
+        self._armed: list[Mark] | None = None
+        self._set_first(True)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the sum holds nothing of this window yet."""
+        return self._groups[0].is_first
+
+    def resume(self) -> None:
+        """Start a window with a sum of zero that is to be written to `parts`."""
+        self.total.resume()
+        self._set_first(False)
+
+    def watches(self) -> list[Watch]:
+        """Return watches for the last backward of an earlier micro-batch.
+
+        They accumulate a group of gradients as soon as it is complete, while the cache has it. The watches
+        refer to this bucket, so the bucket does not keep them.
+        """
+        self.arm()
+        return [
+            Watch(group.params, partial(self._has_arrived_in, group), partial(self._accumulate, group))
+            for group in self._groups
+        ]
+
+    def arm(self) -> None:
+        """Note what earlier backwards of this micro-batch have left in `.grad`: only what changes arrives."""
+        is_clean = all(param.grad is None for param in self.params)
+        self._armed = None if is_clean else grad_marks(self.params)
+
+    def has_arrived(self, slot: int) -> bool:
+        """Whether the backward since `arm` has delivered this slot's gradient."""
+        if self._armed is None:
+            return self.params[slot].grad is not None
+        return _mark(self.params[slot]) != self._armed[slot]
+
+    def collect(self) -> None:
+        """Accumulate what is still in `.grad` after the backwards of a micro-batch, and set `.grad` to
+        None."""
+        self._start_row()
+        for group in self._groups:
+            if group.is_first or any(param.grad is not None for param in group.params):
+                self._accumulate(group)
+        self._row = None
+
+    def deposit(self, grads: Sequence[Tensor | None]) -> None:
+        """Accumulate a micro-batch whose gradients are not in `.grad`. The owner updates `used`.
+
+        Args:
+            grads: one entry a slot, `[numel]`, read; None adds nothing.
+        """
+        self.total.deposit_(grads, first=self.is_empty, nonfinite=self._start_row())
+        self._set_first(False)
+        self._row = None
+
+    def blame(self) -> Callable[[int], list[int] | None]:
+        """Return a function of a slot: the micro-batches in which its gradient was not finite.
+
+        The function returns None where micro-batches are not checked. It outlives the window and waits for
+        the device when it is called.
+        """
+        rows, first_of_sum = self.flagged, self._first_row_of_sum
+
+        def blame(slot: int) -> list[int]:
+            found = flagged_in(rows, slot)
+            if first_of_sum is None:
+                return found
+            # A sum that is not finite stays so: a row of the sum says something only where no earlier row
+            # does.
+            return [row for row in found if row < first_of_sum] or found[:1]
+
+        return blame
+
+    def parts(self, slot: int) -> dict[str, Tensor]:
+        """Return the sum of one slot, by name of its parts (see `Saved`); behind `resume` its memory."""
+        return self.total.parts(self.plan.offsets[slot], self.plan.numels[slot])
+
+    def save(self, names: Sequence[str]) -> Saved:
+        """Return copies of what earlier micro-batches of this window have left; see `Reducer.save`.
+
+        Args:
+            names: of the parameters, in slot order.
+        """
+        columns = torch.stack(self.flagged, 1).unbind() if self.flagged else ()
+        flags = [{"nonfinite": column} for column in columns] or [{}] * len(names)
+        return {
+            name: {part: tensor.clone() for part, tensor in {**self.parts(slot), **flags[slot]}.items()}
+            for slot, name in enumerate(names)
+            if self.used[slot]
+        }
+
+    def load(self, saved: Saved, names: Sequence[str], *, done: int) -> None:
+        """Go on, in a window that has just begun, from what `save` returned after `done` micro-batches."""
+        self.resume()
+        for slot, name in enumerate(names):
+            load_parts(self.parts(slot), saved.get(name))
+        self.used = [name in saved for name in names]
+        self.flagged = [*saved_flags(saved, names, done, self.device)]
+
+    def _accumulate(self, group: SlotGroup) -> None:
+        """Move a group's gradients from `.grad` into the sum; the first ones overwrite it."""
+        flags = self._start_row()[group.start : group.stop]
+        group.total.deposit_(group.pop(self.used), first=group.is_first, nonfinite=flags)
+        group.is_first = False
+
+    def _start_row(self) -> Tensor:
+        """Return the flags of this micro-batch, uint8 `[slots]`."""
+        if self._row is None:
+            row = next(self._new_rows, None)
+            if row is None:
+                rows = torch.zeros(_ROWS, len(self.params), dtype=torch.uint8, device=self.device)
+                self._new_rows = iter(rows.unbind())
+                row = next(self._new_rows)
+            self.flagged.append(row)
+            self._row = row
+        return self._row
+
+    def _has_arrived_in(self, group: SlotGroup, index: int) -> bool:
+        return self.has_arrived(group.start + index)
+
+    def _set_first(self, is_first: bool) -> None:
+        for group in self._groups:
+            group.is_first = is_first
+
+
+class SlotGroup:
+    """Neighbouring slots that are accumulated by one call.
+
+    Args:
+        plan: of the whole bucket.
+        params: of the whole bucket, in slot order.
+        total: the bucket's sum.
+        slots: indices of the group's slots.
+
+    Attributes:
+        start, stop: of `slots`.
+        params: of the group.
+        plan: the group's slots, in flat buffers of the whole bucket.
+        total: the sum, over the group's slots.
+        is_first: whether the sum of these slots holds nothing of this window yet.
+    """
+
+    def __init__(self, plan: BucketPlan, params: Sequence[Parameter], total: Sum, slots: range) -> None:
+        self.start, self.stop = slots.start, slots.stop
+        self.params = list(params[self.start : self.stop])
+        mine = slice(self.start, self.stop)
+        self.plan = BucketPlan(plan.offsets[mine], plan.numels[mine])
+        self.total = total.over(self.plan)
+        self.is_first = True
+        self._is_contiguous = all(param.is_contiguous() for param in self.params)
+
+    def pop(self, used: list[bool]) -> Pointers:
+        """Return the gradients in slot order, set `.grad` to None and note which gradients there are.
+
+        Args:
+            used: by slot of the bucket; True is written where there is a gradient.
+
+        Returns:
+            Autograd's own memory, which the result keeps alive, or a copy of gradients that are sparse, have
+            other strides or are negated.
+        """
+        grads = [param.grad for param in self.params]
+        for index, grad in enumerate(grads, start=self.start):
+            if grad is not None:
+                used[index] = True
+        pointers = self._pointers(grads)
+        for param in self.params:
+            param.grad = None
+        return pointers
+
+    def _pointers(self, grads: Sequence[Tensor | None]) -> Pointers:
+        # The core checks a thousand gradients in 25 µs, so Python looks only at those that the core refuses.
+        if self._is_contiguous:
+            try:
+                return self.plan.pointers(grads)
+            except ValueError:  # some gradient is sparse or strided
+                pass
+        return self.plan.pointers([slot_gradient(param) for param in self.params])
+
+
+def packed(numels: Sequence[int]) -> BucketPlan:
+    """Return the plan of slots that follow each other without gaps, as in DDP's buckets."""
+    return BucketPlan(list(itertools.accumulate(numels, initial=0))[:-1], numels)
+
+
+def aligned(numels: Sequence[int], unit: int = ALIGN_ELEMENTS) -> BucketPlan:
+    """Return the plan of slots that begin at multiples of `unit` elements."""
+    sizes = [-(-numel // unit) * unit for numel in numels]
+    return BucketPlan(list(itertools.accumulate(sizes, initial=0))[:-1], numels)
+
+
+def _cut(numels: Sequence[int], itemsize: int, device: torch.device) -> list[range]:
+    """Cut slots into runs of about `GROUP_BYTES`, each worth a call."""
+    if runs_ahead(device):
+        return [range(len(numels))]
+    runs, start, size = [], 0, 0
+    for index, numel in enumerate(numels):
+        size += numel * itemsize
+        if size >= GROUP_BYTES or index + 1 == len(numels):
+            runs.append(range(start, index + 1))
+            start, size = index + 1, 0
+    return runs
+
+
+def grad_marks(params: Sequence[Parameter]) -> list[Mark]:
+    """Return marks that change whenever a gradient is replaced or written to."""
+    return list(map(_mark, params))
+
+
+def _mark(param: Parameter) -> Mark:
+    return None if param.grad is None else (id(param.grad), grad_version(param))

@@ -1,0 +1,282 @@
+"""Sums of earlier micro-batches beside DDP's buckets, which the hook sends with the last gradients.
+
+Without them DDP sums in `.grad`, whose type is that of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from pyengine.comm.base import Comm, by_dtype
+from pyengine.gradients.arrival import Watch
+from pyengine.gradients.bucket import Bucket, aligned, packed
+from pyengine.gradients.ddp.bucket_norms import PHASE, OneBucket
+from pyengine.gradients.ddp.hook import Launched
+from pyengine.gradients.ddp.private import zero_buckets
+from pyengine.gradients.exact_sums import Terms, exact_over_ranks
+from pyengine.gradients.norms import SlotNorms
+from pyengine.gradients.slots import Saved, saved_flags, slot_gradient
+from pyengine.gradients.sums import Fp32Sum
+from pyengine.ops.device import runs_ahead
+from pyengine.ops.exact_reference import BLOCK
+from pyengine.window.nonfinite import flagged_in
+
+
+class DDPBuckets:
+    """A bucket of ours for each of DDP's, in DDP's order of parameters.
+
+    Args:
+        ddp: the wrapped model.
+        make: makes a bucket from its parameters.
+        dtypes: of the parameters that are summed here.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        make: Callable[[Sequence[Any]], DDPBucket],
+        dtypes: Collection[torch.dtype],
+    ) -> None:
+        self._ddp, self._make, self._dtypes = ddp, make, dtypes
+        # By the bucket's first parameter: DDP numbers buckets from 0, and those of static_graph's first
+        # backward all 0.
+        self._buckets: dict[int, DDPBucket] = {}
+        self._is_rebuilt = False
+
+    def __iter__(self) -> Iterator[DDPBucket]:
+        return iter(self._buckets.values())
+
+    @property
+    def used(self) -> set[Any]:
+        """Parameters that have a gradient of an earlier micro-batch in this window."""
+        return {
+            p for bucket in self for p, is_used in zip(bucket.params, bucket.used, strict=True) if is_used
+        }
+
+    def match_buckets(self) -> None:
+        """Make the buckets, or make them anew, if they are not those that DDP has now."""
+        if not self._buckets or self._is_rebuilt != self._ddp._has_rebuilt_buckets:
+            self.lay_out()
+
+    def of(self, bucket: Any) -> DDPBucket | None:
+        """Return ours of a bucket that DDP hands out."""
+        return self._buckets.get(id(bucket.parameters()[0]))
+
+    def lay_out(self) -> None:
+        """Make the buckets anew when DDP has rebuilt its own, which it does once; copy what has been summed.
+
+        Cost: a read and a write of the old sums.
+        """
+        old = list(self)
+        place = {id(param): (bucket, slot) for bucket in old for slot, param in enumerate(bucket.params)}
+        has_sums, used = any(not bucket.is_empty for bucket in old), self.used
+        num_rows = max((len(bucket.flagged) for bucket in old), default=0)
+        self._is_rebuilt = self._ddp._has_rebuilt_buckets
+        self._buckets = {
+            id(bucket.parameters()[0]): self._make(bucket.parameters())
+            for bucket in zero_buckets(self._ddp)
+            if bucket.buffer().dtype in self._dtypes
+        }
+        for new in self:
+            if has_sums:
+                new.resume()
+            new.used = [param in used for param in new.params]
+            rows = torch.zeros(num_rows, len(new.params), dtype=torch.uint8, device=new.device)
+            for slot, param in enumerate(new.params):
+                if id(param) in place:
+                    before, old_slot = place[id(param)]
+                    for name, part in before.parts(old_slot).items():
+                        new.parts(slot)[name].copy_(part)
+                    for row, flags in zip(rows, before.flagged, strict=False):
+                        row[slot] = flags[old_slot]
+            new.flagged = [*rows]
+
+
+class DDPBucket(Bucket):
+    """The sum of earlier micro-batches beside one of DDP's buckets."""
+
+
+class Fp32DDPBucket(DDPBucket):
+    """Narrow gradients summed in fp32.
+
+    DDP's slots follow each other without gaps. On an accelerator, behind a parameter of an odd size,
+    gradients and their slots in such a sum have no common alignment and would be added two bytes at a time:
+    there the slots of the sum are aligned.
+    """
+
+    def __init__(self, params: Sequence[Any]) -> None:
+        numels, device = [p.numel() for p in params], params[0].device
+        self._as_sent = plan = packed(numels)
+        if runs_ahead(device) and any(offset % PHASE for offset in plan.offsets):
+            plan = aligned(numels)
+        self._fp32 = Fp32Sum(plan, torch.zeros(plan.flat_numel, dtype=torch.float32, device=device))
+        self._sumsq = torch.zeros(len(numels), dtype=torch.float64, device=device)
+        super().__init__(params, plan, self._fp32)
+
+    def fill(self, last: Tensor, flat: Tensor, scale: Tensor) -> bool:
+        """Write (sum + last gradients) * scale into a wire buffer.
+
+        Args:
+            last: the gradients, `[numel]`, DDP's, read.
+            flat: of the wire's type, `[numel]`, written.
+            scale: float32, 0-dim.
+
+        Returns:
+            False if there is no sum; nothing is written then.
+
+        Cost: reads 4 bytes and a gradient, writes one wire element; where the slots of the sum are aligned, 8
+        bytes more.
+        """
+        if self.is_empty:
+            return False
+        flags, grads = self._start_row(), last.split(self._as_sent.numels)
+        self._first_row_of_sum = len(self.flagged) - 1
+        if self.plan is self._as_sent:
+            self._fp32.deposit_into_wire_(flat, grads, scale, first=False, nonfinite=flags)
+            return True
+        self._fp32.deposit_(grads, first=False, nonfinite=flags)
+        slots = zip(self.plan.offsets, self.plan.numels, strict=True)
+        sums = [self._fp32.flat[offset : offset + numel] for offset, numel in slots]
+        sent = flat[: self._as_sent.flat_numel].split(self._as_sent.numels)
+        self.plan.unscale_norm(sums, sent, scale, sumsq=self._sumsq, nonfinite=flags)
+        return True
+
+
+class ExactDDPBucket(DDPBucket):
+    """Gradients of any type summed exactly; see `ExactOverRanks` for the rounds on the wire.
+
+    Args:
+        terms: of a full window.
+        comm: by which the sum travels.
+    """
+
+    def __init__(self, params: Sequence[Any], *, terms: Terms, comm: Comm) -> None:
+        plan, device = aligned([param.numel() for param in params], BLOCK), params[0].device
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+        self._exact = exact_over_ranks(
+            plan, numel=max(BLOCK, plan.flat_numel), terms=terms, device=device, comm=comm
+        )
+        super().__init__(params, plan, self._exact)
+
+    def watches(self) -> list[Watch]:
+        """Return none: exact sums take one deposit a micro-batch, and a gradient may come more than once."""
+        return []
+
+    def launch(
+        self, flat: Tensor, after: Callable[[], Tensor | None], norms: OneBucket | None, *, poison: bool
+    ) -> Launched:
+        """Add the last gradients, which are in DDP's buffer, and launch the sum over all ranks into it.
+
+        Args:
+            flat: DDP's buffer, `[numel]`, read and later written.
+            after: returns what is still to be multiplied in, float32, 0-dim; None for nothing.
+            norms: read what arrives; None for nobody.
+            poison: make the sum nan on every rank.
+
+        Cost: the deposit and the rounds of `ExactOverRanks`; when they have ended, 8 bytes an element to
+        write a float32 gradient.
+        """
+        grads = flat.split(self.plan.numels)
+        self.deposit(grads)
+        work = self._exact.rounds(poison=poison)
+        scale = after()
+
+        def land() -> Tensor:
+            rounded, factor = self._exact.rounded, self._one if scale is None else scale
+            if norms is None:
+                self.plan.unpack_(grads, rounded, factor)
+                return flat
+            slots = zip(self.plan.offsets, self.plan.numels, strict=True)
+            sources = [rounded[offset : offset + numel] for offset, numel in slots]
+            norms.land(sources, flat, factor, writes=True)
+            return flat
+
+        return work, land
+
+
+class GradSums:
+    """Sums that autograd keeps in `.grad`, of the parameters that have no bucket of ours.
+
+    Args:
+        params: the parameters.
+        watch: whether every micro-batch is checked for inf and nan.
+
+    Attributes:
+        flagged: by micro-batch of this window, uint8 `[params]`: 1 where the sum so far was not finite.
+    """
+
+    def __init__(self, params: Sequence[Any], *, watch: bool) -> None:
+        self.params, self._is_watching = list(params), watch
+        self._index = {param: index for index, param in enumerate(params)}
+        self._device = params[0].device
+        self._one = torch.ones((), dtype=torch.float32, device=self._device)
+        self._norms: dict[tuple[int, ...], SlotNorms] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a window."""
+        self.flagged: list[Tensor] = []
+        self._last: Tensor | None = None
+
+    def collect(self) -> None:
+        """Check what an earlier micro-batch has left in `.grad`: reads one element, if that is asked for."""
+        if self._is_watching:
+            flags = self._new_row()
+            for params in by_dtype(self._index):
+                self._look(params, [slot_gradient(param) for param in params], flags)
+
+    def check_last(self, bucket: Any) -> None:
+        """Check a bucket of the last micro-batch, which DDP has handed out and nobody has sent yet."""
+        params = bucket.parameters()
+        if self._is_watching and params[0] in self._index:
+            if self._last is None:
+                self._last = self._new_row()
+            self._look(params, bucket.buffer().split([p.numel() for p in params]), self._last)
+
+    def blame(self) -> Callable[[int], list[int] | None]:
+        """Return a function as `Bucket.blame`; a sum that is not finite stays so, so it names the first
+        one."""
+        rows, is_watching = self.flagged, self._is_watching
+        return lambda slot: flagged_in(rows, slot)[:1] if is_watching else None
+
+    def save(self, names: Sequence[str]) -> Saved:
+        """Return copies of what earlier micro-batches have left in `.grad`; see `Bucket.save`."""
+        saved: Saved = {}
+        for slot, (name, param) in enumerate(zip(names, self.params, strict=True)):
+            grad = slot_gradient(param)
+            if grad is not None:
+                saved[name] = {"sum": grad.clone().reshape(-1)}
+                if self._is_watching and self.flagged:
+                    saved[name]["nonfinite"] = torch.stack(self.flagged)[:, slot]
+        return saved
+
+    def load(self, saved: Saved, names: Sequence[str], *, done: int) -> None:
+        """Go on from what `save` returned after `done` micro-batches."""
+        self.flagged = [*saved_flags(saved, names, done, self._device)] if self._is_watching else []
+        for name, param in zip(names, self.params, strict=True):
+            if name in saved:
+                param.grad = torch.empty_like(param)
+                slot = param.grad.as_strided((param.numel(),), (1,), param.grad.storage_offset())
+                slot.copy_(saved[name]["sum"])
+
+    def _new_row(self) -> Tensor:
+        self.flagged.append(torch.zeros(len(self.params), dtype=torch.uint8, device=self._device))
+        return self.flagged[-1]
+
+    def _look(self, params: Sequence[Any], grads: Sequence[Tensor | None], flags: Tensor) -> None:
+        slots = tuple(self._index[param] for param in params)
+        if slots not in self._norms:
+            plan = packed([param.numel() for param in params])
+            self._norms[slots] = SlotNorms(plan, slots, self._device)
+        norms = self._norms[slots]
+        flags.index_copy_(0, norms.params, norms.flags(grads, self._one))
+
+
+def names_of(params: Sequence[Any], names: Mapping[Any, str]) -> list[str]:
+    """Return the names of a bucket's parameters, in slot order."""
+    return [names[param] for param in params]

@@ -1,0 +1,484 @@
+"""Buckets in memory of our own: how each kind of sum travels, and how `.grad` views the result."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from pyengine.comm.base import Comm, Work, flat_zeros
+from pyengine.gradients.arrival import Watch
+from pyengine.gradients.bucket import Bucket, Mark, SlotGroup, grad_marks
+from pyengine.gradients.exact_sums import Terms, exact_over_ranks
+from pyengine.gradients.layout import BucketSpec
+from pyengine.gradients.local_part import LocalPart
+from pyengine.gradients.main_grad import offer, pop_written, withdraw
+from pyengine.gradients.norms import LandedNorms, NormSlots, SlotNorms
+from pyengine.gradients.settings import sum_dtype
+from pyengine.gradients.slots import Saved, slots_of, views_of
+from pyengine.gradients.sums import Fp32Sum, InPlaceSum, Sum
+from pyengine.ops.plan import BucketPlan
+from pyengine.wire import Wire
+
+
+class OwnBucket(Bucket):
+    """A bucket whose buffers this object owns, `[spec.numel]` each, on the parameters' device.
+
+    The sum and `.grad` are valid until the next window's first backward overwrites them.
+
+    Life of a window: as for `Bucket` in earlier micro-batches; then `arm` before the last backward,
+    `has_arrived` and `seal` during it, `send` once the bucket is complete, `from_wire` when its sum over
+    ranks has arrived.
+
+    Args:
+        spec: place in the layout.
+        params: the bucket's, in slot order.
+        total: the sum, over the layout's slots.
+        landed: where the sum over ranks arrives, of the wire's type.
+        result: what `.grad` views, of the parameters' type; may be `landed`.
+
+    Attributes:
+        spec: as given.
+        norm_slots: what `from_wire` reads.
+    """
+
+    def __init__(
+        self, spec: BucketSpec, params: Sequence[Parameter], total: Sum, landed: Tensor, result: Tensor
+    ) -> None:
+        self.spec = spec
+        super().__init__(params, plan_of(spec), total)
+        self.one = torch.ones((), dtype=torch.float32, device=self.device)
+        self._whole = SlotGroup(self.plan, params, total, range(len(params)))
+        self._wire, self._result = landed, result
+        self._wire_slots = self.plan.pointers(slots_of(landed, spec.slots))
+        is_one = result is landed
+        self._slots = self._wire_slots if is_one else self.plan.pointers(slots_of(result, spec.slots))
+        self.norm_slots = NormSlots(self.plan, [slot.param for slot in spec.slots])
+        self._made = [_described(param) for param in self.params]
+        self._has_fused = False  # whether a layer adds to `main_grad` by itself
+        self.bind()
+
+    def bind(self) -> None:
+        """Make the views of the result that `.grad` is set to, and what else parameters show."""
+        self._grads = views_of(self._result, self.params, self.spec.slots)
+        self._addresses = [grad.data_ptr() for grad in self._grads]
+
+    def begin(self) -> None:
+        """Start a window with a sum of zero: the first gradients overwrite it.
+
+        Raises:
+            ValueError: a parameter is not what the bucket was made for. (A cast or move of the model and back
+                leaves it as it was, and gives the views of `.grad` other memory: they are made anew.)
+        """
+        for param, slot, made in zip(self.params, self.spec.slots, self._made, strict=True):
+            param.grad = None
+            if (now := _described(param)) != made:
+                raise ValueError(
+                    f"parameter {slot.name!r} is {_text(now)} now, and was {_text(made)} when this engine "
+                    "was made: cast, move or convert the model first, then make the engine (sync.close() "
+                    "lets the old one go)"
+                )
+        if [grad.data_ptr() for grad in self._grads] != self._addresses:
+            self.bind()
+        super().begin()
+        # Marks of the gradients when the last backward seemed to have completed the bucket.
+        self._sealed: list[Mark] | None = None
+        self._late: list[int] = []
+
+    def forget_written(self) -> None:
+        """Forget what layers have added to `main_grad` by themselves, except that they do."""
+        self._has_fused = bool(pop_written(self.params)) or self._has_fused
+
+    def seal(self) -> None:
+        """Note that the armed backward has delivered every gradient, before it has ended."""
+        self._sealed = grad_marks(self.params)
+
+    def late(self) -> list[int]:
+        """Return the slots that the armed backward has written to after `seal`."""
+        if self._sealed is None:
+            return self._late + [slot for slot, param in enumerate(self.params) if param.grad is not None]
+        return self._changed()
+
+    @abstractmethod
+    def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
+        """Launch the sum over ranks.
+
+        Args:
+            inv_count: float32, 0-dim, multiplied in on the way to the wire; None for nothing.
+            comm: over the bucket's ranks.
+            poison: send nan, so that no rank uses the window.
+
+        Cost: the last backward's gradients, which are accumulated in the pass that casts where there is one,
+        and what the wire sends for the bucket.
+        """
+
+    def _all_reduce(self, wire: Wire, comm: Comm, *, poison: bool) -> Work:
+        if poison:
+            self._wire.fill_(torch.nan)
+        return wire.all_reduce_(self._wire, comm)
+
+    def sent_tensors(self) -> list[Tensor]:
+        """Return every tensor that `send` uses: a side stream may read them for some time."""
+        grads = [param.grad for param in self.params if param.grad is not None]
+        return [self.one, self._wire, *grads, *self.flagged, *self.total.scalars()]
+
+    def from_wire(self, scale: Tensor | None, norms: LandedNorms) -> None:
+        """Publish the reduced buffer times `scale` as `.grad`, and read its norm and finite flags.
+
+        Also for parameters that no rank has used: the reducer sets their `.grad` to None afterwards.
+
+        Args:
+            scale: float32, 0-dim, multiplied in; None for nothing.
+            norms: of all buckets, made of their `norm_slots`.
+
+        Cost: reads an element of the wire; writes `.grad` unless that is the same memory and `scale` is None.
+        """
+        is_published = self._slots is self._wire_slots and scale is None
+        scale = self.one if scale is None else scale
+        norms.read(self.spec.index, self._wire_slots, None if is_published else self._slots, scale)
+        for param, grad in zip(self.params, self._grads, strict=True):
+            if param.grad is not grad:
+                param.grad = grad
+
+    def release(self) -> None:
+        """Take everything off the parameters but `.grad`."""
+        withdraw(self.params)
+
+    def _unseal(self) -> None:
+        """Note which gradients have changed since `seal`, before they leave `.grad`."""
+        self._late, self._sealed = self._changed(), None
+
+    def _changed(self) -> list[int]:
+        if self._sealed is None:
+            return self._late
+        marks = zip(grad_marks(self.params), self._sealed, strict=True)
+        return [slot for slot, (now, then) in enumerate(marks) if now != then]
+
+
+class Fp32Bucket(OwnBucket):
+    """Narrow gradients summed in fp32 by fused calls.
+
+    Bytes an element: 6 in the first micro-batch (stored, no zero pass), 10 in later ones; with a narrow wire
+    the last one sums, scales, casts and checks in a single pass of 8.
+
+    Args:
+        wire: how the bucket travels.
+        comm: by which it travels.
+        offers: whether layers may add to the sum by themselves, as `main_grad`.
+    """
+
+    def __init__(
+        self, spec: BucketSpec, params: Sequence[Parameter], *, wire: Wire, comm: Comm, offers: bool = True
+    ) -> None:
+        device, is_fp32_wire = params[0].device, wire.dtype == torch.float32
+        flat = _flat(spec, torch.float32, device, comm if is_fp32_wire else None)
+        landed = flat if is_fp32_wire else _flat(spec, wire.dtype, device, comm)
+        result = landed if wire.dtype == spec.dtype else _flat(spec, spec.dtype, device)
+        self._fp32, self._over_wire, self._offers = Fp32Sum(plan_of(spec), flat), wire, offers
+        super().__init__(spec, params, self._fp32, landed, result)
+
+    def bind(self) -> None:
+        super().bind()
+        if self._offers:
+            offer(self.params, views_of(self._fp32.flat, self.params, self.spec.slots))
+
+    def begin(self) -> None:
+        super().begin()
+        if self._has_fused:
+            self._set_first(False)
+            self._fp32.flat.zero_()  # a layer that writes main_grad itself needs a sum to add to
+
+    def collect(self) -> None:
+        self._find_fused()
+        super().collect()
+
+    def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
+        self._unseal()
+        self._find_fused()
+        grads, flags = self._whole.pop(self.used), self._start_row()
+        self._first_row_of_sum = len(self.flagged) - 1
+        self._fp32.deposit_into_wire_(self._wire, grads, inv_count, first=self.is_empty, nonfinite=flags)
+        self._set_first(False)
+        return self._all_reduce(self._over_wire, comm, poison=poison)
+
+    def sent_tensors(self) -> list[Tensor]:
+        self._start_row()  # allocated on this stream, on which a report reads it, and not on the side stream
+        return [*super().sent_tensors(), self._fp32.flat]
+
+    def _find_fused(self) -> None:
+        """Note what layers have added to the sum by themselves."""
+        for index in pop_written(self.params):
+            self._has_fused = self.used[index] = True
+            self.params[index].grad = None
+            self._set_first(False)  # the sum was zero, and now holds what the layer wrote
+
+
+class ExactBucket(OwnBucket):
+    """Gradients of any type summed exactly, as integers on a grid that their largest values choose.
+
+    Bytes an element: 8.02 for the sum (and 2 for narrow gradients), 12 moved by the first micro-batch and 20
+    by later ones with fp32 gradients; on the wire those of `ExactOverRanks.rounds`. `.grad` of float32
+    parameters is the memory of the sum.
+
+    Args:
+        terms: of a full window.
+        comm: by which the bucket travels.
+    """
+
+    def __init__(self, spec: BucketSpec, params: Sequence[Parameter], *, terms: Terms, comm: Comm) -> None:
+        device = params[0].device
+        self._exact = exact_over_ranks(plan_of(spec), numel=spec.numel, terms=terms, device=device, comm=comm)
+        rounded = self._exact.rounded[: spec.numel]
+        result = rounded if spec.dtype == torch.float32 else _flat(spec, spec.dtype, device)
+        super().__init__(spec, params, self._exact, rounded, result)
+
+    def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
+        """Launch the rounds of `ExactOverRanks`, after which `rounded` is the sum."""
+        del inv_count, comm  # the sum is divided, not its terms; the transport was given at construction
+        self._unseal()
+        self.collect()
+        return self._exact.rounds(poison=poison)
+
+    def sent_tensors(self) -> list[Tensor]:
+        self._start_row()  # as for Fp32Bucket
+        return [*super().sent_tensors(), *self._exact.round_tensors()]
+
+
+class InPlaceBucket(OwnBucket):
+    """Gradients summed in their own type, in the buffer that `.grad` views.
+
+    The first micro-batch's gradients are stored about a megabyte at a time, from inside the backward: no zero
+    pass, and the cache still has them. From then on `.grad` views the sum and autograd adds in place. The sum
+    is reduced in place when the wire has the same type; otherwise it is cast into a wire buffer (1/count
+    folded in) and back.
+
+    Whether a slot has arrived is read off the version of its view, which autograd's in-place add raises.
+
+    Args:
+        wire, comm: how the bucket travels, and by which transport.
+        watch: check every micro-batch for gradients that are not finite, so that a report can name it: one
+            more read each.
+    """
+
+    def __init__(
+        self, spec: BucketSpec, params: Sequence[Parameter], *, wire: Wire, comm: Comm, watch: bool
+    ) -> None:
+        device, self._is_watching = params[0].device, watch
+        self._is_in_place = wire.dtype == spec.dtype and not wire.folds_count
+        self._flat = _flat(spec, spec.dtype, device, comm if self._is_in_place else None)
+        landed = self._flat if self._is_in_place else _flat(spec, wire.dtype, device, comm)
+        plan = plan_of(spec)
+        self._norms = SlotNorms(plan, [slot.param for slot in spec.slots], device)
+        self._over_wire = wire
+        super().__init__(spec, params, InPlaceSum(plan, self._flat), landed, self._flat)
+
+    def bind(self) -> None:
+        super().bind()
+        offer(self.params, self._grads)
+
+    def begin(self) -> None:
+        super().begin()
+        self._is_first = True
+        self._first_row_of_sum = 0  # rows are of the sum so far
+        # Versions of the views: when the window began or the views were made, before the last backward, and
+        # when that had completed the bucket.
+        self._begun = self._versions()
+        self._versions_armed: list[int] = []
+        self._versions_sealed: list[int] | None = None
+        if self._has_fused:
+            self._flat.zero_()  # a layer that writes main_grad itself needs a sum to add to
+
+    def watches(self) -> list[Watch]:
+        self._collect_earlier()
+        return super().watches() if self._is_first else []  # autograd adds the later ones
+
+    def collect(self) -> None:
+        """Store what the first backward left; autograd has added the later ones already."""
+        if self._is_first or self._is_watching:
+            self._settle()
+            self._look()
+
+    def arm(self) -> None:
+        self._collect_earlier()
+        if not self._is_first:
+            self._settle()
+            self._versions_armed = self._versions()
+
+    def has_arrived(self, slot: int) -> bool:
+        if self._is_first:
+            return self.params[slot].grad is not None
+        return self._grads[slot]._version != self._versions_armed[slot]
+
+    def seal(self) -> None:
+        """Store every gradient in the sum, inside the backward, and note the version of every slot."""
+        self._collect()
+        self._versions_sealed = self._versions()
+
+    def late(self) -> list[int]:
+        assert self._versions_sealed is not None
+        slots = enumerate(zip(self.params, self._grads, self._versions_sealed, strict=True))
+        return [
+            slot for slot, (param, grad, then) in slots if param.grad is not grad or grad._version != then
+        ]
+
+    def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
+        if self._versions_sealed is None:
+            self._settle()
+            self._versions_sealed = self._versions()
+        self._look()
+        self._note_used(self._versions_sealed)
+        if not self._is_in_place:
+            self.plan.pack_(self._wire, self._slots, self.one if inv_count is None else inv_count)
+        return self._all_reduce(self._over_wire, comm, poison=poison)
+
+    def sent_tensors(self) -> list[Tensor]:
+        return [*super().sent_tensors(), self._flat]
+
+    def blame(self) -> Callable[[int], list[int] | None]:
+        return super().blame() if self._is_watching else lambda slot: None
+
+    def save(self, names: Sequence[str]) -> Saved:
+        self._settle()
+        self._note_used(self._versions())
+        return super().save(names)
+
+    def load(self, saved: Saved, names: Sequence[str], *, done: int) -> None:
+        super().load(saved, names, done=done)
+        if not self._is_watching:
+            self.flagged = []
+        self._is_first = False
+        for param, grad in zip(self.params, self._grads, strict=True):
+            param.grad = grad
+        self._begun = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [grad._version for grad in self._grads]
+
+    def _note_used(self, versions: Sequence[int]) -> None:
+        """Note the slots that autograd has added to since the window began or their views were made."""
+        self.used = [
+            used or begun != now for used, begun, now in zip(self.used, self._begun, versions, strict=True)
+        ]
+
+    def _look(self) -> None:
+        """Note which slots are not finite after this micro-batch, if that is asked for."""
+        if self._is_watching:
+            self.flagged.append(self._norms.flags(self._slots, self.one))
+
+    def _settle(self) -> None:
+        """Store every gradient in the sum, wherever it and the sum's views are by now."""
+        if not self._is_first:
+            self._follow_moved()
+        self._collect()
+
+    def _collect_earlier(self) -> None:
+        """Store what backwards before the micro-batch's last have left, if it is the first."""
+        if self._is_first and any(param.grad is not None for param in self.params):
+            self._collect()
+
+    def _collect(self) -> None:
+        """Store every gradient in the sum, wherever it is, and let `.grad` view the sum."""
+        for index in pop_written(self.params):
+            self._has_fused = self.used[index] = True
+            self.params[index].grad = self._grads[index]  # in the sum already: stored onto itself
+        if self._is_first:
+            for group in self._groups:
+                if group.is_first:
+                    self._accumulate(group)
+            self._is_first = False
+        else:
+            self._bring_back()
+
+    def _accumulate(self, group: SlotGroup) -> None:
+        """Write a group's first gradients over the old sum: a read and a write an element."""
+        group.total.deposit_(group.pop(self.used), first=True, nonfinite=self.one)
+        for param, view in zip(group.params, self._grads[group.start : group.stop], strict=True):
+            param.grad = view
+        group.is_first = False
+
+    def _bring_back(self) -> None:
+        """Store gradients that somebody put elsewhere (zero_grad, create_graph, a new tensor) in the sum."""
+        grads = [param.grad for param in self.params]
+        for index, (param, grad, view) in enumerate(zip(self.params, grads, self._grads, strict=True)):
+            if grad is view:
+                continue
+            if grad is None:
+                view.zero_()
+                self.used[index], self._begun[index] = False, view._version
+            else:
+                view.copy_((grad.to_dense() if grad.is_sparse else grad).detach())
+            param.grad = view
+
+    def _follow_moved(self) -> None:
+        """Make new views of slots whose old ones a cast or move of the model has given other memory."""
+        if [grad.data_ptr() for grad in self._grads] == self._addresses:
+            return
+        moved = list(self._grads)
+        self._note_used(self._versions())
+        self.bind()
+        for index, (old, view) in enumerate(zip(moved, self._grads, strict=True)):
+            if old.data_ptr() == self._addresses[index] and self.params[index].grad is old:
+                self.params[index].grad = view  # this one has stayed where it was
+        self._begun = self._versions()
+
+
+def own_bucket(
+    kind: str,
+    spec: BucketSpec,
+    params: Sequence[Parameter],
+    *,
+    wire: Wire,
+    terms: Terms,
+    watch: bool,
+    comm: Comm,
+    apart: bool = False,
+) -> OwnBucket:
+    """Make the bucket of one place in the layout.
+
+    Args:
+        kind: one of `KINDS`.
+        spec: the place.
+        params: the bucket's, in slot order.
+        wire: how it travels.
+        terms: of a full window.
+        watch: whether every micro-batch is checked for inf and nan.
+        comm: by which it travels.
+        apart: whether `.grad` holds a micro-batch's gradient alone until that is accumulated: sums are then
+            in memory of their own, fp32 at least, which no layer gets to see.
+    """
+    if kind == "exact":
+        return ExactBucket(spec, params, terms=terms, comm=comm)
+    # Autograd cannot add in place to what a DTensor's `.grad` is a view of, unnoticed.
+    has_parts = any(isinstance(param, LocalPart) for param in params)
+    if apart or has_parts or sum_dtype(kind, spec.dtype) != spec.dtype:
+        return Fp32Bucket(spec, params, wire=wire, comm=comm, offers=not apart)
+    return InPlaceBucket(spec, params, wire=wire, comm=comm, watch=watch)
+
+
+def plan_of(spec: BucketSpec) -> BucketPlan:
+    """Return the plan of a bucket's slots."""
+    return BucketPlan([slot.offset for slot in spec.slots], [slot.numel for slot in spec.slots])
+
+
+def _flat(spec: BucketSpec, dtype: torch.dtype, device: torch.device, comm: Comm | None = None) -> Tensor:
+    """Return a flat buffer of zeros, `[spec.numel]`; in memory of the transport by which it travels, if
+    any."""
+    if comm is None:
+        return torch.zeros(spec.numel, dtype=dtype, device=device)
+    return flat_zeros(comm, spec.numel, dtype=dtype, device=device)
+
+
+# What a bucket needs of a parameter to stay as it was.
+_Description = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]
+
+
+def _described(param: Parameter) -> _Description:
+    return param.dtype, param.device, param.shape, param.stride()
+
+
+def _text(description: _Description) -> str:
+    dtype, device, shape, strides = description
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)} with strides {list(strides)} on {device}"
