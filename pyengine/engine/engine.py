@@ -26,7 +26,7 @@ from pyengine.engine.open_window import OpenWindow
 from pyengine.engine.ownership import Ownership, owned_problems
 from pyengine.engine.parts import make_parts
 from pyengine.engine.trained import TrainedParameters, in_backward_problems
-from pyengine.gradients.base import KeepsResiduals, Reducer, SeesForwards, SumsParts
+from pyengine.gradients.base import Reducer
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.marks import BARE
@@ -70,14 +70,13 @@ class Engine:
     ) -> None:
         self.reducer, self.comm, self.batch_norms = reducer, comm, batch_norms
         self.shares, self.batch = shares, batch
-        self.holds_parts = batch is not None or (isinstance(reducer, SumsParts) and bool(reducer.counted))
+        self.holds_parts = batch is not None or reducer.saves_parts
         self.counter = WindowCounter(settings.accumulate, share=shares.of(comm.rank))
         self.is_exact = settings.kind == "exact"
         self.device = device = reducer.params[0].device
         names, params = reducer.names, reducer.params
-        summed = reducer.parts if isinstance(reducer, SumsParts) else params
         self.identity = identify(
-            settings.kind, shares.terms, shares.run, batch_norms.num_modules, names, summed
+            settings.kind, shares.terms, shares.run, batch_norms.num_modules, names, reducer.local_params()
         )
         self.parts = parts = make_parts(reducer, comm, settings, self.counter, batch_norms, shares, batch)
         self.final, self.verdicts, self.kept_grads = parts.final, parts.verdicts, parts.kept_grads
@@ -118,8 +117,7 @@ class Engine:
         self.counter.hand_out(place, last=last)
         self.current.has_more_windows, self.current.is_padding = more, False
         self.batch_norms.hand_out(place)
-        if isinstance(self.reducer, SeesForwards):
-            self.reducer.before_forward(syncs=last)
+        self.reducer.before_forward(syncs=last)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -395,9 +393,8 @@ class Engine:
         self.counter.accumulate, self.counter.share = accumulate, self.shares.of(self.comm.rank)
 
     def _load_residuals(self, part: Snapshot) -> None:
-        kept = self.reducer.residuals if isinstance(self.reducer, KeepsResiduals) else None
-        if kept is not None and kept.is_kept:
-            kept.load(part.residuals)
+        if self.reducer.residuals.is_kept:
+            self.reducer.residuals.load(part.residuals)
         elif part.residuals:
             warnings.warn(
                 "load_state_dict: the state has residuals, of a wire that keeps what it loses, and this "

@@ -11,7 +11,6 @@ from pyengine.engine.ahead import Lookahead
 from pyengine.engine.counting import Counting, CountOf, check_uncounted
 from pyengine.engine.engine import Engine
 from pyengine.engine.padded_loop import cut_padded, meet_at_micro_batch
-from pyengine.gradients.base import Pads
 from pyengine.window.counter import State
 
 Batch = TypeVar("Batch")
@@ -54,7 +53,7 @@ def windows(
     engine.is_between_loops = False
     if isinstance(loader, Dealer):
         yield from _dealt(engine, loader)
-    elif isinstance(engine.reducer, Pads):
+    elif engine.reducer.has_collective_forwards:
         yield from cut_padded(engine, Lookahead(loader), counting)
     else:
         yield from _cut(engine, loader, counting)
@@ -100,7 +99,7 @@ def _dealt(engine: Engine, dealer: Dealer) -> Iterator[Iterator[Dealt]]:
             "loader is a Dealer, which gives micro-batches to whoever is free, and here ranks share batches: "
             "pass the loader of a WindowSampler, sharded along the axes that count"
         )
-    if isinstance(engine.reducer, Pads):
+    if engine.reducer.has_collective_forwards:
         raise TypeError(
             "loader is a Dealer, which gives micro-batches to whoever is free, and the forwards of a sharded "
             "model are collective: pass the loader of a WindowSampler"
@@ -123,7 +122,7 @@ def single_micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
         )
     place, *rest = engine.counter.due
     ends = last or not rest
-    if isinstance(engine.reducer, Pads):
+    if engine.reducer.has_collective_forwards:
         meet_at_micro_batch(engine, last=ends)
     engine.hand_out(place, last=ends, more=not last)
     try:

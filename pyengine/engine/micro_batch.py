@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 from pyengine.engine.engine import Engine
 from pyengine.engine.open_window import OpenWindow
 from pyengine.engine.parts import Parts
-from pyengine.gradients.base import Keeps, Overlaps, Pads
 from pyengine.ops.device import HOST, runs_ahead
 from pyengine.window.counter import State
 from pyengine.window.header import Count, checked_count
@@ -288,10 +287,10 @@ class MicroBatch:
             yield  # nothing is added, or leaves, before all of it is known
             return
         self._note()
-        if self._syncs and isinstance(reducer, Overlaps):
+        if self._syncs and reducer.overlaps:
             with self._window.sending() as header, reducer.overlap(header, roots):
                 yield
-        elif not self._ends_run and isinstance(reducer, Keeps):
+        elif not self._ends_run:
             with reducer.keep():
                 yield
         else:
@@ -311,7 +310,6 @@ class MicroBatch:
         """Let backwards of padding leave no trace in gradients that are not the engine's."""
         if not self._window.is_padding:
             return nullcontext()
-        assert isinstance(self._parts.reducer, Pads)
         self._parts.reducer.spare(())
         return _BeforeBackward(self._parts.reducer.spare)
 

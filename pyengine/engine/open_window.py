@@ -14,7 +14,6 @@ from torch import Tensor
 from pyengine.audit.finding import AuditError
 from pyengine.engine.checkpoint.snapshot import Snapshot
 from pyengine.engine.parts import Parts
-from pyengine.gradients.base import KeepsResiduals, MovesGradients, Pads, SeesForwards
 from pyengine.gradients.slots import Saved
 from pyengine.ops.device import HOST, Readback, flush, is_lazy
 from pyengine.ops.trace import span
@@ -163,8 +162,7 @@ class OpenWindow:
     def sending(self) -> Iterator[Header]:
         """Send the header, for the body to send the buckets."""
         parts = self._parts
-        if isinstance(parts.reducer, SeesForwards):
-            parts.reducer.before_header()
+        parts.reducer.before_header()
         # The previous window's, if the host has let it run ahead: this header tells of its step. Here, behind
         # every collective that a forward may launch, all ranks are at the same point.
         parts.verdicts.reach_earlier(parts.counter.index)
@@ -210,7 +208,7 @@ class OpenWindow:
                 parts.final.compute_norm(is_refused=self.header.is_refused())
                 parts.batch_norms.wait()
             self.verdict = self._conclude(self.header, has_gradient=has_gradient)
-            if isinstance(parts.reducer, KeepsResiduals) and not self.header.was_refused:
+            if not self.header.was_refused:
                 parts.reducer.residuals.settle(parts.final.found_inf)
             parts.counter.state = State.LANDED
             parts.verdicts.append(self.verdict)
@@ -307,7 +305,7 @@ class OpenWindow:
         before = scaler.current_scale()
         scaler.follow()
         self.is_scale_updated = True
-        if isinstance(parts.reducer, KeepsResiduals) and parts.reducer.residuals.is_kept:
+        if parts.reducer.residuals.is_kept:
             parts.reducer.residuals.scale_(scaler.current_scale() / before)
 
     def _look_back(self) -> None:
@@ -332,8 +330,7 @@ class OpenWindow:
             return (parts.marks.described(changed, "between micro-batches"), True) if changed else None
         if strays := parts.marks.strays():
             return parts.marks.described(strays, "between windows"), True
-        has_moved = isinstance(parts.reducer, MovesGradients) and parts.reducer.has_moved
-        if has_moved or is_lazy(parts.device):
+        if parts.reducer.has_moved or is_lazy(parts.device):
             return None
         # What no optimizer has used is the user's to change: it counts into this window.
         changed = [index for index in parts.marks.written() if not parts.kept_grads.keeps(index)]
@@ -406,7 +403,7 @@ class OpenWindow:
                 backward_s=clock.seconds("backward"),
                 exposed_sync_s=clock.seconds("exposed_sync"),
                 step_s=clock.elapsed(),
-                held_bytes=parts.reducer.held_bytes if isinstance(parts.reducer, Pads) else 0,
+                held_bytes=parts.reducer.held_bytes,
                 dropped=totals.dropped,
             )
             call_all([partial(callback, record) for callback in callbacks])

@@ -14,7 +14,6 @@ from torch import Tensor
 from pyengine.engine.ahead import Lookahead, meet, share_numbers
 from pyengine.engine.counting import Counting, check_uncounted
 from pyengine.engine.engine import Engine
-from pyengine.gradients.base import Pads
 from pyengine.ops.device import runs_ahead
 
 Batch = TypeVar("Batch")
@@ -28,7 +27,7 @@ def cut_padded(
     """Cut a loader into windows of as many micro-batches on every rank, until no rank has any.
 
     Args:
-        engine: over a reducer that `Pads`.
+        engine: over a reducer that `has_collective_forwards`.
         source: the micro-batches of this rank; as many are read ahead as a window takes.
         counting: the counts of the loop; None if they come with the backwards.
 
@@ -179,7 +178,6 @@ def pad(engine: Engine, *, last: bool) -> None:
     engine.current.end_run()
     engine.counter.pad(last=last)
     engine.current.is_padding = True
-    assert isinstance(engine.reducer, Pads)
     engine.reducer.pad()
 
 

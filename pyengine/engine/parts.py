@@ -13,7 +13,7 @@ from pyengine.engine.batch_norm import BatchNormReplay
 from pyengine.engine.handshake import Shares
 from pyengine.engine.kept_grads import KeptGrads
 from pyengine.engine.window_audit import WindowAudit
-from pyengine.gradients.base import HoldsParts, Reducer
+from pyengine.gradients.base import Reducer
 from pyengine.gradients.dropping import Dropping
 from pyengine.gradients.marks import GradMarks
 from pyengine.gradients.published import Published
@@ -117,7 +117,7 @@ def make_parts(
     """Return what the windows of a new engine share; for the arguments see `Engine`."""
     names, params, is_exact = reducer.names, reducer.params, settings.kind == "exact"
     device = params[0].device
-    counted = reducer.counted if isinstance(reducer, HoldsParts) else None
+    counted = reducer.counted
     held = f"{len(params)} parameters, the first {names[0]!r}"
     if counted is not None:  # ranks may have others
         held = f"parts of a model on {comm.world_size} ranks"

@@ -13,7 +13,7 @@ from pyengine.audit.inventory import Inventory, buffers_of
 from pyengine.audit.leaves import Leaves
 from pyengine.audit.subject import Shard, Subject
 from pyengine.comm.base import Comm
-from pyengine.gradients.base import KeepsResiduals, KnowsGroups, Reducer
+from pyengine.gradients.base import Reducer
 from pyengine.gradients.slots import local
 from pyengine.ops.device import send
 from pyengine.step.grad_scaler import GradScaler
@@ -48,7 +48,7 @@ class WindowAudit:
         reducer = engine.parts.reducer
         # What an encoded wire loses is a share of its block or rank, not of an element: any gradient may come
         # of what micro-batches brought, as long as it is the same on every rank.
-        is_lossy = isinstance(reducer, KeepsResiduals) and is_encoded(reducer.residuals.wire)
+        is_lossy = is_encoded(reducer.residuals.wire)
         tolerance = math.inf if is_lossy else TOLERANCE
         self._auditor = Auditor(subjects, comms, leaves, tolerance=tolerance, every=every)
         self._world_sizes = [comms[subject.summed or 0].world_size for subject in subjects]
@@ -135,8 +135,8 @@ class WindowAudit:
 def _inventory(engine: _Engine, module: nn.Module | None) -> tuple[list[Subject], list[Comm], Leaves]:
     """Return what an engine's ranks have in common, over which transports, and where gradients arrive."""
     reducer = engine.parts.reducer
-    if not isinstance(reducer, KnowsGroups):  # a sharded model, whose parameters tell
-        inventory = Inventory(reducer.model, [], group=None, groups={})  # type: ignore[attr-defined]
+    if reducer.model is not None:
+        inventory = Inventory(reducer.model, [], group=None, groups={})
         return inventory.subjects, inventory.comms, Leaves(inventory.module)
     known, group_of = reducer.groups_of_params()
     # A group of all ranks is the engine's own, and one that no parameter here belongs to is nobody's.

@@ -1,109 +1,244 @@
-"""What the engine asks of whoever owns the gradients."""
+"""The base class of all owners of gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
 from pyengine.gradients.residuals import Residuals
-from pyengine.gradients.slots import Forms, Saved
+from pyengine.gradients.slots import Saved
 from pyengine.step.stepper import Stepper
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
+from pyengine.wire import FP32
 
 
-class Reducer(Protocol):
-    """What the engine asks of whoever owns the gradients: flat buckets of ours, DDP's, or sums on a lazy
-    device.
+class Reducer(ABC):
+    """Own the gradients of an engine: accumulate them through a window, and reduce them at its end.
 
-    All tensors lie on the parameters' device. `.grad` has its parameter's shape and dtype; its memory is the
-    reducer's (under `attach` DDP's), holds the mean from `finish` on, and is overwritten from the next
+    There is one kind for each owner: the engine's flat buckets, DDP's buckets, FSDP2's units, and sums on a
+    lazy device. A default says what happens where an owner has nothing to add.
+
+    All tensors are on the parameters' device. `.grad` has its parameter's shape and dtype. Its memory belongs
+    to the reducer (under `attach` to DDP), holds the mean from `finish` on, and is overwritten from the next
     `begin` on.
-
-    Attributes:
-        params: in registration order, or DDP's; what is indexed by parameter below is in this order.
-        names: theirs.
-        stepper: how an optimizer is stepped over these gradients.
     """
 
+    # ---- set by every reducer ----
+
+    # In registration order, or in DDP's; every index of a parameter below refers to this order.
     params: Sequence[Parameter]
     names: Sequence[str]
+    # How an optimizer is stepped over these gradients.
     stepper: Stepper
 
-    def open(self) -> None:
-        """A window opens; nothing has been computed yet."""
+    # ---- what the owner is like ----
 
+    # Whether the reductions run inside the window's last backward, by `overlap`. Otherwise the header is sent
+    # behind that backward, and `reduce` follows it: a lazy device has to record a micro-batch's program
+    # without the header, and exact sums of FSDP2's parameters are complete only when the backward has ended.
+    overlaps = False
+    # Whether every forward launches collectives, so that all ranks have to run as many. A rank that has run
+    # out of data then runs padding.
+    has_collective_forwards = False
+    # By parameter, whether this rank counts its elements in the norm: over all ranks each element once (see
+    # `Holdings`). None: all ranks hold the same.
+    counted: Sequence[bool] | None = None
+    # The outermost FSDP2 module, whose DTensor parameters say which ranks share a shard. None:
+    # `groups_of_params` says it.
+    model: Any = None
+    # What the wire has lost of these gradients and still has to send.
+    residuals = Residuals([], FP32())
+    # Memory that this rank holds through a window in order to communicate less.
+    held_bytes = 0
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the owner has given `.grad` other memory by itself since the last `finish`."""
+        return False
+
+    @property
+    def saves_parts(self) -> bool:
+        """Whether `save` returns sums of what this rank holds of its parameters, which no other rank could
+        load.
+        """
+        return bool(self.counted)
+
+    def local_params(self) -> Sequence[Parameter]:
+        """Return `params`, with this rank's part in place of each DTensor that the reducer itself divides."""
+        return self.params
+
+    def groups_of_params(self) -> tuple[Sequence[Comm], Sequence[int]]:
+        """Return the transports over which gradients are summed, and by parameter the index of its own.
+
+        Called only where `model` is None, and not on a lazy device.
+        """
+        raise NotImplementedError
+
+    # ---- a window, in the order of the calls ----
+
+    def open(self) -> None:
+        """Open a window, in which nothing has been computed yet."""
+
+    def before_forward(self, *, syncs: bool) -> None:
+        """Note that a micro-batch was handed out, and whether it is known to be the window's last."""
+
+    def pad(self) -> None:
+        """Note that the micro-batch handed out is padding: neither its gradients nor what its forward writes
+        into buffers may remain. Called only where `has_collective_forwards`.
+        """
+        raise NotImplementedError
+
+    def spare(self, roots: Sequence[Tensor | GradientEdge]) -> None:
+        """Let a backward of padding leave the `.grad` of all leaves as it is, also of those that the caller
+        owns: parameters that FSDP2 ignores, and whatever is behind `roots`.
+
+        Args:
+            roots: the tensors that the backward starts from, where they are known.
+        """
+
+    @abstractmethod
     def begin(self) -> None:
         """Start the window's first micro-batch with gradients of zero: `.grad` is None, the next sum
         overwrites.
         """
 
-    def add(self) -> AbstractContextManager[None]:
-        """Accumulate a micro-batch: what its backwards have brought to `.grad` by the end of the body.
+    @contextmanager
+    def add(self) -> Iterator[None]:
+        """Accumulate a micro-batch: the gradients that its backwards have added to `.grad` by the end of the
+        body.
 
-        The body is the last of its backwards; others may have run before it. Once a micro-batch, and nothing
-        may travel. When the body raises, the window is not used.
+        The body is the last of its backwards; others may have run before it. Called once a micro-batch, and
+        launches no collective. When the body raises, the window is not used.
 
         Cost: an element of a sum of the parameters' own type, a read and a write in the first micro-batch,
         which autograd adds to in place in later ones; of a narrow gradient with an fp32 sum 6 and 10 bytes;
         of an exact sum 12 and 20 for float32, 10 and 18 for others.
         """
+        yield
+        self.collect()
 
+    @contextmanager
+    def keep(self) -> Iterator[None]:
+        """Leave the gradients of the backward in the body where autograd adds those of the next micro-batch,
+        instead of `add` or `collect`. Launches no collective.
+        """
+        yield
+
+    @abstractmethod
     def collect(self) -> None:
-        """Do as `add`, once all backwards of the micro-batch have run, or none; also for what `Keeps.keep`
-        has left, without a further micro-batch.
+        """Accumulate a micro-batch as `add` does, once all its backwards have run, or none; also the
+        gradients that `keep` has left, without a further micro-batch.
         """
 
-    def reduce(self, header: Header) -> None:
-        """Start every reduction of the window, all of whose micro-batches have been accumulated.
+    def staged(self) -> Sequence[Any] | None:
+        """Return by parameter the tensor whose `.grad` is the micro-batch's gradient until it is accumulated,
+        or None for a parameter without one. None instead of a list: the parameters themselves.
+        """
+        return None
+
+    def strays(self) -> Sequence[int]:
+        """Return the parameters, by index, whose gradient was written elsewhere than to `.grad` since
+        `forget_strays`.
+        """
+        return ()
+
+    def forget_strays(self) -> None:
+        """Note that all of `strays` are accounted for."""
+
+    def before_header(self) -> None:
+        """Launch the owner's own collectives that have to come before the window's header."""
+
+    def overlap(self, header: Header, roots: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Accumulate the window's last micro-batch, instead of `add`, and launch every reduction as soon as
+        the body has completed it. Called only where `overlaps`.
+
+        The body is the last of its backwards; others may have run before it.
 
         Args:
-            header: sent already; its 1/count and inverse loss scale are multiplied in where the window's
+            header: as for `reduce`, whose cost this has.
+            roots: the tensors from which the body's backward starts, of any shape; their graph is read, not
+                their values. Empty where they are not known: then less may overlap.
+
+        Raises:
+            RuntimeError: a gradient came after its reduction could start.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def reduce(self, header: Header) -> None:
+        """Launch every reduction of the window, all of whose micro-batches have been accumulated.
+
+        Args:
+            header: launched already; its 1/count and inverse loss scale are multiplied in where the window's
                 `Divisor` says.
 
         Cost: an all-reduce a bucket, of an element of the wire's type for every element and used flag (of
         exact sums what `ExactOverRanks.rounds` says).
         """
 
+    @abstractmethod
     def give_up(self) -> None:
-        """After a failure inside `reduce` or `overlap`: start what is still missing, voided,
-        so that no rank hangs or steps.
+        """After a failure inside `reduce` or `overlap`: launch the reductions that are still missing, with
+        values that void the window, so that no rank waits forever or steps.
         """
 
+    @abstractmethod
     def finish(self, final: FinalPass) -> None:
         """Wait for the reductions; publish `.grad`, sums of squares and finite flags.
 
         Args:
-            final: gets `sumsq`, `nonfinite` and `void`.
+            final: its `sumsq`, `nonfinite` and `void` are set.
 
         Cost: one read of an element on the wire and one write of `.grad`; 12 bytes an element more to round
         an exact sum.
         """
 
+    @abstractmethod
     def blame(self) -> Callable[[int], list[int] | None]:
-        """Return what tells, by a parameter's index, in which micro-batches of this window its gradient was
-        not finite here; None: not watched.
+        """Return a function that maps a parameter's index to the micro-batches of this window in which its
+        gradient was not finite on this rank; None: not watched.
 
-        It outlives the window. Calling what it returns waits for the device.
+        The function outlives the window. Calling it waits for the device.
         """
 
+    # ---- states, and the end ----
+
+    def order(self) -> list[int]:
+        """Return the order of the buckets' parameters, as registration indices, as agreed on or observed on
+        this rank; empty if it is not known, or if the engine does not choose it.
+        """
+        return []
+
+    def lay_out_as(self, order: list[int]) -> None:
+        """Lay the buckets out in an order that `order` has returned, between windows; every rank alike.
+        Parameters that are not in it come last.
+        """
+
+    @abstractmethod
     def save(self) -> Saved:
-        """Return what earlier micro-batches of this window have left; nothing for unused parameters.
+        """Return the sums of this window's earlier micro-batches; nothing for unused parameters.
 
         Returns:
-            By parameter name, the caller's: copies on the parameters' device (see `Saved`).
+            By parameter name, owned by the caller: copies on the parameters' device (see `Saved`).
+
+        Raises:
+            RuntimeError: the sums cannot be saved in the middle of a window.
 
         Cost: a read and a write of the sums.
         """
 
+    @abstractmethod
     def load(self, saved: Saved, *, done: int) -> None:
-        """Go on, in a window that has just begun, from what `save` returned after `done` micro-batches.
+        """Continue, in a window that has just begun, from what `save` returned after `done` micro-batches.
 
         Args:
             saved: read, on any device.
@@ -111,180 +246,18 @@ class Reducer(Protocol):
         Cost: a read and a write of the sums.
         """
 
-    def release(self, *, keeps_grad: bool) -> None:
-        """Leave the parameters as they were before; with `keeps_grad`, `.grad` stays,
-        in memory of its own.
-        """
-
-
-@runtime_checkable
-class Overlaps(Protocol):
-    """A reducer whose reductions run inside the window's last backward."""
-
-    def overlap(self, header: Header, roots: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Accumulate the window's last micro-batch, in place of `add`, and start every reduction as soon as
-        the body has completed it.
-
-        The body is the last of its backwards; others may have run before it.
-
-        Args:
-            header: as for `reduce`, whose cost this has.
-            roots: what the body's backward starts from, any shape; their graph is read, not their values.
-                Empty where that is not known: then less may overlap.
-
-        Raises:
-            RuntimeError: a gradient came after its reduction could start.
-        """
-
-
-@runtime_checkable
-class Keeps(Protocol):
-    """A reducer that can leave what a micro-batch brings where autograd adds that of the next one."""
-
-    def keep(self) -> AbstractContextManager[None]:
-        """Leave the gradients of the backward in the body where they are, to be accumulated with those of a
-        later micro-batch, in place of `add` or `collect`. Nothing may travel.
-        """
-
-
-@runtime_checkable
-class Stages(Protocol):
-    """A reducer whose owner brings a micro-batch's gradients elsewhere than to `.grad` of its parameters."""
-
-    def staged(self) -> Sequence[Any]:
-        """Return by parameter what has its gradient as `.grad`, until the micro-batch is accumulated; None
-        where nothing has.
-        """
-
-
-@runtime_checkable
-class HoldsParts(Protocol):
-    """A reducer of parameters that are not the same on every rank: shards, or experts.
-
-    Attributes:
-        counted: by parameter, whether this rank counts what it holds of it in the norm: over all ranks every
-            element once; see `Holdings`. None: all ranks hold the same.
-    """
-
-    counted: Sequence[bool] | None
-
-
-@runtime_checkable
-class SumsParts(HoldsParts, Protocol):
-    """A reducer that sums what its rank holds of DTensors.
-
-    Attributes:
-        parts: `params`, with what this rank holds of it in place of each DTensor.
-    """
-
-    parts: Sequence[Parameter]
-
-
-@runtime_checkable
-class KnowsGroups(Protocol):
-    """A reducer that knows over which ranks each gradient is summed, and all of them hold the same."""
-
-    def groups_of_params(self) -> tuple[Sequence[Comm], Sequence[int]]:
-        """Return the transports, and by parameter the index of its own."""
-
-
-@runtime_checkable
-class SeesForwards(Protocol):
-    """A reducer whose owner launches collectives of its own, in forwards."""
-
-    def before_forward(self, *, syncs: bool) -> None:
-        """Note that a micro-batch was handed out, and whether it is known to be the window's last."""
-
-    def before_header(self) -> None:
-        """Launch whatever collective must come before the window's header."""
-
-
-@runtime_checkable
-class Pads(Protocol):
-    """A reducer whose owner launches collectives in every forward, so that every rank has to run as many.
-
-    Attributes:
-        held_bytes: memory that this rank holds through a window to communicate less in it.
-    """
-
-    held_bytes: int
-
-    def pad(self) -> None:
-        """Note that the micro-batch handed out is padding: nothing that comes of it may stay, neither
-        gradients nor what its forward writes into buffers.
-        """
-
-    def spare(self, roots: Sequence[Tensor | GradientEdge]) -> None:
-        """Let a backward of padding leave the `.grad` of all leaves as it is, also of those that the caller
-        owns: parameters that units ignore, and whatever lies behind `roots`.
-
-        Args:
-            roots: what that backward starts from, where it is known.
-        """
-
-
-@runtime_checkable
-class MovesGradients(Protocol):
-    """A reducer whose owner gives `.grad` other memory by itself, between windows.
-
-    Attributes:
-        has_moved: whether it has since the last `finish`.
-    """
-
-    @property
-    def has_moved(self) -> bool: ...
-
-
-@runtime_checkable
-class SumsElsewhere(Protocol):
-    """A reducer of gradients that do not all come to `.grad`."""
-
-    def strays(self) -> Sequence[int]:
-        """Return the parameters, by index, whose gradient has come elsewhere since `forget_strays`."""
-
-    def forget_strays(self) -> None:
-        """Note that everything that has come is accounted for."""
-
-
-@runtime_checkable
-class Reorders(Protocol):
-    """A reducer that lays its buckets out in the order in which gradients come."""
-
-    def order(self) -> list[int]:
-        """Return the order of the buckets' parameters, as registration indices: agreed or observed here;
-        empty if it is not known.
-        """
-
-    def lay_out_as(self, order: list[int]) -> None:
-        """Lay the buckets out as an `order` says, between windows; every rank alike. Parameters that it
-        leaves out come last.
-        """
-
-
-@runtime_checkable
-class KeepsResiduals(Protocol):
-    """A reducer whose wire may keep what it loses.
-
-    Attributes:
-        residuals: of its parameters.
-    """
-
-    residuals: Residuals
-
-
-@runtime_checkable
-class SavesShards(Protocol):
-    """A reducer that has shards in a saved window, in place of whole sums."""
-
-    def forms(self) -> Forms:
-        """Return, for every parameter of which that is so, the parts of its sum with their types and
-        shapes.
-        """
-
-
-@runtime_checkable
-class RefusesLoad(Protocol):
-    """A reducer that cannot always go on from a saved window."""
-
     def refuses_load(self) -> list[str]:
-        """Say why `load` cannot work here; empty if it can."""
+        """Return the reasons why `load` cannot work here; empty if it can."""
+        return []
+
+    def sum_forms(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return dtype and shape of the sums that `save` returns, for every parameter where these do not
+        follow from the parameter and the accumulator.
+        """
+        return {}
+
+    @abstractmethod
+    def release(self, *, keeps_grad: bool) -> None:
+        """Leave the parameters as they were before the engine; with `keeps_grad`, `.grad` remains, in memory
+        of its own.
+        """

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.comm.base import by_dtype
-from pyengine.gradients.base import Reducer, Stages
+from pyengine.gradients.base import Reducer
 from pyengine.gradients.bucket import packed
 from pyengine.gradients.norms import SlotNorms
 from pyengine.gradients.slots import slot_gradient
@@ -31,12 +31,13 @@ class Dropping:
     def __init__(self, reducer: Reducer) -> None:
         params = reducer.params
         self._names, self._params = reducer.names, params
-        self._staged = reducer.staged if isinstance(reducer, Stages) else None
+        self._reducer = reducer
+        is_staged = reducer.staged() is not None
         self._device = params[0].device
         self._one = torch.ones((), dtype=torch.float32, device=self._device)
         index = {param: place for place, param in enumerate(params)}
         self._norms: list[tuple[list[Parameter], SlotNorms]] = []
-        if self._staged is None and not is_lazy(self._device):
+        if not is_staged and not is_lazy(self._device):
             for group in map(list, by_dtype(params)):
                 plan = packed([param.numel() for param in group])
                 self._norms.append((group, SlotNorms(plan, [index[p] for p in group], self._device)))
@@ -96,7 +97,7 @@ class Dropping:
         """Return which gradients are not finite, uint8 `[params]`."""
         if not self._norms:
             none = torch.zeros((), dtype=torch.bool, device=self._device)
-            grads = [None if one is None else one.grad for one in (self._staged or self._own)()]
+            grads = [None if one is None else one.grad for one in self._staged()]
             lost = [none if grad is None else ~torch.isfinite(grad).all() for grad in grads]
             return torch.stack(lost).to(torch.uint8)
         flags = torch.zeros(len(self._params), dtype=torch.uint8, device=self._device)
@@ -104,11 +105,13 @@ class Dropping:
             flags.index_copy_(0, norms.params, norms.flags([slot_gradient(p) for p in group], self._one))
         return flags
 
-    def _own(self) -> Sequence[Any]:
-        return self._params
+    def _staged(self) -> Sequence[Any]:
+        """Return by parameter the tensor that has the micro-batch's gradient, or None."""
+        staged = self._reducer.staged()
+        return self._params if staged is None else staged
 
     def _holders(self) -> list[Any]:
-        return [one for one in (self._staged or self._own)() if one is not None]
+        return [one for one in self._staged() if one is not None]
 
 
 def _kept(grad: Tensor, bad: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyengine.gradients.base import Reducer, SumsElsewhere
+from pyengine.gradients.base import Reducer
 
 _grad, _version = attrgetter("grad"), attrgetter("_version")
 _MAX_NAMED = 3
@@ -68,15 +68,14 @@ class GradMarks:
 
     def __init__(self, reducer: Reducer) -> None:
         self._names, self._params = reducer.names, reducer.params
-        self._elsewhere = reducer if isinstance(reducer, SumsElsewhere) else None
+        self._reducer = reducer
         self._handles: list[Any] = []
         self.take()
 
     def take(self) -> None:
         """Remember how gradients are now."""
         self._then = Snapshot(self._params)
-        if self._elsewhere is not None:
-            self._elsewhere.forget_strays()
+        self._reducer.forget_strays()
 
     def changed(self) -> list[int]:
         """Return the parameters, by index, that have got or lost a gradient since `take` looked."""
@@ -122,7 +121,7 @@ class GradMarks:
 
     def strays(self) -> Sequence[int]:
         """Return those whose gradient has not come to `.grad`."""
-        return () if self._elsewhere is None else self._elsewhere.strays()
+        return self._reducer.strays()
 
     def written(self) -> list[int]:
         """Return those whose `.grad` is not as it was."""

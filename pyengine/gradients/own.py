@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from pyengine.comm.base import Comm, Reserves
 from pyengine.gradients.arrival import Arrivals, Watch, may_nest, watching
+from pyengine.gradients.base import Reducer
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.groups import Groups
 from pyengine.gradients.in_flight import Transfers
@@ -35,7 +36,7 @@ from pyengine.wire.memory import Place, WireMemory
 FIRST_BUCKET_BYTES = 2**20
 
 
-class BucketReducer:
+class BucketReducer(Reducer):
     """Gradients in flat buckets that we own.
 
     Reductions start in bucket order on every rank, whatever the order of readiness, so collectives always
@@ -50,6 +51,8 @@ class BucketReducer:
         terms: of a full window.
 
     """
+
+    overlaps = True
 
     def __init__(
         self,
@@ -128,6 +131,9 @@ class BucketReducer:
             if isinstance(comm, Reserves):
                 mine = [bucket.numel for bucket in self.layout.buckets if bucket.group == group]
                 comm.reserve([numel * self._wire.dtype.itemsize for numel in mine])
+
+    def local_params(self) -> Sequence[Parameter]:
+        return self.parts
 
     def groups_of_params(self) -> tuple[Sequence[Comm], Sequence[int]]:
         return self._groups.comms, [spec.group for spec in self._specs]

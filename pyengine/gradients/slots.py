@@ -14,11 +14,7 @@ from pyengine.gradients.layout import Slot
 # By parameter name: the parts of its sum in storage order, and "nonfinite", uint8 [micro-batches], if
 # watched. Parts are "sum", float32 or the parameter's dtype [numel], or of an exact sum "limbs", int32 [2,
 # blocks, 64], and "bins", uint8 [blocks].
-# Of what a sharded model has scattered already they are "shard", [numel] of what this rank holds, and "used",
-# uint8 [1].
 Saved = dict[str, dict[str, Tensor]]
-# The same, with the type and shape of every part.
-Forms = dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]
 
 
 def local(tensor: Any) -> Tensor:

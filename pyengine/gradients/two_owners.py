@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
+from pyengine.gradients.base import Reducer
 from pyengine.gradients.ddp.reducer import DDPReducer
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.groups import Groups
@@ -27,7 +28,7 @@ from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
 
 
-class TwoOwners:
+class TwoOwners(Reducer):
     """Gradients that DDP owns, and others in buckets of ours.
 
     Args:
@@ -39,6 +40,8 @@ class TwoOwners:
         settings: how buckets of both sum and travel.
         terms: of a full window.
     """
+
+    overlaps = True
 
     def __init__(
         self,
@@ -65,10 +68,8 @@ class TwoOwners:
         both = [*ddp.residuals.owners, *own.residuals.owners]
         self.residuals = Residuals(both, own.residuals.wire)
 
-    @property
-    def parts(self) -> Sequence[Parameter]:
-        """What this rank holds of every parameter."""
-        return self._own.parts
+    def local_params(self) -> Sequence[Parameter]:
+        return self._own.local_params()
 
     @property
     def has_moved(self) -> bool:

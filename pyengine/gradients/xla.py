@@ -8,14 +8,14 @@ norm, clipping, and the optimizer's step, behind which it is launched.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm, Exchanges, RefusesTypes, Work
+from pyengine.gradients.base import Reducer
 from pyengine.gradients.layout import ParamSpec, backward_order, build
 from pyengine.gradients.settings import Settings, sum_dtype
 from pyengine.gradients.slots import Saved, saved_flags
@@ -50,7 +50,7 @@ def problems_of_device(device: torch.device, comm: Comm, settings: Settings) -> 
     return found
 
 
-class XlaReducer:
+class XlaReducer(Reducer):
     """Gradients in sums that we own, one tensor a parameter, in its shape and the type of `sum_dtype`;
     `.grad` exists from the reduction to the step.
 
@@ -109,11 +109,6 @@ class XlaReducer:
         self._clear()
         self._used = [False] * len(self.params)
         self._watched = []
-
-    @contextmanager
-    def add(self) -> Iterator[None]:
-        yield
-        self.collect()
 
     def collect(self) -> None:
         """Launch the micro-batch's program at the end."""

@@ -21,8 +21,7 @@ from sharded_cases import (
     whole_grads,
 )
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 import pyengine as pe
 from pyengine.gradients.fsdp.private import groups_of
@@ -179,81 +178,46 @@ def test_ranks_that_choose_differently_are_refused(ranks):
         assert message.startswith("ranks have different settings")
 
 
-def _resumes(kind: str, options: dict[str, Any], *, nonfinite: str) -> None:
-    rank, world = me()
-    sync, model = sharded(kind, nonfinite=nonfinite, **options)
-    state = None
-    for window in sync.windows(own_batches(3)):
-        for number, data in enumerate(window):
-            # What rank 0 alone uses, and not after the state either.
-            sync.backward(loss_of(model, data, extra=rank == number == 0), count=3)
-            if number == 1:
-                state = sync.state_dict()
-                break
-        break
+def _saves(kind: str, options: dict[str, Any]) -> list[str]:
+    """Save in an open window, which is refused, and at its end; go on from that state. Load one of an open
+    window that defers everything, which is refused, too. Return the messages.
+    """
+    sync, model = sharded(kind)
+    sync.set_requires_gradient_sync(False)
+    sync.backward(loss_of(model, own_batches(1)[0]), count=3)
+    whole = sync.state_dict()
     sync.close()
-    sync, model = sharded(kind, nonfinite=nonfinite, **options)
-    batches = all_batches([3] * world)
-    want = right_grads(batches[1:], 9 * world, extras=batches[:1])
-    for _ in range(2):  # once more: a state may be loaded again, and a window that is dropped leaves nothing
-        sync.load_state_dict(state)
-        for window in sync.windows(own_batches(3)[2:]):
-            for data in window:
-                sync.backward(loss_of(model, data), count=3)
-            sync.unscale_()
-            assert_same(whole_grads(model), want)
-        for param in model.parameters():
-            param.grad = None
-
-
-@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
-@pytest.mark.parametrize(
-    ("kind", "world", "options"),
-    [
-        ("flat", 3, {"defer": "none"}),
-        ("nested", 2, {"defer": HALF}),
-        ("replicate", 2, {"defer": "none"}),
-        ("hsdp", 4, {"defer": "outer"}),
-        ("hsdp", 4, {"defer": {"first": "outer", "": "none"}}),
-    ],
-    ids=str,
-)
-def test_a_state_of_sums_that_were_scattered_goes_on(ranks, kind, world, options, nonfinite):
-    ranks(world).run(_resumes, kind, options, nonfinite=nonfinite)
-
-
-def _has_one_shard() -> None:
-    model = fully_shard(Chain(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s")))
-    sync = pe.attach(model, accumulate=3, defer="outer")
+    sync, model = sharded(kind, **options)
     for window in sync.windows(own_batches(3)):
         for number, data in enumerate(window):
             sync.backward(loss_of(model, data), count=3)
             if number == 0:
-                with pytest.raises(RuntimeError, match="which has one shard and replicas"):
+                with pytest.raises(RuntimeError) as on_save:
                     sync.state_dict()
         sync.unscale_()
-    assert sync.state_dict()["window"] == 1
+        for param in model.parameters():
+            param.grad = None
+    with pytest.raises(ValueError) as on_load:
+        sync.load_state_dict(whole)
+    sync.load_state_dict(sync.state_dict())
+    assert sync.window == 1
+    assert_trains_a_window(sync, model)
+    return [str(on_save.value), str(on_load.value)]
 
 
-def test_a_state_of_sums_that_torch_keeps_is_refused(ranks):
-    ranks(2).run(_has_one_shard)
-
-
-def _deferred_otherwise() -> str:
-    sync, model = sharded("flat", defer="none")
-    for window in sync.windows(own_batches(3)):
-        for data in window:
-            sync.backward(loss_of(model, data), count=3)
-            state = sync.state_dict()
-            break
-        break
-    sync.close()
-    sync, _ = sharded("flat")
-    with pytest.raises(ValueError) as error:
-        sync.load_state_dict(state)
-    return str(error.value)
-
-
-def test_a_state_of_another_deferral_is_refused(ranks):
-    for message in ranks(2).run(_deferred_otherwise):
-        assert "sums['scale'] of ['shard', 'used'], need ['sum']" in message
+@pytest.mark.parametrize(
+    ("kind", "world", "options", "name"),
+    [
+        ("flat", 2, {"defer": "none"}, "unit '' has defer='none'"),
+        ("nested", 2, {"defer": HALF}, "unit '' has defer='none'"),
+        ("replicate", 2, {"defer": "none"}, "unit '' has defer='none'"),
+        ("hsdp", 4, {"defer": "outer"}, "unit '' has defer='outer'"),
+        ("nested", 2, {"defer_budget_mb": 0}, "unit '' has defer='none'"),
+    ],
+    ids=str,
+)
+def test_a_state_of_sums_that_were_reduced_in_part_is_refused_by_name(ranks, kind, world, options, name):
+    for on_save, on_load in ranks(world).run(_saves, kind, options):
+        assert on_save.startswith(f"state_dict: {name}, so the sums of an open window are in FSDP's reduced")
+        assert name in on_load
+        assert all("attach with defer='all'" in message for message in (on_save, on_load))

@@ -69,9 +69,8 @@ def _again(sync: pe.Sync, state: dict[str, Any]) -> dict[str, Any]:
     [
         ("nested", {}),
         ("nested", {"nonfinite": "raise"}),
-        ("flat", {"defer": "none", "nonfinite": "raise"}),
         ("replicate", {"accumulator": "exact"}),
-        *rest(("flat", {}), ("nested", {"defer": "none"}), ("nested", {"accumulator": "exact"})),
+        *rest(("flat", {}), ("nested", {"accumulator": "exact"})),
     ],
     ids=str,
 )

@@ -15,7 +15,6 @@ from pyengine.data.rng import rng_problem
 from pyengine.engine.checkpoint.fields import is_whole
 from pyengine.engine.checkpoint.snapshot import Identity, Snapshot
 from pyengine.engine.engine import Engine
-from pyengine.gradients.base import SavesShards
 from pyengine.gradients.own import BucketReducer
 from pyengine.gradients.slots import local
 from pyengine.ops.exact_reference import BLOCK
@@ -86,8 +85,7 @@ class Form:
             name: _parts(math.prod(shape), getattr(torch, dtype), engine.identity.accumulator)
             for name, shape, _, dtype in engine.identity.params
         }
-        if isinstance(engine.reducer, SavesShards):
-            self.sums |= engine.reducer.forms()
+        self.sums |= {name: {"sum": form} for name, form in engine.reducer.sum_forms().items()}
 
     def problems(self, snapshot: Snapshot) -> list[str]:
         """Say what in a snapshot is not as it would have been saved."""
@@ -121,8 +119,7 @@ class Form:
                 yield f"totals[{name!r}]={total}, need a finite number of at least 0"
 
     def _sum(self, s: Snapshot) -> Iterator[str]:
-        # Of shards, a rank that has only run padding holds its part of what others have done.
-        if s.sums and not s.places and not isinstance(self.engine.reducer, SavesShards):
+        if s.sums and not s.places:
             yield f"sums of {list(s.sums)}, and places=[]"
         watched: dict[torch.dtype, set[bool]] = {}  # of a type all are watched or none
         for name, parts in s.sums.items():

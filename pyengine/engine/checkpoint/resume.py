@@ -10,7 +10,6 @@ from pyengine.engine.checkpoint.fit import problems
 from pyengine.engine.checkpoint.snapshot import Snapshot, disjoint, in_order, merge, share_residuals
 from pyengine.engine.engine import Engine
 from pyengine.engine.handshake import raise_problems
-from pyengine.gradients.base import KeepsResiduals, Pads, RefusesLoad, Reorders
 from pyengine.window.counter import State, share_of_rest
 
 
@@ -45,14 +44,14 @@ def take_snapshot(engine: Engine) -> Snapshot:
         engine.identity,
         counter.accumulate,
         engine.is_between_loops,
-        list(dict.fromkeys(engine.reducer.order())) if isinstance(engine.reducer, Reorders) else [],
+        list(dict.fromkeys(engine.reducer.order())),
         carry=engine.kept_grads.save(),
-        residuals=engine.reducer.residuals.save() if isinstance(engine.reducer, KeepsResiduals) else {},
+        residuals=engine.reducer.residuals.save(),
         scaler={} if scaler is None else scaler.state_dict(),
         rng=engine.rng_due or rng_states(),  # of a loaded state that no loop goes on with yet, its own
     )
     loaded = engine.current.resumed
-    if is_open and (counter.done or (loaded is not None and loaded.sums)):
+    if is_open and counter.done:
         snapshot.places = list(counter.places)
         snapshot.counts = [float(count) for count in engine.current.counts.counts]
         losses = engine.current.counts.losses
@@ -109,7 +108,7 @@ def load_states(engine: Engine, states: object) -> list[int]:
     everybody = _agree(engine, found, said)
     # What could fail has been tried: from here on every rank does the same.
     done = sorted({place for other in everybody for *_, places, _ in other.parts for place in places})
-    if isinstance(engine.reducer, Reorders) and (order := _order(everybody)):
+    if order := _order(everybody):
         engine.reducer.lay_out_as(order)
     assert part is not None
     if engine.parts.scaler is not None and part.scaler:
@@ -206,7 +205,7 @@ def _loads_own(engine: Engine, states: object, snapshots: Sequence[Snapshot]) ->
 def _put_together(engine: Engine, parts: list[Snapshot], own: list[Snapshot], *, is_own: bool) -> Snapshot:
     """Put together what this rank goes on from."""
     mine = own if is_own else _mine(engine, disjoint(parts))
-    part = merge([s for s in mine if s.places or s.sums], parts[0], engine.device)
+    part = merge([s for s in mine if s.places], parts[0], engine.device)
     part.rng = own[0].rng if own else {}
     if is_own:
         part.residuals = own[0].residuals
@@ -254,7 +253,7 @@ def _misfits(engine: Engine, snapshots: list[Snapshot], own: list[Snapshot], *, 
     if any(is_scaled != has_scaler for is_scaled in scaled):
         with_it = "no loss scale and this engine one" if has_scaler else "a loss scale and this engine none"
         found.append(f"states have {with_it}: set sync.scaler as it was before sync.load_state_dict")
-    if any(s.places for s in snapshots) and isinstance(engine.reducer, RefusesLoad):
+    if any(s.places for s in snapshots):
         found += engine.reducer.refuses_load()
     if own and not found:
         refusal = rng_refusal(own[0].rng)
@@ -302,7 +301,7 @@ def _due(engine: Engine, done: list[int], part: Snapshot, *, is_own: bool) -> li
         # Another rank may hold some, from an earlier sharing out.
         rest = [place for place in share if place not in done]
         # Over a sharded model all ranks are in a window, or none is: some may only have run padding in it.
-        has_begun = bool(done) if isinstance(engine.reducer, Pads) else bool(part.places)
+        has_begun = bool(done) if engine.reducer.has_collective_forwards else bool(part.places)
         return rest if has_begun or len(rest) < len(share) else None
     if not done:
         return None

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.comm.base import Comm
 from pyengine.gradients.arrival import Watch, watching
+from pyengine.gradients.base import Reducer
 from pyengine.gradients.ddp.bucket_norms import BucketNorms
 from pyengine.gradients.ddp.buckets import (
     DDPBucket,
@@ -46,7 +47,7 @@ from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
 
 
-class DDPReducer:
+class DDPReducer(Reducer):
     """Gradients that DDP owns.
 
     Args:
@@ -56,10 +57,9 @@ class DDPReducer:
             more than DDP's; "exact" sums all of them there, exactly, in 8.02; "native" leaves sums to
             autograd.
         terms: of a full window.
-
-    Attributes:
-        counted: see `HoldsParts`; None until somebody else sets it.
     """
+
+    overlaps = True
 
     def __init__(
         self,
@@ -70,7 +70,6 @@ class DDPReducer:
         terms: Terms,
     ) -> None:
         self.stepper: Stepper = PlainStepper()
-        self.counted: Sequence[bool] | None = None
         named = reduced_parameters(ddp)
         self.names: Sequence[str] = [name for name, _ in named]
         self.params: Sequence[Parameter] = [p for _, p in named]

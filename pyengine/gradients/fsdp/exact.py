@@ -7,8 +7,7 @@ whole, so they are no matter of a mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -116,17 +115,6 @@ class ExactFSDPReducer(Sharded):
         self._divisor, self._told, self._works = None, None, []
         for bucket in self._buckets:
             bucket.begin()
-
-    @contextmanager
-    def add(self) -> Iterator[None]:
-        """Let the body run as under no_sync."""
-        yield
-        self.collect()
-
-    @contextmanager
-    def keep(self) -> Iterator[None]:
-        """Let the body run as under no_sync, too."""
-        yield
 
     def collect(self) -> None:
         """Deposit what micro-batches have left in the unsharded parameters' `.grad`."""

@@ -121,14 +121,6 @@ def has_named_dims(module: Any) -> bool:
     return any(getattr(group.mesh_info, "is_spmd_mesh", False) for group in groups_of(module))
 
 
-def partial_sum(module: Any) -> torch.Tensor | None:
-    """Return what a unit has scattered in this window and not summed over replicas yet, in its memory:
-    shards of its trained parameters, `[padded numel]` each, one after the other. None if there is nothing.
-    """
-    total: torch.Tensor | None = groups_of(module)[0]._partial_reduce_output
-    return total
-
-
 def is_inner(module: Any) -> bool:
     """Whether a forward has shown that a unit lies within a larger one."""
     return module._get_fsdp_state()._is_root is False

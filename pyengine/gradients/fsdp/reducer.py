@@ -14,11 +14,10 @@ from torch import Tensor
 
 from pyengine.gradients.fsdp.private import reduce_dtype
 from pyengine.gradients.fsdp.replay import Replay
-from pyengine.gradients.fsdp.scattered import Scattered
 from pyengine.gradients.fsdp.sharded import Managed, Sharded
 from pyengine.gradients.published import Published
 from pyengine.gradients.residuals import Residuals
-from pyengine.gradients.slots import Forms, Saved
+from pyengine.gradients.slots import Saved
 from pyengine.gradients.used_anywhere import Told
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
@@ -42,6 +41,8 @@ class FSDPReducer(Sharded):
         residuals: what the wire loses, of whole parameters.
     """
 
+    overlaps = True
+
     def __init__(self, managed: Managed) -> None:
         settings = managed.settings
         super().__init__(managed, watches=settings.raises)
@@ -53,7 +54,6 @@ class FSDPReducer(Sharded):
         keys = {name: name for name, param in managed.named if param.requires_grad}
         self.residuals = Residuals([(self.wire.memory, keys)], settings.wire)
         self._travels_as: Wire = settings.wire if waits else FP32()
-        self._scattered = Scattered(self.units, self.choices, managed.named)
         self._replay = Replay(managed.model)
         self._published = Published(self.names, self.params)
         self._nan = torch.full((), torch.nan, dtype=torch.float32, device=self.params[0].device)
@@ -64,16 +64,6 @@ class FSDPReducer(Sharded):
     def open(self) -> None:
         super().open()
         self._divisor, self._told, self._gave_up = None, None, False
-
-    def begin(self) -> None:
-        super().begin()
-        self._scattered.begin()
-
-    @contextmanager
-    def add(self) -> Iterator[None]:
-        """Let the body run as under no_sync."""
-        yield
-        self.collect()
 
     def collect(self) -> None:
         if self._is_apart:
@@ -126,22 +116,30 @@ class FSDPReducer(Sharded):
         return self.unsharded.blame()
 
     def save(self) -> Saved:
-        if self._scattered.problems:
-            raise RuntimeError(f"state_dict: {self._scattered.problems[0]}")
-        saved = self.unsharded.save(self.names) | self._scattered.save(self.unsharded.used)
+        if refusal := self.refuses_load():
+            raise RuntimeError(f"state_dict: {refusal[0]}")
+        saved = self.unsharded.save(self.names)
         for name, parts in saved.items():
             parts |= self.unsharded.saved_flags(self.names.index(name))
         return saved
 
     def load(self, saved: Saved, *, done: int) -> None:
         self.unsharded.load(saved, self.names, done=done)
-        self._scattered.load(saved, self.unsharded.used)
 
-    def forms(self) -> Forms:
-        return self.unsharded.forms(self.names) | self._scattered.forms()
+    def sum_forms(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        return self.unsharded.sum_forms(self.names)
 
     def refuses_load(self) -> list[str]:
-        return self._scattered.problems
+        """Refuse states in the middle of a window whose sums are partly scattered: they are in FSDP's memory,
+        and there is no place for them in a state of another mesh.
+        """
+        return [
+            f"unit {unit.name!r} has defer={choice.mode!r}, so the sums of an open window are in FSDP's "
+            "reduced shards: save and load between windows, behind sync.step, or attach with defer='all', "
+            "which keeps whole sums until the window ends"
+            for unit, choice in zip(self.units, self.choices, strict=True)
+            if choice.mode != "all" and any(param.requires_grad for param in unit.params)
+        ][:1]
 
     def release(self, *, keeps_grad: bool) -> None:
         super().release(keeps_grad=keeps_grad)

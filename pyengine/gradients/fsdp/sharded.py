@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
 from pyengine.gradients.arrival import leaves_behind
+from pyengine.gradients.base import Reducer
 from pyengine.gradients.fsdp.deferral import Choice
 from pyengine.gradients.fsdp.private import has_run, reduce_dtype, reset_iter_state
 from pyengine.gradients.fsdp.replay import keep_buffers
@@ -49,7 +50,7 @@ class Managed:
     settings: Settings
 
 
-class Sharded:
+class Sharded(Reducer):
     """A sharded model whose units reduce when the window says.
 
     Args:
@@ -68,6 +69,9 @@ class Sharded:
         used: tells ranks which parameters each of them has used.
         is_clean: whether FSDP has nothing of a window that did not come to its end.
     """
+
+    has_collective_forwards = True
+    saves_parts = False  # its states have whole sums and residuals
 
     def __init__(self, managed: Managed, *, watches: bool, widens: bool = True) -> None:
         self.stepper: Stepper = PlainStepper()

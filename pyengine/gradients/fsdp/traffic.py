@@ -127,9 +127,6 @@ class ReduceScatterOverWire:
         wire: over which it travels where that is narrower, or cheaper.
         reduced: returns the parameters that are scattered now, sharded.
         places: returns where those lie.
-
-    Attributes:
-        earlier: what is added to the next sum, `[n]` in its type: that of a window that goes on from a state.
     """
 
     def __init__(
@@ -142,18 +139,10 @@ class ReduceScatterOverWire:
         self._inner, self._wire, self._reduced, self._places = inner, wire, reduced, places
         self._own_wire: tuple[Wire, list[int]] | None = None  # and the ids of the parameters
         self.allocate = inner.allocate
-        self.earlier: Tensor | None = None
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
-        work = self._sum(output_tensor, input_tensor, group, op, async_op)
-        if self.earlier is not None:
-            output_tensor += self.earlier
-            self.earlier = None
-        return work
-
-    def _sum(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool) -> Any:
         if self._wire.takes(self._inner, group, input_tensor):
             return self._wire.reduce_scatter(output_tensor, input_tensor, group, self._wire_of(input_tensor))
         self._wire.comm.traffic.count(input_tensor.nbytes - output_tensor.nbytes)

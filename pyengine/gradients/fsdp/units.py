@@ -41,10 +41,7 @@ class Unit:
         data_ndim: leading axes of their meshes along which ranks have data of their own.
         replicas, shards: how many ranks hold the same of a parameter, of those with data of their own, and
             into how many shards it is cut over them.
-        reduce_scatter: how its gradients are summed, once `take` was called.
     """
-
-    reduce_scatter: ReduceScatterOverWire
 
     def __init__(self, name: str, module: Any) -> None:
         self.name, self.module = name, module
@@ -120,10 +117,9 @@ class Unit:
         if self.params:
             module.set_custom_all_gather(CountedAllGather(self._replaced.all_gather, wire.comm))
             places = partial(self.places, names)
-            self.reduce_scatter = ReduceScatterOverWire(
-                self._replaced.reduce_scatter, wire, self.reduced, places
+            module.set_custom_reduce_scatter(
+                ReduceScatterOverWire(self._replaced.reduce_scatter, wire, self.reduced, places)
             )
-            module.set_custom_reduce_scatter(self.reduce_scatter)
             if self.replicas > 1:
                 module.set_all_reduce_hook(counted_all_reduce(wire.comm, self.replicas))
         self.rest()

@@ -16,7 +16,7 @@ from pyengine.gradients.fsdp.places import whole_shape
 from pyengine.gradients.fsdp.private import compute_dtype
 from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.local_part import in_placements
-from pyengine.gradients.slots import Forms, Saved, as_gradient, local, saved_flags
+from pyengine.gradients.slots import Saved, as_gradient, local, saved_flags
 from pyengine.window.nonfinite import flagged_in
 
 
@@ -199,9 +199,9 @@ class Unsharded:
             if self.used[index]
         }
 
-    def forms(self, names: Sequence[str]) -> Forms:
-        """Return type and shape of the sums that `save` may return, by name."""
-        return {names[index]: {"sum": form} for index, form in self._sums.items()}
+    def sum_forms(self, names: Sequence[str]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return dtype and shape of the sums that `save` may return, by name."""
+        return {names[index]: form for index, form in self._sums.items()}
 
     def saved_flags(self, index: int) -> dict[str, Tensor]:
         """Return a parameter's flags of this window, as a part of a state; nothing if none are watched."""
