@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
+from pyengine.gradients.bucket import Accumulator
 from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.slots import Saved
 from pyengine.step.stepper import Stepper
@@ -83,6 +85,10 @@ class Reducer(ABC):
         """
         raise NotImplementedError
 
+    def buckets(self) -> Iterable[Accumulator]:
+        """Return what sums the gradients of earlier micro-batches. The defaults below go through it."""
+        return ()
+
     # ---- a window, in the order of the calls ----
 
     def open(self) -> None:
@@ -105,11 +111,12 @@ class Reducer(ABC):
             roots: the tensors that the backward starts from, where they are known.
         """
 
-    @abstractmethod
     def begin(self) -> None:
         """Start the window's first micro-batch with gradients of zero: `.grad` is None, the next sum
         overwrites.
         """
+        for bucket in self.buckets():
+            bucket.begin()
 
     @contextmanager
     def add(self) -> Iterator[None]:
@@ -133,11 +140,12 @@ class Reducer(ABC):
         """
         yield
 
-    @abstractmethod
     def collect(self) -> None:
         """Accumulate a micro-batch as `add` does, once all its backwards have run, or none; also the
         gradients that `keep` has left, without a further micro-batch.
         """
+        for bucket in self.buckets():
+            bucket.collect()
 
     def staged(self) -> Sequence[Any] | None:
         """Return by parameter the tensor whose `.grad` is the micro-batch's gradient until it is accumulated,
@@ -181,8 +189,8 @@ class Reducer(ABC):
             header: launched already; its 1/count and inverse loss scale are multiplied in where the window's
                 `Divisor` says.
 
-        Cost: an all-reduce a bucket, of an element of the wire's type for every element and used flag (of
-        exact sums what `ExactOverRanks.rounds` says).
+        Cost: an all-reduce a bucket, of an element of the wire's type for every element (of exact
+        sums what `ExactOverRanks.rounds` says); and one of a byte a parameter.
         """
 
     @abstractmethod
@@ -202,13 +210,18 @@ class Reducer(ABC):
         an exact sum.
         """
 
-    @abstractmethod
     def blame(self) -> Callable[[int], list[int] | None]:
         """Return a function that maps a parameter's index to the micro-batches of this window in which its
         gradient was not finite on this rank; None: not watched.
 
         The function outlives the window. Calling it waits for the device.
         """
+        blames = {
+            index: partial(bucket.blame(), slot)
+            for bucket in self.buckets()
+            for slot, index in enumerate(bucket.indices)
+        }
+        return lambda index: blames[index]() if index in blames else None
 
     # ---- states, and the end ----
 
@@ -223,7 +236,6 @@ class Reducer(ABC):
         Parameters that are not in it come last.
         """
 
-    @abstractmethod
     def save(self) -> Saved:
         """Return the sums of this window's earlier micro-batches; nothing for unused parameters.
 
@@ -235,8 +247,11 @@ class Reducer(ABC):
 
         Cost: a read and a write of the sums.
         """
+        saved: Saved = {}
+        for bucket in self.buckets():
+            saved |= bucket.save([self.names[index] for index in bucket.indices])
+        return saved
 
-    @abstractmethod
     def load(self, saved: Saved, *, done: int) -> None:
         """Continue, in a window that has just begun, from what `save` returned after `done` micro-batches.
 
@@ -245,6 +260,8 @@ class Reducer(ABC):
 
         Cost: a read and a write of the sums.
         """
+        for bucket in self.buckets():
+            bucket.load(saved, [self.names[index] for index in bucket.indices], done=done)
 
     def refuses_load(self) -> list[str]:
         """Return the reasons why `load` cannot work here; empty if it can."""

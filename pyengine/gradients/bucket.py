@@ -7,6 +7,7 @@ How the sum travels and where the result goes differs by owner: own_buckets.py, 
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -38,7 +39,45 @@ _ROWS = 16
 Mark = tuple[int, int] | None
 
 
-class Bucket:
+class Accumulator(ABC):
+    """The sums of some parameters' gradients over the micro-batches of a window, in whatever memory.
+
+    Attributes:
+        indices: of the parameters, in the reducer's order.
+    """
+
+    indices: Sequence[int]
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Start a window with sums of zero: the first gradients overwrite them."""
+
+    @abstractmethod
+    def collect(self) -> None:
+        """Accumulate what is still in `.grad` after the backwards of a micro-batch."""
+
+    @abstractmethod
+    def blame(self) -> Callable[[int], list[int] | None]:
+        """Return a function of a slot: the micro-batches in which its gradient was not finite.
+
+        The function returns None where micro-batches are not checked. It outlives the window and waits for
+        the device when it is called.
+        """
+
+    @abstractmethod
+    def save(self, names: Sequence[str]) -> Saved:
+        """Return copies of what earlier micro-batches of this window have left; see `Reducer.save`.
+
+        Args:
+            names: of the parameters, in slot order.
+        """
+
+    @abstractmethod
+    def load(self, saved: Saved, names: Sequence[str], *, done: int) -> None:
+        """Go on, in a window that has just begun, from what `save` returned after `done` micro-batches."""
+
+
+class Bucket(Accumulator):
     """Parameters whose gradients are accumulated in one `Sum`.
 
     Life of a window: `begin`; in every micro-batch `watches` before its last backward and `collect` after it,
@@ -46,24 +85,25 @@ class Bucket:
 
     Args:
         params: in slot order, on one device; at least one.
+        indices: of the parameters, in the reducer's order.
         plan: the slots of their gradients in the sum.
         total: the sum, over that plan.
 
     Attributes:
+        indices: as given.
         device: of the parameters.
         used: by slot, whether this rank has a gradient in this window.
         flagged: by micro-batch of this window, uint8 `[slots]`: 1 where the gradient was not finite.
     """
 
-    def __init__(self, params: Sequence[Any], plan: BucketPlan, total: Sum) -> None:
-        self.params, self.plan, self.total = list(params), plan, total
+    def __init__(self, params: Sequence[Any], indices: Sequence[int], plan: BucketPlan, total: Sum) -> None:
+        self.params, self.indices, self.plan, self.total = list(params), list(indices), plan, total
         self.device: torch.device = self.params[0].device
         runs = _cut(plan.numels, self.params[0].dtype.itemsize, self.device)
         self._groups = [SlotGroup(plan, self.params, total, slots) for slots in runs]
         self._reset()
 
     def begin(self) -> None:
-        """Start a window with a sum of zero: the first gradients overwrite it."""
         self._reset()
         self.total.begin()
 
@@ -131,11 +171,6 @@ class Bucket:
         self._row = None
 
     def blame(self) -> Callable[[int], list[int] | None]:
-        """Return a function of a slot: the micro-batches in which its gradient was not finite.
-
-        The function returns None where micro-batches are not checked. It outlives the window and waits for
-        the device when it is called.
-        """
         rows, first_of_sum = self.flagged, self._first_row_of_sum
 
         def blame(slot: int) -> list[int]:
@@ -153,11 +188,6 @@ class Bucket:
         return self.total.parts(self.plan.offsets[slot], self.plan.numels[slot])
 
     def save(self, names: Sequence[str]) -> Saved:
-        """Return copies of what earlier micro-batches of this window have left; see `Reducer.save`.
-
-        Args:
-            names: of the parameters, in slot order.
-        """
         columns = torch.stack(self.flagged, 1).unbind() if self.flagged else ()
         flags = [{"nonfinite": column} for column in columns] or [{}] * len(names)
         return {
@@ -167,7 +197,6 @@ class Bucket:
         }
 
     def load(self, saved: Saved, names: Sequence[str], *, done: int) -> None:
-        """Go on, in a window that has just begun, from what `save` returned after `done` micro-batches."""
         self.resume()
         for slot, name in enumerate(names):
             load_parts(self.parts(slot), saved.get(name))

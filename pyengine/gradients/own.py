@@ -4,7 +4,7 @@ and how their results land.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -24,7 +24,6 @@ from pyengine.gradients.norms import LandedNorms
 from pyengine.gradients.own_buckets import OwnBucket, own_bucket
 from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.settings import Settings
-from pyengine.gradients.slots import Saved
 from pyengine.gradients.used_anywhere import Told, UsedAnywhere
 from pyengine.step.stepper import PlainStepper, Stepper
 from pyengine.window.divisor import Divisor
@@ -138,14 +137,16 @@ class BucketReducer(Reducer):
     def groups_of_params(self) -> tuple[Sequence[Comm], Sequence[int]]:
         return self._groups.comms, [spec.group for spec in self._specs]
 
+    def buckets(self) -> Sequence[OwnBucket]:
+        return self._buckets
+
     def open(self) -> None:
         """Do nothing: the first backward overwrites old sums, so that a zero_grad before it does no harm."""
 
     def begin(self) -> None:
         if self._agreed is not None and not self._order_is_final:
             self.lay_out_as(self._agreed)
-        for bucket in self._buckets:
-            bucket.begin()
+        super().begin()
 
     @contextmanager
     def add(self) -> Iterator[None]:
@@ -172,10 +173,6 @@ class BucketReducer(Reducer):
             return []
         repeated = {self._slot_of[param][0] for param in self._repeated}
         return [bucket for index, bucket in enumerate(self._buckets) if index not in repeated]
-
-    def collect(self) -> None:
-        for bucket in self._buckets:
-            bucket.collect()
 
     def strays(self) -> Sequence[int]:
         """Return those that a layer has added to `main_grad` by itself."""
@@ -232,25 +229,6 @@ class BucketReducer(Reducer):
             bucket.from_wire(self._divisor.after_wire(), self._norms)
         self._norms.copy_to(final)
         final.leave_out(self._drop_unused())
-
-    def blame(self) -> Callable[[int], list[int] | None]:
-        slot_of, tell = self._slot_of, [bucket.blame() for bucket in self._buckets]
-
-        def blame(param: int) -> list[int] | None:
-            bucket, slot = slot_of[param]
-            return tell[bucket](slot)
-
-        return blame
-
-    def save(self) -> Saved:
-        saved: Saved = {}
-        for bucket in self._buckets:
-            saved |= bucket.save([slot.name for slot in bucket.spec.slots])
-        return saved
-
-    def load(self, saved: Saved, *, done: int) -> None:
-        for bucket in self._buckets:
-            bucket.load(saved, [slot.name for slot in bucket.spec.slots], done=done)
 
     def release(self, *, keeps_grad: bool) -> None:
         self._drop_transfers()

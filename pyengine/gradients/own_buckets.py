@@ -49,14 +49,14 @@ class OwnBucket(Bucket):
         self, spec: BucketSpec, params: Sequence[Parameter], total: Sum, landed: Tensor, result: Tensor
     ) -> None:
         self.spec = spec
-        super().__init__(params, plan_of(spec), total)
+        super().__init__(params, [slot.param for slot in spec.slots], plan_of(spec), total)
         self.one = torch.ones((), dtype=torch.float32, device=self.device)
         self._whole = SlotGroup(self.plan, params, total, range(len(params)))
         self._wire, self._result = landed, result
         self._wire_slots = self.plan.pointers(slots_of(landed, spec.slots))
         is_one = result is landed
         self._slots = self._wire_slots if is_one else self.plan.pointers(slots_of(result, spec.slots))
-        self.norm_slots = NormSlots(self.plan, [slot.param for slot in spec.slots])
+        self.norm_slots = NormSlots(self.plan, self.indices)
         self._made = [_described(param) for param in self.params]
         self._has_fused = False  # whether a layer adds to `main_grad` by itself
         self.bind()

@@ -7,7 +7,7 @@ window's divisor, norm and verdict are of both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
 from pyengine.gradients.base import Reducer
+from pyengine.gradients.bucket import Accumulator
 from pyengine.gradients.ddp.reducer import DDPReducer
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.groups import Groups
@@ -64,6 +65,7 @@ class TwoOwners(Reducer):
         self._own = own = BucketReducer(
             [*theirs, *specs], [*ddp.params, *params], groups=groups, settings=settings, terms=terms
         )
+        self._owners: tuple[Reducer, Reducer] = ddp, own
         self.names, self.params, self.counted = own.names, own.params, counted
         both = [*ddp.residuals.owners, *own.residuals.owners]
         self.residuals = Residuals(both, own.residuals.wire)
@@ -81,13 +83,17 @@ class TwoOwners(Reducer):
         others = [len(comms) + group for group in group_of[self._num_ddp :]]
         return [*comms, *own], [*[0] * self._num_ddp, *others]
 
+    def buckets(self) -> Iterator[Accumulator]:
+        yield from self._ddp.buckets()
+        yield from self._own.buckets()
+
     def open(self) -> None:
-        self._ddp.open()
-        self._own.open()
+        for owner in self._owners:
+            owner.open()
 
     def begin(self) -> None:
-        self._ddp.begin()
-        self._own.begin()
+        for owner in self._owners:
+            owner.begin()
 
     def strays(self) -> Sequence[int]:
         return self._own.strays()
@@ -112,8 +118,8 @@ class TwoOwners(Reducer):
             yield
 
     def collect(self) -> None:
-        self._ddp.collect()
-        self._own.collect()
+        for owner in self._owners:
+            owner.collect()
 
     def reduce(self, header: Header) -> None:
         with self._own.reducing(header):
@@ -125,27 +131,20 @@ class TwoOwners(Reducer):
             yield
 
     def give_up(self) -> None:
-        self._ddp.give_up()
-        self._own.give_up()
+        for owner in self._owners:
+            owner.give_up()
 
     def finish(self, final: FinalPass) -> None:
-        self._ddp.finish(final)
-        self._own.finish(final)
-
-    def blame(self) -> Callable[[int], list[int] | None]:
-        ddp, own = self._ddp.blame(), self._own.blame()
-        return lambda index: ddp(index) if index < self._num_ddp else own(index)
-
-    def save(self) -> Saved:
-        return self._ddp.save() | self._own.save()
+        for owner in self._owners:
+            owner.finish(final)
 
     def load(self, saved: Saved, *, done: int) -> None:
-        self._ddp.load(saved, done=done)
-        self._own.load(saved, done=done)
+        for owner in self._owners:
+            owner.load(saved, done=done)
 
     def refuses_load(self) -> list[str]:
         return self._ddp.refuses_load()
 
     def release(self, *, keeps_grad: bool) -> None:
-        self._ddp.release(keeps_grad=keeps_grad)
-        self._own.release(keeps_grad=keeps_grad)
+        for owner in self._owners:
+            owner.release(keeps_grad=keeps_grad)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.comm.base import Comm, by_dtype
 from pyengine.gradients.arrival import Watch
-from pyengine.gradients.bucket import Bucket, aligned, packed
+from pyengine.gradients.bucket import Accumulator, Bucket, aligned, packed
 from pyengine.gradients.ddp.bucket_norms import PHASE, OneBucket
 from pyengine.gradients.ddp.hook import Launched
 from pyengine.gradients.ddp.private import zero_buckets
@@ -32,17 +32,19 @@ class DDPBuckets:
 
     Args:
         ddp: the wrapped model.
-        make: makes a bucket from its parameters.
+        make: makes a bucket from its parameters and their indices.
+        index: of the reduced parameters, in DDP's order.
         dtypes: of the parameters that are summed here.
     """
 
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        make: Callable[[Sequence[Any]], DDPBucket],
+        make: Callable[[Sequence[Any], Sequence[int]], DDPBucket],
+        index: Mapping[Any, int],
         dtypes: Collection[torch.dtype],
     ) -> None:
-        self._ddp, self._make, self._dtypes = ddp, make, dtypes
+        self._ddp, self._make, self._index, self._dtypes = ddp, make, index, dtypes
         # By the bucket's first parameter: DDP numbers buckets from 0, and those of static_graph's first
         # backward all 0.
         self._buckets: dict[int, DDPBucket] = {}
@@ -78,7 +80,9 @@ class DDPBuckets:
         num_rows = max((len(bucket.flagged) for bucket in old), default=0)
         self._is_rebuilt = self._ddp._has_rebuilt_buckets
         self._buckets = {
-            id(bucket.parameters()[0]): self._make(bucket.parameters())
+            id(bucket.parameters()[0]): self._make(
+                bucket.parameters(), [self._index[param] for param in bucket.parameters()]
+            )
             for bucket in zero_buckets(self._ddp)
             if bucket.buffer().dtype in self._dtypes
         }
@@ -109,14 +113,14 @@ class Fp32DDPBucket(DDPBucket):
     there the slots of the sum are aligned.
     """
 
-    def __init__(self, params: Sequence[Any]) -> None:
+    def __init__(self, params: Sequence[Any], indices: Sequence[int]) -> None:
         numels, device = [p.numel() for p in params], params[0].device
         self._as_sent = plan = packed(numels)
         if runs_ahead(device) and any(offset % PHASE for offset in plan.offsets):
             plan = aligned(numels)
         self._fp32 = Fp32Sum(plan, torch.zeros(plan.flat_numel, dtype=torch.float32, device=device))
         self._sumsq = torch.zeros(len(numels), dtype=torch.float64, device=device)
-        super().__init__(params, plan, self._fp32)
+        super().__init__(params, indices, plan, self._fp32)
 
     def fill(self, last: Tensor, flat: Tensor, scale: Tensor) -> bool:
         """Write (sum + last gradients) * scale into a wire buffer.
@@ -155,13 +159,13 @@ class ExactDDPBucket(DDPBucket):
         comm: by which the sum travels.
     """
 
-    def __init__(self, params: Sequence[Any], *, terms: Terms, comm: Comm) -> None:
+    def __init__(self, params: Sequence[Any], indices: Sequence[int], *, terms: Terms, comm: Comm) -> None:
         plan, device = aligned([param.numel() for param in params], BLOCK), params[0].device
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._exact = exact_over_ranks(
             plan, numel=max(BLOCK, plan.flat_numel), terms=terms, device=device, comm=comm
         )
-        super().__init__(params, plan, self._exact)
+        super().__init__(params, indices, plan, self._exact)
 
     def watches(self) -> list[Watch]:
         """Return none: exact sums take one deposit a micro-batch, and a gradient may come more than once."""
@@ -199,19 +203,19 @@ class ExactDDPBucket(DDPBucket):
         return work, land
 
 
-class GradSums:
+class GradSums(Accumulator):
     """Sums that autograd keeps in `.grad`, of the parameters that have no bucket of ours.
 
     Args:
-        params: the parameters.
+        params, indices: the parameters, and their indices in DDP's order.
         watch: whether every micro-batch is checked for inf and nan.
 
     Attributes:
         flagged: by micro-batch of this window, uint8 `[params]`: 1 where the sum so far was not finite.
     """
 
-    def __init__(self, params: Sequence[Any], *, watch: bool) -> None:
-        self.params, self._is_watching = list(params), watch
+    def __init__(self, params: Sequence[Any], indices: Sequence[int], *, watch: bool) -> None:
+        self.params, self.indices, self._is_watching = list(params), list(indices), watch
         self._index = {param: index for index, param in enumerate(params)}
         self._device = params[0].device
         self._one = torch.ones((), dtype=torch.float32, device=self._device)
@@ -219,7 +223,6 @@ class GradSums:
         self.begin()
 
     def begin(self) -> None:
-        """Start a window."""
         self.flagged: list[Tensor] = []
         self._last: Tensor | None = None
 
@@ -245,7 +248,6 @@ class GradSums:
         return lambda slot: flagged_in(rows, slot)[:1] if is_watching else None
 
     def save(self, names: Sequence[str]) -> Saved:
-        """Return copies of what earlier micro-batches have left in `.grad`; see `Bucket.save`."""
         saved: Saved = {}
         for slot, (name, param) in enumerate(zip(names, self.params, strict=True)):
             grad = slot_gradient(param)
@@ -256,7 +258,6 @@ class GradSums:
         return saved
 
     def load(self, saved: Saved, names: Sequence[str], *, done: int) -> None:
-        """Go on from what `save` returned after `done` micro-batches."""
         self.flagged = [*saved_flags(saved, names, done, self._device)] if self._is_watching else []
         for name, param in zip(names, self.params, strict=True):
             if name in saved:
@@ -275,8 +276,3 @@ class GradSums:
             self._norms[slots] = SlotNorms(plan, slots, self._device)
         norms = self._norms[slots]
         flags.index_copy_(0, norms.params, norms.flags(grads, self._one))
-
-
-def names_of(params: Sequence[Any], names: Mapping[Any, str]) -> list[str]:
-    """Return the names of a bucket's parameters, in slot order."""
-    return [names[param] for param in params]

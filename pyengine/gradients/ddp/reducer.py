@@ -8,7 +8,7 @@ depends on where forwards ran.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,14 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 from pyengine.comm.base import Comm
 from pyengine.gradients.arrival import Watch, watching
 from pyengine.gradients.base import Reducer
+from pyengine.gradients.bucket import Accumulator
 from pyengine.gradients.ddp.bucket_norms import BucketNorms
 from pyengine.gradients.ddp.buckets import (
-    DDPBucket,
     DDPBuckets,
     ExactDDPBucket,
     Fp32DDPBucket,
     GradSums,
-    names_of,
 )
 from pyengine.gradients.ddp.hook import HookState, comm_hook, leave_unreduced
 from pyengine.gradients.ddp.private import Drive, OnlyDDP, publish, reduced_parameters, zero_buckets
@@ -73,7 +72,6 @@ class DDPReducer(Reducer):
         named = reduced_parameters(ddp)
         self.names: Sequence[str] = [name for name, _ in named]
         self.params: Sequence[Parameter] = [p for _, p in named]
-        self._name_of = {p: name for name, p in named}
         self._ddp, self._state = ddp, state
         keys = {name: p for name, p in named}
         self.residuals = Residuals([(state.memory, keys)], state.wire)
@@ -90,9 +88,9 @@ class DDPReducer(Reducer):
             if self._is_exact or settings.drops or sum_dtype(settings.kind, p.dtype) != p.dtype
         }
         make = partial(ExactDDPBucket, terms=terms, comm=self._comm) if self._is_exact else Fp32DDPBucket
-        self._buckets = DDPBuckets(ddp, make, summed) if summed else None
+        self._buckets = DDPBuckets(ddp, make, index, summed) if summed else None
         rest = [p for p in self.params if p.dtype not in summed]
-        self._in_grad = GradSums(rest, watch=settings.raises) if rest else None
+        self._in_grad = GradSums(rest, [index[p] for p in rest], watch=settings.raises) if rest else None
         # DDP does it itself if it looks for unused ones, and knows no sums but its own.
         self._shares_used = self._buckets is not None or not (
             ddp.find_unused_parameters and not ddp.static_graph
@@ -114,6 +112,9 @@ class DDPReducer(Reducer):
     def groups_of_params(self) -> tuple[Sequence[Comm], Sequence[int]]:
         return [self._comm], [0] * len(self.params)
 
+    def buckets(self) -> Sequence[Accumulator]:
+        return [*([] if self._in_grad is None else [self._in_grad]), *(self._buckets or ())]
+
     def open(self) -> None:
         """Note that the window's buffer broadcast is still to come."""
         if self._ddp._join_config.enable:
@@ -132,8 +133,7 @@ class DDPReducer(Reducer):
     def begin(self) -> None:
         for param in self.params:
             param.grad = None
-        for bucket in self._sums():
-            bucket.begin()
+        super().begin()
 
     def before_forward(self, *, syncs: bool) -> None:
         """Let DDP broadcast buffers in the window's last forward only."""
@@ -170,8 +170,7 @@ class DDPReducer(Reducer):
     def collect(self) -> None:
         if self._buckets is not None:
             self._buckets.match_buckets()
-        for bucket in self._sums():
-            bucket.collect()
+        super().collect()
 
     def reduce(self, header: Header) -> None:
         reduction = self._prepare(header)
@@ -263,31 +262,10 @@ class DDPReducer(Reducer):
         self._was_rebuilt = self._ddp._has_rebuilt_buckets
         self._state.await_threads()
 
-    def blame(self) -> Callable[[int], list[int] | None]:
-        blames = {
-            param: (bucket.blame(), slot)
-            for bucket in self._sums()
-            for slot, param in enumerate(bucket.params)
-        }
-        params = self.params
-
-        def blame(index: int) -> list[int] | None:
-            found = blames.get(params[index])
-            return None if found is None else found[0](found[1])
-
-        return blame
-
-    def save(self) -> Saved:
-        saved: Saved = {}
-        for bucket in self._sums():
-            saved |= bucket.save(names_of(bucket.params, self._name_of))
-        return saved
-
     def load(self, saved: Saved, *, done: int) -> None:
         if self._buckets is not None:
             self._buckets.match_buckets()
-        for bucket in self._sums():
-            bucket.load(saved, names_of(bucket.params, self._name_of), done=done)
+        super().load(saved, done=done)
 
     def refuses_load(self) -> list[str]:
         """Refuse what DDP would forget: that a parameter was used before."""
@@ -312,13 +290,6 @@ class DDPReducer(Reducer):
         self._drive.release()
         self._only.remove()
         self._ddp.require_backward_grad_sync, self._ddp.require_forward_param_sync = self._ddp_flags
-
-    def _sums(self) -> Iterator[DDPBucket | GradSums]:
-        """Yield everything that holds sums of earlier micro-batches."""
-        if self._in_grad is not None:
-            yield self._in_grad
-        if self._buckets is not None:
-            yield from self._buckets
 
     def _watches(self) -> list[Watch]:
         if self._buckets is None:

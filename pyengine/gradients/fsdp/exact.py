@@ -7,7 +7,7 @@ whole, so they are no matter of a mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -41,7 +41,6 @@ class UnitBucket(Bucket):
         comm: over all ranks.
 
     Attributes:
-        indices: as given.
         num_bytes: that this holds.
 
     Bytes an element: 8.02 on every rank, and 2 more where parameters are narrow.
@@ -54,8 +53,7 @@ class UnitBucket(Bucket):
         self._exact = exact_over_ranks(
             plan, numel=max(BLOCK, plan.flat_numel), terms=terms, device=device, comm=comm
         )
-        super().__init__(params, plan, self._exact)
-        self.indices = list(indices)
+        super().__init__(params, indices, plan, self._exact)
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._norms = SlotNorms(plan, self.indices, device)
         flat = self._exact.rounded
@@ -110,11 +108,12 @@ class ExactFSDPReducer(Sharded):
         self._told: Told | None = None
         self._divisor: Divisor | None = None
 
+    def buckets(self) -> Sequence[UnitBucket]:
+        return self._buckets
+
     def begin(self) -> None:
         super().begin()
         self._divisor, self._told, self._works = None, None, []
-        for bucket in self._buckets:
-            bucket.begin()
 
     def collect(self) -> None:
         """Deposit what micro-batches have left in the unsharded parameters' `.grad`."""
@@ -149,30 +148,14 @@ class ExactFSDPReducer(Sharded):
         # Every rank has read the whole sums, and one of them reports them.
         final.sumsq = torch.where(self._speaks, final.sumsq, 0.0)
 
-    def blame(self) -> Callable[[int], list[int] | None]:
-        blames = {
-            index: (bucket.blame(), slot)
-            for bucket in self._buckets
-            for slot, index in enumerate(bucket.indices)
-        }
-
-        def blame(index: int) -> list[int] | None:
-            found = blames.get(index)
-            return None if found is None else found[0](found[1])
-
-        return blame
-
     def save(self) -> Saved:
-        saved: Saved = {}
         for bucket in self._buckets:
             bucket.used = [self.unsharded.used[index] for index in bucket.indices]
-            if not bucket.is_empty:
-                saved |= bucket.save([self.names[index] for index in bucket.indices])
-        return saved
+        return super().save()
 
     def load(self, saved: Saved, *, done: int) -> None:
+        super().load(saved, done=done)
         for bucket in self._buckets:
-            bucket.load(saved, [self.names[index] for index in bucket.indices], done=done)
             for index, is_used in zip(bucket.indices, bucket.used, strict=True):
                 self.unsharded.used[index] = self.unsharded.used[index] or is_used
 

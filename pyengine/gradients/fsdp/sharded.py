@@ -121,6 +121,7 @@ class Sharded(Reducer):
         for param in self.params:
             param.grad = None
         self.unsharded.begin()
+        super().begin()
 
     def staged(self) -> Sequence[Any]:
         return self.unsharded.staged()
