@@ -16,7 +16,7 @@ def _filled(wire: torch.dtype, bad: int | None) -> tuple[Fp32DDPBucket, Tensor]:
     """Return a sum of three micro-batches, and what it has written to the wire."""
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16)) for numel in NUMELS]
-    total = Fp32DDPBucket(params)
+    total = Fp32DDPBucket(params, range(len(NUMELS)))
 
     def grads() -> list[Tensor]:
         return [torch.randn(numel, generator=generator).bfloat16() for numel in NUMELS]
@@ -50,5 +50,5 @@ def test_places_of_its_own_change_no_bit_and_no_flag(monkeypatch, wire, bad):
 
 def test_what_is_aligned_as_it_is_stays_as_ddp_lays_it_out(monkeypatch):
     monkeypatch.setattr(buckets, "runs_ahead", lambda device: True)
-    total = Fp32DDPBucket([nn.Parameter(torch.zeros(n, dtype=torch.bfloat16)) for n in (8, 64, 3)])
+    total = Fp32DDPBucket([nn.Parameter(torch.zeros(n, dtype=torch.bfloat16)) for n in (8, 64, 3)], range(3))
     assert total.plan is total._as_sent
