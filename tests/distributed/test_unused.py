@@ -162,16 +162,17 @@ def _reads_of_flags(accumulator: str) -> list[int]:
     sync = pe.GradSync(nn.ModuleList(layers), accumulate=1, accumulator=accumulator, bucket_cap_mb=4e-4)
     sync._engine.reducer.lay_out_as([0, 1, 2, 3, 4, 5])
     optimizer, counts = torch.optim.SGD([layer.weight for layer in layers], lr=0.0), []
-    for number, window in enumerate(sync.windows([torch.ones(1, 2)] * 3)):
-        for x in window:
-            # window 0: all are used; 1: the odd ones nowhere; 2: they are used on rank 1 alone
-            used = layers if number == 0 or (number, rank) == (2, 1) else layers[::2]
-            sync.backward(torch.stack([layer(x).sum() for layer in used]).sum())
-        with mock.patch.object(used_anywhere, "Readback", wraps=used_anywhere.Readback) as reads:
+    with mock.patch.object(used_anywhere, "Readback", wraps=used_anywhere.Readback) as reads:
+        for number, window in enumerate(sync.windows([torch.ones(1, 2)] * 3)):
+            for x in window:
+                # window 0: all are used; 1: the odd ones nowhere; 2: they are used on rank 1 alone
+                used = layers if number == 0 or (number, rank) == (2, 1) else layers[::2]
+                sync.backward(torch.stack([layer(x).sum() for layer in used]).sum())
             sync.unscale_()
-        counts.append(reads.call_count)
-        assert [layer.weight.grad is None for layer in layers] == [False, number == 1] * 3
-        sync.step(optimizer)
+            assert [layer.weight.grad is None for layer in layers] == [False, number == 1] * 3
+            sync.step(optimizer)
+            counts.append(reads.call_count)
+            reads.reset_mock()
     assert len(sync._engine.reducer.layout.buckets) == 3
     return counts
 
