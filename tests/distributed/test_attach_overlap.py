@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 from pyengine.comm import TorchDist
-from pyengine.gradients import slot_group
+from pyengine.gradients import bucket
 from pyengine.gradients.used_anywhere import UsedAnywhere
 
 LAYERS, ACCUMULATE = 4, 3
@@ -38,7 +38,7 @@ def _left_in_backwards(options: dict[str, bool]) -> list[list[bool]]:
     sync = pe.attach(ddp, accumulate=ACCUMULATE)
     found: list[list[bool]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slot_group, "GROUP_BYTES", 1)  # a group a layer
+        patch.setattr(bucket, "GROUP_BYTES", 1)  # a group a layer
         model[0].weight.register_post_accumulate_grad_hook(
             lambda _: found.append([layer.weight.grad is not None for layer in model[1:]])
         )
@@ -75,7 +75,7 @@ def _twice_in_a_backward() -> tuple[Tensor, Tensor]:
         return grad
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slot_group, "GROUP_BYTES", 1)
+        patch.setattr(bucket, "GROUP_BYTES", 1)
         for window in sync.windows(xs):
             for place, x in enumerate(window):
                 loss = ddp(x).sum()
