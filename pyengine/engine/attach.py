@@ -32,8 +32,7 @@ from pyengine.gradients.fsdp.deferral import Defer, Deferral, choose, problems_o
 from pyengine.gradients.fsdp.exact import ExactFSDPReducer
 from pyengine.gradients.fsdp.private import is_unit
 from pyengine.gradients.fsdp.problems import check_version, managed_parameters, problems_of_fsdp
-from pyengine.gradients.fsdp.reducer import FSDPReducer
-from pyengine.gradients.fsdp.sharded import Managed
+from pyengine.gradients.fsdp.reducer import FSDPReducer, Managed
 from pyengine.gradients.fsdp.units import units_of
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.settings import Exact, Settings, as_accumulator

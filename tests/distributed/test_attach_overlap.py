@@ -138,10 +138,10 @@ def _flags_beside_buckets(dtype: torch.dtype) -> list[str]:
         let_go("flags")
         return tell(self, used)
 
-    all_reduce, tell = TorchDist.all_reduce, UsedAnywhere.tell
+    all_reduce, tell = TorchDist.all_reduce, UsedAnywhere.all_reduce
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TorchDist, "all_reduce", hold)
-        patch.setattr(UsedAnywhere, "tell", flags)
+        patch.setattr(UsedAnywhere, "all_reduce", flags)
         for window in sync.windows(torch.ones(2, 1, 8, dtype=dtype)):
             for x in window:
                 clock = Timer(5.0, let_go, ["clock"])

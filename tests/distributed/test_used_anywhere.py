@@ -37,7 +37,7 @@ def _streams() -> Iterator[list[bool]]:
     """Let transports be of a device's kind, but for those between hosts; yield, for each time that ranks tell
     what they have used, whether hosts do. No header is looked at before its window lands.
     """
-    make, tell = TorchDist.__init__, used_anywhere.UsedAnywhere.tell
+    make, tell = TorchDist.__init__, used_anywhere.UsedAnywhere.all_reduce
     by_hosts: list[bool] = []
 
     def init(self: Any, group: Any, device: torch.device) -> None:
@@ -50,7 +50,7 @@ def _streams() -> Iterator[list[bool]]:
 
     with (
         mock.patch.object(TorchDist, "__init__", init),
-        mock.patch.object(used_anywhere.UsedAnywhere, "tell", noted),
+        mock.patch.object(used_anywhere.UsedAnywhere, "all_reduce", noted),
         mock.patch.object(header, "_host_may_look", lambda *_: False),
     ):
         yield by_hosts
@@ -135,7 +135,7 @@ def test_hosts_tell_each_other_beside_nccl(ranks, kind):
 def _one_is_late(kind: str) -> None:
     """Rank 1 tells the others only once rank 0, which uses everything, is through with its second window."""
     rank, _ = me()
-    store, tell = dist.distributed_c10d._get_default_store(), used_anywhere.UsedAnywhere.tell
+    store, tell = dist.distributed_c10d._get_default_store(), used_anywhere.UsedAnywhere.all_reduce
     window = 0
 
     def tell_late(self: Any, used: Any) -> Any:
@@ -143,7 +143,7 @@ def _one_is_late(kind: str) -> None:
             store.wait(["through"], timedelta(seconds=20))
         return tell(self, used)
 
-    with mock.patch.object(used_anywhere.UsedAnywhere, "tell", tell_late), _streams() as by_hosts:
+    with mock.patch.object(used_anywhere.UsedAnywhere, "all_reduce", tell_late), _streams() as by_hosts:
         sync, forward = _engine(kind, _Experts(2), "fp32")
         for window in range(2):
             for _ in range(2):

@@ -9,7 +9,7 @@ import torch
 
 from pyengine.comm.base import Work
 from pyengine.comm.staged import Staged
-from pyengine.gradients.ddp.staged_buckets import StagedBuckets
+from pyengine.gradients.ddp.futures import StagedBuckets
 
 CPU = torch.device("cpu")
 

@@ -8,6 +8,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,14 +17,13 @@ from torch import Tensor
 from torch.futures import Future
 
 from pyengine.comm import TorchDist
-from pyengine.comm.base import Work
+from pyengine.comm.base import Comm, Work, flat_zeros
 from pyengine.comm.shared_memory import problems_of_sharing, share_memory, wrong_choice
 from pyengine.comm.staged import Staged
-from pyengine.gradients.ddp.callbacks import Callbacks
-from pyengine.gradients.ddp.passes import Passes
-from pyengine.gradients.ddp.staged_buckets import StagedBuckets
-from pyengine.gradients.ddp.wire_buffer import WireBuffer
+from pyengine.gradients.ddp.bucket_norms import OneBucket
+from pyengine.gradients.ddp.futures import Callbacks, StagedBuckets
 from pyengine.ops.device import runs_ahead
+from pyengine.ops.plan import BucketPlan
 from pyengine.ops.pointers import DTYPE_CODES
 from pyengine.ops.trace import span
 from pyengine.wire import FP32, Wire
@@ -35,6 +35,60 @@ from pyengine.wire.memory import Place, WireMemory, keeps_residual
 Land = Callable[[], Tensor]
 # A bucket under way, and that.
 Launched = tuple[Work, Land]
+# What to multiply in, 0-dim, given a 0-dim one of the type in which the bucket is multiplied; None for
+# nothing.
+Scale = Callable[[Tensor], Tensor | None]
+
+
+def _leave(flat: Tensor, scale: Tensor) -> bool:
+    del flat, scale
+    return False
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The passes over a bucket.
+
+    Attributes:
+        before, after: what to multiply in on the way to the wire and from it.
+        fill: writes the bucket into a flat buffer, `[numel]` in the wire's type, times a float32 0-dim scale;
+            False leaves that to the hook.
+        norms: read what lands, in the pass that writes it back; None for nobody.
+    """
+
+    before: Scale
+    after: Scale
+    fill: Callable[[Tensor, Tensor], bool] = _leave
+    norms: OneBucket | None = None
+
+
+class WireBuffer:
+    """Memory of the wire's type for a bucket, and the pass into it.
+
+    Args:
+        flat: the bucket's buffer, `[numel]`; not kept.
+        wire: how it travels.
+        params: the bucket's.
+
+    Attributes:
+        wire: as given.
+        params: their ids.
+        plan: the buffer, as one slot.
+        one: float32, 0-dim, 1.
+    """
+
+    def __init__(self, flat: Tensor, wire: Wire, params: Sequence[Tensor]) -> None:
+        self.numel, self.wire = flat.numel(), wire
+        self.params = {id(param) for param in params}
+        self.plan = BucketPlan([0], [self.numel])
+        self.one = torch.ones((), dtype=torch.float32, device=flat.device)
+        self._flat: Tensor | None = None
+
+    def flat(self, comm: Comm) -> Tensor:
+        """Return memory of the wire's type, `[numel]`, this object's; of the transport that asks first."""
+        if self._flat is None:
+            self._flat = flat_zeros(comm, self.numel, dtype=self.wire.dtype, device=self.one.device)
+        return self._flat
 
 
 class HookState:

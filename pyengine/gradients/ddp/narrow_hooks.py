@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from pyengine.gradients.ddp.callbacks import Callbacks
+from pyengine.gradients.ddp.futures import Callbacks
 from pyengine.gradients.ddp.hook import HookState, comm_hook
 from pyengine.wire import BF16, FP16
 

@@ -18,10 +18,10 @@ from pyengine.comm.staged import Staged
 from pyengine.gradients.bucket import Bucket, aligned
 from pyengine.gradients.exact_sums import Terms, exact_over_ranks
 from pyengine.gradients.fsdp.places import is_first, shard_of
-from pyengine.gradients.fsdp.sharded import Managed, Sharded
+from pyengine.gradients.fsdp.reducer import Managed, Sharded
 from pyengine.gradients.norms import SlotNorms
 from pyengine.gradients.slots import Saved, as_gradient
-from pyengine.gradients.used_anywhere import Told
+from pyengine.gradients.used_anywhere import UsedFlags
 from pyengine.ops.device import send
 from pyengine.ops.exact_reference import BLOCK
 from pyengine.window.divisor import Divisor
@@ -105,7 +105,7 @@ class ExactFSDPReducer(Sharded):
         self.held_bytes = sum(bucket.num_bytes for bucket in self._buckets)
         self._speaks = send([is_first(param) for param in self.params], torch.bool, self.params[0].device)
         self._works: list[Staged] = []
-        self._told: Told | None = None
+        self._used_flags: UsedFlags | None = None
         self._divisor: Divisor | None = None
 
     def buckets(self) -> Sequence[UnitBucket]:
@@ -113,7 +113,7 @@ class ExactFSDPReducer(Sharded):
 
     def begin(self) -> None:
         super().begin()
-        self._divisor, self._told, self._works = None, None, []
+        self._divisor, self._used_flags, self._works = None, None, []
 
     def collect(self) -> None:
         """Deposit what micro-batches have left in the unsharded parameters' `.grad`."""
@@ -135,7 +135,7 @@ class ExactFSDPReducer(Sharded):
 
     def finish(self, final: FinalPass) -> None:
         is_sent = len(self._works) == len(self._buckets) and not any(work.rounds_left for work in self._works)
-        if self._divisor is None or self._told is None or not is_sent:
+        if self._divisor is None or self._used_flags is None or not is_sent:
             raise RuntimeError(
                 "gradients were not reduced: a collective failed on this rank. Nothing is stepped here, and "
                 "other ranks may have gone on: start all ranks anew, from a checkpoint"
@@ -144,7 +144,7 @@ class ExactFSDPReducer(Sharded):
         for bucket, work in zip(self._buckets, self._works, strict=True):
             work.wait()
             bucket.publish(scale, final)
-        self._told.drop_unused(self.params)
+        self._used_flags.drop_unused(self.params)
         # Every rank has read the whole sums, and one of them reports them.
         final.sumsq = torch.where(self._speaks, final.sumsq, 0.0)
 
@@ -166,8 +166,8 @@ class ExactFSDPReducer(Sharded):
         while any(work.rounds_left for work in self._works):
             for work in self._works:
                 work.step()
-        if self._told is None:
-            self._told = self.used.tell([poison or is_used for is_used in self.unsharded.used])
+        if self._used_flags is None:
+            self._used_flags = self.used.all_reduce([poison or is_used for is_used in self.unsharded.used])
 
 
 def _flat(grad: Tensor | None) -> Tensor | None:
