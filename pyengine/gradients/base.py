@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
-from pyengine.gradients.bucket import Accumulator
+from pyengine.gradients.bucket import Accumulator, Observer
 from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.slots import Saved
 from pyengine.step.stepper import Stepper
@@ -161,6 +161,16 @@ class Reducer(ABC):
 
     def forget_strays(self) -> None:
         """Note that all of `strays` are accounted for."""
+
+    def observe(self, observer: Observer) -> None:
+        """Call `observer` with this rank's own sums of every bucket, before they travel, in every window.
+
+        Raises:
+            NotImplementedError: the owner has no such sums in float: exact ones, FSDP2's, an XLA program's.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no sums of this rank alone that could be read before they travel"
+        )
 
     def before_header(self) -> None:
         """Launch the owner's own collectives that have to come before the window's header."""

@@ -35,6 +35,12 @@ GROUP_BYTES = 2**20
 # byte a parameter.
 _ROWS = 16
 
+# Is called with this rank's own sums of a bucket's gradients before they travel: indices of its parameters,
+# one tensor `[numel]` a parameter in the wire's type, to be read at once, and what they have been multiplied
+# by already (float32 0-dim; None for nothing). On the stream that sends, for most buckets inside the last
+# backward.
+Observer = Callable[[Sequence[int], Sequence[Tensor], Tensor | None], None]
+
 # Which tensor `.grad` is, and its version.
 Mark = tuple[int, int] | None
 

@@ -16,6 +16,7 @@ from pyengine.comm.base import Comm, Reserves, Work
 from pyengine.comm.staged import Staged
 from pyengine.gradients.arrival import Arrivals, Watch, may_nest, watching
 from pyengine.gradients.base import Reducer
+from pyengine.gradients.bucket import Observer
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.groups import Groups
 from pyengine.gradients.layout import ParamSpec, backward_order, build
@@ -230,6 +231,7 @@ class BucketReducer(Reducer):
         self.counted = groups.counted
         self._has_sent = False
         self._agreed: list[int] | None = None
+        self._observers: list[Observer] = []
         self._arrivals: Arrivals | None = None
         self._repeated: set[int] = set()
         self._order_is_final = self._comm.world_size == 1 or not groups.are_alike
@@ -273,6 +275,8 @@ class BucketReducer(Reducer):
                     apart=apart,
                 )
             )
+        for each in made:
+            each.observers = self._observers
         self._buckets = made
         self._norms = LandedNorms([bucket.norm_slots for bucket in made], self.params[0].device)
         self._slot_params = [slot.param for bucket in self.layout.buckets for slot in bucket.slots]
@@ -333,6 +337,11 @@ class BucketReducer(Reducer):
             return []
         repeated = {self._slot_of[param][0] for param in self._repeated}
         return [bucket for index, bucket in enumerate(self._buckets) if index not in repeated]
+
+    def observe(self, observer: Observer) -> None:
+        if self._settings.kind == "exact":
+            super().observe(observer)
+        self._observers.append(observer)
 
     def strays(self) -> Sequence[int]:
         """Return those that a layer has added to `main_grad` by itself."""

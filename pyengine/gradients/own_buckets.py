@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from pyengine.comm.base import Comm, Work, flat_zeros
 from pyengine.gradients.arrival import Watch
-from pyengine.gradients.bucket import Bucket, Mark, SlotGroup, grad_marks
+from pyengine.gradients.bucket import Bucket, Mark, Observer, SlotGroup, grad_marks
 from pyengine.gradients.exact_sums import Terms, exact_over_ranks
 from pyengine.gradients.layout import BucketSpec
 from pyengine.gradients.local_part import LocalPart
@@ -19,7 +19,7 @@ from pyengine.gradients.main_grad import offer, pop_written, withdraw
 from pyengine.gradients.norms import LandedNorms, NormSlots, SlotNorms
 from pyengine.gradients.settings import sum_dtype
 from pyengine.gradients.slots import Saved, slots_of, views_of
-from pyengine.gradients.sums import Fp32Sum, InPlaceSum, Sum
+from pyengine.gradients.sums import FLAT_SUMS, InPlaceSum, Sum
 from pyengine.ops.plan import BucketPlan
 from pyengine.wire import Wire
 
@@ -43,7 +43,10 @@ class OwnBucket(Bucket):
     Attributes:
         spec: as given.
         norm_slots: what `from_wire` reads.
+        observers: are called with this rank's own sums before they travel; see `Observer`.
     """
+
+    observers: Sequence[Observer] = ()
 
     def __init__(
         self, spec: BucketSpec, params: Sequence[Parameter], total: Sum, landed: Tensor, result: Tensor
@@ -115,9 +118,12 @@ class OwnBucket(Bucket):
         and what the wire sends for the bucket.
         """
 
-    def _all_reduce(self, wire: Wire, comm: Comm, *, poison: bool) -> Work:
+    def _all_reduce(self, wire: Wire, comm: Comm, scale: Tensor | None, *, poison: bool) -> Work:
+        """Launch the all-reduce of the wire buffer, which holds this rank's sum times `scale`."""
         if poison:
             self._wire.fill_(torch.nan)
+        for observe in self.observers:
+            observe(self.indices, slots_of(self._wire, self.spec.slots), scale)
         return wire.all_reduce_(self._wire, comm)
 
     def sent_tensors(self) -> list[Tensor]:
@@ -158,38 +164,46 @@ class OwnBucket(Bucket):
         return [slot for slot, (now, then) in enumerate(marks) if now != then]
 
 
-class Fp32Bucket(OwnBucket):
-    """Narrow gradients summed in fp32 by fused calls.
+class FlatBucket(OwnBucket):
+    """Narrow gradients summed in a flat buffer of a wider type, one of `FLAT_SUMS`.
 
-    Bytes an element: 6 in the first micro-batch (stored, no zero pass), 10 in later ones; with a narrow wire
-    the last one sums, scales, casts and checks in a single pass of 8.
+    Bytes an element with an fp32 sum: 6 in the first micro-batch (stored, no zero pass), 10 in later ones;
+    with a narrow wire the last one sums, scales, casts and checks in a single pass of 8.
 
     Args:
+        dtype: of the sum.
         wire: how the bucket travels.
         comm: by which it travels.
         offers: whether layers may add to the sum by themselves, as `main_grad`.
     """
 
     def __init__(
-        self, spec: BucketSpec, params: Sequence[Parameter], *, wire: Wire, comm: Comm, offers: bool = True
+        self,
+        spec: BucketSpec,
+        params: Sequence[Parameter],
+        dtype: torch.dtype,
+        *,
+        wire: Wire,
+        comm: Comm,
+        offers: bool = True,
     ) -> None:
-        device, is_fp32_wire = params[0].device, wire.dtype == torch.float32
-        flat = _flat(spec, torch.float32, device, comm if is_fp32_wire else None)
-        landed = flat if is_fp32_wire else _flat(spec, wire.dtype, device, comm)
+        device, travels = params[0].device, wire.dtype == dtype
+        flat = _flat(spec, dtype, device, comm if travels else None)
+        landed = flat if travels else _flat(spec, wire.dtype, device, comm)
         result = landed if wire.dtype == spec.dtype else _flat(spec, spec.dtype, device)
-        self._fp32, self._over_wire, self._offers = Fp32Sum(plan_of(spec), flat), wire, offers
-        super().__init__(spec, params, self._fp32, landed, result)
+        self._sum, self._over_wire, self._offers = FLAT_SUMS[dtype](plan_of(spec), flat), wire, offers
+        super().__init__(spec, params, self._sum, landed, result)
 
     def bind(self) -> None:
         super().bind()
         if self._offers:
-            offer(self.params, views_of(self._fp32.flat, self.params, self.spec.slots))
+            offer(self.params, views_of(self._sum.flat, self.params, self.spec.slots))
 
     def begin(self) -> None:
         super().begin()
         if self._has_fused:
             self._set_first(False)
-            self._fp32.flat.zero_()  # a layer that writes main_grad itself needs a sum to add to
+            self._sum.flat.zero_()  # a layer that writes main_grad itself needs a sum to add to
 
     def collect(self) -> None:
         self._find_fused()
@@ -200,13 +214,13 @@ class Fp32Bucket(OwnBucket):
         self._find_fused()
         grads, flags = self._whole.pop(self.used), self._start_row()
         self._first_row_of_sum = len(self.flagged) - 1
-        self._fp32.deposit_into_wire_(self._wire, grads, inv_count, first=self.is_empty, nonfinite=flags)
+        self._sum.deposit_into_wire_(self._wire, grads, inv_count, first=self.is_empty, nonfinite=flags)
         self._set_first(False)
-        return self._all_reduce(self._over_wire, comm, poison=poison)
+        return self._all_reduce(self._over_wire, comm, inv_count, poison=poison)
 
     def sent_tensors(self) -> list[Tensor]:
         self._start_row()  # allocated on this stream, on which a report reads it, and not on the side stream
-        return [*super().sent_tensors(), self._fp32.flat]
+        return [*super().sent_tensors(), self._sum.flat]
 
     def _find_fused(self) -> None:
         """Note what layers have added to the sum by themselves."""
@@ -243,7 +257,7 @@ class ExactBucket(OwnBucket):
         return self._exact.rounds(poison=poison)
 
     def sent_tensors(self) -> list[Tensor]:
-        self._start_row()  # as for Fp32Bucket
+        self._start_row()  # as for FlatBucket
         return [*super().sent_tensors(), *self._exact.round_tensors()]
 
 
@@ -332,7 +346,8 @@ class InPlaceBucket(OwnBucket):
         self._note_used(self._versions_sealed)
         if not self._is_in_place:
             self.plan.pack_(self._wire, self._slots, self.one if inv_count is None else inv_count)
-        return self._all_reduce(self._over_wire, comm, poison=poison)
+        scale = None if self._is_in_place else inv_count
+        return self._all_reduce(self._over_wire, comm, scale, poison=poison)
 
     def sent_tensors(self) -> list[Tensor]:
         return [*super().sent_tensors(), self._flat]
@@ -451,10 +466,12 @@ def own_bucket(
     """
     if kind == "exact":
         return ExactBucket(spec, params, terms=terms, comm=comm)
+    dtype = sum_dtype(kind, spec.dtype)
     # Autograd cannot add in place to what a DTensor's `.grad` is a view of, unnoticed.
     has_parts = any(isinstance(param, LocalPart) for param in params)
-    if apart or has_parts or sum_dtype(kind, spec.dtype) != spec.dtype:
-        return Fp32Bucket(spec, params, wire=wire, comm=comm, offers=not apart)
+    if dtype != spec.dtype or apart or has_parts:
+        dtype = dtype if dtype != spec.dtype else torch.float32
+        return FlatBucket(spec, params, dtype, wire=wire, comm=comm, offers=not apart)
     return InPlaceBucket(spec, params, wire=wire, comm=comm, watch=watch)
 
 

@@ -13,7 +13,9 @@ from pyengine.window.counter import check_accumulate
 from pyengine.wire import FP32, Wire
 from pyengine.wire.cast import wire_problems
 
-KINDS = ("fp32", "native", "exact")
+# In which type kinds of sums keep what is narrower.
+SUM_DTYPES = {"fp32": torch.float32}
+KINDS = (*SUM_DTYPES, "native", "exact")
 NONFINITE_POLICIES = ("skip", "raise", "drop_micro_batch")
 
 
@@ -58,10 +60,11 @@ def as_accumulator(accumulator: str | Exact | torch.dtype) -> str | Exact:
 def sum_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
     """Return the type in which gradients of `dtype` are summed.
 
-    Narrow ones are summed in float32, unless "native" keeps their own type. An "exact" sum has no type: it is
-    a number of bits.
+    Those narrower than the type in `SUM_DTYPES` are summed in that; "native" keeps their own type. An "exact"
+    sum has no type: it is a number of bits.
     """
-    return torch.float32 if kind == "fp32" and dtype.itemsize < torch.float32.itemsize else dtype
+    wide = SUM_DTYPES.get(kind, dtype)
+    return wide if dtype.itemsize < wide.itemsize else dtype
 
 
 @dataclass(frozen=True)

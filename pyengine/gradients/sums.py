@@ -82,6 +82,29 @@ class FlatSum(Sum):
     def scalars(self) -> list[Tensor]:
         return [self._one]
 
+    def deposit_into_wire_(
+        self,
+        wire: Tensor,
+        grads: TensorList | Pointers,
+        scale: Tensor | None,
+        *,
+        first: bool,
+        nonfinite: Tensor,
+    ) -> None:
+        """Write (sum + gradients) times `scale` into a wire buffer.
+
+        Args:
+            wire: of the wire's type, `[numel]`, written; may be `flat` itself.
+            grads, first: as for `deposit_`.
+            scale: float32, 0-dim; None for 1.
+            nonfinite: uint8 `[slots]`, OR-ed with 1 where a gradient is not finite, or a value on the wire.
+
+        Cost: that of `deposit_`, and a pass that reads an element of the sum and writes one of the wire.
+        """
+        self.deposit_(grads, first=first, nonfinite=nonfinite)
+        if wire is not self.flat or scale is not None:
+            wire.copy_(self.flat if scale is None else self.flat * scale)
+
 
 class InPlaceSum(FlatSum):
     """The buffer that `.grad` views: `deposit_` writes the first gradients, autograd adds the later ones.
@@ -114,16 +137,8 @@ class Fp32Sum(FlatSum):
         first: bool,
         nonfinite: Tensor,
     ) -> None:
-        """Write (sum + gradients) times `scale` into a wire buffer.
-
-        Args:
-            wire: of the wire's type, `[numel]`, written; may be `flat` itself.
-            grads, first: as for `deposit_`.
-            scale: float32, 0-dim; None for 1.
-            nonfinite: uint8 `[slots]`, OR-ed with 1 where a value on the wire is not finite; where the wire
-                is `flat` itself, unscaled, where a gradient is not.
-
-        Cost: one pass; reads 4 bytes (0 if `first`) and a gradient, writes one wire element.
+        """Do as `FlatSum.deposit_into_wire_`, in one pass: read 4 bytes (0 if `first`) and a gradient, write
+        one wire element.
         """
         if wire is self.flat and scale is None:
             self.deposit_(grads, first=first, nonfinite=nonfinite)
@@ -132,3 +147,7 @@ class Fp32Sum(FlatSum):
             self._plan.accumulate_cast_(
                 wire, self.flat, grads, self._one, scale, first=first, nonfinite=nonfinite
             )
+
+
+# What sums narrower gradients in a buffer of a type.
+FLAT_SUMS: dict[torch.dtype, type[FlatSum]] = {torch.float32: Fp32Sum}

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
 from pyengine.gradients.base import Reducer
-from pyengine.gradients.bucket import Accumulator
+from pyengine.gradients.bucket import Accumulator, Observer
 from pyengine.gradients.ddp.reducer import DDPReducer
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.groups import Groups
@@ -94,6 +94,10 @@ class TwoOwners(Reducer):
     def begin(self) -> None:
         for owner in self._owners:
             owner.begin()
+
+    def observe(self, observer: Observer) -> None:
+        for owner in self._owners:
+            owner.observe(observer)
 
     def strays(self) -> Sequence[int]:
         return self._own.strays()

@@ -81,7 +81,7 @@ def _attached(kind: str, unused: bool, fused: bool) -> None:
     before = [p.detach().clone() for p in ddp.parameters()]
     sync = pe.attach(ddp, accumulate=2, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, fused=fused)
-    _break(sync._engine.reducer._state, 100)
+    _break(sync._engine.reducer.state, 100)
     x = torch.ones(2, 40, dtype=dtype)
     with pytest.raises(RuntimeError, match="connection lost"):
         for window in sync.windows([x, x]):

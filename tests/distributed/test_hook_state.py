@@ -202,7 +202,7 @@ def _held() -> int:
         for x in window:
             sync.backward(ddp(x).sum())
         sync.grad_norm()
-        alive = len(sync._engine.reducer._state._callbacks.pending)
+        alive = len(sync._engine.reducer.state._callbacks.pending)
         sync.abandon()
     return alive
 

@@ -280,7 +280,7 @@ def _fails(kind: str, exchange: str) -> None:
     options = {} if ddp else {"bucket_cap_mb": 1e-5}
     sync, forward = engine(kind, model, accumulate=1, wire=INT8, **options)
     reducer = sync._engine.reducer
-    _break(reducer._state.comm(torch.device("cpu")) if ddp else reducer._groups.comms[0], exchange)
+    _break(reducer.state.comm(torch.device("cpu")) if ddp else reducer._groups.comms[0], exchange)
     before = [param.detach().clone() for param in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     errors = []

@@ -45,6 +45,10 @@ def _leave(flat: Tensor, scale: Tensor) -> bool:
     return False
 
 
+def _look_away(moved: Tensor, scale: Tensor | None) -> None:
+    del moved, scale
+
+
 @dataclass(frozen=True)
 class Passes:
     """The passes over a bucket.
@@ -54,12 +58,14 @@ class Passes:
         fill: writes the bucket into a flat buffer, `[numel]` in the wire's type, times a float32 0-dim scale;
             False leaves that to the hook.
         norms: read what lands, in the pass that writes it back; None for nobody.
+        observe: is called with what this rank sends, `[numel]`, and what it has been multiplied by.
     """
 
     before: Scale
     after: Scale
     fill: Callable[[Tensor, Tensor], bool] = _leave
     norms: OneBucket | None = None
+    observe: Callable[[Tensor, Tensor | None], None] = _look_away
 
 
 class WireBuffer:
@@ -363,6 +369,7 @@ def launch(state: HookState, bucket: Any, comm: TorchDist, passes: Passes) -> La
     scale = buffer.one if into is None else into
     if not passes.fill(moved, scale) and is_moved:
         buffer.plan.pack_(moved, [flat], scale)
+    passes.observe(moved, into)
 
     def land() -> Tensor:
         writes, scale = is_moved or out_of is not None, buffer.one if out_of is None else out_of

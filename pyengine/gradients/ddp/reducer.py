@@ -24,7 +24,7 @@ from pyengine.comm.base import Comm
 from pyengine.comm.promise import Promise
 from pyengine.gradients.arrival import Watch, watching
 from pyengine.gradients.base import Reducer
-from pyengine.gradients.bucket import Accumulator
+from pyengine.gradients.bucket import Accumulator, Observer
 from pyengine.gradients.ddp.bucket_norms import BucketNorms
 from pyengine.gradients.ddp.buckets import (
     DDPBuckets,
@@ -61,12 +61,9 @@ class Reduction:
     """What becomes of a window's buckets: sums over ranks, with the window's divisor.
 
     Args:
-        state: the hook's.
+        owner: the reducer whose window this is.
         header: of the window; nothing follows one in which ranks disagree.
         divisor: of the window.
-        buckets: sums of earlier micro-batches in memory of their own, if any.
-        in_grad: sums that autograd keeps in `.grad`, if any.
-        norms: of what lands.
 
     Attributes:
         header, divisor: as given.
@@ -84,16 +81,12 @@ class Reduction:
 
     def __init__(
         self,
-        state: HookState,
+        owner: DDPReducer,
         header: Header,
         divisor: Divisor,
-        buckets: DDPBuckets | None,
-        in_grad: GradSums | None,
-        norms: BucketNorms,
     ) -> None:
-        self._state, self.header, self.divisor = state, header, divisor
-        self._buckets, self._in_grad, self._norms = buckets, in_grad, norms
-        norms.begin()
+        self._owner, self.header, self.divisor = owner, header, divisor
+        owner.landed.begin()
         self.may_hold = self.is_complete = self.poison = False
         self._held: list[tuple[Any, Promise]] = []
         self.failures: list[Exception] = []
@@ -111,13 +104,14 @@ class Reduction:
             is.
         """
         self.without_grad += [param for param in bucket.parameters() if param.grad is None]
-        if self._in_grad is not None:
-            self._in_grad.check_last(bucket)
+        if self._owner.in_grad is not None:
+            self._owner.in_grad.check_last(bucket)
         flat = bucket.buffer()
         if self.may_hold and not (bucket.is_last() or runs_ahead(flat.device) or self.header.is_ready()):
             promise = Promise()
             self._held.append((bucket, promise))
-            future = self._state.call_back(promise.future, Future.value)  # DDP wants errors that are its own
+            # DDP raises only errors of futures that are its own.
+            future = self._owner.state.call_back(promise.future, Future.value)
         else:
             self.send_held()
             future = self._send(bucket)
@@ -131,16 +125,16 @@ class Reduction:
             bucket, promise = self._held[0]
             future = self._send(bucket)
             del self._held[0]  # not before: what cannot be sent is tried again, and fails again
-            self._state.call_back(future, promise.keep)
+            self._owner.state.call_back(future, promise.keep)
 
     def _send(self, bucket: Any) -> Future[Tensor]:
         if self.header.is_refused():
             return completed(bucket.buffer())
-        return exchange(self._state, bucket, partial(self._start, bucket), failures=self.failures)
+        return exchange(self._owner.state, bucket, partial(self._start, bucket), failures=self.failures)
 
     def _start(self, bucket: Any, comm: TorchDist) -> Launched:
-        total = None if self._buckets is None else self._buckets.of(bucket)
-        norms = self._norms.of(bucket)
+        total = None if self._owner.ddp_buckets is None else self._owner.ddp_buckets.of(bucket)
+        norms = self._owner.landed.of(bucket)
         if isinstance(total, ExactDDPBucket):
             return total.launch(bucket.buffer(), self.divisor.after_wire, norms, poison=self.poison)
 
@@ -155,8 +149,15 @@ class Reduction:
             after=lambda _: self.divisor.after_wire(),
             fill=fill,
             norms=norms,
+            observe=partial(self._observe, bucket),
         )
-        return launch(self._state, bucket, comm, passes)
+        return launch(self._owner.state, bucket, comm, passes)
+
+    def _observe(self, bucket: Any, moved: Tensor, scale: Tensor | None) -> None:
+        params = bucket.parameters()
+        for observe in self._owner.observers:
+            indices = [self._owner.index[param] for param in params]
+            observe(indices, moved.split([param.numel() for param in params]), scale)
 
 
 class DDPReducer(Reducer):
@@ -185,13 +186,14 @@ class DDPReducer(Reducer):
         named = reduced_parameters(ddp)
         self.names: Sequence[str] = [name for name, _ in named]
         self.params: Sequence[Parameter] = [p for _, p in named]
-        self._ddp, self._state = ddp, state
+        self._ddp, self.state = ddp, state
         keys = {name: p for name, p in named}
         self.residuals = Residuals([(state.memory, keys)], state.wire)
         self._comm = state.comm(self.params[0].device)
         self._one = torch.ones((), dtype=torch.float32, device=self.params[0].device)
-        index = {p: i for i, p in enumerate(self.params)}
-        self._landed = BucketNorms(index, self._one.device)
+        self.index = index = {p: i for i, p in enumerate(self.params)}
+        self.observers: list[Observer] = []
+        self.landed = BucketNorms(index, self._one.device)
         self._lay_out_norms()
         self._published = Published(self.names, self.params)
         self._is_exact = settings.kind == "exact"
@@ -201,11 +203,11 @@ class DDPReducer(Reducer):
             if self._is_exact or settings.drops or sum_dtype(settings.kind, p.dtype) != p.dtype
         }
         make = partial(ExactDDPBucket, terms=terms, comm=self._comm) if self._is_exact else Fp32DDPBucket
-        self._buckets = DDPBuckets(ddp, make, index, summed) if summed else None
+        self.ddp_buckets = DDPBuckets(ddp, make, index, summed) if summed else None
         rest = [p for p in self.params if p.dtype not in summed]
-        self._in_grad = GradSums(rest, [index[p] for p in rest], watch=settings.raises) if rest else None
+        self.in_grad = GradSums(rest, [index[p] for p in rest], watch=settings.raises) if rest else None
         # DDP does it itself if it looks for unused ones, and knows no sums but its own.
-        self._shares_used = self._buckets is not None or not (
+        self._shares_used = self.ddp_buckets is not None or not (
             ddp.find_unused_parameters and not ddp.static_graph
         )
         self._used = UsedAnywhere(self._comm, self._one.device)
@@ -226,7 +228,7 @@ class DDPReducer(Reducer):
         return [self._comm], [0] * len(self.params)
 
     def buckets(self) -> Sequence[Accumulator]:
-        return [*([] if self._in_grad is None else [self._in_grad]), *(self._buckets or ())]
+        return [*([] if self.in_grad is None else [self.in_grad]), *(self.ddp_buckets or ())]
 
     def open(self) -> None:
         """Note that the window's buffer broadcast is still to come."""
@@ -237,7 +239,7 @@ class DDPReducer(Reducer):
             )
         if self._reduction is not None:  # the last window was sent, and dropped before it landed
             self._drive.forget()
-            self._state.reduce = leave_unreduced
+            self.state.reduce = leave_unreduced
             self._reduction = None
         self._buffers_due = bool(self._ddp.broadcast_buffers and self._ddp.modules_buffers)
         self._announced = False
@@ -248,6 +250,11 @@ class DDPReducer(Reducer):
             param.grad = None
         super().begin()
 
+    def observe(self, observer: Observer) -> None:
+        if self._is_exact:
+            super().observe(observer)
+        self.observers.append(observer)
+
     def before_forward(self, *, syncs: bool) -> None:
         """Let DDP broadcast buffers in the window's last forward only."""
         if syncs:
@@ -256,8 +263,8 @@ class DDPReducer(Reducer):
 
     def before_header(self) -> None:
         """Launch those of forwards that this rank did not run: every rank launches the same ones."""
-        if self._drive.rebuild() and self._buckets is not None:
-            self._buckets.lay_out()
+        if self._drive.rebuild() and self.ddp_buckets is not None:
+            self.ddp_buckets.lay_out()
         if self._norms_rebuilt != self._ddp._has_rebuilt_buckets:  # here, or in a forward of DDP's
             self._lay_out_norms()
         travelled = self._announced and not self._ddp.require_forward_param_sync
@@ -281,8 +288,8 @@ class DDPReducer(Reducer):
             yield
 
     def collect(self) -> None:
-        if self._buckets is not None:
-            self._buckets.match_buckets()
+        if self.ddp_buckets is not None:
+            self.ddp_buckets.match_buckets()
         super().collect()
 
     def reduce(self, header: Header) -> None:
@@ -311,18 +318,18 @@ class DDPReducer(Reducer):
 
     def _prepare(self, header: Header) -> Reduction:
         """Let the hook send what DDP hands out from here on."""
-        if self._buckets is not None and self._is_exact:
+        if self.ddp_buckets is not None and self._is_exact:
             # Also where no earlier micro-batch has made them: every rank sums the same way.
-            self._buckets.match_buckets()
-        divisor = Divisor(header.inv_count, self._state.wire, header.inv_scale)
-        self._state.memory.begin(header.position[0])
-        reduction = Reduction(self._state, header, divisor, self._buckets, self._in_grad, self._landed)
+            self.ddp_buckets.match_buckets()
+        divisor = Divisor(header.inv_count, self.state.wire, header.inv_scale)
+        self.state.memory.begin(header.position[0])
+        reduction = Reduction(self, header, divisor)
         if self._shares_used and self._drive.searches:
             # What earlier micro-batches used: they have left no `.grad`, which DDP would want to see.
             self._drive.forget()
             reduction.kept = [param for param in self.params if param.grad is not None]
         self._reduction = reduction
-        self._state.reduce = partial(self._hand_out, reduction)
+        self.state.reduce = partial(self._hand_out, reduction)
         return reduction
 
     def _hand_out(self, reduction: Reduction, bucket: Any) -> Future[Tensor]:
@@ -358,26 +365,26 @@ class DDPReducer(Reducer):
         """Hand over what was read as buckets landed: DDP has waited, and written `.grad` already."""
         reduction = self._reduction
         if reduction is not None and reduction.failures:
-            self._state.reduce = leave_unreduced
+            self.state.reduce = leave_unreduced
             raise RuntimeError(
                 f"gradients were not reduced: a collective failed on this rank ({reduction.failures[0]}). "
                 "Nothing is stepped here, and other ranks may have gone on: start all ranks anew, from a "
                 "checkpoint"
             ) from reduction.failures[0]
-        self._state.reduce = leave_unreduced
+        self.state.reduce = leave_unreduced
         if reduction is not None and reduction.used is not None and self._shares_used:
             self._drop_unused(reduction, reduction.used)
         self._reduction = None
-        if reduction is None or not self._landed.settle(final):
+        if reduction is None or not self.landed.settle(final):
             self._published.read(final)
         if reduction is not None and reduction.without_grad:
             final.leave_out([index for index, param in enumerate(self.params) if param.grad is None])
         self._was_rebuilt = self._ddp._has_rebuilt_buckets
-        self._state.await_threads()
+        self.state.await_threads()
 
     def load(self, saved: Saved, *, done: int) -> None:
-        if self._buckets is not None:
-            self._buckets.match_buckets()
+        if self.ddp_buckets is not None:
+            self.ddp_buckets.match_buckets()
         super().load(saved, done=done)
 
     def refuses_load(self) -> list[str]:
@@ -395,24 +402,24 @@ class DDPReducer(Reducer):
         """
         if self._reduction is not None and not self._reduction.failures:
             self._drive.forget()
-        self._buckets = self._in_grad = self._reduction = None
+        self.ddp_buckets = self.in_grad = self._reduction = None
         if not keeps_grad:
             for param in self.params:
                 param.grad = None
-        self._state.release()
+        self.state.release()
         self._drive.release()
         self._only.remove()
         self._ddp.require_backward_grad_sync, self._ddp.require_forward_param_sync = self._ddp_flags
 
     def _watches(self) -> list[Watch]:
-        if self._buckets is None:
+        if self.ddp_buckets is None:
             return []
-        self._buckets.match_buckets()
-        return [watch for bucket in self._buckets for watch in bucket.watches()]
+        self.ddp_buckets.match_buckets()
+        return [watch for bucket in self.ddp_buckets for watch in bucket.watches()]
 
     def _lay_out_norms(self) -> None:
         self._norms_rebuilt = self._ddp._has_rebuilt_buckets
-        self._landed.lay_out(partial(zero_buckets, self._ddp))
+        self.landed.lay_out(partial(zero_buckets, self._ddp))
 
     def _send_rest(self, reduction: Reduction) -> None:
         """Send past DDP what it has not sent, and let it forget this backward."""
@@ -434,7 +441,7 @@ class DDPReducer(Reducer):
         tells = self._shares_used or self._used.on_hosts
         if not tells or reduction.used is not None or reduction.header.is_refused():
             return
-        used = set() if self._buckets is None else self._buckets.used
+        used = set() if self.ddp_buckets is None else self.ddp_buckets.used
         # What voids the window has to be looked at, whoever else has used it.
         without = [] if reduction.poison else reduction.without_grad
         unused = {id(param) for param in without if param not in used}

@@ -1,0 +1,46 @@
+"""A number of each rank's own gradients, before they are summed over ranks: `Reducer.observe`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+
+
+def _observed(owner: str, accumulator: str, wire: pe.wire.Wire) -> tuple[float, float]:
+    """Return the sums of squares of this rank's own gradients, and of the mean over all ranks."""
+    rank = dist.get_rank()
+    model = nn.Linear(3, 1, bias=False, dtype=torch.bfloat16 if accumulator == "fp32" else torch.float32)
+    make = pe.attach if owner == "attach" else pe.GradSync
+    forward = DistributedDataParallel(model) if owner == "attach" else model
+    sync, sums = make(forward, accumulate=2, accumulator=accumulator, wire=wire), []
+
+    def observe(indices, grads, scale):
+        squares = sum(grad.double().square().sum() for grad in grads)
+        sums.append(float(squares if scale is None else squares / scale.double().square()))
+
+    sync._engine.reducer.observe(observe)
+    for window in sync.windows(torch.ones(2, 1, 3, dtype=model.weight.dtype) * (1 + rank)):
+        for x in window:
+            sync.backward(forward(x).sum(), count=1)
+        sync.unscale_()
+    return sum(sums), float(model.weight.grad.double().square().sum())
+
+
+@pytest.mark.parametrize("wire", [pe.wire.FP32(), pe.wire.BF16()], ids=str)
+@pytest.mark.parametrize("accumulator", ["native", "fp32"])
+@pytest.mark.parametrize("owner", ["own", "attach"])
+def test_each_rank_s_own_sum_is_seen_before_it_travels(ranks, owner, accumulator, wire):
+    one, other = ranks(2).run(_observed, owner, accumulator, wire)
+    # Two micro-batches of 1 on rank 0, of 2 on rank 1, three elements; the mean is 1.5.
+    assert one == (3 * 2.0**2, 3 * 1.5**2) and other == (3 * 4.0**2, 3 * 1.5**2)
+
+
+def test_owners_without_such_sums_refuse_by_name():
+    sync = pe.GradSync(nn.Linear(2, 2), accumulator="exact")
+    with pytest.raises(NotImplementedError, match="BucketReducer has no sums of this rank alone"):
+        sync._engine.reducer.observe(print)
