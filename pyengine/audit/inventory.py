@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.audit.subject import Shard, Subject
-from pyengine.comm import Comm, apart, comm_for
+from pyengine.comm import Comm, comm_for
 from pyengine.gradients.slots import local
 
 Groups = Mapping[str, dist.ProcessGroup | None]
@@ -57,7 +57,7 @@ class Inventory:
         self.subjects = [*self._parameters(), *self._optimizers_own(optimizers), *self._buffers()]
         self._check_alike()
         # A rank that leaves out a step goes on to the loop's own collectives, while the others check.
-        self.comms = [apart(comm) for comm in self.comms]
+        self.comms = [comm.with_own_group() for comm in self.comms]
 
     def _unwrap(self) -> None:
         """Take `DistributedDataParallel` and a compiled module's shell off, and note what DDP is told."""

@@ -13,7 +13,7 @@ from pyengine.comm.local import Local
 from pyengine.comm.torch_dist import TorchDist
 from pyengine.ops.device import is_lazy
 
-__all__ = ["Comm", "Local", "TorchDist", "apart", "comm_for"]
+__all__ = ["Comm", "Local", "TorchDist", "comm_for"]
 
 
 def comm_for(device: torch.device, group: dist.ProcessGroup | None) -> Comm:
@@ -36,19 +36,6 @@ def comm_for(device: torch.device, group: dist.ProcessGroup | None) -> Comm:
         _check_alone()
         return Local()
     return TorchDist(group, device)
-
-
-def apart(comm: Comm) -> Comm:
-    """Return a transport whose collectives are paired with nobody else's; all ranks of `comm` call this.
-
-    Where the host waits for collectives it goes by a process group of its own: gloo ends a process whose
-    collective meets one of another size.
-
-    Cost: as `TorchDist.apart`.
-    """
-    if isinstance(comm, TorchDist) and comm.world_size > 1 and not comm.is_stream_ordered:
-        return comm.apart()
-    return comm
 
 
 def _check_alone() -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from pyengine.comm.roll_call import RollCall
+
 T = TypeVar("T", bound=Tensor)
+
+# Ranks by host. A "host" is any island of a fast network.
+Hosts = tuple[tuple[int, ...], ...]
 
 
 @dataclass
@@ -18,8 +25,8 @@ class Traffic:
     """Counters of one transport.
 
     Attributes:
-        collectives: how many were launched.
-        bytes_sent: bytes that this rank sends for them, by the ring's formula.
+        collectives: number of collectives launched.
+        bytes_sent: bytes that this rank sends for them, by the formula of a ring.
     """
 
     collectives: int = 0
@@ -32,12 +39,12 @@ class Traffic:
 
 
 def ring_bytes(num_bytes: int, world_size: int) -> int:
-    """Return what one rank sends in a ring all-reduce of `num_bytes`: 2 (W - 1) / W times as many."""
+    """Return the bytes that one rank of W sends in a ring all-reduce: 2 (W - 1) / W times `num_bytes`."""
     return 2 * (world_size - 1) * num_bytes // world_size
 
 
 def by_dtype(tensors: Iterable[T]) -> list[list[T]]:
-    """Return the tensors in lists of one dtype each, in their order: what one collective or pass may take."""
+    """Group tensors by dtype, in their order: one collective or pass needs a single dtype."""
     found: dict[torch.dtype, list[T]] = {}
     for tensor in tensors:
         found.setdefault(tensor.dtype, []).append(tensor)
@@ -45,17 +52,15 @@ def by_dtype(tensors: Iterable[T]) -> list[list[T]]:
 
 
 def flat_zeros(comm: Comm, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros, `[numel]`, where a transport reduces them best; the memory lives as long as they do."""
-    if isinstance(comm, Allocates):
-        return comm.allocate(numel, dtype)
-    return torch.zeros(numel, dtype=dtype, device=device)
+    """Return zeros, `[numel]`, in the memory that the transport reduces fastest; see `Comm.allocate`."""
+    return comm.allocate(numel, dtype, device)
 
 
 class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> object:
-        """Block until the result is in place (on an accelerator: until its stream may use it)."""
+        """Block until the result is there; on an accelerator, let the current stream wait for it."""
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that completes with the collective."""
@@ -64,77 +69,80 @@ class Work(Protocol):
         """Whether waiting would not block."""
 
 
-class Comm(Protocol):
-    """Moves bytes between the ranks of a group; made by `comm_for`.
+class Comm(ABC):
+    """Base class of transports: collectives among the ranks of a group. `comm_for` makes the right one.
+
+    A transport implements `all_reduce`, `all_reduce_max`, `all_gather_object` and `broadcast_`. All other
+    methods and attributes have defaults, for a transport that has nothing to add.
+
+    Args:
+        rank: this rank in the group.
+        world_size: number of ranks in the group.
 
     Attributes:
-        is_stream_ordered: whether waiting for a collective costs the host nothing: the current stream waits,
-            or a recorded program.
+        rank, world_size: as given.
+        ranks: all ranks of the group, as the default group numbers them.
+        backend: name of the backend, "nccl" for example; empty if there is none.
+        is_stream_ordered: whether the current stream (or a recorded program) waits for collectives, not the
+            host.
+        can_exchange: whether `all_to_all` and `all_gather` are there.
+        can_share_parts: whether `share_part` is there.
+        has_own_memory: whether `allocate` returns memory in which reductions are faster than elsewhere.
+        host_of: host of each rank of the group; empty until the engine's ranks have gathered it.
         traffic: what this rank has sent so far.
+        roll_call: adds to the error of a failed collective which ranks do not answer.
     """
 
-    traffic: Traffic
+    backend = ""
+    is_stream_ordered = False
+    can_exchange = False
+    can_share_parts = False
+    has_own_memory = False
 
-    @property
-    def world_size(self) -> int: ...
+    def __init__(self, *, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.ranks: tuple[int, ...] = tuple(range(world_size))
+        self.host_of: Mapping[int, Hashable] = {}
+        self.traffic = Traffic()
+        self.roll_call = RollCall()
+        self._joined: list[Comm] = []
 
-    @property
-    def rank(self) -> int: ...
+    # ---- collectives that every transport has ----
 
-    @property
-    def is_stream_ordered(self) -> bool: ...
-
+    @abstractmethod
     def all_reduce(self, flat: Tensor) -> Work:
-        """Start summing over all ranks, in place.
+        """Launch a sum over all ranks, in place.
 
         Args:
-            flat: `[numel]`, of the same dtype on every rank; the caller's memory, which has to stay alive and
-                untouched until the work has been waited for.
+            flat: `[numel]`, of the same dtype on every rank. The caller keeps it alive and unchanged until
+                the work has been waited for.
 
-        Cost: 2 (W - 1) / W times its bytes sent by every rank of W, as a ring does it.
+        Cost: 2 (W - 1) / W times its bytes sent by every rank of W, as in a ring.
         """
 
+    @abstractmethod
     def all_reduce_max(self, flat: Tensor) -> Work:
-        """Start taking the maximum over all ranks, in place; otherwise as `all_reduce`."""
+        """Launch a maximum over all ranks, in place; otherwise as `all_reduce`."""
 
+    @abstractmethod
     def all_gather_object(self, value: object) -> list[Any]:
-        """Return every rank's value, by rank. For set-up and error reports only: it waits and pickles."""
+        """Return the values of all ranks, by rank. It waits and pickles: for set-up and error reports."""
 
+    @abstractmethod
     def broadcast_(self, tensors: list[Tensor]) -> None:
-        """Overwrite tensors with rank 0's; it waits.
+        """Overwrite tensors with those of rank 0, and wait.
 
         Args:
             tensors: of any shapes and dtypes, the same on every rank; the caller's memory.
 
-        Cost: their bytes sent by rank 0 (on XLA an all-reduce of them as float32); tensors that are not alone
-        in a collective are copied for it.
+        Cost: their bytes sent by rank 0 (on XLA an all-reduce of them as float32). Tensors that share a
+        collective are copied for it.
         """
 
-    def release(self) -> None:
-        """End what watches over it beside the caller; it may be used further."""
-
-    def side_stream(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Let the body wait for collectives without stalling the running backward, where that takes another
-        stream.
-
-        Args:
-            tensors: of the current stream, which the body uses and others may free before it has run: their
-                memory is not reused until then.
-        """
-
-
-@runtime_checkable
-class Exchanges(Protocol):
-    """A transport in which every rank can send something else to each other one."""
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def rank(self) -> int: ...
+    # ---- exchanges of parts: `can_exchange` ----
 
     def all_to_all(self, received: Tensor, parts: Tensor) -> Work:
-        """Start sending every rank a part of its own.
+        """Launch an exchange in which every rank sends a different part to each rank.
 
         Args:
             received: `[world_size * n]`, written: the r-th part comes from rank r.
@@ -143,51 +151,154 @@ class Exchanges(Protocol):
 
         Cost: (W - 1) / W times its bytes sent by every rank of W.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no all_to_all: can_exchange is False")
 
     def all_gather(self, gathered: Tensor, part: Tensor) -> Work:
-        """Start sending a part of this rank's to every other one.
+        """Launch an all-gather of one part of each rank.
 
         Args:
             gathered: `[world_size * n]`, written: the r-th part comes from rank r.
-            part: `[n]`, of the same dtype, read; may be its own place in `gathered`. n is the same on every
-                rank.
+            part: `[n]`, of the same dtype, read; may be this rank's part of `gathered`. n is the same on
+                every rank.
 
         Cost: (W - 1) times its bytes sent by every rank of W.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no all_gather: can_exchange is False")
 
+    # ---- memory ----
 
-@runtime_checkable
-class HasHosts(Protocol):
-    """A transport whose ranks' hosts may talk beside their devices."""
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return zeros, `[numel]`, in the memory that this transport reduces fastest.
 
-    def between_hosts(self) -> Comm | None:
-        """Return a transport over the same ranks for tensors in the hosts' memory, by which nobody waits for
-        a device; one rank's at once. None where several have none, or where the host waits for collectives in
-        any case. Every rank calls this, and its end is the end of what is returned.
+        The memory lives as long as the tensor. Default: torch's own memory.
         """
-
-
-@runtime_checkable
-class Allocates(Protocol):
-    """A transport that reduces faster what lies in memory of its own."""
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros, `[numel]`, on the transport's device; theirs is the memory as long as they live."""
-
-
-@runtime_checkable
-class Reserves(Allocates, Protocol):
-    """One whose memory is best taken in one piece."""
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Let the next buffers, of so many bytes each, lie in one piece; every rank calls it with the same
-        sizes.
+        """Reserve one piece of memory for the next buffers, of `sizes` bytes; same sizes on every rank.
+
+        Default: nothing is reserved.
         """
 
+    def share_part(self, flat: Tensor, part: slice) -> Work:
+        """Launch the completion of a buffer of which every rank holds a part; needs `can_share_parts`.
 
-@runtime_checkable
-class RefusesTypes(Protocol):
-    """A transport that cannot reduce every type."""
+        Args:
+            flat: `[numel]`, of the same dtype on every rank. `part` is read, the rest is written.
+            part: of this rank; parts of different ranks do not overlap. Elements in no part become 0.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no share_part: can_share_parts is False")
 
-    def refuses(self, dtype: torch.dtype) -> str:
-        """Say why tensors of a type cannot be reduced here; empty if they can."""
+    def unsupported_reason(self, dtype: torch.dtype) -> str:
+        """Return why this transport cannot reduce a dtype; empty if it can. Default: all are supported."""
+        del dtype
+        return ""
+
+    # ---- transports beside this one ----
+
+    def with_own_group(self) -> Comm:
+        """Return a transport over the same ranks whose collectives cannot be paired with other code's.
+
+        Every rank calls this. The result is released together with this transport. Default: this transport.
+        """
+        return self
+
+    def between_hosts(self) -> Comm | None:
+        """Return a transport over the same ranks for tensors in host memory, which needs no device.
+
+        Every rank calls this. The result is released together with this transport. Default: None. The host
+        then waits for collectives anyway, or the hosts have no backend.
+        """
+        return None
+
+    def levels(self, hosts: Hosts | None = None) -> Levels:
+        """Return the transports within a host and across hosts. Every rank calls this.
+
+        Args:
+            hosts: ranks of the default group by host, the same number on each; None: as the machines have
+                them.
+
+        Raises:
+            ValueError: on every rank: the numbers differ, or a rank is on no host.
+            TypeError: this transport has no process group that could be split. That is the default.
+        """
+        raise TypeError("ranks of this transport are in no process group that could be split by host")
+
+    def join(self, other: Comm) -> None:
+        """Share the traffic counters and the stall watch of `other`; be released together with it."""
+        self.traffic, self.host_of = other.traffic, other.host_of
+        self.roll_call.watch = other.roll_call.watch
+        other._joined.append(self)
+
+    def release(self) -> None:
+        """End everything that this transport runs beside the caller; it can still be used afterwards."""
+        for comm in self._joined:
+            comm.release()
+        self._joined = []
+
+    # ---- waiting ----
+
+    def side_stream(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Run the body where waiting for collectives does not stall the running backward.
+
+        Args:
+            tensors: of the current stream, read by the body. Their memory is not reused before the body's
+                kernels have run.
+
+        Default: right here, for a transport that needs no other stream.
+        """
+        del tensors
+        return nullcontext()
+
+    def run(
+        self, launch: Callable[[bool], dist.Work | None], what: str, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Run a collective of torch's own and wait for it.
+
+        Args:
+            launch: starts it. Given True it returns the work, or waits and returns None; given False it
+                waits.
+            what: description of the collective.
+            group: process group of the collective, if not that of this transport.
+
+        Default: wait, without looking for ranks that do not come.
+        """
+        del what, group
+        launch(False)
+
+    def watch_stalls(self, after_s: float) -> None:
+        """Report collectives that ranks have not come to after `after_s` seconds; fail where one has died.
+
+        Every rank of the group calls this, in the order in which it makes engines. Default: no watch.
+        """
+
+    def report_position(self, position: Callable[[], str]) -> None:
+        """Let the stall watch describe where this rank is by `position`, which another thread calls."""
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Transports of a rank in two levels.
+
+    Attributes:
+        inside: over the ranks of its host.
+        across: over the ranks with the same index on every host; over this rank alone where a smaller host
+            has no such index.
+        num_places: ranks of the smallest host, each of which sums a part across hosts.
+    """
+
+    inside: Comm
+    across: Comm
+    num_places: int
+
+    def part_of(self, numel: int) -> slice:
+        """Return the elements of a bucket that this rank sums across hosts."""
+        size, place = -(-numel // self.num_places), self.inside.rank
+        if not self.is_across:
+            return slice(0, 0)
+        return slice(min(place * size, numel), min((place + 1) * size, numel))
+
+    @property
+    def is_across(self) -> bool:
+        """Whether this rank sums a part across hosts."""
+        return self.inside.rank < self.num_places

@@ -2,95 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from collections.abc import Hashable, Sequence
 
-from torch import Tensor
-
-from pyengine.comm.base import Comm, Work
+from pyengine.comm.base import Comm, Hosts
 from pyengine.comm.process_state import ProcessId, own_network
-
-# Ranks by host; whatever "host" stands for, an island of a fast network say.
-Hosts = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class Levels:
-    """Transports of a rank in two levels.
-
-    Attributes:
-        inside: over the ranks of its host.
-        across: over the ranks of its place on every host; over itself where a smaller host has no such place.
-        num_places: ranks of the smallest host, each of which sums a part across hosts.
-    """
-
-    inside: Comm
-    across: Comm
-    num_places: int
-
-    def part_of(self, numel: int) -> slice:
-        """Return the elements of a bucket that this rank sums across hosts."""
-        size, place = -(-numel // self.num_places), self.inside.rank
-        if not self.is_across:
-            return slice(0, 0)
-        return slice(min(place * size, numel), min((place + 1) * size, numel))
-
-    @property
-    def is_across(self) -> bool:
-        """Whether this rank sums a part across hosts."""
-        return self.inside.rank < self.num_places
-
-
-@runtime_checkable
-class HasLevels(Protocol):
-    """A transport whose ranks can be taken in two levels."""
-
-    def levels(self, hosts: Hosts | None = None) -> Levels:
-        """Return the two, made at the first call, which every rank of the transport makes.
-
-        Args:
-            hosts: ranks of the default group by host, all of which have equally many here; None: as the
-                machine has them.
-
-        Raises:
-            ValueError: on every rank: they have not, or a rank is on none.
-        """
-
-
-@runtime_checkable
-class SharesParts(Protocol):
-    """A transport that can complete a buffer of which every rank has a part, in memory that all of them
-    see.
-    """
-
-    def share_part(self, flat: Tensor, part: slice) -> Work:
-        """Start to let every rank have all parts.
-
-        Args:
-            flat: `[numel]`, of the same dtype on every rank; of it `part` is read, and the rest written.
-            part: this rank's; those of all ranks do not overlap. What is in none becomes 0.
-        """
-
-
-@runtime_checkable
-class KnowsHosts(Protocol):
-    """A transport that is told which ranks are of one host.
-
-    Attributes:
-        ranks: its own, as the default group has them.
-        host_of: hosts by rank; empty until somebody has told it.
-    """
-
-    ranks: tuple[int, ...]
-    host_of: Mapping[int, Hashable]
 
 
 def spans_hosts(comm: Comm) -> bool:
-    """Whether a transport's ranks are of several hosts; so they are taken for where that is not known."""
-    if not isinstance(comm, KnowsHosts) or not comm.host_of:
-        return True
-    return len({comm.host_of[rank] for rank in comm.ranks}) > 1
+    """Whether the ranks of a transport are on several hosts; True where that is not known."""
+    return not comm.host_of or len({comm.host_of[rank] for rank in comm.ranks}) > 1
 
 
 def own_host() -> Hashable:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyengine.comm.base import Comm, Traffic
-from pyengine.comm.levels import Hosts, Levels
+from pyengine.comm.base import Comm, Hosts, Levels
 
 
 class _Done:
@@ -29,19 +26,13 @@ class _Done:
         return future
 
 
-class Local:
+class Local(Comm):
     """One rank, no collectives."""
 
-    world_size = 1
-    rank = 0
-    is_stream_ordered = False
+    can_exchange = True
 
     def __init__(self) -> None:
-        self.traffic = Traffic()
-
-    def join(self, other: Comm) -> None:
-        """Let what is counted here belong to another transport's engine."""
-        self.traffic = other.traffic
+        super().__init__(rank=0, world_size=1)
 
     def levels(self, hosts: Hosts | None = None) -> Levels:
         """Return two levels of one rank."""
@@ -49,16 +40,8 @@ class Local:
         return Levels(self, self, 1)
 
     def between_hosts(self) -> Local:
-        """Return itself: there is one host."""
+        """Return this transport: there is one host."""
         return self
-
-    def release(self) -> None:
-        """Do nothing."""
-
-    def side_stream(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Work right here: there is nobody to wait for."""
-        del tensors
-        return nullcontext()
 
     def all_reduce(self, flat: Tensor) -> _Done:
         """Return at once: the sum over one rank is already there."""

@@ -58,13 +58,15 @@ class NcclPool:
 
 
 class RegisteredMemory(TorchDist):
-    """Collectives of one process group over NCCL, on buffers in memory that it has registered.
+    """Collectives of one process group over NCCL, on buffers in memory that NCCL has registered.
 
     Args:
         group: the group; None is the default group.
         device: where the tensors lie.
         pool: of the memory; ended by `release`, behind which buffers come from elsewhere.
     """
+
+    has_own_memory = True
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, pool: Pool) -> None:
         super().__init__(group, device)
@@ -75,9 +77,9 @@ class RegisteredMemory(TorchDist):
             num_bytes = sum(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes)
             self._pool.zeros(num_bytes, torch.uint8)  # freed at once: the pool cuts what comes next from it
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._pool is None:
-            return torch.zeros(numel, dtype=dtype, device=self.device)
+            return super().allocate(numel, dtype, device)
         return self._pool.zeros(numel, dtype)
 
     def release(self) -> None:
@@ -88,8 +90,8 @@ class RegisteredMemory(TorchDist):
 
 
 def can_register(comm: Comm) -> bool:
-    """Whether a transport is one over NCCL, which registers memory."""
-    return isinstance(comm, TorchDist) and comm.backend == "nccl"
+    """Whether the backend of a transport is NCCL, which registers memory."""
+    return comm.backend == "nccl"
 
 
 def register_memory(comm: TorchDist) -> TorchDist:

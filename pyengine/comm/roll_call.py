@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
 import torch.distributed as dist
@@ -19,23 +19,47 @@ WAIT_S = 2.0
 
 
 class RollCall:
-    """The ranks of one group, asked through its store once a collective has failed.
-
-    Args:
-        group: the group; it is not kept, only its store.
+    """Names the ranks that do not answer when a collective has failed. Without a store it cannot.
 
     Attributes:
-        store: of the group.
-        watch: knows which ranks have died, and what all of them are to fail with; or None.
-        usage: of an engine's own group, which serves no other once a collective has failed; or None.
+        watch: knows which ranks have died, and the error that all ranks raise; or None.
+    """
+
+    def __init__(self) -> None:
+        self.watch: StallWatch | None = None
+
+    def named(self) -> AbstractContextManager[None]:
+        """Add to what the body, a collective, raises which ranks do not answer. Default: add nothing."""
+        return nullcontext()
+
+    def break_off(self, error: Exception) -> None:
+        """Start no further collective: this rank could not start one that other ranks are in.
+
+        Args:
+            error: why this rank could not start it.
+
+        Default: nothing is noted.
+        """
+
+
+class StoreRollCall(RollCall):
+    """Asks the ranks of a group through its store.
+
+    Args:
+        group: the group; only its store is kept, not the group.
+
+    Attributes:
+        store: store of the group.
+        usage: use of an engine's own group, which serves no other engine once a collective has failed; or
+            None.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
         pg = dist.group.WORLD if group is None else group
-        assert pg is not None  # it has told our rank
+        assert pg is not None  # this rank is a member
         self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(pg)
         self.store: dist.Store = _get_process_group_store(pg)
-        self.watch: StallWatch | None = None
         self.usage: Usage | None = None
         self._found: str | None = None
         self._broken = ""
@@ -69,12 +93,9 @@ class RollCall:
             raise RuntimeError(failure(self._found, None if has_verdict else error)) from error
 
     def break_off(self, error: Exception) -> None:
-        """Let no further collective start here, and those of other ranks fail where they are watched: this
-        rank has left out one that the others are in. gloo ends a process that gets other sizes than it waits
-        for.
+        """Start no further collective here, and let those of other ranks fail where a watch runs.
 
-        Args:
-            error: why this rank could not start it.
+        gloo ends a process that receives other sizes than it waits for.
         """
         if self.usage is not None:
             self.usage.is_broken = True

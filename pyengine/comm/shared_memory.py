@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyengine.comm.arena import Arena, Offer
-from pyengine.comm.base import Comm, Work, ring_bytes
-from pyengine.comm.levels import Hosts, Levels, by_host
+from pyengine.comm.base import Comm, Hosts, Levels, Work, ring_bytes
+from pyengine.comm.levels import by_host
 from pyengine.comm.local import Local
 from pyengine.comm.process_state import ProcessId
 from pyengine.comm.registered_memory import can_register, register_memory
@@ -36,14 +36,16 @@ class SharedMemory(TorchDist):
         arena: of the group's ranks; ended by `release`, behind which the group reduces.
     """
 
+    can_share_parts = has_own_memory = True
+
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, arena: Arena) -> None:
         super().__init__(group, device)
         self._arena: Arena | None = arena
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        if self._arena is not None:
-            return self._arena.allocate(numel, dtype)
-        return torch.zeros(numel, dtype=dtype, device=self.device)
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._arena is None:
+            return super().allocate(numel, dtype, device)
+        return self._arena.allocate(numel, dtype)
 
     def release(self) -> None:
         if self._arena is not None:
@@ -59,9 +61,7 @@ class SharedMemory(TorchDist):
         return self._reduced(self._arena, flat, is_max=is_max)
 
     def share_part(self, flat: Tensor, part: slice) -> Work:
-        """Start to let every rank have all parts; see `SharesParts`. It is the second half of a reduction,
-        whose bytes are counted with the first one.
-        """
+        """Launch the second half of a reduction; its bytes have been counted with the first half."""
         flat[: part.start].zero_()
         flat[part.stop :].zero_()
         if self._arena is None:
@@ -92,19 +92,18 @@ class SharedHosts(TorchDist):
         levels: within the host, in an arena or by this rank alone, and across hosts; ended by `release`.
     """
 
+    has_own_memory = True
+
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, levels: Levels) -> None:
         super().__init__(group, device)
         self._by_host = levels
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        inside = self._by_host.inside
-        if isinstance(inside, SharedMemory):
-            return inside.allocate(numel, dtype)
-        return torch.zeros(numel, dtype=dtype, device=self.device)
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._by_host.inside.allocate(numel, dtype, device)
 
     def _part(self, ranks: Sequence[int], *, alone: bool) -> Comm:
         inside = self._by_host.inside
-        is_host = isinstance(inside, SharedMemory) and inside.ranks == tuple(self.ranks[r] for r in ranks)
+        is_host = inside.can_share_parts and inside.ranks == tuple(self.ranks[r] for r in ranks)
         return inside if is_host else super()._part(ranks, alone=alone)
 
     def _all_reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> Work:
@@ -122,7 +121,7 @@ class SharedHosts(TorchDist):
             yield inside.all_reduce(flat)
         if part.stop > part.start:
             yield self._by_host.across.all_reduce(flat[part])
-        if isinstance(inside, SharedMemory):
+        if inside.can_share_parts:
             yield inside.share_part(flat, part)
 
 

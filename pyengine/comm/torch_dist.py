@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyengine.comm.base import Comm, Traffic, Work, by_dtype, ring_bytes
+from pyengine.comm.base import Comm, Hosts, Levels, Work, by_dtype, ring_bytes
 from pyengine.comm.exclusive import Usage, offer, take, usage_of
 from pyengine.comm.groups import (
     give_up_after,
@@ -23,9 +23,9 @@ from pyengine.comm.groups import (
     name_of_backend,
     timeout_of,
 )
-from pyengine.comm.levels import Hosts, Levels, by_host, check_equal, given, own_host
+from pyengine.comm.levels import by_host, check_equal, given, own_host
 from pyengine.comm.local import Local
-from pyengine.comm.roll_call import RollCall
+from pyengine.comm.roll_call import RollCall, StoreRollCall
 from pyengine.comm.side_stream import SideStream
 from pyengine.comm.stall import StallWatch
 from pyengine.comm.transfers import PointToPoint, Transfers
@@ -62,7 +62,7 @@ class _Work:
         return self._work.is_completed()
 
 
-class TorchDist:
+class TorchDist(Comm):
     """Collectives of one process group.
 
     Args:
@@ -71,23 +71,18 @@ class TorchDist:
 
     Attributes:
         device: as given.
-        backend: what the group has for the device, "nccl", say.
-        ranks: of the group, as the default group has them.
-        host_of: see `KnowsHosts`.
-        roll_call: names the ranks that do not answer when a collective has failed.
     """
 
+    can_exchange = True
+    roll_call: StoreRollCall
+
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._find_group = self._follows = _finding(group)
-        self._joined: list[Comm] = []
-        self._levels: dict[Hosts | None, Levels] = {}
-        self.host_of: Mapping[int, Hashable] = {}
-        self.world_size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
+        super().__init__(rank=dist.get_rank(group), world_size=dist.get_world_size(group))
         if self.rank < 0:
             raise ValueError("group: this process is not a member; pass a group that contains it")
-        self.traffic = Traffic()
-        self.roll_call = RollCall(group)
+        self._find_group = self._follows = _finding(group)
+        self._levels: dict[Hosts | None, Levels] = {}
+        self.roll_call = StoreRollCall(group)
         self._usage = usage_of(group)  # where the group is an engine's own
         self._keep(self._usage)
         self._follows_limit = False  # for a group of ours that several engines use
@@ -103,20 +98,23 @@ class TorchDist:
         """The process group; None is the default group."""
         return self._find_group()
 
-    def apart(self) -> TorchDist:
-        """Return a transport over the same ranks by a process group that nothing else uses; every rank calls
-        this, and its end is the end of what is returned.
+    def with_own_group(self) -> Comm:
+        """Return a transport over a process group that no other code uses, where the host waits.
+
+        gloo ends a process whose collective meets one of another size.
 
         Cost: a gather of objects; and a process group, unless an earlier engine has left one.
         """
+        if self.world_size == 1 or self.is_stream_ordered:
+            return self
         offers = self.all_gather_object(offer(self.ranks, self.backend))
         own = TorchDist(take(self.ranks, self.backend, offers, self.limit()), self.device)
         own.join(self)
         return own
 
     def between_hosts(self) -> Comm | None:
-        """Return a transport between these ranks' hosts, by gloo; None where the host waits for collectives
-        in any case, or where this group has no gloo for the CPU. See `HasHosts`.
+        """Return a transport over gloo; None where the host waits for collectives anyway, or where this group
+        has no gloo for the CPU.
 
         Cost: a process group, unless an earlier engine over this one has left it.
         """
@@ -130,32 +128,23 @@ class TorchDist:
         return hosts
 
     def watch_stalls(self, after_s: float) -> None:
-        """Report collectives that ranks have not come to after so many seconds, and fail where one has died.
-
-        Every rank of the group calls this, in the order in which it makes engines.
-        """
         if self.world_size > 1:
             self.roll_call.watch = StallWatch(self.roll_call.store, dist.get_rank(), self.ranks, after_s)
 
-    def tell_position(self, position: Callable[[], str]) -> None:
-        """Let others learn where this rank is, in the words of `position`, which another thread calls."""
+    def report_position(self, position: Callable[[], str]) -> None:
         if self.roll_call.watch is not None:
             self.roll_call.watch.position = position
 
     def join(self, other: Comm) -> None:
-        """Let what is sent here belong to another transport's engine, and end with that."""
-        self.traffic = other.traffic
+        super().join(other)
         if isinstance(other, TorchDist):
-            self.roll_call.watch, self.host_of = other.roll_call.watch, other.host_of
-            other._joined.append(self)
             self._follows = other._follows
             if other._kept is not None:
                 self._keep(other._kept)
 
     def release(self) -> None:
-        for comm in self._joined:
-            comm.release()
-        self._joined, self._levels = [], {}
+        super().release()
+        self._levels = {}
         if self._point_to_point is not None:
             self._point_to_point.close()
         if self.roll_call.watch is not None:
@@ -165,7 +154,6 @@ class TorchDist:
             self._kept.users.discard(self)
 
     def levels(self, hosts: Hosts | None = None) -> Levels:
-        """Return the transports within a host and across hosts; see `HasLevels`."""
         if hosts not in self._levels:
             if hosts is None:
                 found = by_host(self.all_gather_object(own_host()))
@@ -213,14 +201,7 @@ class TorchDist:
     def run(
         self, launch: Callable[[bool], dist.Work | None], what: str, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Run a collective, and wait for it; who is missing is named where it fails or stalls.
-
-        Args:
-            launch: starts it; given True it returns its work, or waits by itself and returns None; given
-                False it waits.
-            what: it is, in words.
-            group: of the collective, if that is not this transport's.
-        """
+        """Run a collective and wait for it; the error names the ranks that did not come."""
         watch, host_watch = self.roll_call.watch, self._host_watch
         try:
             ranks = self.ranks if group is None else tuple(dist.get_process_group_ranks(group))

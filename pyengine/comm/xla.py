@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import Tensor
 
-from pyengine.comm.base import Traffic, by_dtype, ring_bytes
+from pyengine.comm.base import Comm, by_dtype, ring_bytes
 from pyengine.ops.device import HOST
 
 _LIMB_BITS = 16
@@ -39,7 +38,7 @@ class _Queued:
         )
 
 
-class Xla:
+class Xla(Comm):
     """Collectives of all replicas.
 
     A reduction is queued; whoever waits for one first records all that are queued, as one operation a type.
@@ -49,19 +48,17 @@ class Xla:
     Under SPMD there is one replica, whose partitioned programs do their own reductions.
 
     Args:
-        device: where the tensors lie.
-
-    Attributes:
-        is_stream_ordered: waiting for a collective costs the host nothing.
+        device: device of the tensors.
     """
 
     is_stream_ordered = True
 
     def __init__(self, device: torch.device) -> None:
+        is_spmd = xr.is_spmd()
+        super().__init__(
+            rank=0 if is_spmd else xr.global_ordinal(), world_size=1 if is_spmd else xr.world_size()
+        )
         self._device = device
-        self.world_size: int = 1 if xr.is_spmd() else xr.world_size()
-        self.rank: int = 0 if xr.is_spmd() else xr.global_ordinal()
-        self.traffic = Traffic()
         self._queue: list[Tensor] = []
         # Which replica this is must be data: as a constant it would give each replica a program of its own.
         ranks = torch.arange(self.world_size, dtype=torch.int64, device=HOST)
@@ -70,18 +67,10 @@ class Xla:
         self._is_root = torch.tensor([self.rank == 0], dtype=torch.bool, device=HOST).to(device)
         torch_xla.sync()
 
-    def refuses(self, dtype: torch.dtype) -> str:
+    def unsupported_reason(self, dtype: torch.dtype) -> str:
         if dtype == torch.bfloat16 and self.world_size > 1 and xr.device_type() == "CPU":
             return "XLA's CPU backend has no all-reduce of bfloat16"
         return ""
-
-    def release(self) -> None:
-        """Do nothing."""
-
-    def side_stream(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Work right here: the order of a recorded program is the compiler's."""
-        del tensors
-        return nullcontext()
 
     def all_reduce(self, flat: Tensor) -> _Queued:
         """Queue the sum of `flat` over all replicas, in place; of float64, within float32's range."""

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from pyengine.comm import TorchDist, apart, comm_for
+from pyengine.comm import TorchDist, comm_for
 from pyengine.comm.axes import Axes, has_group
 from pyengine.comm.base import Comm
 from pyengine.engine.engine import make_engine
@@ -151,11 +151,10 @@ def _travel_by(state: HookState, ranks: EngineRanks, settings: Settings) -> None
     state.serve(settings.wire)
     device = ranks.device
     comm: Comm = ranks.comm
-    if ranks.has_mesh or not isinstance(comm, TorchDist):
-        comm = TorchDist(state.group, device)  # DDP's ranks are some of the engine's, or this one alone
+    if ranks.has_mesh:
+        comm = TorchDist(state.group, device)  # the ranks of DDP are some of the engine's
         comm.join(ranks.comm)
     comm = ranks.for_buckets(comm, shared_memory=settings.shared_memory)
-    assert isinstance(comm, TorchDist)
     state.travel_by(comm, device)
     prepare_wire(settings.wire, [comm], ranks.comm)
 
@@ -200,7 +199,7 @@ def _attach_sharded(model: nn.Module, settings: Settings, deferral: Deferral) ->
         unit.module.reshard()  # so that the model shows its sharded parameters
     named, ignored = managed_parameters(model, units)
     # An exception may take a rank out of a backward, while the others are in FSDP's collectives.
-    comm = apart(comm_for(next(model.parameters()).device, None))
+    comm = comm_for(next(model.parameters()).device, None).with_own_group()
 
     ranks = ShardedRanks(units, comm)
 

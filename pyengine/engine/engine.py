@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from pyengine.comm import TorchDist
 from pyengine.comm.base import Comm
 from pyengine.data.rng import set_rng_states
 from pyengine.engine.batch_norm import BatchNormReplay, batch_norm_problems
@@ -454,7 +453,7 @@ def make_engine(
         ValueError: an argument or a parameter is off, or ranks differ; on every rank, and nothing has
             changed.
     """
-    if settings.watches_stalls and isinstance(comm, TorchDist):
+    if settings.watches_stalls:
         comm.watch_stalls(float(settings.stall_after_s or 0.0))
     try:
         specs = [ParamSpec.of(name, param) for name, param in named] if ranks is None else ranks.specs(named)
@@ -480,8 +479,7 @@ def make_engine(
     except BaseException:
         comm.release()
         raise
-    if isinstance(comm, TorchDist):
-        comm.tell_position(whereabouts_of(engine))
+    comm.report_position(whereabouts_of(engine))
     return engine
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from pyengine.comm import Comm, Local, TorchDist, apart, comm_for
+from pyengine.comm import Comm, Local, TorchDist, comm_for
 from pyengine.comm.axes import (
     Axes,
     MeshRanks,
@@ -159,7 +159,7 @@ class EngineRanks:
         if self._mesh is not None:
             group = group_of(self._mesh.everybody(), device)
         self.comm = comm_for(device, group)
-        self._ranks = self._global_ranks(group)
+        self._ranks = self.comm.ranks
         plain = Membership.plain(rank=self.comm.rank, world_size=self.comm.world_size)
         self.membership, self._group_of = plain, [0] * len(named)
         self._names = [name for name, _ in named]
@@ -197,7 +197,7 @@ class EngineRanks:
             comm: over ranks of the engine.
             shared_memory: whether gradients are to be reduced in memory that these ranks share, if they can.
         """
-        comm = apart(comm)  # when a bucket leaves is a matter of time
+        comm = comm.with_own_group()  # when a bucket starts differs from rank to rank
         return share_memory(comm) if shared_memory else comm
 
     def own_groups(self, names: Collection[str], *, shared_memory: bool) -> Groups:
@@ -316,11 +316,6 @@ class EngineRanks:
     def group_named(self, name: str) -> int:
         """Return the group that a tensor of this name, a buffer say, belongs to."""
         return next((index for index, pattern in self._patterns if fnmatchcase(name, pattern)), 0)
-
-    def _global_ranks(self, group: dist.ProcessGroup | None) -> tuple[int, ...]:
-        if isinstance(self.comm, TorchDist):
-            return tuple(dist.get_process_group_ranks(group))
-        return (0,)
 
     def _problems(self, mesh: Any, axes: Any) -> list[str]:
         if mesh is not None and self._mesh is None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import pyengine
 from pyengine.comm.base import Comm
-from pyengine.comm.levels import KnowsHosts, own_host
+from pyengine.comm.levels import own_host
 from pyengine.engine.engine_ranks import Membership, memberships_differ, most_parts
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.local_part import is_dtensor
@@ -65,8 +65,7 @@ def agree(
     if differences:
         raise ValueError(differences[0])
     everybodys, shared, hosts = map(list, zip(*[sent for _, sent, *_ in everybody], strict=True))
-    if isinstance(comm, KnowsHosts):
-        comm.host_of = dict(zip(comm.ranks, hosts, strict=True))
+    comm.host_of = dict(zip(comm.ranks, hosts, strict=True))
     if len(set(shared)) > 1:
         values = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(shared))
         raise ValueError(f"ranks have different settings: {values}. Pass the same ones on every rank")

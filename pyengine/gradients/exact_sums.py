@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyengine.comm.base import Allocates, Comm, Exchanges, Work, flat_zeros
+from pyengine.comm.base import Comm, Work, flat_zeros
 from pyengine.comm.levels import spans_hosts
 from pyengine.comm.staged import Staged
 from pyengine.gradients.sums import Sum
@@ -91,13 +91,12 @@ class ExactOverRanks(ExactSum, Sum):
         yield self._comm.all_reduce_max(self._merged_bins)
         self.align_(self._merged_bins)
         if self._exchanges:
-            assert isinstance(self._comm, Exchanges)
             yield from self._exchanged(self._comm)
         else:
             yield self._comm.all_reduce(self.limbs)
             self.round_(self.rounded)
 
-    def _exchanged(self, comm: Exchanges) -> Iterator[Work]:
+    def _exchanged(self, comm: Comm) -> Iterator[Work]:
         """Add up and round a part on every rank."""
         size = self.hi.numel() // comm.world_size
         mine = self.between(comm.rank * size, (comm.rank + 1) * size)
@@ -210,7 +209,6 @@ class TermsOverRanks(ExactOverRanks):
             return
         if poison:
             self.rounded.fill_(torch.nan)
-        assert isinstance(self._comm, Exchanges)
         yield self._comm.all_to_all(self._received, self.rounded)
         for number, row in enumerate(self._rows):
             self._part.deposit_(row, first=number == 0, nonfinite=self._unread)
@@ -240,7 +238,7 @@ def exact_over_ranks(
 
 def can_exchange(comm: Comm) -> bool:
     """Whether ranks add up parts each, and send each other the sums; not where memory is shared."""
-    return comm.world_size > 1 and isinstance(comm, Exchanges) and not isinstance(comm, Allocates)
+    return comm.world_size > 1 and comm.can_exchange and not comm.has_own_memory
 
 
 def _between(plan: BucketPlan, bounds: slice) -> BucketPlan:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyengine.comm.base import Comm, Reserves, Work
+from pyengine.comm.base import Comm, Work
 from pyengine.comm.staged import Staged
 from pyengine.gradients.arrival import Arrivals, Watch, may_nest, watching
 from pyengine.gradients.base import Reducer
@@ -291,9 +291,8 @@ class BucketReducer(Reducer):
     def _reserve(self) -> None:
         """Ask transports for the memory that travels by each, in one piece where they have such."""
         for group, comm in enumerate(self._groups.comms):
-            if isinstance(comm, Reserves):
-                mine = [bucket.numel for bucket in self.layout.buckets if bucket.group == group]
-                comm.reserve([numel * self._wire.dtype.itemsize for numel in mine])
+            mine = [bucket.numel for bucket in self.layout.buckets if bucket.group == group]
+            comm.reserve([numel * self._wire.dtype.itemsize for numel in mine])
 
     def local_params(self) -> Sequence[Parameter]:
         return self.parts

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyengine.comm.base import Comm, HasHosts, Work
+from pyengine.comm.base import Comm, Work
 from pyengine.ops.device import HOST, Readback, send
 
 # Between hosts flags have a multiple of this length. Ranks that send windows of different engines, which the
@@ -68,7 +68,7 @@ class UsedAnywhere:
     """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
-        hosts = comm.between_hosts() if isinstance(comm, HasHosts) else None
+        hosts = comm.between_hosts()
         self.on_hosts = hosts is not None
         self._comm = comm if hosts is None else hosts
         self._device = device if hosts is None else HOST

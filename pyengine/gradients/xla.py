@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyengine.comm.base import Comm, Exchanges, RefusesTypes, Work
+from pyengine.comm.base import Comm, Work
 from pyengine.gradients.base import Reducer
 from pyengine.gradients.layout import ParamSpec, backward_order, build
 from pyengine.gradients.settings import Settings, sum_dtype
@@ -40,12 +40,12 @@ def problems_of_device(device: torch.device, comm: Comm, settings: Settings) -> 
             "'fp32' on an XLA device, whose result is the same on every replica but not for every number "
             "of replicas"
         )
-    if exchanges_parts(settings.wire) and not isinstance(comm, Exchanges):
+    if exchanges_parts(settings.wire) and not comm.can_exchange:
         found.append(
             f"wire={settings.wire}: it exchanges parts of a bucket between ranks, for which a recorded "
             "program has no collective here; use wire.BF16() or wire.FP32()"
         )
-    elif isinstance(comm, RefusesTypes) and (reason := comm.refuses(settings.wire.dtype)):
+    elif reason := comm.unsupported_reason(settings.wire.dtype):
         found.append(f"wire={settings.wire}: {reason}; use wire.FP32()")
     return found
 

@@ -1,6 +1,6 @@
 """Wires: how a bucket crosses the network and is summed there."""
 
-from pyengine.comm.base import Comm, Exchanges, Work
+from pyengine.comm.base import Comm, Work
 from pyengine.wire.base import Encodes, Prepares, Scatters, Wire
 from pyengine.wire.cast import BF16, FP16, FP32
 from pyengine.wire.encoded import FP8, Int8
@@ -18,7 +18,6 @@ __all__ = [
     "Comm",
     "Encodes",
     "ErrorFeedback",
-    "Exchanges",
     "FromHook",
     "Hierarchical",
     "Int8",

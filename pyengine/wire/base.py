@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from pyengine.comm.base import Comm, Exchanges, Work
+from pyengine.comm.base import Comm, Work
 
 
 class Wire(Protocol):
@@ -47,7 +47,7 @@ class Wire(Protocol):
 class Scatters(Wire, Protocol):
     """A wire that can also leave every rank one part of the sum, as sharded gradients need it."""
 
-    def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Exchanges) -> None:
+    def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
         """Sum over all ranks, and keep this rank's part. It waits; on an accelerator the stream does.
 
         Args:

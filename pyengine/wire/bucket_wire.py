@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from pyengine.comm.base import Comm, Exchanges, Work
+from pyengine.comm.base import Comm, Work
 from pyengine.wire.base import Wire, is_encoded
 from pyengine.wire.exchange import Encoding, Rounding, scatter_sum, sum_encoded
 from pyengine.wire.memory import BucketMemory
@@ -63,11 +63,11 @@ class BucketWire(OfBucket[Wire]):
         rounding = self._next_rounding(comm)
         return sum_encoded(flat, comm, self.encoding.codec, rounding, memory=self.memory.payloads)
 
-    def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Exchanges) -> None:
+    def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
         """Sum the parts of a bucket as large as the memory; see `Scatters.reduce_scatter`."""
         scatter_sum(out, parts, comm, self.encoding.codec, self._next_rounding(comm))
 
-    def _next_rounding(self, comm: Comm | Exchanges) -> Rounding:
+    def _next_rounding(self, comm: Comm) -> Rounding:
         """Return how a sum is rounded that is sent now."""
         seeds = self._seed(comm.rank, 0), self._seed(comm.rank, 1)
         self.memory.next_turn()

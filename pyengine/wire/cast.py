@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pyengine.comm.base import Comm, Exchanges, Work, ring_bytes
+from pyengine.comm.base import Comm, Work, ring_bytes
 from pyengine.ops.codec import Codec
 from pyengine.wire.base import Wire
 from pyengine.wire.bucket_wire import OfBucket
@@ -27,7 +27,7 @@ class _Cast(Spelled):
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
         return comm.all_reduce(flat)
 
-    def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Exchanges) -> None:
+    def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
         """Exchange the parts in this type, and add them up in that of `out`.
 
         Values are rounded once, by the cast to this type, by at most u of themselves each (2^-24, 2^-8, 2^-11
@@ -107,7 +107,7 @@ class _NarrowBucket(OfBucket[_Narrow]):
     def encoding(self) -> Encoding | None:
         return self.wire.encoding
 
-    def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Exchanges) -> None:
+    def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
         self.wire.reduce_scatter(out, parts, comm)
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyengine.comm.base import Comm, Exchanges, Work
+from pyengine.comm.base import Comm, Work
 from pyengine.ops.codec import Codec
 from pyengine.wire.base import Wire
 from pyengine.wire.bucket_wire import BucketWire, without_memory
@@ -60,7 +60,7 @@ class _Encoded(Spelled):
             raise without_memory(self)
         return sum_encoded(flat, comm, self._codec(), memory=PayloadMemory())
 
-    def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Exchanges) -> None:
+    def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
         """Exchange the parts as the codec writes them, and add them up in the type of `out`: one rounding."""
         if self.rounding == "stochastic":
             raise without_memory(self)

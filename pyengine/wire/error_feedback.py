@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyengine.comm.base import Comm, Exchanges, Work
+from pyengine.comm.base import Comm, Work
 from pyengine.wire.base import Wire
 from pyengine.wire.bucket_wire import BucketWire, without_memory
 from pyengine.wire.exchange import Encoding, HasEncoding, Parts
@@ -71,7 +71,7 @@ class ErrorFeedback:
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
         raise without_memory(self)
 
-    def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Exchanges) -> None:
+    def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
         """Sum sharded gradients; in `for_bucket`'s wire, which keeps what every part's values lose."""
         raise without_memory(self)
 

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from pyengine.comm.base import Comm, Exchanges, Work
+from pyengine.comm.base import Comm, Work
 from pyengine.comm.staged import Staged
 from pyengine.ops.codec import Codec
 from pyengine.wire.base import Prepares, Wire, is_encoded
@@ -163,14 +163,6 @@ class Rounding:
 TO_NEAREST = Rounding()
 
 
-def exchanges_of(comm: Comm) -> Exchanges:
-    """Return a transport as one in which ranks can exchange parts; others were refused when the engine was
-    made.
-    """
-    assert isinstance(comm, Exchanges)
-    return comm
-
-
 class Exchange:
     """The memory of one sum in two exchanges: what a rank sends, and what it gets.
 
@@ -191,7 +183,7 @@ class Exchange:
         self.sent = memory.take("sent", num_bytes, device)
         self.received = memory.take("received", num_bytes, device)
 
-    def send_parts(self, flat: Tensor, comm: Exchanges, rounding: Rounding = TO_NEAREST) -> Work:
+    def send_parts(self, flat: Tensor, comm: Comm, rounding: Rounding = TO_NEAREST) -> Work:
         """Encode a bucket and start to send every rank its part; behind it `sent` is free."""
         for rank in range(comm.world_size):
             bounds = self.parts.bounds(rank)
@@ -204,7 +196,7 @@ class Exchange:
             )
         return comm.all_to_all(self.received, self.sent)
 
-    def send_round(self, flat: Tensor, comm: Exchanges) -> Iterator[Work]:
+    def send_round(self, flat: Tensor, comm: Comm) -> Iterator[Work]:
         """Send all ranks this rank's part, whose payload has its place in `sent`, decode all parts into the
         bucket, and give the memory back: one round.
         """
@@ -242,9 +234,9 @@ def sum_encoded(
 def _encoded(
     flat: Tensor, comm: Comm, codec: Codec, rounding: Rounding, memory: PayloadMemory
 ) -> Iterator[Work]:
-    parts, exchanges = Parts(codec, flat.numel(), comm.world_size), exchanges_of(comm)
+    parts = Parts(codec, flat.numel(), comm.world_size)
     exchange = Exchange(parts, flat.device, memory)
-    yield exchange.send_parts(flat, exchanges, rounding)
+    yield exchange.send_parts(flat, comm, rounding)
     mine = parts.bounds(comm.rank)
     codec.sum_encode_(
         parts.payload(exchange.sent, comm.rank),
@@ -253,7 +245,7 @@ def _encoded(
         seed=rounding.seeds[1],
         offset=mine.start,
     )
-    yield from exchange.send_round(flat, exchanges)
+    yield from exchange.send_round(flat, comm)
 
 
 def sum_as_it_is(flat: Tensor, comm: Comm, codec: Codec, *, memory: PayloadMemory) -> Work:
@@ -274,17 +266,17 @@ def sum_as_it_is(flat: Tensor, comm: Comm, codec: Codec, *, memory: PayloadMemor
 
 
 def _as_it_is(flat: Tensor, comm: Comm, codec: Codec, memory: PayloadMemory) -> Iterator[Work]:
-    parts, exchanges = Parts(codec, flat.numel(), comm.world_size), exchanges_of(comm)
+    parts = Parts(codec, flat.numel(), comm.world_size)
     num_bytes, given = comm.world_size * parts.num_bytes, flat.view(torch.uint8)
     received = memory.take("received", num_bytes, flat.device)
     is_whole = num_bytes == given.numel()
     rows = given if is_whole else memory.take("sent", num_bytes, flat.device)
     if not is_whole:
         rows[: given.numel()].copy_(given)
-    yield exchanges.all_to_all(received.view(flat.dtype), rows.view(flat.dtype))
+    yield comm.all_to_all(received.view(flat.dtype), rows.view(flat.dtype))
     own = parts.place(rows, comm.rank)  # which has been sent
     codec.sum_encode_(own, received.view(comm.world_size, -1))
-    yield exchanges.all_gather(rows.view(flat.dtype), own.view(flat.dtype))
+    yield comm.all_gather(rows.view(flat.dtype), own.view(flat.dtype))
     memory.give_back(received=received)
     if not is_whole:
         given.copy_(rows[: given.numel()])
@@ -292,7 +284,7 @@ def _as_it_is(flat: Tensor, comm: Comm, codec: Codec, memory: PayloadMemory) -> 
 
 
 def scatter_sum(
-    out: Tensor, parts: Tensor, comm: Exchanges, codec: Codec, rounding: Rounding = TO_NEAREST
+    out: Tensor, parts: Tensor, comm: Comm, codec: Codec, rounding: Rounding = TO_NEAREST
 ) -> None:
     """Sum over ranks what a codec makes of it, and keep this rank's part; see `Scatters.reduce_scatter`.
 

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pyengine.comm.base import Comm, Work
-from pyengine.comm.levels import HasLevels, Hosts, Levels, SharesParts
+from pyengine.comm.base import Comm, Hosts, Levels, Work
 from pyengine.comm.staged import Staged, rounds_of
 from pyengine.ops.codec import Codec
 from pyengine.wire.base import Prepares, Wire, is_encoded
@@ -21,7 +20,6 @@ from pyengine.wire.exchange import (
     Exchange,
     HasEncoding,
     Parts,
-    exchanges_of,
     exchanges_parts,
 )
 from pyengine.wire.memory import BucketMemory, BucketPart, KeepsMemory, keeps_residual
@@ -92,7 +90,7 @@ class Hierarchical(Spelled):
 
     def prepare(self, comm: Comm) -> list[str]:
         try:
-            self._levels(comm)
+            comm.levels(self.mesh)
         except (TypeError, ValueError) as error:
             return [f"wire={self}: {error}"]
         return []
@@ -109,10 +107,10 @@ class Hierarchical(Spelled):
 
     def start(self, flat: Tensor, comm: Comm, inter: Wire, memory: PayloadMemory) -> Work:
         """Start as `all_reduce_`, with `inter` for this rank's part of a bucket, in the bucket's memory."""
-        levels = self._levels(comm)
+        levels = comm.levels(self.mesh)
         if levels.inside.world_size == 1:
             rounds = _across(flat, levels, inter, memory)
-        elif isinstance(levels.inside, SharesParts) and self._codec() is None:
+        elif levels.inside.can_share_parts and self._codec() is None:
             rounds = _in_shared_memory(flat, levels, inter, memory)
         else:
             rounds = self._exchanged(flat, levels, inter, memory)
@@ -122,7 +120,7 @@ class Hierarchical(Spelled):
 
     def part_for(self, memory: BucketMemory, numel: int, comm: Comm) -> BucketPart:
         """Return the memory of what this rank sums across hosts, of a bucket's."""
-        inside = self._levels(comm).inside
+        inside = comm.levels(self.mesh).inside
         bounds = self._parts(numel, inside.world_size).bounds(inside.rank)
         return BucketPart(memory, bounds, index=inside.rank, num_parts=inside.world_size)
 
@@ -154,11 +152,6 @@ class Hierarchical(Spelled):
         assert not isinstance(self.intra, torch.dtype) and not isinstance(self.inter, torch.dtype)
         return self.intra, self.inter
 
-    def _levels(self, comm: Comm) -> Levels:
-        if not isinstance(comm, HasLevels):
-            raise TypeError("ranks of this transport are in no process group that could be cut into hosts")
-        return comm.levels(self.mesh)
-
     def _codec(self) -> Codec | None:
         """Return how values are written within a host; None: as they are."""
         intra = self._wires[0]
@@ -178,7 +171,7 @@ class Hierarchical(Spelled):
 
     def _exchanged(self, flat: Tensor, levels: Levels, inter: Wire, memory: PayloadMemory) -> Iterator[Work]:
         """Exchange parts within the host, and sum this rank's across hosts in between."""
-        place, inside = levels.inside.rank, exchanges_of(levels.inside)
+        place, inside = levels.inside.rank, levels.inside
         parts = self._parts(flat.numel(), inside.world_size)
         codec, mine = parts.codec, flat[parts.bounds(place)]
         exchange = Exchange(parts, flat.device, memory)
@@ -206,7 +199,6 @@ def _across(part: Tensor, levels: Levels, inter: Wire, memory: PayloadMemory) ->
 def _in_shared_memory(flat: Tensor, levels: Levels, inter: Wire, memory: PayloadMemory) -> Iterator[Work]:
     """Let the host reduce in memory that its ranks share: nothing travels but parts across hosts."""
     inside = levels.inside
-    assert isinstance(inside, SharesParts)
     yield inside.all_reduce(flat)
     if levels.across.world_size > 1:  # alike on all ranks of the host
         part = Parts(AS_IT_IS, flat.numel(), inside.world_size).bounds(inside.rank)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyengine.comm.base import Traffic
+from pyengine.comm.base import Comm
 from pyengine.comm.side_stream import SideStream
 from pyengine.engine.engine_ranks import Membership
 from pyengine.ops.device import recorded_event
@@ -50,7 +50,7 @@ class _LateSide(SideStream):
             yield
 
 
-class Delayed:
+class Delayed(Comm):
     """Collectives of `world_size` ranks, this one and others that have the same.
 
     Args:
@@ -60,11 +60,10 @@ class Delayed:
     """
 
     is_stream_ordered = True
-    rank = 0
 
     def __init__(self, device: torch.device, sleep: Callable[[], None], world_size: int = 2) -> None:
-        self.world_size, self._device, self._sleep = world_size, device, sleep
-        self.traffic = Traffic()
+        super().__init__(rank=0, world_size=world_size)
+        self._device, self._sleep = device, sleep
         self._stream, self._side = torch.Stream(device), _LateSide(device, sleep)
 
     def all_reduce(self, flat: Tensor) -> _Late:
@@ -85,9 +84,6 @@ class Delayed:
 
     def broadcast_(self, tensors: list[Tensor]) -> None:
         """Do nothing: the others have the same."""
-
-    def release(self) -> None:
-        """Do nothing: nobody watches."""
 
     def side_stream(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
         return self._side.run(tensors)

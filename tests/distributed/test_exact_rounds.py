@@ -13,7 +13,7 @@ from marks import rest
 from torch import Tensor
 
 from pyengine.comm import comm_for
-from pyengine.comm.base import Comm, Exchanges, Traffic, Work
+from pyengine.comm.base import Comm, Work
 from pyengine.engine import handshake
 from pyengine.gradients.exact_sums import Terms, exact_over_ranks
 from pyengine.ops.exact import ExactSum
@@ -25,15 +25,19 @@ LAYOUTS = ([1], [64, 64], [200, 0, 3], [64] * 7, [1000, 1, 130, 4096])
 TERMS = 8
 
 
-class _ReducesOnly:
-    """A transport in which nobody can send somebody else a part of its own."""
+class _ReducesOnly(Comm):
+    """A transport without all-to-all and all-gather."""
 
     def __init__(self, comm: Comm) -> None:
-        self._comm, self.world_size, self.rank = comm, comm.world_size, comm.rank
+        super().__init__(rank=comm.rank, world_size=comm.world_size)
+        self.join(comm)
+        self._comm = comm
 
-    @property
-    def traffic(self) -> Traffic:
-        return self._comm.traffic
+    def all_gather_object(self, value: object) -> list[object]:
+        return self._comm.all_gather_object(value)
+
+    def broadcast_(self, tensors: list[Tensor]) -> None:
+        self._comm.broadcast_(tensors)
 
     def all_reduce(self, flat: Tensor) -> Work:
         return self._comm.all_reduce(flat)
@@ -120,7 +124,6 @@ def _merges() -> None:
         assert _merged(comm, numels, nums, poison=True)[0].isnan().all()
         # Parts of whole blocks: two limbs to everybody else, one float32 to everybody else; bins.
         if world > 1:
-            assert isinstance(comm, Exchanges)
             part = -(-numel // (64 * world)) * 64
             bins = part * world // 64
             assert num_bytes == (world - 1) * part * (8 + 4) + 2 * (world - 1) * bins // world

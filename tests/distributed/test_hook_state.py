@@ -262,4 +262,4 @@ def _kept_by_a_thread() -> set[str]:
 def test_a_thread_of_the_backend_is_not_the_last_to_hold_its_group(ranks):
     """It would join itself, and end the process; nobody waits until it has let go of what it called back."""
     for kept in ranks(2).run(_kept_by_a_thread):
-        assert "RollCall" in kept and not kept & {"ProcessGroup", "TorchDist", "HookState"}
+        assert "StoreRollCall" in kept and not kept & {"ProcessGroup", "TorchDist", "HookState"}

@@ -125,7 +125,7 @@ def _registers() -> list[float]:
         registered = register_memory(comm)
     assert isinstance(registered, RegisteredMemory)
     registered.reserve([2**21, 2**20])
-    flats = [registered.allocate(2**19, torch.float32), registered.allocate(2**19, torch.bfloat16)]
+    flats = [registered.allocate(2**19, kind, comm.device) for kind in (torch.float32, torch.bfloat16)]
     for flat in flats:
         flat.fill_(3)
         registered.all_reduce(flat).wait()

@@ -140,7 +140,7 @@ class HookState:
         self._callbacks = Callbacks()
         self.memory = WireMemory()
         self._wire_buffers: dict[int, WireBuffer] = {}
-        self._comms: dict[torch.device, TorchDist] = {}
+        self._comms: dict[torch.device, Comm] = {}
 
     def serve(self, wire: Wire) -> None:
         """Let an engine, which sets `reduce`, have its buckets sent over this wire."""
@@ -174,23 +174,21 @@ class HookState:
         finally:
             self.reduce = before
 
-    def comm(self, device: torch.device) -> TorchDist:
+    def comm(self, device: torch.device) -> Comm:
         """Return the transport for buckets on a device."""
         if device not in self._comms:
             comm = TorchDist(self.group, device)
             self._comms[device] = self._shared(comm, device) if self.shared_memory else comm
         return self._comms[device]
 
-    def _shared(self, comm: TorchDist, device: torch.device) -> TorchDist:
+    def _shared(self, comm: Comm, device: torch.device) -> Comm:
         """Return a transport that reduces in memory which ranks share; all of them make it at one bucket."""
         mine = [f"rank {dist.get_rank()}: {problem}" for problem in problems_of_sharing(comm, device)]
         if problems := [problem for each in comm.all_gather_object(mine) for problem in each]:
             raise ValueError(problems[0])
-        shared = share_memory(comm)
-        assert isinstance(shared, TorchDist)
-        return shared
+        return share_memory(comm)
 
-    def travel_by(self, comm: TorchDist, device: torch.device) -> None:
+    def travel_by(self, comm: Comm, device: torch.device) -> None:
         """Let buckets on a device travel by an engine's transport, over the same ranks."""
         self._comms[device] = comm
 
@@ -275,7 +273,7 @@ def _mean(state: HookState, bucket: Any) -> Future[torch.Tensor]:
         after=lambda one: None if folds else one / world_size,
     )
 
-    def start(comm: TorchDist) -> Launched:
+    def start(comm: Comm) -> Launched:
         work, land = launch(state, bucket, comm, passes)
         if keeps_residual(state.wire):
             return work, _if_finite(land, state.memory, bucket.parameters()[0])
@@ -296,7 +294,7 @@ def _if_finite(land: Land, memory: WireMemory, param: Tensor) -> Land:
 
 
 def exchange(
-    state: HookState, bucket: Any, start: Callable[[TorchDist], Launched], *, failures: list[Exception]
+    state: HookState, bucket: Any, start: Callable[[Comm], Launched], *, failures: list[Exception]
 ) -> Future[torch.Tensor]:
     """Start to sum a bucket over ranks, and return a future of its buffer.
 
@@ -343,7 +341,7 @@ def exchange(
     return state.call_back(future, lambda future: finish(future.value))
 
 
-def launch(state: HookState, bucket: Any, comm: TorchDist, passes: Passes) -> Launched:
+def launch(state: HookState, bucket: Any, comm: Comm, passes: Passes) -> Launched:
     """Start to sum a bucket over `state.wire`.
 
     Args:
@@ -382,7 +380,7 @@ def launch(state: HookState, bucket: Any, comm: TorchDist, passes: Passes) -> La
     return wire.all_reduce_(moved, comm), land
 
 
-def _launch_wide(state: HookState, bucket: Any, comm: TorchDist, passes: Passes) -> Launched:
+def _launch_wide(state: HookState, bucket: Any, comm: Comm, passes: Passes) -> Launched:
     """Send gradients wider than every wire (float64): as they are,
     unless the wire is there to make them narrow.
     """

@@ -19,7 +19,6 @@ from torch.futures import Future
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from pyengine.comm import TorchDist
 from pyengine.comm.base import Comm
 from pyengine.comm.promise import Promise
 from pyengine.gradients.arrival import Watch, watching
@@ -132,7 +131,7 @@ class Reduction:
             return completed(bucket.buffer())
         return exchange(self._owner.state, bucket, partial(self._start, bucket), failures=self.failures)
 
-    def _start(self, bucket: Any, comm: TorchDist) -> Launched:
+    def _start(self, bucket: Any, comm: Comm) -> Launched:
         total = None if self._owner.ddp_buckets is None else self._owner.ddp_buckets.of(bucket)
         norms = self._owner.landed.of(bucket)
         if isinstance(total, ExactDDPBucket):

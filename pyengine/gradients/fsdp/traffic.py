@@ -19,8 +19,8 @@ from pyengine.wire.memory import KeepsMemory, WireMemory
 
 
 def _run(comm: Comm, launch: Callable[[bool], Any], what: str, *, group: Any, is_async: bool) -> Any:
-    """Run a collective of FSDP's own, given whether it is to return its work; see `TorchDist.run`."""
-    if is_async or not isinstance(comm, TorchDist):
+    """Run a collective of FSDP2; see `Comm.run`."""
+    if is_async:
         return launch(is_async)
     comm.run(launch, what, group)
     return None
