@@ -264,7 +264,7 @@ def strike(number: int) -> None:
 
 def _look_alone() -> None:
     """Let an engine's thread look under the lock."""
-    from pyengine.comm.stall import StallWatch
+    from pyengine.comm.watch.stall import StallWatch
 
     look = StallWatch.look
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyengine.comm.pending import listed
-from pyengine.comm.process_state import ProcessId, own_network
+from pyengine.comm.watch.pending import listed
+from pyengine.comm.watch.process_state import ProcessId, own_network
 from pyengine.ops import native
 from pyengine.ops.device import HOST
 

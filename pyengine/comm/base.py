@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyengine.comm.roll_call import RollCall
+from pyengine.comm.watch.roll_call import RollCall
 
 T = TypeVar("T", bound=Tensor)
 
@@ -67,6 +67,28 @@ class Work(Protocol):
 
     def is_completed(self) -> bool:
         """Whether waiting would not block."""
+
+
+class Done:
+    """A collective that was complete when it was launched.
+
+    Args:
+        result: tensor that the future holds.
+    """
+
+    def __init__(self, result: Tensor) -> None:
+        self._result = result
+
+    def wait(self) -> None:
+        return None
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result([self._result])
+        return future
+
+    def is_completed(self) -> bool:
+        return True
 
 
 class Comm(ABC):
@@ -235,6 +257,9 @@ class Comm(ABC):
         for comm in self._joined:
             comm.release()
         self._joined = []
+        if self.roll_call.watch is not None:
+            self.roll_call.watch.close()
+            self.roll_call.watch = None
 
     # ---- waiting ----
 
@@ -274,6 +299,8 @@ class Comm(ABC):
 
     def report_position(self, position: Callable[[], str]) -> None:
         """Let the stall watch describe where this rank is by `position`, which another thread calls."""
+        if self.roll_call.watch is not None:
+            self.roll_call.watch.position = position
 
 
 @dataclass(frozen=True)

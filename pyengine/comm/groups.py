@@ -1,9 +1,21 @@
-"""Process groups among the ranks of an engine: found again, or made."""
+"""Process groups among the ranks of an engine: how they are made, found again, held and used again.
+
+torch keeps every group until the default one ends (`destroy_process_group`), so nothing here destroys one. A
+group that an engine has left serves a later engine.
+
+[Note: an engine's own group]
+A backend pairs the collectives of a group by their order on each rank. Where the host waits for collectives,
+an engine launches its buckets when the window's header has arrived, which is sooner on one rank than on
+another. Any other collective of that group, by the user in the backward or by a second engine, would be
+paired with a bucket, and the two would be added up. So buckets use a group that no other code uses.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -13,62 +25,69 @@ from torch.distributed import distributed_c10d as c10d
 
 from pyengine.ops.device import HOST
 
+# ---- groups that several engines share ----
+
 
 def group_of(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup | None:
-    """Return a group of these ranks for tensors on a device, for which all of them ask in the same order;
-    None where it is the default one.
+    """Return a group of these ranks for tensors on a device; None where it is the default group.
+
+    All of the ranks call this, in the same order for different groups.
     """
     if list(ranks) == list(range(dist.get_world_size())):
         return None
-    return _known_or_new(ranks, "engines", timeout_of(None, device))
+    return _find_or_make(ranks, "engines", timeout_of(None, device))
 
 
 def group_beside_ddp(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
-    """Return a group of these ranks that only engines under `attach` use; asked for as `group_of`."""
-    return _known_or_new(ranks, "engines beside DDP", timeout_of(None, device))
+    """Return a group of these ranks that only engines under `attach` use; called as `group_of`."""
+    return _find_or_make(ranks, "engines beside DDP", timeout_of(None, device))
 
 
 def group_within(ranks: Sequence[int], parent: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Return a group of some ranks of a transport that only the levels of transports of its name use; asked
-    for as `group_of`.
+    """Return a group of some ranks of a transport, for the levels of transports named `parent`.
+
+    Called as `group_of`.
     """
-    return _known_or_new(ranks, f"levels of {parent}", timeout)
+    return _find_or_make(ranks, f"levels of {parent}", timeout)
 
 
 def group_of_hosts(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return a group of the hosts of another one's ranks, which has gloo for them; asked for as `group_of`.
+    """Return a gloo group of the hosts of another group's ranks; called as `group_of`.
 
-    It is one for all engines over the other one: where ranks send windows of different engines, what hosts
-    tell is paired as their buckets are, and the next window of the same engine with its like.
+    All engines over `parent` share it: if ranks send windows of different engines, the collectives of hosts
+    are paired as the buckets are, and the next window of the same engine is paired right again.
     """
     parent = c10d._get_default_group() if parent is None else parent
     ranks, limit = dist.get_process_group_ranks(parent), timeout_of(parent, HOST)
-    return _known_or_new(ranks, f"hosts of group {parent.group_name}", limit, backend="gloo")
+    return _find_or_make(ranks, f"hosts of group {parent.group_name}", limit, backend="gloo")
+
+
+# ---- facts about a group ----
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
-    """Return what a group, None being the default one, has for a device."""
+    """Return the backend that a group has for a device; None is the default group."""
     group = dist.group.WORLD if group is None else group
-    assert group is not None  # there is a default group: it has told our rank
+    assert group is not None  # there is a default group: this rank is a member
     return group._get_backend(device)
 
 
 def name_of_backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """Return the name of what a group has for a device: "nccl", say."""
+    """Return the name of the backend that a group has for a device, "nccl" for example."""
     name: str = backend_of(group, device).name()
     return name.lower()
 
 
 def has_gloo(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group has gloo for the hosts' memory, if only beside what devices have."""
+    """Whether a group has gloo for host memory."""
     try:
         return name_of_backend(group, HOST) == "gloo"
-    except RuntimeError:  # it has nothing for the CPU
+    except RuntimeError:  # it has no backend for the CPU
         return False
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
-    """Return after how long a group gives a collective up: torch's default if its backend does not tell."""
+    """Return the timeout of a group's collectives; torch's default if the backend does not report it."""
     backend = backend_of(group, device)
     try:
         # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps backends, and torch 2.9 does not ask the one inside.
@@ -78,60 +97,231 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
     return limit
 
 
-def give_up_after(limit: timedelta, group: dist.ProcessGroup | None) -> None:
-    """Let a group give its collectives up after so long, from here on."""
+def set_timeout(limit: timedelta, group: dist.ProcessGroup | None) -> None:
+    """Set the timeout of a group's collectives, from here on."""
     c10d._set_pg_timeout(limit, group)
 
 
+# ---- making a group ----
+
+
 def make(
-    what_for: str, ranks: Sequence[int], *, timeout: timedelta, backend: str | None = None
+    purpose: str, ranks: Sequence[int], *, timeout: timedelta, backend: str | None = None
 ) -> dist.ProcessGroup:
     """Make a group of these ranks; all of them call this.
 
-    `dist.new_group` has either every rank of the default group take part, or gives a group a name by how many
-    groups this rank has, and waits without end where another rank has more. So the name is our own. (The
-    calls are private ones of torch; checked against 2.9 to 2.15.)
+    `dist.new_group` either needs every rank of the default group, or names a group by how many groups this
+    rank has, and waits forever where another rank has more. So the name is our own. (The calls are private
+    ones of torch; checked against 2.9 to 2.15.)
 
     Args:
-        what_for: it is, in words that no other group of these ranks has.
-        ranks: sorted, as the default group has them.
+        purpose: description that no other group of these ranks has.
+        ranks: sorted, as the default group numbers them.
         timeout: of its collectives.
-        backend: None takes the default group's, for the same devices; or that of one kind of device.
+        backend: None: that of the default group, for the same devices; or the backend of one kind of device.
     """
-    everybody = c10d._get_default_group()
-    default_backend, store = c10d._world.pg_map[everybody]
-    carried_by = dist.Backend(default_backend if backend is None else backend)
-    name = f"pyengine-{hashlib.sha256(f'{what_for} over {[*ranks]}'.encode()).hexdigest()[:32]}"
+    default_group = c10d._get_default_group()
+    default_backend, store = c10d._world.pg_map[default_group]
+    name = f"pyengine-{hashlib.sha256(f'{purpose} over {[*ranks]}'.encode()).hexdigest()[:32]}"
     group: dist.ProcessGroup
     group, _ = c10d._new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),
         [*ranks],
-        carried_by,
+        dist.Backend(default_backend if backend is None else backend),
         store,
         name,  # type: ignore[arg-type]  # a str
         timeout=timeout,
-        pg_tag=name,  # without one of its own torch finds it for whoever names these ranks
-        device_id=everybody.bound_device_id if backend is None else None,
-        group_desc=_described(what_for),
+        pg_tag=name,  # without a tag of its own torch returns this group to whoever names these ranks
+        device_id=default_group.bound_device_id if backend is None else None,
+        group_desc=_description(purpose),
     )
-    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
 
 
-def _known_or_new(
-    ranks: Sequence[int], what_for: str, timeout: timedelta, *, backend: str | None = None
+def _find_or_make(
+    ranks: Sequence[int], purpose: str, timeout: timedelta, *, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """Return what an earlier engine over these ranks has made, or make it.
+    """Return the group that an earlier engine over these ranks has made, or make it.
 
-    torch keeps every group until the default one ends, so it is torch's own list that is looked through: on
-    each of the ranks it has the same ones, since they make them together.
+    torch's own list of groups is searched: it holds the same ones on each of the ranks, which make them
+    together.
     """
     for group in c10d._world.pg_map:
-        if group.group_desc == _described(what_for) and dist.get_process_group_ranks(group) == [*ranks]:
+        if group.group_desc == _description(purpose) and dist.get_process_group_ranks(group) == [*ranks]:
             return group
-    return make(what_for, ranks, timeout=timeout, backend=backend)
+    return make(purpose, ranks, timeout=timeout, backend=backend)
 
 
-def _described(what_for: str) -> str:
-    return f"pyengine: {what_for}"
+def _description(purpose: str) -> str:
+    return f"pyengine: {purpose}"
+
+
+# ---- groups that one engine at a time uses: see [Note: an engine's own group] ----
+
+
+@dataclass
+class GroupUsage:
+    """How an engine's own group is used on this rank.
+
+    Attributes:
+        ranks: of the group, as the default group numbers them.
+        backend: of the group.
+        number: the same on every rank; no other group of these ranks and this backend has it.
+        users: handles of this group and of groups of its levels, until they are released or freed.
+        launched: number of collectives that this rank has launched. Where it differs between ranks, the next
+            collective of one rank would be paired with an earlier one of another.
+        is_broken: whether a collective has failed.
+    """
+
+    ranks: tuple[int, ...]
+    backend: str
+    number: int
+    users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    launched: int = 0
+    is_broken: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"buckets of one engine, {self.backend}, {self.number}"
+
+
+@dataclass(frozen=True)
+class GroupOffer:
+    """What one rank offers before an engine chooses its own group.
+
+    Attributes:
+        unused: by number of each group that could be used again, the collectives that this rank has launched.
+        next_number: number of a group that this rank would make.
+    """
+
+    unused: Mapping[int, int]
+    next_number: int
+
+
+# By group; torch's own list of groups keeps the keys alive.
+_usages: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupUsage] = weakref.WeakKeyDictionary()
+
+
+def usage_of(group: dist.ProcessGroup | None) -> GroupUsage | None:
+    """Return the usage of a group that was made for one engine; None for any other group."""
+    return None if group is None else _usages.get(group)
+
+
+def offer_groups(ranks: Sequence[int], backend: str) -> GroupOffer:
+    """Return what this rank offers of the groups of these ranks over a backend."""
+    usages = [usage for _, usage in _own_groups(ranks, backend)]
+    return GroupOffer(
+        {usage.number: usage.launched for usage in usages if not usage.users and not usage.is_broken},
+        1 + max((usage.number for usage in usages), default=-1),
+    )
+
+
+def choose_own_group(
+    ranks: Sequence[int], backend: str, offers: Sequence[GroupOffer], timeout: timedelta
+) -> dist.ProcessGroup:
+    """Return a group of these ranks that is unused on all of them, or make it; all of them call this.
+
+    The ranks have launched equally many collectives in it.
+
+    Args:
+        ranks: sorted, as the default group numbers them.
+        backend: of the group.
+        offers: of all ranks.
+        timeout: of a group that has to be made.
+    """
+    numbers = [n for n, m in offers[0].unused.items() if all(each.unused.get(n) == m for each in offers)]
+    if numbers:
+        return next(group for group, usage in _own_groups(ranks, backend) if usage.number == min(numbers))
+    usage = GroupUsage(tuple(ranks), backend, max(each.next_number for each in offers))
+    group = make(usage.name, ranks, backend=backend, timeout=timeout)
+    _usages[group] = usage
+    return group
+
+
+def _own_groups(ranks: Sequence[int], backend: str) -> Iterator[tuple[dist.ProcessGroup, GroupUsage]]:
+    for group in c10d._world.pg_map:
+        usage = _usages.get(group)
+        if usage is not None and (usage.ranks, usage.backend) == (tuple(ranks), backend):
+            yield group, usage
+
+
+class GroupHandle:
+    """A process group as one transport holds it: it does not keep the group alive.
+
+    Whoever holds a group beyond its end keeps its threads.
+
+    Args:
+        group: None is the default group.
+        device: of the tensors; a group has a backend for each kind of device.
+
+    Attributes:
+        ranks: of the group, as the default group numbers them.
+        usage: of this group, if it is an engine's own; else None.
+        kept: usage of the engine's own group that `release` gives back: of this group, or of the one that
+            this group is a level of; or None.
+        name: distinguishes the levels of this group from those of others.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
+        self.usage = usage_of(group)
+        self.name = f"ranks {[*self.ranks]}" + ("" if self.usage is None else f", {self.usage.name}")
+        self._group = None if group is None else weakref.ref(group)
+        self._device = device
+        self._leader: GroupHandle | None = None  # of the engine's group, whose timeout this group gets
+        self._follows_timeout = False  # also where the group is not an engine's own
+        self.kept: GroupUsage | None = None
+        self._keep(self.usage)
+
+    def get(self) -> dist.ProcessGroup | None:
+        """Return the group; None is the default group.
+
+        Raises:
+            RuntimeError: the group has been destroyed.
+        """
+        if self._group is None:
+            return None
+        found = self._group()
+        if found is None:
+            raise RuntimeError(
+                f"make the engine anew: the process group of its ranks {[*self.ranks]} has been destroyed "
+                "(destroy_process_group)"
+            )
+        return found
+
+    def follow(self, other: GroupHandle, *, timeout: bool = False) -> None:
+        """Use the timeout of another handle's engine, and keep that engine's own group in use.
+
+        Args:
+            other: handle of the engine's group, or one that follows it.
+            timeout: follow the timeout of `other` itself, also where neither group is an engine's own.
+        """
+        self._leader = other if timeout else other._leader or other
+        self._follows_timeout = self._follows_timeout or timeout
+        if other.kept is not None:
+            self._keep(other.kept)
+
+    def timeout(self) -> timedelta:
+        """Return the timeout of collectives: that of the engine's group, which the user may set any time."""
+        return timeout_of((self._leader or self).get(), self._device)
+
+    def count_launch(self) -> None:
+        """Count a collective that is about to start, and give it the timeout of the engine's group."""
+        if self.kept is not None or self._follows_timeout:
+            group = self.get()
+            if (limit := self.timeout()) != timeout_of(group, self._device):
+                set_timeout(limit, group)
+        if self.usage is not None:
+            self.usage.launched += 1
+
+    def release(self) -> None:
+        """Let a later engine use the group."""
+        if self.kept is not None:
+            self.kept.users.discard(self)
+
+    def _keep(self, usage: GroupUsage | None) -> None:
+        self.kept = usage
+        if usage is not None:
+            usage.users.add(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from pyengine.comm.base import Comm, Hosts
-from pyengine.comm.process_state import ProcessId, own_network
+from pyengine.comm.watch.process_state import ProcessId, own_network
 
 
 def spans_hosts(comm: Comm) -> bool:

@@ -4,26 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from pyengine.comm.base import Comm, Hosts, Levels
-
-
-class _Done:
-    def __init__(self, value: Tensor) -> None:
-        self._value = value
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return None
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result([self._value])
-        return future
+from pyengine.comm.base import Comm, Done, Hosts, Levels
 
 
 class Local(Comm):
@@ -43,21 +26,21 @@ class Local(Comm):
         """Return this transport: there is one host."""
         return self
 
-    def all_reduce(self, flat: Tensor) -> _Done:
+    def all_reduce(self, flat: Tensor) -> Done:
         """Return at once: the sum over one rank is already there."""
-        return _Done(flat)
+        return Done(flat)
 
-    def all_reduce_max(self, flat: Tensor) -> _Done:
+    def all_reduce_max(self, flat: Tensor) -> Done:
         """Return at once: the maximum over one rank is already there."""
-        return _Done(flat)
+        return Done(flat)
 
-    def all_to_all(self, received: Tensor, parts: Tensor) -> _Done:
+    def all_to_all(self, received: Tensor, parts: Tensor) -> Done:
         """Copy the one part."""
-        return _Done(received.copy_(parts))
+        return Done(received.copy_(parts))
 
-    def all_gather(self, gathered: Tensor, part: Tensor) -> _Done:
+    def all_gather(self, gathered: Tensor, part: Tensor) -> Done:
         """Copy the one part."""
-        return _Done(gathered.copy_(part))
+        return Done(gathered.copy_(part))
 
     def all_gather_object(self, value: object) -> list[Any]:
         return [value]

@@ -16,10 +16,10 @@ from pyengine.comm.arena import Arena, Offer
 from pyengine.comm.base import Comm, Hosts, Levels, Work, ring_bytes
 from pyengine.comm.levels import by_host
 from pyengine.comm.local import Local
-from pyengine.comm.process_state import ProcessId
 from pyengine.comm.registered_memory import can_register, register_memory
 from pyengine.comm.staged import Staged
 from pyengine.comm.torch_dist import TorchDist
+from pyengine.comm.watch.process_state import ProcessId
 from pyengine.ops.device import runs_ahead
 
 
@@ -70,12 +70,8 @@ class SharedMemory(TorchDist):
 
     def _reduced(self, arena: Arena, flat: Tensor, *, is_max: bool) -> Work:
         with self.roll_call.named():
-            work: Any = arena.reduce(flat, is_max=is_max, timeout_s=self._timeout_s())
+            work: Any = arena.reduce(flat, is_max=is_max, timeout_s=self._handle.timeout().total_seconds())
         return self._launched(work, f"an all-reduce of {flat.nbytes} bytes")
-
-    def _timeout_s(self) -> float:
-        """Return after how many seconds the group gives a collective up."""
-        return self.limit().total_seconds()
 
 
 class SharedHosts(TorchDist):
@@ -182,7 +178,7 @@ def share_memory(comm: Comm) -> Comm:
             os.close(descriptor)
         _say(comm, next(text for text in refusals if text))
         return comm
-    levels = comm.cut(hosts)
+    levels = comm.split(hosts)
     inside = _shared(levels.inside, descriptor, [each.process for each in mine])
     if inside.world_size == comm.world_size:
         return inside

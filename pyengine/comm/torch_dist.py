@@ -1,12 +1,10 @@
-"""torch.distributed as a transport: gloo, NCCL, or whatever backend the group has for the tensors' device."""
+"""torch.distributed as a transport: gloo, NCCL, or any other backend of a process group."""
 
 from __future__ import annotations
 
 import pickle
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,35 +12,35 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyengine.comm.base import Comm, Hosts, Levels, Work, by_dtype, ring_bytes
-from pyengine.comm.exclusive import Usage, offer, take, usage_of
 from pyengine.comm.groups import (
-    give_up_after,
+    GroupHandle,
+    choose_own_group,
     group_of_hosts,
     group_within,
     has_gloo,
     name_of_backend,
-    timeout_of,
+    offer_groups,
 )
 from pyengine.comm.levels import by_host, check_equal, given, own_host
 from pyengine.comm.local import Local
-from pyengine.comm.roll_call import RollCall, StoreRollCall
+from pyengine.comm.point_to_point import P2PWork, PointToPoint
 from pyengine.comm.side_stream import SideStream
-from pyengine.comm.stall import StallWatch
-from pyengine.comm.transfers import PointToPoint, Transfers
+from pyengine.comm.watch.roll_call import RollCall, StoreRollCall
+from pyengine.comm.watch.stall import StallWatch
 from pyengine.ops.device import HOST, as_current, runs_ahead
 
-# Backends that the host waits for, whatever device the tensors lie on; of all others the stream waits.
+# Backends that the host waits for, on any device; for all others the stream waits.
 _HOST_ORDERED = {"gloo", "mpi"}
 # As DDP: large enough for any network, and no second copy of the model.
 _PIECE_BYTES = 256 * 2**20
-# As torch calls it since 2.13, and before.
+# Named all_gather_single since torch 2.13.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _Work:
-    """A collective under way, whose failure names ranks."""
+    """A collective under way, whose error names the ranks that do not answer."""
 
-    def __init__(self, work: dist.Work | Transfers, roll_call: RollCall, watch: StallWatch | None) -> None:
+    def __init__(self, work: dist.Work | P2PWork, roll_call: RollCall, watch: StallWatch | None) -> None:
         self._work, self._roll_call, self._watch = work, roll_call, watch
 
     def break_off(self, error: Exception) -> None:
@@ -67,7 +65,7 @@ class TorchDist(Comm):
 
     Args:
         group: the group; None is the default group.
-        device: where the tensors lie.
+        device: device of the tensors.
 
     Attributes:
         device: as given.
@@ -80,41 +78,41 @@ class TorchDist(Comm):
         super().__init__(rank=dist.get_rank(group), world_size=dist.get_world_size(group))
         if self.rank < 0:
             raise ValueError("group: this process is not a member; pass a group that contains it")
-        self._find_group = self._follows = _finding(group)
-        self._levels: dict[Hosts | None, Levels] = {}
+        self._handle = GroupHandle(group, device)
+        self.ranks = self._handle.ranks
         self.roll_call = StoreRollCall(group)
-        self._usage = usage_of(group)  # where the group is an engine's own
-        self._keep(self._usage)
-        self._follows_limit = False  # for a group of ours that several engines use
-        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.roll_call.usage = self._handle.kept
         self.device, self.backend = device, name_of_backend(group, device)
         self.is_stream_ordered = runs_ahead(device) and self.backend not in _HOST_ORDERED
         self._side_stream = SideStream(device) if self.is_stream_ordered else None
         is_gloo = not runs_ahead(device) and self.backend == "gloo"
-        self._point_to_point = PointToPoint(self._find_group, self.ranks) if is_gloo else None
+        self._point_to_point = PointToPoint(self._handle.get, self.ranks) if is_gloo else None
+        self._levels: dict[Hosts | None, Levels] = {}
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group; None is the default group."""
-        return self._find_group()
+        return self._handle.get()
+
+    # ---- transports beside this one ----
 
     def with_own_group(self) -> Comm:
-        """Return a transport over a process group that no other code uses, where the host waits.
+        """Return a transport over an engine's own group, where the host waits for collectives.
 
-        gloo ends a process whose collective meets one of another size.
+        See [Note: an engine's own group] in groups.py.
 
         Cost: a gather of objects; and a process group, unless an earlier engine has left one.
         """
         if self.world_size == 1 or self.is_stream_ordered:
             return self
-        offers = self.all_gather_object(offer(self.ranks, self.backend))
-        own = TorchDist(take(self.ranks, self.backend, offers, self.limit()), self.device)
+        offers = self.all_gather_object(offer_groups(self.ranks, self.backend))
+        group = choose_own_group(self.ranks, self.backend, offers, self._handle.timeout())
+        own = TorchDist(group, self.device)
         own.join(self)
         return own
 
     def between_hosts(self) -> Comm | None:
-        """Return a transport over gloo; None where the host waits for collectives anyway, or where this group
-        has no gloo for the CPU.
+        """Return a transport over gloo; None where the host waits anyway, or the group has no gloo.
 
         Cost: a process group, unless an earlier engine over this one has left it.
         """
@@ -124,34 +122,8 @@ class TorchDist(Comm):
             return None
         hosts = TorchDist(group_of_hosts(self.group), HOST)
         hosts.join(self)
-        hosts._follows, hosts._follows_limit = self._find_group, True
+        hosts._handle.follow(self._handle, timeout=True)
         return hosts
-
-    def watch_stalls(self, after_s: float) -> None:
-        if self.world_size > 1:
-            self.roll_call.watch = StallWatch(self.roll_call.store, dist.get_rank(), self.ranks, after_s)
-
-    def report_position(self, position: Callable[[], str]) -> None:
-        if self.roll_call.watch is not None:
-            self.roll_call.watch.position = position
-
-    def join(self, other: Comm) -> None:
-        super().join(other)
-        if isinstance(other, TorchDist):
-            self._follows = other._follows
-            if other._kept is not None:
-                self._keep(other._kept)
-
-    def release(self) -> None:
-        super().release()
-        self._levels = {}
-        if self._point_to_point is not None:
-            self._point_to_point.close()
-        if self.roll_call.watch is not None:
-            self.roll_call.watch.close()
-            self.roll_call.watch = None
-        if self._kept is not None:
-            self._kept.users.discard(self)
 
     def levels(self, hosts: Hosts | None = None) -> Levels:
         if hosts not in self._levels:
@@ -160,21 +132,21 @@ class TorchDist(Comm):
             else:
                 found = given(hosts, self.ranks)
             check_equal(found)
-            self._levels[hosts] = self.cut(found)
+            self._levels[hosts] = self.split(found)
         return self._levels[hosts]
 
-    def cut(self, hosts: Hosts) -> Levels:
-        """Return transports within a host and across hosts, whose end is the end of this one.
+    def split(self, hosts: Hosts) -> Levels:
+        """Return transports within a host and across hosts, released together with this one.
 
         Args:
             hosts: ranks of this transport; hosts may have unequal numbers of them.
         """
         mine = next(host for host in hosts if self.rank in host)
         place, num_places = mine.index(self.rank), min(map(len, hosts))
-        there = [host[place] for host in hosts] if place < num_places else [self.rank]
+        across_ranks = [host[place] for host in hosts] if place < num_places else [self.rank]
         is_even = len({len(host) for host in hosts}) == 1
-        # In this order on all ranks of each.
-        inside, across = self._part(mine, alone=not is_even), self._part(there, alone=not is_even)
+        # Every rank of a group makes it in this order.
+        inside, across = self._part(mine, alone=not is_even), self._part(across_ranks, alone=not is_even)
         return Levels(inside, across, num_places)
 
     def _part(self, ranks: Sequence[int], *, alone: bool) -> Comm:
@@ -182,26 +154,47 @@ class TorchDist(Comm):
 
         Args:
             ranks: of this transport.
-            alone: whether to make a process group for one rank, too: torch names groups that the user makes
-                by how many a rank has (`dist.new_group(use_local_synchronization=True)`), so all ranks are
-                to have equally many.
+            alone: whether to make a process group for a single rank, too. torch names the groups of
+                `dist.new_group(use_local_synchronization=True)` by how many groups a rank has, so all ranks
+                need the same number.
         """
         if len(ranks) == self.world_size:
             return self
         members = [self.ranks[rank] for rank in ranks]
-        group = group_within(members, self._name(), self.limit()) if alone or len(ranks) > 1 else None
+        group = None
+        if alone or len(ranks) > 1:
+            group = group_within(members, self._handle.name, self._handle.timeout())
         comm = Local() if len(ranks) == 1 else TorchDist(group, self.device)
         comm.join(self)
         return comm
 
-    def _name(self) -> str:
-        """Return what the levels of this transport are told by from those of others."""
-        return f"ranks {[*self.ranks]}" + ("" if self._usage is None else f", {self._usage.name}")
+    def join(self, other: Comm) -> None:
+        super().join(other)
+        if isinstance(other, TorchDist):
+            self._handle.follow(other._handle)
+            self.roll_call.usage = self._handle.kept
+
+    def release(self) -> None:
+        super().release()
+        self._levels = {}
+        if self._point_to_point is not None:
+            self._point_to_point.close()
+        self._handle.release()
+
+    # ---- waiting ----
+
+    def watch_stalls(self, after_s: float) -> None:
+        if self.world_size > 1:
+            self.roll_call.watch = StallWatch(self.roll_call.store, dist.get_rank(), self.ranks, after_s)
+
+    def side_stream(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Run the body on a side stream if the stream waits for collectives; otherwise right here."""
+        return nullcontext() if self._side_stream is None else self._side_stream.run(tensors)
 
     def run(
         self, launch: Callable[[bool], dist.Work | None], what: str, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Run a collective and wait for it; the error names the ranks that did not come."""
+        """Run a collective and wait for it; its error names the ranks that did not come."""
         watch, host_watch = self.roll_call.watch, self._host_watch
         try:
             ranks = self.ranks if group is None else tuple(dist.get_process_group_ranks(group))
@@ -216,20 +209,36 @@ class TorchDist(Comm):
             if host_watch is not None and work is not None:
                 host_watch.wait(work)
 
+    @property
+    def _host_watch(self) -> StallWatch | None:
+        """The watch that ends the host's own waiting; None where a stream waits, or nothing watches."""
+        return None if self.is_stream_ordered else self.roll_call.watch
+
     @contextmanager
-    def side_stream(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Let the body work on a side stream where waiting is a stream's; elsewhere right here."""
-        if self._side_stream is None:
+    def _launching(self) -> Iterator[None]:
+        """Count a collective, which the body starts; an error of the body names the missing ranks."""
+        self._handle.count_launch()
+        with self.roll_call.named():
             yield
-        else:
-            with self._side_stream.run(tensors):
-                yield
+
+    def _launched(self, work: dist.Work | P2PWork, what: str) -> _Work:
+        if self.roll_call.watch is not None:
+            self.roll_call.watch.pending.add(self.ranks, what, work.is_completed)
+        return _Work(work, self.roll_call, self._host_watch)
+
+    # ---- collectives ----
 
     def all_reduce(self, flat: Tensor) -> Work:
         return self._all_reduce(flat, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, flat: Tensor) -> Work:
         return self._all_reduce(flat, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> Work:
+        self.traffic.count(ring_bytes(flat.nbytes, self.world_size))
+        with self._launching():
+            work = dist.all_reduce(flat, op, group=self.group, async_op=True)
+        return self._launched(work, f"an all-reduce of {flat.nbytes} bytes")
 
     def all_to_all(self, received: Tensor, parts: Tensor) -> Work:
         self.traffic.count(parts.nbytes - parts.nbytes // self.world_size)
@@ -251,99 +260,54 @@ class TorchDist(Comm):
 
     def all_gather_object(self, value: object) -> list[Any]:
         if self._host_watch is not None:
-            return self._gathered(value)
+            return _gather_objects(self, value)
         values: list[Any] = [None] * self.world_size
-        with as_current(self.device), self.roll_call.named():  # through whose memory NCCL sends objects
+        with as_current(self.device), self.roll_call.named():  # NCCL sends objects through device memory
             dist.all_gather_object(values, value, group=self.group)
         return values
 
     def broadcast_(self, tensors: list[Tensor]) -> None:
-        """Send a quarter of a gigabyte of one dtype at a time."""
+        """Overwrite tensors with those of rank 0, a quarter of a gigabyte of one dtype at a time."""
         with as_current(self.device):
             for piece in _pieces(tensors):
-                self._broadcast_(piece)
+                _broadcast_piece_(self, piece)
 
-    @property
-    def _host_watch(self) -> StallWatch | None:
-        """What ends the host's own waiting; None where a stream waits, or nobody watches."""
-        return None if self.is_stream_ordered else self.roll_call.watch
 
-    def _gathered(self, value: object) -> list[Any]:
-        """Gather as torch's `all_gather_object` does, in two collectives that need not be waited for in
-        vain.
-        """
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [
-            int(size) for size in self._gather(torch.tensor([mine.numel()], dtype=torch.int64, device=HOST))
-        ]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=HOST)
-        padded[: mine.numel()] = mine
-        rows = self._gather(padded)
-        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+def _gather_objects(comm: TorchDist, value: object) -> list[Any]:
+    """Gather objects in two collectives that the stall watch can end; torch's own cannot be ended."""
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    numels = _gather(comm, torch.tensor([mine.numel()], dtype=torch.int64, device=HOST))
+    sizes = [int(numel) for numel in numels]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=HOST)
+    padded[: mine.numel()] = mine
+    rows = _gather(comm, padded)
+    return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
-    def _gather(self, mine: Tensor) -> list[Tensor]:
-        """Return every rank's tensor of one shape, on the CPU, by rank."""
-        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
-        self.run(
-            lambda is_async: dist.all_gather(rows, mine, group=self.group, async_op=is_async),
-            "a gather of objects",
-        )
-        return rows
 
-    def _broadcast_(self, piece: list[Tensor]) -> None:
-        """Overwrite tensors of one dtype by one collective; a tensor alone needs no memory of ours.
+def _gather(comm: TorchDist, mine: Tensor) -> list[Tensor]:
+    """Return every rank's tensor of one shape, on the CPU, by rank."""
+    rows = [torch.empty_like(mine) for _ in range(comm.world_size)]
+    comm.run(
+        lambda is_async: dist.all_gather(rows, mine, group=comm.group, async_op=is_async),
+        "a gather of objects",
+    )
+    return rows
 
-        They are sent as bytes: no backend knows all dtypes (float8, uint16).
-        """
-        if len(piece) == 1 and piece[0].is_contiguous():
-            self._send(_bytes_of(piece[0]))
-            return
-        flat = torch.cat([_bytes_of(tensor) for tensor in piece])
-        self._send(flat)
+
+def _broadcast_piece_(comm: TorchDist, piece: list[Tensor]) -> None:
+    """Overwrite tensors of one dtype in one collective; a single tensor needs no copy.
+
+    They are sent as bytes: no backend supports all dtypes (float8, uint16).
+    """
+    is_view = len(piece) == 1 and piece[0].is_contiguous()
+    flat = _bytes_of(piece[0]) if is_view else torch.cat([_bytes_of(tensor) for tensor in piece])
+    comm.run(
+        lambda is_async: dist.broadcast(flat, group=comm.group, group_src=0, async_op=is_async),
+        f"a broadcast of {flat.nbytes} bytes",
+    )
+    if not is_view:
         for tensor, part in zip(piece, flat.split([t.nbytes for t in piece]), strict=True):
             tensor.detach().copy_(part.view(tensor.dtype).view(tensor.shape))
-
-    def _send(self, flat: Tensor) -> None:
-        """Overwrite a tensor with rank 0's."""
-        self.run(
-            lambda is_async: dist.broadcast(flat, group=self.group, group_src=0, async_op=is_async),
-            f"a broadcast of {flat.nbytes} bytes",
-        )
-
-    def _all_reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> Work:
-        self.traffic.count(ring_bytes(flat.nbytes, self.world_size))
-        with self._launching():
-            work = dist.all_reduce(flat, op, group=self.group, async_op=True)
-        return self._launched(work, f"an all-reduce of {flat.nbytes} bytes")
-
-    def _keep(self, usage: Usage | None) -> None:
-        """Keep a group for the engine, as long as this transport of its is used."""
-        self._kept = self.roll_call.usage = usage
-        if usage is not None:
-            usage.users.add(self)
-
-    def limit(self) -> timedelta:
-        """Return after how long collectives here are given up: what the engine's own group has, which may be
-        set at any time.
-        """
-        return timeout_of(self._follows(), self.device)
-
-    @contextmanager
-    def _launching(self) -> Iterator[None]:
-        """Note a collective, which the body starts, and name who is missing if that raises."""
-        if self._kept is not None or self._follows_limit:
-            group = self.group  # which is gone if the default one is
-            if (limit := self.limit()) != timeout_of(group, self.device):
-                give_up_after(limit, group)
-        if self._usage is not None:
-            self._usage.launched += 1
-        with self.roll_call.named():
-            yield
-
-    def _launched(self, work: dist.Work | Transfers, what: str) -> _Work:
-        if self.roll_call.watch is not None:
-            self.roll_call.watch.pending.add(self.ranks, what, work.is_completed)
-        return _Work(work, self.roll_call, self._host_watch)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -353,33 +317,13 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Cut tensors into lists of one dtype and at most `_PIECE_BYTES` together, or of one larger tensor."""
-    for alike in by_dtype(tensors):
-        piece, num_bytes = [alike[0]], alike[0].nbytes
-        for tensor in alike[1:]:
+    """Split tensors into lists of one dtype and at most `_PIECE_BYTES`, or of one larger tensor."""
+    for same_dtype in by_dtype(tensors):
+        piece, num_bytes = [same_dtype[0]], same_dtype[0].nbytes
+        for tensor in same_dtype[1:]:
             num_bytes += tensor.nbytes
             if num_bytes > _PIECE_BYTES:
                 yield piece
                 piece, num_bytes = [], tensor.nbytes
             piece.append(tensor)
         yield piece
-
-
-def _finding(group: dist.ProcessGroup | None) -> Callable[[], dist.ProcessGroup | None]:
-    """Return what returns a group as long as torch has it: who holds a group beyond its end keeps its
-    threads.
-    """
-    if group is None:
-        return lambda: None
-    known, ranks = weakref.ref(group), dist.get_process_group_ranks(group)
-
-    def find() -> dist.ProcessGroup:
-        found = known()
-        if found is None:
-            raise RuntimeError(
-                f"the process group of ranks {ranks} has been destroyed, and an engine over it is to be "
-                "used: make the engine anew"
-            )
-        return found
-
-    return find

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
-from pyengine.comm.groups import give_up_after
+from pyengine.comm.groups import set_timeout
 from pyengine.window import header as headers
 
 ACCUMULATE = 3
@@ -546,7 +546,7 @@ def _many_windows(windows: int) -> int:
 
 def _left_out() -> str:
     """Rank 1 leaves out a step, and goes on to the next backward; the other one checks."""
-    give_up_after(timedelta(seconds=2), None)
+    set_timeout(timedelta(seconds=2), None)
     model = DistributedDataParallel(_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     pe.audit(model, optimizer, every=1)

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import pyengine as pe
-from pyengine.comm.groups import give_up_after
+from pyengine.comm.groups import set_timeout
 
 KINDS = [("flat", 1), ("nested", 2), ("replicate", 2), ("hsdp", 4)]
 NEWER = ("set_reduce_scatter_unused_params", "reset_iter_state")  # than torch 2.11
@@ -234,7 +234,7 @@ def test_a_rank_that_fails_behind_the_reductions_voids_the_window_everywhere(ran
 def _is_left(kind: str, defer: str) -> list[str]:
     """Rank 1 leaves a backward in its middle and goes on to the next window; the others wait there."""
     rank, _ = me()
-    give_up_after(timedelta(seconds=2), None)
+    set_timeout(timedelta(seconds=2), None)
     sync, model = sharded(kind, defer=defer)
     said: list[str] = []
     for _ in range(2):

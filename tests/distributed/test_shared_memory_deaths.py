@@ -18,8 +18,8 @@ from ranks import strike
 from torch import nn
 
 import pyengine as pe
-from pyengine.comm import roll_call
 from pyengine.comm.arena import Arena
+from pyengine.comm.watch import roll_call
 
 
 def _killed_by_hook() -> str:

@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
-from pyengine.comm import roll_call
-from pyengine.comm.process_state import ProcessId
+from pyengine.comm.watch import roll_call
+from pyengine.comm.watch.process_state import ProcessId
 
 AFTER_S = 0.3
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
-from pyengine.comm import roll_call
+from pyengine.comm.watch import roll_call
 
 Batch = tuple[int, Tensor, Tensor]
 

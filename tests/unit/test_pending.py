@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyengine.comm.pending import Pending, listed
+from pyengine.comm.watch.pending import Pending, listed
 
 
 def test_the_oldest_that_has_not_completed_is_told():

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from pyengine.comm.stall import failure
+from pyengine.comm.watch.stall import failure
 
 _TAG = 0x70796567  # no user's; transfers of one tag meet in the order in which ranks post them
 
 
-class Transfers:
-    """Transfers under way, as one work that may be waited for a while.
+class P2PWork:
+    """P2PWork under way, as one work that may be waited for a while.
 
     gloo's transfers cannot: a wait that runs out of time closes their connection.
     """
@@ -90,17 +90,17 @@ class PointToPoint:
     def __init__(self, find_group: Callable[[], dist.ProcessGroup | None], ranks: Sequence[int]) -> None:
         self._find_group, self._ranks = find_group, ranks
         self._rank = dist.get_rank(find_group())
-        self._waiting: queue.SimpleQueue[Transfers | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[P2PWork | None] = queue.SimpleQueue()
         self._close: Callable[[], object] | None = None
         self._is_broken = False
 
-    def all_to_all(self, received: Tensor, parts: Tensor) -> Transfers:
-        """Start sending every rank a part of its own; see `Exchanges.all_to_all`."""
+    def all_to_all(self, received: Tensor, parts: Tensor) -> P2PWork:
+        """Start sending every rank a part of its own; see `Comm.all_to_all`."""
         arriving, leaving = self._rows(received), self._rows(parts)
         return self._exchange(arriving, leaving)
 
-    def all_gather(self, gathered: Tensor, part: Tensor) -> Transfers:
-        """Start sending a part of this rank's to every other one; see `Exchanges.all_gather`."""
+    def all_gather(self, gathered: Tensor, part: Tensor) -> P2PWork:
+        """Start sending a part of this rank's to every other one; see `Comm.all_gather`."""
         return self._exchange(self._rows(gathered), [part] * len(self._ranks))
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class PointToPoint:
     def _rows(self, whole: Tensor) -> Sequence[Tensor]:
         return whole.view(len(self._ranks), -1).unbind()
 
-    def _exchange(self, arriving: Sequence[Tensor], leaving: Sequence[Tensor]) -> Transfers:
+    def _exchange(self, arriving: Sequence[Tensor], leaving: Sequence[Tensor]) -> P2PWork:
         if self._is_broken:
             raise RuntimeError(failure("this rank was interrupted while it posted an exchange"))
         num = len(self._ranks)
@@ -124,7 +124,7 @@ class PointToPoint:
         self._is_broken = False
         if arriving[self._rank].data_ptr() != leaving[self._rank].data_ptr():
             arriving[self._rank].copy_(leaving[self._rank])
-        transfers = Transfers([work for work in works if work is not None])
+        transfers = P2PWork([work for work in works if work is not None])
         self._start()
         self._waiting.put(transfers)
         return transfers
@@ -138,13 +138,13 @@ class PointToPoint:
             thread.start()
 
 
-def _wait(waiting: queue.SimpleQueue[Transfers | None]) -> None:
+def _wait(waiting: queue.SimpleQueue[P2PWork | None]) -> None:
     """Wait for transfers until there is None."""
     while (transfers := waiting.get()) is not None:
         transfers.run()
 
 
-def _end(waiting: queue.SimpleQueue[Transfers | None], thread: threading.Thread) -> None:
+def _end(waiting: queue.SimpleQueue[P2PWork | None], thread: threading.Thread) -> None:
     """End a thread, before the interpreter takes the ground from under it."""
     waiting.put(None)
     if thread is not threading.current_thread():

@@ -16,12 +16,12 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from pyengine.comm.process_state import ProcessId
+from pyengine.comm.watch.process_state import ProcessId
 
 # A store that does not answer for so long is taken for one that is gone.
 _STORE_TIMEOUT = timedelta(seconds=5)
 
-_OURS = str(Path(__file__).parents[1]) + os.sep
+_OURS = str(Path(__file__).parents[2]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _PYTHON = str(Path(os.__file__).parent) + os.sep
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from pyengine.comm.exclusive import Usage
-from pyengine.comm.pending import listed
-from pyengine.comm.stall import STORE_IS_GONE, StallWatch, failure
+from pyengine.comm.groups import GroupUsage
+from pyengine.comm.watch.pending import listed
+from pyengine.comm.watch.stall import STORE_IS_GONE, StallWatch, failure
 
 # Ranks that wait in the same collective fail within milliseconds of each other, or at the same timeout.
 WAIT_S = 2.0
@@ -60,7 +60,7 @@ class StoreRollCall(RollCall):
         assert pg is not None  # this rank is a member
         self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(pg)
         self.store: dist.Store = _get_process_group_store(pg)
-        self.usage: Usage | None = None
+        self.usage: GroupUsage | None = None
         self._found: str | None = None
         self._broken = ""
 

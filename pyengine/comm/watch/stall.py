@@ -19,10 +19,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.futures import Future
 
-from pyengine.comm.heartbeat import Board, Heartbeat, line_of
-from pyengine.comm.pending import Launch, Pending, listed
-from pyengine.comm.process_state import ProcessId
-from pyengine.comm.promise import Promise
+from pyengine.comm.watch.heartbeat import Board, Heartbeat, line_of
+from pyengine.comm.watch.pending import Launch, Pending, listed
+from pyengine.comm.watch.process_state import ProcessId
+from pyengine.comm.watch.promise import Promise
 
 STORE_IS_GONE = (
     "the store that the ranks met in does not answer, so the process that keeps it has died "

@@ -1,0 +1,1 @@
+"""Which ranks a collective waits for, where they are, and whether they have died."""
