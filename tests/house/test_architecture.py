@@ -7,7 +7,7 @@ import re
 
 import pytest
 from floors import COMMAND, FLOORS, MODULES, PICTURE, edges, imported, picture
-from pages import ROOT, prose, spans
+from pages import ROOT, blocks, prose, spans
 
 PAGE = ROOT / "docs" / "architecture.md"
 _PATH = re.compile(r"\S*/\S*|\w+\.(?:py|txt|md|toml)")
@@ -113,3 +113,9 @@ def test_every_change_names_what_to_open_and_what_tests_it():
 @pytest.mark.parametrize(("change", "path"), OPENED)
 def test_a_file_to_open_is_a_file(change, path):
     assert (ROOT / path.partition(": ")[0]).is_file(), f"to change {change}, {path} cannot be opened"
+
+
+def test_the_transport_on_the_page_is_the_one_that_is_tested():
+    (block,) = [block for block in blocks("python") if block.page == "docs/architecture.md"]
+    tested = (ROOT / "tests" / "unit" / "test_example_transport.py").read_text()
+    assert block.code[block.code.index("class ") :] in tested
