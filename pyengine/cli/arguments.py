@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-from pyengine.comm import local_workers
+from pyengine.comm.launching import check_number
 
 
 class Conflict(ValueError):
@@ -29,10 +29,10 @@ def check_writable(argument: str, file: Path) -> None:
 
 
 def check_workers(numbers: Collection[int]) -> None:
-    """Raise `Conflict` if this machine is not one for so many workers."""
+    """Raise `Conflict` if this machine has too few cores for so many workers."""
     try:
-        local_workers.check_number(max(numbers))
-    except (ValueError, RuntimeError) as error:
+        check_number(max(numbers))
+    except ValueError as error:
         raise Conflict(f"argument --workers: {error}") from None
 
 

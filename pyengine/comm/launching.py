@@ -1,122 +1,135 @@
-"""Run a function on every worker: torchrun's where it has started them, else on new ones of this machine."""
+"""Run a function on every worker: on torchrun's workers, or on new processes of this machine.
+
+New workers are processes of torch.multiprocessing, which torch.distributed.elastic uses too. Elastic itself
+is not used: its agent serves a store on every network interface and unpickles what it reads from it. Its
+`multiprocessing.start_processes` waits forever for a worker that exits with code 0 before `fn` has returned,
+and replaces this process's signal handlers for good.
+"""
 
 from __future__ import annotations
 
 import faulthandler
+import math
+import os
 import pickle
+import signal
 import sys
+import tempfile
 import threading
 import time
+import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import current_process, get_all_start_methods
-from numbers import Real
+from multiprocessing import get_all_start_methods, resource_tracker
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.multiprocessing import start_processes
 
-from pyengine.comm import local_workers
 from pyengine.comm.default_group import destroy_default_group
 
-_PROCESS = uuid.uuid4().hex  # torchrun's store outlives its workers: who of them wrote a key
+T = TypeVar("T")
+
+_PROCESS = uuid.uuid4().hex  # torchrun's store outlives its workers: this process's keys carry its own name
+_MAX_WORKERS_PER_CORE = 32
+_POLL_S = 0.1
+_TRACE_S = 1.0  # after the deadline, for workers to write their stacks
+_GRACE_S = 30.0  # after SIGTERM, for workers to end, for example behind a checkpoint
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Gloo and NCCL bind to the interface of this name, which no other machine reaches.
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def launch(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     *,
-    workers: int | None = None,
+    workers: int,
     args: tuple[Any, ...] = (),
-    num_processes: int | None = None,
     timeout_s: float | None = None,
-) -> list[Any]:
+) -> list[T]:
     """Run `fn(*args)` on every worker of a fresh process group, and wait for all of them.
 
-    In a process that torchrun has started, on one host or on many, this is one of its workers: `fn` runs
-    here, in a group of all of them whose backends are torch's own choice (gloo for the CPU, NCCL for CUDA).
-    An exception of `fn` leaves this function as it is, and torchrun ends the other workers.
+    In a process that torchrun has started, on one host or on many, this process is one of the workers: `fn`
+    runs here, in a group of all of them whose backends are torch's own choice (gloo for the CPU, NCCL for
+    CUDA). An exception of `fn` leaves this function as it is, and torchrun ends the other workers.
 
     Everywhere else workers are started on this machine, in a gloo group over its loopback interface, which no
-    other machine reaches. They are new processes, which import what `fn` and `args` are made of; a script
-    calls this under `if __name__ == "__main__":`. What was defined in a notebook, an interactive session or
+    other machine reaches. They are new processes, which import the modules of `fn` and `args`; a script
+    calls this function under `if __name__ == "__main__":`. Functions of a notebook, an interactive session or
     `python -c` cannot be imported: workers are then forked from this process and run torch on one thread
-    each, because the threads that it has started do not live on in a fork.
+    each, because a fork does not have the threads that this process has started.
 
     Args:
         fn: a function of an importable module or script; in a notebook any function.
-        workers: processes to start, which get equal shares of torch's threads. Under torchrun its own options
-            say how many there are.
+        workers: number of processes to start; each gets an equal share of torch's threads. Under torchrun its
+            own options decide the number.
         args: picklable; in a notebook anything.
-        timeout_s: seconds after which workers that have not ended are ended, and the error says where each of
-            them stood. None: no limit. Under torchrun every worker counts for itself: it prints where it
-            stood and exits, whereupon torchrun ends the others.
-        num_processes: the same as `workers`, as Accelerate's notebook_launcher calls it; one of the two.
+        timeout_s: seconds after which workers that still run are ended; the error has the stack of each.
+            None: no limit. Under torchrun each worker has a limit of its own: it prints its stack and exits,
+            and torchrun ends the others.
 
     Returns:
-        What `fn` returned, by rank; picklable. Under torchrun every worker gets it: print on one rank, in
-        `fn`.
+        The results of `fn`, by rank; picklable. Under torchrun every worker gets all of them: print on one
+        rank, in `fn`.
 
     Raises:
-        TypeError: neither `workers` nor `num_processes`, or both.
-        ValueError: `workers` or `fn` cannot be used, or this machine has too few cores for so many. Or this
-            is torchrun's worker, and an earlier call wanted another number: such a script has to start its
-            workers itself.
-        RuntimeError: a worker failed; the others were ended, the message holds its traceback. Or this machine
-            lets no such number be started, or has no loopback interface. Or workers have to be forked, and
-            this process holds what no fork can use: an initialised device, a process group. Or this is a
-            worker, torchrun's or one of `launch`, and has a process group already. Or torchrun's other
-            workers have not called `launch` within half an hour.
-        TimeoutError: workers have not ended within `timeout_s`; now they have.
+        ValueError: `workers`, `timeout_s` or `fn` cannot be used, or this machine has too few cores. Or this
+            process is torchrun's worker, and an earlier call asked for another number of workers: such a
+            script has to start its workers itself.
+        RuntimeError: a worker failed; the others were ended, the message holds its rank and traceback. Or
+            this machine cannot start so many processes. Or workers have to be forked, and this process holds
+            what a fork cannot use: an initialised device, a process group. Or this process is a worker, of
+            torchrun or of `launch`, and has a process group already. Or torchrun's other workers have not
+            called `launch` within half an hour.
+        TimeoutError: workers had not ended after `timeout_s`, and have been ended.
         KeyboardInterrupt: after Ctrl-C, when the workers have ended.
-        SystemExit: the same after SIGTERM, with 128 + the signal.
+        SystemExit: after SIGTERM, when the workers have ended, with 128 + the signal, unless SIGTERM has a
+            handler of the caller's.
 
     Example:
         >>> pe.launch(train, workers=2, args=(config,))  # doctest: +SKIP
     """
-    workers = _number(workers, num_processes)
-    _check_timeout(timeout_s)
-    _check_guarded()
-    if dist.is_torchelastic_launched():
-        return _join(fn, workers, args, timeout_s)
-    return _start(fn, workers, args, timeout_s)
-
-
-def _number(workers: int | None, num_processes: int | None) -> int:
-    """Return how many workers are wanted, by either name."""
-    if (workers is None) == (num_processes is None):
-        given = "neither" if workers is None else "both"
-        raise TypeError(
-            f"workers, num_processes: got {given}, and they mean the same; pass one of them, workers=2 say"
-        )
-    name, number = ("workers", workers) if num_processes is None else ("num_processes", num_processes)
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ValueError(f"{name}={number!r}: need a whole number of at least 1; 2 is a good start")
-    return number
-
-
-def _check_guarded() -> None:
-    if getattr(current_process(), "_inheriting", False):  # as multiprocessing asks itself
-        raise RuntimeError(
-            "launch was called while a worker imports the script that calls it, which would start workers "
-            "without end: "
-            'call it under `if __name__ == "__main__":`'
-        )
-
-
-def _check_timeout(timeout_s: Any) -> None:
-    is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
-    if timeout_s is not None and not (is_number and 0 < timeout_s <= threading.TIMEOUT_MAX):
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+        raise ValueError(f"workers={workers!r}: need a whole number of at least 1; 2 is a good start")
+    if timeout_s is not None and not 0 < timeout_s <= threading.TIMEOUT_MAX:
         raise ValueError(
             f"timeout_s={timeout_s!r}: need seconds above 0 after which workers are ended; None for no limit"
         )
+    if dist.is_torchelastic_launched():
+        return _run_on_torchruns_workers(fn, args, workers, timeout_s)
+    check_number(workers)
+    method = _start_method(fn, args)
+    # OpenMP hangs in a fork of a process that has used its threads.
+    threads = 1 if method == "fork" else max(1, torch.get_num_threads() // workers)
+    deadline = math.inf if timeout_s is None else time.time() + timeout_s
+    processes: list[BaseProcess] = []
+    with tempfile.TemporaryDirectory(prefix="pyengine-") as folder, _sigterm_raises():
+        job = _Job(fn, args, workers, threads, Path(folder), timeout_s, deadline)
+        try:
+            _start(job, method, processes)
+            _wait(job, processes)
+        finally:
+            _end(job, processes)
+        return [pickle.loads(job.file("result", rank).read_bytes()) for rank in range(workers)]
 
 
-def _join(fn: Callable[..., Any], workers: int, args: tuple[Any, ...], timeout_s: float | None) -> list[Any]:
-    """Run `fn` as one of the workers that torchrun has started."""
+# --- On torchrun's workers ---
+
+
+def _run_on_torchruns_workers(
+    fn: Callable[..., T], args: tuple[Any, ...], workers: int, timeout_s: float | None
+) -> list[T]:
+    """Run `fn` in this process, which is one of the workers."""
     if dist.is_initialized():
         raise RuntimeError(
             "this worker has a process group already: call fn itself, or leave dist.init_process_group() "
@@ -126,7 +139,7 @@ def _join(fn: Callable[..., Any], workers: int, args: tuple[Any, ...], timeout_s
         agents_store, rank, world_size = next(dist.rendezvous("env://"))
     except ValueError as error:
         raise RuntimeError(
-            f"this process has inherited the place of a worker that shares no store with it ({error}): "
+            f"this process has inherited the environment of a worker that shares no store with it ({error}): "
             "start what a worker of launch starts by `env -u TORCHELASTIC_RUN_ID`, which gives it workers "
             "of its own"
         ) from None
@@ -143,7 +156,7 @@ def _join(fn: Callable[..., Any], workers: int, args: tuple[Any, ...], timeout_s
     if timeout_s is not None:
         faulthandler.dump_traceback_later(timeout_s, exit=True, file=2)
     try:
-        result = record(fn)(*args)  # what torchrun says of a failure has its traceback then
+        result = record(fn)(*args)  # writes the traceback of a failure into torchrun's summary
         dist.all_gather_object(results, result)
     finally:
         if timeout_s is not None:
@@ -155,29 +168,30 @@ def _join(fn: Callable[..., Any], workers: int, args: tuple[Any, ...], timeout_s
 def _meet(
     store: dist.Store, rank: int, world_size: int, timeout: timedelta = default_pg_timeout
 ) -> dist.Store:
-    """Return a store that this call of every rank shares, and no earlier one.
+    """Return a store that this call of every rank shares with no earlier call.
 
-    The store below keeps what workers wrote that have ended since, of whatever world size. A counter of calls
-    would go on from theirs, so every call has a random name, and rank 0's names the store: it is written for
-    every call found under a rank, until the one that waits there now has confirmed it.
+    torchrun's store keeps the keys of workers that have ended since, of any world size, so a counter of calls
+    would continue theirs. Each call has a random name instead, and the name of rank 0's call prefixes the
+    shared store: rank 0 sends it to the call that it finds under each rank, until that rank's present call
+    has confirmed it.
     """
     call = uuid.uuid4().hex
     if rank == 0:
         meeting, absent = call, _gather(store, call, world_size, timeout)
     else:
-        meeting, absent = _come(store, call, rank, timeout)
+        meeting, absent = _join(store, call, rank, timeout)
     if absent:
         raise RuntimeError(
             f"ranks {absent} of {world_size} have not come to this launch within "
             f"{timeout.total_seconds():.0f} s: need as many calls on every worker of torchrun. A process "
-            "that a worker has started takes that worker's place, here too: start it by `env -u "
+            "that a worker has started replaces that worker here, too: start it by `env -u "
             "TORCHELASTIC_RUN_ID`, which gives it workers of its own"
         )
     return dist.PrefixStore(meeting, store)
 
 
 def _gather(store: dist.Store, meeting: str, world_size: int, timeout: timedelta) -> list[int]:
-    """Tell every other rank the meeting, and return who has not come."""
+    """Send the meeting to every other rank, and return the ranks that have not come."""
     absent = list(range(1, world_size))
     end = time.monotonic() + timeout.total_seconds()
     while absent and time.monotonic() < end:
@@ -189,8 +203,8 @@ def _gather(store: dist.Store, meeting: str, world_size: int, timeout: timedelta
     return absent
 
 
-def _come(store: dist.Store, call: str, rank: int, timeout: timedelta) -> tuple[str, list[int]]:
-    """Return the meeting that rank 0 has told this call, and who has not come: rank 0 or nobody."""
+def _join(store: dist.Store, call: str, rank: int, timeout: timedelta) -> tuple[str, list[int]]:
+    """Return the meeting that rank 0 has sent to this call, and the ranks that have not come: 0 or none."""
     store.set(f"call/{rank}", call)
     try:
         store.wait([f"meeting of/{call}"], timeout)
@@ -201,30 +215,38 @@ def _come(store: dist.Store, call: str, rank: int, timeout: timedelta) -> tuple[
     return meeting, []
 
 
-def _start(fn: Callable[..., Any], workers: int, args: tuple[Any, ...], timeout_s: float | None) -> list[Any]:
-    """Run `fn` on new workers of this machine."""
-    local_workers.check_number(workers)
-    method = _start_method(fn, args)
-    if method == "fork":
-        _check_fork()
-    return local_workers.run(fn, args, workers=workers, method=method, timeout_s=timeout_s)
+# --- On new workers of this machine ---
 
 
-def _start_method(fn: Callable[..., Any], args: tuple[Any, ...]) -> local_workers.StartMethod:
-    """Return "fork" if workers need what stands in a `__main__` that they could not import."""
+def check_number(workers: int) -> None:
+    """Raise ValueError if this machine has too few cores for so many workers, before any is started."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if workers > cores * _MAX_WORKERS_PER_CORE:
+        raise ValueError(
+            f"workers={workers}: need at most {cores * _MAX_WORKERS_PER_CORE} on the {cores} cores of this "
+            f"machine, {_MAX_WORKERS_PER_CORE} a core: each is a process that holds torch and its threads; "
+            "for more, torchrun joins several machines"
+        )
+
+
+def _start_method(fn: Callable[..., Any], args: tuple[Any, ...]) -> Literal["spawn", "fork"]:
+    """Return "fork" if `fn` or `args` need a `__main__` that a new process cannot import."""
     main = sys.modules["__main__"]
-    # What multiprocessing looks at too; a script that came through a pipe is called "<stdin>".
+    # multiprocessing asks the same; a script that came through a pipe is called "<stdin>".
     importable = main.__spec__ is not None or Path(getattr(main, "__file__", "")).is_file()
     try:
         needs_main = b"__main__" in pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        if not importable:
-            return "fork"
-        raise ValueError(
-            f"fn={getattr(fn, '__qualname__', fn)!r} with its args cannot be sent to another process "
-            f"({error}): need a function at the top of an importable module, and picklable args"
-        ) from None
-    return "fork" if needs_main and not importable else "spawn"
+        if importable:
+            raise ValueError(
+                f"fn={getattr(fn, '__qualname__', fn)!r} with its args cannot be sent to another process "
+                f"({error}): need a function at the top of an importable module, and picklable args"
+            ) from None
+        needs_main = True
+    if importable or not needs_main:
+        return "spawn"
+    _check_fork()
+    return "fork"
 
 
 def _check_fork() -> None:
@@ -245,3 +267,224 @@ def _check_fork() -> None:
             "this process has a process group, which a fork of it would share: call "
             f"torch.distributed.destroy_process_group() before launch, or {instead}"
         )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What every worker gets. A worker writes its result, the traceback of an exception, and at the deadline
+    its stack ("trace", a file that exists as soon as the worker has imported `fn`) into files of a folder
+    that only this user can enter.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    workers: int
+    threads: int
+    folder: Path
+    timeout_s: float | None = None
+    deadline: float = math.inf  # when timeout_s is over, by time.time()
+
+    def file(self, kind: Literal["result", "error", "trace"], rank: int) -> Path:
+        return self.folder / f"{kind}-{rank}"
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Let SIGTERM end the body by SystemExit, which ends the workers; a handler of the caller's stays."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()  # no other thread may set a handler
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Block Ctrl-C and SIGTERM while processes are started, which inherit the mask.
+
+    Otherwise Ctrl-C would print the traceback of a half-done import from every worker, and could leave
+    behind a process that has been started and is not known yet.
+    """
+    resource_tracker.ensure_running()  # its start would unblock the signals (in CPython)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _start(job: _Job, method: str, processes: list[BaseProcess]) -> None:
+    """Start the workers one after the other: `processes` has all that run, also if one cannot be started."""
+    with signals_blocked():
+        for rank in range(job.workers):
+            try:
+                context = start_processes(_work, (rank, job), nprocs=1, join=False, start_method=method)
+            except OSError as error:
+                raise RuntimeError(
+                    f"workers={job.workers}: worker {rank} could not be started ({error}): this machine or "
+                    "container allows no more processes, files or memory; need fewer workers, or a "
+                    "higher limit (`ulimit -a` names them)"
+                ) from error
+            processes += context.processes
+
+
+def _wait(job: _Job, processes: Sequence[BaseProcess]) -> None:
+    """Wait until all have ended.
+
+    Raises:
+        RuntimeError: a worker failed, or ended without a result.
+        TimeoutError: the deadline has passed.
+    """
+    while True:
+        codes = {rank: process.exitcode for rank, process in enumerate(processes)}
+        failed = {
+            rank: code
+            for rank, code in codes.items()
+            if code or (code == 0 and not job.file("result", rank).exists())
+        }
+        if failed:
+            raise RuntimeError(_describe_failure(job, processes, failed))
+        running = {rank: processes[rank] for rank, code in codes.items() if code is None}
+        if not running:
+            return
+        if time.time() > job.deadline + _TRACE_S:
+            raise TimeoutError(_describe_timeout(job, running))
+        wait([process.sentinel for process in running.values()], _POLL_S)
+
+
+def _describe_failure(job: _Job, processes: Sequence[BaseProcess], failed: dict[int, int]) -> str:
+    """Name the worker that failed first, and why.
+
+    A worker that was killed comes before exceptions of others, which lose their connections to it; SIGABRT is
+    no such cause, because a lost connection may abort a process. Otherwise the first exception is the cause,
+    whichever worker ended first.
+    """
+    killed = [rank for rank, code in failed.items() if code < 0 and code != -signal.SIGABRT]
+    errors = sorted(job.folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
+    if errors and not killed:
+        rank, code = int(errors[0].name.rpartition("-")[2]), 1
+        text = errors[0].read_text(encoding="utf-8")
+    else:
+        rank = (killed or list(failed))[0]
+        code = failed[rank]
+        text = "it ended by itself, before or in fn; what it printed says why"
+        if code < 0:
+            name = next((each.name for each in signal.Signals if each == -code), "of no name")
+            text = f"Signal {-code} ({name}) received by PID {processes[rank].pid}"
+            text += "; the kernel sends it when memory runs out" if name == "SIGKILL" else ""
+    return f"worker {rank} of {job.workers} failed (exit code {code})\n{text}"
+
+
+def _describe_timeout(job: _Job, running: dict[int, BaseProcess]) -> str:
+    """Show the stack of each worker that still runs."""
+    stacks = [f"worker {rank}: {_stack(job.file('trace', rank))}" for rank in running]
+    head = (
+        f"timeout_s={job.timeout_s:g} is over, and {len(running)} of {job.workers} workers had not ended; "
+        "they have been ended. Their stacks:"
+    )
+    return "\n".join([head, *stacks])
+
+
+def _stack(trace: Path) -> str:
+    """Return the stack of the thread that runs `fn`, innermost call first, without this file's own calls."""
+    if not trace.exists():
+        return "it was still starting: importing torch, or the modules of fn and args"
+    for thread in trace.read_text(encoding="utf-8", errors="replace").split("\n\n"):
+        lines = thread.splitlines()
+        own = next((index for index, line in enumerate(lines) if __file__ in line), 0)
+        if own:
+            return "\n".join(lines[:own])
+    return "it wrote no stack: it was stopped (SIGSTOP, or a debugger)"
+
+
+def _end(job: _Job, processes: Sequence[BaseProcess]) -> None:
+    """End the workers that still run: by SIGTERM, behind which a worker may save, and then by force."""
+    try:
+        for rank, process in enumerate(processes):
+            if not job.file("trace", rank).exists():
+                process.kill()  # it still imports, with the signals blocked, and has nothing to save
+            elif process.is_alive():
+                process.terminate()
+                os.kill(process.pid or 0, signal.SIGCONT)  # a stopped process gets no other signal
+        end = time.monotonic() + _GRACE_S
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+    finally:  # also where a second Ctrl-C has interrupted the waiting
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join(_GRACE_S)  # a process in an uninterruptible sleep of the kernel stays
+
+
+# --- In a worker ---
+
+
+def _work(_: int, rank: int, job: _Job) -> None:
+    """Run `fn` in the group of all workers, and write its result, or the traceback of its exception."""
+    for number in _SIGNALS:
+        # Ctrl-C reaches every process of the terminal: end at once, in a collective too, and without a
+        # traceback. A fork has the handlers of its parent. A shell's background job ignores Ctrl-C.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    faulthandler.enable(file=2)  # the descriptor: a notebook's sys.stderr has none
+    with job.file("trace", rank).open("w") as trace:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        if job.timeout_s is not None:
+            faulthandler.dump_traceback_later(max(0.01, job.deadline - time.time()), file=trace)
+        try:
+            _set_environment(rank, job)
+            result = pickle.dumps(_run_in_group(rank, job))
+            job.file("result", rank).write_bytes(result)
+        except Exception:  # noqa: BLE001 - launch raises it, whatever it is
+            text = traceback.format_exc()
+            job.file("error", rank).write_text(text, encoding="utf-8", errors="backslashreplace")
+            sys.exit(1)
+        finally:
+            if job.timeout_s is not None:
+                faulthandler.cancel_dump_traceback_later()
+
+
+def _set_environment(rank: int, job: _Job) -> None:
+    """Set the variables that torchrun sets, except the port of a store: there is none."""
+    os.environ |= {
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(job.workers)),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default_role",
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_RUN_ID": job.folder.name,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+    for name in ("MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        os.environ.pop(name, None)  # of another launcher, whose store is not to be used
+    # Also for the groups that fn makes itself. The user's own choice of an interface stays.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={_LOOPBACK}")
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+
+
+def _run_in_group(rank: int, job: _Job) -> Any:
+    # Not a TCPStore, which would listen on every interface.
+    store = dist.FileStore(str(job.folder / "store"), job.workers)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.workers)
+    dist.barrier()  # a rank that is soon done must not leave while another is still connecting
+    torch.set_num_threads(job.threads)
+    try:
+        result = job.fn(*job.args)
+    except SystemExit as stop:
+        if stop.code:
+            raise
+        result = None
+    # Not after an exception: the others would see a closed connection, and fail first.
+    destroy_default_group()
+    return result

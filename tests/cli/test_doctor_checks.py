@@ -345,7 +345,7 @@ def no_gradient() -> list[float]:
 @pytest.fixture
 def here(monkeypatch: Patch) -> None:
     """Workers that cost nothing: this process, again and again."""
-    monkeypatch.setattr(doctor_workers, "launch", lambda window, workers: [window() for _ in range(workers)])
+    monkeypatch.setattr(doctor_workers, "launch", lambda window, workers, timeout_s: [window()] * workers)
 
 
 def never_ends() -> list[float]:

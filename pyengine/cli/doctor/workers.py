@@ -4,10 +4,7 @@ a gradient known exactly.
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -53,9 +50,8 @@ def workers(
         patience_s: after these seconds the workers are ended.
     """
     try:
-        with _alarm(patience_s):
-            found = launch(window, workers=_WORKERS)
-    except _Overdue:
+        found = launch(window, workers=_WORKERS, timeout_s=patience_s)
+    except TimeoutError:
         return fail("workers", f"two gloo workers have not ended after {patience_s:g} s", _REMEDY)
     except (RuntimeError, OSError) as error:
         return fail("workers", str(error).strip(), _REMEDY)
@@ -67,23 +63,3 @@ def workers(
             "report this with the whole output: wrong gradients must not happen",
         )
     return ok("workers", "two gloo workers start, and the gradient of a GradSync window is exact on both")
-
-
-class _Overdue(BaseException):
-    """Time is up; nothing on the way may take it for an error of its own."""
-
-
-@contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    """Raise _Overdue in the body after some seconds."""
-
-    def ring(number: int, frame: FrameType | None) -> None:
-        raise _Overdue
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

@@ -21,8 +21,7 @@ import psutil
 from pyengine.cli import terminal
 from pyengine.cli.study.grid import Cell
 from pyengine.cli.study.probe import Run, Trace, work
-from pyengine.comm.launching import launch
-from pyengine.comm.local_workers import signals_noted
+from pyengine.comm.launching import launch, signals_blocked
 
 _LOOK_S = 0.25  # between two looks at a run
 _BUSY_S = 0.3  # for which the machine is watched before a run
@@ -87,7 +86,7 @@ def execute(run: Run, limits: Limits, log: Path, watch: Watch) -> Outcome:
         child = mp.get_context("spawn").Process(target=_child, args=(run, str(result), str(log), os.getpid()))
         begin = time.perf_counter()
         try:
-            with signals_noted("spawn"):  # half started, it would write a traceback; Ctrl-C is not for it
+            with signals_blocked():  # the child does not unblock them: `_end` ends it
                 child.start()
             status, reason = _supervise(child, beats, limits, watch)
         finally:
