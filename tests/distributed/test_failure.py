@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 
 import pytest
 import torch
@@ -79,8 +78,6 @@ def _breaks_in_the_last_backward(kind: str, accumulate: int) -> tuple[list[str],
         except MemoryError:
             stepped.append(False)
     Breaks.now = False
-    if kind.startswith("own"):  # what says so travels beside the sums
-        assert all(math.isfinite(r.grad_norm) for r in records)
     return [r.reason for r in records if r.skipped], stepped, [p.detach().clone() for p in model.parameters()]
 
 

@@ -61,7 +61,7 @@ def _tensor_parallel(dtype: torch.dtype, **options: Any) -> list[float]:
     # A header, a bucket of a type (two rounds of an exact one), the norm, and that again for clipping.
     rounds = 2 if options.get("accumulator") == "exact" else 1
     if "bucket_cap_mb" not in options:
-        assert [record.collectives for record in records] == [3 + rounds] * 2
+        assert [record.collectives for record in records] == [4 + rounds] * 2
     return found
 
 
