@@ -115,7 +115,10 @@ def test_a_file_to_open_is_a_file(change, path):
     assert (ROOT / path.partition(": ")[0]).is_file(), f"to change {change}, {path} cannot be opened"
 
 
-def test_the_transport_on_the_page_is_the_one_that_is_tested():
-    (block,) = [block for block in blocks("python") if block.page == "docs/architecture.md"]
-    tested = (ROOT / "tests" / "unit" / "test_example_transport.py").read_text()
-    assert block.code[block.code.index("class ") :] in tested
+@pytest.mark.parametrize("test", ["test_new_transport", "test_new_owner", "test_new_sum"])
+def test_a_worked_example_on_the_page_is_the_one_that_is_tested(test):
+    source = (ROOT / "tests" / "extending" / f"{test}.py").read_text()
+    shown = [block.code for block in blocks("python") if block.page == "docs/architecture.md"]
+    classes = [code[code.index("class ") :] for code in shown if "class " in code]
+    assert sum(code.rstrip() in source for code in classes) == 1
+    assert len(source.splitlines()) <= 60
