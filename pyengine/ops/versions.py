@@ -7,19 +7,40 @@ write to its own memory, and do without the cost (0.1 µs a tensor).
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
 from pyengine.ops import exact, plan
 from pyengine.ops.pointers import Pointers, TensorList
 
+_Op = TypeVar("_Op", bound=Callable[..., Any])
 
-def _increment_versions(*written: Tensor | TensorList | Pointers | None) -> None:
-    """Count a write to each of these tensors, as PyTorch's own in-place ops do.
+
+def _incrementing(op: _Op, *written: str) -> _Op:
+    """Return a method that does as `op` and then increments versions, as PyTorch's own in-place ops do.
 
     Args:
-        written: tensors, or lists of them, which may hold None.
+        op: an op of a plan or an exact sum.
+        written: names of the arguments, or with a dot before them of the attributes, that it writes.
     """
+    signature = inspect.signature(op)
+
+    @functools.wraps(op)
+    def run(self: Any, *args: Any, **options: Any) -> None:
+        op(self, *args, **options)
+        given = signature.bind(self, *args, **options).arguments
+        _increment(*(getattr(self, name[1:]) if name[0] == "." else given[name] for name in written))
+
+    return run  # type: ignore[return-value]
+
+
+def _increment(*written: Tensor | TensorList | Pointers | None) -> None:
+    """Count a write to each of these tensors, or of these lists of tensors, which may hold None."""
     tensors: list[Tensor] = []
     for item in written:
         if isinstance(item, Tensor):
@@ -33,72 +54,16 @@ def _increment_versions(*written: Tensor | TensorList | Pointers | None) -> None
 class BucketPlan(plan.BucketPlan):
     __doc__ = plan.BucketPlan.__doc__
 
-    def pack_(
-        self,
-        flat: Tensor,
-        tensors: TensorList | Pointers,
-        scale: Tensor,
-        *,
-        only_if: Tensor | None = None,
-    ) -> None:
-        super().pack_(flat, tensors, scale, only_if=only_if)
-        _increment_versions(flat)
-
-    def unpack_(
-        self,
-        tensors: TensorList | Pointers,
-        flat: Tensor,
-        scale: Tensor,
-        *,
-        only_if: Tensor | None = None,
-    ) -> None:
-        super().unpack_(tensors, flat, scale, only_if=only_if)
-        _increment_versions(tensors)
-
-    def accumulate_(
-        self, acc: Tensor, grads: TensorList | Pointers, scale: Tensor, *, first: bool, nonfinite: Tensor
-    ) -> None:
-        super().accumulate_(acc, grads, scale, first=first, nonfinite=nonfinite)
-        _increment_versions(acc, nonfinite)
-
-    def accumulate_cast_(
-        self,
-        wire: Tensor,
-        acc: Tensor,
-        grads: TensorList | Pointers,
-        grad_scale: Tensor,
-        wire_scale: Tensor,
-        *,
-        first: bool,
-        nonfinite: Tensor,
-    ) -> None:
-        super().accumulate_cast_(wire, acc, grads, grad_scale, wire_scale, first=first, nonfinite=nonfinite)
-        _increment_versions(wire, nonfinite)
-
-    def unscale_norm(
-        self,
-        tensors: TensorList | Pointers,
-        out: TensorList | Pointers | None,
-        scale: Tensor,
-        *,
-        sumsq: Tensor,
-        nonfinite: Tensor,
-    ) -> None:
-        super().unscale_norm(tensors, out, scale, sumsq=sumsq, nonfinite=nonfinite)
-        _increment_versions(out, sumsq, nonfinite)
+    pack_ = _incrementing(plan.BucketPlan.pack_, "flat")
+    unpack_ = _incrementing(plan.BucketPlan.unpack_, "tensors")
+    accumulate_ = _incrementing(plan.BucketPlan.accumulate_, "acc", "nonfinite")
+    accumulate_cast_ = _incrementing(plan.BucketPlan.accumulate_cast_, "wire", "nonfinite")
+    unscale_norm = _incrementing(plan.BucketPlan.unscale_norm, "out", "sumsq", "nonfinite")
 
 
 class ExactSum(exact.ExactSum):
     __doc__ = exact.ExactSum.__doc__
 
-    def deposit_(self, tensors: TensorList | Pointers, *, first: bool, nonfinite: Tensor) -> None:
-        super().deposit_(tensors, first=first, nonfinite=nonfinite)
-        _increment_versions(self.limbs, self.bins, nonfinite)
-
-    def align_(self, bins: Tensor) -> None:
-        super().align_(bins)
-        _increment_versions(self.limbs, self.bins)
-
-    def round_(self, out: Tensor) -> None:
-        super().round_(out)
-        _increment_versions(out)
+    deposit_ = _incrementing(exact.ExactSum.deposit_, ".limbs", ".bins", "nonfinite")
+    align_ = _incrementing(exact.ExactSum.align_, ".limbs", ".bins")
+    round_ = _incrementing(exact.ExactSum.round_, "out")
