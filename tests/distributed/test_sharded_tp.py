@@ -101,9 +101,8 @@ def _resumes(make: Callable[..., tuple[pe.Sync, nn.Module, int]], **options: str
         assert torch.equal(param.grad.full_tensor(), grad)
 
 
-@pytest.mark.parametrize("defer", ["all", "none"])
-def test_a_state_of_an_open_window_goes_on(ranks, defer):
-    ranks(4).run(_resumes, _cut, defer=defer, nonfinite="raise")
+def test_a_state_of_an_open_window_goes_on(ranks):
+    ranks(4).run(_resumes, _cut, nonfinite="raise")
 
 
 def _goes_on_with_what_is_lost() -> None:
