@@ -8,6 +8,7 @@ group itself, while this thread does not hold the interpreter.
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import time
 
@@ -16,6 +17,8 @@ import torch.distributed as dist
 # Its functions keep the default group that they find when the module is first imported (as an optimizer does)
 # as the default of an argument, and with it the group's threads: it has to be imported before there is one.
 import torch.distributed.nn.functional  # noqa: F401
+
+_log = logging.getLogger("pyengine.comm")
 
 _WITHIN_S = 0.2  # a thread frees what it has called back within milliseconds
 
@@ -35,3 +38,4 @@ def destroy_default_group() -> None:
     while sys.getrefcount(group) > sys.getrefcount(alone) and time.monotonic() < end:
         time.sleep(1e-4)  # gives the interpreter away
     del group
+    _log.debug("destroyed the default process group")

@@ -13,6 +13,7 @@ paired with a bucket, and the two would be added up. So buckets use a group that
 from __future__ import annotations
 
 import hashlib
+import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from pyengine.ops.device import HOST
+
+_log = logging.getLogger("pyengine.comm")
 
 # ---- groups that several engines share ----
 
@@ -137,6 +140,7 @@ def make(
         group_desc=_description(purpose),
     )
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    _log.debug("make process group for %s over ranks %s, timeout %s", purpose, ranks, timeout)
     return group
 
 
@@ -150,6 +154,7 @@ def _find_or_make(
     """
     for group in c10d._world.pg_map:
         if group.group_desc == _description(purpose) and dist.get_process_group_ranks(group) == [*ranks]:
+            _log.debug("reuse process group for %s over ranks %s", purpose, ranks)
             return group
     return make(purpose, ranks, timeout=timeout, backend=backend)
 
@@ -233,6 +238,7 @@ def choose_own_group(
     """
     numbers = [n for n, m in offers[0].unused.items() if all(each.unused.get(n) == m for each in offers)]
     if numbers:
+        _log.debug("reuse process group %d for buckets of one engine over ranks %s", min(numbers), ranks)
         return next(group for group, usage in _own_groups(ranks, backend) if usage.number == min(numbers))
     usage = GroupUsage(tuple(ranks), backend, max(each.next_number for each in offers))
     group = make(usage.name, ranks, backend=backend, timeout=timeout)
@@ -318,8 +324,9 @@ class GroupHandle:
 
     def release(self) -> None:
         """Let a later engine use the group."""
-        if self.kept is not None:
+        if self.kept is not None and self in self.kept.users:
             self.kept.users.discard(self)
+            _log.debug("release process group for %s over ranks %s", self.kept.name, self.ranks)
 
     def _keep(self, usage: GroupUsage | None) -> None:
         self.kept = usage

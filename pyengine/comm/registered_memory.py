@@ -6,6 +6,7 @@ Source: NCCL's user guide on user buffer registration and symmetric windows.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from typing import Protocol
@@ -17,6 +18,8 @@ from torch import Tensor
 from pyengine.comm.base import Comm
 from pyengine.comm.groups import backend_of
 from pyengine.comm.torch_dist import TorchDist
+
+_log = logging.getLogger("pyengine.comm")
 
 # What torch's allocator rounds sizes up to.
 _ALIGN_BYTES = 512
@@ -109,6 +112,7 @@ def register_memory(comm: TorchDist) -> TorchDist:
     if why := next((text for text in refusals if text), ""):
         if pool is not None:
             pool.close()
+        _log.debug("fall back to memory that NCCL has not registered, ranks %s: %s", comm.ranks, why)
         if dist.get_rank() == comm.ranks[0]:
             warnings.warn(
                 f"shared_memory=True: {comm.world_size} ranks reduce in memory that NCCL has not registered, "
@@ -118,6 +122,7 @@ def register_memory(comm: TorchDist) -> TorchDist:
             )
         return comm
     assert pool is not None
+    _log.debug("reduce in memory that NCCL has registered, ranks %s", comm.ranks)
     registered = RegisteredMemory(comm.group, comm.device, pool)
     registered.join(comm)
     return registered

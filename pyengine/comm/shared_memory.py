@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,8 @@ from pyengine.comm.staged import Staged
 from pyengine.comm.torch_dist import TorchDist
 from pyengine.comm.watch.process_state import ProcessId
 from pyengine.ops.device import runs_ahead
+
+_log = logging.getLogger("pyengine.comm")
 
 
 class SharedMemory(TorchDist):
@@ -178,6 +181,7 @@ def share_memory(comm: Comm) -> Comm:
             os.close(descriptor)
         _say(comm, next(text for text in refusals if text))
         return comm
+    _log.debug("share memory among ranks %s, by host: %s", comm.ranks, hosts)
     levels = comm.split(hosts)
     inside = _shared(levels.inside, descriptor, [each.process for each in mine])
     if inside.world_size == comm.world_size:
@@ -219,6 +223,7 @@ def _opened(offers: Sequence[Offer]) -> tuple[int, str]:
 
 
 def _say(comm: TorchDist, why: str) -> None:
+    _log.debug("fall back to the process group of ranks %s, no shared memory: %s", comm.ranks, why)
     if dist.get_rank() == comm.ranks[0]:
         warnings.warn(
             f"shared_memory=True: {comm.world_size} ranks reduce through their process group, not in memory "

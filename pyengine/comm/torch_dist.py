@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,6 +29,8 @@ from pyengine.comm.side_stream import SideStream
 from pyengine.comm.watch.roll_call import RollCall, StoreRollCall
 from pyengine.comm.watch.stall import StallWatch
 from pyengine.ops.device import HOST, as_current, runs_ahead
+
+_log = logging.getLogger("pyengine.comm")
 
 # Backends that the host waits for, on any device; for all others the stream waits.
 _HOST_ORDERED = {"gloo", "mpi"}
@@ -132,6 +135,7 @@ class TorchDist(Comm):
             else:
                 found = given(hosts, self.ranks)
             check_equal(found)
+            _log.debug("split ranks %s by host: %s", self.ranks, found)
             self._levels[hosts] = self.split(found)
         return self._levels[hosts]
 
@@ -203,6 +207,7 @@ class TorchDist(Comm):
                 f"set up the process group, the model over it and the engine anew: {what} was to run in a "
                 "process group that has been destroyed (destroy_process_group)"
             ) from None
+        _log.debug("launch %s over ranks %s, and wait", what, ranks)
         noted = nullcontext() if watch is None else watch.pending.running(ranks, what)
         with self._launching(), noted:
             work = launch(host_watch is not None)
@@ -222,6 +227,7 @@ class TorchDist(Comm):
             yield
 
     def _launched(self, work: dist.Work | P2PWork, what: str) -> _Work:
+        _log.debug("launch %s over ranks %s", what, self.ranks)
         if self.roll_call.watch is not None:
             self.roll_call.watch.pending.add(self.ranks, what, work.is_completed)
         return _Work(work, self.roll_call, self._host_watch)

@@ -6,6 +6,7 @@ process it gives all of them the same one.
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from pyengine.comm.base import Comm, by_dtype, ring_bytes
 from pyengine.ops.device import HOST
+
+_log = logging.getLogger("pyengine.comm")
 
 _LIMB_BITS = 16
 
@@ -85,6 +88,7 @@ class Xla(Comm):
     def record(self) -> None:
         """Record one reduction a type over everything queued."""
         queue, self._queue = self._queue, []
+        _log.debug("record %d all-reduces", len(queue))
         # Always fresh tensors: torch_xla 2.9 loses an in-place reduction of a tensor that had been changed in
         # place before (a gradient that was accumulated, say) as soon as it is changed through an alias
         # (clipping, say).

@@ -7,6 +7,7 @@ the CPU nothing follows a header in which ranks disagree: another engine's bucke
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from pyengine.ops.device import HOST, is_lazy, runs_ahead, send
 from pyengine.window import exact_scalars
 from pyengine.window.claims import NUM_PIECES, Claims
 from pyengine.window.shared_batch import SharedBatch
+
+_log = logging.getLogger("pyengine.window")
 
 # Sums in float64 are exact up to 2^53: squares of 20-bit numbers over up to 8192 ranks stay below it.
 _STEP_MODULUS = 2**20
@@ -300,6 +303,7 @@ class Header:
         self._comm, self._max_micro_batches = comm, local.max_micro_batches
         self.position, self.claims = position, claims
         self._vector = _pack(device, local, position, more, claims)
+        _log.debug("window %d: launch header of %d micro-batches", position[0], len(local.counts))
         self._work: Work | None = comm.all_reduce(self._vector)
         self._inv_count: Tensor | None = None
         self._is_refused: bool | None = None if _host_may_look(comm, device) else False
@@ -360,6 +364,7 @@ class Header:
         if self._work is not None:
             self._work.wait()
             self._work = None
+            _log.debug("window %d: header received", self.position[0])
         return self._vector
 
 

@@ -4,6 +4,7 @@ outcomes and errors are the same everywhere.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from pyengine.window.claims import Use, difference
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header, LocalWindow, Totals
 from pyengine.window.nonfinite import RankFindings, describe, describe_dropped, nonfinite_params
+
+_log = logging.getLogger("pyengine.window")
 
 # Returns the micro-batches in which this rank saw a parameter's gradient not finite; None: not watched.
 Blame = Callable[[int], list[int] | None]
@@ -157,6 +160,7 @@ class Verdict:
         if self.error is None:
             actions += [partial(action, totals, self._skips) for action in waiting]
         call_all(actions)
+        _log.debug("window %d: verdict %s", self._evidence.index, self.error or self.reason or "step")
         if self.error is not None:
             raise type(self.error)(*self.error.args)
         return totals
@@ -182,6 +186,7 @@ class Verdict:
             *numbers, found_inf, is_zero = self._numbers.get()
             self._skips, self._is_zero = found_inf != 0, is_zero != 0
             self.totals = Totals.of(numbers, self._comm.world_size)
+            _log.debug("window %d: skip %s, %s", self._evidence.index, self._skips, self.totals)
         return self.totals
 
     def _pop_waiting_to_know(self) -> list[Callable[[], object]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,6 +18,8 @@ from pyengine.wire.memory import BucketMemory
 from pyengine.wire.payload_memory import PayloadMemory
 from pyengine.wire.spelled import Spelled
 
+_log = logging.getLogger("pyengine.wire")
+
 _SUMS = ("wire", "fp32")
 
 
@@ -25,6 +28,7 @@ class _Cast(Spelled):
     folds_count: ClassVar[bool]
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
+        _log.debug("sum a bucket of %d elements in an all-reduce as %s", flat.numel(), self)
         return comm.all_reduce(flat)
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:

@@ -7,6 +7,7 @@ and all ranks get the same bytes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -19,6 +20,8 @@ from pyengine.comm.staged import Staged
 from pyengine.ops.codec import Codec
 from pyengine.wire.base import Prepares, Wire, is_encoded
 from pyengine.wire.payload_memory import PayloadMemory
+
+_log = logging.getLogger("pyengine.wire")
 
 _ROUNDS = 2  # an all-to-all and an all-gather
 
@@ -228,6 +231,7 @@ def sum_encoded(
     """
     if comm.world_size == 1:
         return Staged(iter(()), 0, flat.device)
+    _log.debug("sum a bucket of %d elements in two exchanges as %s", flat.numel(), codec)
     return Staged(_encoded(flat, comm, codec, rounding, memory), _ROUNDS, flat.device)
 
 
@@ -262,6 +266,7 @@ def sum_as_it_is(flat: Tensor, comm: Comm, codec: Codec, *, memory: PayloadMemor
     """
     if comm.world_size == 1:
         return Staged(iter(()), 0, flat.device)
+    _log.debug("sum a bucket of %d elements in two exchanges as %s", flat.numel(), codec)
     return Staged(_as_it_is(flat, comm, codec, memory), _ROUNDS, flat.device)
 
 

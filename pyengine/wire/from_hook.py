@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -99,6 +100,9 @@ class FromHook:
         )
 
 
+_log = logging.getLogger("pyengine.wire")
+
+
 class _HookedBucket(OfBucket[FromHook]):
     """One bucket over a hook."""
 
@@ -107,6 +111,7 @@ class _HookedBucket(OfBucket[FromHook]):
 
     def _run(self, flat: Tensor, comm: Comm) -> Iterator[Work]:
         """Run the hook to its end."""
+        _log.debug("sum a bucket of %d elements by %s", flat.numel(), self.wire)
         bad = (~torch.isfinite(flat)).any().to(torch.uint8).reshape(1)
         flat.masked_fill_(bad != 0, 0).mul_(comm.world_size)
         comm.all_reduce_max(bad).wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -25,6 +26,8 @@ from pyengine.wire.exchange import (
 from pyengine.wire.memory import BucketMemory, BucketPart, KeepsMemory, keeps_residual
 from pyengine.wire.payload_memory import PayloadMemory
 from pyengine.wire.spelled import Spelled
+
+_log = logging.getLogger("pyengine.wire")
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -109,11 +112,12 @@ class Hierarchical(Spelled):
         """Start as `all_reduce_`, with `inter` for this rank's part of a bucket, in the bucket's memory."""
         levels = comm.levels(self.mesh)
         if levels.inside.world_size == 1:
-            rounds = _across(flat, levels, inter, memory)
+            route, rounds = "one rank a host", _across(flat, levels, inter, memory)
         elif levels.inside.can_share_parts and self._codec() is None:
-            rounds = _in_shared_memory(flat, levels, inter, memory)
+            route, rounds = "shared memory in the host", _in_shared_memory(flat, levels, inter, memory)
         else:
-            rounds = self._exchanged(flat, levels, inter, memory)
+            route, rounds = "exchanges in the host", self._exchanged(flat, levels, inter, memory)
+        _log.debug("sum a bucket of %d elements in two levels: %s", flat.numel(), route)
         inside = 0 if levels.inside.world_size == 1 else 2
         across = 0 if levels.across.world_size == 1 else 2 if exchanges_parts(inter) else 1
         return Staged(rounds, inside + across, flat.device)

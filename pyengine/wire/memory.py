@@ -5,6 +5,7 @@ Residuals are kept by parameter: buckets are laid out anew, and states go to oth
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -15,6 +16,8 @@ from torch import Tensor
 from pyengine.ops.device import runs_ahead
 from pyengine.wire.base import Wire
 from pyengine.wire.payload_memory import PayloadMemory
+
+_log = logging.getLogger("pyengine.wire")
 
 _TURNS = 2**20  # of a window: more sums of a bucket than any has
 
@@ -222,6 +225,7 @@ class WireMemory:
 
     def load(self, parts: Mapping[Hashable, Tensor]) -> None:
         """Overwrite all residuals, with zeros where `parts` has none; it is read at once, or kept."""
+        _log.debug("load the residuals of %d parameters", len(parts))
         self._loaded = {key: part for key, part in parts.items() if key not in self._memory_of}
         for memory in self._memories():
             memory.clear()

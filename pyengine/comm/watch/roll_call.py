@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -13,6 +14,8 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from pyengine.comm.groups import GroupUsage
 from pyengine.comm.watch.pending import listed
 from pyengine.comm.watch.stall import STORE_IS_GONE, StallWatch, failure
+
+_log = logging.getLogger("pyengine.comm")
 
 # Ranks that wait in the same collective fail within milliseconds of each other, or at the same timeout.
 WAIT_S = 2.0
@@ -102,6 +105,7 @@ class StoreRollCall(RollCall):
         if self._broken or "a collective failed" in str(error):
             self._broken = self._broken or str(error)
             return
+        _log.debug("start no further collective in this group: %r", error)
         finding = f"rank {self._rank} could not start one that the other ranks are in ({error!r})"
         self._broken = failure(finding)
         if self.watch is not None:

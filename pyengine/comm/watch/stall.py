@@ -6,6 +6,7 @@ each other goes through the store of their group, since the group itself is what
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -23,6 +24,8 @@ from pyengine.comm.watch.heartbeat import Board, Heartbeat, line_of
 from pyengine.comm.watch.pending import Launch, Pending, listed
 from pyengine.comm.watch.process_state import ProcessId
 from pyengine.comm.watch.promise import Promise
+
+_log = logging.getLogger("pyengine.comm")
 
 STORE_IS_GONE = (
     "the store that the ranks met in does not answer, so the process that keeps it has died "
@@ -87,9 +90,11 @@ class StallWatch:
         self._board.announce(self._heartbeat(None))
         self._end = weakref.finalize(self, _end, stop, watcher)  # before the interpreter ends, too
         watcher.start()
+        _log.debug("start stall watch over ranks %s, report after %g s", self._ranks, after_s)
 
     def close(self) -> None:
         """End the thread."""
+        _log.debug("end stall watch over ranks %s", self._ranks)
         self._end()
         self.pending.clear()
 
@@ -150,6 +155,7 @@ class StallWatch:
     def conclude(self, finding: str) -> str:
         """Return what a collective that has failed here fails with: what the ranks have concluded first."""
         self.verdict = self._board.publish(finding)
+        _log.debug("collectives of ranks %s fail: %s", self._ranks, self.verdict)
         return self.verdict
 
     def of_dead(self, ranks: Sequence[int]) -> str:
@@ -192,6 +198,7 @@ class StallWatch:
 
     def _fail(self, verdict: str) -> None:
         self.verdict = verdict
+        _log.debug("collectives of ranks %s fail: %s", self._ranks, verdict)
         for promise in list(self._promises.values()):
             promise.break_(RuntimeError(failure(verdict)))
 
