@@ -27,7 +27,6 @@ from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.micro_batch import MicroBatch
 from pyengine.engine.sync import Sync
 from pyengine.gradients.ddp.hook import HookState, comm_hook
-from pyengine.gradients.ddp.narrow_hooks import bf16_hook, bf16_wrapper, fp16_hook, fp16_wrapper
 from pyengine.gradients.settings import Exact
 from pyengine.step.grad_scaler import GradScaler
 from pyengine.step.step_record import StepRecord
@@ -55,11 +54,7 @@ __all__ = [
     "WindowSampler",
     "attach",
     "audit",
-    "bf16_hook",
-    "bf16_wrapper",
     "comm_hook",
-    "fp16_hook",
-    "fp16_wrapper",
     "launch",
     "micro_batch_rng",
     "ops",

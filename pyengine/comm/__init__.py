@@ -26,8 +26,8 @@ def comm_for(device: torch.device, group: dist.ProcessGroup | None) -> Comm:
     if is_lazy(device):
         if group is not None:
             raise ValueError(
-                f"group={group}: parameters on {device} are reduced by torch_xla over all replicas, not by "
-                "a process group; leave it None"
+                f"process_group={group}: parameters on {device} are reduced by torch_xla over all replicas, "
+                "not by a process group; leave it None"
             )
         from pyengine.comm.xla import Xla
 

@@ -80,7 +80,7 @@ class TorchDist(Comm):
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         super().__init__(rank=dist.get_rank(group), world_size=dist.get_world_size(group))
         if self.rank < 0:
-            raise ValueError("group: this process is not a member; pass a group that contains it")
+            raise ValueError("process_group: this process is not a member; pass a group that contains it")
         self._handle = GroupHandle(group, device)
         self.ranks = self._handle.ranks
         self.roll_call = StoreRollCall(group)

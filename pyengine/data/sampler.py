@@ -40,7 +40,6 @@ class WindowSampler(Sampler[list[int]]):
         num_replicas, rank: as DistributedSampler's: of how many loaders this is the one at `rank`. None: the
             default process group's, as it is now; without one 1 and 0. Ranks that share a batch (tensor
             parallel ones) pass the place and size of their data-parallel group. See `shard`.
-        dataset_size: the same as `dataset`, as a number.
 
     Attributes:
         rank, world_size: as given, or found.
@@ -66,7 +65,7 @@ class WindowSampler(Sampler[list[int]]):
 
     def __init__(
         self,
-        dataset: Sized | int | None = None,
+        dataset: Sized | int,
         *,
         seed: int = 0,
         micro_batch: int,
@@ -75,9 +74,8 @@ class WindowSampler(Sampler[list[int]]):
         drop_last: bool = False,
         num_replicas: int | None = None,
         rank: int | None = None,
-        dataset_size: int | None = None,
     ) -> None:
-        self.dataset_size = _size(dataset, dataset_size)
+        self.dataset_size = _size(dataset)
         (self.seed,) = whole(seed=seed)
         self.micro_batch, global_batch = whole(micro_batch=micro_batch, global_batch=global_batch)
         self.micro_batches = _micro_batches(self.micro_batch, global_batch)
@@ -176,17 +174,13 @@ def _micro_batches(micro_batch: int, global_batch: int) -> int:
     return global_batch // micro_batch
 
 
-def _size(dataset: Sized | int | None, dataset_size: int | None) -> int:
-    """Return the samples in what was given as a dataset, as its length, or by its older name."""
-    if (dataset is None) == (dataset_size is None):
-        raise TypeError(
-            "dataset: need the dataset or its length, once: as the first argument, or as dataset_size="
-        )
-    if dataset is None or isinstance(dataset, Integral):
-        (size,) = whole(dataset_size=dataset_size if dataset is None else dataset)  # type: ignore[arg-type]
+def _size(dataset: Sized | int) -> int:
+    """Return the number of samples in a dataset that was given as itself or as its length."""
+    if isinstance(dataset, Integral):
+        (size,) = whole(dataset=dataset)
         return size
     try:
-        return len(dataset)  # type: ignore[arg-type]  # what has none is told below
+        return len(dataset)  # type: ignore[arg-type]  # TypeError without a length
     except TypeError:
         raise TypeError(
             f"dataset is a {type(dataset).__name__} without a length: need one that has it, or the number of "

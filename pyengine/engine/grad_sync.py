@@ -51,8 +51,8 @@ class GradSync(Sync):
             BatchNorm's running statistics alike too. `pe.Exact(micro_batches=...)` is the same where the
             window is not the sum of `accumulate` over ranks, and `pe.Exact(micro_batches=..., slots=...)`
             sums exactly over slots of it, which costs less.
-        group, process_group: the process group, by either name; None is the default group, or this process
-            alone if there is none. On an XLA device all replicas (docs/xla.md).
+        process_group: None is the default group, or this process alone if there is none. On an XLA device
+            all replicas (docs/xla.md).
         device_mesh, axes: in place of a group, the mesh of all ranks, and what its axes hold (docs/mesh.md);
             DTensor parameters tell themselves how they lie. `axes` also names parameters with a group of
             their own, experts say.
@@ -85,7 +85,6 @@ class GradSync(Sync):
         accumulate: int = 1,
         wire: Wire | torch.dtype = FP32(),  # noqa: B008 - frozen
         accumulator: str | Exact | torch.dtype = "fp32",
-        group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         nonfinite: str = "skip",
         stall_after_s: float | None = 30.0,
@@ -98,8 +97,8 @@ class GradSync(Sync):
         named, buffers = _named(params_or_module)
         params = [param for _, param in named]
         device = params[0].device if params else torch.get_default_device()
-        wrong_group = group_problems(group=group, process_group=process_group, device_mesh=device_mesh)
-        group = None if wrong_group else group or process_group
+        wrong_group = group_problems(process_group, device_mesh)
+        group = None if wrong_group else process_group
         ranks = EngineRanks(named, device, group=group, mesh=device_mesh, axes=axes)
         comm = ranks.comm
         settings = Settings(

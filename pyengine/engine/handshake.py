@@ -338,25 +338,22 @@ def sharded_modules(source: Any) -> list[str]:
     return [f"params_or_module has a {wrapper}{where}: {_SHARDED}"] if names else []
 
 
-def group_problems(**given: Any) -> list[str]:
-    """Say whether more than one of `group`, `process_group` and `device_mesh` was given, or something else
-    for a process group; that one is not a member of it is said elsewhere.
+def group_problems(process_group: Any, device_mesh: Any) -> list[str]:
+    """Say whether a process group and a mesh were both given, or something else for a process group; the
+    transport reports a group that this process is not a member of.
     """
-    names = [name for name, value in given.items() if value is not None]
-    if len(names) > 1:
-        return [f"{' and '.join(names)} were both given: each says over which ranks to sum; pass one of them"]
-    return [text for name in names if name != "device_mesh" for text in _group_problems(name, given[name])]
-
-
-def _group_problems(name: str, group: Any) -> list[str]:
-    if group is None or not dist.is_available() or group is dist.GroupMember.NON_GROUP_MEMBER:
+    if process_group is None:
         return []
-    need = (
-        "need a torch.distributed.ProcessGroup (of a DeviceMesh: mesh.get_group()), or None for the "
-        "default group"
+    if device_mesh is not None:
+        text = "process_group and device_mesh were both given: each says over which ranks to sum; pass one"
+        return [text]
+    if not dist.is_available() or process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        return []
+    text = (
+        f"process_group={process_group!r} is a {type(process_group).__name__}: need a "
+        "torch.distributed.ProcessGroup (of a DeviceMesh: mesh.get_group()), or None for the default group"
     )
-    is_one = isinstance(group, dist.ProcessGroup)
-    return [] if is_one else [f"{name}={group!r} is a {type(group).__name__}: {need}"]
+    return [] if isinstance(process_group, dist.ProcessGroup) else [text]
 
 
 def sparse_modules(ddp: DistributedDataParallel) -> list[str]:

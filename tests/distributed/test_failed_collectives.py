@@ -109,7 +109,7 @@ def _times_out(kind: str) -> tuple[str, str, bool]:
     ddp = _ddp(process_group=group)
     before = [p.detach().clone() for p in ddp.parameters()]
     if kind == "hook":
-        ddp.register_comm_hook(pe.HookState(wire=pe.wire.BF16(), group=group), pe.comm_hook)
+        ddp.register_comm_hook(pe.HookState(wire=pe.wire.BF16(), process_group=group), pe.comm_hook)
     elif kind == "attach":
         sync = pe.attach(ddp, accumulate=1)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)

@@ -144,7 +144,7 @@ def test_a_used_state_can_be_copied_and_pickled_and_so_can_its_model(ranks, how)
 
 def _group_in_a_pickle() -> None:
     group = dist.new_group([0, 1])
-    state = pe.HookState(wire=pe.wire.BF16(), group=group)
+    state = pe.HookState(wire=pe.wire.BF16(), process_group=group)
     assert copy.deepcopy(state).group is group
     with pytest.warns(UserWarning, match="a process group cannot be pickled"):
         assert pickle.loads(pickle.dumps(state)).group is None

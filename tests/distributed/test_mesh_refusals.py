@@ -67,13 +67,12 @@ def _wrong_groups(case: str) -> str:
     mesh, model = mesh_of(dp=2, tp=2), Block(torch.float32)
     rows, columns = mesh.get_group("tp"), mesh.get_group("dp")
     options: dict[str, Any] = {
-        "both": {"group": rows, "device_mesh": mesh, "axes": DP},
-        "both names": {"group": rows, "process_group": rows},
+        "both": {"process_group": rows, "device_mesh": mesh, "axes": DP},
         "no mesh": {"device_mesh": "cpu"},
         "no group": {"process_group": "dp"},
         "axes without a mesh": {"axes": DP},
         "names without a mesh": {"axes": pe.Axes(groups={"up.*": "dp"})},
-        "outside": {"group": rows, "axes": pe.Axes(groups={"up.*": columns})},
+        "outside": {"process_group": rows, "axes": pe.Axes(groups={"up.*": columns})},
         "other groups": {"axes": pe.Axes(groups={"up.*": rows if rank == 0 else columns})},
         "other sizes": {
             "device_mesh": mesh_of(dp=4, tp=1) if rank < 2 else mesh_of(dp=4, tp=1) and mesh,
@@ -84,8 +83,7 @@ def _wrong_groups(case: str) -> str:
 
 
 WRONG_GROUPS = {
-    "both": "group and device_mesh were both given",
-    "both names": "group and process_group were both given",
+    "both": "process_group and device_mesh were both given",
     "no mesh": "device_mesh is a str: need a torch.distributed.device_mesh.DeviceMesh",
     "no group": "process_group='dp' is a str",
     "axes without a mesh": "without device_mesh: only a mesh has axes",

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from cases import Integers, engine, integers, me
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
@@ -78,18 +77,8 @@ HOOKS = {
     "comm_hook, None": lambda: (None, pe.comm_hook),
     "comm_hook, group": lambda: (dist.group.WORLD, pe.comm_hook),
     "comm_hook, state": lambda: (pe.HookState(wire=torch.float32), pe.comm_hook),
+    "comm_hook, bf16 state": lambda: (pe.HookState(wire=torch.bfloat16), pe.comm_hook),
     "comm_hook, state of a group": lambda: (pe.HookState(dist.group.WORLD), pe.comm_hook),
-    "comm_hook, state of a group's old name": lambda: (
-        pe.HookState(wire=pe.wire.FP32(), group=dist.group.WORLD),
-        pe.comm_hook,
-    ),
-    "bf16_hook, None": lambda: (None, pe.bf16_hook),
-    "bf16_hook, group": lambda: (dist.group.WORLD, pe.bf16_hook),
-    "fp16_hook, None": lambda: (None, pe.fp16_hook),
-    "bf16_wrapper of torch's": lambda: (None, pe.bf16_wrapper(default_hooks.allreduce_hook)),
-    "fp16_wrapper of torch's": lambda: (None, pe.fp16_wrapper(default_hooks.allreduce_hook)),
-    "bf16_wrapper of ours": lambda: (pe.HookState(), pe.bf16_wrapper(pe.comm_hook)),
-    "fp16_wrapper in bf16_wrapper": lambda: (None, pe.bf16_wrapper(pe.fp16_wrapper(pe.comm_hook))),
 }
 
 
@@ -117,37 +106,17 @@ def test_a_hook_in_torchs_manner_gives_ddps_mean(ranks, case):
     ranks(2).run(_hooked, case, False)
 
 
-@pytest.mark.parametrize("case", ["comm_hook, None", "bf16_hook, None", "bf16_wrapper of torch's"])
+@pytest.mark.parametrize("case", ["comm_hook, None", "comm_hook, bf16 state"])
 @pytest.mark.parametrize("world", [1, 4])
 def test_it_does_so_on_one_and_four_ranks_over_bucket_views(ranks, world, case):
     ranks(world).run(_hooked, case, True)
-
-
-def _power() -> None:
-    """A stateful hook, whose first backwards are an all-reduce: the state that is registered is its own."""
-    rank, world = me()
-    ddp = DistributedDataParallel(nn.Linear(8, 8, bias=False))
-    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
-    ddp.register_comm_hook(state, pe.bf16_wrapper(powerSGD_hook.powerSGD_hook))
-    for number in range(4):
-        ddp.zero_grad()
-        ddp(torch.full((1, 8), float(rank + 1))).sum().backward()
-        # Every gradient has rank 1, so that only bfloat16 rounds: the bucket, the factors and their sums.
-        torch.testing.assert_close(
-            ddp.module.weight.grad, torch.full((8, 8), (world + 1) / 2), rtol=8 * 2**-8, atol=0
-        )
-        assert ddp.module.weight.grad.dtype == torch.float32, number
-
-
-def test_a_wrapper_takes_a_hook_with_a_state(ranks):
-    ranks(2).run(_power)
 
 
 def _subgroup() -> float:
     rank, world = me()
     groups = [dist.new_group([r]) for r in range(world)]
     ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=groups[rank])
-    ddp.register_comm_hook(groups[rank], pe.bf16_hook)
+    ddp.register_comm_hook(groups[rank], pe.comm_hook)
     ddp(torch.full((1, 1), float(rank + 1))).sum().backward()
     return ddp.module.weight.grad.item()
 
@@ -156,21 +125,17 @@ def test_a_hook_in_torchs_manner_reduces_over_the_group_it_is_registered_with(ra
     assert ranks(2).run(_subgroup) == [1.0, 2.0]
 
 
-def _refused() -> list[str]:
-    messages = []
-    for state in (pe.HookState(), "dp"):
-        ddp = DistributedDataParallel(nn.Linear(1, 1))
-        ddp.register_comm_hook(state, pe.bf16_hook)
-        with pytest.raises((TypeError, RuntimeError)) as error:
-            ddp(torch.ones(1, 1)).sum().backward()
-        messages.append(str(error.value))
-    return messages
+def _refused() -> str:
+    ddp = DistributedDataParallel(nn.Linear(1, 1))
+    ddp.register_comm_hook("dp", pe.comm_hook)
+    with pytest.raises((TypeError, RuntimeError)) as error:
+        ddp(torch.ones(1, 1)).sum().backward()
+    return str(error.value)
 
 
 def test_a_state_of_another_kind_is_refused_in_the_first_backward_on_every_rank(ranks):
-    for with_wire, no_group in ranks(2).run(_refused):
-        assert "state is a HookState, which has a wire of its own" in with_wire
-        assert "process_group='dp' is a str: need a torch.distributed.ProcessGroup" in no_group
+    for message in ranks(2).run(_refused):
+        assert "process_group='dp' is a str: need a torch.distributed.ProcessGroup" in message
 
 
 STATES = {
@@ -180,7 +145,6 @@ STATES = {
         TypeError,
         "process_group=torch.bfloat16 is a dtype",
     ),
-    "group by its old name": (lambda: pe.HookState(group="dp"), TypeError, "process_group='dp' is a str"),
     "wire name": (
         lambda: pe.HookState(wire="bf16"),
         ValueError,
@@ -188,26 +152,15 @@ STATES = {
     ),
     "wire class": (lambda: pe.HookState(wire=pe.wire.FP16), ValueError, "use pe.wire.FP16()"),
     "wire dtype": (lambda: pe.HookState(wire=torch.int8), ValueError, "wire=torch.int8: need a wire"),
-    "hook": (lambda: pe.bf16_wrapper(torch.bfloat16), TypeError, "hook is a dtype: need a DDP communication"),
 }
 
 
 @pytest.mark.parametrize("case", STATES)
-def test_what_makes_no_state_or_hook_is_refused_when_it_is_made(case):
+def test_what_makes_no_state_is_refused_when_it_is_made(case):
     make, error, message = STATES[case]
     with pytest.raises(error) as caught:
         make()
     assert message in str(caught.value)
-
-
-def _two_groups() -> str:
-    with pytest.raises(ValueError, match="process_group and group are both given") as error:
-        pe.HookState(dist.group.WORLD, group=dist.group.WORLD)
-    return str(error.value)
-
-
-def test_a_group_given_by_both_names_is_refused(ranks):
-    ranks(1).run(_two_groups)
 
 
 def test_a_state_without_a_group_is_made_early_and_pickled():

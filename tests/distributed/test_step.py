@@ -227,7 +227,7 @@ def _group() -> list[float]:
     rank, _ = me()
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
     model = nn.Linear(1, 1, bias=False)
-    sync = pe.GradSync(model, accumulate=1, group=groups[rank // 2])
+    sync = pe.GradSync(model, accumulate=1, process_group=groups[rank // 2])
     for window in sync.windows([torch.full((1, 1), 1.0 + rank)]):
         for x in window:
             sync.backward(model(x).sum())

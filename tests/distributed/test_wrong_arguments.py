@@ -52,7 +52,10 @@ SETTINGS = {
     "accumulate numpy": ({"accumulate": np.int64(2)}, "an int from 1 to 2**20, and not a int64"),
     "accumulate float": ({"accumulate": 2.0}, "an int from 1 to 2**20, and not a float"),
     "accumulate huge": ({"accumulate": 10**12}, "accumulate=1000000000000: need a whole number"),
-    "group": ({"group": "dp"}, "group='dp' is a str: need a torch.distributed.ProcessGroup"),
+    "process_group": (
+        {"process_group": "dp"},
+        "process_group='dp' is a str: need a torch.distributed.ProcessGroup",
+    ),
 }
 
 
@@ -68,7 +71,7 @@ def test_a_wrong_setting_on_all_ranks_or_on_one_is_named_on_every_rank(ranks, ca
         assert message.startswith("ValueError") and SETTINGS[case][1] in message and "rank 1: " in message
 
 
-@pytest.mark.parametrize("case", [case for case in SETTINGS if not case.startswith(("cap", "group"))])
+@pytest.mark.parametrize("case", [case for case in SETTINGS if not case.startswith(("cap", "process_group"))])
 def test_attach_names_them_too(ranks, case):
     for message in ranks(2).run(_attached, case):
         assert message.startswith("ValueError") and SETTINGS[case][1] in message and "rank 1: " in message

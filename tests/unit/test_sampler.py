@@ -125,9 +125,8 @@ def test_a_data_loader_gives_the_same_batches(workers):
         ({"micro_batch": 2.0}, TypeError, "micro_batch=2.0 is a float"),
         ({"seed": None}, TypeError, "seed=None is a NoneType"),
         ({"seed": -1}, ValueError, "seed=-1"),
-        ({"dataset_size": 0}, ValueError, "dataset_size=0 gives no window .* need 1 samples"),
-        ({"dataset_size": 1.5}, TypeError, "dataset_size=1.5 is a float"),
-        ({"dataset_size": [1]}, TypeError, r"dataset_size=\[1\] is a list"),
+        ({"dataset": 0}, ValueError, "dataset_size=0 gives no window .* need 1 samples"),
+        ({"dataset": 1.5}, TypeError, "dataset is a float without a length"),
         ({"rank": 2, "num_replicas": 2}, ValueError, "rank=2: need 0 to 1, since num_replicas=2"),
         ({"rank": 1}, ValueError, "rank=1: need 0 to 0, since num_replicas=1; .* here 0 and 1"),
         ({"num_replicas": 0}, ValueError, "num_replicas=0: need a whole number of at"),
@@ -136,7 +135,7 @@ def test_a_data_loader_gives_the_same_batches(workers):
     ],
 )
 def test_a_bad_argument_is_named(changes, error, message):
-    options = {"dataset_size": 2000, "seed": 1, "micro_batch": 16, "global_batch": 64} | changes
+    options = {"dataset": 2000, "seed": 1, "micro_batch": 16, "global_batch": 64} | changes
     with pytest.raises(error, match=f"^{message}"):
         WindowSampler(**options)
 
@@ -181,7 +180,6 @@ def test_a_dataset_may_stand_for_its_length(dataset):
     options = {"seed": 42, "micro_batch": SIZE, "global_batch": 24}
     assert list(WindowSampler(dataset, **options)) == list(build(50))
     assert list(WindowSampler(dataset=dataset, **options)) == list(build(50))
-    assert list(WindowSampler(dataset_size=50, **options)) == list(build(50))
 
 
 @pytest.mark.parametrize(
@@ -189,9 +187,8 @@ def test_a_dataset_may_stand_for_its_length(dataset):
     [
         ({"dataset": iter([1])}, "dataset is a list_iterator without a length"),
         ({"dataset": torch.tensor(4)}, "dataset is a Tensor without a length"),
-        ({"dataset": "x", "dataset_size": 1}, "dataset: need the dataset or its length, once"),
-        ({}, "dataset: need the dataset or its length, once"),
-        ({"dataset": True}, "dataset_size=True is a bool"),
+        ({"dataset": None}, "dataset is a NoneType without a length"),
+        ({"dataset": True}, "dataset=True is a bool"),
     ],
 )
 def test_what_has_no_length_is_refused(given, message):

@@ -28,7 +28,7 @@ def _differ(rank: int) -> pe.GradSync:
 
 
 def _grouped(rank: int) -> pe.GradSync:
-    return _make(rank, group=torch.distributed.ProcessGroup(0, 1))
+    return _make(rank, process_group=torch.distributed.ProcessGroup(0, 1))
 
 
 def _attach(rank: int) -> pe.Sync:
@@ -52,7 +52,11 @@ def _attach(rank: int) -> pe.Sync:
             partial(_make, wire=pe.wire.BF16()),
             "XLA's CPU backend has no all-reduce of bfloat16; use wire.FP32",
         ),
-        (1, partial(_make, group="mine"), "group='mine' is a str: need a torch.distributed.ProcessGroup"),
+        (
+            1,
+            partial(_make, process_group="mine"),
+            "process_group='mine' is a str: need a torch.distributed.ProcessGroup",
+        ),
         (1, _grouped, ": parameters on xla:0 are reduced by torch_xla over all"),
         (1, _attach, "ddp_model lies on xla:0: DDP reduces from inside the backward"),
         (2, _differ, "parameter 0: rank 0 has 'weight' [2, 3] float32; rank 1 has 'weight' [3, 3] float32"),

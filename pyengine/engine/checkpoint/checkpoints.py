@@ -73,7 +73,7 @@ class Checkpoints:
             its own.
         keep: how many steps are kept, at least 1; older ones go when a new one is whole. 2 survive that the
             newest is damaged.
-        group: the ranks; None is the default group, or this process alone.
+        process_group: the ranks; None is the default group, or this process alone.
 
     Raises:
         ValueError: `keep` is no number of at least 1; on this rank.
@@ -87,11 +87,13 @@ class Checkpoints:
         >>> checkpoints.save(step, {"model": model.state_dict(), "sync": sync.state_dict()})  # doctest: +SKIP
     """
 
-    def __init__(self, folder: str | Path, *, keep: int = 2, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, *, keep: int = 2, process_group: dist.ProcessGroup | None = None
+    ) -> None:
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
             raise ValueError(f"keep={keep!r}: need a whole number of steps to keep, at least 1; 2 is safer")
         self._folder, self._keep = Path(folder), keep
-        self._comm = comm_for(torch.device("cpu"), group)
+        self._comm = comm_for(torch.device("cpu"), process_group)
         self._refused: set[int] = set()
 
     def save(self, step: int, state: Any) -> None:

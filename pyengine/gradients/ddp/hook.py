@@ -107,13 +107,12 @@ class HookState:
         process_group: the one DDP was built with; None is the default group.
         wire: how a bucket travels: `pe.wire.FP32()`, `BF16()`, `Int8()` and so on (docs/wires.md); or the
             dtype of one of the first.
-        group: the same as `process_group`.
         shared_memory: True lets ranks of one host, with gradients on the CPU, reduce in memory that they
             share (docs/wires.md), from the first bucket on until the state and its models are gone. Every
             rank says the same.
 
     Raises:
-        TypeError, ValueError: no process group, or two; no wire; no bool. From the first backward: gradients
+        TypeError, ValueError: no process group; no wire; no bool. From the first backward: gradients
             that do not lie on the CPU, with `shared_memory=True`.
 
     Example:
@@ -125,10 +124,9 @@ class HookState:
         process_group: dist.ProcessGroup | None = None,
         *,
         wire: Wire | torch.dtype = FP32(),  # noqa: B008 - frozen
-        group: dist.ProcessGroup | None = None,
         shared_memory: bool = False,
     ) -> None:
-        self.group = _one_group(process_group, group)
+        self.group = _checked(process_group)
         self.wire, self.shared_memory = as_wire(wire), shared_memory
         if problems := [*wire_problems(self.wire), *wrong_choice(shared_memory)]:
             raise ValueError(problems[0])
@@ -430,16 +428,10 @@ class _SingleGradient:
         return [self._param]
 
 
-def _one_group(
-    process_group: dist.ProcessGroup | None, group: dist.ProcessGroup | None
-) -> dist.ProcessGroup | None:
-    """Return the group that was given by one of its two names."""
-    if process_group is not None and group is not None:
-        raise ValueError("process_group and group are both given, and mean the same: pass process_group")
-    given = group if process_group is None else process_group
-    if given is not None and not isinstance(given, dist.ProcessGroup):
+def _checked(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(
-            f"process_group={given!r} is a {type(given).__name__}: need a torch.distributed.ProcessGroup, or "
-            "None for the default group; a wire goes in as wire="
+            f"process_group={process_group!r} is a {type(process_group).__name__}: need a "
+            "torch.distributed.ProcessGroup, or None for the default group; a wire goes in as wire="
         )
-    return given
+    return process_group
