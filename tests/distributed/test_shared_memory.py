@@ -36,7 +36,7 @@ def test_buckets_travel_in_shared_memory_and_own_ones_lie_there(ranks, world, ki
     for num, in_place in ranks(world).run(trained, kind, dtype):
         assert num >= 2
         if kind in ("own", "own-native", "own-exact"):
-            assert in_place == num
+            assert in_place == num - 2 >= 2  # the used flags of both windows are elsewhere
 
 
 @pytest.mark.parametrize("kind", ["own", "attach"])
@@ -52,8 +52,7 @@ def _narrow(kind: str) -> tuple[int, int]:
 @pytest.mark.parametrize("kind", ["own", "attach"])
 def test_the_memory_of_a_narrow_wire_is_shared(ranks, kind):
     for num, in_place in ranks(2).run(_narrow, kind):
-        assert in_place >= 2
-        assert num == in_place or kind == "attach"  # which sends used flags, too
+        assert in_place == num - 2 >= 2  # the used flags of both windows are elsewhere
 
 
 def _random_bits(world: int) -> list[torch.Tensor]:
