@@ -24,8 +24,8 @@ from pyengine.data.sampler import WindowSampler
 from pyengine.engine.attach import attach
 from pyengine.engine.checkpoint.checkpoints import Checkpoint, Checkpoints
 from pyengine.engine.grad_sync import GradSync
-from pyengine.engine.micro_batch import MicroBatch
 from pyengine.engine.sync import Sync
+from pyengine.engine.window import MicroBatch
 from pyengine.gradients.ddp.hook import HookState, comm_hook
 from pyengine.gradients.settings import Exact
 from pyengine.step.grad_scaler import GradScaler

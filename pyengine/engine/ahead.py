@@ -65,12 +65,12 @@ def meet(engine: Engine, *, stage: str, problems: Sequence[str] = ()) -> None:
 
     Cost: one all-reduce of 184 bytes, for which the host waits.
     """
-    engine.reach_verdicts()
+    engine.window.reach_verdicts()
     everybody: Sequence[Sequence[str]] = [problems]
     if engine.comm.world_size > 1:
-        local = engine.parts.new_counts()
+        local = engine.window.new_counts()
         local.refusals += problems
-        header = engine.parts.send_header(local, more=False, stage=stage)
+        header = engine.window.launch_header_all_reduce(local, more=False, stage=stage)
         totals = header.totals()
         check_agreement(header, totals, engine.comm)
         everybody = engine.comm.all_gather_object(local.refusals) if totals.invalid_counts else []

@@ -183,7 +183,9 @@ class BatchNormReplay:
             self._target.use_spare_row()
 
     def start_exchange(self, comm: Comm, header: Header) -> None:
-        """Start to exchange the window's rows, behind its buckets and a header in which ranks agree.
+        """Launch the exchange of the window's rows, behind its buckets and a header in which ranks agree.
+
+        See [Note: order of collectives in a window] in window.py.
 
         Cost: one all-reduce of `total` rows, 4 bytes a running value and module (8 where those are float64),
         not waited for. Nothing without BatchNorms.

@@ -67,13 +67,13 @@ class Counting:
         Cost: as `meet` and `share_numbers`; in a loop's first window a gather of the names, too.
         """
         engine = self._engine
-        local = engine.current.counts
+        local = engine.window.counts
         done = [float(count) for count in local.counts]
         ahead = CountsAhead(local, self._names, first=len(done))
         for batch in batches:
             ahead.add(self._count, batch)
         counts = ahead.read(engine.device)
-        drops = engine.parts.dropping is not None
+        drops = engine.window.dropping is not None
         if drops and len(ahead.names) > 1:
             ahead.problems.append(
                 f"count: use nonfinite='skip' or 'raise' with counts of several losses, {ahead.names}: under "
@@ -93,12 +93,12 @@ class Counting:
         totals = dict(zip(names, sums, strict=True))
         if saved and not drops:  # what was done before may have been dropped, and its count is 0 then
             _check_resumed(saved, totals)
-        engine.current.denominators = Denominators(saved or totals, counts, first=len(done))
+        engine.window.denominators = Denominators(saved or totals, counts, first=len(done))
 
 
 def check_uncounted(engine: Engine) -> None:
     """Raise ValueError if the window that has been opened goes on with losses that were weighed by totals."""
-    resumed = engine.current.resumed
+    resumed = engine.window.resumed
     if resumed is not None and len(resumed.totals) > 1:
         raise ValueError(
             f"count: the window that goes on was begun with counts of {list(resumed.totals)}: loop over "
@@ -113,8 +113,8 @@ def _agree(engine: Engine, names: list[str]) -> tuple[list[str], dict[str, float
     Raises:
         ValueError: ranks count different things, or resume a window of which not enough is known.
     """
-    resumed = engine.current.resumed
-    said = names, {} if resumed is None else dict(resumed.totals), bool(engine.current.counts.counts)
+    resumed = engine.window.resumed
+    said = names, {} if resumed is None else dict(resumed.totals), bool(engine.window.counts.counts)
     everybody: Sequence[tuple[list[str], dict[str, float], bool]] = engine.comm.all_gather_object(said)
     named = {rank: theirs for rank, (theirs, _, _) in enumerate(everybody) if theirs}
     agreed = next(iter(named.values()), [])
@@ -272,7 +272,7 @@ def weigh(engine: Engine, losses: Loss) -> Tensor:
 def _known(engine: Engine) -> Denominators | None:
     """Return what the window counts, unless it is over and another one is about to be opened."""
     is_over = engine.counter.state in (State.IDLE, State.USED)
-    return None if is_over else engine.current.denominators
+    return None if is_over else engine.window.denominators
 
 
 _UNCOUNTED = (

@@ -49,7 +49,8 @@ def windows(
     a dealer has cut them.
     """
     counting = None if count is None else Counting(engine, loader, count)
-    engine.abandon_unfinished()
+    if engine.window.is_broken:
+        engine.window.abandon()
     engine.is_between_loops = False
     if isinstance(loader, Dealer):
         yield from _dealt(engine, loader)
@@ -57,7 +58,7 @@ def windows(
         yield from cut_padded(engine, Lookahead(loader), counting)
     else:
         yield from _cut(engine, loader, counting)
-    engine.reach_verdicts()
+    engine.window.reach_verdicts()
     engine.compare()
     engine.is_between_loops = True
 
@@ -78,7 +79,7 @@ def _cut(engine: Engine, loader: Iterable[Batch], counting: Counting | None) -> 
         else:
             counting.begin(source.peek(len(engine.counter.due)))
         yield _micro_batches(engine, source)
-        engine.close_window()
+        engine.window.close()
         others = not source.has_next and engine.comm.world_size > 1 and engine.is_still_needed()
 
 
@@ -107,7 +108,7 @@ def _dealt(engine: Engine, dealer: Dealer) -> Iterator[Iterator[Dealt]]:
     for window in dealer.windows():
         engine.open()
         yield _dealt_micro_batches(engine, Lookahead(window))
-        engine.close_window()
+        engine.window.close()
 
 
 @contextmanager
@@ -124,35 +125,35 @@ def single_micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
     ends = last or not rest
     if engine.reducer.has_collective_forwards:
         meet_at_micro_batch(engine, last=ends)
-    engine.hand_out(place, last=ends, more=not last)
+    engine.window.hand_out(place, last=ends, more=not last)
     try:
         yield
         if ends:
-            engine.exhaust()
+            engine.window.end_hand_out()
     except (Exception, KeyboardInterrupt):
         with suppress(RuntimeError):  # what the window still owed cannot come: of that, the first error tells
-            engine.abandon()
+            engine.window.abandon()
         raise
     except BaseException:  # the process is about to end: nobody is waited for
-        engine.drop()
+        engine.window.abandon(waits=False)
         raise
 
 
 def _micro_batches(engine: Engine, source: Lookahead[Batch]) -> Iterator[Batch]:
     due = engine.counter.due
-    engine.current.has_more_windows = source.has_next
+    engine.window.has_more_windows = source.has_next
     for place in due:
         if not source.has_next:
             break
         batch = source.pop()
-        engine.hand_out(place, last=place == due[-1] or not source.has_next, more=source.has_next)
+        engine.window.hand_out(place, last=place == due[-1] or not source.has_next, more=source.has_next)
         yield batch
-    engine.exhaust()
+    engine.window.end_hand_out()
 
 
 def _dealt_micro_batches(engine: Engine, source: Lookahead[Dealt]) -> Iterator[Dealt]:
     while source.has_next:
         place, rows = source.pop()
-        engine.hand_out(place, last=not source.has_next, more=source.has_next)
+        engine.window.hand_out(place, last=not source.has_next, more=source.has_next)
         yield place, rows
-    engine.exhaust()
+    engine.window.end_hand_out()

@@ -48,7 +48,7 @@ def cut_padded(
         if max(by_rank) <= 0:
             if handed:  # of a resumed window; nobody has anything to add
                 yield _nothing(engine)
-                engine.close_window()
+                engine.window.close()
                 continue
             engine.counter.close(completed=False)  # what the caller has left in `.grad` stays
             return
@@ -59,7 +59,7 @@ def cut_padded(
         else:
             counting.begin(source.peek(len(engine.counter.due)))
         yield _handed_out(engine, source, old, by_rank=[max(number, 0) for number in by_rank])
-        engine.close_window()
+        engine.window.close()
 
 
 def meet_at_micro_batch(engine: Engine, *, last: bool) -> None:
@@ -146,7 +146,7 @@ def _on(device: torch.device, value: Any) -> Any:
 
 
 def _nothing(engine: Engine) -> Iterator[Any]:
-    engine.exhaust()
+    engine.window.end_hand_out()
     yield from ()
 
 
@@ -157,7 +157,7 @@ def _handed_out(
     rank; `old` holds that one.
     """
     places, mine, most = list(engine.counter.due), by_rank[engine.comm.rank], max(by_rank)
-    engine.current.has_more_windows = source.has_next
+    engine.window.has_more_windows = source.has_next
     for index in range(most):
         last = index == most - 1
         if index >= min(by_rank):
@@ -166,19 +166,11 @@ def _handed_out(
             meet_at_micro_batch(engine, last=last)
         if index < mine:
             old[:] = [source.pop()]
-            engine.hand_out(places[index], last=last, more=source.has_next)
+            engine.window.hand_out(places[index], last=last, more=source.has_next)
         else:
-            pad(engine, last=last)
+            engine.window.pad(last=last)
         yield old[0]
-    engine.exhaust()
-
-
-def pad(engine: Engine, *, last: bool) -> None:
-    """Hand out a micro-batch that is not one."""
-    engine.current.end_run()
-    engine.counter.pad(last=last)
-    engine.current.is_padding = True
-    engine.reducer.pad()
+    engine.window.end_hand_out()
 
 
 def _check_order(engine: Engine) -> None:

@@ -15,11 +15,12 @@ from torch.nn import Parameter
 
 from pyengine.audit.handle import check_device, check_every
 from pyengine.data.dealer import Dealer
+from pyengine.engine.backward import checked_backward
 from pyengine.engine.checkpoint.resume import load_states, take_snapshot
 from pyengine.engine.counting import CountOf, due_count, one_loss, weigh
 from pyengine.engine.engine import Engine
 from pyengine.engine.loop import Batch, Window, single_micro_batch, windows
-from pyengine.engine.micro_batch import MicroBatch, backward, checked_backward, micro_batch
+from pyengine.engine.window import MicroBatch
 from pyengine.engine.window_audit import WindowAudit
 from pyengine.ops.device import HOST, flush
 from pyengine.step.grad_scaler import GradScaler, taken_over
@@ -106,7 +107,7 @@ class Sync:
         if enabled is not None:
             enabled.bind(self._engine.final)
             flush(self._engine.device)
-        self._scaler, self._engine.parts.scaler = ours, enabled
+        self._scaler, self._engine.window.scaler = ours, enabled
 
     # ---- loops ----
 
@@ -243,7 +244,7 @@ class Sync:
         known = due_count(self._engine, count)
         with (
             self._micro_batch_of_backward(),
-            micro_batch(self._engine, known, says=count is not None) as made,
+            self._engine.window.micro_batch(known, is_stated=count is not None) as made,
         ):
             self._running = made
             try:
@@ -288,14 +289,14 @@ class Sync:
         )
         known = due_count(self._engine, count)
         with self._micro_batch_of_backward():
-            backward(self._engine, one, known, run, is_told=gradient is None)
+            self._engine.window.backward(one, known, run, is_recorded=gradient is None)
 
     @property
     def totals(self) -> dict[str, float]:
         """What the window counts over all its ranks and micro-batches, by loss, from before its first
         forward on; under "count" if the function gives numbers. Empty where nothing was read ahead.
         """
-        known = self._engine.current.denominators
+        known = self._engine.window.denominators
         return {} if known is None else dict(known.totals)
 
     def weigh(self, losses: Mapping[str, Tensor | float]) -> Tensor:
@@ -352,7 +353,6 @@ class Sync:
             RuntimeError: no window is open; or as `step`.
         """
         self._engine.flush()
-        self._engine.finish()
 
     def unscale_(self) -> None:
         """Say that the window's gradients are used without `step`; `.grad` holds their mean already.
@@ -362,7 +362,7 @@ class Sync:
         Raises:
             RuntimeError: the window has not been sent; or as `step`.
         """
-        self._engine.unscale_()
+        self._engine.window.hand_over()
 
     def grad_norm(self) -> Tensor:
         """Return the 2-norm of the gradients as they are, clipping included; float64, 0-dim, on their device.
@@ -371,9 +371,9 @@ class Sync:
         Cost: a look at every `.grad`; if one was written to since they were reduced, a read of each.
         """
         engine = self._engine
-        engine.finish()
+        engine.window.wait()
         if not engine.final.is_shared:  # else one rank alone may ask, and the others must not be waited for
-            engine.current.renew_norm()
+            engine.window.renew_norm()
         return engine.final.grad_norm()
 
     def clip_grad_norm_(
@@ -403,13 +403,13 @@ class Sync:
         check_max_norm(max_norm)
         order = _checked_order(norm_type)
         engine = self._engine
-        verdict, final = engine.finish(), engine.final
-        engine.current.renew_norm()
-        norm = final.grad_norm() if order != math.inf else final.inf_norm(engine.parts.published.largest())
+        verdict, final = engine.window.wait(), engine.final
+        engine.window.renew_norm()
+        norm = final.grad_norm() if order != math.inf else final.inf_norm(engine.window.published.largest())
         if error_if_nonfinite:
-            engine.reach_verdicts()
+            engine.window.reach_verdicts()
             _check_finite(norm, order, verdict.reason)
-        engine.scale_(final.clip(max_norm, norm))
+        engine.window.scale_(final.clip(max_norm, norm))
         return norm
 
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -428,11 +428,11 @@ class Sync:
         """
         value = _checked_value(clip_value)
         engine = self._engine
-        verdict, final = engine.finish(), engine.final
-        engine.current.renew_norm()
+        verdict, final = engine.window.wait(), engine.final
+        engine.window.renew_norm()
         final.keep_norm()
-        engine.parts.published.clip_values_(value)
-        engine.current.renew_norm(has_changed=True)
+        engine.window.published.clip_values_(value)
+        engine.window.renew_norm(has_changed=True)
         # Ranks that clip by another value are found out.
         verdict.use.factors.append(torch.tensor(value, dtype=torch.float64, device=HOST))
 
@@ -470,7 +470,7 @@ class Sync:
         check_step(optimizer, scheduler)
         if max_norm is not None:
             self.clip_grad_norm_(max_norm)
-        return self._engine.step(optimizer, scheduler, self._check, self._callbacks.values())
+        return self._engine.window.step(optimizer, scheduler, self._check, self._callbacks.values())
 
     def synchronize(self) -> None:
         """Wait for the outcome of the last step, and compare what the ranks have done in it.
@@ -483,8 +483,8 @@ class Sync:
         Raises:
             RuntimeError: ranks have stepped, clipped or scaled differently; on every rank.
         """
-        self._engine.reach_verdicts()
-        if self._engine.is_between_windows:
+        self._engine.window.reach_verdicts()
+        if self._engine.window.is_closed:
             self._engine.compare()
 
     def wrap(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> WindowOptimizer:
@@ -505,7 +505,7 @@ class Sync:
 
     def abandon(self) -> None:
         """Drop the current window on this rank, after an exception, say; the next one starts clean."""
-        self._engine.abandon()
+        self._engine.window.abandon()
 
     def on_step(self, callback: StepCallback) -> StepHandle:
         """Call `callback(record)` after every optimizer step; usable as a decorator.
@@ -548,12 +548,12 @@ class Sync:
         """Whether the micro-batch handed out last is a batch once more, which only other ranks need: over a
         sharded model a rank that has run out runs the others' forwards with them. Nothing of it counts.
         """
-        return self._engine.current.is_padding
+        return self._engine.window.is_padding
 
     @property
     def landed(self) -> object | None:
         """What tells this window from every other one, once it has landed; None before."""
-        return self._engine.current.verdict
+        return self._engine.window.verdict
 
     @property
     def window(self) -> int:
@@ -578,7 +578,7 @@ class Sync:
         `state_dict` may be called. True everywhere without slots.
         """
         engine = self._engine
-        return engine.counter.state is not State.OPEN or not engine.current.runs.is_open
+        return engine.counter.state is not State.OPEN or not engine.window.runs.is_open
 
     @property
     def due(self) -> list[int]:
@@ -676,12 +676,17 @@ class Sync:
 
         Cost: as `pe.audit`, and nothing in windows that are not checked.
         """
-        engine = self._engine
-        check_device(engine.device)
-        if engine.parts.audit is not None:
+        window = self._engine.window
+        check_device(window.device)
+        if window.audit is not None:
             raise RuntimeError("this engine is audited already: remove() that audit first")
-        made = WindowAudit(engine, every=check_every(every), module=module)
-        engine.parts.audit = made
+
+        def end() -> None:
+            window.audit = None
+
+        window.audit = made = WindowAudit(
+            window.reducer, window.comm, window.batch, every=check_every(every), module=module, end=end
+        )
         return made
 
 

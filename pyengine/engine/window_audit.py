@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,31 +24,32 @@ from pyengine.window.shared_batch import SharedBatch
 from pyengine.wire.base import is_encoded
 
 
-class _Parts(Protocol):
-    reducer: Reducer
-    audit: WindowAudit | None
-
-
-class _Engine(Protocol):
-    @property
-    def parts(self) -> _Parts: ...
-    @property
-    def comm(self) -> Comm: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def batch(self) -> SharedBatch | None: ...
-
-
 class WindowAudit:
-    """The audit of an engine's windows; made by `sync.audit`."""
+    """The audit of an engine's windows; made by `sync.audit`.
 
-    def __init__(self, engine: _Engine, *, every: int, module: nn.Module | None) -> None:
-        self._engine, self._every = engine, every
-        subjects, comms, leaves = _inventory(engine, module)
-        reducer = engine.parts.reducer
-        # What an encoded wire loses is a share of its block or rank, not of an element: any gradient may come
-        # of what micro-batches brought, as long as it is the same on every rank.
+    Args:
+        reducer: owns the gradients.
+        comm: transport over all ranks of the engine.
+        batch: the batch that this rank shares with others; None where every rank has its own.
+        every: windows from one check to the next.
+        module: whose buffers are compared too.
+        end: called when the audit is removed.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        comm: Comm,
+        batch: SharedBatch | None,
+        *,
+        every: int,
+        module: nn.Module | None,
+        end: Callable[[], None],
+    ) -> None:
+        self._batch, self._every, self._end = batch, every, end
+        subjects, comms, leaves = _inventory(reducer, comm, module)
+        # An encoded wire loses a share of a block or rank, not of an element: any reduced gradient may follow
+        # from those of the micro-batches, as long as it is the same on every rank.
         is_lossy = is_encoded(reducer.residuals.wire)
         tolerance = math.inf if is_lossy else TOLERANCE
         self._auditor = Auditor(subjects, comms, leaves, tolerance=tolerance, every=every)
@@ -62,7 +64,7 @@ class WindowAudit:
             AuditError: what the last check has found.
         """
         self.drop()
-        self._engine.parts.audit = None
+        self._end()
         self._auditor.settle()
 
     def drop(self) -> None:
@@ -102,6 +104,9 @@ class WindowAudit:
     def check(self, counts: LocalWindow, header: Header, final: FinalPass) -> None:
         """Compare ranks.
 
+        These collectives come last but for the verdict's; see [Note: order of collectives in a window] in
+        window.py.
+
         Args:
             counts: this rank's.
             header: landed.
@@ -125,23 +130,24 @@ class WindowAudit:
 
     def _count_of(self, counts: LocalWindow, *, like: Tensor) -> Tensor:
         """Return what this rank counted, or 0 where another one of its batch says so."""
-        batch = self._engine.batch
+        batch = self._batch
         total = torch.zeros_like(like)
         for count in counts.counts if batch is None or batch.speaks else []:
             total = total + (count.detach().to(like) if isinstance(count, Tensor) else float(count))
         return total.reshape(())
 
 
-def _inventory(engine: _Engine, module: nn.Module | None) -> tuple[list[Subject], list[Comm], Leaves]:
+def _inventory(
+    reducer: Reducer, comm: Comm, module: nn.Module | None
+) -> tuple[list[Subject], list[Comm], Leaves]:
     """Return what an engine's ranks have in common, over which transports, and where gradients arrive."""
-    reducer = engine.parts.reducer
     if reducer.model is not None:
         inventory = Inventory(reducer.model, [], group=None, groups={})
         return inventory.subjects, inventory.comms, Leaves(inventory.module)
     known, group_of = reducer.groups_of_params()
     # A group of all ranks is the engine's own, and one that no parameter here belongs to is nobody's.
-    used = sorted({group for group in group_of if known[group].world_size < engine.comm.world_size})
-    comms = [engine.comm, *(known[group] for group in used)]
+    used = sorted({group for group in group_of if known[group].world_size < comm.world_size})
+    comms = [comm, *(known[group] for group in used)]
     place = {group: index for index, group in enumerate(used, start=1)}
     subjects = []
     for name, param, group in zip(reducer.names, reducer.params, group_of, strict=True):

@@ -87,7 +87,8 @@ class Transfers:
     Each later one of a bucket follows when a next bucket starts, so that the one before has had time to land.
     Ranks that have other buckets than this one may start them in another order, and would wait for each
     other: there all first ones come before any second one, and these before any third. None starts before the
-    header has come, and none at all if ranks disagree in it.
+    header has come, and none at all if ranks disagree in it. See [Note: order of collectives in a window] in
+    engine/window.py.
 
     Args:
         buckets: in the order of the layout.

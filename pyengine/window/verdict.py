@@ -57,8 +57,8 @@ class Verdict:
     """The outcome of one landed window.
 
     The device knows at once whether the step may happen (`FinalPass.found_inf`). The host learns it from
-    `reach`, which waits for the device, and which every rank calls at the same point of its program: in the
-    bad case ranks talk.
+    `reach`, which waits for the device, and which every rank calls at the same point of its program: if
+    something is wrong, it gathers. See [Note: order of collectives in a window] in engine/window.py.
 
     Args:
         header: landed.

@@ -69,7 +69,7 @@ def _one_begins_anew() -> str:
         with pytest.raises(RuntimeError, match="different points") as caught:
             meet(own, stage=STAGE)
     else:
-        own.hand_out(0, last=True, more=False)
+        own.window.hand_out(0, last=True, more=False)
         sync.backward(_loss(sync))
         with pytest.raises(RuntimeError, match="different points") as caught:
             sync.grad_norm()

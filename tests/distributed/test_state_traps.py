@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import pyengine as pe
-from pyengine.engine.micro_batch import backward
 
 
 def _batch(index: int) -> Tensor:
@@ -285,7 +284,7 @@ def test_gradients_of_before_do_not_leak_into_what_is_loaded(ranks, case):
 
 def _late() -> int:
     sync, model = _make(accumulate=1)
-    sync._engine.is_late = True
+    sync._engine.window.is_late = True
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     state = sync.state_dict()
     records: list[int] = []
@@ -352,9 +351,9 @@ def _fails_after_loading() -> Tensor:
         for place in range(5):
             if place == 0:
                 bare.open()
-            bare.hand_out(place, last=False, more=False)
+            bare.window.hand_out(place, last=False, more=False)
             loss = nn.functional.linear(x.mean(0), bare.reducer.params[2]).sum()
-            backward(bare, loss, 4, torch.Tensor.backward)
+            bare.window.backward(loss, 4, torch.Tensor.backward)
         state = alone.state_dict()
         torch.distributed.distributed_c10d._world.default_pg = group
     state = _gathered(state)[0]

@@ -16,6 +16,7 @@ from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.settings import Settings
 from pyengine.wire.memory import keeps_residual
 
+# What a mode launches in each micro-batch; see [Note: order of collectives in a window] in engine/window.py.
 MODES = ("all", "outer", "none")
 Defer = str | Mapping[str, str]
 
