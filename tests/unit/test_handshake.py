@@ -26,7 +26,7 @@ def agreed(by_rank: list[int], **options: Any) -> Shares:
         said.append(words)
         raise Said
 
-    comm = SimpleNamespace(world_size=len(by_rank), all_gather_object=gather)
+    comm = SimpleNamespace(world_size=len(by_rank), ranks=range(len(by_rank)), all_gather_object=gather)
     ranks = [Settings(accumulate, **options) for accumulate in by_rank]
     for settings in ranks:
         with suppress(Said):
@@ -111,6 +111,6 @@ def test_ranks_with_other_versions_of_the_package_are_named():
     def gather(words: Any) -> list[Any]:
         return [(version, *words[1:]) for version in ("0.1.0", "0.2.0", "0.2.0")]
 
-    comm = SimpleNamespace(world_size=3, all_gather_object=gather)
+    comm = SimpleNamespace(world_size=3, ranks=range(3), all_gather_object=gather)
     with pytest.raises(ValueError, match="same version of pyengine.*rank 0 has 0.1.0; rank 1 has 0.2.0"):
         agree(comm, [], Settings(1), [])
