@@ -17,7 +17,7 @@ groups over which gradients are summed ("buckets"):
  6. buckets  each bucket's reduction, in the order of the layout; of a bucket with several collectives a later
              one follows when the next bucket starts. Under DDP the order is that of its own buckets, under
              FSDP2 that of its units in the backward.
- 7. buckets  the flags of used parameters (`UsedAnywhere.tell`), between hosts where these have a group.
+ 7. buckets  the flags of used parameters (`UsedAnywhere.all_reduce`), between hosts where these have a group.
  8. engine   once in an engine's life the order in which gradients came; BatchNorm's rows
              (`BatchNormReplay.start_exchange`).
  9. engine   in `wait`: the norm, where ranks hold different elements (`Holdings`); the audit's checksums; the
@@ -28,7 +28,7 @@ places that all ranks reach, and what is conditional depends on reduced numbers 
 have compared. When a bucket is complete is a matter of autograd and time, so buckets are launched in the
 order of the layout and not of completion. Where a host waits for collectives, a bucket is launched only when
 the header has come, which is sooner on one rank than on another: there buckets have a process group of their
-own (`comm.apart`, comm/exclusive.py). Where a stream waits, no host has to look at the header, and one group
+own (`comm.apart`, comm/groups.py). Where a stream waits, no host has to look at the header, and one group
 keeps the order.
 
 After an exception `Reducer.give_up` launches the collectives that are still missing, with values that void
