@@ -28,7 +28,7 @@ places that all ranks reach, and what is conditional depends on reduced numbers 
 have compared. When a bucket is complete is a matter of autograd and time, so buckets are launched in the
 order of the layout and not of completion. Where a host waits for collectives, a bucket is launched only when
 the header has come, which is sooner on one rank than on another: there buckets have a process group of their
-own (`comm.apart`, comm/groups.py). Where a stream waits, no host has to look at the header, and one group
+own (`Comm.with_own_group`). Where a stream waits, no host has to look at the header, and one group
 keeps the order.
 
 After an exception `Reducer.give_up` launches the collectives that are still missing, with values that void
