@@ -37,15 +37,6 @@ class ConvNet(nn.Module):
         return F.cross_entropy(logits.float(), classes)
 
 
-class ExactGPT(GPT):
-    """The GPT without its cast to float32: what float64 gradients are taken from."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens[:, :-1]) + self.place.weight
-        logits = F.linear(self.norm(self.blocks(x)), self.embed.weight)
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
 def build_model(name: str, dtype: torch.dtype) -> nn.Module:
     """Return the model, the same on every rank; with a 0 behind its name, gradients are there already."""
     torch.manual_seed(0)
@@ -59,8 +50,7 @@ def _real(name: str, dtype: torch.dtype) -> nn.Module:
         return Small().to(dtype)
     if name == "cnn":
         return ConvNet().to(dtype)
-    kind = ExactGPT if dtype == torch.float64 else GPT
-    return kind(Shape(WIDTHS[name])).to(dtype)
+    return GPT(Shape(WIDTHS[name])).to(dtype)
 
 
 def build_micro_batches(name: str, dtype: torch.dtype, *, rank: int, num: int) -> list[Tensor]:

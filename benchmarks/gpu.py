@@ -125,7 +125,8 @@ def _collect(run: Sequence[str]) -> list[str]:
 
 
 def _kernels(stem: str) -> Task:
-    script = [PYTHON, f"benchmarks/bench_{stem}.py", "--device"]
+    named = ["bench_chain.py"] if stem == "chain" else ["bench_kernels.py", stem]
+    script = [PYTHON, f"benchmarks/{named[0]}", *named[1:], "--device"]
     run = [*script, "cuda", "--seconds", SECONDS_A_CASE, "--save"]
     dry = [*script, "cpu", "--seconds", "0.001", "--megabytes", "1"]
     return Task(stem, run, dry, 120, tell=_targets_told)

@@ -11,7 +11,6 @@ PLACES = [
     "csrc/cuda/{}.cu",
     "tests/ops/test_{}.py",
     "pyengine/cli/bench/kernels/{}.py",
-    "benchmarks/bench_{}.py",
 ]
 # Sources and tests beside the ops that are not ops.
 NOT_OPS = {

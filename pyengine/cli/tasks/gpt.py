@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, linear, scaled_dot_product_attention
 
 from pyengine.cli.tasks.base import Batch
 
@@ -42,23 +42,34 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes `[batch, time]` to logits `[batch, time, 256]`; about 1.4 million parameters."""
+    """Tokens `[batch, time]` to logits `[batch, time, vocabulary]`; about 1.4 million parameters by default.
 
-    def __init__(self, *, width: int = 192, heads: int = 6, layers: int = 3) -> None:
+    Args:
+        is_tied: whether the head is the embedding of the tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int = VOCAB,
+        context: int = CONTEXT,
+        width: int = 192,
+        heads: int = 6,
+        layers: int = 3,
+        is_tied: bool = False,
+    ) -> None:
         super().__init__()
-        self.bytes = nn.Embedding(VOCAB, width)
-        self.places = nn.Embedding(CONTEXT, width)
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCAB, bias=False)
-        for embedding in (self.bytes, self.places):
-            nn.init.normal_(embedding.weight, std=0.02)
+        self.head = None if is_tied else nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits of the next byte at every place."""
+        """Return the logits of the next token at every place."""
         places = torch.arange(x.shape[1], device=x.device)
-        logits: Tensor = self.head(self.norm(self.blocks(self.bytes(x) + self.places(places))))
-        return logits
+        out = self.norm(self.blocks(self.tokens(x) + self.places(places)))
+        return linear(out, self.tokens.weight if self.head is None else self.head.weight)
 
 
 class TextTask:
@@ -74,7 +85,10 @@ class TextTask:
 
     def build(self) -> nn.Module:
         """Return a fresh GPT."""
-        return GPT()
+        model = GPT()
+        for embedding in (model.tokens, model.places):
+            nn.init.normal_(embedding.weight, std=0.02)
+        return model
 
     def batch(self, rows: Tensor) -> Batch:
         """Return pieces that do not overlap."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.functional import cross_entropy
 
-from pyengine.cli.tasks.gpt import Block
+from pyengine.cli.tasks import gpt
 
 GPT_WIDTH, GPT_LAYERS, GPT_VOCABULARY, GPT_CONTEXT = 384, 8, 8192, 32
 
@@ -32,27 +32,30 @@ class Shape:
 GPT2 = Shape(width=768, layers=12, heads=12, vocabulary=50304, context=512, sequences=4)
 
 
-class GPT(nn.Module):
-    """17.4 M parameters in 100 tensors by default.
+class GPT(gpt.GPT):
+    """The GPT of `train` with a tied head: 17.4 M parameters in 100 tensors by default.
 
-    Blocks are those of `train`'s GPT, which is another model all the same: here the head is tied to the
-    embedding and the loss is the model's output, so that every variant wraps all of the work.
+    The loss is the model's output, so that every variant wraps all of the work.
     """
 
     def __init__(self, shape: Shape = Shape()) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(shape.vocabulary, shape.width)
-        self.place = nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.Sequential(*[Block(shape.width, shape.heads) for _ in range(shape.layers)])
-        self.norm = nn.LayerNorm(shape.width)
+        super().__init__(
+            vocabulary=shape.vocabulary,
+            context=shape.context,
+            width=shape.width,
+            heads=shape.heads,
+            layers=shape.layers,
+            is_tied=True,
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the mean loss of predicting the tokens from each other; tokens int64 `[batch,
-        context + 1]`.
+        """Return the mean loss of predicting the tokens from each other, in float32 or wider; tokens int64
+        `[batch, context + 1]`.
         """
-        x = self.embed(tokens[:, :-1]) + self.place.weight
-        logits = F.linear(self.norm(self.blocks(x)), self.embed.weight)
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        logits = super().forward(tokens[:, :-1]).flatten(0, 1)
+        return cross_entropy(
+            logits.to(torch.promote_types(logits.dtype, torch.float32)), tokens[:, 1:].flatten()
+        )
 
 
 class Small(nn.Module):

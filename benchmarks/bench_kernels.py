@@ -1,0 +1,86 @@
+"""Kernels against torch's expressions of the same work:
+python benchmarks/bench_kernels.py pack exact [--device cuda] [--save].
+"""
+
+from typing import Any
+
+from _harness import (
+    Options,
+    measure_and_print_yardstick,
+    parse_options,
+    print_cuda_header,
+    print_cuda_row,
+    print_roofs,
+    save,
+    save_cuda,
+)
+
+from pyengine.cli.bench.kernels.on_cuda import OURS, OnCuda
+from pyengine.cli.bench.kernels.processor import OPS, OnProcessor
+from pyengine.cli.bench.machine import card
+from pyengine.cli.bench.timing import measure_roofs
+
+
+def main() -> None:
+    """Measure one case of an op after the other, print the table, and write a result file an op if asked."""
+    options = parse_options(__doc__, ops=tuple(OPS))
+    for op in options.ops:
+        (_report_cuda if options.sizes.is_cuda else _report_cpu)(op, options)
+
+
+def _report_cpu(op: str, options: Options) -> None:
+    bench = OnProcessor(measure_roofs(options.megabytes, options.seconds), options.seconds)
+    print_roofs(options.threads, bench.roofs)
+    print(f"{'case':44} {'min ms':>8} {'p50 ms':>8} {'p99 ms':>8} {'GB/s':>6} {'x roof':>6} {'x torch':>7}")
+    rows = []
+    for build in OPS[op](options.sizes):
+        row = bench.measure(build)
+        rows.append(row)
+        print(
+            f"{row['case']:44} {row['min_ms']:8.3f} {row['p50_ms']:8.3f} {row['p99_ms']:8.3f} "
+            f"{row['gb_per_s']:6.1f} {row['times_roof']:6.2f} {row['times_torch']:7.2f}"
+        )
+    if options.save:
+        content = {"machine": card(options.threads), "roofs_gb_per_s": bench.roofs, "rows": rows}
+        print("wrote", save(op, content))
+
+
+def _report_cuda(op: str, options: Options) -> None:
+    bench = OnCuda(measure_and_print_yardstick(options), options.seconds)
+    print_cuda_header()
+    rows: list[dict[str, Any]] = []
+    failed: list[str] = []
+    for build in OPS[op](options.sizes):
+        try:
+            rows.append(bench.measure(build))
+        except (AssertionError, RuntimeError) as error:  # the other cases are still worth their time
+            failed.append(f"{type(error).__name__}: {error}")
+            print(f"not timed: {failed[-1]}")
+        else:
+            print_cuda_row(rows[-1])
+            if options.save:  # now: a run that is stopped keeps what it has
+                save_cuda(op, bench.yardstick, {"rows": rows})
+    _print_targets(rows)
+    if failed:
+        raise SystemExit(f"not timed, or pyengine and torch disagree: {'; '.join(failed)}")
+
+
+def _print_targets(rows: list[dict[str, Any]]) -> None:
+    """Say how the large and the many-tensor cases stand: 90 % of the copy rate,
+    10 us above the launch floor.
+    """
+    for row in rows:
+        ours = row["contestants"][OURS]
+        if row["num_bytes"] >= 256 * 2**20:
+            met = "met " if ours["share_of_copy"] >= 0.9 else "MISS"
+            print(f"{met} 90 % of the copy rate: {ours['share_of_copy']:6.1%}  {row['case']}")
+        if " 1000 " in row["case"]:
+            for name in (OURS, "raw lists"):
+                mine = row["contestants"][name]
+                met = "met " if mine["above_floor_us"] <= 10 else "MISS"
+                times = f"{mine['above_floor_us']:6.1f} us, from idle {mine['idle_above_floor_us']:6.1f}"
+                print(f"{met} 10 us above the launch floor: {times}  {row['case']}, {name}")
+
+
+if __name__ == "__main__":
+    main()
