@@ -19,9 +19,8 @@ from pyengine.comm.levels import own_host
 from pyengine.engine.engine_ranks import Membership, memberships_differ, most_parts
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.local_part import is_dtensor
-from pyengine.gradients.settings import Exact, Settings
+from pyengine.gradients.settings import PARAM_DTYPES, Exact, Settings
 from pyengine.ops.exact import MAX_TERMS
-from pyengine.ops.pointers import DTYPE_CODES
 from pyengine.window.counter import share
 from pyengine.window.verdict import by_rank
 from pyengine.wire import FP32, Prepares, Wire
@@ -268,11 +267,11 @@ def problems_of(named: Sequence[tuple[str, nn.Parameter]], *, takes_shards: bool
         )
     plain = [(name, p) for name, p in named if not (takes_shards and is_dtensor(p))]
     found += [*_repeated(named), *_not_plain(plain)]
-    known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_CODES)
+    known = ", ".join(str(dtype).removeprefix("torch.") for dtype in PARAM_DTYPES)
     found += [
         f"parameter {name!r} is {p.dtype}: need one of {known}; convert it or freeze it"
         for name, p in named
-        if p.requires_grad and p.dtype not in DTYPE_CODES
+        if p.requires_grad and p.dtype not in PARAM_DTYPES
     ]
     found += [
         f"parameter {name!r} is {p.dtype} and has grad_dtype={p.grad_dtype}: leave grad_dtype as it was; "

@@ -13,6 +13,8 @@ from pyengine.window.counter import check_accumulate
 from pyengine.wire import FP32, Wire
 from pyengine.wire.cast import wire_problems
 
+# Types of parameters that are trained. A new type of a wire is none of these by itself.
+PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # In which type kinds of sums keep what is narrower.
 SUM_DTYPES = {"fp32": torch.float32}
 KINDS = (*SUM_DTYPES, "native", "exact")
