@@ -17,11 +17,11 @@ __all__ = ["Comm", "Local", "TorchDist", "comm_for"]
 
 
 def comm_for(device: torch.device, group: dist.ProcessGroup | None) -> Comm:
-    """Pick the transport by where the parameters lie; one process without a process group needs none."""
+    """Return the transport for a device and a process group; a process without a group gets `Local`."""
     if device.type == "meta":
         raise ValueError(
-            "parameters lie on the meta device, where they have no values: give them memory first "
-            "(model.to_empty(device=...)), load or initialize them, and make the engine then"
+            "parameters are on the meta device, where they have no values: give them memory first "
+            "(model.to_empty(device=...)), load or initialize them, and then make the engine"
         )
     if is_lazy(device):
         if group is not None:
@@ -39,13 +39,13 @@ def comm_for(device: torch.device, group: dist.ProcessGroup | None) -> Comm:
 
 
 def _check_alone() -> None:
-    """Raise RuntimeError, or warn, in one of several processes that a launcher has started: without a process
-    group each of them would train a model of its own.
+    """Raise RuntimeError, or warn, if a launcher has started several processes.
 
-    Only the environment knows: torch's `is_torchelastic_launched` is torchrun's, and true of one process too.
-    WORLD_SIZE, which `init_process_group` reads as well, is set where processes train together: by torchrun,
-    `accelerate launch`, deepspeed or the user. mpirun and srun also start processes that are to train alone,
-    so what they set is a reason to warn.
+    Without a process group each of them would train a model of its own. Only the environment shows this:
+    torch's `is_torchelastic_launched` knows torchrun only, and is true for one process, too. torchrun,
+    `accelerate launch`, deepspeed or the user set WORLD_SIZE where processes train together, and
+    `init_process_group` reads it. mpirun and srun also start processes that train separately, so their
+    variables only cause a warning.
     """
     launched = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
     found = {name: os.environ[name] for name in launched if os.environ.get(name, "").isdecimal()}
@@ -53,8 +53,8 @@ def _check_alone() -> None:
     if int(size) <= 1:
         return
     text = (
-        "call torch.distributed.init_process_group() before the engine is made, or set WORLD_SIZE=1 where "
-        f"this process is to train alone: a launcher has started {name}={size} processes, and without a "
+        "call torch.distributed.init_process_group() before the engine is made, or set WORLD_SIZE=1 if "
+        f"this process trains alone: a launcher has started {name}={size} processes, and without a "
         "process group each of them trains a model of its own"
     )
     if name == "WORLD_SIZE":

@@ -34,23 +34,22 @@ _SUMS = {
     torch.int32: 4,
 }
 _MAXIMA = {torch.uint8: 5}
-# In so many seconds a wait looks at Python's signals.
+# Interval at which a wait returns to Python, so that its signal handlers run.
 _LOOK_S = 1.0
 _TOKEN_BYTES = 16
 _LONGER = "the collective in shared memory takes longer"
 
 
 @dataclass(frozen=True)
-class Offer:
-    """What one rank says to the others of its host.
+class MemoryOffer:
+    """What one rank offers to the other ranks of its host.
 
     Attributes:
-        process: its process.
-        network: the space of its addresses: ranks that would not see each other's are on two hosts, whatever
-            the kernel.
-        refusal: why it cannot share memory; empty if it can.
-        descriptor: of a file that it has made; -1 if it has none.
-        token: the file's first bytes.
+        process: process of the rank.
+        network: its network namespace: ranks in different ones count as different hosts, also on one kernel.
+        refusal: why the rank cannot share memory; empty if it can.
+        descriptor: of a file that the rank has made; -1 if there is none.
+        token: first bytes of the file.
     """
 
     process: ProcessId
@@ -60,8 +59,8 @@ class Offer:
     token: bytes = b""
 
     @classmethod
-    def make(cls, world_size: int) -> Offer:
-        """Make a file, of which nothing is in memory yet; `withdraw` closes it."""
+    def make(cls, world_size: int) -> MemoryOffer:
+        """Make a file that takes up no memory yet; `withdraw` closes it."""
         me = ProcessId.own()
         if sys.platform != "linux":
             return cls(me, "", f"there is no memfd_create on {sys.platform}")
@@ -81,36 +80,36 @@ class Offer:
         return cls(me, network, "", descriptor, token)
 
     def withdraw(self) -> None:
-        """Close the file here; who has opened it keeps it."""
+        """Close the file in this process; ranks that have opened it keep it."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
 
     def open(self) -> int:
-        """Return a descriptor of the file, the caller's.
+        """Open the file; the caller closes the descriptor.
 
         Raises:
-            OSError: it cannot be opened from this process.
+            OSError: the file cannot be opened from this process.
         """
         descriptor = os.open(f"/proc/{self.process.pid}/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         if os.pread(descriptor, _TOKEN_BYTES, 0) != self.token:
             os.close(descriptor)
-            raise OSError(f"/proc has another process {self.process.pid} than {self.process.host} says")
+            raise OSError(f"/proc shows another process {self.process.pid} than that on {self.process.host}")
         return descriptor
 
 
 class Arena:
-    """This rank's part of the memory that the ranks of a host share.
+    """Memory that the ranks of a host share, as one of them sees it.
 
-    One thread runs its collectives in their order, and sleeps otherwise. It ends with `close`, with this
-    object and with the interpreter.
+    One thread runs the collectives in order, and sleeps otherwise. It ends with `close`, with this object and
+    with the interpreter.
 
     Args:
-        descriptor: of the file, which it takes over.
-        processes: of the ranks that share it, by place.
-        place: of this rank among them.
-        ranks: what they are called, by place.
+        descriptor: of the file; the arena closes it.
+        processes: of the ranks that share it.
+        place: index of this rank in `processes`.
+        ranks: numbers of the ranks in messages, in the order of `processes`.
 
-    Cost: a thread, a file descriptor, and a mebibyte once something is reduced that does not lie in it.
+    Cost: a thread, a file descriptor, and a mebibyte once a tensor outside the arena is reduced.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class Arena:
         self._core = native._core.SharedArena(descriptor, place, len(processes))
         self._processes, self._me = list(processes), processes[place]
         self._ranks, self._timeout_s = list(ranks), float("inf")
-        self._suspects: list[int] = []  # who was dead at the last look: two in a row are a finding
+        self._suspects: list[int] = []  # dead at the last look: two looks in a row fail the collective
         self._works: dict[Any, SharedWork] = {}
         self._thread = threading.Thread(
             target=_serve,
@@ -138,8 +137,8 @@ class Arena:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return zeros, `[numel]`, that all ranks of the host see; the memory lives as long as the tensor.
 
-        In a process that is forked off it is as it was, and what is written there is not seen here. Where
-        there is no memory left to share it is ordinary memory, which is copied to be reduced.
+        A forked process keeps the values of the fork, and its writes are not seen here. If no memory is left
+        to share, this is ordinary memory, which a reduction copies.
         """
         if numel > 0:
             try:
@@ -151,20 +150,21 @@ class Arena:
         return torch.zeros(numel, dtype=dtype, device=HOST)
 
     @staticmethod
-    def takes(flat: Tensor, *, is_max: bool) -> bool:
-        """Whether a tensor can be reduced here."""
+    def supports(flat: Tensor, *, is_max: bool) -> bool:
+        """Whether a tensor can be reduced in an arena."""
         kinds = _MAXIMA if is_max else _SUMS
         return flat.dtype in kinds and flat.is_contiguous()
 
     def reduce(self, flat: Tensor, *, is_max: bool, timeout_s: float) -> SharedWork:
-        """Start summing over the ranks of the host, or taking the maximum, in place.
+        """Launch a sum or a maximum over the ranks of the host, in place.
 
         Args:
-            flat: that it `takes`; stays untouched until the work has been waited for.
-            timeout_s: seconds after which a collective under way fails that some rank has not come to.
+            flat: a tensor that `supports` accepts; unchanged until the work has been waited for.
+            is_max: maximum in place of sum.
+            timeout_s: seconds after which a collective fails that some rank has not launched.
 
-        Cost: where it comes from `allocate`, on all ranks, a read and a write an element; elsewhere it is
-            copied through the caches in addition.
+        Cost: a read and a write an element if `flat` comes from `allocate` on all ranks; otherwise it is also
+            copied through the caches.
         """
         self._timeout_s = timeout_s
         kind = (_MAXIMA if is_max else _SUMS)[flat.dtype]
@@ -173,14 +173,14 @@ class Arena:
         return work
 
     def close(self) -> None:
-        """End the thread; ranks that wait for this one fail, and what is under way here."""
+        """End the thread. Collectives under way fail, here and on ranks that wait for this one."""
         self._end()
 
     def look(self, waited_s: float) -> None:
-        """Let the collective that this rank waits in fail, if a rank has died, or it takes too long."""
+        """Fail the collective that this rank waits in, if a rank has died or the timeout is over."""
         missing = self._core.missing()
         dead = [place for place in missing if self._processes[place].state(self._me) == "dead"]
-        late = self._core.missing()  # what one that is dead has done counts
+        late = self._core.missing()  # read again: a rank may have finished before it died
         gone = [place for place in dead if place in late and place in self._suspects]
         self._suspects = dead
         if gone:
@@ -188,58 +188,58 @@ class Arena:
             self._core.fail(f"shared memory: {which}, has died")
         elif late and waited_s > self._timeout_s:
             which = listed([self._ranks[place] for place in late])
-            self._core.fail(f"shared memory: {which} did not come within {self._timeout_s:g} s")
+            self._core.fail(f"shared memory: {which} launched no such collective in {self._timeout_s:g} s")
 
 
 class SharedWork:
-    """A collective under way, as `dist.Work`.
+    """A collective under way, with the methods of `dist.Work`.
 
     Args:
-        works: all that are not done, by job.
-        core, job: the native ones.
-        flat: what is reduced; kept until it is done.
+        works: works that are not done, by job.
+        core, job: arena and job of the native core.
+        flat: tensor that is reduced; kept alive until the work is done.
     """
 
     def __init__(self, works: dict[Any, SharedWork], core: Any, job: Any, flat: Tensor) -> None:
         self._works, self._core, self._job, self._flat = works, core, job, flat
         self._future: torch.futures.Future[Any] | None = None
-        self._owed: torch.futures.Future[Any] | None = None
+        self._incomplete: torch.futures.Future[Any] | None = None
         self._lock = threading.Lock()
 
     def is_completed(self) -> bool:
-        """Whether it is done, or has failed."""
+        """Whether the collective is done, or has failed."""
         return bool(self._core.wait(self._job, 0.0))
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait for the result.
 
         Raises:
-            RuntimeError: the collective has failed, or the time is over.
+            RuntimeError: the collective has failed, or the timeout is over.
         """
         end = float("inf") if timeout is None else time.monotonic() + timeout.total_seconds()
         while not self._core.wait(self._job, max(0.0, min(_LOOK_S, end - time.monotonic()))):
             if time.monotonic() > end:
                 raise RuntimeError(_LONGER)
-        self.settle()
+        self.complete()
         if error := self._core.error(self._job):
             raise RuntimeError(error)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that completes with it, on the thread that ran it or one that has waited for it."""
+        """Return a future; the thread that runs the collective, or one that waits for it, completes it."""
         with self._lock:
             if self._future is not None:
                 return self._future
             future: torch.futures.Future[Any] = torch.futures.Future()
-            self._future = self._owed = future
+            self._future = self._incomplete = future
         if not self._core.call_back(self._job):
-            self.settle()
+            self.complete()
         return future
 
-    def settle(self) -> None:
-        """Complete the future, if somebody has asked for it; the collective is done."""
+    def complete(self) -> None:
+        """Complete the future, if there is one; the collective is done."""
         self._works.pop(self._job, None)
         with self._lock:
-            future, self._owed = self._owed, None
+            future, self._incomplete = self._incomplete, None
         if future is None:
             return
         if error := self._core.error(self._job):
@@ -249,7 +249,7 @@ class SharedWork:
 
 
 def _serve(core: Any, works: dict[Any, SharedWork], ref: weakref.ref[Arena]) -> None:
-    """Run an arena's collectives until it is closed, and settle them."""
+    """Run an arena's collectives until it is closed, and complete their futures."""
 
     def on_wait(waited_s: float) -> None:
         arena = ref()
@@ -258,15 +258,15 @@ def _serve(core: Any, works: dict[Any, SharedWork], ref: weakref.ref[Arena]) -> 
 
     def on_done(job: Any) -> None:
         if (work := works.get(job)) is not None:
-            work.settle()
+            work.complete()
 
     core.serve(on_wait, on_done)
     for work in list(works.values()):
-        work.settle()
+        work.complete()
 
 
 def _end(core: Any, thread: threading.Thread, pid: int) -> None:
-    if os.getpid() != pid:  # a fork has no such thread, and the others count on the one that has
+    if os.getpid() != pid:  # a fork has no such thread, and other ranks still wait for the process that has
         return
     core.close()
     if thread is not threading.current_thread():

@@ -1,4 +1,4 @@
-"""The axes of a mesh: which hold replicas, shards and counts, and which ranks lie along them."""
+"""The axes of a mesh: which hold replicas, shards and counts, and the ranks along each."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Names = str | tuple[str, ...]
 
 @dataclass(frozen=True)
 class Axes:
-    """What the axes of a `device_mesh` hold, by their names; one name or a tuple of them each.
+    """What the axes of a `device_mesh` hold, by name; each argument is one name or a tuple of names.
 
     Args:
-        replicate: ranks along them hold the same parameters and have data of their own (or a part of it):
-            gradients are summed over them. All axes of a mesh with one axis.
-        shard: ranks along them hold other plain parameters (the stages of a pipeline). DTensors need no name
-            here: they tell how they lie. Along an axis that is neither, ranks hold the same plain parameters
-            and compute the same gradients of them (tensor parallelism).
-        count: ranks along them count items of their own; along all others they share a batch, and its count
-            is taken once. None: those of `replicate`.
-        groups: by a pattern of parameter names (as `fnmatch` has them; the first that matches), what else the
-            gradients of such parameters are summed over: axes, () for none, or without a mesh a process
-            group. Ranks that are not in one group hold other parameters, experts say.
+        replicate: ranks along these axes hold the same parameters and have different data (or parts of it):
+            gradients are summed over them. Default: the axis of a mesh with one axis.
+        shard: ranks along these axes hold different plain parameters (the stages of a pipeline). DTensors
+            need no name here: their placements say it. Along an axis that is neither, ranks hold the same
+            plain parameters and compute the same gradients for them (tensor parallelism).
+        count: ranks along these axes count different items; along all other axes they share a batch, whose
+            count is added once. None: the axes of `replicate`.
+        groups: by a pattern of parameter names (as in `fnmatch`; the first match counts), what the gradients
+            of these parameters are summed over instead: axes, () for none, or without a mesh a process group.
+            Ranks of different groups hold different parameters, for example experts.
 
     Example:
         >>> Axes(replicate=("dp", "cp"), count="dp")
@@ -43,52 +43,52 @@ class Axes:
 
 
 class MeshRanks:
-    """Ranks of a mesh, by what they have in common with this one.
+    """Ranks of a mesh, as this rank sees them.
 
     Args:
-        mesh: in which this rank has a place.
+        mesh: a mesh with this rank in it.
 
     Attributes:
-        shape: sizes by axis; axes without a name are called by their index.
-        coordinate: this rank's, by axis.
+        shape: size of each axis; an axis without a name is named by its index.
+        coordinate: coordinate of this rank on each axis.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._ranks = mesh.mesh
         names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-        place: Any = mesh.get_coordinate()
-        if place is None:
+        coordinate: Any = mesh.get_coordinate()
+        if coordinate is None:
             raise ValueError(
                 f"device_mesh: rank {dist.get_rank()} is not in it (it has {mesh.mesh.flatten().tolist()}); "
                 "make the engine only on ranks of the mesh"
             )
         self.shape = dict(zip(names, mesh.mesh.shape, strict=True))
-        self.coordinate: dict[str, int] = dict(zip(names, place, strict=True))
+        self.coordinate: dict[str, int] = dict(zip(names, coordinate, strict=True))
 
     def along(self, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return the global ranks that differ from this one only on `axes`, itself among them, ascending."""
-        place = tuple(slice(None) if name in axes else at for name, at in self.coordinate.items())
-        return tuple(sorted(self._ranks[place].flatten().tolist()))
+        """Return the global ranks that differ from this rank only on `axes`, including itself, ascending."""
+        index = tuple(slice(None) if name in axes else at for name, at in self.coordinate.items())
+        return tuple(sorted(self._ranks[index].flatten().tolist()))
 
     def everybody(self) -> tuple[int, ...]:
         """Return all ranks of the mesh, ascending."""
         return self.along([*self.shape])
 
     def index(self, axes: Sequence[str]) -> int:
-        """Return this rank's place along `axes`, as one number from 0."""
+        """Return the index of this rank along `axes`, as one number from 0."""
         index = 0
         for name in axes:
             index = index * self.shape[name] + self.coordinate[name]
         return index
 
     def size(self, axes: Sequence[str]) -> int:
-        """Return how many ranks lie along `axes`."""
+        """Return the number of ranks along `axes`."""
         return len(self.along(axes))
 
     def axis_of(self, mesh: DeviceMesh, dim: int) -> str | None:
-        """Return the axis here along which a dimension of another mesh lies, by its ranks; None if none does.
+        """Return the axis of this mesh that has the ranks of a dimension of another mesh; None if none has.
 
-        A dimension of one rank lies along any axis, and is named "".
+        A dimension of one rank matches any axis, and the result is "".
         """
         other = MeshRanks(mesh)
         ranks = other.along([[*other.shape][dim]])
@@ -98,18 +98,18 @@ class MeshRanks:
 
 
 def as_tuple(names: Names) -> tuple[str, ...]:
-    """Return one name or several as several."""
+    """Return one or several names as a tuple."""
     return (names,) if isinstance(names, str) else tuple(names)
 
 
 def axes_problems(axes: Axes, shape: Mapping[str, int]) -> list[str]:
-    """Say what is wrong with the names of axes, for a mesh of this shape."""
+    """Describe what is wrong with the names of axes, for a mesh of this shape."""
     known = ", ".join(f"{name!r} ({size})" for name, size in shape.items())
     found = []
     for where, names in _named(axes):
-        odd = [name for name in names if name not in shape]
-        if odd:
-            found.append(f"axes.{where}={odd[0]!r}: no axis of device_mesh, which has {known}")
+        unknown = [name for name in names if name not in shape]
+        if unknown:
+            found.append(f"axes.{where}={unknown[0]!r}: no axis of device_mesh, which has {known}")
         if len(set(names)) < len(names):
             found.append(f"axes.{where}={names!r}: an axis comes twice; name each once")
     both = set(as_tuple(axes.replicate)) & set(as_tuple(axes.shard))
@@ -119,12 +119,12 @@ def axes_problems(axes: Axes, shape: Mapping[str, int]) -> list[str]:
 
 
 def has_group(name: str, axes: Any) -> bool:
-    """Whether a pattern of `Axes.groups` matches a parameter's name; `axes` may be something else."""
+    """Whether a pattern of `Axes.groups` matches a parameter's name; False where `axes` is no `Axes`."""
     return isinstance(axes, Axes) and any(fnmatchcase(name, pattern) for pattern in axes.groups)
 
 
 def process_groups(groups: Mapping[str, Any]) -> list[str]:
-    """Say which of `Axes.groups` are none, where there is no mesh."""
+    """Describe the values of `Axes.groups` that are no process groups, where there is no mesh."""
     return [
         (
             f"axes.groups[{pattern!r}]={group!r}: need a torch.distributed.ProcessGroup of this rank; "
@@ -147,7 +147,7 @@ def _named(axes: Axes) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def num_ranks(group: Any) -> int | None:
-    """Return the size of a process group, None being the default one; None where there is no such group."""
+    """Return the size of a process group (None is the default group); None if it is no group."""
     if isinstance(group, dist.ProcessGroup):
         return group.size()
     return dist.get_world_size() if group is None and dist.is_initialized() else None

@@ -311,21 +311,21 @@ class Levels:
         inside: over the ranks of its host.
         across: over the ranks with the same index on every host; over this rank alone where a smaller host
             has no such index.
-        num_places: ranks of the smallest host, each of which sums a part across hosts.
+        num_parts: ranks of the smallest host, each of which sums a part across hosts.
     """
 
     inside: Comm
     across: Comm
-    num_places: int
+    num_parts: int
 
     def part_of(self, numel: int) -> slice:
         """Return the elements of a bucket that this rank sums across hosts."""
-        size, place = -(-numel // self.num_places), self.inside.rank
+        size, index = -(-numel // self.num_parts), self.inside.rank
         if not self.is_across:
             return slice(0, 0)
-        return slice(min(place * size, numel), min((place + 1) * size, numel))
+        return slice(min(index * size, numel), min((index + 1) * size, numel))
 
     @property
     def is_across(self) -> bool:
         """Whether this rank sums a part across hosts."""
-        return self.inside.rank < self.num_places
+        return self.inside.rank < self.num_parts

@@ -1,4 +1,4 @@
-"""Ranks in two levels: those of one host, and those of the same place on all hosts."""
+"""Ranks in two levels: the ranks of one host, and the ranks with the same index on all hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def spans_hosts(comm: Comm) -> bool:
 
 
 def own_host() -> Hashable:
-    """Return what processes of this host have in common, and those of no other host."""
+    """Return an identity of this host, the same for all of its processes."""
     return ProcessId.own().space, own_network()
 
 
@@ -25,19 +25,19 @@ def by_host(hosts: Sequence[Hashable]) -> Hosts:
     )
 
 
-def given(hosts: Hosts, ranks: Sequence[int]) -> Hosts:
-    """Return those of given hosts as indices in `ranks`, which may be some of their ranks only.
+def indices_by_host(hosts: Hosts, ranks: Sequence[int]) -> Hosts:
+    """Return the indices in `ranks` by host; `hosts` may have other ranks, too.
 
     Raises:
-        ValueError: a rank is on none of them, or on two.
+        ValueError: a rank is on no host, or on two.
     """
     host_of = {rank: index for index, host in enumerate(hosts) for rank in host}
-    strange = [rank for rank in ranks if rank not in host_of]
-    if strange or len(host_of) < sum(map(len, hosts)):
-        why = f"rank {strange[0]} is in none of its rows" if strange else "a rank comes twice"
+    missing = [rank for rank in ranks if rank not in host_of]
+    if missing or len(host_of) < sum(map(len, hosts)):
+        why = f"rank {missing[0]} is in none of its rows" if missing else "a rank is in two of its rows"
         raise ValueError(
-            f"mesh={[list(host) for host in hosts]}: {why}; give every rank over which gradients are summed "
-            "one place, a row a host"
+            f"mesh={[list(host) for host in hosts]}: {why}; need one row a host, and every rank "
+            "over which gradients are summed in one row"
         )
     return by_host([host_of[rank] for rank in ranks])
 
@@ -47,6 +47,6 @@ def check_equal(hosts: Hosts) -> None:
     if len({len(host) for host in hosts}) > 1:
         raise ValueError(
             f"the {sum(map(len, hosts))} ranks are {' + '.join(str(len(host)) for host in hosts)} by host: a "
-            "wire of two levels needs equally many on every host; start as many everywhere, or pass "
-            "mesh=, rows of as many ranks"
+            "wire of two levels needs the same number on every host; start as many on each, or pass mesh= "
+            "with rows of equal length"
         )

@@ -1,9 +1,9 @@
 """Exchanges over gloo in which a rank is ready to receive before it sends.
 
-gloo's own all-to-all and all-gather send first. Where one rank comes later than another, its data goes out
-ahead of its word that it can receive, on the same connection: the other one sends nothing until all of that
-has arrived, so the link is used one way at a time, at half its rate. Point-to-point transfers can be posted
-in the better order.
+gloo's own all-to-all and all-gather send first. If one rank is later than another, it sends its data before
+the notification that it can receive, over the same connection. The other rank sends nothing until all of it
+has arrived, so the link is used in one direction at a time, at half its rate. Point-to-point operations can
+be posted in the better order.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.futures import Future
 
 from pyengine.comm.watch.stall import failure
 
-_TAG = 0x70796567  # no user's; transfers of one tag meet in the order in which ranks post them
+_TAG = 0x70796567  # unused by users; operations of one tag are paired in the order in which ranks post them
 
 
 class P2PWork:
-    """P2PWork under way, as one work that may be waited for a while.
+    """Point-to-point operations as one work, whose wait may time out.
 
-    gloo's transfers cannot: a wait that runs out of time closes their connection.
+    That of gloo's works may not: a timeout closes their connection.
     """
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
@@ -37,12 +37,12 @@ class P2PWork:
         self._future: Future[Any] = Future()
 
     def run(self) -> None:
-        """Wait for all of them, on a thread of its own; the first failure is told at once."""
+        """Wait for all operations, on a thread of its own; the first error is reported at once."""
         for work in self._works:
             try:
                 if work.wait() is False:
-                    raise RuntimeError("a transfer was aborted")
-            except Exception as error:  # noqa: BLE001 - whoever waits raises it
+                    raise RuntimeError("a point-to-point operation was aborted")
+            except Exception as error:  # noqa: BLE001 - raised by `wait`
                 self._end(error)
         self._works = ()
         self._end(None)
@@ -61,7 +61,7 @@ class P2PWork:
         """Block until the result is in place.
 
         Raises:
-            RuntimeError: it is not, after so long; or a transfer has failed.
+            RuntimeError: it is not there after `timeout`, or an operation has failed.
         """
         if not self._is_over.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError(timeout)
@@ -81,10 +81,10 @@ class PointToPoint:
 
     Args:
         find_group: returns the group; None is the default group.
-        ranks: of the group, as the default group has them.
+        ranks: of the group, as the default group numbers them.
 
-    Cost: from the first exchange on a thread, which waits for transfers in the order of their launch. It ends
-    with `close`, with this object and with the interpreter, for a second at most behind what is under way.
+    Cost: from the first exchange on a thread, which waits for exchanges in the order of their launch. It ends
+    with `close`, with this object and with the interpreter, at most a second after these.
     """
 
     def __init__(self, find_group: Callable[[], dist.ProcessGroup | None], ranks: Sequence[int]) -> None:
@@ -95,16 +95,16 @@ class PointToPoint:
         self._is_broken = False
 
     def all_to_all(self, received: Tensor, parts: Tensor) -> P2PWork:
-        """Start sending every rank a part of its own; see `Comm.all_to_all`."""
+        """Launch an exchange in which every rank sends a different part to each; see `Comm.all_to_all`."""
         arriving, leaving = self._rows(received), self._rows(parts)
         return self._exchange(arriving, leaving)
 
     def all_gather(self, gathered: Tensor, part: Tensor) -> P2PWork:
-        """Start sending a part of this rank's to every other one; see `Comm.all_gather`."""
+        """Launch an all-gather of one part of each rank; see `Comm.all_gather`."""
         return self._exchange(self._rows(gathered), [part] * len(self._ranks))
 
     def close(self) -> None:
-        """End the thread, behind what is under way."""
+        """End the thread, after the exchanges under way."""
         if self._close is not None:
             self._close()
         self._close = None
@@ -116,18 +116,18 @@ class PointToPoint:
         if self._is_broken:
             raise RuntimeError(failure("this rank was interrupted while it posted an exchange"))
         num = len(self._ranks)
-        others = [(self._rank + step) % num for step in range(1, num)]  # so that not all begin with one
+        others = [(self._rank + step) % num for step in range(1, num)]  # each begins with another
         group = self._find_group()
-        self._is_broken = True  # by whatever keeps some transfers from being posted: peers would take others
+        self._is_broken = True  # if an interrupt keeps some from being posted, peers would pair the next ones
         works = [dist.irecv(arriving[r], self._ranks[r], group, _TAG) for r in reversed(others)]
         works += [dist.isend(leaving[r], self._ranks[r], group, _TAG) for r in others]
         self._is_broken = False
         if arriving[self._rank].data_ptr() != leaving[self._rank].data_ptr():
             arriving[self._rank].copy_(leaving[self._rank])
-        transfers = P2PWork([work for work in works if work is not None])
+        exchange = P2PWork([work for work in works if work is not None])
         self._start()
-        self._waiting.put(transfers)
-        return transfers
+        self._waiting.put(exchange)
+        return exchange
 
     def _start(self) -> None:
         if self._close is None:
@@ -139,13 +139,13 @@ class PointToPoint:
 
 
 def _wait(waiting: queue.SimpleQueue[P2PWork | None]) -> None:
-    """Wait for transfers until there is None."""
-    while (transfers := waiting.get()) is not None:
-        transfers.run()
+    """Wait for exchanges until the queue has None."""
+    while (exchange := waiting.get()) is not None:
+        exchange.run()
 
 
 def _end(waiting: queue.SimpleQueue[P2PWork | None], thread: threading.Thread) -> None:
-    """End a thread, before the interpreter takes the ground from under it."""
+    """End a thread before the interpreter ends."""
     waiting.put(None)
     if thread is not threading.current_thread():
         thread.join(1.0)

@@ -1,5 +1,4 @@
-"""Memory of a GPU that NCCL has registered: GPUs joined by NVLink reach each other's, and reduce in it
-without copies.
+"""GPU memory that NCCL has registered: GPUs connected by NVLink reduce in it without copies.
 
 Source: NCCL's user guide on user buffer registration and symmetric windows.
 """
@@ -21,7 +20,7 @@ from pyengine.comm.torch_dist import TorchDist
 
 _log = logging.getLogger("pyengine.comm")
 
-# What torch's allocator rounds sizes up to.
+# torch's allocator rounds sizes up to a multiple of this.
 _ALIGN_BYTES = 512
 
 
@@ -29,22 +28,22 @@ class Pool(Protocol):
     """Device memory that a backend has registered."""
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros, `[numel]`, of the pool's memory, which lives as long as they do."""
+        """Return zeros, `[numel]`, in memory of the pool, which lives as long as the tensor."""
 
     def close(self) -> None:
-        """Take the registration back; what was given out stays memory."""
+        """End the registration; tensors of the pool keep their memory."""
 
 
 class NcclPool:
     """Memory that NCCL allocates and registers with one communicator.
 
-    Every rank makes it, and asks it for the same sizes in the same order: registration is collective.
+    Every rank makes it, and allocates the same sizes in the same order: registration is collective.
 
     Args:
-        comm: over the ranks; its communicator has been used.
+        comm: transport over the ranks, whose communicator has been used.
 
     Raises:
-        Exception: NCCL or this torch has no such memory; whatever they raise.
+        Exception: of any type that NCCL or torch raises where it has no such memory.
     """
 
     def __init__(self, comm: TorchDist) -> None:
@@ -65,8 +64,8 @@ class RegisteredMemory(TorchDist):
 
     Args:
         group: the group; None is the default group.
-        device: where the tensors lie.
-        pool: of the memory; ended by `release`, behind which buffers come from elsewhere.
+        device: device of the tensors.
+        pool: of the memory; `release` ends it, and buffers come from torch's allocator from then on.
     """
 
     has_own_memory = True
@@ -78,7 +77,7 @@ class RegisteredMemory(TorchDist):
     def reserve(self, sizes: Sequence[int]) -> None:
         if self._pool is not None:
             num_bytes = sum(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes)
-            self._pool.zeros(num_bytes, torch.uint8)  # freed at once: the pool cuts what comes next from it
+            self._pool.zeros(num_bytes, torch.uint8)  # freed at once: the next buffers are parts of it
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._pool is None:
@@ -98,16 +97,16 @@ def can_register(comm: Comm) -> bool:
 
 
 def register_memory(comm: TorchDist) -> TorchDist:
-    """Return a transport over the same ranks whose buffers lie in registered memory.
+    """Return a transport over the same ranks whose buffers are in registered memory.
 
-    Where NCCL refuses on any rank all go on by `comm`, and the first of them warns and says why.
+    If NCCL refuses on any rank, all ranks use `comm`, and the first rank warns and gives the reason.
 
     Args:
-        comm: transport over NCCL; every rank of it calls this, and its end is the end of what is returned.
+        comm: transport over NCCL; every rank of it calls this. The result is released together with it.
 
     Cost: an all-reduce of one element, and a gather of objects.
     """
-    pool, refusal = _registered(comm)
+    pool, refusal = _make_pool(comm)
     refusals = comm.all_gather_object(refusal)
     if why := next((text for text in refusals if text), ""):
         if pool is not None:
@@ -115,8 +114,8 @@ def register_memory(comm: TorchDist) -> TorchDist:
         _log.debug("fall back to memory that NCCL has not registered, ranks %s: %s", comm.ranks, why)
         if dist.get_rank() == comm.ranks[0]:
             warnings.warn(
-                f"shared_memory=True: {comm.world_size} ranks reduce in memory that NCCL has not registered, "
-                f"which may be slower: {why}. leave shared_memory=True out",
+                f"leave shared_memory=True out: {comm.world_size} ranks reduce in memory that NCCL has not "
+                f"registered, which may be slower: {why}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -128,11 +127,11 @@ def register_memory(comm: TorchDist) -> TorchDist:
     return registered
 
 
-def _registered(comm: TorchDist) -> tuple[NcclPool | None, str]:
-    """Return a pool, or why there is none."""
+def _make_pool(comm: TorchDist) -> tuple[NcclPool | None, str]:
+    """Return a pool, or the reason why there is none."""
     first = torch.zeros(1, dtype=torch.float32, device=comm.device)
-    comm.all_reduce(first).wait()  # a communicator is made by its first use
+    comm.all_reduce(first).wait()  # the first collective makes the communicator
     try:
         return NcclPool(comm), ""
-    except Exception as error:  # noqa: BLE001 - whatever NCCL and torch say: all ranks hear of it
+    except Exception as error:  # noqa: BLE001 - all ranks gather the reason
         return None, f"{type(error).__name__}: {error}"

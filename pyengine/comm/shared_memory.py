@@ -1,4 +1,4 @@
-"""Shared memory as a transport: the ranks of one host reduce in place, in memory that all of them see."""
+"""Shared memory as a transport: ranks of one host reduce in place, in memory that all of them see."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyengine.comm.arena import Arena, Offer
+from pyengine.comm.arena import Arena, MemoryOffer
 from pyengine.comm.base import Comm, Hosts, Levels, Work, ring_bytes
 from pyengine.comm.levels import by_host
 from pyengine.comm.local import Local
@@ -29,14 +29,14 @@ _log = logging.getLogger("pyengine.comm")
 class SharedMemory(TorchDist):
     """Collectives of one process group whose ranks are processes of one host, on tensors on the CPU.
 
-    Reductions run in an arena: every rank adds its share of all buffers up, in the order of ranks, and writes
-    it into all of them. Narrow types are added in float32 and rounded once. All other collectives, and types
-    that the arena has not, are the process group's.
+    Reductions run in an arena: every rank sums its part of all buffers, in the order of ranks, and writes the
+    sum into all of them. Narrow dtypes are summed in float32 and rounded once. All other collectives, and
+    dtypes that the arena does not support, use the process group.
 
     Args:
         group: the group; None is the default group.
-        device: where the tensors lie.
-        arena: of the group's ranks; ended by `release`, behind which the group reduces.
+        device: device of the tensors.
+        arena: of the ranks of the group; `release` ends it, and the group reduces from then on.
     """
 
     can_share_parts = has_own_memory = True
@@ -58,10 +58,10 @@ class SharedMemory(TorchDist):
 
     def _all_reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> Work:
         is_max = op == dist.ReduceOp.MAX
-        if self._arena is None or not self._arena.takes(flat, is_max=is_max):
+        if self._arena is None or not self._arena.supports(flat, is_max=is_max):
             return super()._all_reduce(flat, op)
         self.traffic.count(ring_bytes(flat.nbytes, self.world_size))
-        return self._reduced(self._arena, flat, is_max=is_max)
+        return self._reduce_in(self._arena, flat, is_max=is_max)
 
     def share_part(self, flat: Tensor, part: slice) -> Work:
         """Launch the second half of a reduction; its bytes have been counted with the first half."""
@@ -69,9 +69,9 @@ class SharedMemory(TorchDist):
         flat[part.stop :].zero_()
         if self._arena is None:
             return super()._all_reduce(flat, dist.ReduceOp.SUM)
-        return self._reduced(self._arena, flat, is_max=False)
+        return self._reduce_in(self._arena, flat, is_max=False)
 
-    def _reduced(self, arena: Arena, flat: Tensor, *, is_max: bool) -> Work:
+    def _reduce_in(self, arena: Arena, flat: Tensor, *, is_max: bool) -> Work:
         with self.roll_call.named():
             work: Any = arena.reduce(flat, is_max=is_max, timeout_s=self._handle.timeout().total_seconds())
         return self._launched(work, f"an all-reduce of {flat.nbytes} bytes")
@@ -80,15 +80,15 @@ class SharedMemory(TorchDist):
 class SharedHosts(TorchDist):
     """Collectives of one process group whose ranks are processes of several hosts, on tensors on the CPU.
 
-    A sum runs in the arena of each host first, then each rank sums a part across hosts, and the host's parts
-    come together in its arena: a bucket crosses the network once a host. As many ranks of a host take part
-    in that as the smallest host has. All other collectives, and types that the arena has not, are the process
-    group's.
+    A sum runs in the arena of each host first; then each rank sums a part across hosts, and the arena
+    collects the parts: a bucket crosses the network once a host. On each host, as many ranks sum a part as
+    the smallest host has. All other collectives, and dtypes that the arena does not support, use the process
+    group.
 
     Args:
         group: the group; None is the default group.
-        device: where the tensors lie.
-        levels: within the host, in an arena or by this rank alone, and across hosts; ended by `release`.
+        device: device of the tensors.
+        levels: within the host (an arena, or this rank alone) and across hosts; `release` ends both.
     """
 
     has_own_memory = True
@@ -106,7 +106,7 @@ class SharedHosts(TorchDist):
         return inside if is_host else super()._part(ranks, alone=alone)
 
     def _all_reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> Work:
-        if op != dist.ReduceOp.SUM or not Arena.takes(flat, is_max=False):
+        if op != dist.ReduceOp.SUM or not Arena.supports(flat, is_max=False):
             return super()._all_reduce(flat, op)
         return Staged(self._rounds(flat), self._num_rounds(flat), flat.device)
 
@@ -125,38 +125,37 @@ class SharedHosts(TorchDist):
 
 
 def wrong_choice(shared_memory: object) -> list[str]:
-    """Say what is wrong with the argument of this name."""
+    """Describe what is wrong with the argument `shared_memory`."""
     if type(shared_memory) is bool:
         return []
     return [
         (
-            f"shared_memory={shared_memory!r}: need True, ranks of one host reduce in memory that they share "
-            "where they can; or False, they never do"
+            f"shared_memory={shared_memory!r}: need True, to reduce in memory that the ranks of one host "
+            "share, or False"
         )
     ]
 
 
 def problems_of_sharing(comm: Comm, device: torch.device) -> list[str]:
-    """Say why ranks cannot share the memory of a device by a transport."""
+    """Describe why ranks cannot share the memory of a device over a transport."""
     if not runs_ahead(device) or isinstance(comm, Local) or can_register(comm):
         return []
     return [
         (
-            f"shared_memory=True, and parameters lie on {device}: ranks share memory of the host, or, over "
+            f"shared_memory=True, and parameters are on {device}: ranks share memory of the host, or, over "
             "NCCL, of their GPUs; need parameters on the CPU, or a process group with NCCL; or leave it out"
         )
     ]
 
 
 def share_memory(comm: Comm) -> Comm:
-    """Return a transport over the same ranks that reduces in shared memory, of each host where there are
-    several, or in memory of GPUs that NCCL has registered; one rank has nothing to share.
+    """Return a transport over the same ranks that reduces in shared memory.
 
-    Where no two ranks are of one host, or a host refuses on any of them, all go on by `comm`, and rank 0
-    warns and says why.
+    That is memory of each host, or memory of GPUs that NCCL has registered. If no two ranks are on one host,
+    or any rank cannot share memory, all ranks use `comm`, and rank 0 warns and gives the reason.
 
     Args:
-        comm: transport; every rank of it calls this, and its end is the end of what is returned.
+        comm: transport; every rank of it calls this. The result is released together with it.
 
     Cost: two gathers of objects.
     """
@@ -164,26 +163,26 @@ def share_memory(comm: Comm) -> Comm:
         return comm
     if runs_ahead(comm.device):
         return register_memory(comm)
-    offer = Offer.make(comm.world_size)
+    offer = MemoryOffer.make(comm.world_size)
     try:
-        offers: list[Offer] = comm.all_gather_object(offer)
+        offers: list[MemoryOffer] = comm.all_gather_object(offer)
         hosts = by_host([(each.process.space, each.network) for each in offers])
-        if apart := _apart(offers, hosts):
-            _say(comm, apart)
+        if reason := _no_shared_host(offers, hosts):
+            _warn_of_fallback(comm, reason)
             return comm
         mine = [offers[rank] for host in hosts if comm.rank in host for rank in host]
-        descriptor, refusal = _opened(mine)
-        refusals = comm.all_gather_object(refusal)  # behind it the file is open everywhere
+        descriptor, refusal = _open_file(mine)
+        refusals = comm.all_gather_object(refusal)  # after it all ranks have opened the file
     finally:
         offer.withdraw()
     if any(refusals):
         if descriptor >= 0:
             os.close(descriptor)
-        _say(comm, next(text for text in refusals if text))
+        _warn_of_fallback(comm, next(text for text in refusals if text))
         return comm
     _log.debug("share memory among ranks %s, by host: %s", comm.ranks, hosts)
     levels = comm.split(hosts)
-    inside = _shared(levels.inside, descriptor, [each.process for each in mine])
+    inside = _with_arena(levels.inside, descriptor, [each.process for each in mine])
     if inside.world_size == comm.world_size:
         return inside
     shared = SharedHosts(comm.group, comm.device, replace(levels, inside=inside))
@@ -191,8 +190,8 @@ def share_memory(comm: Comm) -> Comm:
     return shared
 
 
-def _shared(inside: Comm, descriptor: int, processes: Sequence[ProcessId]) -> Comm:
-    """Return a transport over the ranks of this host that reduces in an arena; one rank needs none."""
+def _with_arena(inside: Comm, descriptor: int, processes: Sequence[ProcessId]) -> Comm:
+    """Return a transport over the ranks of this host that reduces in an arena; a single rank needs none."""
     if not isinstance(inside, TorchDist):
         os.close(descriptor)
         return inside
@@ -202,17 +201,17 @@ def _shared(inside: Comm, descriptor: int, processes: Sequence[ProcessId]) -> Co
     return shared
 
 
-def _apart(offers: Sequence[Offer], hosts: Hosts) -> str:
-    """Say why no two ranks are processes of one host; empty if some are."""
+def _no_shared_host(offers: Sequence[MemoryOffer], hosts: Hosts) -> str:
+    """Return why no two ranks are processes of one host; empty if some are."""
     if len(hosts) == len(offers):
-        return "each is of another host, or of a container that does not see the others' processes"
+        return "each is on another host, or in a container that does not see the other processes"
     if any(len({offers[rank].process.pid for rank in host}) < len(host) for host in hosts):
         return "some of them are threads of one process"
     return ""
 
 
-def _opened(offers: Sequence[Offer]) -> tuple[int, str]:
-    """Return a descriptor of the first rank's file, or -1 and why there is none."""
+def _open_file(offers: Sequence[MemoryOffer]) -> tuple[int, str]:
+    """Open the file of the first rank; return its descriptor, or -1 and the reason."""
     for offer in offers:
         if offer.refusal:
             return -1, offer.refusal
@@ -222,12 +221,12 @@ def _opened(offers: Sequence[Offer]) -> tuple[int, str]:
         return -1, f"{offers[0].process} does not share its file: {error}"
 
 
-def _say(comm: TorchDist, why: str) -> None:
+def _warn_of_fallback(comm: TorchDist, why: str) -> None:
     _log.debug("fall back to the process group of ranks %s, no shared memory: %s", comm.ranks, why)
     if dist.get_rank() == comm.ranks[0]:
         warnings.warn(
-            f"shared_memory=True: {comm.world_size} ranks reduce through their process group, not in memory "
-            f"that they share, which is slower: {why}. leave shared_memory=True out",
+            f"leave shared_memory=True out: {comm.world_size} ranks reduce through their process group, not "
+            f"in shared memory, which is slower: {why}",
             RuntimeWarning,
             stacklevel=2,
         )

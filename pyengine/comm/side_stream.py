@@ -1,4 +1,4 @@
-"""A stream that the backward does not wait for, for what must wait for other ranks before it may travel."""
+"""A stream for work that waits for other ranks, so that the backward does not."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor
 
 
 class SideStream:
-    """Work that runs after everything its current stream has been given so far, without holding that stream
-    up.
+    """Runs work after everything on the current stream so far, without stalling that stream.
 
     Args:
         device: the accelerator.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # What it packs must not queue behind the backward's own kernels: the collective waits for it.
+        # High priority: its kernels fill the buckets that collectives wait for, and must not queue behind
+        # the kernels of the backward.
         self._stream = torch.Stream(device, priority=-1)
         self._device = device
 
     @contextmanager
     def run(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Let the body work on the side stream.
+        """Run the body on the side stream.
 
         Args:
             tensors: as for `Comm.side_stream`.

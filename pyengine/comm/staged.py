@@ -1,6 +1,4 @@
-"""Several collectives, one after the other, as one work: later ones send what is made of what earlier ones
-have brought.
-"""
+"""Several collectives in sequence as one work: each sends what is computed from the result before it."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from pyengine.ops.device import has_events, recorded_event
 
 
 def rounds_of(work: Work) -> Iterator[Work]:
-    """Yield a work that has started as rounds of another one, the collectives of a staged one each."""
+    """Split a launched work into rounds of another one: a round for each collective of a staged work."""
     if not isinstance(work, Staged):
         yield work
         return
@@ -25,14 +23,14 @@ def rounds_of(work: Work) -> Iterator[Work]:
 
 @runtime_checkable
 class BreaksOff(Protocol):
-    """A work whose transport can be kept from starting others."""
+    """A work whose transport can refuse further collectives."""
 
     def break_off(self, error: Exception) -> None:
-        """Note that this rank leaves out collectives that follow this one on the others."""
+        """Start no further collective: this rank skips some that follow this one on other ranks."""
 
 
 class _Round:
-    """The collective under way of a staged work; behind its end the next one is under way."""
+    """The collective under way of a staged work; waiting for it launches the next one."""
 
     def __init__(self, work: Staged) -> None:
         self._work = work
@@ -48,19 +46,19 @@ class _Round:
 
 
 class Staged:
-    """Collectives that follow each other, and what is left to do behind the last one.
+    """Collectives in sequence, and the computation after the last one.
 
-    The first one starts at once; whoever holds this drives it on, by `step` or `wait`. Never from a backend's
-    own threads: collectives have to start in the same order on every rank.
+    The first collective is launched at once; the holder continues by `step` or `wait`. Never on a thread of
+    the backend: collectives have to be launched in the same order on every rank.
 
     Args:
-        rounds: starts a collective whenever it is asked for the next one, which happens once the one before
-            has landed. Its end comes behind the last one.
-        num_rounds: how many collectives it starts.
-        device: where the result lies.
+        rounds: launches the next collective each time it is advanced, which happens once the collective
+            before has completed. It ends after the last one.
+        num_rounds: number of collectives that it launches.
+        device: device of the result.
 
     Attributes:
-        rounds_left: collectives still to be started.
+        rounds_left: number of collectives that are not launched yet.
     """
 
     def __init__(self, rounds: Iterator[Work], num_rounds: int, device: torch.device) -> None:
@@ -70,21 +68,21 @@ class Staged:
         self._is_over = False
         self._event: torch.Event | None = None
         self._future: Future[Any] = Future(devices=[device] if has_events(device) else [])
-        self._go_on()
+        self._advance()
 
     def step(self) -> None:
-        """Wait for the collective under way, and start the next one, or do what is left behind the last.
+        """Wait for the collective under way; launch the next one, or run the computation after the last.
 
         Raises:
-            Exception: what broke a collective; again each time.
+            Exception: the error of a collective; the same one at every call.
         """
         if self._error is not None:
             raise self._error
         if not self._is_over:
-            self._go_on()
+            self._advance()
 
     def wait(self) -> None:
-        """Run to the end; on an accelerator let the current stream wait for it."""
+        """Run to the end; on an accelerator the current stream waits for it."""
         while not self._is_over or self._error is not None:
             self.step()
         if self._event is not None:
@@ -95,15 +93,15 @@ class Staged:
         return self._is_over or (is_last and self._work is not None and self._work.is_completed())
 
     def get_future(self) -> Future[Any]:
-        """Return a future that completes with `step` or `wait` behind the last collective, or fails there."""
+        """Return a future; the `step` or `wait` after the last collective completes it or sets its error."""
         return self._future
 
     def break_off(self, error: Exception) -> None:
-        """Break off the transport of the collective that has gone, if one has."""
+        """Start no further collective on the transport of the launched one, if there is one."""
         if isinstance(self._work, BreaksOff):
             self._work.break_off(error)
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         try:
             if self._work is not None:
                 self._work.wait()

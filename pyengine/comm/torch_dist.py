@@ -22,7 +22,7 @@ from pyengine.comm.groups import (
     name_of_backend,
     offer_groups,
 )
-from pyengine.comm.levels import by_host, check_equal, given, own_host
+from pyengine.comm.levels import by_host, check_equal, indices_by_host, own_host
 from pyengine.comm.local import Local
 from pyengine.comm.point_to_point import P2PWork, PointToPoint
 from pyengine.comm.side_stream import SideStream
@@ -133,7 +133,7 @@ class TorchDist(Comm):
             if hosts is None:
                 found = by_host(self.all_gather_object(own_host()))
             else:
-                found = given(hosts, self.ranks)
+                found = indices_by_host(hosts, self.ranks)
             check_equal(found)
             _log.debug("split ranks %s by host: %s", self.ranks, found)
             self._levels[hosts] = self.split(found)
@@ -146,12 +146,12 @@ class TorchDist(Comm):
             hosts: ranks of this transport; hosts may have unequal numbers of them.
         """
         mine = next(host for host in hosts if self.rank in host)
-        place, num_places = mine.index(self.rank), min(map(len, hosts))
-        across_ranks = [host[place] for host in hosts] if place < num_places else [self.rank]
+        index, num_parts = mine.index(self.rank), min(map(len, hosts))
+        across_ranks = [host[index] for host in hosts] if index < num_parts else [self.rank]
         is_even = len({len(host) for host in hosts}) == 1
         # Every rank of a group makes it in this order.
         inside, across = self._part(mine, alone=not is_even), self._part(across_ranks, alone=not is_even)
-        return Levels(inside, across, num_places)
+        return Levels(inside, across, num_parts)
 
     def _part(self, ranks: Sequence[int], *, alone: bool) -> Comm:
         """Return a transport over some of the ranks.

@@ -1,7 +1,7 @@
 """torch_xla as a transport: collectives are recorded, and run with the program they were recorded in.
 
-Written for torch_xla 2.9. `torch.distributed` is not asked for ranks here: where replicas are threads of one
-process it gives all of them the same one.
+Written for torch_xla 2.9. Ranks do not come from `torch.distributed`, which returns the same rank for all
+replicas that are threads of one process.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ class _Queued:
 class Xla(Comm):
     """Collectives of all replicas.
 
-    A reduction is queued; whoever waits for one first records all that are queued, as one operation a type.
-    So a header that is known before the window's last backward does not put a collective into that backward's
-    program.
+    A reduction is queued. The first wait records all queued reductions, as one operation for each dtype. So a
+    header that is known before the window's last backward adds no collective to the program of that backward.
 
-    Under SPMD there is one replica, whose partitioned programs do their own reductions.
+    Under SPMD there is one replica, and its partitioned programs contain their own reductions.
 
     Args:
         device: device of the tensors.
@@ -63,7 +62,7 @@ class Xla(Comm):
         )
         self._device = device
         self._queue: list[Tensor] = []
-        # Which replica this is must be data: as a constant it would give each replica a program of its own.
+        # The index of this replica must be data: a constant would give each replica a different program.
         ranks = torch.arange(self.world_size, dtype=torch.int64, device=HOST)
         self._is_mine = (ranks == self.rank)[:, None, None].to(device)
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
@@ -81,17 +80,17 @@ class Xla(Comm):
         return _Queued(self)
 
     def all_reduce_max(self, flat: Tensor) -> _Queued:
-        """Refuse: only exact sums need it."""
+        """Raise RuntimeError: only exact sums need it."""
         raise RuntimeError("all_reduce_max on an XLA device: accumulator='exact' does not work there")
 
     @torch.no_grad()
     def record(self) -> None:
-        """Record one reduction a type over everything queued."""
+        """Record one reduction for each dtype over everything queued."""
         queue, self._queue = self._queue, []
         _log.debug("record %d all-reduces", len(queue))
         # Always fresh tensors: torch_xla 2.9 loses an in-place reduction of a tensor that had been changed in
-        # place before (a gradient that was accumulated, say) as soon as it is changed through an alias
-        # (clipping, say).
+        # place (an accumulated gradient, for example) once an alias of it is changed (by clipping, for
+        # example).
         fresh = [self._scatter(flat) if flat.dtype == torch.float64 else flat.clone() for flat in queue]
         self._sum_(fresh)
         for flat, total in zip(queue, fresh, strict=True):
@@ -104,7 +103,7 @@ class Xla(Comm):
             return [value]
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = self._gather(torch.tensor([len(mine)], dtype=torch.int32, device=HOST)).tolist()
-        # A length is a program: pickles that differ by a few bytes share one.
+        # Each length compiles a program: pickles that differ by a few bytes share one.
         length = max(1024, 1 << (max(sizes) - 1).bit_length())
         padded = torch.zeros(length, dtype=torch.uint8, device=HOST)
         padded[: len(mine)] = mine
@@ -113,37 +112,33 @@ class Xla(Comm):
 
     @torch.no_grad()
     def broadcast_(self, tensors: list[Tensor]) -> None:
-        """Send the tensors as float32, the type that all backends sum; -0 becomes +0."""
+        """Overwrite tensors with those of rank 0, as float32, which all backends sum; -0 becomes +0."""
         if self.world_size == 1:
             return
         pieces = [_pieces(tensor.detach()) for tensor in tensors]
         fresh = [torch.where(self._is_root[0], p, torch.zeros_like(p)) for group in pieces for p in group]
         self._sum_(fresh)
-        landed = iter(fresh)
+        received = iter(fresh)
         for tensor, group in zip(tensors, pieces, strict=True):
-            tensor.detach().copy_(_joined([next(landed) for _ in group], tensor.dtype))
+            tensor.detach().copy_(_joined([next(received) for _ in group], tensor.dtype))
         torch_xla.sync()
 
     def _sum_(self, tensors: list[Tensor]) -> None:
         for group in by_dtype(tensors):
             self.traffic.count(ring_bytes(sum(tensor.nbytes for tensor in group), self.world_size))
-            # Layouts are not pinned: they would have to agree with those of all-gathers in one program.
+            # Layouts are not pinned: they would have to match those of all-gathers in the same program.
             xm.all_reduce(xm.REDUCE_SUM, group, pin_layout=False)
 
     def _scatter(self, vector: Tensor) -> Tensor:
-        """Return a float64 vector's float32 pieces in this replica's row, `[replicas, pieces, n]`; other rows
-        are 0.
+        """Return the float32 pieces of a float64 vector in the row of this replica, `[replicas, pieces, n]`.
 
-        No 64-bit type may travel: XLA has no such reduction on TPUs. And the sum is then made in the order of
-        ranks.
+        Other rows are 0. XLA reduces no 64-bit dtype on TPUs; and this way the sum has the order of ranks.
         """
         pieces = torch.stack(_pieces(vector))
         return torch.where(self._is_mine, pieces, self._zero)
 
     def _gather(self, tensor: Tensor) -> Tensor:
-        """Return all replicas' tensors one after the other, on the host, the caller's; a program and a
-        wait.
-        """
+        """Concatenate the tensors of all replicas on the host; runs a program and waits for it."""
         self.traffic.count((self.world_size - 1) * tensor.nbytes)
         gathered: Tensor = xm.all_gather(tensor.to(self._device), pin_layout=False)
         torch_xla.sync()
@@ -151,12 +146,13 @@ class Xla(Comm):
 
 
 def _pieces(tensor: Tensor) -> list[Tensor]:
-    """Return float32 tensors, shaped like a tensor, that together hold every bit of its numbers (float64:
-    within float32's range).
+    """Split a tensor into float32 tensors of its shape that together hold all of its bits.
+
+    float64 values have to be within the range of float32.
     """
     if tensor.dtype == torch.float64:
         first = tensor.float()
-        # Nothing is left of inf and nan, nor of what is beyond float32.
+        # The rest of inf, nan and values beyond the range of float32 is 0.
         rest = torch.nan_to_num(tensor - first.double(), nan=0.0, posinf=0.0, neginf=0.0)
         second = rest.float()
         return [first, second, (rest - second.double()).float()]
@@ -170,7 +166,7 @@ def _pieces(tensor: Tensor) -> list[Tensor]:
 
 
 def _joined(pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the tensor whose `_pieces` these are."""
+    """Join the result of `_pieces` to a tensor."""
     if dtype == torch.float64:
         first, second, third = (piece.double() for piece in pieces)
         return first + (second + third)

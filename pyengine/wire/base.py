@@ -1,4 +1,4 @@
-"""What a wire is."""
+"""What a wire is: how a bucket is sent and summed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pyengine.comm.base import Comm, Work
 
 
 class Wire(Protocol):
-    """Owns how one flat bucket is summed over ranks.
+    """Sums one flat bucket over ranks.
 
     Attributes:
-        dtype: element type on the network; the engine hands over a flat buffer of this type.
-        folds_count: whether 1/count is multiplied in before the values become this type: float16 holds sums
-            in its range so, and residuals are those of means. Otherwise the engine applies it after the sum.
+        dtype: dtype on the network; the engine passes a flat buffer of this dtype.
+        folds_count: whether values are multiplied by 1/count before the cast to `dtype`. This keeps sums in
+            the range of float16, and residuals in units of means. Otherwise the engine does it after the sum.
     """
 
     @property
@@ -26,34 +26,33 @@ class Wire(Protocol):
     def folds_count(self) -> bool: ...
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
-        """Start summing a bucket over all ranks, in place; every rank ends with the same bits.
+        """Launch the sum of a bucket over all ranks, in place; every rank gets the same bits.
 
         Args:
-            flat: of `dtype`, `[numel]`; the engine's memory, which stays alive until the work has been waited
-                for.
+            flat: of `dtype`, `[numel]`; the engine keeps it alive until the work has been waited for.
             comm: transport.
 
         Returns:
-            A work that is done when the sum stands in `flat`.
+            A work that is done when `flat` holds the sum.
 
         Cost: `bytes_on_wire` sent by every rank.
         """
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        """Return the bytes that one rank sends for a bucket of `numel` elements."""
+        """Return the number of bytes that one rank sends for a bucket of `numel` elements."""
 
 
 @runtime_checkable
 class Scatters(Wire, Protocol):
-    """A wire that can also leave every rank one part of the sum, as sharded gradients need it."""
+    """A wire that can also reduce-scatter, for sharded gradients."""
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
-        """Sum over all ranks, and keep this rank's part. It waits; on an accelerator the stream does.
+        """Sum over all ranks and keep the part of this rank. The host waits; on an accelerator the stream.
 
         Args:
-            out: `[n]`, of `dtype` or a wider type, written: this rank's part of the sum.
+            out: `[n]`, of `dtype` or a wider dtype, written: the part of the sum for this rank.
             parts: of `dtype`, `[world_size * n]`, read: the r-th part is for rank r.
-            comm: transport over the ranks that hold parts.
+            comm: transport over the ranks that keep parts; its `can_exchange` is true.
 
         Cost: (W - 1) / W times the bytes of `parts` sent by every rank of W.
         """
@@ -61,14 +60,12 @@ class Scatters(Wire, Protocol):
 
 @runtime_checkable
 class Encodes(Wire, Protocol):
-    """A wire that sends something else than its elements, so that what it brings back is near their sum, and
-    0 need not be 0.
+    """A wire that sends encoded values: its result is close to the sum, and a sum of zeros need not be 0.
 
-    Nothing but gradients may go into its buckets, and what is of its `dtype` already goes over it all the
-    same.
+    Its buckets may contain gradients only. Gradients that have its `dtype` already are encoded, too.
 
     Attributes:
-        is_encoded: whether it is such a wire; one around another may not know before it has that.
+        is_encoded: whether this wire encodes; a wire around another one answers for that one.
     """
 
     @property
@@ -77,12 +74,12 @@ class Encodes(Wire, Protocol):
 
 @runtime_checkable
 class Prepares(Wire, Protocol):
-    """A wire that needs something of a transport before the first bucket travels: groups within it, say."""
+    """A wire that sets up a transport before the first bucket is sent, for example groups within it."""
 
     def prepare(self, comm: Comm) -> list[str]:
-        """Make it, or say why it cannot be had; every rank of the transport calls this."""
+        """Set up the transport, or return what is wrong; every rank of the transport calls this."""
 
 
 def is_encoded(wire: Wire) -> bool:
-    """Whether a wire sends something else than its elements; see `Encodes`."""
+    """Whether a wire sends encoded values; see `Encodes`."""
     return isinstance(wire, Encodes) and wire.is_encoded

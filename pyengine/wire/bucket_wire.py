@@ -1,4 +1,4 @@
-"""A wire of one bucket, with what is kept of it from one window to the next."""
+"""A wire of one bucket, with the state that it keeps from one window to the next."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _W = TypeVar("_W", bound=Wire)
 
 @dataclass(frozen=True)
 class OfBucket(Generic[_W]):
-    """A wire of one bucket: what it says of itself is what the user's says.
+    """A wire of one bucket, with the attributes of the user's wire.
 
     Attributes:
-        wire: as the user gave it.
+        wire: as passed by the user.
         memory: of the bucket.
     """
 
@@ -49,11 +49,11 @@ class OfBucket(Generic[_W]):
 
 @dataclass(frozen=True)
 class BucketWire(OfBucket[Wire]):
-    """Float32 buckets, encoded, over a wire that keeps something of them.
+    """One float32 bucket over an encoding wire that keeps state for it.
 
     Attributes:
-        encoding: how values become bytes.
-        keeps_residual: whether what the bytes lose is kept, and added to the next values.
+        encoding: how values are encoded.
+        keeps_residual: whether the encoding error is kept, and added to the values of the next sum.
     """
 
     encoding: Encoding
@@ -64,18 +64,18 @@ class BucketWire(OfBucket[Wire]):
         return sum_encoded(flat, comm, self.encoding.codec, rounding, memory=self.memory.payloads)
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
-        """Sum the parts of a bucket as large as the memory; see `Scatters.reduce_scatter`."""
+        """Reduce-scatter a bucket of the size of the memory; see `Scatters.reduce_scatter`."""
         scatter_sum(out, parts, comm, self.encoding.codec, self._next_rounding(comm))
 
     def _next_rounding(self, comm: Comm) -> Rounding:
-        """Return how a sum is rounded that is sent now."""
+        """Return the rounding of the next sum."""
         seeds = self._seed(comm.rank, 0), self._seed(comm.rank, 1)
         self.memory.next_turn()
         is_kept = self.keeps_residual and comm.world_size > 1
         return Rounding(self.memory.residual if is_kept else None, seeds)
 
     def _seed(self, rank: int, stage: int) -> int | None:
-        """Return a seed that no other rank, bucket, window or encoding has; None to round to nearest."""
+        """Return a seed unique to this rank, bucket, window and encoding; None to round to nearest."""
         seed = self.encoding.seed
         if seed is None:
             return None
@@ -85,7 +85,7 @@ class BucketWire(OfBucket[Wire]):
 
 
 def _mixed(word: int) -> int:
-    """Return 64 bits without pattern (splitmix64; Steele, Lea, Flood 2014)."""
+    """Return 64 mixed bits (splitmix64; Steele, Lea, Flood 2014)."""
     z = (word + 0x9E3779B97F4A7C15) & _LAST
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _LAST
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _LAST
@@ -93,8 +93,8 @@ def _mixed(word: int) -> int:
 
 
 def without_memory(wire: Wire) -> RuntimeError:
-    """Return what to raise where a wire that keeps something was given no memory."""
+    """Return the error of a wire that keeps state for each bucket, and was given no memory for it."""
     return RuntimeError(
-        f"wire={wire}: it keeps something of every bucket from one window to the next, and was given no "
-        "memory for it: a wire around it needs for_bucket(memory), too, and has to pass on what that returns"
+        f"wire={wire}: it keeps state for every bucket from one window to the next, and was given no memory "
+        "for it: a wire around it needs for_bucket(memory), too, and has to use the wire that this returns"
     )

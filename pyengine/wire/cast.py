@@ -1,4 +1,4 @@
-"""Cast wires: what travels are the bucket's own elements, in the wire's type."""
+"""Cast wires: a bucket is sent in the dtype of the wire, without an encoding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyengine.comm.base import Comm, Work, ring_bytes
 from pyengine.ops.codec import Codec
 from pyengine.wire.base import Wire
 from pyengine.wire.bucket_wire import OfBucket
-from pyengine.wire.exchange import Encoding, Parts, sum_as_it_is
+from pyengine.wire.exchange import Encoding, Parts, sum_narrow
 from pyengine.wire.memory import BucketMemory
 from pyengine.wire.payload_memory import PayloadMemory
 from pyengine.wire.spelled import Spelled
@@ -32,19 +32,18 @@ class _Cast(Spelled):
         return comm.all_reduce(flat)
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
-        """Exchange the parts in this type, and add them up in that of `out`.
+        """Exchange the parts in this dtype, and sum them in that of `out`.
 
-        Values are rounded once, by the cast to this type, by at most u of themselves each (2^-24, 2^-8, 2^-11
-        for float32, bfloat16, float16); in a ring every hop would round. With W ranks and a float32 `out`, no
-        element is further from the sum of what was cast than (u + (W - 1) 2^-24) times the sum of absolute
-        values.
+        Values are rounded once, by the cast to this dtype, by at most u of each (2^-24, 2^-8, 2^-11 for
+        float32, bfloat16, float16); a ring would round at every hop. With W ranks and a float32 `out`, the
+        error of an element is at most (u + (W - 1) 2^-24) times the sum of absolute values.
         """
         received = torch.empty_like(parts)
         comm.all_to_all(received, parts).wait()
         torch.sum(received.view(comm.world_size, -1), 0, dtype=out.dtype, out=out)
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        """Return what one rank sends in a ring all-reduce: 2 (W - 1) / W times the bucket."""
+        """Return the bytes that one rank sends in a ring all-reduce: 2 (W - 1) / W times the bucket."""
         return ring_bytes(numel * self.dtype.itemsize, world_size)
 
 
@@ -58,11 +57,11 @@ class FP32(_Cast):
 
 @dataclass(frozen=True, repr=False)
 class _Narrow(_Cast):
-    """A type of two bytes.
+    """A dtype of two bytes.
 
-    With `sum="fp32"` ranks exchange parts, each adds one up in float32, rounds the sum and sends it round. A
-    value is then rounded by its cast and once in the sum, whatever W: no element is further from the sum of
-    what was cast than (u + W 2^-24) times the sum of absolute values.
+    With `sum="fp32"` ranks exchange parts; each rank sums one in float32, rounds the sum and sends it to all.
+    A value is then rounded by its cast and once in the sum, for any W: the error of an element is at most
+    (u + W 2^-24) times the sum of absolute values.
     """
 
     keeps_residual: ClassVar[bool] = False
@@ -73,13 +72,13 @@ class _Narrow(_Cast):
     def __post_init__(self) -> None:
         if self.sum not in _SUMS:
             raise ValueError(
-                f"sum={self.sum!r}: need 'wire', an all-reduce in the wire's own type, or 'fp32', which adds "
-                "up in float32"
+                f"sum={self.sum!r}: need 'wire', an all-reduce in the dtype of the wire, or 'fp32', which "
+                "sums in float32"
             )
 
     @property
     def encoding(self) -> Encoding | None:
-        """How values become bytes for those who add them up in float32; None where nobody does."""
+        """Encoding of a sum in float32; None for an all-reduce in this dtype."""
         return Encoding(Codec(self._format)) if self.sum == "fp32" else None
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
@@ -90,14 +89,14 @@ class _Narrow(_Cast):
         return self.start(flat, comm, PayloadMemory())
 
     def start(self, flat: Tensor, comm: Comm, memory: PayloadMemory) -> Work:
-        """Start as `all_reduce_`, in the memory of a bucket where a sum takes some."""
+        """Launch as `all_reduce_`, with the memory of a bucket if the sum needs some."""
         encoding = self.encoding
         if encoding is None:
             return super().all_reduce_(flat, comm)
-        return sum_as_it_is(flat, comm, encoding.codec, memory=memory)
+        return sum_narrow(flat, comm, encoding.codec, memory=memory)
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        """Return what one rank sends: 4 (W - 1) / W bytes an element, with `sum="fp32"` of whole parts."""
+        """Return the bytes that one rank sends: 4 (W - 1) / W an element; whole parts with `sum="fp32"`."""
         encoding = self.encoding
         if encoding is None:
             return super().bytes_on_wire(numel, world_size)
@@ -105,7 +104,7 @@ class _Narrow(_Cast):
 
 
 class _NarrowBucket(OfBucket[_Narrow]):
-    """One bucket over a type of two bytes that is added up in float32."""
+    """One bucket over a dtype of two bytes that is summed in float32."""
 
     @property
     def encoding(self) -> Encoding | None:
@@ -125,7 +124,7 @@ class BF16(_Narrow):
 
     Args:
         sum: "wire" is an all-reduce in bfloat16, which rounds at every rank: about W roundings over W ranks.
-            "fp32" adds up in float32 between two exchanges of the same bytes: two roundings.
+            "fp32" sums in float32 between two exchanges of the same bytes: two roundings.
     """
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
@@ -148,18 +147,18 @@ class FP16(_Narrow):
 
 
 _OF_DTYPE: dict[torch.dtype, Wire] = {kind.dtype: kind() for kind in (FP32, BF16, FP16)}
-# How wires are called, by what a user may write for them.
+# Names of wires, by what a user may pass in place of them.
 _CALLED = {"FP32": "FP32", "BF16": "BF16", "FP16": "FP16", "INT8": "Int8", "FP8": "FP8"}
 _CALLED |= {"FP8_E4M3FN": "FP8", "FP8_E5M2": "FP8", "ERRORFEEDBACK": "ErrorFeedback"}
 
 
 def as_wire(wire: Wire | torch.dtype) -> Wire:
-    """Return the wire of a dtype, `BF16()` for torch.bfloat16; anything else stays as given."""
+    """Return the wire of a dtype, `BF16()` for torch.bfloat16; return anything else unchanged."""
     return _OF_DTYPE.get(wire, wire) if isinstance(wire, torch.dtype) else wire  # type: ignore[arg-type]
 
 
 def wire_problems(wire: Any) -> list[str]:
-    """Say what is wrong with a wire; a name, a type or another dtype in its place is taken for a hint."""
+    """Describe what is wrong with a wire; a name, a type or another dtype is used to suggest one."""
     made = not isinstance(wire, type) and callable(getattr(wire, "all_reduce_", None))
     if made and isinstance(getattr(wire, "dtype", None), torch.dtype):
         return []
@@ -171,5 +170,5 @@ def wire_problems(wire: Any) -> list[str]:
     if rest[-1:] == ["EF"]:
         call = f"ErrorFeedback(pe.wire.{call})"
     text = f"wire={wire!r}: need a wire; use pe.wire.{call}, of FP32(), BF16(), FP16(), Int8(), FP8() and"
-    names = "; names are the command line's" if isinstance(wire, str) else ""
+    names = "; names are for the command line" if isinstance(wire, str) else ""
     return [f"{text} ErrorFeedback(...), or a dtype of the first three, torch.bfloat16 for example{names}"]

@@ -1,4 +1,4 @@
-"""Wires whose elements share scales: a byte each."""
+"""Wires of one byte an element, with a scale for each block of elements."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ROUNDINGS = ("nearest", "stochastic")
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class _Encoded(Spelled):
-    """Buckets are handed over in float32; 1/count is applied after the sum.
+    """The engine passes buckets in float32; 1/count is applied after the sum.
 
-    Ranks exchange parts as the codec writes them, each adds one up in float32, writes the sum and sends it
-    round: two roundings, one of a rank's values and one of their sum.
+    Ranks exchange encoded parts; each rank sums one in float32, encodes the sum and sends it to all: two
+    roundings, one of the values of a rank and one of the sum.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float32
@@ -42,17 +42,15 @@ class _Encoded(Spelled):
             raise ValueError(f"rounding={self.rounding!r}: need 'nearest' or 'stochastic'")
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed!r}: need a whole number of at least 0 and below 2**63")
-        self._codec()  # which checks the rest
+        self._codec()  # checks the other arguments
 
     @property
     def encoding(self) -> Encoding:
-        """How values become bytes."""
+        """How values are encoded."""
         return Encoding(self._codec(), self.seed if self.rounding == "stochastic" else None)
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
-        """Return the wire of one bucket: chance has to differ from one window to the next, and payloads go
-        on in the same memory.
-        """
+        """Return the wire of one bucket, with a different seed for each window and buffers that are kept."""
         return BucketWire(self, memory, self.encoding)
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
@@ -61,7 +59,7 @@ class _Encoded(Spelled):
         return sum_encoded(flat, comm, self._codec(), memory=PayloadMemory())
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
-        """Exchange the parts as the codec writes them, and add them up in the type of `out`: one rounding."""
+        """Exchange encoded parts, and sum them in the dtype of `out`: one rounding."""
         if self.rounding == "stochastic":
             raise without_memory(self)
         scatter_sum(out, parts, comm, self._codec())
@@ -70,25 +68,26 @@ class _Encoded(Spelled):
         raise NotImplementedError
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        """Return what one rank sends, for W parts of whole blocks: 2 (W - 1) / W bytes an element, and four
-        times as many a block.
+        """Return the bytes that one rank sends, for W parts of whole blocks.
+
+        They are 2 (W - 1) / W bytes an element, and four times as many a block.
         """
         return Parts(self._codec(), numel, world_size).bytes_sent
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Int8(_Encoded):
-    """Send whole numbers from -127 to 127, with a float32 scale a block: about a quarter of float32's bytes.
+    """Send integers from -127 to 127, with a float32 scale a block: about a quarter of float32's bytes.
 
-    A value is rounded by at most 0.50004 times its block's scale, the largest magnitude in it divided by 127;
-    then the sum is, in its own blocks. Elements far below the largest of their block are lost: see
-    `ErrorFeedback`. inf and nan cross at their own element, as nan.
+    A value is rounded by at most 0.50004 times the scale of its block, which is the largest magnitude in it
+    divided by 127; then the sum is rounded, in its own blocks. Elements far below the largest of their block
+    become 0: see `ErrorFeedback`. inf and nan arrive at their own element, as nan.
 
     Args:
-        block: elements that share a scale: 32, 64, 128, 256, 512 or 1024.
-        rounding: "nearest"; or "stochastic", up or down with chances that are right on average, for twice the
+        block: number of elements that share a scale: 32, 64, 128, 256, 512 or 1024.
+        rounding: "nearest"; or "stochastic", which rounds up or down at random, without bias, for twice the
             bound.
-        seed: of the chances.
+        seed: of stochastic rounding.
     """
 
     def _codec(self) -> Codec:
@@ -99,9 +98,9 @@ class Int8(_Encoded):
 class FP8(_Encoded):
     """Send floats of eight bits, with a float32 scale a block: about a quarter of float32's bytes.
 
-    A value x is rounded by at most 2^-4 (e4m3) or 2^-3 (e5m2) times the larger of abs(x) and its block's
-    scale times 2^-6 or 2^-14; that scale is the largest magnitude in it divided by 448 or 57344. Then the sum
-    is, in its own blocks.
+    A value x is rounded by at most 2^-4 (e4m3) or 2^-3 (e5m2) times the larger of abs(x) and the scale of its
+    block times 2^-6 or 2^-14; the scale is the largest magnitude in the block divided by 448 or 57344. Then
+    the sum is rounded, in its own blocks.
 
     Args:
         format: "e4m3", or "e5m2" with a wider range and coarser steps.

@@ -1,8 +1,7 @@
-"""Sums in two exchanges: every rank gets a part of the bucket from all others, adds it up, and sends them the
-sum.
+"""Sums in two exchanges: an all-to-all of parts, which every rank sums, and an all-gather of the sums.
 
-So what travels may be anything that a codec decodes, a part's sum is made in float32 in the order of ranks,
-and all ranks get the same bytes.
+So values may be sent in any encoding, each part is summed in float32 in the order of ranks, and all ranks get
+the same bytes.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _ROUNDS = 2  # an all-to-all and an all-gather
 
 @dataclass(frozen=True)
 class Parts:
-    """How a bucket is cut: a part a rank, of whole blocks; the last ones may be short or empty.
+    """How a bucket is split: one part for each rank, of whole blocks; the last may be short or empty.
 
     Attributes:
-        codec: writes the parts.
-        numel: of the bucket.
-        world_size: how many parts.
+        codec: encodes the parts.
+        numel: number of elements of the bucket.
+        world_size: number of parts.
     """
 
     codec: Codec
@@ -42,13 +41,13 @@ class Parts:
 
     @property
     def size(self) -> int:
-        """Elements of a part."""
+        """Number of elements of a part."""
         block = self.codec.block
         return -(-self.numel // (self.world_size * block)) * block
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a part takes up on the network."""
+        """Bytes of a part on the network."""
         return self.codec.num_bytes(self.size)
 
     @property
@@ -57,34 +56,30 @@ class Parts:
         return _ROUNDS * (self.world_size - 1) * self.num_bytes
 
     def bounds(self, rank: int) -> slice:
-        """Return the elements of a rank's part."""
+        """Return the elements of the part of a rank."""
         start = min(rank * self.size, self.numel)
         return slice(start, min(start + self.size, self.numel))
 
     def numel_of(self, rank: int) -> int:
-        """Return how many they are."""
+        """Return the number of elements of the part of a rank."""
         bounds = self.bounds(rank)
         return int(bounds.stop - bounds.start)
 
-    def place(self, rows: Tensor, rank: int) -> Tensor:
-        """Return a part's place, a view of uint8 `[world_size * num_bytes]`: its payload and what fills that
-        up.
-        """
+    def padded_payload(self, rows: Tensor, rank: int) -> Tensor:
+        """Return the payload of a part with its padding, a view of uint8 `[world_size * num_bytes]`."""
         return rows[rank * self.num_bytes :][: self.num_bytes]
 
     def payload(self, rows: Tensor, rank: int) -> Tensor:
-        """Return a part's payload, a view of uint8 `[world_size * num_bytes]`."""
-        return self.place(rows, rank)[: self.codec.num_bytes(self.numel_of(rank))]
+        """Return the payload of a part, a view of uint8 `[world_size * num_bytes]`."""
+        return self.padded_payload(rows, rank)[: self.codec.num_bytes(self.numel_of(rank))]
 
     def payloads_of(self, rows: Tensor, rank: int) -> Tensor:
-        """Return what all ranks have sent of one part, uint8 `[world_size, bytes]`, a view of what they have
-        sent.
-        """
+        """Return the payloads of one part from all ranks, uint8 `[world_size, bytes]`, a view of `rows`."""
         return rows.view(self.world_size, -1)[:, : self.codec.num_bytes(self.numel_of(rank))]
 
 
-class _AsItIs(Codec):
-    """Float32 elements as they are."""
+class _Identity(Codec):
+    """Float32 elements without an encoding."""
 
     def __post_init__(self) -> None:
         assert self.block == 1
@@ -101,7 +96,7 @@ class _AsItIs(Codec):
         seed: int | None = None,
         offset: int = 0,
     ) -> None:
-        del residual, seed, offset  # nothing is lost
+        del residual, seed, offset  # there is no rounding error
         payload.view(torch.float32).copy_(values)
 
     def sum_(self, out: Tensor, payloads: Tensor) -> None:
@@ -112,15 +107,15 @@ class _AsItIs(Codec):
         values.copy_(payload.view(torch.float32))
 
 
-AS_IT_IS = _AsItIs("float32")
+IDENTITY = _Identity("float32")
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How values become bytes.
+    """How values are encoded.
 
     Attributes:
-        codec: writes them.
+        codec: encodes them.
         seed: of stochastic rounding; None rounds to nearest.
     """
 
@@ -130,10 +125,10 @@ class Encoding:
 
 @runtime_checkable
 class HasEncoding(Wire, Protocol):
-    """A wire that writes values as bytes, which all ranks can read.
+    """A wire that encodes values.
 
     Attributes:
-        encoding: how; None where it sums in another way.
+        encoding: how it encodes; None if it sums in another way.
     """
 
     @property
@@ -141,19 +136,20 @@ class HasEncoding(Wire, Protocol):
 
 
 def exchanges_parts(wire: Wire) -> bool:
-    """Whether a wire of ours needs a transport in which ranks can exchange parts."""
+    """Whether a wire of pyengine needs a transport with `can_exchange`."""
     has_encoding = isinstance(wire, HasEncoding) and wire.encoding is not None
     return has_encoding or is_encoded(wire) or isinstance(wire, Prepares)
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """What the encodings of one sum take besides the values.
+    """Arguments of the encodings of one sum, besides the values.
 
     Attributes:
-        residual: float32 `[numel]`, added and replaced by what is lost; None: that is lost for good.
-        seeds: of stochastic rounding, for this rank's values and for the sum of its part; None rounds to
-            nearest.
+        residual: float32 `[numel]`, added to the values and replaced by the rounding error; None drops the
+            error.
+        seeds: of stochastic rounding, for the values of this rank and for the sum of its part; None rounds
+            to nearest.
     """
 
     residual: Tensor | None = None
@@ -167,27 +163,27 @@ TO_NEAREST = Rounding()
 
 
 class Exchange:
-    """The memory of one sum in two exchanges: what a rank sends, and what it gets.
+    """The buffers of one sum in two exchanges.
 
     Args:
         parts: of the bucket.
-        device: where it lies.
-        memory: that it is taken from.
+        device: device of the bucket.
+        memory: allocates the buffers.
 
     Attributes:
         parts: as given.
-        sent, received: uint8 `[world_size * num_bytes]`, a place a part. What fills short parts up is zeros,
-            since it travels, too.
+        sent, received: uint8 `[world_size * num_bytes]`, a payload for each part. The padding of short parts
+            is sent, too, so it is zeros.
     """
 
     def __init__(self, parts: Parts, device: torch.device, memory: PayloadMemory) -> None:
         self.parts, self._memory = parts, memory
         num_bytes = parts.world_size * parts.num_bytes
-        self.sent = memory.take("sent", num_bytes, device)
-        self.received = memory.take("received", num_bytes, device)
+        self.sent = memory.allocate("sent", num_bytes, device)
+        self.received = memory.allocate("received", num_bytes, device)
 
     def send_parts(self, flat: Tensor, comm: Comm, rounding: Rounding = TO_NEAREST) -> Work:
-        """Encode a bucket and start to send every rank its part; behind it `sent` is free."""
+        """Encode a bucket and launch the all-to-all; after it `sent` may be overwritten."""
         for rank in range(comm.world_size):
             bounds = self.parts.bounds(rank)
             self.parts.codec.encode_(
@@ -200,13 +196,14 @@ class Exchange:
         return comm.all_to_all(self.received, self.sent)
 
     def send_round(self, flat: Tensor, comm: Comm) -> Iterator[Work]:
-        """Send all ranks this rank's part, whose payload has its place in `sent`, decode all parts into the
-        bucket, and give the memory back: one round.
+        """Launch the all-gather of this rank's payload in `sent`, then decode all parts into the bucket.
+
+        Frees the buffers.
         """
-        yield comm.all_gather(self.received, self.parts.place(self.sent, comm.rank))
+        yield comm.all_gather(self.received, self.parts.padded_payload(self.sent, comm.rank))
         for rank in range(comm.world_size):
             self.parts.codec.decode_(flat[self.parts.bounds(rank)], self.parts.payload(self.received, rank))
-        self._memory.give_back(sent=self.sent, received=self.received)
+        self._memory.free(sent=self.sent, received=self.received)
 
 
 def sum_encoded(
@@ -217,17 +214,17 @@ def sum_encoded(
     *,
     memory: PayloadMemory,
 ) -> Work:
-    """Start summing a bucket over ranks, in place, as a codec writes it.
+    """Launch the sum of a bucket over ranks, in place, in the encoding of a codec.
 
     Args:
         flat: float32 `[numel]`, contiguous.
         comm: transport.
-        codec: how values travel, and the sum.
-        rounding: see there.
+        codec: encodes the values and the sum.
+        rounding: see `Rounding`.
         memory: of the bucket.
 
-    Cost: `Parts.bytes_sent` bytes; 4 bytes read and a code written an element, a code read and written of the
-    W received, and a code read and 4 bytes written; of `memory` two codes an element.
+    Cost: `Parts.bytes_sent` bytes. For each element 4 bytes read and a code written; W codes read and one
+    written of every W; a code read and 4 bytes written. Two codes an element of `memory`.
     """
     if comm.world_size == 1:
         return Staged(iter(()), 0, flat.device)
@@ -252,51 +249,51 @@ def _encoded(
     yield from exchange.send_round(flat, comm)
 
 
-def sum_as_it_is(flat: Tensor, comm: Comm, codec: Codec, *, memory: PayloadMemory) -> Work:
-    """Start summing a bucket that is written already, in place: of the type that the codec writes.
+def sum_narrow(flat: Tensor, comm: Comm, codec: Codec, *, memory: PayloadMemory) -> Work:
+    """Launch the sum of a bucket over ranks, in place; the bucket has the dtype of the encoding.
 
     Args:
         flat: bfloat16 or float16 `[numel]`, contiguous.
         comm: transport.
-        codec: of that type, without scales.
+        codec: of this dtype, without scales.
         memory: of the bucket.
 
-    Cost: `Parts.bytes_sent` bytes; W elements read and one written of every W; of `memory` a copy of the
-    bucket, and another one where W does not divide it.
+    Cost: `Parts.bytes_sent` bytes; W elements read and one written of every W. A copy of the bucket in
+    `memory`, and another one if W does not divide the bucket.
     """
     if comm.world_size == 1:
         return Staged(iter(()), 0, flat.device)
     _log.debug("sum a bucket of %d elements in two exchanges as %s", flat.numel(), codec)
-    return Staged(_as_it_is(flat, comm, codec, memory), _ROUNDS, flat.device)
+    return Staged(_narrow(flat, comm, codec, memory), _ROUNDS, flat.device)
 
 
-def _as_it_is(flat: Tensor, comm: Comm, codec: Codec, memory: PayloadMemory) -> Iterator[Work]:
+def _narrow(flat: Tensor, comm: Comm, codec: Codec, memory: PayloadMemory) -> Iterator[Work]:
     parts = Parts(codec, flat.numel(), comm.world_size)
     num_bytes, given = comm.world_size * parts.num_bytes, flat.view(torch.uint8)
-    received = memory.take("received", num_bytes, flat.device)
+    received = memory.allocate("received", num_bytes, flat.device)
     is_whole = num_bytes == given.numel()
-    rows = given if is_whole else memory.take("sent", num_bytes, flat.device)
+    rows = given if is_whole else memory.allocate("sent", num_bytes, flat.device)
     if not is_whole:
         rows[: given.numel()].copy_(given)
     yield comm.all_to_all(received.view(flat.dtype), rows.view(flat.dtype))
-    own = parts.place(rows, comm.rank)  # which has been sent
+    own = parts.padded_payload(rows, comm.rank)  # has been sent, and may be overwritten
     codec.sum_encode_(own, received.view(comm.world_size, -1))
     yield comm.all_gather(rows.view(flat.dtype), own.view(flat.dtype))
-    memory.give_back(received=received)
+    memory.free(received=received)
     if not is_whole:
         given.copy_(rows[: given.numel()])
-        memory.give_back(sent=rows)
+        memory.free(sent=rows)
 
 
 def scatter_sum(
     out: Tensor, parts: Tensor, comm: Comm, codec: Codec, rounding: Rounding = TO_NEAREST
 ) -> None:
-    """Sum over ranks what a codec makes of it, and keep this rank's part; see `Scatters.reduce_scatter`.
+    """Reduce-scatter in the encoding of a codec; see `Scatters.reduce_scatter`.
 
     Args:
-        out, parts, comm: as there.
-        codec: how values travel.
-        rounding: see there; the sum is not rounded.
+        out, parts, comm: as for `Scatters.reduce_scatter`.
+        codec: encodes the values.
+        rounding: of the values; the sum is not rounded.
     """
     if comm.world_size == 1:
         out.copy_(parts)

@@ -20,31 +20,33 @@ from pyengine.wire.memory import BucketMemory
 
 @dataclass(frozen=True, repr=False)
 class FromHook:
-    """Let a communication hook of DDP, `(state, bucket) -> Future[Tensor]`, bring a bucket to its mean over
-    ranks: those of `torch.distributed.algorithms.ddp_comm_hooks`, PowerSGD's say, or one's own.
+    """Average buckets over ranks by a communication hook of DDP, `(state, bucket) -> Future[Tensor]`.
 
-    The hook is given what DDP would give it: float32 values of which the mean over ranks is to be taken, that
-    is the rank's part of the window's gradient, over the count, times the number of ranks (a product that
-    rounds nothing where that is a power of two). What it returns becomes the gradient. An object with the
-    methods of `dist.GradBucket` shows it the bucket and its parameters' parts of it, in their shapes.
+    Any hook of `torch.distributed.algorithms.ddp_comm_hooks` works, for example PowerSGD's, or your own.
 
-    Hooks run one bucket after the other, in the same order on every rank, each to its end before anything
-    else is sent: one that goes on from the backend's threads, as PowerSGD's does, would meet the collectives
-    of another bucket there. So on a backend that the host waits for, gloo say, the backward waits, too.
+    The hook gets what DDP would give it: float32 values to be averaged over ranks. These are the part of the
+    window's gradient on this rank, divided by the count and multiplied by the number of ranks (exactly, if
+    that is a power of two). The result becomes the gradient. The hook's bucket is an object with the methods
+    of `dist.GradBucket`.
 
-    A bucket with inf or nan on any rank goes through the hook as zeros on that rank, so that what the hook
-    keeps stays finite, and comes back as nan on all ranks.
+    Hooks run one bucket after the other, in the same order on every rank, and each to its end before anything
+    else is sent. A hook that continues on threads of the backend, as PowerSGD's does, would mix its
+    collectives with those of another bucket. So on a backend that the host waits for, for example gloo, the
+    backward waits, too.
+
+    If a bucket has inf or nan on a rank, the hook gets zeros on that rank, which keeps its state finite; the
+    result is nan on all ranks.
 
     Args:
-        hook: of DDP, over dense buckets.
-        state: what it is called with, as `register_comm_hook` has it; the hook's own. It is in no state of
-            the engine, and does not follow a loss scale. One engine a state.
+        hook: hook for dense buckets.
+        state: first argument of the hook, as for `register_comm_hook`. It is not part of the engine's state,
+            and does not follow a loss scale. Use one state for each engine.
 
     Raises:
-        TypeError: no function. Where the engine is made, on every rank: a process group in the state that has
-            not the engine's number of ranks.
+        TypeError: `hook` is no function. When the engine is made, on every rank: the process group in the
+            state has another number of ranks than the engine.
 
-    Cost: what the hook costs, two passes, and an all-reduce of a byte.
+    Cost: that of the hook, two passes, and an all-reduce of a byte.
 
     Example:
         >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -73,9 +75,9 @@ class FromHook:
         return f"FromHook({getattr(self.hook, '__module__', '')}.{name}{state})"
 
     def prepare(self, comm: Comm) -> list[str]:
-        """Compare the ranks of the hook's process group with those of the gradients."""
+        """Compare the size of the hook's process group with that of the engine."""
         if self.state is None and not getattr(self.hook, "__module__", "").startswith("torch."):
-            return []  # it has a group of its own, or none
+            return []  # the hook has a group of its own, or none
         number = num_ranks(getattr(self.state, "process_group", self.state))
         if number in (None, comm.world_size):
             return []
@@ -87,16 +89,17 @@ class FromHook:
         ]
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
-        """Return the wire of one bucket: a hook wants to know its parameters."""
+        """Return the wire of one bucket: a hook asks for the parameters in it."""
         return _HookedBucket(self, memory)
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
         raise without_memory(self)
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        """Raise ValueError: only the hook knows. `StepRecord.bytes_on_wire` has no bytes of it either."""
+        """Raise ValueError: only the hook knows. `StepRecord.bytes_on_wire` does not contain its bytes."""
         raise ValueError(
-            f"wire={self}: what a hook of {numel} elements over {world_size} ranks sends, it does not tell"
+            f"wire={self}: a hook does not report the bytes that it sends for {numel} elements over "
+            f"{world_size} ranks"
         )
 
 
@@ -119,16 +122,16 @@ class _HookedBucket(OfBucket[FromHook]):
         found = found if isinstance(found, Tensor) else found[0]
         if found is not flat:
             flat.copy_(found.reshape(flat.shape))
-        for place in self.memory.places:  # between them lies what no window overwrites
+        for place in self.memory.places:  # not the padding between them: no window overwrites it
             place.of(flat).masked_fill_(bad != 0, float("nan"))
         yield from ()
 
 
 class HookBucket:
-    """A bucket as hooks of DDP see it: has the methods of `dist.GradBucket`, which Python cannot make.
+    """A bucket with the methods of `dist.GradBucket`, which Python code cannot construct.
 
     Args:
-        flat: float32 `[numel]`, what the mean is to be taken of.
+        flat: float32 `[numel]`, to be averaged over ranks.
         memory: of the bucket.
     """
 
@@ -136,7 +139,7 @@ class HookBucket:
         self._flat, self._memory = flat, memory
 
     def index(self) -> int:
-        """Return a number that no other bucket of the engine has."""
+        """Return the number of the bucket, unique in the engine."""
         return self._memory.number
 
     def buffer(self) -> Tensor:
@@ -156,5 +159,5 @@ class HookBucket:
         return [place.of(self._flat) for place in self._memory.places]
 
     def parameters(self) -> list[Tensor]:
-        """Return the parameters, or this rank's parts of them."""
+        """Return the parameters, or the parts of them on this rank."""
         return [place.param for place in self._memory.places if place.param is not None]

@@ -1,4 +1,4 @@
-"""Sums in two levels: within a host, and of each rank's part across hosts."""
+"""Sums in two levels: within each host, then one part for each rank across hosts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyengine.wire.base import Prepares, Wire, is_encoded
 from pyengine.wire.bucket_wire import OfBucket, without_memory
 from pyengine.wire.cast import BF16, FP16, FP32, as_wire, wire_problems
 from pyengine.wire.exchange import (
-    AS_IT_IS,
+    IDENTITY,
     Exchange,
     HasEncoding,
     Parts,
@@ -32,12 +32,13 @@ _log = logging.getLogger("pyengine.wire")
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Hierarchical(Spelled):
-    """Sum within each host, and across hosts only a part a rank: a slow network between hosts carries a
-    bucket once a host, not once a rank.
+    """Sum within each host, then only one part for each rank across hosts.
 
-    The ranks of a host send each other a part of the bucket; each adds its part up in float32, sums that
-    over the ranks of its place on all hosts, by a wire of their own, and sends the sum round its host.
-    Buckets are handed over in float32.
+    So a slow network between hosts carries a bucket once for each host, not once for each rank.
+
+    The ranks of a host exchange parts of the bucket. Each rank sums its part in float32, sums the result over
+    the ranks with the same index on all hosts, over the wire `inter`, and sends the sum to the ranks of its
+    host. The engine passes buckets in float32.
 
     With L ranks on each of H hosts and Σ|g| the sum over ranks of an element's magnitudes, an element is off
     by at most the error of `intra`'s rounding of each rank's values; (L - 1) 2^-24 Σ|g| of the additions
@@ -46,20 +47,21 @@ class Hierarchical(Spelled):
     further from the sum than (L + H) 2^-24 Σ|g|. inf and nan cross at their own element.
 
     Args:
-        intra: how a bucket travels within a host: `FP32()`, `BF16()`, `FP16()`, or `Int8()` and `FP8()` that
-            round to nearest; or the dtype of one of the first.
-        inter: how a part travels across hosts: any wire of one level. What `ErrorFeedback(...)` keeps here is
-            what the sum of a host has lost.
-        mesh: which ranks are one host: a DeviceMesh of two dimensions, the last of which lies within hosts;
-            or rows of ranks, as the default group numbers them. None: ranks of one machine that have one
-            network are. Ranks that do not take part in a sum may be in it.
+        intra: wire within a host: `FP32()`, `BF16()`, `FP16()`, or `Int8()` and `FP8()` that round to
+            nearest; or the dtype of one of the first three.
+        inter: wire across hosts: any wire of one level. `ErrorFeedback(...)` keeps the rounding error of the
+            host's sum here.
+        mesh: ranks by host: a DeviceMesh of two dimensions, the last of which is within hosts; or rows of
+            ranks, as the default group numbers them. None: ranks of one machine and one network namespace are
+            one host. The mesh may contain ranks that do not take part in a sum.
 
     Raises:
-        TypeError, ValueError: a wire that has no place there, or something else for a mesh. Where the engine
-            is made, on every rank: a rank that is not in the mesh, or hosts of unequal numbers of ranks.
+        TypeError, ValueError: `intra` or `inter` is a wire that cannot be used there, or `mesh` is no mesh.
+            When the engine is made, on every rank: a rank is not in the mesh, or hosts have unequal numbers
+            of ranks.
 
-    Cost: `bytes_on_wire`; memory for two buckets in `intra`'s form, and for 1/L of one as `inter` has it, of
-    each bucket. Process groups of each host, and of each place, which later engines use too.
+    Cost: `bytes_on_wire`; for each bucket, memory for two buckets in the encoding of `intra` and 1/L of one
+    in that of `inter`. Process groups of each host and of each index within hosts; later engines reuse them.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float32
@@ -77,7 +79,7 @@ class Hierarchical(Spelled):
         object.__setattr__(self, "mesh", _rows(self.mesh))
         self._codec()
         if isinstance(self.inter, Prepares):
-            raise TypeError(f"inter={self.inter!r}: need a wire of one level, BF16() or Int8() say")
+            raise TypeError(f"inter={self.inter!r}: need a wire of one level, for example BF16() or Int8()")
 
     @property
     def folds_count(self) -> bool:
@@ -109,7 +111,7 @@ class Hierarchical(Spelled):
         return self.start(flat, comm, inter, PayloadMemory())
 
     def start(self, flat: Tensor, comm: Comm, inter: Wire, memory: PayloadMemory) -> Work:
-        """Start as `all_reduce_`, with `inter` for this rank's part of a bucket, in the bucket's memory."""
+        """Launch as `all_reduce_`, with `inter` for the part of this rank, in the memory of the bucket."""
         levels = comm.levels(self.mesh)
         if levels.inside.world_size == 1:
             route, rounds = "one rank a host", _across(flat, levels, inter, memory)
@@ -123,21 +125,23 @@ class Hierarchical(Spelled):
         return Staged(rounds, inside + across, flat.device)
 
     def part_for(self, memory: BucketMemory, numel: int, comm: Comm) -> BucketPart:
-        """Return the memory of what this rank sums across hosts, of a bucket's."""
+        """Return the part of a bucket's memory for what this rank sums across hosts."""
         inside = comm.levels(self.mesh).inside
         bounds = self._parts(numel, inside.world_size).bounds(inside.rank)
         return BucketPart(memory, bounds, index=inside.rank, num_parts=inside.world_size)
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        """Return what one rank sends: 2 (L - 1) / L of the bucket as `intra` has it, for whole parts, and
-        what `inter` sends for a part among H ranks.
+        """Return the bytes that one rank sends, for whole parts.
+
+        They are 2 (L - 1) / L of the bucket in the encoding of `intra`, and those of `inter` for one part
+        among H ranks.
 
         Raises:
-            ValueError: without a mesh it is not known how many ranks a host has.
+            ValueError: without a mesh the number of ranks on a host is not known.
         """
         if self.mesh is None:
             raise ValueError(
-                f"wire={self}: what it sends depends on how many ranks a host has: pass mesh=, or see "
+                f"wire={self}: the bytes depend on the number of ranks on a host: pass mesh=, or read "
                 "StepRecord.bytes_on_wire"
             )
         num_inside = len(self.mesh[0]) if world_size > 1 else 1
@@ -148,7 +152,7 @@ class Hierarchical(Spelled):
 
     @property
     def between_hosts(self) -> Wire:
-        """`inter`, as a wire."""
+        """The wire `inter`."""
         return self._wires[1]
 
     @property
@@ -157,7 +161,7 @@ class Hierarchical(Spelled):
         return self.intra, self.inter
 
     def _codec(self) -> Codec | None:
-        """Return how values are written within a host; None: as they are."""
+        """Return the encoding within a host; None for float32 without one."""
         intra = self._wires[0]
         if isinstance(intra, FP32):
             return None
@@ -166,59 +170,60 @@ class Hierarchical(Spelled):
         if not isinstance(intra, HasEncoding) or intra.encoding is None or intra.encoding.seed is not None:
             raise ValueError(
                 f"intra={intra!r}: need FP32(), BF16(), FP16(), or Int8() or FP8() that round to nearest; "
-                "chance and ErrorFeedback have their place in inter"
+                "stochastic rounding and ErrorFeedback belong to inter"
             )
         return intra.encoding.codec
 
     def _parts(self, numel: int, num_inside: int) -> Parts:
-        return Parts(self._codec() or AS_IT_IS, numel, num_inside)
+        return Parts(self._codec() or IDENTITY, numel, num_inside)
 
     def _exchanged(self, flat: Tensor, levels: Levels, inter: Wire, memory: PayloadMemory) -> Iterator[Work]:
-        """Exchange parts within the host, and sum this rank's across hosts in between."""
-        place, inside = levels.inside.rank, levels.inside
+        """Exchange parts within the host; in between, sum the part of this rank across hosts."""
+        index, inside = levels.inside.rank, levels.inside
         parts = self._parts(flat.numel(), inside.world_size)
-        codec, mine = parts.codec, flat[parts.bounds(place)]
+        codec, mine = parts.codec, flat[parts.bounds(index)]
         exchange = Exchange(parts, flat.device, memory)
         yield exchange.send_parts(flat, inside)
-        codec.sum_(mine, parts.payloads_of(exchange.received, place))
+        codec.sum_(mine, parts.payloads_of(exchange.received, index))
         yield from _across(mine, levels, inter, memory)
-        codec.encode_(parts.payload(exchange.sent, place), mine)
+        codec.encode_(parts.payload(exchange.sent, index), mine)
         yield from exchange.send_round(flat, inside)
 
 
 def _across(part: Tensor, levels: Levels, inter: Wire, memory: PayloadMemory) -> Iterator[Work]:
-    """Sum a part over hosts, in place, in the type of their wire."""
+    """Sum a part over hosts, in place, in the dtype of `inter`."""
     if levels.across.world_size == 1 or part.numel() == 0:
         return
     if part.dtype == inter.dtype:
         yield from rounds_of(inter.all_reduce_(part, levels.across))
         return
-    across = memory.take("across", part.numel() * inter.dtype.itemsize, part.device)
-    moved = across.view(inter.dtype).copy_(part)
-    yield from rounds_of(inter.all_reduce_(moved, levels.across))
-    part.copy_(moved)
-    memory.give_back(across=across)
+    across = memory.allocate("across", part.numel() * inter.dtype.itemsize, part.device)
+    cast = across.view(inter.dtype).copy_(part)
+    yield from rounds_of(inter.all_reduce_(cast, levels.across))
+    part.copy_(cast)
+    memory.free(across=across)
 
 
 def _in_shared_memory(flat: Tensor, levels: Levels, inter: Wire, memory: PayloadMemory) -> Iterator[Work]:
-    """Let the host reduce in memory that its ranks share: nothing travels but parts across hosts."""
+    """Reduce within the host in shared memory: only the parts across hosts are sent."""
     inside = levels.inside
     yield inside.all_reduce(flat)
-    if levels.across.world_size > 1:  # alike on all ranks of the host
-        part = Parts(AS_IT_IS, flat.numel(), inside.world_size).bounds(inside.rank)
+    if levels.across.world_size > 1:  # the same on all ranks of the host
+        part = Parts(IDENTITY, flat.numel(), inside.world_size).bounds(inside.rank)
         yield from _across(flat[part], levels, inter, memory)
         yield inside.share_part(flat, part)
 
 
 class HierarchicalBucket(OfBucket["Hierarchical"]):
-    """One bucket over a wire of two levels, whose `inter` may keep something of it."""
+    """One bucket over a wire of two levels, whose `inter` may keep state for it."""
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
         inter = self.wire.between_hosts
         if not isinstance(inter, KeepsMemory):
             return self.wire.start(flat, comm, inter, self.memory.payloads)
         if inter.keeps_residual:
-            # All of it, not only at this rank's part, which may have been another one when it was kept.
+            # The whole residual, not only that of this rank's part: when it was kept, the part may have been
+            # another one.
             flat += self.memory.residual
             self.memory.residual.zero_()
         part = self.wire.part_for(self.memory, flat.numel(), comm)
@@ -226,7 +231,7 @@ class HierarchicalBucket(OfBucket["Hierarchical"]):
 
 
 def _rows(mesh: Any) -> Hosts | None:
-    """Return a mesh as rows of ranks."""
+    """Convert a mesh to rows of ranks."""
     if mesh is None:
         return None
     rows = getattr(mesh, "mesh", mesh)
@@ -237,7 +242,7 @@ def _rows(mesh: Any) -> Hosts | None:
         found = ()
     if not found or not found[0] or len({len(row) for row in found}) > 1:
         raise TypeError(
-            f"mesh={mesh!r}: need a DeviceMesh of two dimensions, the last of which lies within hosts, or "
-            "rows of as many ranks each, [[0, 1], [2, 3]] say"
+            f"mesh={mesh!r}: need a DeviceMesh of two dimensions, the last of which is within hosts, or "
+            "rows of ranks of equal length, for example [[0, 1], [2, 3]]"
         )
     return found

@@ -1,6 +1,6 @@
-"""What wires keep of a bucket from one window to the next, and who keeps it for them.
+"""State that wires keep for a bucket from one window to the next.
 
-Residuals are kept by parameter: buckets are laid out anew, and states go to other numbers of ranks.
+Residuals are saved by parameter, because bucket layouts change, and states are loaded on other world sizes.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pyengine.wire.payload_memory import PayloadMemory
 
 _log = logging.getLogger("pyengine.wire")
 
-_TURNS = 2**20  # of a window: more sums of a bucket than any has
+_TURNS = 2**20  # turns of a window: more than a bucket has sums in one
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter lies in a bucket.
+    """Position of a parameter in a bucket.
 
     Attributes:
-        key: of the parameter, whatever bucket it is in.
+        key: identifies the parameter in any bucket.
         offset, numel: in elements.
-        param: the parameter, or this rank's part of it; None where what lies there is none.
+        param: the parameter, or the part of it on this rank; None for elements of no parameter.
     """
 
     key: Hashable
@@ -38,15 +38,15 @@ class Place:
     param: Tensor | None = None
 
     def read(self, flat: Tensor) -> Tensor:
-        """Return the parameter's part of a residual, `[numel]` in storage order: a view of it, or a copy."""
+        """Return the residual of the parameter, `[numel]` in storage order: a view, or a copy."""
         return flat[self.offset : self.offset + self.numel]
 
     def write(self, flat: Tensor, part: Tensor) -> None:
-        """Overwrite it by what `read` returned, on any device."""
+        """Overwrite the residual of the parameter with a result of `read`, from any device."""
         flat[self.offset : self.offset + self.numel].copy_(part)
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return its part of a bucket, a view of it in the shape and with the strides of the parameter."""
+        """Return the parameter's elements of a bucket, a view with the parameter's shape and strides."""
         if self.param is None:
             return flat[self.offset : self.offset + self.numel]
         begin = flat.storage_offset() + self.offset
@@ -56,18 +56,18 @@ class Place:
 
 
 class BucketMemory:
-    """What a wire keeps of one bucket; its owner makes it.
+    """State that a wire keeps for one bucket; the owner of the bucket makes it.
 
     Args:
-        number: of the bucket, among those of its owner.
-        numel, device: of the bucket, and where it lies.
+        number: of the bucket, unique for its owner.
+        numel, device: of the bucket.
         places: of its parameters.
-        is_last: whether no bucket of a window starts behind it.
+        is_last: whether it is the last bucket of a window.
 
     Attributes:
         number, places, is_last: as given.
-        turn: of the sum that is sent next; no two sums of a bucket have the same.
-        payloads: what the bucket's sums have travelled in.
+        turn: number of the next sum; no two sums of a bucket have the same.
+        payloads: buffers of the bucket's sums.
     """
 
     def __init__(
@@ -87,24 +87,22 @@ class BucketMemory:
 
     @property
     def residual(self) -> Tensor:
-        """Float32 `[numel]`, this object's: what this rank's sums still lack. Zeros at its first use."""
+        """Rounding error to be added to the next sum, float32 `[numel]`; zeros at first. Owned by this."""
         if self._residual is None:
             self._residual = torch.zeros(self._numel, dtype=torch.float32, device=self._device)
         return self._residual
 
     def next_turn(self) -> int:
-        """Return the turn of a sum that is sent now."""
+        """Return the turn of the current sum, and advance it."""
         self.turn += 1
         return self.turn - 1
 
     def part(self, key: Hashable) -> Tensor | None:
-        """Return a parameter's residual, float32 `[numel]`, this object's or a copy; None if there is
-        none.
-        """
+        """Return the residual of a parameter, float32 `[numel]`, a view or a copy; None if there is none."""
         return None if self._residual is None else self._place_of[key].read(self._residual)
 
     def load(self, parts: Mapping[Hashable, Tensor]) -> None:
-        """Take over the residuals of those parameters that have one in `parts`."""
+        """Overwrite the residuals of the parameters that are in `parts`."""
         for key, place in self._place_of.items():
             if key in parts:
                 place.write(self.residual, parts[key])
@@ -133,13 +131,12 @@ class BucketMemory:
 
 
 class BucketPart(BucketMemory):
-    """One part of a bucket, as the memory of a bucket; made anew for every sum, and the whole is in its next
-    turn then.
+    """Memory of one part of a bucket. Made for every sum, which advances the turn of the whole.
 
     Args:
-        whole: of the bucket, whose residual this one's is a view of.
+        whole: memory of the bucket; the residual of the part is a view of its residual.
         bounds: elements of the part.
-        index, num_parts: of the parts, each of which is a bucket with a number of its own.
+        index, num_parts: of the parts; each part has a bucket number of its own.
     """
 
     def __init__(self, whole: BucketMemory, bounds: slice, *, index: int, num_parts: int) -> None:
@@ -155,32 +152,30 @@ class BucketPart(BucketMemory):
 
 @runtime_checkable
 class KeepsMemory(Wire, Protocol):
-    """A wire that keeps something of a bucket from one window to the next: whoever owns the bucket gives it
-    the memory.
+    """A wire that keeps state for a bucket from one window to the next, in memory of the bucket's owner.
 
     Attributes:
-        keeps_residual: whether that is a residual; else it only wants to know the turn, or what its payloads
-            travel in.
+        keeps_residual: whether the state includes a residual; otherwise it is the turn, or buffers.
     """
 
     @property
     def keeps_residual(self) -> bool: ...
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
-        """Return the wire that sends this one bucket, over all windows."""
+        """Return the wire that sends this one bucket, in all windows."""
 
 
 def keeps_residual(wire: Wire) -> bool:
-    """Whether a wire keeps what it loses."""
+    """Whether a wire keeps its rounding error."""
     return isinstance(wire, KeepsMemory) and wire.keeps_residual
 
 
 class WireMemory:
-    """What the wires of one owner of buckets keep."""
+    """State of the wires of one owner of buckets."""
 
     def __init__(self) -> None:
         self._memory_of: dict[Hashable, BucketMemory] = {}
-        self._loaded: dict[Hashable, Tensor] = {}  # for parameters that no bucket has come with
+        self._loaded: dict[Hashable, Tensor] = {}  # of parameters that are in no bucket yet
         self._num_made = self._turn = 0
 
     def wire_for(
@@ -192,13 +187,13 @@ class WireMemory:
         *,
         is_last: bool = False,
     ) -> Wire:
-        """Return the wire of a bucket that was laid out: what was kept of its parameters goes on there.
+        """Return the wire of a new bucket; the residuals of its parameters move there.
 
         Args:
-            wire: as the user gave it.
+            wire: as passed by the user.
             places: of the bucket's parameters.
             numel, device: of the bucket.
-            is_last: whether no bucket of a window starts behind it.
+            is_last: whether it is the last bucket of a window.
         """
         if not isinstance(wire, KeepsMemory):
             return wire
@@ -213,18 +208,18 @@ class WireMemory:
         return wire.for_bucket(memory)
 
     def begin(self, window: int) -> None:
-        """Begin to send a window, which has turns of its own."""
+        """Begin a window, which has turns of its own."""
         self._turn = window * _TURNS
         for memory in self._memories():
             memory.turn = self._turn
 
     def parts(self) -> dict[Hashable, Tensor]:
-        """Return the residuals by parameter, float32 `[numel]`, in the memory that wires use, or copies."""
+        """Return the residuals by parameter, float32 `[numel]`: views of the wires' memory, or copies."""
         found = {key: memory.part(key) for key, memory in self._memory_of.items()}
         return self._loaded | {key: part for key, part in found.items() if part is not None}
 
     def load(self, parts: Mapping[Hashable, Tensor]) -> None:
-        """Overwrite all residuals, with zeros where `parts` has none; it is read at once, or kept."""
+        """Overwrite all residuals, with zeros where `parts` has none; `parts` is copied, or kept."""
         _log.debug("load the residuals of %d parameters", len(parts))
         self._loaded = {key: part for key, part in parts.items() if key not in self._memory_of}
         for memory in self._memories():
@@ -232,17 +227,17 @@ class WireMemory:
             memory.load(parts)
 
     def drop(self, is_bad: Tensor) -> None:
-        """Let nothing stay of a window if `is_bad`, 0-dim, is not 0; see `BucketMemory.drop`."""
+        """Set all residuals to zero if `is_bad`, 0-dim, is not 0; see `BucketMemory.drop`."""
         for memory in self._memories():
             memory.drop(is_bad)
         if self._loaded and (runs_ahead(is_bad.device) or bool(is_bad != 0)):
-            # Not in place: what is loaded is the state's.
+            # Not in place: the loaded tensors belong to the state.
             self._loaded = {
                 key: torch.where(is_bad != 0, 0, part.to(is_bad.device)) for key, part in self._loaded.items()
             }
 
     def drop_of(self, key: Hashable, is_bad: Tensor) -> None:
-        """Do as `drop`, with the bucket that a parameter lies in."""
+        """Do as `drop`, for the bucket of one parameter."""
         self._memory_of[key].drop(is_bad)
 
     def scale_(self, factor: Tensor) -> None:

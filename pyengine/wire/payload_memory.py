@@ -1,4 +1,4 @@
-"""Memory in which what is made of a bucket travels, kept from one window to the next."""
+"""Memory of encoded buckets, kept from one window to the next."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from pyengine.ops.device import runs_ahead
 
 
 class PayloadMemory:
-    """Memory of one bucket for the sums that need some while they are under way.
+    """Buffers of one bucket for the collectives of a sum.
 
-    A sum takes it, and gives it back behind its last collective. One that breaks off before never does, as a
-    collective may be under way there: the next one has memory of its own. On an accelerator nothing is kept,
-    since its allocator has no pages to fault in, and keeps what is freed by stream.
+    A sum allocates them, and frees them after its last collective. A sum that fails never frees them, because
+    a collective may still use them; the next sum then gets new memory. On an accelerator nothing is kept: its
+    allocator has no page faults, and caches freed memory by stream.
     """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, int], Tensor] = {}
 
-    def take(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
-        """Return memory, uint8 `[num_bytes]`, the caller's until it is given back.
+    def allocate(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
+        """Return a buffer, uint8 `[num_bytes]`; the caller owns it until `free`.
 
         Args:
-            name: what it is for, within a sum.
-            num_bytes, device: of it.
+            name: purpose of the buffer within a sum.
+            num_bytes: size of the buffer.
+            device: device of the buffer.
 
         Returns:
-            Zeros; or what was given back by this name, as it was.
+            Zeros; or the buffer of this name and size that was freed last, with its values.
         """
         kept = self._kept.pop((name, num_bytes), None)
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device) if kept is None else kept
 
-    def give_back(self, **taken: Tensor) -> None:
-        """Keep memory for the next sum: by name, uint8, in which nothing is under way."""
-        for name, memory in taken.items():
-            if not runs_ahead(memory.device):
-                self._kept[name, memory.numel()] = memory
+    def free(self, **buffers: Tensor) -> None:
+        """Keep buffers for the next sum: by name, uint8, used by no collective under way."""
+        for name, buffer in buffers.items():
+            if not runs_ahead(buffer.device):
+                self._kept[name, buffer.numel()] = buffer

@@ -1,4 +1,4 @@
-"""How wires print: as they are made, without what was left out."""
+"""How wires print: as the call that makes them, without default arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Spelled:
-    """A frozen dataclass that prints the arguments that are not its defaults. Ranks compare it."""
+    """A frozen dataclass whose repr has no default arguments. Ranks compare this repr."""
 
     def __repr__(self) -> str:
         mine: Any = self

@@ -258,7 +258,7 @@ def _without_memory() -> list[str]:
 
 def test_a_wire_that_keeps_something_says_what_it_lacks(ranks):
     for messages in ranks(1).run(_without_memory):
-        assert all("has to pass on what that returns" in message for message in messages)
+        assert all("has to use the wire that this returns" in message for message in messages)
 
 
 @pytest.mark.parametrize(
@@ -271,8 +271,8 @@ def test_a_wire_that_keeps_something_says_what_it_lacks(ranks):
         (lambda: pe.wire.FP8("e3m4"), "format='e3m4': need 'e4m3' or 'e5m2'"),
         (lambda: pe.wire.ErrorFeedback(FP16), ""),
         (lambda: pe.wire.ErrorFeedback(pe.wire.FP16()), r"use FP16\(sum='fp32'\)"),
-        (lambda: pe.wire.ErrorFeedback(pe.wire.FP32()), r"wire=FP32\(\): need a wire that is rounded"),
-        (lambda: pe.wire.ErrorFeedback(pe.wire.Int8), "need a wire that is rounded"),
+        (lambda: pe.wire.ErrorFeedback(pe.wire.FP32()), r"wire=FP32\(\): need a wire whose rounding error"),
+        (lambda: pe.wire.ErrorFeedback(pe.wire.Int8), "need a wire whose rounding error"),
     ],
 )
 def test_an_argument_that_makes_no_wire_is_named(make, message):

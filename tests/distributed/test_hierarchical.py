@@ -298,12 +298,12 @@ def test_hosts_of_unequal_numbers_are_refused_on_every_rank(ranks, case):
 
 WRONG = {
     "feedback inside": ({"intra": FEEDBACK}, ValueError, "intra=ErrorFeedback"),
-    "chance inside": ({"intra": pe.wire.Int8(rounding="stochastic")}, ValueError, "chance and ErrorFeedback"),
+    "chance inside": ({"intra": pe.wire.Int8(rounding="stochastic")}, ValueError, "belong to inter"),
     "two levels": ({"inter": pe.wire.Hierarchical()}, TypeError, "need a wire of one level"),
     "no wire": ({"inter": "bf16"}, TypeError, "inter: wire='bf16': need a wire"),
     "no mesh": ({"mesh": 2}, TypeError, "mesh=2: need a DeviceMesh of two dimensions"),
     "one row": ({"mesh": [0, 1]}, TypeError, "need a DeviceMesh of two dimensions"),
-    "ragged": ({"mesh": [[0, 1], [2]]}, TypeError, "rows of as many ranks each"),
+    "ragged": ({"mesh": [[0, 1], [2]]}, TypeError, "rows of ranks of equal length"),
 }
 
 
@@ -316,7 +316,7 @@ def test_wrong_arguments_are_named(case):
 
 
 def test_bytes_without_a_mesh_are_not_known():
-    with pytest.raises(ValueError, match="depends on how many ranks a host has"):
+    with pytest.raises(ValueError, match="depend on the number of ranks on a host"):
         pe.wire.Hierarchical().bytes_on_wire(10, 4)
 
 

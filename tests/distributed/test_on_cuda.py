@@ -357,4 +357,4 @@ def _shares_memory() -> str:
 @pytest.mark.parametrize("world", [1, 2])
 def test_memory_of_the_device_is_not_shared(ranks, world):
     for text in ranks(world).run(_shares_memory):
-        assert "shared_memory=True, and parameters lie on cuda:0" in text and "with NCCL" in text
+        assert "shared_memory=True, and parameters are on cuda:0" in text and "with NCCL" in text

@@ -107,4 +107,4 @@ def _interrupted() -> str:
 
 
 def test_an_exchange_that_was_posted_in_part_is_the_last(ranks):
-    assert all("Start all ranks anew" in said for said in ranks(2).run(_interrupted))
+    assert all("Restart all ranks" in said for said in ranks(2).run(_interrupted))

@@ -24,7 +24,7 @@ from torch import nn
 
 import pyengine as pe
 from pyengine.comm import shared_memory
-from pyengine.comm.arena import Arena, Offer
+from pyengine.comm.arena import Arena, MemoryOffer
 
 KINDS = ("own", "own-native", "own-exact", "attach", "attach-view")
 
@@ -131,9 +131,9 @@ def test_a_bare_hook_reduces_in_shared_memory_in_the_order_of_ranks_and_leaves_n
 def _refused(how: str) -> tuple[list[str], int]:
     """Train where rank 1 cannot share memory; return what was said."""
     rank, _ = me()
-    make = Offer.make
+    make = MemoryOffer.make
 
-    def limited(world: int) -> Offer:
+    def limited(world: int) -> MemoryOffer:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1, limit[1]))
         try:
@@ -142,7 +142,7 @@ def _refused(how: str) -> tuple[list[str], int]:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
     if rank == 1 and how == "no file":
-        Offer.make = limited  # type: ignore[method-assign]
+        MemoryOffer.make = limited  # type: ignore[method-assign]
     kept = Arena.allocate
     if rank == 1 and how == "no memory":
         Arena.allocate = lambda self, numel, dtype: torch.zeros(numel, dtype=dtype)  # as without any left
@@ -154,14 +154,14 @@ def _refused(how: str) -> tuple[list[str], int]:
             windows_of_integers(sync, forward, model)
             sync.close()
     finally:
-        Offer.make, Arena.allocate = make, kept  # type: ignore[method-assign]
+        MemoryOffer.make, Arena.allocate = make, kept  # type: ignore[method-assign]
     return [str(each.message) for each in caught if "ranks reduce through" in str(each.message)], seen.num
 
 
 def test_where_a_rank_can_make_no_file_all_go_through_the_group_and_rank_0_says_why(ranks):
     said = ranks(3).run(_refused, "no file")
     assert [(len(texts), num) for texts, num in said] == [(1, 0), (0, 0), (0, 0)]
-    assert "shared_memory=True: 3 ranks reduce through their process group" in said[0][0][0]
+    assert "leave shared_memory=True out: 3 ranks reduce through their process group" in said[0][0][0]
     assert "memfd_create: [Errno 27] File too large" in said[0][0][0]
 
 
@@ -249,7 +249,7 @@ def _on_an_accelerator(owner: str) -> str:
 @pytest.mark.parametrize("owner", ["own", "attach", "hook"])
 def test_memory_of_an_accelerator_is_refused_on_every_rank(ranks, owner):
     for text in ranks(2).run(_on_an_accelerator, owner):
-        assert text.startswith("rank 1: shared_memory=True, and parameters lie on cpu")
+        assert text.startswith("rank 1: shared_memory=True, and parameters are on cpu")
 
 
 def _differing() -> str:

@@ -17,14 +17,14 @@ from shared_memory_cases import trained
 from torch import nn
 
 import pyengine as pe
-from pyengine.comm.arena import Offer
+from pyengine.comm.arena import MemoryOffer
 
 
 @contextmanager
 def _hosts(what: str, num_hosts: int = 2) -> Iterator[list[Any]]:
     """Let ranks say that they are on several hosts; give what was said to warn of it."""
     rank, _ = me()
-    make = Offer.make
+    make = MemoryOffer.make
 
     def elsewhere(world: int) -> Any:
         offer = make(world)
@@ -34,13 +34,13 @@ def _hosts(what: str, num_hosts: int = 2) -> Iterator[list[Any]]:
             return replace(offer, network=f"net:[{rank % num_hosts}]")
         return replace(offer, process=replace(offer.process, space=f"host {rank % num_hosts}"))
 
-    Offer.make = elsewhere
+    MemoryOffer.make = elsewhere
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             yield caught
     finally:
-        Offer.make = make
+        MemoryOffer.make = make
 
 
 def _apart(what: str) -> tuple[list[str], int]:
@@ -50,7 +50,7 @@ def _apart(what: str) -> tuple[list[str], int]:
 
 
 @pytest.mark.parametrize(
-    ("what", "why"), [("processes", "each is of another host"), ("threads", "threads of one process")]
+    ("what", "why"), [("processes", "each is on another host"), ("threads", "threads of one process")]
 )
 def test_where_no_ranks_can_share_all_go_through_the_group_and_rank_0_says_why(ranks, what, why):
     said = ranks(3).run(_apart, what)

@@ -65,7 +65,7 @@ def test_a_rank_that_alone_loads_a_state_is_told_who_has_not_come_and_where_it_s
     warned = ranks(world).run(_alone, "load_state_dict")
     late = "rank 1 of 2 has" if world == 2 else "ranks 1, 2 of 3 have"
     assert [len(texts) for texts in warned] == [1] + [0] * (world - 1)
-    assert f"{late} not come to a gather of objects: rank 0 has waited for 0." in warned[0][0]
+    assert f"{late} not launched a gather of objects: rank 0 has waited for 0." in warned[0][0]
     assert re.search(r"rank 1 .*step 0, window 0, .* in _elsewhere: time.sleep\(4 \* AFTER_S\)", warned[0][0])
     assert re.search(
         r"rank 0 .*waits in a gather.* in _alone \(in pyengine's .*load_state_dict\)", warned[0][0]
@@ -140,7 +140,7 @@ def test_a_dead_rank_is_the_same_error_on_every_other_rank(ranks, world, phase):
     assert not any(end.error or end.is_silent for end in ends)
     # torch adds its own words around an error that a callback of a future raised. Whether one did, or the
     # launch of the next bucket, differs from rank to rank.
-    died = rf"a collective failed: rank 1 of {world} has died \(rank 1: process \d+ on .*, from a checkpoint"
+    died = rf"a collective failed: rank 1 of {world} has died \(rank 1: process \d+ on .* from a checkpoint"
     found = [re.search(died, end.value) for rank, end in enumerate(ends) if rank != 1]
     assert all(found) and len({match[0] for match in found if match}) == 1
 

@@ -198,7 +198,7 @@ def _with_grad_dtype() -> object:
 @pytest.mark.parametrize(
     ("make", "needle"),
     [
-        (_made_on_meta, "parameters lie on the meta device"),
+        (_made_on_meta, "parameters are on the meta device"),
         (_with_grad_dtype, "parameter 'weight' is torch.bfloat16 and has grad_dtype=torch.float32"),
         (lambda: pe.GradSync(nn.Linear(1, 1), wire="int8-ef"), "use pe.wire.ErrorFeedback(pe.wire.Int8())"),
         (lambda: pe.GradSync(nn.Linear(1, 1), wire="bf16"), "use pe.wire.BF16(), of FP32()"),

@@ -238,5 +238,5 @@ ENDS = {
 
 def _finding(error: str) -> str:
     """Return who a rank says is the cause, without where torch has seen it pass; else all of it."""
-    found = re.search(r"a collective failed: .*?, from a checkpoint", error)
+    found = re.search(r"a collective failed: .*? from a checkpoint", error)
     return error if found is None else found.group()

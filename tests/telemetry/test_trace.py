@@ -93,9 +93,9 @@ def test_every_bucket_lands_inside_the_exposed_part(profiled, bucket):
 @pytest.mark.parametrize("kind", ["own", "attach"])
 def test_every_reduction_is_seen_on_its_way(profiled, kind):
     reductions = profiled[kind]["gloo:all_reduce"]
-    used = kind == "attach"  # which parameters were used, behind the buckets
     ends = 1  # the loop's: how the last window was used
-    assert len(reductions) == WINDOWS * (1 + BUCKETS + used) + ends  # the header is the first
+    # The header is the first; the used flags follow the buckets.
+    assert len(reductions) == WINDOWS * (1 + BUCKETS + 1) + ends
     launched = [profiled[kind][f"launch bucket {bucket}"][0] for bucket in range(BUCKETS)]
     for (start, _), (asked, _) in zip(reductions[1 : 1 + BUCKETS], launched, strict=True):
         assert start >= asked

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyengine.comm.arena import Arena, Offer, SharedWork
+from pyengine.comm.arena import Arena, MemoryOffer, SharedWork
 from pyengine.comm.watch.process_state import ProcessId
 from pyengine.ops import native
 
@@ -31,7 +31,7 @@ ALIVE = timedelta(seconds=30)
 
 @contextmanager
 def _arenas(world: int, *, others: ProcessId | None = None) -> Iterator[list[Arena]]:
-    offer = Offer.make(world)
+    offer = MemoryOffer.make(world)
     processes = [offer.process, *[others or offer.process] * (world - 1)]
     made = [
         Arena(offer.open(), processes=processes, place=place, ranks=range(world)) for place in range(world)
@@ -183,7 +183,7 @@ def test_a_rank_that_does_not_come_in_time_is_an_error_on_all():
             with pytest.raises(RuntimeError) as error:
                 work.wait(ALIVE)
             said.append(str(error.value))
-        assert any("rank 2 did not come within 0.1 s" in text for text in said)
+        assert any("rank 2 launched no such collective in 0.1 s" in text for text in said)
 
 
 def test_a_rank_that_has_closed_is_an_error_on_those_that_wait_for_it():
@@ -269,7 +269,7 @@ def test_nothing_is_left_of_an_arena_that_is_closed_and_of_one_that_is_dropped()
     assert torch.equal(flats[0], torch.zeros(1000))  # memory that somebody has stays
     del arenas, flats, works, work, pair
     assert _traces() == before
-    offer = Offer.make(1)
+    offer = MemoryOffer.make(1)
     arena = Arena(offer.open(), processes=[offer.process], place=0, ranks=[0])
     offer.withdraw()
     del arena
@@ -277,7 +277,7 @@ def test_nothing_is_left_of_an_arena_that_is_closed_and_of_one_that_is_dropped()
 
 
 def test_memory_of_a_tensor_that_goes_is_free_at_once():
-    offer = Offer.make(1)
+    offer = MemoryOffer.make(1)
     arena = Arena(offer.open(), processes=[offer.process], place=0, ranks=[0])
     blocks = os.fstat(offer.descriptor).st_blocks
     flat = arena.allocate(2**18, torch.float32)
@@ -311,7 +311,7 @@ def test_a_fork_writes_to_memory_of_its_own_and_frees_none_of_ours():
 
 
 def test_a_file_of_another_process_is_not_taken_for_the_one_that_was_offered():
-    offer = Offer.make(2)
+    offer = MemoryOffer.make(2)
     os.pwrite(offer.descriptor, b"another's token!", 0)
     with pytest.raises(OSError, match="another process"):
         offer.open()

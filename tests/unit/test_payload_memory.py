@@ -11,25 +11,25 @@ CPU = torch.device("cpu")
 
 def test_what_is_given_back_is_taken_again_by_its_name_and_size():
     memory = PayloadMemory()
-    sent, received = memory.take("sent", 8, CPU), memory.take("received", 8, CPU)
+    sent, received = memory.allocate("sent", 8, CPU), memory.allocate("received", 8, CPU)
     assert not sent.any() and not received.any()
-    memory.give_back(sent=sent, received=received)
-    assert memory.take("sent", 4, CPU).data_ptr() != sent.data_ptr()
-    assert memory.take("received", 8, CPU) is received
-    assert memory.take("sent", 8, CPU) is sent
+    memory.free(sent=sent, received=received)
+    assert memory.allocate("sent", 4, CPU).data_ptr() != sent.data_ptr()
+    assert memory.allocate("received", 8, CPU) is received
+    assert memory.allocate("sent", 8, CPU) is sent
 
 
 def test_what_is_not_given_back_is_nobody_elses():
     memory = PayloadMemory()
-    under_way = memory.take("sent", 8, CPU)
+    under_way = memory.allocate("sent", 8, CPU)
     under_way.fill_(7)
-    other = memory.take("sent", 8, CPU)
+    other = memory.allocate("sent", 8, CPU)
     other.fill_(1)
     assert (under_way == 7).all()
 
 
 def test_nothing_is_kept_of_a_device_whose_allocator_keeps_it():
     memory, device = PayloadMemory(), torch.device("meta")
-    taken = memory.take("sent", 8, device)
-    memory.give_back(sent=taken)
-    assert memory.take("sent", 8, device) is not taken
+    taken = memory.allocate("sent", 8, device)
+    memory.free(sent=taken)
+    assert memory.allocate("sent", 8, device) is not taken

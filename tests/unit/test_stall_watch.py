@@ -29,7 +29,7 @@ def test_a_verdict_ends_a_guarded_future_and_what_comes_later_is_no_matter(watch
     future = Future()
     guarded = watch.guard(future, lambda of, callback: of.then(callback))
     watch._fail("rank 1 has died")
-    with pytest.raises(RuntimeError, match=r"^a collective failed: rank 1 has died\. Start all ranks anew"):
+    with pytest.raises(RuntimeError, match=r"^a collective failed: rank 1 has died\. Restart all ranks from"):
         guarded.wait()
     future.set_result(7)
     with pytest.raises(RuntimeError, match="rank 1 has died"):

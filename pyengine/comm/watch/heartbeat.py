@@ -1,4 +1,4 @@
-"""What each rank tells the others of itself while it works, through the store of their group."""
+"""The state that each rank publishes while it works, through the store of its group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from pyengine.comm.watch.process_state import ProcessId
 
-# A store that does not answer for so long is taken for one that is gone.
+# A store that does not answer for so long is regarded as gone.
 _STORE_TIMEOUT = timedelta(seconds=5)
 
 _OURS = str(Path(__file__).parents[2]) + os.sep
@@ -28,15 +28,15 @@ _PYTHON = str(Path(os.__file__).parent) + os.sep
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """One rank at one moment.
+    """State of one rank at one moment.
 
     Attributes:
-        process: its process.
-        beat: how many it has sent.
-        position: its step, window and micro-batch, in words.
-        line: where its thread stands: the user's own innermost line.
-        waits: the collective that it waits in, in words; empty if in none.
-        launched: by group, how many collectives it has launched.
+        process: process of the rank.
+        beat: number of this heartbeat, from 1.
+        position: description of its step, window and micro-batch.
+        line: innermost line of the user's code that the rank's thread is in.
+        waits: description of the collective that the rank waits in; empty if it waits in none.
+        launched: number of collectives that the rank has launched, by group.
     """
 
     process: ProcessId
@@ -47,12 +47,12 @@ class Heartbeat:
     launched: dict[str, int]
 
     def to_json(self) -> str:
-        """Return it as text."""
+        """Serialize to text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def of_json(cls, text: bytes) -> Heartbeat | None:
-        """Return what `to_json` was made of; None if `text` is something else."""
+        """Deserialize the output of `to_json`; None if `text` is something else."""
         try:
             fields = json.loads(text)
             beat = cls(**{**fields, "process": ProcessId(**fields["process"])})
@@ -69,13 +69,14 @@ class Board:
     """The keys of one engine in the store of its group.
 
     Args:
-        store: the group's. Behind `announce` a connection of its own is made, for another thread to use: not
-            earlier, since a new one to a file reads all of it, which short-lived engines need not pay for.
-        rank: this one's, of the default group.
+        store: store of the group. The first use after `announce` opens a second connection, for another
+            thread. Not earlier: a new connection to a file store reads the whole file, which short-lived
+            engines need not pay for.
+        rank: this rank, as the default group numbers it.
     """
 
     def __init__(self, store: dist.Store, rank: int) -> None:
-        # Ranks make their engines in one order.
+        # All ranks make their engines in the same order, so they have the same numbers.
         number = store.add(f"pyengine/engines/{rank}", 1)
         self._origin, self._prefix = store, f"pyengine/stall/{number}"
         self._rank = rank
@@ -93,15 +94,15 @@ class Board:
             return self._own
 
     def announce(self, beat: Heartbeat) -> None:
-        """Tell the others for the first time; called by the thread that uses the group's store."""
+        """Post the first heartbeat; called by the thread that uses the group's store."""
         dist.PrefixStore(self._prefix, self._origin).set(f"beat/{self._rank}", beat.to_json())
 
     def post(self, beat: Heartbeat) -> None:
-        """Tell the others."""
+        """Post a heartbeat."""
         self._store.set(f"beat/{self._rank}", beat.to_json())
 
     def read(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
-        """Return the last heartbeat of those of the ranks that have sent one that can be read."""
+        """Return the last heartbeat of each rank that has posted a readable one."""
         keys = {rank: f"beat/{rank}" for rank in ranks}
         if not self._store.check([*keys.values()]):
             keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
@@ -109,17 +110,18 @@ class Board:
         return {rank: beat for rank, beat in beats.items() if beat is not None}
 
     def verdict(self) -> str:
-        """Return what all ranks are to fail with; empty if nothing."""
+        """Return the error that all ranks raise; empty if there is none."""
         return self._store.get("verdict").decode(errors="replace") if self._store.check(["verdict"]) else ""
 
     def publish(self, verdict: str) -> str:
-        """Let all ranks fail with this, or with what another rank has published before; return which."""
+        """Publish the error that all ranks raise; return the one that was published first."""
         return self._store.compare_set("verdict", "", verdict).decode(errors="replace")
 
 
 def line_of(thread: int) -> str:
-    """Return where a thread stands: its innermost line outside of PyTorch, Python's library and this package,
-    and the function of this package that it has called there.
+    """Return the line that a thread is in, and the function of this package that this line called.
+
+    It is the innermost line outside of PyTorch, Python's library and this package.
     """
     frame = sys._current_frames().get(thread)
     innermost, called = frame, ""

@@ -14,11 +14,11 @@ class Launch:
     """One collective.
 
     Attributes:
-        ranks: that take part, of the default group.
-        number: which of them it is, from 1; ranks count alike.
-        what: it is, in words.
-        since: when it was launched here, on the monotonic clock, in seconds.
-        is_done: tells whether it has completed here; called by any thread.
+        ranks: participating ranks, as the default group numbers them.
+        number: number of the collective among those of the same ranks, from 1; the same on every rank.
+        what: description of the collective.
+        since: time of the launch on this rank, on the monotonic clock, in seconds.
+        is_done: returns whether it has completed on this rank; called by any thread.
     """
 
     ranks: tuple[int, ...]
@@ -28,15 +28,15 @@ class Launch:
     is_done: Callable[[], bool]
 
     def age_s(self) -> float:
-        """Return for how many seconds it has been under way."""
+        """Return the seconds since the launch."""
         return time.monotonic() - self.since
 
 
 class Pending:
-    """What one engine's transports have under way; one thread launches, others may look.
+    """Collectives under way of one engine's transports; one thread launches, others may read.
 
     Attributes:
-        launched: by ranks that take part, how many collectives were launched here.
+        launched: number of collectives launched on this rank, by participating ranks.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Pending:
         self._tickets = itertools.count()
 
     def add(self, ranks: tuple[int, ...], what: str, is_done: Callable[[], bool]) -> int:
-        """Note that a collective was launched; return a ticket for `remove`."""
+        """Add a collective that was launched; return a ticket for `remove`."""
         self.oldest()
         self.launched[ranks] = number = self.launched.get(ranks, 0) + 1
         ticket = next(self._tickets)
@@ -53,12 +53,12 @@ class Pending:
         return ticket
 
     def remove(self, ticket: int) -> None:
-        """Forget a collective, if that has not happened."""
+        """Remove a collective, unless it was removed before."""
         self._open.pop(ticket, None)
 
     @contextmanager
     def running(self, ranks: tuple[int, ...], what: str) -> Iterator[None]:
-        """Note a collective that the body launches and waits for."""
+        """Add a collective that the body launches and waits for."""
         ticket = self.add(ranks, what, lambda: False)
         try:
             yield
@@ -66,7 +66,7 @@ class Pending:
             self.remove(ticket)
 
     def oldest(self) -> Launch | None:
-        """Return the collective that has been under way for longest, and forget those that are not."""
+        """Return the oldest collective under way; remove those that have completed."""
         for ticket, launch in list(self._open.items()):
             if not launch.is_done():
                 return launch
@@ -74,12 +74,12 @@ class Pending:
         return None
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all."""
         self._open.clear()
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Return ranks in words: "rank 1", "ranks 0, 2", "ranks 0, 1, 2 and 97 more"."""
+    """Format ranks: "rank 1", "ranks 0, 2", "ranks 0, 1, 2 and 97 more"."""
     shown = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -1,4 +1,4 @@
-"""Processes of the ranks, as others on the same machine see them."""
+"""Processes of the ranks, as other processes on the same machine see them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _STATES: dict[str, State] = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "
 
 @dataclass(frozen=True)
 class ProcessId:
-    """One process of some machine.
+    """Identity of one process.
 
     Attributes:
-        pid: its number.
-        host: the machine's name.
-        space: where numbers of processes mean the same: a machine since it was started, or a container; of
-            this process alone where /proc does not show it.
-        started: when, in the kernel's ticks, so that another process of the same number is told from it;
-            empty where that is not known.
+        pid: process id.
+        host: name of the machine.
+        space: identifies the machine since its boot, and the container, in which `pid` is valid; unique to
+            this process where /proc does not show it.
+        started: start time in the kernel's ticks, which distinguishes a later process with the same pid;
+            empty where it is not known.
     """
 
     pid: int
@@ -35,7 +35,7 @@ class ProcessId:
 
     @classmethod
     def own(cls) -> ProcessId:
-        """Return that of this process."""
+        """Return the identity of this process."""
         pid = os.getpid()
         try:
             space, started = _space(), _stat(pid)[1] if sys.platform == "linux" else ""
@@ -44,8 +44,9 @@ class ProcessId:
         return cls(pid, socket.gethostname(), space, started)
 
     def state(self, here: ProcessId) -> State:
-        """Return how this process is, as one on the machine of `here` sees it; "unknown" from elsewhere, and
-        where that cannot be read now.
+        """Return the state of this process, as seen by the process `here`.
+
+        "unknown" if `here` is on another machine, or if the state cannot be read now.
         """
         if self.space != here.space:
             return "unknown"
@@ -55,7 +56,7 @@ class ProcessId:
             letter, started = _stat(self.pid)
         except (FileNotFoundError, ProcessLookupError):
             return "dead"
-        except OSError:  # there is no descriptor or memory left to look with
+        except OSError:  # no file descriptor or memory is left
             return "unknown"
         return _STATES.get(letter, "running") if started == self.started else "dead"
 
@@ -64,7 +65,7 @@ class ProcessId:
 
 
 def own_network() -> str:
-    """Return the space of this process's addresses; empty where that is not known."""
+    """Return the network namespace of this process; empty where it is not known."""
     try:
         return os.readlink("/proc/self/ns/net")
     except OSError:
@@ -79,14 +80,14 @@ def _space() -> str:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """Return the letter of a process's state, and the time of its start.
+    """Return the state letter and the start time of a process.
 
     Raises:
         FileNotFoundError, ProcessLookupError: there is no such process.
-        OSError: it cannot be read.
+        OSError: they cannot be read.
     """
     text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    fields = text.rpartition(")")[2].split()  # its name, in brackets, may hold anything
+    fields = text.rpartition(")")[2].split()  # the name, in brackets, may contain anything
     return fields[0], fields[19]
 
 

@@ -1,4 +1,4 @@
-"""A future of our own for a collective, which may end as that does or before it."""
+"""A future of our own for a collective, which completes with it or fails before it."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from torch.futures import Future
 
 
 class Promise:
-    """A future that another one keeps, unless somebody breaks it first; from any thread."""
+    """A future that completes with another one, unless it is broken first; from any thread."""
 
     def __init__(self) -> None:
         self.future: Future[Any] = Future()
         self._lock = threading.Lock()
-        self._is_settled = False
+        self._is_done = False
 
     def keep(self, done: Future[Any]) -> None:
-        """Have what `done` has."""
+        """Complete with the result or error of `done`."""
         if self._is_first():
             try:
                 value = done.value()
-            except Exception as error:  # noqa: BLE001 - whoever waits for this one raises it
+            except Exception as error:  # noqa: BLE001 - raised where the future is waited for
                 self.future.set_exception(error)
             else:
                 self.future.set_result(value)
 
     def break_(self, error: Exception) -> None:
-        """Fail."""
+        """Fail with an error."""
         if self._is_first():
             self.future.set_exception(error)
 
     def _is_first(self) -> bool:
         with self._lock:
-            was_settled, self._is_settled = self._is_settled, True
-        return not was_settled
+            was_done, self._is_done = self._is_done, True
+        return not was_done

@@ -1,4 +1,4 @@
-"""Who still answers when a collective has failed: backends name a port, users need a rank."""
+"""Names the ranks that do not answer after a failed collective: backends name a port, users need a rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAIT_S = 2.0
 
 
 class RollCall:
-    """Names the ranks that do not answer when a collective has failed. Without a store it cannot.
+    """Names the ranks that do not answer after a failed collective. Without a store it cannot.
 
     Attributes:
         watch: knows which ranks have died, and the error that all ranks raise; or None.
@@ -32,7 +32,7 @@ class RollCall:
         self.watch: StallWatch | None = None
 
     def named(self) -> AbstractContextManager[None]:
-        """Add to what the body, a collective, raises which ranks do not answer. Default: add nothing."""
+        """Add the ranks that do not answer to the error of the body, a collective. Default: add nothing."""
         return nullcontext()
 
     def break_off(self, error: Exception) -> None:
@@ -69,11 +69,11 @@ class StoreRollCall(RollCall):
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Add to what the body, a collective, raises which ranks do not answer.
+        """Add the ranks that do not answer to the error of the body, a collective.
 
         Raises:
-            RuntimeError: in place of the backend's, whose text it holds; or because another collective of
-                any rank has failed.
+            RuntimeError: in place of the backend's error, whose text it contains; or because another
+                collective of any rank has failed.
 
         Cost: nothing unless the body raises; then at most two seconds, once.
         """
@@ -92,7 +92,8 @@ class StoreRollCall(RollCall):
                 raise
             if self._found is None:
                 self._found = self._call() or _all_answer(len(self._ranks))
-            has_verdict = self.watch is not None and self.watch.verdict  # whose words are those of all ranks
+            # A verdict is the same text on all ranks, so nothing of this rank's backend is added.
+            has_verdict = self.watch is not None and self.watch.verdict
             raise RuntimeError(failure(self._found, None if has_verdict else error)) from error
 
     def break_off(self, error: Exception) -> None:
@@ -109,7 +110,7 @@ class StoreRollCall(RollCall):
         finding = f"rank {self._rank} could not start one that the other ranks are in ({error!r})"
         self._broken = failure(finding)
         if self.watch is not None:
-            with suppress(RuntimeError):  # the store is gone: they see this rank end
+            with suppress(RuntimeError):  # the store is gone: the other ranks see this process end
                 self.watch.conclude(finding)
 
     def _call(self) -> str:
@@ -125,24 +126,24 @@ class StoreRollCall(RollCall):
             return ""
         dead = [] if self.watch is None else self.watch.dead(absent)
         if self.watch is not None and dead:
-            return self.watch.of_dead(dead)
+            return self.watch.describe_dead(dead)
         return (
-            f"{listed(absent)} of {len(self._ranks)} did not answer within {WAIT_S:g} s of it, and has died, "
-            "hangs, or is busy elsewhere"
+            f"{listed(absent)} of {len(self._ranks)} did not answer within {WAIT_S:g} s of it: dead, "
+            "hanging, or running other code"
         )
 
     def _absent(self) -> list[int]:
-        """Say that this rank is there, and return those that do not, and do not wait in a collective."""
+        """Answer for this rank; return the ranks that neither answer nor wait in a collective."""
         self.store.set(_answer(self._rank), "here")
         end = time.monotonic() + WAIT_S
         absent = self._ranks
         while absent := [rank for rank in absent if not self.store.check([_answer(rank)])]:
-            if time.monotonic() > end or (self.watch is not None and self.watch.knows(absent)):
+            if time.monotonic() > end or (self.watch is not None and self.watch.is_decided(absent)):
                 break
             time.sleep(0.02)
         if self.watch is None:
             return absent
-        waiting = set(self.watch.waiting(absent)) - set(self.watch.dead(absent))  # what they said last
+        waiting = set(self.watch.waiting(absent)) - set(self.watch.dead(absent))
         return [rank for rank in absent if rank not in waiting]
 
 
@@ -151,4 +152,4 @@ def _answer(rank: int) -> str:
 
 
 def _all_answer(world_size: int) -> str:
-    return f"all {world_size} ranks answer, so one of them came later than the group's timeout"
+    return f"all {world_size} ranks answer, so one of them launched it later than the group's timeout"
