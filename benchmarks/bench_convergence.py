@@ -144,7 +144,10 @@ def _draw(models: dict[str, dict[str, dict[str, Any]]]) -> None:
                 curves = wires[wire]["curves"]
                 _band(left, curves, colours[wire], wire)
                 _band(right, _over(curves, first), colours[wire], "")
-            spread = [[value - statistics.mean(c) for value, c in zip(curve, zip(*first))] for curve in first]
+            spread = [
+                [value - statistics.mean(c) for value, c in zip(curve, zip(*first, strict=True), strict=True)]
+                for curve in first
+            ]
             _band(right, spread, "0.6", "fp32's own seeds, about their mean", width=0)
             left.set(title=model, xlabel="optimizer steps", ylabel="training loss", yscale="log")
             right.set(title=f"{model}, over fp32", xlabel="optimizer steps", ylabel="with the same seed")

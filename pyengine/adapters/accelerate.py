@@ -255,7 +255,7 @@ class WindowAccelerator:
             self._settings = replace(self._settings, accumulate=sync.gradient_accumulation_steps)
             if sync.scaler is not None:  # the next engine goes on from here
                 self._accelerator.scaler.load_state_dict(sync.scaler.state_dict())
-                self._accelerator._custom_objects.remove(sync.scaler)
+                self._accelerator._custom_objects.remove(sync.scaler)  # noqa: SLF001 - register_for_checkpointing has no opposite
             sync.close()
             del self.sync
         return self._accelerator.free_memory(*objects)

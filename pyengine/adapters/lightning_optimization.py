@@ -158,7 +158,7 @@ def _hooks(strategy: Strategy, loss: Tensor) -> Iterator[None]:
 
 def _step(strategy: Strategy, sync: Sync, optimizer: Optimizer) -> None:
     """Run the hooks that look at gradients, and step."""
-    strategy.precision_plugin._after_closure(_module(strategy), optimizer)
+    strategy.precision_plugin._after_closure(_module(strategy), optimizer)  # noqa: SLF001 - its hooks before a step
     sync.step(optimizer)
 
 

@@ -47,7 +47,7 @@ class Dealer:
         self._sampler = sampler.shard(rank=0, world_size=1)
         self._name = name
         if store is None and dist.is_initialized():
-            store = dist.distributed_c10d._get_default_store()
+            store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
         self._store = dist.HashStore() if store is None else store
         self._rounds = 0
         self._left = list(range(self.micro_batches))

@@ -98,7 +98,7 @@ class WindowSampler(Sampler[list[int]]):
         if rank >= world_size:
             raise ValueError(f"rank={rank}: need 0 to {world_size - 1}, since world_size={world_size}")
         other = copy(self)
-        other.rank, other.world_size, other._due = rank, world_size, None
+        other.rank, other.world_size, other._due = rank, world_size, None  # noqa: SLF001 - a copy of this object
         return other
 
     def set_epoch(self, epoch: int, *, window: int = 0, due: Collection[int] | None = None) -> None:

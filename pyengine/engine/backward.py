@@ -75,7 +75,7 @@ def _factor(node: Any) -> float | None:
     is_product = node.name() == "MulBackward0"
     other = getattr(node, "_saved_other", None)
     if other is None and is_product:
-        other = node._saved_self
+        other = node._saved_self  # noqa: SLF001 - autograd's names for saved tensors
     if not isinstance(other, Tensor) or other.dim() or runs_ahead(other.device):
         return None
     value = float(other)

@@ -345,7 +345,7 @@ class _RowHooks:
         target = self.target
         if target.row is None or not module.training:
             return
-        if target.may_be_in_backward and torch._C._current_graph_task_id() != -1:
+        if target.may_be_in_backward and torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - whether a backward runs
             self._own = _swap(module, target.rows[-1][self.index])
             return
         target.was_called = True
@@ -361,7 +361,7 @@ class _RowHooks:
 
 def _row_hooks(module: nn.Module) -> _RowHooks:
     """Return the module's hooks; register them if need be."""
-    for hook in module._forward_pre_hooks.values():
+    for hook in module._forward_pre_hooks.values():  # noqa: SLF001 - torch lists hooks nowhere else
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, _RowHooks):
             return owner
@@ -371,7 +371,7 @@ def _row_hooks(module: nn.Module) -> _RowHooks:
 
 
 def _swap(module: nn.Module, row: _Row) -> _Row:
-    buffers = module._buffers
+    buffers = module._buffers  # noqa: SLF001 - entries are exchanged, past __setattr__
     mean, var, calls = (buffers[name] for name in _STATISTICS)
     assert mean is not None and var is not None and calls is not None
     for name, buffer in zip(_STATISTICS, row, strict=True):

@@ -370,7 +370,7 @@ def without_fabric(source: Any) -> Any:
     """Return what Lightning Fabric's `setup` has wrapped; anything else as it is."""
     # By name: lightning takes seconds to import, and need not be there.
     is_wrapper = any(kind.__name__ == "_FabricModule" for kind in type(source).__mro__)
-    return source._forward_module if is_wrapper else source
+    return source._forward_module if is_wrapper else source  # noqa: SLF001 - `.module` is the model without DDP
 
 
 def wrapped_problems(source: object) -> list[str]:

@@ -94,7 +94,7 @@ class TrainedParameters:
 
     def _remember(self) -> None:
         modules = [] if self._module is None else [*self._module.modules()]
-        self._dicts = [each for module in modules for each in (module._parameters, module._modules)]
+        self._dicts = [each for module in modules for each in (module._parameters, module._modules)]  # noqa: SLF001 - the dicts themselves
         self._tree = self._members()
 
     def _members(self) -> list[object]:

@@ -110,7 +110,7 @@ class GradMarks:
         self._handles = [
             param.register_post_accumulate_grad_hook(partial(look, name))
             for name, param in zip(self._names, self._params, strict=True)
-            if param._post_accumulate_grad_hooks
+            if param._post_accumulate_grad_hooks  # noqa: SLF001 - torch lists hooks nowhere else
         ]
 
     def release(self) -> None:

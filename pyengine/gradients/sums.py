@@ -73,7 +73,7 @@ class FlatSum(Sum):
 
     def over(self, plan: BucketPlan) -> Any:
         other = copy(self)
-        other._plan = plan
+        other._plan = plan  # noqa: SLF001 - a copy of this object
         return other
 
     def parts(self, offset: int, numel: int) -> dict[str, Tensor]:

@@ -87,7 +87,9 @@ def check_layout(offsets: tuple[int, ...], numels: tuple[int, ...]) -> int:
         if not numel and offset > MAX_NUMEL:
             raise ValueError(f"slot {index} begins at element {offset}; needed at most 2**40")
     filled = sorted(
-        (offset, numel, index) for index, (offset, numel) in enumerate(zip(offsets, numels)) if numel
+        (offset, numel, index)
+        for index, (offset, numel) in enumerate(zip(offsets, numels, strict=True))
+        if numel
     )
     for (offset, numel, index), (next_offset, _, next_index) in itertools.pairwise(filled):
         if offset + numel > next_offset:

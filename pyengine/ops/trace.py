@@ -16,7 +16,7 @@ def span(name: str, index: int | None = None) -> AbstractContextManager[object]:
     Cost: a record_function costs some 10 µs also where nobody looks, so there is none then: asking costs 0.3
     µs. On CUDA nothing says whether a tool looks, and an NVTX range costs about 1 µs.
     """
-    if torch.autograd._profiler_enabled():
+    if torch.autograd._profiler_enabled():  # noqa: SLF001 - torch has no public name for it
         return record_function(_title(name, index))
     if torch.cuda.is_initialized():
         return torch.cuda.nvtx.range(_title(name, index))

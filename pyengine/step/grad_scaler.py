@@ -134,6 +134,6 @@ def copy_of(scaler: torch.amp.GradScaler) -> GradScaler:
             f"the loss scaler is a {type(scaler).__name__}, whose own ways would be lost: need a "
             "torch.amp.GradScaler, which the engine takes over, or a pyengine.GradScaler"
         )
-    ours = GradScaler(scaler._device, enabled=scaler.is_enabled())
+    ours = GradScaler(scaler._device, enabled=scaler.is_enabled())  # noqa: SLF001 - torch has no public name for it
     ours.load_state_dict(scaler.state_dict())
     return ours

@@ -141,7 +141,7 @@ class BucketPart(BucketMemory):
 
     def __init__(self, whole: BucketMemory, bounds: slice, *, index: int, num_parts: int) -> None:
         number = whole.number * num_parts + index
-        super().__init__(number, bounds.stop - bounds.start, whole._device, [])
+        super().__init__(number, bounds.stop - bounds.start, whole._device, [])  # noqa: SLF001 - of the same class
         self.turn, self.payloads = whole.next_turn(), whole.payloads
         self._whole, self._bounds = whole, bounds
 

@@ -145,7 +145,7 @@ def _one_is_late(kind: str) -> None:
 
     with mock.patch.object(used_anywhere.UsedAnywhere, "all_reduce", tell_late), _streams() as by_hosts:
         sync, forward = _engine(kind, _Experts(2), "fp32")
-        for window in range(2):
+        for window in range(2):  # noqa: B007 - tell_late reads it
             for _ in range(2):
                 with sync.accumulate():
                     sync.backward(forward(torch.ones(2, 4), [0, 1] if rank == 0 else [0]))

@@ -96,7 +96,7 @@ def _tensors(draw: Draw, memory: Memory, plan: BucketPlan) -> Any:
     dtypes = (draw.pick(DTYPES),)
     tensors: Any = [None if draw.once_in(8) else memory.tensor(n, dtypes) for n in plan.numels]
     if draw.once_in(32):
-        tensors = tensors + [None] if draw.once_in(2) else tensors[1:]
+        tensors = [*tensors, None] if draw.once_in(2) else tensors[1:]
     if draw.once_in(32):
         return draw.pick((tuple(tensors), None, 3, iter(tensors), "ab"))
     if not draw.once_in(4):

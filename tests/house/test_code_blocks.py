@@ -114,7 +114,7 @@ def _executed(block: Block, names: dict[str, Any]) -> dict[str, Any]:
     """
     module = sys.modules["block"] = ModuleType("block")
     vars(module).update(names)
-    exec(compile(block.code, str(block), "exec"), vars(module))  # noqa: S102 - our own pages
+    exec(compile(block.code, str(block), "exec"), vars(module))
     return vars(module)
 
 

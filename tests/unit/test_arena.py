@@ -231,7 +231,7 @@ def test_one_look_at_a_dead_rank_fails_nothing_and_two_in_a_row_do(monkeypatch):
     monkeypatch.setattr(ProcessId, "state", lambda *_: state)
     with _arenas(2) as arenas:
         work = _reduce(arenas[0], torch.ones(3))
-        for state in ("dead", "running", "dead"):
+        for state in ("dead", "running", "dead"):  # noqa: B007 - ProcessId.state returns it
             while not arenas[0]._core.missing():
                 pass
             look(arenas[0], 0.0)

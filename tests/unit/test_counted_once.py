@@ -103,7 +103,9 @@ def _norm(counted: Sequence[Sequence[bool]], held: Sequence[Sequence[int]]) -> l
     return found[len(held) :]
 
 
-SHAPES = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(lambda sizes: dict(zip(AXES, sizes)))
+SHAPES = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(
+    lambda sizes: dict(zip(AXES, sizes, strict=False))
+)
 # What an axis of a mesh is: dense parameters are summed over the first two, experts over the second.
 ROLES = st.tuples(*[st.sampled_from(["replicate", "group", "shard", "other"])] * 3)
 SOME_AXES = st.sets(st.sampled_from(AXES), min_size=1).map(frozenset)
@@ -126,7 +128,9 @@ PARAMS = st.lists(
 @settings(max_examples=100, deadline=None)
 @given(SHAPES, ROLES, PARAMS)
 def test_every_element_counts_once_over_any_mesh_and_any_groups(shape, roles, params):
-    of_role = {role: tuple(name for name, its in zip(shape, roles) if its == role) for role in roles}
+    of_role = {
+        role: tuple(name for name, its in zip(shape, roles, strict=False) if its == role) for role in roles
+    }
     group = of_role.get("group", ())
     names = [*of_role.get("replicate", ()), *group]
     assume(names)

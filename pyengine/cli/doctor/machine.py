@@ -15,7 +15,7 @@ from pyengine.cli import cpu
 from pyengine.cli.doctor.finding import Finding, fail, ok, warn
 
 CGROUP = Path("/sys/fs/cgroup")
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - its size is read, nothing is written
 _SMALL_SHARED_MEMORY = 2**30  # Docker gives 64 MiB, a DataLoader's workers fill that with a few batches
 _FEW_FILES = 1024
 _LITTLE_SPACE = 100 * 2**20

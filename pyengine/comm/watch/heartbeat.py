@@ -123,7 +123,7 @@ def line_of(thread: int) -> str:
 
     It is the innermost line outside of PyTorch, Python's library and this package.
     """
-    frame = sys._current_frames().get(thread)
+    frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented, despite its name
     innermost, called = frame, ""
     while frame is not None and _is_library(frame):
         if frame.f_code.co_filename.startswith(_OURS):

@@ -136,7 +136,7 @@ class StallWatch:
         def keep(done: Future[Any]) -> None:
             self_or_none = watch()
             if self_or_none is not None:
-                self_or_none._promises.pop(id(promise), None)
+                self_or_none._promises.pop(id(promise), None)  # noqa: SLF001 - of this object, if it still exists
             promise.keep(done)
 
         watch = weakref.ref(self)

@@ -106,7 +106,7 @@ def keep_buffers(model: nn.Module) -> Callable[[], None]:
     kept = [
         (module, name, buffer, buffer.detach().clone())
         for module in model.modules()
-        for name, buffer in module._buffers.items()
+        for name, buffer in module._buffers.items()  # noqa: SLF001 - with the module that holds each
         if buffer is not None
     ]
 
@@ -114,7 +114,7 @@ def keep_buffers(model: nn.Module) -> Callable[[], None]:
     def put_back() -> None:
         for module, name, buffer, values in kept:
             buffer.copy_(values)
-            module._buffers[name] = buffer
+            module._buffers[name] = buffer  # noqa: SLF001
 
     return put_back
 

@@ -115,7 +115,7 @@ def _nothing() -> None:
 
 
 def _backend(group: Any, device: torch.device) -> str:
-    name: str = group._get_backend(device).name()
+    name: str = group._get_backend(device).name()  # noqa: SLF001 - `dist.get_backend` has no device
     return name.lower()
 
 

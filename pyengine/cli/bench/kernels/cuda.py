@@ -102,7 +102,7 @@ class Queued:
         """Return seconds; sleep longer and try again when the host was too slow."""
         while True:
             start, end = _event(), _event()
-            torch.cuda._sleep(self._sleep)
+            torch.cuda._sleep(self._sleep)  # noqa: SLF001 - as torch's own benchmarks
             start.record()
             self._run()
             end.record()

@@ -203,7 +203,7 @@ class Accelerate(Variant):
         from accelerate.utils import GradientAccumulationPlugin
 
         for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
+            state._reset_state()  # noqa: SLF001 - nothing public makes an Accelerator forget the one before
         plugin = GradientAccumulationPlugin(num_steps=len(self.micro_batches), sync_with_dataloader=False)
         self.accelerator = Accelerator(cpu=self.device.type == "cpu", gradient_accumulation_plugin=plugin)
         self.forward, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
