@@ -15,6 +15,7 @@ if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "pyengine":
 from pyengine import ops, telemetry, wire
 from pyengine.audit.finding import AuditError, Finding
 from pyengine.audit.handle import Audit, audit
+from pyengine.checkpoint.checkpoints import Checkpoint, Checkpoints
 from pyengine.comm.axes import Axes
 from pyengine.comm.launching import launch
 from pyengine.data.batch_plan import BatchPlan, plan_batch, scale_lr, warm_up
@@ -22,7 +23,6 @@ from pyengine.data.dealer import Dealer
 from pyengine.data.rng import micro_batch_rng, sample_rng, seed_everything, seed_rank, worker_init
 from pyengine.data.sampler import WindowSampler
 from pyengine.engine.attach import attach
-from pyengine.engine.checkpoint.checkpoints import Checkpoint, Checkpoints
 from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.sync import Sync
 from pyengine.engine.window import MicroBatch

@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from pyengine.engine.checkpoint.loading import load
+from pyengine.checkpoint.loading import load
 
 _PART = re.compile(r"rank \d+ of \d+")
 

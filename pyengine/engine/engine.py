@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 from torch.nn import Parameter
 
+from pyengine.checkpoint.snapshot import Snapshot, identify
 from pyengine.comm.base import Comm
 from pyengine.data.rng import set_rng_states
 from pyengine.engine.batch_norm import BatchNormReplay, batch_norm_problems
 from pyengine.engine.batch_norm import batch_norms as batch_norms_of
-from pyengine.engine.checkpoint.snapshot import Snapshot, identify
 from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
 from pyengine.engine.handshake import Shares, agree, narrow_problems, problems_of, resized
 from pyengine.engine.ownership import Ownership, owned_problems

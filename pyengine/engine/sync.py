@@ -16,10 +16,10 @@ from torch.nn import Parameter
 from pyengine.audit.handle import check_device, check_every
 from pyengine.data.dealer import Dealer
 from pyengine.engine.backward import checked_backward
-from pyengine.engine.checkpoint.resume import load_states, take_snapshot
 from pyengine.engine.counting import CountOf, due_count, one_loss, weigh
 from pyengine.engine.engine import Engine
 from pyengine.engine.loop import Batch, Window, single_micro_batch, windows
+from pyengine.engine.resume import load_states, take_snapshot
 from pyengine.engine.window import MicroBatch
 from pyengine.engine.window_audit import WindowAudit
 from pyengine.ops.device import HOST, flush

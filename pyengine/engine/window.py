@@ -51,10 +51,10 @@ import torch
 from torch import Tensor, nn
 
 from pyengine.audit.finding import AuditError
+from pyengine.checkpoint.snapshot import Snapshot
 from pyengine.comm.base import Comm
 from pyengine.engine.backward import BeforeBackward, checked_backward, divided_by
 from pyengine.engine.batch_norm import BatchNormReplay
-from pyengine.engine.checkpoint.snapshot import Snapshot
 from pyengine.engine.handshake import Shares
 from pyengine.engine.kept_grads import KeptGrads
 from pyengine.engine.trained import TrainedParameters

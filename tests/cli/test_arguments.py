@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import resource
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -63,19 +60,6 @@ def test_bad_argument_says_what_was_got_and_needed(
         main([name, *arguments])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["train", "verify", "study", "bench"])
-def test_too_few_open_files_are_told_before_anything_is_started(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (40, 40))
-    with pytest.raises(SystemExit, match="2"):
-        main([command])
-    said = capsys.readouterr()
-    assert re.search(r"argument --workers: workers=\d+ need \d+ open files .* `ulimit -n \d+`", said.err)
-    assert (said.out, list(tmp_path.iterdir())) == ("", [])
 
 
 def test_plan_takes_any_number_of_workers_since_it_starts_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pyengine.engine.checkpoint.snapshot import Snapshot
+from pyengine.checkpoint.snapshot import Snapshot
 
 
 def content(state: dict[str, Any]) -> dict[str, Any]:

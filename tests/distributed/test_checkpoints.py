@@ -22,8 +22,8 @@ from cases import me
 from torch import nn
 
 import pyengine as pe
-from pyengine.engine.checkpoint import state_file
-from pyengine.engine.checkpoint.state_file import Origin
+from pyengine.checkpoint import state_file
+from pyengine.checkpoint.state_file import Origin
 
 STATE = {"weights": torch.arange(1000, dtype=torch.float32), "step": 3, "name": "run"}
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wire_cases import FEEDBACK
 
 import pyengine as pe
-from pyengine.engine.checkpoint.checksum import checksum
+from pyengine.checkpoint.checksum import checksum
 
 WIRE = FEEDBACK["int8"]
 SIZES = (40, 3, 77)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
+from pyengine.checkpoint.checksum import checksum
 from pyengine.data.rng import rank_and_world_size
-from pyengine.engine.checkpoint.checksum import checksum
 
 KINDS = ("own", "narrow", "exact", "attach")
 

@@ -20,7 +20,7 @@ from kill_orders import Board, Order
 from torch import Tensor, nn
 
 import pyengine as pe
-from pyengine.engine.checkpoint import state_file
+from pyengine.checkpoint import state_file
 
 MICRO_BATCHES = 8
 

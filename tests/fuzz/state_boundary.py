@@ -19,9 +19,9 @@ from draw import LARGE, Draw
 from torch import Tensor, nn
 
 import pyengine as pe
+from pyengine.checkpoint import state_file
+from pyengine.checkpoint.checksum import checksum
 from pyengine.data.rng import rng_states, set_rng_states
-from pyengine.engine.checkpoint import state_file
-from pyengine.engine.checkpoint.checksum import checksum
 
 OWNER = "rank 0 of 1"
 KINDS = ("fp32", "exact")

@@ -23,6 +23,7 @@ FLOORS = [
     "window",
     "step",
     "gradients",
+    "checkpoint",
     "audit",
     "data",
     "engine",

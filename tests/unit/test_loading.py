@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyengine.engine.checkpoint.checksum import checksum
-from pyengine.engine.checkpoint.loading import check_loads, check_tensors, load
+from pyengine.checkpoint.checksum import checksum
+from pyengine.checkpoint.loading import check_loads, check_tensors, load
 
 
 def _file(value: Any, **options: Any) -> io.BytesIO:

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import pyengine as pe
+from pyengine.checkpoint.checksum import checksum as summed
 from pyengine.data.rng import derive, rng_problem, rng_refusal, rng_states
-from pyengine.engine.checkpoint.checksum import checksum as summed
 
 GENERATORS = ("random", "numpy", "torch", "accelerator", "xla")
 

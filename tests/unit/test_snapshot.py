@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyengine.engine.checkpoint.snapshot import Identity, Snapshot, disjoint, in_order, merge
+from pyengine.checkpoint.snapshot import Identity, Snapshot, disjoint, in_order, merge
 from pyengine.ops.exact import ExactSum
 from pyengine.ops.plan import BucketPlan
 

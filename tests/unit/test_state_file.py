@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from pyengine.engine.checkpoint import state_file
+from pyengine.checkpoint import state_file
 
 GOOD = {"format": 1, "step": 1, "rank": 0, "world_size": 1, "save": "x", "bytes": 0, "crc32": 0}
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyengine.engine.checkpoint.checkpoints import Checkpoints
+from pyengine.checkpoint.checkpoints import Checkpoints
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from pyengine.engine.checkpoint.loading import check_loads, check_tensors, load, naming_foreign
+from pyengine.checkpoint.loading import check_loads, check_tensors, load, naming_foreign
 
 FORMAT = 1
 

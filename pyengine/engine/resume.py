@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pyengine.checkpoint.snapshot import Snapshot, disjoint, in_order, merge, share_residuals
 from pyengine.data.rng import rng_refusal, rng_states
-from pyengine.engine.checkpoint.fit import problems
-from pyengine.engine.checkpoint.snapshot import Snapshot, disjoint, in_order, merge, share_residuals
 from pyengine.engine.engine import Engine
+from pyengine.engine.fit import problems
 from pyengine.engine.handshake import raise_problems
 from pyengine.window.counter import State, share_of_rest
 

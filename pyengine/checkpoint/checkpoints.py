@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pyengine.checkpoint import state_file
+from pyengine.checkpoint.state_file import NewerFormat, Origin
 from pyengine.comm import comm_for
-from pyengine.engine.checkpoint import state_file
-from pyengine.engine.checkpoint.state_file import NewerFormat, Origin
 
 _NAME = re.compile(r"step-([0-9]+)\.rank-([0-9]+)-of-([0-9]+)\.pt")
 

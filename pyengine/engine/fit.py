@@ -11,9 +11,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from pyengine.checkpoint.snapshot import Identity, Snapshot, is_whole
 from pyengine.data.rng import rng_problem
-from pyengine.engine.checkpoint.fields import is_whole
-from pyengine.engine.checkpoint.snapshot import Identity, Snapshot
 from pyengine.engine.engine import Engine
 from pyengine.gradients.own import BucketReducer
 from pyengine.gradients.slots import local

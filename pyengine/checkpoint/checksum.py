@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyengine.engine.checkpoint.loading import tensor_problem
+from pyengine.checkpoint.loading import tensor_problem
 
 _DEEPEST = 64  # containers in each other: a state has some six, and one that holds itself has no end
 

@@ -1,0 +1,1 @@
+"""What a run has saved, as plain data and files: nothing of it needs an engine."""
