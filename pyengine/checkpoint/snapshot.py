@@ -302,14 +302,14 @@ def _merge_sums(name: str, snapshots: Sequence[Snapshot], device: torch.device) 
     for other in others:
         total.merge_(other)
     numel = next(parts["bins"].numel() * BLOCK for parts in everybody if parts)
-    return {**total.parts(0, numel), "nonfinite": torch.cat(flags)}
+    return {**total.slot_state(0, numel), "nonfinite": torch.cat(flags)}
 
 
 def _exact(parts: dict[str, Tensor], terms: int) -> ExactSum:
     blocks = parts["bins"].numel()
     numel = max(1, blocks) * BLOCK
     total = ExactSum(BucketPlan([0], [numel]), numel=numel, terms=terms, device=parts["limbs"].device)
-    for name, part in total.parts(0, blocks * BLOCK).items():
+    for name, part in total.slot_state(0, blocks * BLOCK).items():
         part.copy_(parts[name])
     return total
 

@@ -148,14 +148,14 @@ def _attach_ddp(
 
 def _travel_by(state: HookState, ranks: EngineRanks, settings: Settings) -> None:
     """Let DDP's buckets travel by a transport of the engine's."""
-    state.serve(settings.wire)
+    state.set_wire(settings.wire)
     device = ranks.device
     comm: Comm = ranks.comm
     if ranks.has_mesh:
         comm = TorchDist(state.group, device)  # the ranks of DDP are some of the engine's
         comm.join(ranks.comm)
     comm = ranks.for_buckets(comm, shared_memory=settings.shared_memory)
-    state.travel_by(comm, device)
+    state.set_comm(comm, device)
     prepare_wire(settings.wire, [comm], ranks.comm)
 
 

@@ -23,7 +23,7 @@ from pyengine.engine.window import Window
 from pyengine.gradients.base import Reducer
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.layout import ParamSpec
-from pyengine.gradients.marks import BARE
+from pyengine.gradients.marks import REMEDY
 from pyengine.gradients.settings import Settings
 from pyengine.ops.device import flush, is_lazy
 from pyengine.window.counter import State
@@ -69,7 +69,7 @@ class Engine:
         self.is_exact = settings.kind == "exact"
         # Whether ranks share batches, or sum parts of other ranks' parameters: then no rank can load another
         # one's state.
-        self.holds_parts = batch is not None or reducer.saves_parts
+        self.holds_parts = batch is not None or reducer.saves_local_sums
         # What a state has to fit.
         self.identity = identify(
             settings.kind,
@@ -121,7 +121,7 @@ class Engine:
         if before not in (None, version) and "bare" not in self.window.warned:
             self.window.warned.add("bare")
             warnings.warn(
-                f"{BARE}; call sync.step(optimizer) in place of optimizer.step(): {self.window.name} are "
+                f"{REMEDY}; call sync.step(optimizer) in place of optimizer.step(): {self.window.name} are "
                 "trained past their engine, on gradients of this rank alone. (Call sync.close() where that "
                 "is meant)",
                 stacklevel=2,
@@ -177,7 +177,7 @@ class Engine:
         self.window.reset(part if due is not None else None)
         self.kept_grads.load(part.carry, is_open=due is not None)
         self._load_residuals(part)
-        self.window.marks.take()
+        self.window.marks.record()
         self.verdicts.restart(part.steps)
         self._opened_at = part.window
         if due is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyengine.gradients.published import parts
+from pyengine.gradients.published import local_grads
 from pyengine.gradients.slots import as_gradient, local
 from pyengine.ops.device import runs_ahead
 
@@ -143,7 +143,7 @@ class KeptGrads:
         before: Sequence[Tensor | None] = self._kept or [None] * len(self._params)
         left = [
             None if grad is None or index in self._used else grad.clone()
-            for index, grad in enumerate(parts(self._params))
+            for index, grad in enumerate(local_grads(self._params))
         ]
         if self._found_inf is None or not any(grad is not None for grad in left):
             return left

@@ -254,7 +254,7 @@ def _misfits(engine: Engine, snapshots: list[Snapshot], own: list[Snapshot], *, 
         with_it = "no loss scale and this engine one" if has_scaler else "a loss scale and this engine none"
         found.append(f"states have {with_it}: set sync.scaler as it was before sync.load_state_dict")
     if any(s.places for s in snapshots):
-        found += engine.reducer.refuses_load()
+        found += engine.reducer.load_problems()
     if own and not found:
         refusal = rng_refusal(own[0].rng)
         found += [f"state of {own[0].owner} has {refusal}"] if refusal else []

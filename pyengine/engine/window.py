@@ -253,7 +253,7 @@ class Window:
         self.end_run()
         self.counter.pad(last=last)
         self.is_padding = True
-        self.reducer.pad()
+        self.reducer.begin_padding()
 
     def end_hand_out(self) -> None:
         """Note that the loop gets no further micro-batch; backwards that are still due may follow."""
@@ -287,7 +287,7 @@ class Window:
         if self.resumed is not None:
             self.reducer.load(self.resumed.sums, done=len(self.resumed.places))
             self.resumed = None
-        self.marks.take()
+        self.marks.record()
         self.marks.watch_hooks(self._refuse_taken)
 
     @contextmanager
@@ -336,7 +336,7 @@ class Window:
                     )
                 raise
             finally:
-                self.marks.take()
+                self.marks.record()
         finally:
             self._running.release()
 
@@ -359,7 +359,7 @@ class Window:
             with self.launch_header() as header, self.reducer.overlap(header, roots):
                 yield
         elif not made._ends_run:
-            with self.reducer.keep():
+            with self.reducer.leave_in_grad():
                 yield
         else:
             with self.reducer.add():
@@ -373,7 +373,7 @@ class Window:
         self.counts.is_silent |= not made._is_stated
         is_dropped: bool | Tensor = False
         if self.dropping is not None:
-            is_dropped = self.dropping.look(made._index, made.loss)
+            is_dropped = self.dropping.check(made._index, made.loss)
             self.batch_norms.drop(is_dropped)
         if not self.is_padding:
             self.runs.add(ends=made._ends_run)
@@ -407,8 +407,8 @@ class Window:
         """Keep backwards of padding from changing gradients that are not the engine's."""
         if not self.is_padding:
             return nullcontext()
-        self.reducer.spare(())
-        return BeforeBackward(self.reducer.spare)
+        self.reducer.preserve_grads(())
+        return BeforeBackward(self.reducer.preserve_grads)
 
     # ---- launch ----
 
@@ -432,7 +432,7 @@ class Window:
         self.end_run()
         with self.clock.phase("exposed_sync"), self.launch_header() as header:
             self.reducer.reduce(header)
-        self.marks.take()
+        self.marks.record()
 
     @contextmanager
     def launch_header(self) -> Iterator[Header]:
@@ -540,7 +540,7 @@ class Window:
             self.batch_norms.wait()
         self.verdict = verdict = self._conclude(header, has_gradient=has_gradient)
         if not header.was_refused:
-            self.reducer.residuals.settle(self.final.found_inf)
+            self.reducer.residuals.drop_if(self.final.found_inf)
         self.counter.state = State.LANDED
         self.verdicts.append(verdict)
         if self.scaler is not None:
@@ -553,8 +553,8 @@ class Window:
                 raise
         if changed:
             with suppress(RuntimeError):  # `wait` raises it, behind what ranks conclude together
-                self.refuse(self.marks.described(changed, "behind the window's end"))
-        self.published.mark()
+                self.refuse(self.marks.describe(changed, "behind the window's end"))
+        self.published.record()
         return verdict
 
     def _conclude(self, header: Header, *, has_gradient: bool) -> Verdict:
@@ -600,14 +600,14 @@ class Window:
         """
         if has_changed := has_changed or self.published.has_changed():
             self.published.read(self.final)
-            self.published.mark()
+            self.published.record()
         self.final.renew_norm(was_read=has_changed)
 
     def scale_(self, factor: Tensor) -> None:
         """Multiply the gradients by a factor, 0-dim; where the host may look and sees 1, there is no pass."""
         if self.is_late or runs_ahead(self.device) or float(factor) != 1:
             self.published.scale_(factor.float())
-            self.published.mark()
+            self.published.record()
 
     def step(
         self,
@@ -679,7 +679,7 @@ class Window:
             self.verdicts.count_step()
         self.counter.state = State.USED
         self.kept_grads.use(stepped, self.final.found_inf)
-        self.marks.take()
+        self.marks.record()
         flush(self.device)
 
     def _update_scale(self) -> None:
@@ -792,7 +792,7 @@ class Window:
         was_refused = header is not None and header.was_refused  # no window of all ranks
         self.counter.close(completed=self.counter.is_sent and not was_refused)
         self.kept_grads.clear()
-        self.marks.take()
+        self.marks.record()
         self.reset()
 
     # ---- refusals ----
@@ -833,7 +833,7 @@ class Window:
         is_open = self._has_begun and self.counter.state is State.OPEN
         if is_open and (found := self.written_past()):
             self.refuse(found[0])
-            self.marks.take()
+            self.marks.record()
 
     def written_past(self) -> tuple[str, bool | Tensor] | None:
         """Find gradients that were written past the engine since its last look.
@@ -844,15 +844,15 @@ class Window:
         """
         if self._has_begun and self.counter.state is State.OPEN:
             changed = self.marks.changed()
-            return (self.marks.described(changed, "between micro-batches"), True) if changed else None
-        if strays := self.marks.strays():
-            return self.marks.described(strays, "between windows"), True
-        if self.reducer.has_moved or is_lazy(self.device):
+            return (self.marks.describe(changed, "between micro-batches"), True) if changed else None
+        if strays := self.marks.written_outside_grad():
+            return self.marks.describe(strays, "between windows"), True
+        if self.reducer.has_replaced_grad or is_lazy(self.device):
             return None
         # What no optimizer has used is the user's to change: it counts into this window.
         changed = [index for index in self.marks.written() if not self.kept_grads.keeps(index)]
-        found = self.marks.hold(changed)
-        return None if found is None else (self.marks.described(changed, "between windows"), found)
+        found = self.marks.any_nonzero(changed)
+        return None if found is None else (self.marks.describe(changed, "between windows"), found)
 
     def refuse_written_past(self) -> None:
         """Raise RuntimeError if gradients were written past the engine since its last look."""
@@ -1038,7 +1038,7 @@ class MicroBatch:
             )
         with self._window.last_backward(self, roots):
             yield
-        self._window.marks.take()
+        self._window.marks.record()
 
     @contextmanager
     def only_backward(self, root: Tensor) -> Iterator[None]:

@@ -63,12 +63,12 @@ class Reducer(ABC):
     held_bytes = 0
 
     @property
-    def has_moved(self) -> bool:
+    def has_replaced_grad(self) -> bool:
         """Whether the owner has given `.grad` other memory by itself since the last `finish`."""
         return False
 
     @property
-    def saves_parts(self) -> bool:
+    def saves_local_sums(self) -> bool:
         """Whether `save` returns sums of what this rank holds of its parameters, which no other rank could
         load.
         """
@@ -97,13 +97,13 @@ class Reducer(ABC):
     def before_forward(self, *, syncs: bool) -> None:
         """Note that a micro-batch was handed out, and whether it is known to be the window's last."""
 
-    def pad(self) -> None:
+    def begin_padding(self) -> None:
         """Note that the micro-batch handed out is padding: neither its gradients nor what its forward writes
         into buffers may remain. Called only where `has_collective_forwards`.
         """
         raise NotImplementedError
 
-    def spare(self, roots: Sequence[Tensor | GradientEdge]) -> None:
+    def preserve_grads(self, roots: Sequence[Tensor | GradientEdge]) -> None:
         """Let a backward of padding leave the `.grad` of all leaves as it is, also of those that the caller
         owns: parameters that FSDP2 ignores, and whatever is behind `roots`.
 
@@ -134,7 +134,7 @@ class Reducer(ABC):
         self.collect()
 
     @contextmanager
-    def keep(self) -> Iterator[None]:
+    def leave_in_grad(self) -> Iterator[None]:
         """Leave the gradients of the backward in the body where autograd adds those of the next micro-batch,
         instead of `add` or `collect`. Launches no collective.
         """
@@ -153,13 +153,13 @@ class Reducer(ABC):
         """
         return None
 
-    def strays(self) -> Sequence[int]:
+    def written_outside_grad(self) -> Sequence[int]:
         """Return the parameters, by index, whose gradient was written elsewhere than to `.grad` since
-        `forget_strays`.
+        `clear_written_outside_grad`.
         """
         return ()
 
-    def forget_strays(self) -> None:
+    def clear_written_outside_grad(self) -> None:
         """Note that all of `strays` are accounted for."""
 
     def observe(self, observer: Observer) -> None:
@@ -273,7 +273,7 @@ class Reducer(ABC):
         for bucket in self.buckets():
             bucket.load(saved, [self.names[index] for index in bucket.indices], done=done)
 
-    def refuses_load(self) -> list[str]:
+    def load_problems(self) -> list[str]:
         """Return the reasons why `load` cannot work here; empty if it can."""
         return []
 

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from pyengine.gradients.arrival import Watch
 from pyengine.gradients.layout import ALIGN_ELEMENTS
 from pyengine.gradients.local_part import grad_version
-from pyengine.gradients.slots import Saved, load_parts, saved_flags, slot_gradient
+from pyengine.gradients.slots import Saved, load_slot_state, saved_flags, slot_gradient
 from pyengine.gradients.sums import Sum
 from pyengine.ops.device import runs_ahead
 from pyengine.ops.plan import BucketPlan
@@ -189,15 +189,15 @@ class Bucket(Accumulator):
 
         return blame
 
-    def parts(self, slot: int) -> dict[str, Tensor]:
+    def slot_state(self, slot: int) -> dict[str, Tensor]:
         """Return the sum of one slot, by name of its parts (see `Saved`); behind `resume` its memory."""
-        return self.total.parts(self.plan.offsets[slot], self.plan.numels[slot])
+        return self.total.slot_state(self.plan.offsets[slot], self.plan.numels[slot])
 
     def save(self, names: Sequence[str]) -> Saved:
         columns = torch.stack(self.flagged, 1).unbind() if self.flagged else ()
         flags = [{"nonfinite": column} for column in columns] or [{}] * len(names)
         return {
-            name: {part: tensor.clone() for part, tensor in {**self.parts(slot), **flags[slot]}.items()}
+            name: {part: tensor.clone() for part, tensor in {**self.slot_state(slot), **flags[slot]}.items()}
             for slot, name in enumerate(names)
             if self.used[slot]
         }
@@ -205,7 +205,7 @@ class Bucket(Accumulator):
     def load(self, saved: Saved, names: Sequence[str], *, done: int) -> None:
         self.resume()
         for slot, name in enumerate(names):
-            load_parts(self.parts(slot), saved.get(name))
+            load_slot_state(self.slot_state(slot), saved.get(name))
         self.used = [name in saved for name in names]
         self.flagged = [*saved_flags(saved, names, done, self.device)]
 

@@ -49,7 +49,7 @@ class Dropping:
         self._bad_losses: dict[int, Tensor] = {}
 
     @torch.no_grad()
-    def look(self, index: int, loss: Tensor | None) -> bool | Tensor:
+    def check(self, index: int, loss: Tensor | None) -> bool | Tensor:
         """Take the gradients of a micro-batch away unless it is finite.
 
         Args:

@@ -170,14 +170,14 @@ class TermsOverRanks(ExactOverRanks):
         self.limbs.zero_()
         self.bins.zero_()
 
-    def parts(self, offset: int, numel: int) -> dict[str, Tensor]:
+    def slot_state(self, offset: int, numel: int) -> dict[str, Tensor]:
         if self._form.is_integers:
-            return super().parts(offset, numel)
+            return super().slot_state(offset, numel)
         whole = -(-numel // BLOCK) * BLOCK
         total = ExactSum(BucketPlan([0], [numel]), numel=whole, terms=self._terms, device=self.hi.device)
         flag = torch.zeros(1, dtype=torch.uint8, device=self.hi.device)
         total.deposit_([self.rounded[offset : offset + numel]], first=True, nonfinite=flag)
-        return total.parts(0, numel)
+        return total.slot_state(0, numel)
 
     def deposit_(self, tensors: TensorList | Pointers, *, first: bool, nonfinite: Tensor) -> None:
         if not first and not self._form.is_integers:

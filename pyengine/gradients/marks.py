@@ -16,7 +16,7 @@ from pyengine.gradients.base import Reducer
 
 _grad, _version = attrgetter("grad"), attrgetter("_version")
 _MAX_NAMED = 3
-BARE = "call sync.backward(loss) in place of loss.backward(), and delete zero_grad"  # the remedy
+REMEDY = "call sync.backward(loss) in place of loss.backward(), and delete zero_grad"  # the remedy
 
 
 class Snapshot:
@@ -70,16 +70,16 @@ class GradMarks:
         self._names, self._params = reducer.names, reducer.params
         self._reducer = reducer
         self._handles: list[Any] = []
-        self.take()
+        self.record()
 
-    def take(self) -> None:
+    def record(self) -> None:
         """Remember how gradients are now."""
         self._then = Snapshot(self._params)
-        self._reducer.forget_strays()
+        self._reducer.clear_written_outside_grad()
 
     def changed(self) -> list[int]:
         """Return the parameters, by index, that have got or lost a gradient since `take` looked."""
-        return sorted({*self.written(), *self.strays()})
+        return sorted({*self.written(), *self.written_outside_grad()})
 
     def watch_hooks(self, refuse: Callable[[str, Tensor], object]) -> None:
         """Refuse, from inside a backward, that a hook of somebody else's takes a gradient away in it.
@@ -119,15 +119,15 @@ class GradMarks:
             handle.remove()
         self._handles = []
 
-    def strays(self) -> Sequence[int]:
+    def written_outside_grad(self) -> Sequence[int]:
         """Return those whose gradient has not come to `.grad`."""
-        return self._reducer.strays()
+        return self._reducer.written_outside_grad()
 
     def written(self) -> list[int]:
         """Return those whose `.grad` is not as it was."""
         return self._then.changed()
 
-    def hold(self, indices: Sequence[int]) -> Tensor | None:
+    def any_nonzero(self, indices: Sequence[int]) -> Tensor | None:
         """Return whether any of these gradients holds more than zeros: bool, 0-dim, on their device, unread.
 
         None where there is none at all. Cost: a read of these gradients.
@@ -135,13 +135,13 @@ class GradMarks:
         grads = [grad for grad in (self._params[index].grad for index in indices) if grad is not None]
         return torch.stack([_dense(grad).any() for grad in grads]).any() if grads else None
 
-    def described(self, indices: Sequence[int], when: str) -> str:
+    def describe(self, indices: Sequence[int], when: str) -> str:
         """Say how to mend it, which parameters these are, and what has become of their gradients."""
         more = f" and {len(indices) - _MAX_NAMED} more" if len(indices) > _MAX_NAMED else ""
         names = ", ".join(repr(self._names[index]) for index in indices[:_MAX_NAMED])
-        strays = self.strays()
+        strays = self.written_outside_grad()
         gone = all(self._params[index].grad is None and index not in strays for index in indices)
-        remedy = "delete zero_grad" if gone else BARE
+        remedy = "delete zero_grad" if gone else REMEDY
         found = "taken away" if gone else "written to"
         return (
             f"{remedy}: the gradient of {names}{more} was {found} {when}, by neither sync.backward nor a "

@@ -323,7 +323,7 @@ class BucketReducer(Reducer):
         self.collect()
 
     @contextmanager
-    def keep(self) -> Iterator[None]:
+    def leave_in_grad(self) -> Iterator[None]:
         with self._observed_once():
             yield
 
@@ -343,11 +343,11 @@ class BucketReducer(Reducer):
             super().observe(observer)
         self._observers.append(observer)
 
-    def strays(self) -> Sequence[int]:
+    def written_outside_grad(self) -> Sequence[int]:
         """Return those that a layer has added to `main_grad` by itself."""
         return [self._slot_params[i] for i in written(self._slot_parts)]
 
-    def forget_strays(self) -> None:
+    def clear_written_outside_grad(self) -> None:
         if written(self._slot_parts):
             for bucket in self._buckets:
                 bucket.forget_written()

@@ -42,7 +42,7 @@ class Published:
         # A lazy device has no memory that the core could address.
         self._rest = [] if is_lazy(device) else [param for param in params if param.dtype in DTYPE_CODES]
         self._lay_out([param for param in self._rest if param.requires_grad])
-        self.mark()
+        self.record()
 
     def _lay_out(self, params: Sequence[Parameter]) -> None:
         """Let these be read by fused calls: a frozen parameter would make a plan longer for nothing."""
@@ -58,9 +58,9 @@ class Published:
         """Return the gradients as their memory lies, by dtype, with what reads them."""
         if unfrozen := [param for param in self._rest if param.grad is not None]:
             self._lay_out(unfrozen)
-        return [(slots, [_flat(grad) for grad in parts(params)]) for params, slots in self._groups]
+        return [(slots, [_flat(grad) for grad in local_grads(params)]) for params, slots in self._groups]
 
-    def mark(self) -> None:
+    def record(self) -> None:
         """Remember the gradients as they are, for `has_changed`."""
         self._then, self._addresses = Snapshot(self._params), self._look()
 
@@ -120,7 +120,7 @@ class Published:
         copies: list[Tensor | None] = []
         for index in indices:
             param = self._params[index]
-            (grad,) = parts([param])
+            (grad,) = local_grads([param])
             if grad is not None and (keeps_elements_elsewhere(grad) or grad.numel() != local(param).numel()):
                 raise ValueError(
                     f"set the .grad of {self._names[index]!r} to a plain tensor of {local(param).numel()} "
@@ -138,7 +138,7 @@ class Published:
         try:
             return [0 if param.grad is None else param.grad.data_ptr() for param in self._params]
         except RuntimeError:  # DTensors and sparse gradients have no address of their own
-            return list(map(_address, parts(self._params)))
+            return list(map(_address, local_grads(self._params)))
 
     @torch.no_grad()
     def largest(self) -> Tensor:
@@ -149,7 +149,7 @@ class Published:
 
         Cost: reads one element.
         """
-        grads = [_dense(grad) for grad in parts(self._params) if grad is not None and grad.numel()]
+        grads = [_dense(grad) for grad in local_grads(self._params) if grad is not None and grad.numel()]
         if not grads:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return get_total_norm(grads, math.inf).double()  # of a maximum every type holds all bits
@@ -162,7 +162,7 @@ class Published:
         Cost: reads one element, and copies it to float64.
         """
         none = torch.zeros((), dtype=torch.float64, device=self._device)
-        grads = parts(self._params)
+        grads = local_grads(self._params)
         return torch.stack([none if grad is None else grad.double().norm() for grad in grads])
 
     @torch.no_grad()
@@ -171,7 +171,7 @@ class Published:
 
         Cost: reads and writes one element.
         """
-        held: list[Any] = [SimpleNamespace(grad=grad) for grad in parts(self._params)]
+        held: list[Any] = [SimpleNamespace(grad=grad) for grad in local_grads(self._params)]
         clip_grad_value_(held, value)
 
 
@@ -179,7 +179,7 @@ def _address(grad: Tensor | None) -> int:
     return 0 if grad is None or grad.layout is not torch.strided else grad.data_ptr()
 
 
-def parts(params: Sequence[Parameter]) -> list[Tensor | None]:
+def local_grads(params: Sequence[Parameter]) -> list[Tensor | None]:
     """Return what this rank holds of every gradient, in its memory; None where there is none."""
     return [None if param.grad is None else local(param.grad) for param in params]
 

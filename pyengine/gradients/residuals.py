@@ -41,7 +41,7 @@ class Residuals:
         for memory, key_of in self.owners:
             memory.load({key: saved[name] for name, key in key_of.items() if name in saved})
 
-    def settle(self, is_unused: Tensor) -> None:
+    def drop_if(self, is_unused: Tensor) -> None:
         """Let nothing stay of a window that has landed, if it must not be used: 0-dim, not 0."""
         for memory, _ in self.owners:
             memory.drop(is_unused)

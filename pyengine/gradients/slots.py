@@ -52,7 +52,7 @@ def views_of(flat: Tensor, params: Sequence[Parameter], slots: Sequence[Slot]) -
     ]
 
 
-def load_parts(parts: Mapping[str, Tensor], kept: Mapping[str, Tensor] | None) -> None:
+def load_slot_state(parts: Mapping[str, Tensor], kept: Mapping[str, Tensor] | None) -> None:
     """Overwrite a sum's parts with what was saved of it, of the same shapes and dtypes; with zeros if nothing
     was.
     """

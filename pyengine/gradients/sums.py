@@ -31,7 +31,7 @@ class Sum(ABC):
         `plan`."""
 
     @abstractmethod
-    def parts(self, offset: int, numel: int) -> dict[str, Tensor]:
+    def slot_state(self, offset: int, numel: int) -> dict[str, Tensor]:
         """Return one slot's sum, by name, as a checkpoint holds it (see `Saved`); behind `resume` its memory.
 
         Args:
@@ -76,7 +76,7 @@ class FlatSum(Sum):
         other._plan = plan  # noqa: SLF001 - a copy of this object
         return other
 
-    def parts(self, offset: int, numel: int) -> dict[str, Tensor]:
+    def slot_state(self, offset: int, numel: int) -> dict[str, Tensor]:
         return {"sum": self.flat[offset : offset + numel]}
 
     def scalars(self) -> list[Tensor]:

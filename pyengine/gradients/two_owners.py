@@ -74,8 +74,8 @@ class TwoOwners(Reducer):
         return self._own.local_params()
 
     @property
-    def has_moved(self) -> bool:
-        return self._ddp.has_moved
+    def has_replaced_grad(self) -> bool:
+        return self._ddp.has_replaced_grad
 
     def groups_of_params(self) -> tuple[Sequence[Comm], Sequence[int]]:
         comms, _ = self._ddp.groups_of_params()
@@ -99,11 +99,11 @@ class TwoOwners(Reducer):
         for owner in self._owners:
             owner.observe(observer)
 
-    def strays(self) -> Sequence[int]:
-        return self._own.strays()
+    def written_outside_grad(self) -> Sequence[int]:
+        return self._own.written_outside_grad()
 
-    def forget_strays(self) -> None:
-        self._own.forget_strays()
+    def clear_written_outside_grad(self) -> None:
+        self._own.clear_written_outside_grad()
 
     def before_forward(self, *, syncs: bool) -> None:
         self._ddp.before_forward(syncs=syncs)
@@ -117,8 +117,8 @@ class TwoOwners(Reducer):
             yield
 
     @contextmanager
-    def keep(self) -> Iterator[None]:
-        with self._own.keep(), self._ddp.keep():
+    def leave_in_grad(self) -> Iterator[None]:
+        with self._own.leave_in_grad(), self._ddp.leave_in_grad():
             yield
 
     def collect(self) -> None:
@@ -146,8 +146,8 @@ class TwoOwners(Reducer):
         for owner in self._owners:
             owner.load(saved, done=done)
 
-    def refuses_load(self) -> list[str]:
-        return self._ddp.refuses_load()
+    def load_problems(self) -> list[str]:
+        return self._ddp.load_problems()
 
     def release(self, *, keeps_grad: bool) -> None:
         for owner in self._owners:

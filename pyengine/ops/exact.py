@@ -151,7 +151,7 @@ class ExactSum:
         other._lie_in(plan, self.limbs[:, start:stop], self.bins[blocks])
         return other
 
-    def parts(self, offset: int, numel: int) -> dict[str, Tensor]:
+    def slot_state(self, offset: int, numel: int) -> dict[str, Tensor]:
         """Return the memory of a slot's sum, which stays this object's.
 
         Args:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import pyengine as pe
 
 KINDS = ("own", "own-native", "own-exact", "attach", "attach-view", "flat", "replicate")
-BARE = "call sync.backward(loss) in place of loss.backward()"
+REMEDY = "call sync.backward(loss) in place of loss.backward()"
 
 
 def _made(kind: str, accumulate: int = 2) -> tuple[pe.Sync, nn.Module, Callable[[int], Tensor]]:
@@ -119,8 +119,8 @@ CASES = [(kind, loop) for kind in KINDS for loop in LOOPS]
 )
 def test_a_bare_backward_is_answered_by_its_remedy_and_steps_nothing(ranks, kind, loop):
     for text in ranks(2).run(_bare, kind, loop):
-        assert text.removeprefix("all ranks: ").startswith(BARE)
-        assert text.count(BARE) == 1
+        assert text.removeprefix("all ranks: ").startswith(REMEDY)
+        assert text.count(REMEDY) == 1
 
 
 @contextmanager
@@ -149,7 +149,7 @@ def _past_the_engine(kind: str) -> list[str]:
 def test_a_loop_that_does_not_know_its_engine_is_warned_once(ranks, kind):
     for texts in ranks(2).run(_past_the_engine, kind):
         (text,) = texts
-        assert text.startswith(BARE)
+        assert text.startswith(REMEDY)
 
 
 def _beside_windows() -> list[str]:

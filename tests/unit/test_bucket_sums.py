@@ -44,7 +44,7 @@ def test_places_of_its_own_change_no_bit_and_no_flag(monkeypatch, wire, bad):
     assert torch.equal(got.nan_to_num(1e9), want.nan_to_num(1e9))
     assert torch.equal(torch.stack(aligned.flagged), torch.stack(packed.flagged))
     for slot in range(len(NUMELS)):
-        one, other = (each.parts(slot)["sum"].shape for each in (packed, aligned))
+        one, other = (each.slot_state(slot)["sum"].shape for each in (packed, aligned))
         assert one == other == (NUMELS[slot],)
 
 

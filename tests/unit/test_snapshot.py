@@ -38,7 +38,7 @@ def _sums(*values: float) -> dict[str, dict[str, torch.Tensor]]:
         total.deposit_(
             [torch.full((NUMEL,), value)], first=index == 0, nonfinite=torch.zeros(1, dtype=torch.uint8)
         )
-    return {"weight": {name: part.clone() for name, part in total.parts(0, NUMEL).items()}}
+    return {"weight": {name: part.clone() for name, part in total.slot_state(0, NUMEL).items()}}
 
 
 def _ranks(snapshots: list[Snapshot]) -> list[int]:

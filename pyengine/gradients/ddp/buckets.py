@@ -94,8 +94,8 @@ class DDPBuckets:
             for slot, param in enumerate(new.params):
                 if id(param) in place:
                     before, old_slot = place[id(param)]
-                    for name, part in before.parts(old_slot).items():
-                        new.parts(slot)[name].copy_(part)
+                    for name, part in before.slot_state(old_slot).items():
+                        new.slot_state(slot)[name].copy_(part)
                     for row, flags in zip(rows, before.flagged, strict=False):
                         row[slot] = flags[old_slot]
             new.flagged = [*rows]

@@ -140,7 +140,7 @@ class HookState:
         self._wire_buffers: dict[int, WireBuffer] = {}
         self._comms: dict[torch.device, Comm] = {}
 
-    def serve(self, wire: Wire) -> None:
+    def set_wire(self, wire: Wire) -> None:
         """Let an engine, which sets `reduce`, have its buckets sent over this wire."""
         self.wire, self.is_released = wire, False
         self._forget()
@@ -186,7 +186,7 @@ class HookState:
             raise ValueError(problems[0])
         return share_memory(comm)
 
-    def travel_by(self, comm: Comm, device: torch.device) -> None:
+    def set_comm(self, comm: Comm, device: torch.device) -> None:
         """Let buckets on a device travel by an engine's transport, over the same ranks."""
         self._comms[device] = comm
 

@@ -221,7 +221,7 @@ class DDPReducer(Reducer):
         self._only = ddp.module.register_forward_pre_hook(OnlyDDP(ddp))
 
     @property
-    def has_moved(self) -> bool:
+    def has_replaced_grad(self) -> bool:
         return self._ddp.gradient_as_bucket_view and self._ddp._has_rebuilt_buckets != self._was_rebuilt
 
     def groups_of_params(self) -> tuple[Sequence[Comm], Sequence[int]]:
@@ -283,7 +283,7 @@ class DDPReducer(Reducer):
         self.collect()
 
     @contextmanager
-    def keep(self) -> Iterator[None]:
+    def leave_in_grad(self) -> Iterator[None]:
         with self._drive.learning():
             yield
 
@@ -387,7 +387,7 @@ class DDPReducer(Reducer):
             self.ddp_buckets.match_buckets()
         super().load(saved, done=done)
 
-    def refuses_load(self) -> list[str]:
+    def load_problems(self) -> list[str]:
         """Refuse what DDP would forget: that a parameter was used before."""
         if not self._drive.searches:
             return []

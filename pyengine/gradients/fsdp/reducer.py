@@ -27,7 +27,7 @@ from pyengine.gradients.fsdp.replay import Replay, keep_buffers
 from pyengine.gradients.fsdp.traffic import ShardWire
 from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.fsdp.unsharded import Unsharded
-from pyengine.gradients.marks import BARE
+from pyengine.gradients.marks import REMEDY
 from pyengine.gradients.published import Published
 from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.settings import Settings
@@ -90,7 +90,7 @@ class Sharded(Reducer):
     """
 
     has_collective_forwards = True
-    saves_parts = False  # its states have whole sums and residuals
+    saves_local_sums = False  # its states have whole sums and residuals
 
     def __init__(self, managed: Managed, *, watches: bool, widens: bool = True) -> None:
         self.stepper: Stepper = PlainStepper()
@@ -125,7 +125,7 @@ class Sharded(Reducer):
         self.unsharded.on_return = lambda: own() if (own := warn()) is not None else None
         self._put_back: Callable[[], None] | None = None
         # Gradients of the caller's leaves while padding runs: each with its leaf, by the leaf's id.
-        self._spared: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._preserved: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._ignored = [param for param in managed.model.parameters() if id(param) not in names]
 
     def open(self) -> None:
@@ -145,26 +145,26 @@ class Sharded(Reducer):
     def staged(self) -> Sequence[Any]:
         return self.unsharded.staged()
 
-    def pad(self) -> None:
+    def begin_padding(self) -> None:
         """Let the micro-batch handed out be padding: nothing of it stays."""
         self.end_padding()
         self._put_back = keep_buffers(self.model)
         self.unsharded.is_void = True
 
-    def spare(self, roots: Sequence[Tensor | GradientEdge]) -> None:
+    def preserve_grads(self, roots: Sequence[Tensor | GradientEdge]) -> None:
         ours = {id(param) for param in self.unsharded.staged()}
         for leaf in [*self._ignored, *leaves_behind(roots)]:
-            if id(leaf) not in ours and id(leaf) not in self._spared:
-                self._spared[id(leaf)] = leaf, leaf.grad
+            if id(leaf) not in ours and id(leaf) not in self._preserved:
+                self._preserved[id(leaf)] = leaf, leaf.grad
                 leaf.grad = None
 
     def end_padding(self) -> None:
         """Let gradients count again, and put back what padding has written into buffers and into gradients
         of the caller's.
         """
-        for leaf, grad in self._spared.values():
+        for leaf, grad in self._preserved.values():
             leaf.grad = grad
-        self._spared = {}
+        self._preserved = {}
         if self._put_back is not None:
             self._put_back()
             self._put_back = None
@@ -175,16 +175,16 @@ class Sharded(Reducer):
         if self.is_clean and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{BARE}: outside of a window no unit of the model reduces its gradients, and .grad stays as "
-                "it is. (Call sync.close() where that is meant)",
+                f"{REMEDY}: outside of a window no unit of the model reduces its gradients, and .grad stays "
+                "as it is. (Call sync.close() where that is meant)",
                 stacklevel=2,
             )
 
-    def strays(self) -> Sequence[int]:
-        return sorted(self.unsharded.strays)
+    def written_outside_grad(self) -> Sequence[int]:
+        return sorted(self.unsharded.arrived)
 
-    def forget_strays(self) -> None:
-        self.unsharded.strays.clear()
+    def clear_written_outside_grad(self) -> None:
+        self.unsharded.arrived.clear()
 
     def release(self, *, keeps_grad: bool) -> None:
         """Leave the units as they were; they reduce in every backward again."""
@@ -289,7 +289,7 @@ class FSDPReducer(Sharded):
         return self.unsharded.blame()
 
     def save(self) -> Saved:
-        if refusal := self.refuses_load():
+        if refusal := self.load_problems():
             raise RuntimeError(f"state_dict: {refusal[0]}")
         saved = self.unsharded.save(self.names)
         for name, parts in saved.items():
@@ -302,7 +302,7 @@ class FSDPReducer(Sharded):
     def sum_forms(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return self.unsharded.sum_forms(self.names)
 
-    def refuses_load(self) -> list[str]:
+    def load_problems(self) -> list[str]:
         """Refuse states in the middle of a window whose sums are partly scattered: they are in FSDP's memory,
         and there is no place for them in a state of another mesh.
         """
@@ -330,7 +330,7 @@ class FSDPReducer(Sharded):
     def _reducing(self) -> Iterator[None]:
         """Let the backward in the body reduce, or another one behind it where the body has none."""
         if not self._replay.is_known and not self.unsharded.is_known:
-            self._replay.run(self.spare)  # raises
+            self._replay.run(self.preserve_grads)  # raises
         for unit in self.units:
             unit.reduce()
         self.unsharded.has_arrived = False
@@ -338,7 +338,7 @@ class FSDPReducer(Sharded):
             yield
             if not self.unsharded.has_arrived:
                 with self.unsharded.voided():
-                    self._replay.run(self.spare)
+                    self._replay.run(self.preserve_grads)
 
     def _conclude(self, header: Header) -> None:
         """Make sure that everything has been reduced, and say what was used here."""

@@ -35,12 +35,12 @@ class Replay:
         """Whether there is a batch."""
         return self._inputs is not None
 
-    def run(self, spare: Callable[[Sequence[Tensor]], None]) -> None:
+    def run(self, preserve_grads: Callable[[Sequence[Tensor]], None]) -> None:
         """Run forward and backward, whose gradients the caller lets be zeros. Buffers and random generators
         are as before afterwards.
 
         Args:
-            spare: called with what the backward starts from, before it runs.
+            preserve_grads: called with what the backward starts from, before it runs.
 
         Raises:
             RuntimeError: the model has no output to start from, or its forward has never run.
@@ -64,7 +64,7 @@ class Replay:
                         "flush: the model's forward has returned no tensor with a gradient, from which FSDP "
                         "could be made to reduce: end windows by their last backward"
                     )
-                spare(outputs)
+                preserve_grads(outputs)
                 torch.autograd.backward(outputs, [torch.zeros_like(t) for t in outputs])
         finally:
             self._is_running = False

@@ -69,7 +69,7 @@ class Unsharded:
         self._flags: dict[int, Tensor] = {}
         self._device = params[0].device
         self.is_void = self.has_arrived = False
-        self.strays: set[int] = set()
+        self.arrived: set[int] = set()
         self.on_return: Callable[[], None] = lambda: None
         self.used = [False] * len(params)
         places = _places(model, self._index)
@@ -268,9 +268,9 @@ class Unsharded:
         hook before sees that.
         """
         self.has_arrived = True
-        if index in self.strays:
+        if index in self.arrived:
             self.on_return()
-        self.strays.add(index)
+        self.arrived.add(index)
         if not self.is_void:
             self.used[index] = self.used[index] or not self._is_apart
             if self._watches:
