@@ -1,16 +1,21 @@
-"""Micro-batches read before they are needed, and what ranks agree on before the first forward of a window."""
+"""What is read, counted and agreed on before the first forward of a window."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
+from pyengine.data.dealer import Dealer
 from pyengine.engine.engine import Engine
 from pyengine.engine.handshake import raise_problems
-from pyengine.ops.device import send
+from pyengine.ops.device import is_lazy, send
+from pyengine.window.denominators import ONLY, Denominators, base_of
+from pyengine.window.header import Count, LocalWindow, checked_count, stacked
 from pyengine.window.verdict import check_agreement
 
 Item = TypeVar("Item")
@@ -101,3 +106,204 @@ def share_numbers(
     engine.comm.all_reduce(vector).wait()
     numbers: list[float] = vector.tolist()
     return [int(number) for number in numbers[: len(by_rank)]], numbers[len(by_rank) :]
+
+
+# ---- counts ----
+
+# Says how many items each loss of a micro-batch is a sum over; a number, if there is one loss.
+CountOf = Callable[[Any], Count | Mapping[str, Count]]
+
+_COUNTING = "with counts read ahead (sync.windows with count=)"
+
+
+class Counting:
+    """The counts of one loop over windows.
+
+    Args:
+        engine: whose loop it is.
+        loader: what is read ahead.
+        count: as `Sync.windows` takes it.
+
+    Raises:
+        TypeError, ValueError: nothing can be counted that way.
+    """
+
+    def __init__(self, engine: Engine, loader: object, count: CountOf) -> None:
+        if not callable(count):
+            raise TypeError(
+                f"count is a {type(count).__name__}: need a function that says how many items a micro-batch "
+                'has, lambda batch: batch["labels"].ne(-100).sum() say'
+            )
+        if isinstance(loader, Dealer):
+            raise TypeError(
+                "count= with a Dealer: its micro-batches go to whoever is free, so no rank can read its own "
+                "ahead. Deal fixed shares out by a WindowSampler, or give each count to sync.backward"
+            )
+        if is_lazy(engine.device):
+            raise ValueError(
+                f"count= on {engine.device}: the host would have to read the totals before it records a "
+                "window, and wait for the device. Give each count to sync.backward"
+            )
+        self._engine, self._count = engine, count
+        self._names: list[str] = []
+
+    def begin(self, batches: Sequence[Any]) -> None:
+        """Count a window that has just been opened, and agree with the other ranks on its totals.
+
+        Args:
+            batches: that this rank is still to compute in it; they are not kept.
+
+        Raises:
+            ValueError: a count is wrong on some rank, or ranks count different things; on every rank.
+            RuntimeError: as `meet`.
+
+        Cost: as `meet` and `share_numbers`; in a loop's first window a gather of the names, too.
+        """
+        engine = self._engine
+        local = engine.window.counts
+        done = [float(count) for count in local.counts]
+        ahead = CountsAhead(local, self._names, first=len(done))
+        for batch in batches:
+            ahead.add(self._count, batch)
+        counts = ahead.read(engine.device)
+        drops = engine.window.dropping is not None
+        if drops and len(ahead.names) > 1:
+            ahead.problems.append(
+                f"count: use nonfinite='skip' or 'raise' with counts of several losses, {ahead.names}: under "
+                "nonfinite='drop_micro_batch' the losses are weighed by totals before it is known which "
+                "micro-batches leave the window, and their counts with them"
+            )
+        kind = "a window" if self._names else "a loop"
+        meet(engine, stage=f"begins {kind} {_COUNTING}", problems=ahead.problems)
+        saved: dict[str, float] = {}
+        if not self._names:
+            self._names, saved = _agree(engine, ahead.names)
+        names = self._names
+        # Of what was done before a state was saved, only the divisor's count is known here.
+        earlier = {base_of(saved or dict.fromkeys(names, 1.0)): math.fsum(done)}
+        own = [math.fsum([earlier.get(name, 0.0), *(count[name] for count in counts)]) for name in names]
+        _, sums = share_numbers(engine, micro_batches=len(batches), sums=own)
+        totals = dict(zip(names, sums, strict=True))
+        if saved and not drops:  # what was done before may have been dropped, and its count is 0 then
+            _check_resumed(saved, totals)
+        engine.window.denominators = Denominators(saved or totals, counts, first=len(done))
+
+
+def check_uncounted(engine: Engine) -> None:
+    """Raise ValueError if the window that has been opened goes on with losses that were weighed by totals."""
+    resumed = engine.window.resumed
+    if resumed is not None and len(resumed.totals) > 1:
+        raise ValueError(
+            f"count: the window that goes on was begun with counts of {list(resumed.totals)}: loop over "
+            "sync.windows(loader, count=...) on every rank, as before"
+        )
+
+
+def _agree(engine: Engine, names: list[str]) -> tuple[list[str], dict[str, float]]:
+    """Return the names that all ranks count, and the totals of the window if it was resumed; a rank without
+    data learns them.
+
+    Raises:
+        ValueError: ranks count different things, or resume a window of which not enough is known.
+    """
+    resumed = engine.window.resumed
+    said = names, {} if resumed is None else dict(resumed.totals), bool(engine.window.counts.counts)
+    everybody: Sequence[tuple[list[str], dict[str, float], bool]] = engine.comm.all_gather_object(said)
+    named = {rank: theirs for rank, (theirs, _, _) in enumerate(everybody) if theirs}
+    agreed = next(iter(named.values()), [])
+    if any(set(theirs) != set(agreed) for theirs in named.values()):
+        listed = "; ".join(f"rank {rank} counts {theirs}" for rank, theirs in named.items())
+        raise ValueError(f"count: {listed}. Let the function give the same names on every rank")
+    saved = [theirs for _, theirs, _ in everybody if theirs]
+    if not saved:
+        if len(agreed) > 1 and any(has_done for *_, has_done in everybody):
+            raise ValueError(
+                f"count: gives {agreed}, and the window that goes on was begun without: its state has one "
+                "count a micro-batch. Finish it by sync.windows(loader), and count from the next one on"
+            )
+        return agreed, {}
+    if any(theirs != saved[0] for theirs in saved) or (agreed and set(agreed) != set(saved[0])):
+        raise ValueError(
+            f"count: gives {agreed}, and the states of the window that goes on have the totals {saved}: "
+            "count the same things, and load states of one run"
+        )
+    return list(saved[0]), saved[0]
+
+
+def _check_resumed(saved: Mapping[str, float], totals: Mapping[str, float]) -> None:
+    """Raise on every rank if a resumed window is not the one whose totals weighed its first losses."""
+    base = base_of(saved)
+    if not math.isclose(saved[base], totals[base], rel_tol=1e-9):
+        raise ValueError(
+            f"count: the window that goes on was to count {saved[base]:.17g} of {base!r}, and counts "
+            f"{totals[base]:.17g} now: let the loader go on behind the micro-batches that are done "
+            "(set_epoch(..., due=sync.due)), on every rank"
+        )
+
+
+class CountsAhead:
+    """What one rank counts in a window before it computes it, and what is wrong with it.
+
+    Args:
+        local: says which counts are valid.
+        names: of the losses; empty as long as nobody knows them.
+        first: micro-batches of the window that are done.
+
+    Attributes:
+        names: as given, or those of the first micro-batch.
+        problems: in words, each with its micro-batch.
+    """
+
+    def __init__(self, local: LocalWindow, names: Sequence[str], *, first: int) -> None:
+        self._local, self.names, self._first = local, list(names), first
+        self.problems: list[str] = []
+        self._given: list[dict[str, Count]] = []
+
+    def add(self, count: CountOf, batch: object) -> None:
+        """Count the next micro-batch; tensors are not read."""
+        where = f"of micro-batch {self._first + len(self._given)}"
+        self._given.append({})
+        try:
+            given = count(batch)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
+            self.problems.append(f"count {where}: the function raised {error!r}")
+            return
+        named = given if isinstance(given, Mapping) else {ONLY: given}
+        self.names = self.names or list(named)
+        if not named or not all(isinstance(name, str) for name in named):
+            self.problems.append(f"count {where} has the names {list(named)}: need strings, at least one")
+        elif named.keys() != set(self.names):
+            self.problems.append(
+                f"count {where} has {list(named)}, and {self.names} elsewhere: need the same names in every "
+                "micro-batch, with 0 for what it has nothing of"
+            )
+        for name, value in named.items():
+            try:
+                self._given[-1][name] = checked_count(value)
+            except (TypeError, ValueError) as error:
+                self.problems.append(f"{_what(name)} {where}: {error}")
+
+    def read(self, device: torch.device) -> list[dict[str, float]]:
+        """Return the counts by micro-batch; tensors among them are read at once, by way of `device`."""
+        tensors = [value for given in self._given for value in given.values() if isinstance(value, Tensor)]
+        values = iter(stacked(tensors, device).tolist() if tensors else [])
+        counts = [
+            {
+                name: next(values) if isinstance(value, Tensor) else float(value)
+                for name, value in given.items()
+            }
+            for given in self._given
+        ]
+        whole = ", whole" if self._local.is_exact else ""
+        self.problems += [
+            f"{_what(name)} of micro-batch {index} is {value}: need a finite{whole} number of at least 0 "
+            "and at most 2**53"
+            for index, given in enumerate(counts, start=self._first)
+            for name, value in given.items()
+            if not self._local.is_valid(value)
+        ]
+        return counts
+
+
+def _what(name: object) -> str:
+    return "count" if name == ONLY else f"count[{name!r}]"

@@ -17,8 +17,7 @@ from pyengine.engine.batch_norm import BatchNormReplay, batch_norm_problems
 from pyengine.engine.batch_norm import batch_norms as batch_norms_of
 from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
 from pyengine.engine.handshake import Shares, agree, narrow_problems, problems_of, resized
-from pyengine.engine.ownership import Ownership, owned_problems
-from pyengine.engine.trained import in_backward_problems
+from pyengine.engine.parameters import Ownership, in_backward_problems, owned_problems
 from pyengine.engine.window import Window
 from pyengine.gradients.base import Reducer
 from pyengine.gradients.exact_sums import Terms

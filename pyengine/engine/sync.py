@@ -15,10 +15,10 @@ from torch.nn import Parameter
 
 from pyengine.audit.handle import check_device, check_every
 from pyengine.data.dealer import Dealer
+from pyengine.engine.ahead import CountOf
 from pyengine.engine.backward import checked_backward
-from pyengine.engine.counting import CountOf, due_count, one_loss, weigh
 from pyengine.engine.engine import Engine
-from pyengine.engine.loop import Batch, Window, single_micro_batch, windows
+from pyengine.engine.loop import Batch, MicroBatches, single_micro_batch, windows
 from pyengine.engine.resume import load_states, take_snapshot
 from pyengine.engine.window import MicroBatch
 from pyengine.engine.window_audit import WindowAudit
@@ -137,7 +137,7 @@ class Sync:
             RuntimeError: with `count`, some rank begins this window anew in the middle of it.
         """
         self._begin_loop("windows")
-        return map(Window, windows(self._engine, loader, count))
+        return map(MicroBatches, windows(self._engine, loader, count))
 
     def accumulate(self, *, last: bool = False) -> AbstractContextManager[None]:
         """Wrap one micro-batch of a loop that cannot be nested: forward, backward, and a step that may be a
@@ -241,10 +241,11 @@ class Sync:
             ...     with mb.last_backward():
             ...         second.backward()
         """
-        known = due_count(self._engine, count)
+        window = self._engine.window
+        known = window.due_count(count)
         with (
             self._micro_batch_of_backward(),
-            self._engine.window.micro_batch(known, is_stated=count is not None) as made,
+            window.micro_batch(known, is_stated=count is not None) as made,
         ):
             self._running = made
             try:
@@ -283,13 +284,14 @@ class Sync:
             RuntimeError: outside a window, or after the window was sent.
             ValueError, TypeError: the loss or the count is none; nothing has run.
         """
-        one = one_loss(self._engine, loss)
+        window = self._engine.window
+        one = window.one_loss(loss)
         run = checked_backward(
             one, gradient=gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
         )
-        known = due_count(self._engine, count)
+        known = window.due_count(count)
         with self._micro_batch_of_backward():
-            self._engine.window.backward(one, known, run, is_recorded=gradient is None)
+            window.backward(one, known, run, is_recorded=gradient is None)
 
     @property
     def totals(self) -> dict[str, float]:
@@ -313,7 +315,7 @@ class Sync:
             RuntimeError: the window's counts were not read ahead.
             ValueError: the losses are not those that are counted.
         """
-        return weigh(self._engine, losses)
+        return self._engine.window.weigh(losses)
 
     def _begin_loop(self, name: str) -> None:
         """Let a loop of ours say again which micro-batch is the last."""

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -57,7 +57,7 @@ from pyengine.engine.backward import BeforeBackward, checked_backward, divided_b
 from pyengine.engine.batch_norm import BatchNormReplay
 from pyengine.engine.handshake import Shares
 from pyengine.engine.kept_grads import KeptGrads
-from pyengine.engine.trained import TrainedParameters
+from pyengine.engine.parameters import TrainedParameters
 from pyengine.engine.window_audit import WindowAudit
 from pyengine.gradients.base import Reducer
 from pyengine.gradients.dropping import Dropping
@@ -74,7 +74,7 @@ from pyengine.step.window_optimizer import OptimizerCheck
 from pyengine.window.callbacks import call_all
 from pyengine.window.claims import Claims, OptimizerStep
 from pyengine.window.counter import State, WindowCounter
-from pyengine.window.denominators import Denominators
+from pyengine.window.denominators import Denominators, Loss
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Count, Header, LocalWindow, Totals, checked_count, make_local_window
 from pyengine.window.holdings import Holdings
@@ -903,6 +903,64 @@ class Window:
                 "sync.scaler.scale(loss).backward(), or sync.backward(loss), which scales"
             )
 
+    # ---- losses and counts ----
+
+    def due_count(self, count: Count | None) -> Count:
+        """Return the count of the micro-batch that is about to run.
+
+        Args:
+            count: the caller's; None: the one that was read ahead, or 1.
+
+        Raises:
+            ValueError, TypeError: it is no count, or was given although counts were read ahead.
+            RuntimeError: every micro-batch that was handed out has had its backward.
+        """
+        counter, known = self.counter, self._known()
+        if known is None:
+            return checked_count(1 if count is None else count)
+        if count is not None:
+            raise ValueError(
+                f"count={count!r}: this window's counts were read ahead by sync.windows(loader, count=...); "
+                "leave it out here"
+            )
+        if counter.state is State.OPEN and counter.done >= counter.handed:
+            raise RuntimeError(
+                f"backward after the backwards of all {counter.handed} micro-batches handed out, each of "
+                "which is counted once: add several losses up, or give them as a dict"
+            )
+        return known.take(counter.done, handed=counter.handed)
+
+    def one_loss(self, loss: Loss) -> Any:
+        """Return the one loss of a micro-batch that may have several.
+
+        Args:
+            loss: as for `Sync.backward`; checked here only if there are several.
+
+        Raises:
+            ValueError, TypeError: the losses are not those that were counted.
+        """
+        known = self._known()
+        if known is not None:
+            return known.weigh(loss, self.device)
+        if isinstance(loss, Mapping):
+            raise TypeError(f"loss: got a dict of {list(loss)}, and {_UNCOUNTED}")
+        return loss
+
+    def weigh(self, losses: Loss) -> Tensor:
+        """Return the weighted sum of several losses; see `Denominators.weigh`.
+
+        Raises:
+            RuntimeError: the window's counts were not read ahead.
+        """
+        known = self._known()
+        if known is None:
+            raise RuntimeError(f"weigh: {_UNCOUNTED}")
+        return known.weigh(losses, self.device)
+
+    def _known(self) -> Denominators | None:
+        """Return the window's totals, unless it is over and another one is about to open."""
+        return None if self.counter.state in (State.IDLE, State.USED) else self.denominators
+
     def warn_of_division(self, loss: Tensor) -> None:
         """Warn once, in the first window, of a loss that was divided by the micro-batches of a window."""
         accumulate = self.counter.accumulate
@@ -927,6 +985,12 @@ class Window:
             if "nonfinite" in parts:
                 parts["nonfinite"] = self.runs.spread(parts["nonfinite"])
         return saved
+
+
+_UNCOUNTED = (
+    "no counts of this window were read ahead: loop over sync.windows(loader, count=...), whose function "
+    "gives a count for each loss"
+)
 
 
 class MicroBatch:

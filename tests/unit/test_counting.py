@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from pyengine.engine.counting import Counting, CountsAhead
+from pyengine.engine.ahead import Counting, CountsAhead
 from pyengine.engine.engine import Engine
 from pyengine.window.header import LocalWindow
 

@@ -8,16 +8,16 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 import pyengine as pe
-from pyengine.engine import ownership
+from pyengine.engine import parameters
 
 
 def _made_under(stream: str, then: str, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Return whether a window opened under stream `then` still accumulates where the engine was made."""
-    monkeypatch.setattr(ownership, "current_stream", lambda device: stream)
+    monkeypatch.setattr(parameters, "current_stream", lambda device: stream)
     model = nn.Linear(2, 2)
     sync = pe.GradSync(model, accumulate=1)
     get_gradient_edge(model.weight).node.metadata["mark"] = True
-    monkeypatch.setattr(ownership, "current_stream", lambda device: then)
+    monkeypatch.setattr(parameters, "current_stream", lambda device: then)
     with sync.accumulate():
         kept = "mark" in get_gradient_edge(model.weight).node.metadata
         sync.backward(model(torch.ones(1, 2)).sum())
@@ -30,10 +30,10 @@ def test_gradients_are_accumulated_on_the_stream_that_a_window_is_opened_on(monk
 
 
 def test_parameters_keep_their_owner_on_another_stream(monkeypatch):
-    monkeypatch.setattr(ownership, "current_stream", lambda device: "first")
+    monkeypatch.setattr(parameters, "current_stream", lambda device: "first")
     model = nn.Linear(2, 2)
     sync = pe.GradSync(model, accumulate=1)
-    monkeypatch.setattr(ownership, "current_stream", lambda device: "second")
+    monkeypatch.setattr(parameters, "current_stream", lambda device: "second")
     with sync.accumulate():
         sync.backward(model(torch.ones(1, 2)).sum())
     sync.unscale_()
@@ -44,10 +44,10 @@ def test_parameters_keep_their_owner_on_another_stream(monkeypatch):
 
 
 def test_another_stream_does_no_harm_while_a_parameter_is_frozen(monkeypatch):
-    monkeypatch.setattr(ownership, "current_stream", lambda device: "first")
+    monkeypatch.setattr(parameters, "current_stream", lambda device: "first")
     model = nn.Linear(2, 2)
     sync = pe.GradSync(model, accumulate=1)
-    monkeypatch.setattr(ownership, "current_stream", lambda device: "second")
+    monkeypatch.setattr(parameters, "current_stream", lambda device: "second")
     model.bias.requires_grad_(False)
     with sync.accumulate():
         sync.backward(model(torch.ones(1, 2)).sum())

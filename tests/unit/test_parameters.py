@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from pyengine.engine.ownership import Ownership, owned_problems, owner
+from pyengine.engine.parameters import Ownership, owned_problems, owner
 
 
 class Engine:
