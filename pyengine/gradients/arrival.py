@@ -87,7 +87,7 @@ class Arrivals:
         self._seen: list[int] = []
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def recorded(self) -> Iterator[None]:
         """Note what the body, a backward, delivers."""
         hooks = [
             param.register_post_accumulate_grad_hook(lambda _, index=index: self._seen.append(index))
@@ -121,7 +121,7 @@ def may_nest(loss: Tensor) -> bool:
     return any(node.name() not in _KNOWN for node in python)  # type: ignore[attr-defined]  # torch's stubs
 
 
-def leaves_behind(roots: Sequence[Tensor | GradientEdge]) -> list[Tensor]:
+def graph_leaves(roots: Sequence[Tensor | GradientEdge]) -> list[Tensor]:
     """Return the leaves to whose `.grad` a backward from `roots` may add."""
     return [node.variable for node in _nodes(roots) if hasattr(node, "variable")]
 

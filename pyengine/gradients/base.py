@@ -147,7 +147,7 @@ class Reducer(ABC):
         for bucket in self.buckets():
             bucket.collect()
 
-    def staged(self) -> Sequence[Any] | None:
+    def grad_holders(self) -> Sequence[Any] | None:
         """Return by parameter the tensor whose `.grad` is the micro-batch's gradient until it is accumulated,
         or None for a parameter without one. None instead of a list: the parameters themselves.
         """

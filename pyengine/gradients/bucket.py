@@ -105,7 +105,7 @@ class Bucket(Accumulator):
     def __init__(self, params: Sequence[Any], indices: Sequence[int], plan: BucketPlan, total: Sum) -> None:
         self.params, self.indices, self.plan, self.total = list(params), list(indices), plan, total
         self.device: torch.device = self.params[0].device
-        runs = _cut(plan.numels, self.params[0].dtype.itemsize, self.device)
+        runs = _split_into_groups(plan.numels, self.params[0].dtype.itemsize, self.device)
         self._groups = [SlotGroup(plan, self.params, total, slots) for slots in runs]
         self._reset()
 
@@ -301,7 +301,7 @@ def aligned(numels: Sequence[int], unit: int = ALIGN_ELEMENTS) -> BucketPlan:
     return BucketPlan(list(itertools.accumulate(sizes, initial=0))[:-1], numels)
 
 
-def _cut(numels: Sequence[int], itemsize: int, device: torch.device) -> list[range]:
+def _split_into_groups(numels: Sequence[int], itemsize: int, device: torch.device) -> list[range]:
     """Cut slots into runs of about `GROUP_BYTES`, each worth a call."""
     if runs_ahead(device):
         return [range(len(numels))]

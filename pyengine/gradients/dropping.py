@@ -32,12 +32,12 @@ class Dropping:
         params = reducer.params
         self._names, self._params = reducer.names, params
         self._reducer = reducer
-        is_staged = reducer.staged() is not None
+        has_own_holders = reducer.grad_holders() is not None
         self._device = params[0].device
         self._one = torch.ones((), dtype=torch.float32, device=self._device)
         index = {param: place for place, param in enumerate(params)}
         self._norms: list[tuple[list[Parameter], SlotNorms]] = []
-        if not is_staged and not is_lazy(self._device):
+        if not has_own_holders and not is_lazy(self._device):
             for group in map(list, by_dtype(params)):
                 plan = packed([param.numel() for param in group])
                 self._norms.append((group, SlotNorms(plan, [index[p] for p in group], self._device)))
@@ -59,19 +59,19 @@ class Dropping:
         Returns:
             Whether it is dropped: bool, 0-dim and unread where the host runs ahead of the device.
         """
-        flags = self._flags[index] = self._look()
+        flags = self._flags[index] = self._nonfinite_flags()
         bad = flags.any()
         if loss is not None:
             lost = ~torch.isfinite(loss.detach().to(self._device))
             self._bad_losses[index] = lost
             bad = bad | lost.reshape(())
         if runs_ahead(self._device) or is_lazy(self._device):
-            for one in self._holders():
+            for one in self._present_holders():
                 if one.grad is not None:
-                    one.grad = _kept(one.grad, bad)
+                    one.grad = _zeroed_if(one.grad, bad)
             return bad
         if is_bad := bool(bad):
-            for one in self._holders():
+            for one in self._present_holders():
                 one.grad = None
         return is_bad
 
@@ -93,11 +93,11 @@ class Dropping:
 
         return report
 
-    def _look(self) -> Tensor:
+    def _nonfinite_flags(self) -> Tensor:
         """Return which gradients are not finite, uint8 `[params]`."""
         if not self._norms:
             none = torch.zeros((), dtype=torch.bool, device=self._device)
-            grads = [None if one is None else one.grad for one in self._staged()]
+            grads = [None if one is None else one.grad for one in self._grad_holders()]
             lost = [none if grad is None else ~torch.isfinite(grad).all() for grad in grads]
             return torch.stack(lost).to(torch.uint8)
         flags = torch.zeros(len(self._params), dtype=torch.uint8, device=self._device)
@@ -105,21 +105,21 @@ class Dropping:
             flags.index_copy_(0, norms.params, norms.flags([slot_gradient(p) for p in group], self._one))
         return flags
 
-    def _staged(self) -> Sequence[Any]:
+    def _grad_holders(self) -> Sequence[Any]:
         """Return by parameter the tensor that has the micro-batch's gradient, or None."""
-        staged = self._reducer.staged()
-        return self._params if staged is None else staged
+        holders = self._reducer.grad_holders()
+        return self._params if holders is None else holders
 
-    def _holders(self) -> list[Any]:
-        return [one for one in self._staged() if one is not None]
+    def _present_holders(self) -> list[Any]:
+        return [one for one in self._grad_holders() if one is not None]
 
 
-def _kept(grad: Tensor, bad: Tensor) -> Tensor:
+def _zeroed_if(grad: Tensor, bad: Tensor) -> Tensor:
     """Return a gradient, or zeros where it is bad, in the same layout."""
     if grad.layout is torch.strided:
         return torch.where(bad, torch.zeros((), dtype=grad.dtype, device=grad.device), grad)
     whole = grad.coalesce()
-    values = _kept(whole.values(), bad)
+    values = _zeroed_if(whole.values(), bad)
     return torch.sparse_coo_tensor(
         whole.indices(), values, whole.shape, device=values.device, is_coalesced=True
     )

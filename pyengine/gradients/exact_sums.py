@@ -150,7 +150,7 @@ class TermsOverRanks(ExactOverRanks):
     ) -> None:
         super().__init__(plan, numel=numel, terms=terms, device=device, comm=comm)
         self._exchanges = False  # the integers, which are rare
-        self._whole, self._terms, self._form = plan, terms.total, _Form()
+        self._full_plan, self._terms, self._form = plan, terms.total, _Form()
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._has_integers = flat_zeros(comm, 1, dtype=torch.uint8, device=device)
         # A term lies in the memory of one limb; what a rank gets of the others', in that of the other.
@@ -160,7 +160,7 @@ class TermsOverRanks(ExactOverRanks):
         part = _between(plan, self._mine)
         self._part = ExactSum(part, numel=size, terms=terms.total, device=device)
         self._rows = [part.pointers(_slots(row, part)) for row in self._received.view(-1, size)]
-        self._unread = torch.zeros(len(part.numels), dtype=torch.uint8, device=device)
+        self._ignored_flags = torch.zeros(len(part.numels), dtype=torch.uint8, device=device)
 
     def begin(self) -> None:
         self._form.is_integers = False
@@ -211,7 +211,7 @@ class TermsOverRanks(ExactOverRanks):
             self.rounded.fill_(torch.nan)
         yield self._comm.all_to_all(self._received, self.rounded)
         for number, row in enumerate(self._rows):
-            self._part.deposit_(row, first=number == 0, nonfinite=self._unread)
+            self._part.deposit_(row, first=number == 0, nonfinite=self._ignored_flags)
         own = self.rounded[self._mine]
         self._part.round_(own)
         yield self._comm.all_gather(self.rounded, own)
@@ -223,16 +223,18 @@ class TermsOverRanks(ExactOverRanks):
         """Turn the term into integers; slots that have none yet are overwritten by their first deposit."""
         term = self.rounded.clone()
         self.resume()
-        unread = torch.zeros(len(self._whole.numels), dtype=torch.uint8, device=term.device)
-        self.over(self._whole).deposit_(_slots(term, self._whole), first=True, nonfinite=unread)
+        ignored_flags = torch.zeros(len(self._full_plan.numels), dtype=torch.uint8, device=term.device)
+        self.over(self._full_plan).deposit_(
+            _slots(term, self._full_plan), first=True, nonfinite=ignored_flags
+        )
 
 
 def exact_over_ranks(
     plan: BucketPlan, *, numel: int, terms: Terms, device: torch.device, comm: Comm
 ) -> ExactOverRanks:
     """Return the exact sum that travels with the fewest bytes; see `ExactOverRanks`."""
-    takes_terms = terms.most == 1 and can_exchange(comm) and not comm.is_stream_ordered
-    kind = TermsOverRanks if takes_terms else ExactOverRanks
+    sends_terms = terms.most == 1 and can_exchange(comm) and not comm.is_stream_ordered
+    kind = TermsOverRanks if sends_terms else ExactOverRanks
     return kind(plan, numel=numel, terms=terms, device=device, comm=comm)
 
 

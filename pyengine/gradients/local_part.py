@@ -25,7 +25,9 @@ class LocalPart:
     def __init__(self, param: Any) -> None:
         self._param = param
         self._read: tuple[Tensor, Tensor] | None = None
-        self._hook: Any = param.register_post_accumulate_grad_hook(_settle) if param.requires_grad else None
+        self._hook: Any = (
+            param.register_post_accumulate_grad_hook(_redistribute_grad) if param.requires_grad else None
+        )
 
     @property
     def grad(self) -> Tensor | None:
@@ -99,11 +101,11 @@ def release(params: Sequence[Parameter]) -> None:
             param.release()
 
 
-def _settle(param: Any) -> None:
+def _redistribute_grad(param: Any) -> None:
     """Bring the gradient into the parameter's placements."""
-    settled = in_placements(param.grad, param)
-    if settled is not param.grad:
-        param.grad = settled
+    redistributed = in_placements(param.grad, param)
+    if redistributed is not param.grad:
+        param.grad = redistributed
 
 
 def in_placements(grad: Any, param: Any) -> Any:

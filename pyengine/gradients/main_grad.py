@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 _is_written = attrgetter("grad_added_to_main_grad")
-_OFFERED = ("main_grad", "grad_added_to_main_grad", "__getstate__")
+_ATTRIBUTES = ("main_grad", "grad_added_to_main_grad", "__getstate__")
 
 
-def offer(params: Sequence[Parameter], views: Sequence[Tensor]) -> None:
+def set_main_grad(params: Sequence[Parameter], views: Sequence[Tensor]) -> None:
     """Let parameters have these `main_grad`s; files and pickles of the model hold none of it.
 
     Args:
         views: of the sums, shaped and strided like the parameters, in the sum's dtype; the bucket's memory,
-            valid until `withdraw`.
+            valid until `remove_main_grad`.
     """
     for param, view in zip(params, views, strict=True):
         param.main_grad = view  # type: ignore[attr-defined]
@@ -29,10 +29,10 @@ def offer(params: Sequence[Parameter], views: Sequence[Tensor]) -> None:
         param.__getstate__ = partial(_state, vars(param))  # type: ignore[method-assign]
 
 
-def withdraw(params: Sequence[Parameter]) -> None:
-    """Remove what `offer` has set."""
+def remove_main_grad(params: Sequence[Parameter]) -> None:
+    """Remove what `set_main_grad` has set."""
     for param in params:
-        for name in _OFFERED:
+        for name in _ATTRIBUTES:
             vars(param).pop(name, None)
 
 
@@ -56,4 +56,4 @@ def pop_written(params: Sequence[Parameter]) -> list[int]:
 
 def _state(attributes: dict[str, Any]) -> dict[str, Any] | None:
     """Return what pickle is to keep of a parameter besides its values: what others have set on it."""
-    return {name: value for name, value in attributes.items() if name not in _OFFERED} or None
+    return {name: value for name, value in attributes.items() if name not in _ATTRIBUTES} or None

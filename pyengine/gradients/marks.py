@@ -19,7 +19,7 @@ _MAX_NAMED = 3
 REMEDY = "call sync.backward(loss) in place of loss.backward(), and delete zero_grad"  # the remedy
 
 
-class Snapshot:
+class GradVersions:
     """Which tensors the `.grad` of parameters are at one moment, and how often each had been written to.
 
     PyTorch counts a tensor's versions up with every write; what the core writes by address is not counted.
@@ -27,28 +27,27 @@ class Snapshot:
     Args:
         params: the parameters.
 
-    Cost: some 0.4 µs a parameter, and as much to look again: what the host reads of each lies in some eight
-        places of memory, which a micro-batch has pushed out of its caches. Nothing is read on the device, and
-        no gradient is kept alive.
+    Cost: about 0.4 µs a parameter, and as much again for `changed`: the host reads about eight cache lines a
+        parameter, which a micro-batch has evicted. Nothing is read on the device. No gradient is kept alive.
     """
 
     def __init__(self, params: Sequence[Parameter]) -> None:
         self._params = params
-        self._places, grads = self._look()
+        self._indices, grads = self._grads()
         self._refs, self._versions = list(map(ref, grads)), list(map(_version, grads))
 
     def changed(self) -> list[int]:
         """Return the parameters, by index, whose `.grad` is another one now, or has been written to."""
-        places, grads = self._look()
+        indices, grads = self._grads()
         kept = [kept() for kept in self._refs]
         versions = list(map(_version, grads))
-        if places == self._places and versions == self._versions and all(map(is_, grads, kept)):
+        if indices == self._indices and versions == self._versions and all(map(is_, grads, kept)):
             return []
-        before = set(zip(self._places, map(id, kept), self._versions, strict=True))
-        now = set(zip(places, map(id, grads), versions, strict=True))
+        before = set(zip(self._indices, map(id, kept), self._versions, strict=True))
+        now = set(zip(indices, map(id, grads), versions, strict=True))
         return sorted({index for index, *_ in before ^ now})
 
-    def _look(self) -> tuple[Sequence[int], list[Tensor]]:
+    def _grads(self) -> tuple[Sequence[int], list[Tensor]]:
         """Return who has a gradient, by index, and the gradients."""
         grads = list(map(_grad, self._params))
         present = [grad for grad in grads if grad is not None]
@@ -63,7 +62,7 @@ class GradMarks:
     Args:
         reducer: owns the gradients.
 
-    Cost: a `Snapshot` to take, and a look at it.
+    Cost: a `GradVersions` to take, and a look at it.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -74,7 +73,7 @@ class GradMarks:
 
     def record(self) -> None:
         """Remember how gradients are now."""
-        self._then = Snapshot(self._params)
+        self._then = GradVersions(self._params)
         self._reducer.clear_written_outside_grad()
 
     def changed(self) -> list[int]:

@@ -84,7 +84,7 @@ class NormSlots:
     params: Sequence[int]
 
 
-class LandedNorms:
+class ReducedNorms:
     """Sums of squares and finite flags of all buckets of one kind, in memory of its own.
 
     Args:

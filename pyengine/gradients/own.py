@@ -22,7 +22,7 @@ from pyengine.gradients.groups import Groups
 from pyengine.gradients.layout import ParamSpec, backward_order, build
 from pyengine.gradients.local_part import local_parts, release
 from pyengine.gradients.main_grad import written
-from pyengine.gradients.norms import LandedNorms
+from pyengine.gradients.norms import ReducedNorms
 from pyengine.gradients.own_buckets import OwnBucket, own_bucket
 from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.settings import Settings
@@ -55,7 +55,7 @@ class HeldTensors:
         self.tensors = list(tensors)
         self._event = recorded_event(device, enable_timing=False) if has_events(device) else None
 
-    def is_over(self) -> bool:
+    def is_done(self) -> bool:
         """Whether it is known that nobody reads them any more; nobody waits."""
         return self._event is not None and self._event.query()
 
@@ -66,17 +66,17 @@ class Transfer:
     Attributes:
         bucket: what travels.
         is_complete: whether every gradient of the running backward has come.
-        is_held: whether it waits for the end of the backward: some gradient may come again.
+        is_waiting: whether it waits for the end of the backward: some gradient may come again.
         held: what a side stream reads for it.
         work: its sum over ranks, once it has started.
     """
 
     work: Work
 
-    def __init__(self, bucket: OwnBucket, *, is_held: bool) -> None:
+    def __init__(self, bucket: OwnBucket, *, is_waiting: bool) -> None:
         self.bucket = bucket
         self.is_complete = False
-        self.is_held = is_held
+        self.is_waiting = is_waiting
         self.held: HeldTensors | None = None
 
 
@@ -95,7 +95,7 @@ class Transfers:
         header: of the window.
         divisor: what comes in on the way to the wire.
         groups: over which ranks each bucket is summed.
-        held: indices of buckets that wait for the end of the backward.
+        waiting: indices of buckets that wait for the end of the backward.
 
     Attributes:
         header: as given.
@@ -108,30 +108,30 @@ class Transfers:
         divisor: Divisor,
         *,
         groups: Groups,
-        held: Collection[int] = (),
+        waiting: Collection[int] = (),
     ) -> None:
-        self.all = [Transfer(bucket, is_held=index in held) for index, bucket in enumerate(buckets)]
+        self.all = [Transfer(bucket, is_waiting=index in waiting) for index, bucket in enumerate(buckets)]
         self.header, self._divisor, self._groups = header, divisor, groups
         self._next = 0
 
     def complete(self, transfer: Transfer) -> None:
         """Note that the running backward has completed a bucket, and start what can start."""
-        if transfer.is_held:
+        if transfer.is_waiting:
             return
         transfer.is_complete = True
         transfer.bucket.seal()
-        while self._next < len(self.all) and self._may_start(self.all[self._next]):
-            self._start(poison=False)
+        while self._next < len(self.all) and self._may_launch(self.all[self._next]):
+            self._launch(poison=False)
 
-    def start_rest(self, *, poison: bool) -> None:
+    def launch_rest(self, *, poison: bool) -> None:
         """Start every bucket that has not been; `poison` voids the window."""
         if self.header.is_refused():
             return
         while self._next < len(self.all):
-            self._start(poison=poison)
+            self._launch(poison=poison)
         staged = [transfer.work for transfer in self.all if isinstance(transfer.work, Staged)]
         for _ in range(1 + max((work.rounds_left for work in staged), default=0)):
-            self._start_later(self.all)
+            self._launch_later_rounds(self.all)
 
     def late(self) -> list[tuple[OwnBucket, int]]:
         """Return the slots, with their buckets, that the backward has added to after it had seemed to
@@ -140,7 +140,7 @@ class Transfers:
         complete = [transfer.bucket for transfer in self.all if transfer.is_complete]
         return [(bucket, slot) for bucket in complete for slot in bucket.late()]
 
-    def landed(self) -> Iterator[OwnBucket]:
+    def wait_in_order(self) -> Iterator[OwnBucket]:
         """Wait for each bucket in turn, while later ones still travel."""
         for index, transfer in enumerate(self.all[: self._next]):
             with span("land bucket", index):
@@ -155,13 +155,13 @@ class Transfers:
                 with self._comm(transfer).side_stream(transfer.held.tensors):
                     transfer.held = None
 
-    def _may_start(self, transfer: Transfer) -> bool:
+    def _may_launch(self, transfer: Transfer) -> bool:
         """Whether a bucket may go now. The backward never stalls for the header:
         the bucket goes with the next one.
         """
         return transfer.is_complete and self.header.is_ready() and not self.header.is_refused()
 
-    def _start(self, *, poison: bool) -> None:
+    def _launch(self, *, poison: bool) -> None:
         transfer = self.all[self._next]
         # A wire of means needs the count of all ranks: waiting for it must not hold up the backward.
         comm = self._comm(transfer)
@@ -171,21 +171,21 @@ class Transfers:
             transfer.work = transfer.bucket.send(inv_count, comm, poison=poison)
             if comm.is_stream_ordered:
                 transfer.held = HeldTensors(tensors, transfer.bucket.device)
-        self._take_back()
+        self._release_held()
         self._next += 1
         if self._groups.are_alike:
-            self._start_later(self.all[: self._next - 1])
+            self._launch_later_rounds(self.all[: self._next - 1])
 
-    def _take_back(self) -> None:
+    def _release_held(self) -> None:
         """Let go of what side streams are done with."""
         for transfer in self.all[: self._next]:
-            if transfer.held is not None and transfer.held.is_over():
+            if transfer.held is not None and transfer.held.is_done():
                 transfer.held = None
 
     def _comm(self, transfer: Transfer) -> Comm:
         return self._groups.comms[transfer.bucket.spec.group]
 
-    def _start_later(self, transfers: Sequence[Transfer]) -> None:
+    def _launch_later_rounds(self, transfers: Sequence[Transfer]) -> None:
         """Start the next collective of buckets under way; where a stream waits, it does the rest, too.
 
         The last bucket comes first: what it sends travels while those before it are added up.
@@ -230,7 +230,7 @@ class BucketReducer(Reducer):
         self._specs, self._settings, self._terms = list(specs), settings, terms
         self._wire, self._groups, self._comm = settings.wire, groups, groups.everybody
         self.counted = groups.counted
-        self._has_sent = False
+        self._has_launched = False
         self._agreed: list[int] | None = None
         self._observers: list[Observer] = []
         self._arrivals: Arrivals | None = None
@@ -246,7 +246,7 @@ class BucketReducer(Reducer):
 
     def _lay_out(self, order: Sequence[int]) -> None:
         # Old buffers go before new ones come.
-        self.parts = local_parts(self.params)
+        self._local_params = local_parts(self.params)
         self._buckets: list[OwnBucket] = []
         self._transfers: Transfers | None = None
         self.layout = build(
@@ -256,10 +256,10 @@ class BucketReducer(Reducer):
             first_bytes=FIRST_BUCKET_BYTES,
         )
         self._reserve()
-        kind, watch, apart = self._settings.kind, self._settings.raises, self._settings.drops
+        kind, watch, separate_sum = self._settings.kind, self._settings.raises, self._settings.drops
         made = []
         for bucket in self.layout.buckets:
-            mine = [self.parts[slot.param] for slot in bucket.slots]
+            mine = [self._local_params[slot.param] for slot in bucket.slots]
             slots = zip(bucket.slots, mine, strict=True)
             places = [Place(slot.name, slot.offset, slot.numel, part) for slot, part in slots]
             is_last = bucket is self.layout.buckets[-1]
@@ -273,16 +273,16 @@ class BucketReducer(Reducer):
                     terms=self._terms,
                     watch=watch,
                     comm=self._groups.comms[bucket.group],
-                    apart=apart,
+                    separate_sum=separate_sum,
                 )
             )
         for each in made:
             each.observers = self._observers
         self._buckets = made
-        self._norms = LandedNorms([bucket.norm_slots for bucket in made], self.params[0].device)
-        self._slot_params = [slot.param for bucket in self.layout.buckets for slot in bucket.slots]
-        self._slot_parts = [self.parts[param] for param in self._slot_params]
-        self._in_group = {group: self._places(group) for group in self._used}
+        self._norms = ReducedNorms([bucket.norm_slots for bucket in made], self.params[0].device)
+        self._slot_indices = [slot.param for bucket in self.layout.buckets for slot in bucket.slots]
+        self._slot_locals = [self._local_params[param] for param in self._slot_indices]
+        self._in_group = {group: self._params_of_group(group) for group in self._used}
         self._slot_of = {
             slot.param: (bucket.index, position)
             for bucket in self.layout.buckets
@@ -296,7 +296,7 @@ class BucketReducer(Reducer):
             comm.reserve([numel * self._wire.dtype.itemsize for numel in mine])
 
     def local_params(self) -> Sequence[Parameter]:
-        return self.parts
+        return self._local_params
 
     def groups_of_params(self) -> tuple[Sequence[Comm], Sequence[int]]:
         return self._groups.comms, [spec.group for spec in self._specs]
@@ -316,18 +316,18 @@ class BucketReducer(Reducer):
     def add(self) -> Iterator[None]:
         """Accumulate what needs a pass of ours from inside the body, while the cache has it."""
         with (
-            self._observed_once(),
-            watching([watch for bucket in self._taken_early() for watch in bucket.watches()]),
+            self._record_arrivals_once(),
+            watching([watch for bucket in self._accumulated_in_backward() for watch in bucket.watches()]),
         ):
             yield
         self.collect()
 
     @contextmanager
     def leave_in_grad(self) -> Iterator[None]:
-        with self._observed_once():
+        with self._record_arrivals_once():
             yield
 
-    def _taken_early(self) -> list[OwnBucket]:
+    def _accumulated_in_backward(self) -> list[OwnBucket]:
         """Return the buckets that may be accumulated inside an earlier backward: of exact sums, which have
         room for one deposit a micro-batch, those whose gradients are known to come once in it.
         """
@@ -345,12 +345,12 @@ class BucketReducer(Reducer):
 
     def written_outside_grad(self) -> Sequence[int]:
         """Return those that a layer has added to `main_grad` by itself."""
-        return [self._slot_params[i] for i in written(self._slot_parts)]
+        return [self._slot_indices[i] for i in written(self._slot_locals)]
 
     def clear_written_outside_grad(self) -> None:
-        if written(self._slot_parts):
+        if written(self._slot_locals):
             for bucket in self._buckets:
-                bucket.forget_written()
+                bucket.clear_main_grad_flags()
 
     def reduce(self, header: Header) -> None:
         with self.reducing(header):
@@ -361,27 +361,28 @@ class BucketReducer(Reducer):
         """Do as `reduce`, behind the body."""
         self._prepare(header)
         yield
-        self._send_rest(poison=False)
+        self._launch_rest(poison=False)
 
     @contextmanager
     def overlap(self, header: Header, roots: Sequence[Tensor]) -> Iterator[None]:
-        held = {self._slot_of[param][0] for param in self._repeated}
+        waiting = {self._slot_of[param][0] for param in self._repeated}
         if self._arrivals is None and (not roots or any(map(may_nest, roots))):
-            held = set(range(len(self._buckets)))  # it is not known yet whether gradients come more than once
-        transfers = self._prepare(header, held=held)
+            # Not known yet: does a gradient come more than once?
+            waiting = set(range(len(self._buckets)))
+        transfers = self._prepare(header, waiting=waiting)
         for bucket in self._buckets:
             bucket.arm()
         watches = [
             Watch(transfer.bucket.params, transfer.bucket.has_arrived, partial(transfers.complete, transfer))
             for transfer in transfers.all
         ]
-        with self._observed_once(), watching(watches):
+        with self._record_arrivals_once(), watching(watches):
             yield
-        self._refuse_late(transfers)
-        self._send_rest(poison=False)
+        self._raise_if_late(transfers)
+        self._launch_rest(poison=False)
 
     def give_up(self) -> None:
-        self._send_rest(poison=True)
+        self._launch_rest(poison=True)
 
     def finish(self, final: FinalPass) -> None:
         if self._transfers is not None:
@@ -394,7 +395,7 @@ class BucketReducer(Reducer):
                 "from a checkpoint"
             )
         self._norms.begin()
-        for bucket in transfers.landed():
+        for bucket in transfers.wait_in_order():
             bucket.from_wire(self._divisor.after_wire(), self._norms)
         self._norms.copy_to(final)
         final.leave_out(self._drop_unused())
@@ -403,7 +404,7 @@ class BucketReducer(Reducer):
         self._drop_transfers()
         for bucket in self._buckets:
             bucket.release()
-        release(self.parts)
+        release(self._local_params)
         self._buckets = []
         for param in map(self.params.__getitem__, self._slot_of):
             param.grad = param.grad.clone() if keeps_grad and param.grad is not None else None
@@ -411,7 +412,7 @@ class BucketReducer(Reducer):
     def order(self) -> list[int]:
         if self._comm.world_size > 1 and self._order_is_final:
             return [*self._slot_of]
-        if not self._has_sent:
+        if not self._has_launched:
             return []
         return backward_order(self._specs) if self._arrivals is None else self._arrivals.order
 
@@ -424,13 +425,15 @@ class BucketReducer(Reducer):
             self.release(keeps_grad=False)
             self._lay_out(order)
 
-    def _prepare(self, header: Header, *, held: Collection[int] = ()) -> Transfers:
+    def _prepare(self, header: Header, *, waiting: Collection[int] = ()) -> Transfers:
         """Get ready to send the buckets; those `held` wait for the end of the backward."""
         self._drop_transfers()  # of a window that was given up
         self._used_flags = {}
         self._divisor = Divisor(header.inv_count, self._wire, header.inv_scale)
         self._memory.begin(header.position[0])
-        self._transfers = Transfers(self._buckets, header, self._divisor, groups=self._groups, held=held)
+        self._transfers = Transfers(
+            self._buckets, header, self._divisor, groups=self._groups, waiting=waiting
+        )
         return self._transfers
 
     def _drop_transfers(self) -> None:
@@ -438,20 +441,20 @@ class BucketReducer(Reducer):
         if transfers is not None:
             transfers.drop()
 
-    def _send_rest(self, *, poison: bool) -> None:
+    def _launch_rest(self, *, poison: bool) -> None:
         """Start what the backward has not; from then on all ranks have sent a window, or none has."""
         if self._transfers is not None:
-            self._transfers.start_rest(poison=poison)
+            self._transfers.launch_rest(poison=poison)
             if self._transfers.header.is_refused():
                 return
-            self._send_used_flags(poison=poison)
-            if not self._has_sent:
-                self._has_sent = True
+            self._launch_used_flags(poison=poison)
+            if not self._has_launched:
+                self._has_launched = True
                 if not self._order_is_final:
                     # Behind the buckets all ranks are at the same point of this engine.
                     self._agreed = self._comm.all_gather_object(self.order())[0]
 
-    def _send_used_flags(self, *, poison: bool) -> None:
+    def _launch_used_flags(self, *, poison: bool) -> None:
         """Start the per-window exchange of used-parameter flags.
 
         A poisoned rank reports every parameter as used, so that the nan it has sent is not dropped.
@@ -470,15 +473,15 @@ class BucketReducer(Reducer):
             dropped += [indices[place] for place in flags.drop_unused(params)]
         return dropped
 
-    def _places(self, group: int) -> tuple[list[int], list[Parameter]]:
+    def _params_of_group(self, group: int) -> tuple[list[int], list[Parameter]]:
         """Return the registration indices and the parts of a group's parameters, in the order of the
         layout.
         """
         buckets = [bucket for bucket in self.layout.buckets if bucket.group == group]
         indices = [slot.param for bucket in buckets for slot in bucket.slots]
-        return indices, [self.parts[index] for index in indices]
+        return indices, [self._local_params[index] for index in indices]
 
-    def _refuse_late(self, transfers: Transfers) -> None:
+    def _raise_if_late(self, transfers: Transfers) -> None:
         """Raise if the backward has changed a bucket that might have left;
         from the next window on that one waits.
         """
@@ -502,7 +505,7 @@ class BucketReducer(Reducer):
             )
 
     @contextmanager
-    def _observed_once(self) -> Iterator[None]:
+    def _record_arrivals_once(self) -> Iterator[None]:
         """Observe, in the first backward here, in which order gradients come and which come more than
         once.
         """
@@ -510,7 +513,7 @@ class BucketReducer(Reducer):
             yield
             return
         arrivals = Arrivals({index: self.params[index] for index in backward_order(self._specs)})
-        with arrivals.noted():
+        with arrivals.recorded():
             yield
         self._arrivals = arrivals  # a backward that failed tells nothing
         self._repeated |= arrivals.repeated

@@ -15,8 +15,8 @@ from pyengine.gradients.bucket import Bucket, Mark, Observer, SlotGroup, grad_ma
 from pyengine.gradients.exact_sums import Terms, exact_over_ranks
 from pyengine.gradients.layout import BucketSpec
 from pyengine.gradients.local_part import LocalPart
-from pyengine.gradients.main_grad import offer, pop_written, withdraw
-from pyengine.gradients.norms import LandedNorms, NormSlots, SlotNorms
+from pyengine.gradients.main_grad import pop_written, remove_main_grad, set_main_grad
+from pyengine.gradients.norms import NormSlots, ReducedNorms, SlotNorms
 from pyengine.gradients.settings import sum_dtype
 from pyengine.gradients.slots import Saved, slots_of, views_of
 from pyengine.gradients.sums import FLAT_SUMS, InPlaceSum, Sum
@@ -37,8 +37,8 @@ class OwnBucket(Bucket):
         spec: place in the layout.
         params: the bucket's, in slot order.
         total: the sum, over the layout's slots.
-        landed: where the sum over ranks arrives, of the wire's type.
-        result: what `.grad` views, of the parameters' type; may be `landed`.
+        wire_buffer: where the sum over ranks arrives, of the wire's type.
+        result: what `.grad` views, of the parameters' type; may be `wire_buffer`.
 
     Attributes:
         spec: as given.
@@ -49,18 +49,18 @@ class OwnBucket(Bucket):
     observers: Sequence[Observer] = ()
 
     def __init__(
-        self, spec: BucketSpec, params: Sequence[Parameter], total: Sum, landed: Tensor, result: Tensor
+        self, spec: BucketSpec, params: Sequence[Parameter], total: Sum, wire_buffer: Tensor, result: Tensor
     ) -> None:
         self.spec = spec
         super().__init__(params, [slot.param for slot in spec.slots], plan_of(spec), total)
         self.one = torch.ones((), dtype=torch.float32, device=self.device)
-        self._whole = SlotGroup(self.plan, params, total, range(len(params)))
-        self._wire, self._result = landed, result
-        self._wire_slots = self.plan.pointers(slots_of(landed, spec.slots))
-        is_one = result is landed
+        self._all_slots = SlotGroup(self.plan, params, total, range(len(params)))
+        self._wire, self._result = wire_buffer, result
+        self._wire_slots = self.plan.pointers(slots_of(wire_buffer, spec.slots))
+        is_one = result is wire_buffer
         self._slots = self._wire_slots if is_one else self.plan.pointers(slots_of(result, spec.slots))
         self.norm_slots = NormSlots(self.plan, self.indices)
-        self._made = [_described(param) for param in self.params]
+        self._descriptions = [_description(param) for param in self.params]
         self._has_fused = False  # whether a layer adds to `main_grad` by itself
         self.bind()
 
@@ -76,13 +76,13 @@ class OwnBucket(Bucket):
             ValueError: a parameter is not what the bucket was made for. (A cast or move of the model and back
                 leaves it as it was, and gives the views of `.grad` other memory: they are made anew.)
         """
-        for param, slot, made in zip(self.params, self.spec.slots, self._made, strict=True):
+        for param, slot, made in zip(self.params, self.spec.slots, self._descriptions, strict=True):
             param.grad = None
-            if (now := _described(param)) != made:
+            if (now := _description(param)) != made:
                 raise ValueError(
-                    f"parameter {slot.name!r} is {_text(now)} now, and was {_text(made)} when this engine "
-                    "was made: cast, move or convert the model first, then make the engine (sync.close() "
-                    "lets the old one go)"
+                    f"parameter {slot.name!r} is {_describe(now)} now, and was {_describe(made)} when this "
+                    "engine was made: cast, move or convert the model first, then make the engine "
+                    "(sync.close() releases the old one)"
                 )
         if [grad.data_ptr() for grad in self._grads] != self._addresses:
             self.bind()
@@ -91,7 +91,7 @@ class OwnBucket(Bucket):
         self._sealed: list[Mark] | None = None
         self._late: list[int] = []
 
-    def forget_written(self) -> None:
+    def clear_main_grad_flags(self) -> None:
         """Forget what layers have added to `main_grad` by themselves, except that they do."""
         self._has_fused = bool(pop_written(self.params)) or self._has_fused
 
@@ -131,7 +131,7 @@ class OwnBucket(Bucket):
         grads = [param.grad for param in self.params if param.grad is not None]
         return [self.one, self._wire, *grads, *self.flagged, *self.total.scalars()]
 
-    def from_wire(self, scale: Tensor | None, norms: LandedNorms) -> None:
+    def from_wire(self, scale: Tensor | None, norms: ReducedNorms) -> None:
         """Publish the reduced buffer times `scale` as `.grad`, and read its norm and finite flags.
 
         Also for parameters that no rank has used: the reducer sets their `.grad` to None afterwards.
@@ -151,7 +151,7 @@ class OwnBucket(Bucket):
 
     def release(self) -> None:
         """Take everything off the parameters but `.grad`."""
-        withdraw(self.params)
+        remove_main_grad(self.params)
 
     def _unseal(self) -> None:
         """Note which gradients have changed since `seal`, before they leave `.grad`."""
@@ -174,7 +174,7 @@ class FlatBucket(OwnBucket):
         dtype: of the sum.
         wire: how the bucket travels.
         comm: by which it travels.
-        offers: whether layers may add to the sum by themselves, as `main_grad`.
+        sets_main_grad: whether layers may add to the sum by themselves, as `main_grad`.
     """
 
     def __init__(
@@ -185,19 +185,20 @@ class FlatBucket(OwnBucket):
         *,
         wire: Wire,
         comm: Comm,
-        offers: bool = True,
+        sets_main_grad: bool = True,
     ) -> None:
         device, travels = params[0].device, wire.dtype == dtype
         flat = _flat(spec, dtype, device, comm if travels else None)
-        landed = flat if travels else _flat(spec, wire.dtype, device, comm)
-        result = landed if wire.dtype == spec.dtype else _flat(spec, spec.dtype, device)
-        self._sum, self._over_wire, self._offers = FLAT_SUMS[dtype](plan_of(spec), flat), wire, offers
-        super().__init__(spec, params, self._sum, landed, result)
+        wire_buffer = flat if travels else _flat(spec, wire.dtype, device, comm)
+        result = wire_buffer if wire.dtype == spec.dtype else _flat(spec, spec.dtype, device)
+        self._sum = FLAT_SUMS[dtype](plan_of(spec), flat)
+        self._over_wire, self._sets_main_grad = wire, sets_main_grad
+        super().__init__(spec, params, self._sum, wire_buffer, result)
 
     def bind(self) -> None:
         super().bind()
-        if self._offers:
-            offer(self.params, views_of(self._sum.flat, self.params, self.spec.slots))
+        if self._sets_main_grad:
+            set_main_grad(self.params, views_of(self._sum.flat, self.params, self.spec.slots))
 
     def begin(self) -> None:
         super().begin()
@@ -212,7 +213,7 @@ class FlatBucket(OwnBucket):
     def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
         self._unseal()
         self._find_fused()
-        grads, flags = self._whole.pop(self.used), self._start_row()
+        grads, flags = self._all_slots.pop(self.used), self._start_row()
         self._first_row_of_sum = len(self.flagged) - 1
         self._sum.deposit_into_wire_(self._wire, grads, inv_count, first=self.is_empty, nonfinite=flags)
         self._set_first(False)
@@ -283,15 +284,15 @@ class InPlaceBucket(OwnBucket):
         device, self._is_watching = params[0].device, watch
         self._is_in_place = wire.dtype == spec.dtype and not wire.folds_count
         self._flat = _flat(spec, spec.dtype, device, comm if self._is_in_place else None)
-        landed = self._flat if self._is_in_place else _flat(spec, wire.dtype, device, comm)
+        wire_buffer = self._flat if self._is_in_place else _flat(spec, wire.dtype, device, comm)
         plan = plan_of(spec)
         self._norms = SlotNorms(plan, [slot.param for slot in spec.slots], device)
         self._over_wire = wire
-        super().__init__(spec, params, InPlaceSum(plan, self._flat), landed, self._flat)
+        super().__init__(spec, params, InPlaceSum(plan, self._flat), wire_buffer, self._flat)
 
     def bind(self) -> None:
         super().bind()
-        offer(self.params, self._grads)
+        set_main_grad(self.params, self._grads)
 
     def begin(self) -> None:
         super().begin()
@@ -306,19 +307,19 @@ class InPlaceBucket(OwnBucket):
             self._flat.zero_()  # a layer that writes main_grad itself needs a sum to add to
 
     def watches(self) -> list[Watch]:
-        self._collect_earlier()
+        self._store_earlier()
         return super().watches() if self._is_first else []  # autograd adds the later ones
 
     def collect(self) -> None:
         """Store what the first backward left; autograd has added the later ones already."""
         if self._is_first or self._is_watching:
-            self._settle()
-            self._look()
+            self._store_all()
+            self._record_nonfinite()
 
     def arm(self) -> None:
-        self._collect_earlier()
+        self._store_earlier()
         if not self._is_first:
-            self._settle()
+            self._store_all()
             self._versions_armed = self._versions()
 
     def has_arrived(self, slot: int) -> bool:
@@ -328,7 +329,7 @@ class InPlaceBucket(OwnBucket):
 
     def seal(self) -> None:
         """Store every gradient in the sum, inside the backward, and note the version of every slot."""
-        self._collect()
+        self._store()
         self._versions_sealed = self._versions()
 
     def late(self) -> list[int]:
@@ -340,9 +341,9 @@ class InPlaceBucket(OwnBucket):
 
     def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
         if self._versions_sealed is None:
-            self._settle()
+            self._store_all()
             self._versions_sealed = self._versions()
-        self._look()
+        self._record_nonfinite()
         self._note_used(self._versions_sealed)
         if not self._is_in_place:
             self.plan.pack_(self._wire, self._slots, self.one if inv_count is None else inv_count)
@@ -356,7 +357,7 @@ class InPlaceBucket(OwnBucket):
         return super().blame() if self._is_watching else lambda slot: None
 
     def save(self, names: Sequence[str]) -> Saved:
-        self._settle()
+        self._store_all()
         self._note_used(self._versions())
         return super().save(names)
 
@@ -378,23 +379,23 @@ class InPlaceBucket(OwnBucket):
             used or begun != now for used, begun, now in zip(self.used, self._begun, versions, strict=True)
         ]
 
-    def _look(self) -> None:
+    def _record_nonfinite(self) -> None:
         """Note which slots are not finite after this micro-batch, if that is asked for."""
         if self._is_watching:
             self.flagged.append(self._norms.flags(self._slots, self.one))
 
-    def _settle(self) -> None:
+    def _store_all(self) -> None:
         """Store every gradient in the sum, wherever it and the sum's views are by now."""
         if not self._is_first:
-            self._follow_moved()
-        self._collect()
+            self._rebind_moved()
+        self._store()
 
-    def _collect_earlier(self) -> None:
+    def _store_earlier(self) -> None:
         """Store what backwards before the micro-batch's last have left, if it is the first."""
         if self._is_first and any(param.grad is not None for param in self.params):
-            self._collect()
+            self._store()
 
-    def _collect(self) -> None:
+    def _store(self) -> None:
         """Store every gradient in the sum, wherever it is, and let `.grad` view the sum."""
         for index in pop_written(self.params):
             self._has_fused = self.used[index] = True
@@ -405,7 +406,7 @@ class InPlaceBucket(OwnBucket):
                     self._accumulate(group)
             self._is_first = False
         else:
-            self._bring_back()
+            self._store_replaced()
 
     def _accumulate(self, group: SlotGroup) -> None:
         """Write a group's first gradients over the old sum: a read and a write an element."""
@@ -414,7 +415,7 @@ class InPlaceBucket(OwnBucket):
             param.grad = view
         group.is_first = False
 
-    def _bring_back(self) -> None:
+    def _store_replaced(self) -> None:
         """Store gradients that somebody put elsewhere (zero_grad, create_graph, a new tensor) in the sum."""
         grads = [param.grad for param in self.params]
         for index, (param, grad, view) in enumerate(zip(self.params, grads, self._grads, strict=True)):
@@ -427,7 +428,7 @@ class InPlaceBucket(OwnBucket):
                 view.copy_((grad.to_dense() if grad.is_sparse else grad).detach())
             param.grad = view
 
-    def _follow_moved(self) -> None:
+    def _rebind_moved(self) -> None:
         """Make new views of slots whose old ones a cast or move of the model has given other memory."""
         if [grad.data_ptr() for grad in self._grads] == self._addresses:
             return
@@ -449,7 +450,7 @@ def own_bucket(
     terms: Terms,
     watch: bool,
     comm: Comm,
-    apart: bool = False,
+    separate_sum: bool = False,
 ) -> OwnBucket:
     """Make the bucket of one place in the layout.
 
@@ -461,17 +462,17 @@ def own_bucket(
         terms: of a full window.
         watch: whether every micro-batch is checked for inf and nan.
         comm: by which it travels.
-        apart: whether `.grad` holds a micro-batch's gradient alone until that is accumulated: sums are then
-            in memory of their own, fp32 at least, which no layer gets to see.
+        separate_sum: whether `.grad` holds only the current micro-batch's gradient until `collect`. The sum
+            is then in separate memory, in fp32 at least, and no layer gets a `main_grad`.
     """
     if kind == "exact":
         return ExactBucket(spec, params, terms=terms, comm=comm)
     dtype = sum_dtype(kind, spec.dtype)
     # Autograd cannot add in place to what a DTensor's `.grad` is a view of, unnoticed.
     has_parts = any(isinstance(param, LocalPart) for param in params)
-    if dtype != spec.dtype or apart or has_parts:
+    if dtype != spec.dtype or separate_sum or has_parts:
         dtype = dtype if dtype != spec.dtype else torch.float32
-        return FlatBucket(spec, params, dtype, wire=wire, comm=comm, offers=not apart)
+        return FlatBucket(spec, params, dtype, wire=wire, comm=comm, sets_main_grad=not separate_sum)
     return InPlaceBucket(spec, params, wire=wire, comm=comm, watch=watch)
 
 
@@ -492,10 +493,10 @@ def _flat(spec: BucketSpec, dtype: torch.dtype, device: torch.device, comm: Comm
 _Description = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]
 
 
-def _described(param: Parameter) -> _Description:
+def _description(param: Parameter) -> _Description:
     return param.dtype, param.device, param.shape, param.stride()
 
 
-def _text(description: _Description) -> str:
+def _describe(description: _Description) -> str:
     dtype, device, shape, strides = description
     return f"{str(dtype).removeprefix('torch.')} {list(shape)} with strides {list(strides)} on {device}"

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_value_, get_total_norm
 
 from pyengine.comm.base import by_dtype
 from pyengine.gradients.bucket import packed
-from pyengine.gradients.marks import Snapshot
+from pyengine.gradients.marks import GradVersions
 from pyengine.gradients.norms import SlotNorms
 from pyengine.gradients.slots import dense_strides, local
 from pyengine.ops.device import is_lazy
@@ -62,12 +62,12 @@ class Published:
 
     def record(self) -> None:
         """Remember the gradients as they are, for `has_changed`."""
-        self._then, self._addresses = Snapshot(self._params), self._look()
+        self._then, self._addresses = GradVersions(self._params), self._addresses_now()
 
     def has_changed(self) -> bool:
         """Whether somebody has written to gradients, or exchanged them, since `mark`."""
         # An assignment to `.grad.data` exchanges the memory alone, and is in no version counter.
-        return bool(self._then.changed()) or self._addresses != self._look()
+        return bool(self._then.changed()) or self._addresses != self._addresses_now()
 
     @torch.no_grad()
     def read(self, final: FinalPass, scale: Tensor | None = None) -> None:
@@ -131,7 +131,7 @@ class Published:
             copies.append(None if dense is None else dense.clone(memory_format=torch.contiguous_format))
         return copies
 
-    def _look(self) -> list[int]:
+    def _addresses_now(self) -> list[int]:
         """Return where the gradients lie; nothing on a lazy device, whose tensors have no address."""
         if is_lazy(self._device):
             return []

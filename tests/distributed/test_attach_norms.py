@@ -20,10 +20,10 @@ def _norms(wire: pe.wire.Wire, accumulator: str, options: dict[str, Any]) -> tup
     """Train three windows, the first in DDP's first buckets; return whether each window's norms came as
     buckets landed, and pairs of the norm and that of `.grad`.
     """
-    settled, settle = [], BucketNorms.settle
+    settled, copy_if_complete = [], BucketNorms.copy_if_complete
 
     def noted(self: BucketNorms, final: Any) -> bool:
-        settled.append(settle(self, final))
+        settled.append(copy_if_complete(self, final))
         return settled[-1]
 
     torch.manual_seed(0)
@@ -32,7 +32,7 @@ def _norms(wire: pe.wire.Wire, accumulator: str, options: dict[str, Any]) -> tup
     sync = pe.attach(ddp, accumulate=2, wire=wire, accumulator=accumulator)
     pairs = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BucketNorms, "settle", noted)
+        patch.setattr(BucketNorms, "copy_if_complete", noted)
         for window in sync.windows(torch.randn(6, 4, 5)):
             for x in window:
                 sync.backward(ddp(x).square().mean())

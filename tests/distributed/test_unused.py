@@ -130,14 +130,14 @@ def _no_room(at: int) -> list[bool]:
     sync = pe.attach(ddp, accumulate=2)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     reducer = sync._engine.reducer
-    expect, stepped = reducer._drive.expect, []
+    expect, stepped = reducer._driver.prepare_for_backward, []
 
     def fail(loss: Tensor | None) -> None:
-        reducer._drive.expect = expect
+        reducer._driver.prepare_for_backward = expect
         raise MemoryError("no room")
 
     for window in range(3):
-        reducer._drive.expect = fail if (rank, window) == (1, at) else expect
+        reducer._driver.prepare_for_backward = fail if (rank, window) == (1, at) else expect
         try:
             for place in range(2):
                 with sync.accumulate():

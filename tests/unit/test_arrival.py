@@ -61,7 +61,7 @@ def test_a_set_of_frozen_parameters_is_complete_at_once():
 def test_arrivals_are_in_the_order_of_the_last_time(came, order, repeated):
     params = {index: Parameter(torch.ones(1)) for index in range(3)}
     arrivals = Arrivals(params)
-    with arrivals.noted():
+    with arrivals.recorded():
         for index in came:
             params[index].sum().backward()
     params[2].sum().backward()  # after it

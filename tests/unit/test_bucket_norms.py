@@ -37,31 +37,31 @@ def three() -> tuple[list[Tensor], BucketNorms, Bucket, Bucket]:
     return params, norms, first, second
 
 
-def land(norms: BucketNorms, bucket: Bucket) -> None:
+def read(norms: BucketNorms, bucket: Bucket) -> None:
     one = norms.of(bucket)
     assert one is not None
-    one.land_flat(bucket.buffer(), bucket.buffer(), ONE, writes=False)
+    one.read_flat(bucket.buffer(), bucket.buffer(), ONE, writes=False)
 
 
 def test_every_parameter_s_sum_of_squares_goes_to_its_place():
     _, norms, first, second = three()
-    land(norms, second)
-    land(norms, first)
+    read(norms, second)
+    read(norms, first)
     final = FinalPass(3, CPU)
-    assert norms.settle(final)
+    assert norms.copy_if_complete(final)
     assert final.sumsq.tolist() == [25, 12, 1]
     assert final.nonfinite.tolist() == [0, 0, 0]
 
 
 def test_what_travelled_narrow_is_written_and_read_as_it_was_rounded():
     _, norms, first, second = three()
-    land(norms, second)
+    read(norms, second)
     moved = torch.tensor([2.0, 4.0, float("inf"), 4.0], dtype=torch.bfloat16)
     one = norms.of(first)
     assert one is not None
-    one.land_flat(moved, first.buffer(), torch.tensor(0.5), writes=True)
+    one.read_flat(moved, first.buffer(), torch.tensor(0.5), writes=True)
     final = FinalPass(3, CPU)
-    assert norms.settle(final)
+    assert norms.copy_if_complete(final)
     assert first.buffer().tolist() == [1, 2, float("inf"), 2]
     assert final.sumsq[2] == 1
     assert final.nonfinite.tolist() == [0, 1, 0]
@@ -69,13 +69,13 @@ def test_what_travelled_narrow_is_written_and_read_as_it_was_rounded():
 
 def test_without_a_bucket_of_this_window_nothing_is_handed_over():
     _, norms, first, second = three()
-    land(norms, first)
-    land(norms, second)
+    read(norms, first)
+    read(norms, second)
     norms.begin()
-    land(norms, first)
+    read(norms, first)
     norms.of(second)  # handed out, and lost
     final = FinalPass(3, CPU)
-    assert not norms.settle(final)
+    assert not norms.copy_if_complete(final)
     assert final.sumsq.tolist() == [0, 0, 0]
 
 
@@ -84,23 +84,23 @@ def test_a_bucket_that_lands_late_is_of_its_own_window():
     late = norms.of(second)
     assert late is not None
     norms.begin()
-    land(norms, first)
-    late.land_flat(second.buffer(), second.buffer(), ONE, writes=False)
-    assert not norms.settle(FinalPass(3, CPU))
+    read(norms, first)
+    late.read_flat(second.buffer(), second.buffer(), ONE, writes=False)
+    assert not norms.copy_if_complete(FinalPass(3, CPU))
 
 
 @pytest.mark.parametrize("is_told", [True, False])
 def test_buckets_that_ddp_has_rebuilt_are_laid_out_anew(is_told):
     params, norms, first, second = three()
-    land(norms, first)
-    land(norms, second)
+    read(norms, first)
+    read(norms, second)
     rebuilt = Bucket(params[::-1], torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0, 0.0]))
     if is_told:
         norms.lay_out(lambda: pytest.fail("DDP makes new memory for all of them"))
     norms.begin()
-    land(norms, rebuilt)
+    read(norms, rebuilt)
     final = FinalPass(3, CPU)
-    assert norms.settle(final)
+    assert norms.copy_if_complete(final)
     assert final.sumsq.tolist() == [4, 3, 1]
 
 
@@ -118,11 +118,11 @@ def test_on_an_accelerator_buckets_are_laid_out_before_the_first_lands(monkeypat
     assert norms.of(first) is None
     norms.lay_out(lambda: [first, second])
     norms.begin()
-    land(norms, second)
-    assert not norms.settle(FinalPass(3, CPU))
-    land(norms, first)
+    read(norms, second)
+    assert not norms.copy_if_complete(FinalPass(3, CPU))
+    read(norms, first)
     final = FinalPass(3, CPU)
-    assert norms.settle(final)
+    assert norms.copy_if_complete(final)
     assert final.sumsq.tolist() == [8, 16, 3]
     odd = Bucket([params[2], params[0]], torch.ones(11))
     norms.lay_out(lambda: [odd, Bucket([params[1]], torch.ones(16))])

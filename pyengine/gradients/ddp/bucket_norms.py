@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyengine.gradients.bucket import packed
-from pyengine.gradients.norms import LandedNorms, NormSlots
+from pyengine.gradients.norms import NormSlots, ReducedNorms
 from pyengine.ops.device import runs_ahead
 from pyengine.window.final_pass import FinalPass
 
@@ -33,9 +33,9 @@ class BucketNorms:
 
     def __init__(self, index: Mapping[Any, int], device: torch.device) -> None:
         self._index, self._device = index, device
-        self._norms: list[LandedNorms] = []
-        self._places: dict[tuple[int | None, ...], tuple[LandedNorms, int]] = {}
-        self._landed: set[tuple[int | None, ...]] = set()
+        self._norms: list[ReducedNorms] = []
+        self._by_indices: dict[tuple[int | None, ...], tuple[ReducedNorms, int]] = {}
+        self._were_read: set[tuple[int | None, ...]] = set()
 
     def lay_out(self, buckets: Callable[[], Sequence[Any]]) -> None:
         """Forget the buckets, and get ready for those that DDP has now; where no collective is under way.
@@ -46,7 +46,7 @@ class BucketNorms:
         Cost: on an accelerator a read of the buffers. What a plan has there is made by its first use, which
         waits for the device: not when a bucket lands, when that would be for the other ranks.
         """
-        self._norms, self._places = [], {}
+        self._norms, self._by_indices = [], {}
         if not runs_ahead(self._device):
             return
         laid_out = buckets()
@@ -55,38 +55,40 @@ class BucketNorms:
         one = torch.ones((), dtype=torch.float32, device=self._device)
         for norms, bucket in ((self.of(bucket), bucket) for bucket in even):
             assert norms is not None
-            norms.land_flat(bucket.buffer(), bucket.buffer(), one, writes=False)
+            norms.read_flat(bucket.buffer(), bucket.buffer(), one, writes=False)
 
     def begin(self) -> None:
         """Start a window: no bucket of it has landed."""
         for norms in self._norms:
             norms.begin()
-        self._landed = set()
+        self._were_read = set()
 
-    def of(self, bucket: Any) -> OneBucket | None:
+    def of(self, bucket: Any) -> NormsOfBucket | None:
         """Return what reads a bucket when it lands; None if that is not to be."""
-        places = self._places_of(bucket.parameters())
-        if places not in self._places:
-            if runs_ahead(self._device) or None in places:
+        indices = self._indices_of(bucket.parameters())
+        if indices not in self._by_indices:
+            if runs_ahead(self._device) or None in indices:
                 return None
             self._add([bucket])
-        norms, index = self._places[places]
+        norms, index = self._by_indices[indices]
         numels = [param.numel() for param in bucket.parameters()]
-        return OneBucket(norms, index, numels, places, self._landed)
+        return NormsOfBucket(norms, index, numels, indices, self._were_read)
 
-    def settle(self, final: FinalPass) -> bool:
+    def copy_if_complete(self, final: FinalPass) -> bool:
         """Hand over what was read if the buckets that have landed in this window hold every parameter; say
         whether they do.
         """
-        if sum(map(len, self._landed)) != len(self._index):
+        if sum(map(len, self._were_read)) != len(self._index):
             return False
-        for norms in {id(norms): norms for norms, _ in map(self._places.__getitem__, self._landed)}.values():
+        for norms in {
+            id(norms): norms for norms, _ in map(self._by_indices.__getitem__, self._were_read)
+        }.values():
             norms.copy_to(final)
         return True
 
     def _is_even(self, bucket: Any) -> bool:
         offsets = packed([param.numel() for param in bucket.parameters()]).offsets
-        return None not in self._places_of(bucket.parameters()) and all(x % PHASE == 0 for x in offsets)
+        return None not in self._indices_of(bucket.parameters()) and all(x % PHASE == 0 for x in offsets)
 
     def _add(self, buckets: Sequence[Any]) -> None:
         slots = []
@@ -94,34 +96,34 @@ class BucketNorms:
             params = bucket.parameters()
             plan = packed([param.numel() for param in params])
             slots.append(NormSlots(plan, [self._index[param] for param in params]))
-        norms = LandedNorms(slots, self._device)
+        norms = ReducedNorms(slots, self._device)
         self._norms.append(norms)
         for index, bucket in enumerate(buckets):
-            self._places[self._places_of(bucket.parameters())] = norms, index
+            self._by_indices[self._indices_of(bucket.parameters())] = norms, index
 
-    def _places_of(self, params: Sequence[Any]) -> tuple[int | None, ...]:
+    def _indices_of(self, params: Sequence[Any]) -> tuple[int | None, ...]:
         return tuple(map(self._index.get, params))
 
 
 @dataclass(frozen=True)
-class OneBucket:
+class NormsOfBucket:
     """One of them, on its way.
 
     Attributes:
         norms: of all.
         index: of the bucket there.
         numels: of its parameters, which lie in its buffer one after the other.
-        places: registration indices of its parameters.
-        landed: those of buckets that have; its own are added when it does.
+        indices: registration indices of its parameters.
+        were_read: those of buckets that have; its own are added when it does.
     """
 
-    norms: LandedNorms
+    norms: ReducedNorms
     index: int
     numels: Sequence[int]
-    places: tuple[int | None, ...]
-    landed: set[tuple[int | None, ...]]
+    indices: tuple[int | None, ...]
+    were_read: set[tuple[int | None, ...]]
 
-    def land(self, sources: Sequence[Tensor], flat: Tensor, scale: Tensor, *, writes: bool) -> None:
+    def read(self, sources: Sequence[Tensor], flat: Tensor, scale: Tensor, *, writes: bool) -> None:
         """Read what has landed once, times `scale`, on whichever thread; with `writes` into the buffer.
 
         Args:
@@ -132,8 +134,8 @@ class OneBucket:
         Cost: reads one element; with `writes` writes one.
         """
         self.norms.read(self.index, sources, flat.split(self.numels) if writes else None, scale)
-        self.landed.add(self.places)
+        self.were_read.add(self.indices)
 
-    def land_flat(self, moved: Tensor, flat: Tensor, scale: Tensor, *, writes: bool) -> None:
-        """Do as `land` for what has travelled as the buffer lies; `moved`, `[numel]`, may be `flat`."""
-        self.land(moved.split(self.numels), flat, scale, writes=writes)
+    def read_flat(self, sent: Tensor, flat: Tensor, scale: Tensor, *, writes: bool) -> None:
+        """Do as `read` for what has travelled as the buffer lies; `sent`, `[numel]`, may be `flat`."""
+        self.read(sent.split(self.numels), flat, scale, writes=writes)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyengine.comm.base import Comm, by_dtype
 from pyengine.gradients.arrival import Watch
 from pyengine.gradients.bucket import Accumulator, Bucket, aligned, packed
-from pyengine.gradients.ddp.bucket_norms import PHASE, OneBucket
+from pyengine.gradients.ddp.bucket_norms import PHASE, NormsOfBucket
 from pyengine.gradients.ddp.hook import Launched
 from pyengine.gradients.ddp.private import zero_buckets
 from pyengine.gradients.exact_sums import Terms, exact_over_ranks
@@ -172,7 +172,7 @@ class ExactDDPBucket(DDPBucket):
         return []
 
     def launch(
-        self, flat: Tensor, after: Callable[[], Tensor | None], norms: OneBucket | None, *, poison: bool
+        self, flat: Tensor, after: Callable[[], Tensor | None], norms: NormsOfBucket | None, *, poison: bool
     ) -> Launched:
         """Add the last gradients, which are in DDP's buffer, and launch the sum over all ranks into it.
 
@@ -190,17 +190,17 @@ class ExactDDPBucket(DDPBucket):
         work = self._exact.rounds(poison=poison)
         scale = after()
 
-        def land() -> Tensor:
+        def write_back() -> Tensor:
             rounded, factor = self._exact.rounded, self._one if scale is None else scale
             if norms is None:
                 self.plan.unpack_(grads, rounded, factor)
                 return flat
             slots = zip(self.plan.offsets, self.plan.numels, strict=True)
             sources = [rounded[offset : offset + numel] for offset, numel in slots]
-            norms.land(sources, flat, factor, writes=True)
+            norms.read(sources, flat, factor, writes=True)
             return flat
 
-        return work, land
+        return work, write_back
 
 
 class GradSums(Accumulator):

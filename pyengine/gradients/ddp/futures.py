@@ -88,7 +88,7 @@ class StagedBuckets:
         self._repeated: int | None = None  # the number of the last bucket, if one before had it, too
 
     def add(self, bucket: Any, work: Staged, finish: Callable[[], Tensor]) -> Future[Tensor]:
-        """Drive on what is under way, behind the first collective of a bucket.
+        """ReducerDriver on what is under way, behind the first collective of a bucket.
 
         Args:
             bucket: DDP's.

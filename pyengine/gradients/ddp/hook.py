@@ -20,7 +20,7 @@ from pyengine.comm import TorchDist
 from pyengine.comm.base import Comm, Work, flat_zeros
 from pyengine.comm.shared_memory import problems_of_sharing, share_memory, wrong_choice
 from pyengine.comm.staged import Staged
-from pyengine.gradients.ddp.bucket_norms import OneBucket
+from pyengine.gradients.ddp.bucket_norms import NormsOfBucket
 from pyengine.gradients.ddp.futures import Callbacks, StagedBuckets
 from pyengine.ops.device import runs_ahead
 from pyengine.ops.plan import BucketPlan
@@ -32,21 +32,21 @@ from pyengine.wire.cast import as_wire, wire_problems
 from pyengine.wire.memory import Place, WireMemory, keeps_residual
 
 # What is to be done when a bucket has landed: returns its buffer, `[numel]`, DDP's.
-Land = Callable[[], Tensor]
+WriteBack = Callable[[], Tensor]
 # A bucket under way, and that.
-Launched = tuple[Work, Land]
+Launched = tuple[Work, WriteBack]
 # What to multiply in, 0-dim, given a 0-dim one of the type in which the bucket is multiplied; None for
 # nothing.
 Scale = Callable[[Tensor], Tensor | None]
 
 
-def _leave(flat: Tensor, scale: Tensor) -> bool:
+def _fill_nothing(flat: Tensor, scale: Tensor) -> bool:
     del flat, scale
     return False
 
 
-def _look_away(moved: Tensor, scale: Tensor | None) -> None:
-    del moved, scale
+def _observe_nothing(sent: Tensor, scale: Tensor | None) -> None:
+    del sent, scale
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Passes:
 
     before: Scale
     after: Scale
-    fill: Callable[[Tensor, Tensor], bool] = _leave
-    norms: OneBucket | None = None
-    observe: Callable[[Tensor, Tensor | None], None] = _look_away
+    fill: Callable[[Tensor, Tensor], bool] = _fill_nothing
+    norms: NormsOfBucket | None = None
+    observe: Callable[[Tensor, Tensor | None], None] = _observe_nothing
 
 
 class WireBuffer:
@@ -164,9 +164,9 @@ class HookState:
         self._callbacks.await_threads()
 
     @contextmanager
-    def silent(self) -> Iterator[None]:
+    def without_reduction(self) -> Iterator[None]:
         """Reduce nothing during the body, a backward that only DDP needs."""
-        before, self.reduce = self.reduce, leave_unreduced
+        before, self.reduce = self.reduce, skip_reduction
         try:
             yield
         finally:
@@ -272,19 +272,19 @@ def _mean(state: HookState, bucket: Any) -> Future[torch.Tensor]:
     )
 
     def start(comm: Comm) -> Launched:
-        work, land = launch(state, bucket, comm, passes)
+        work, write_back = launch(state, bucket, comm, passes)
         if keeps_residual(state.wire):
-            return work, _if_finite(land, state.memory, bucket.parameters()[0])
-        return work, land
+            return work, _if_finite(write_back, state.memory, bucket.parameters()[0])
+        return work, write_back
 
     return exchange(state, bucket, start, failures=[])
 
 
-def _if_finite(land: Land, memory: WireMemory, param: Tensor) -> Land:
-    """Let a bucket land; of one that is not finite, and so not used, no residual is kept."""
+def _if_finite(write_back: WriteBack, memory: WireMemory, param: Tensor) -> WriteBack:
+    """Let a bucket write_back; of one that is not finite, and so not used, no residual is kept."""
 
     def checked() -> Tensor:
-        landed = land()
+        landed = write_back()
         memory.drop_of(param, ~torch.isfinite(landed.sum()))
         return landed
 
@@ -322,10 +322,10 @@ def exchange(
         except Exception as error:
             failures.append(error)
             raise
-        return land()
+        return write_back()
 
     with span("launch bucket", bucket.index()), comm.side_stream([flat]):
-        work, land = start(comm)
+        work, write_back = start(comm)
         if comm.is_stream_ordered and isinstance(work, Staged):
             return completed(finish(work.wait))  # the stream waits
     if runs_ahead(flat.device) and not comm.is_stream_ordered:
@@ -360,22 +360,22 @@ def launch(state: HookState, bucket: Any, comm: Comm, passes: Passes) -> Launche
     buffer = state.wire_buffer(bucket)
     wire = buffer.wire
     into, out_of = passes.before(buffer.one), passes.after(buffer.one)
-    is_moved = wire.folds_count or wire.dtype != flat.dtype
-    moved = buffer.flat(comm) if is_moved else flat
+    is_copied = wire.folds_count or wire.dtype != flat.dtype
+    sent = buffer.flat(comm) if is_copied else flat
     scale = buffer.one if into is None else into
-    if not passes.fill(moved, scale) and is_moved:
-        buffer.plan.pack_(moved, [flat], scale)
-    passes.observe(moved, into)
+    if not passes.fill(sent, scale) and is_copied:
+        buffer.plan.pack_(sent, [flat], scale)
+    passes.observe(sent, into)
 
-    def land() -> Tensor:
-        writes, scale = is_moved or out_of is not None, buffer.one if out_of is None else out_of
+    def write_back() -> Tensor:
+        writes, scale = is_copied or out_of is not None, buffer.one if out_of is None else out_of
         if passes.norms is not None:
-            passes.norms.land_flat(moved, flat, scale, writes=writes)
+            passes.norms.read_flat(sent, flat, scale, writes=writes)
         elif writes:
-            buffer.plan.unpack_([flat], moved, scale)
+            buffer.plan.unpack_([flat], sent, scale)
         return flat
 
-    return wire.all_reduce_(moved, comm), land
+    return wire.all_reduce_(sent, comm), write_back
 
 
 def _launch_wide(state: HookState, bucket: Any, comm: Comm, passes: Passes) -> Launched:
@@ -388,16 +388,16 @@ def _launch_wide(state: HookState, bucket: Any, comm: Comm, passes: Passes) -> L
     if into is None and not is_encoded(state.wire):
         return comm.all_reduce(flat), lambda: flat if out_of is None else flat.mul_(out_of)
     buffer = state.wire_buffer(bucket)
-    moved = buffer.flat(comm).copy_(flat if into is None else flat * into)
+    sent = buffer.flat(comm).copy_(flat if into is None else flat * into)
 
-    def land() -> Tensor:
-        flat.copy_(moved)
+    def write_back() -> Tensor:
+        flat.copy_(sent)
         return flat if out_of is None else flat.mul_(out_of)
 
-    return buffer.wire.all_reduce_(moved, comm), land
+    return buffer.wire.all_reduce_(sent, comm), write_back
 
 
-def leave_unreduced(bucket: Any) -> Future[torch.Tensor]:
+def skip_reduction(bucket: Any) -> Future[torch.Tensor]:
     """Leave a bucket as it is: nothing travels. As `comm_hook`."""
     return completed(bucket.buffer())
 

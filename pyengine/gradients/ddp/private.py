@@ -142,7 +142,7 @@ def _check_nothing(*_: Any) -> None:
     pass
 
 
-class Drive:
+class ReducerDriver:
     """Drives DDP's reducer over one window after the other.
 
     Args:
@@ -151,7 +151,7 @@ class Drive:
         params: the reduced parameters, in DDP's order.
 
     Attributes:
-        searches: whether DDP looks for parameters that its backward will not reach.
+        finds_unused: whether DDP looks for parameters that its backward will not reach.
         is_ready: whether DDP can reduce: with static_graph it has to learn the graph first, by one backward.
     """
 
@@ -160,13 +160,13 @@ class Drive:
         self._reducer: Any = ddp.reducer
         self._index = {param: index for index, param in enumerate(params)}
         self._anchor = torch.zeros((), dtype=torch.float32, device=params[0].device, requires_grad=True)
-        self.searches = ddp.find_unused_parameters and not ddp.static_graph
+        self.finds_unused = ddp.find_unused_parameters and not ddp.static_graph
         self.is_ready = not ddp.static_graph
         # By then DDP must not have counted anything: it counts every backward from the first one on.
-        self._reached = None if self.is_ready else _Reached(params)
+        self._reach_counts = None if self.is_ready else _ReachCounts(params)
         self._counts = [1] * len(params)  # how often a backward reaches each
         self._stats: list[int] = []
-        self._alone = _Alone()
+        self._single_rank_group = _SingleRankGroup()
         # DDP would learn in whichever backward is a rank's first, and wait for the other ranks there.
         if ddp.static_graph:
             ddp._static_graph_delay_allreduce_enqueued = True
@@ -177,27 +177,27 @@ class Drive:
         if self._ddp.static_graph:
             self._ddp._static_graph_delay_allreduce_enqueued = self.is_ready
 
-    def rebuild(self) -> bool:
+    def rebuild_buckets(self) -> bool:
         """Let DDP lay its buckets out in the order in which gradients came, once; say whether it did."""
         rebuilt: bool = self._reducer._rebuild_buckets()
         self._ddp._has_rebuilt_buckets = self._ddp._has_rebuilt_buckets or rebuilt
         return rebuilt
 
     @contextmanager
-    def learning(self) -> Iterator[None]:
+    def learning_graph(self) -> Iterator[None]:
         """Let DDP learn the graph from the body if that is this rank's first backward; nothing travels.
 
         It cannot forget half a backward, nor other ones: after these this rank reduces by hand.
         """
-        reached = self._reached
+        reached = self._reach_counts
         if reached is None or any(reached.times):
             self._stop_counting()
             yield
             return
         reducer = self._reducer
-        reducer._update_process_group(self._alone)
+        reducer._update_process_group(self._single_rank_group)
         try:
-            with self._state.silent():
+            with self._state.without_reduction():
                 reducer.prepare_for_forward()
                 reducer.prepare_for_backward([])
                 yield
@@ -210,13 +210,13 @@ class Drive:
                 reducer._reset_state()  # DDP lays out no buckets while it expects gradients
             reducer._update_process_group(self._ddp.process_group)
 
-    def expect(self, roots: Sequence[Tensor]) -> None:
-        """Let DDP expect the gradients of a backward from `roots`, which it reads if it searches."""
+    def prepare_for_backward(self, roots: Sequence[Tensor]) -> None:
+        """Let DDP expect the gradients of a backward from `roots`, which it reads if it finds_unused."""
         self._reducer.prepare_for_forward()
-        self._reducer.prepare_for_backward(list(roots) if self.searches else [])
+        self._reducer.prepare_for_backward(list(roots) if self.finds_unused else [])
         self._stats = self._reducer.get_backward_stats()
 
-    def complete(self, candidates: Sequence[Parameter]) -> None:
+    def mark_unreached(self, candidates: Sequence[Parameter]) -> None:
         """Mark those of the candidates that DDP was not notified of, so that its buckets complete; no hook of
         theirs runs.
         """
@@ -224,22 +224,22 @@ class Drive:
         # DDP was notified.
         stats = self._reducer.get_backward_stats()
         indices = [self._index[param] for param in candidates]
-        self._mark([index for index in indices if stats[index] == self._stats[index]])
+        self._mark_ready([index for index in indices if stats[index] == self._stats[index]])
 
     def reduce_all(self) -> None:
         """Let DDP reduce what `.grad` holds, without a backward."""
         if not self.is_ready:
-            self.send_by_hand(0)
+            self.reduce_past_ddp(0)
             return
         params = self._params
-        if self.searches:
+        if self.finds_unused:
             trained = [param for param in params if param.requires_grad]
             params = [param for param in trained if param.grad is not None] or trained[:1]
         with torch.enable_grad():
-            self.expect([_Reaches.apply(*params)])  # type: ignore[no-untyped-call]
-        self._mark([self._index[param] for param in params])
+            self.prepare_for_backward([_Reaches.apply(*params)])  # type: ignore[no-untyped-call]
+        self._mark_ready([self._index[param] for param in params])
 
-    def send_by_hand(self, num_sent: int) -> None:
+    def reduce_past_ddp(self, num_sent: int) -> None:
         """Reduce the buckets behind the first `num_sent` past DDP, and write the results into `.grad`.
 
         Cost: two copies of these buckets, and their reductions.
@@ -256,34 +256,34 @@ class Drive:
             publish(bucket, bucket.parameters())
         self._reducer._push_all_rebuilt_params()  # as on the other ranks, for whose orders rank 0's stands
 
-    def match_used_map(self) -> None:
+    def all_reduce_used_map(self) -> None:
         """Take part in DDP's all-reduce of its map of used parameters, int32 `[params]`."""
-        if self.searches:
+        if self.finds_unused:
             dist.all_reduce(self._reducer._get_local_used_map(), group=self._ddp.process_group)
 
-    def unpublished(self) -> list[Parameter]:
+    def without_published_grad(self) -> list[Parameter]:
         """Return the parameters whose results DDP does not put into `.grad`:
         it takes them for unused for good.
         """
         return [param for param, times in zip(self._params, self._counts, strict=True) if not times]
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Let DDP forget a backward that was not finished, after everything that was sent has landed."""
-        if self.searches or not self._ddp._has_rebuilt_buckets:
+        if self.finds_unused or not self._ddp._has_rebuilt_buckets:
             self._reducer._reset_state()
             self._reducer._push_all_rebuilt_params()
         elif self.is_ready:
             # A reset would have this rank alone rebuild its buckets. So DDP finishes, and nothing travels.
-            with self._state.silent():
-                self.expect([])
-                self._mark(range(len(self._params)))
+            with self._state.without_reduction():
+                self.prepare_for_backward([])
+                self._mark_ready(range(len(self._params)))
 
     def _stop_counting(self) -> None:
-        if self._reached is not None:
-            self._reached.stop()
-            self._reached = None
+        if self._reach_counts is not None:
+            self._reach_counts.stop()
+            self._reach_counts = None
 
-    def _mark(self, indices: Sequence[int]) -> None:
+    def _mark_ready(self, indices: Sequence[int]) -> None:
         """Tell DDP that parameters are ready as they are, from inside a backward,
         where alone it can finish.
         """
@@ -300,7 +300,7 @@ class Drive:
         self._anchor.grad = None
 
 
-class _Reached:
+class _ReachCounts:
     """Counts how often backwards reach each parameter, until `stop`.
 
     Attributes:
@@ -321,7 +321,7 @@ class _Reached:
             hook.remove()
 
 
-class _Alone(dist.ProcessGroup):
+class _SingleRankGroup(dist.ProcessGroup):
     """A process group of this rank only."""
 
     def __init__(self) -> None:

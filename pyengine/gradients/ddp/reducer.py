@@ -39,11 +39,11 @@ from pyengine.gradients.ddp.hook import (
     completed,
     exchange,
     launch,
-    leave_unreduced,
+    skip_reduction,
 )
-from pyengine.gradients.ddp.private import Drive, OnlyDDP, publish, reduced_parameters, zero_buckets
+from pyengine.gradients.ddp.private import OnlyDDP, ReducerDriver, publish, reduced_parameters, zero_buckets
 from pyengine.gradients.exact_sums import Terms
-from pyengine.gradients.marks import Snapshot
+from pyengine.gradients.marks import GradVersions
 from pyengine.gradients.published import Published
 from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.settings import Settings, sum_dtype
@@ -66,15 +66,15 @@ class Reduction:
 
     Attributes:
         header, divisor: as given.
-        may_hold: whether a bucket that comes before the header may wait for a later one, so that the backward
-            need not: where DDP is sure to hand out its last one.
+        may_delay: whether a bucket that DDP hands out before the header has arrived may wait for a later
+            bucket, so that the backward does not wait. Only where DDP is sure to hand out its last bucket.
         is_complete: whether every bucket has been handed out.
         poison: whether what is sent from now on voids the window.
         failures: what has broken collectives: nobody knows then what the other ranks have.
         under_way: buckets that DDP has handed out, sent or still waiting for the header, with their futures.
         used: which parameters ranks have used; None where that was not told.
         without_grad: parameters that had no `.grad` when DDP handed their bucket out.
-        kept: those in whose `.grad` earlier micro-batches had left something to be sent, before the last
+        earlier: those in whose `.grad` earlier micro-batches had left something to be sent, before the last
             backward.
     """
 
@@ -85,13 +85,13 @@ class Reduction:
         divisor: Divisor,
     ) -> None:
         self._owner, self.header, self.divisor = owner, header, divisor
-        owner.landed.begin()
-        self.may_hold = self.is_complete = self.poison = False
-        self._held: list[tuple[Any, Promise]] = []
+        owner.norms.begin()
+        self.may_delay = self.is_complete = self.poison = False
+        self._delayed: list[tuple[Any, Promise]] = []
         self.failures: list[Exception] = []
         self.under_way: list[tuple[Any, Any]] = []
         self.without_grad: list[Any] = []
-        self.kept: list[Any] = []
+        self.earlier: list[Any] = []
         self.used: UsedFlags | None = None
 
     def reduce(self, bucket: Any) -> Future[Tensor]:
@@ -107,34 +107,34 @@ class Reduction:
             self._owner.in_grad.check_last(bucket)
         flat = bucket.buffer()
         # [Note: order of collectives in a window] in engine/window.py: no bucket before the header.
-        if self.may_hold and not (bucket.is_last() or runs_ahead(flat.device) or self.header.is_ready()):
+        if self.may_delay and not (bucket.is_last() or runs_ahead(flat.device) or self.header.is_ready()):
             promise = Promise()
-            self._held.append((bucket, promise))
+            self._delayed.append((bucket, promise))
             # DDP raises only errors of futures that are its own.
             future = self._owner.state.call_back(promise.future, Future.value)
         else:
-            self.send_held()
-            future = self._send(bucket)
+            self.launch_delayed()
+            future = self._exchange(bucket)
         self.under_way.append((bucket, future))
         self.is_complete = self.is_complete or bucket.is_last()
         return future
 
-    def send_held(self) -> None:
+    def launch_delayed(self) -> None:
         """Start to sum the buckets that have waited for the header, in their order."""
-        while self._held:
-            bucket, promise = self._held[0]
-            future = self._send(bucket)
-            del self._held[0]  # not before: what cannot be sent is tried again, and fails again
+        while self._delayed:
+            bucket, promise = self._delayed[0]
+            future = self._exchange(bucket)
+            del self._delayed[0]  # not before: what cannot be sent is tried again, and fails again
             self._owner.state.call_back(future, promise.keep)
 
-    def _send(self, bucket: Any) -> Future[Tensor]:
+    def _exchange(self, bucket: Any) -> Future[Tensor]:
         if self.header.is_refused():
             return completed(bucket.buffer())
         return exchange(self._owner.state, bucket, partial(self._start, bucket), failures=self.failures)
 
     def _start(self, bucket: Any, comm: Comm) -> Launched:
         total = None if self._owner.ddp_buckets is None else self._owner.ddp_buckets.of(bucket)
-        norms = self._owner.landed.of(bucket)
+        norms = self._owner.norms.of(bucket)
         if isinstance(total, ExactDDPBucket):
             return total.launch(bucket.buffer(), self.divisor.after_wire, norms, poison=self.poison)
 
@@ -153,11 +153,11 @@ class Reduction:
         )
         return launch(self._owner.state, bucket, comm, passes)
 
-    def _observe(self, bucket: Any, moved: Tensor, scale: Tensor | None) -> None:
+    def _observe(self, bucket: Any, sent: Tensor, scale: Tensor | None) -> None:
         params = bucket.parameters()
         for observe in self._owner.observers:
             indices = [self._owner.index[param] for param in params]
-            observe(indices, moved.split([param.numel() for param in params]), scale)
+            observe(indices, sent.split([param.numel() for param in params]), scale)
 
 
 class DDPReducer(Reducer):
@@ -193,7 +193,7 @@ class DDPReducer(Reducer):
         self._one = torch.ones((), dtype=torch.float32, device=self.params[0].device)
         self.index = index = {p: i for i, p in enumerate(self.params)}
         self.observers: list[Observer] = []
-        self.landed = BucketNorms(index, self._one.device)
+        self.norms = BucketNorms(index, self._one.device)
         self._lay_out_norms()
         self._published = Published(self.names, self.params)
         self._is_exact = settings.kind == "exact"
@@ -217,7 +217,7 @@ class DDPReducer(Reducer):
         self._was_rebuilt = ddp._has_rebuilt_buckets
         self._ddp_flags = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
         ddp.require_backward_grad_sync = False
-        self._drive = Drive(ddp, state, self.params)
+        self._driver = ReducerDriver(ddp, state, self.params)
         self._only = ddp.module.register_forward_pre_hook(OnlyDDP(ddp))
 
     @property
@@ -238,11 +238,11 @@ class DDPReducer(Reducer):
                 "leave join out, ranks that have run out send zeros"
             )
         if self._reduction is not None:  # the last window was sent, and dropped before it landed
-            self._drive.forget()
-            self.state.reduce = leave_unreduced
+            self._driver.reset()
+            self.state.reduce = skip_reduction
             self._reduction = None
         self._buffers_due = bool(self._ddp.broadcast_buffers and self._ddp.modules_buffers)
-        self._announced = False
+        self._syncs_announced = False
         self._ddp.require_forward_param_sync = False
 
     def begin(self) -> None:
@@ -258,17 +258,17 @@ class DDPReducer(Reducer):
     def before_forward(self, *, syncs: bool) -> None:
         """Let DDP broadcast buffers in the window's last forward only."""
         if syncs:
-            self._announced = True
+            self._syncs_announced = True
             self._ddp.require_forward_param_sync = True
 
     def before_header(self) -> None:
         """Launch those of forwards that this rank did not run: every rank launches the same ones."""
-        if self._drive.rebuild() and self.ddp_buckets is not None:
+        if self._driver.rebuild_buckets() and self.ddp_buckets is not None:
             self.ddp_buckets.lay_out()
         if self._norms_rebuilt != self._ddp._has_rebuilt_buckets:  # here, or in a forward of DDP's
             self._lay_out_norms()
-        travelled = self._announced and not self._ddp.require_forward_param_sync
-        if self._buffers_due and not travelled:
+        was_broadcast = self._syncs_announced and not self._ddp.require_forward_param_sync
+        if self._buffers_due and not was_broadcast:
             self._ddp.require_forward_param_sync = True
             self._ddp._sync_buffers()
         self._buffers_due = False
@@ -278,13 +278,13 @@ class DDPReducer(Reducer):
     def add(self) -> Iterator[None]:
         """Let the body run as under no_sync, and move gradients to their sums, or check them in `.grad`."""
         # DDP that learns a static graph looks at `.grad` itself.
-        with self._drive.learning(), watching(self._watches() if self._drive.is_ready else []):
+        with self._driver.learning_graph(), watching(self._watches() if self._driver.is_ready else []):
             yield
         self.collect()
 
     @contextmanager
     def leave_in_grad(self) -> Iterator[None]:
-        with self._drive.learning():
+        with self._driver.learning_graph():
             yield
 
     def collect(self) -> None:
@@ -294,27 +294,29 @@ class DDPReducer(Reducer):
 
     def reduce(self, header: Header) -> None:
         reduction = self._prepare(header)
-        self._drive.reduce_all()
-        reduction.is_complete = reduction.is_complete or not self._drive.is_ready
-        self._conclude(reduction)
+        self._driver.reduce_all()
+        reduction.is_complete = reduction.is_complete or not self._driver.is_ready
+        self._check_complete(reduction)
 
     @contextmanager
     def overlap(self, header: Header, roots: Sequence[Tensor]) -> Iterator[None]:
         reduction = self._prepare(header)
-        if not self._drive.is_ready or (self._drive.searches and not roots):
-            with self._drive.learning():
+        if not self._driver.is_ready or (self._driver.finds_unused and not roots):
+            with self._driver.learning_graph():
                 yield
-            self._drive.reduce_all()
-            reduction.is_complete = reduction.is_complete or not self._drive.is_ready
+            self._driver.reduce_all()
+            reduction.is_complete = reduction.is_complete or not self._driver.is_ready
         else:
-            before = Snapshot(self.params)
-            reduction.may_hold = True
-            self._drive.expect(roots)
+            before = GradVersions(self.params)
+            reduction.may_delay = True
+            self._driver.prepare_for_backward(roots)
             yield
             if not reduction.is_complete:
                 arrived = set(before.changed())
-                self._drive.complete([p for index, p in enumerate(self.params) if index not in arrived])
-        self._conclude(reduction)
+                self._driver.mark_unreached(
+                    [p for index, p in enumerate(self.params) if index not in arrived]
+                )
+        self._check_complete(reduction)
 
     def _prepare(self, header: Header) -> Reduction:
         """Let the hook send what DDP hands out from here on."""
@@ -324,22 +326,22 @@ class DDPReducer(Reducer):
         divisor = Divisor(header.inv_count, self.state.wire, header.inv_scale)
         self.state.memory.begin(header.position[0])
         reduction = Reduction(self, header, divisor)
-        if self._shares_used and self._drive.searches:
+        if self._shares_used and self._driver.finds_unused:
             # What earlier micro-batches used: they have left no `.grad`, which DDP would want to see.
-            self._drive.forget()
-            reduction.kept = [param for param in self.params if param.grad is not None]
+            self._driver.reset()
+            reduction.earlier = [param for param in self.params if param.grad is not None]
         self._reduction = reduction
-        self.state.reduce = partial(self._hand_out, reduction)
+        self.state.reduce = partial(self._reduce_bucket, reduction)
         return reduction
 
-    def _hand_out(self, reduction: Reduction, bucket: Any) -> Future[Tensor]:
+    def _reduce_bucket(self, reduction: Reduction, bucket: Any) -> Future[Tensor]:
         """Start to sum a bucket; behind the last one say what was used here, while that still travels."""
         future = reduction.reduce(bucket)
         if reduction.is_complete:
-            self._send_used(reduction)
+            self._launch_used_flags(reduction)
         return future
 
-    def _conclude(self, reduction: Reduction) -> None:
+    def _check_complete(self, reduction: Reduction) -> None:
         """Make sure that every bucket has been sent, and that it is said what was used here."""
         if not reduction.is_complete:
             raise RuntimeError(
@@ -347,7 +349,7 @@ class DDPReducer(Reducer):
                 "(compiled autograd, say: use pe.GradSync on the bare model), or under static_graph=True "
                 "reached other parameters than the first one did"
             )
-        self._send_used(reduction)
+        self._launch_used_flags(reduction)
 
     def give_up(self) -> None:
         """Leave it to `finish` to raise what fails here too."""
@@ -356,8 +358,8 @@ class DDPReducer(Reducer):
             return
         reduction.poison = True
         try:
-            self._send_rest(reduction)
-            self._send_used(reduction)
+            self._reduce_rest(reduction)
+            self._launch_used_flags(reduction)
         except Exception as error:  # noqa: BLE001 - `finish` raises it
             reduction.failures.append(error)
 
@@ -365,17 +367,17 @@ class DDPReducer(Reducer):
         """Hand over what was read as buckets landed: DDP has waited, and written `.grad` already."""
         reduction = self._reduction
         if reduction is not None and reduction.failures:
-            self.state.reduce = leave_unreduced
+            self.state.reduce = skip_reduction
             raise RuntimeError(
                 f"gradients were not reduced: a collective failed on this rank ({reduction.failures[0]}). "
                 "Nothing is stepped here, and other ranks may have gone on: start all ranks anew, from a "
                 "checkpoint"
             ) from reduction.failures[0]
-        self.state.reduce = leave_unreduced
+        self.state.reduce = skip_reduction
         if reduction is not None and reduction.used is not None and self._shares_used:
             self._drop_unused(reduction, reduction.used)
         self._reduction = None
-        if reduction is None or not self.landed.settle(final):
+        if reduction is None or not self.norms.copy_if_complete(final):
             self._published.read(final)
         if reduction is not None and reduction.without_grad:
             final.leave_out([index for index, param in enumerate(self.params) if param.grad is None])
@@ -389,7 +391,7 @@ class DDPReducer(Reducer):
 
     def load_problems(self) -> list[str]:
         """Refuse what DDP would forget: that a parameter was used before."""
-        if not self._drive.searches:
+        if not self._driver.finds_unused:
             return []
         why = (
             "DDP with find_unused_parameters=True would not reduce what only earlier micro-batches have used"
@@ -401,13 +403,13 @@ class DDPReducer(Reducer):
         as the mean over ranks in fp32.
         """
         if self._reduction is not None and not self._reduction.failures:
-            self._drive.forget()
+            self._driver.reset()
         self.ddp_buckets = self.in_grad = self._reduction = None
         if not keeps_grad:
             for param in self.params:
                 param.grad = None
         self.state.release()
-        self._drive.release()
+        self._driver.release()
         self._only.remove()
         self._ddp.require_backward_grad_sync, self._ddp.require_forward_param_sync = self._ddp_flags
 
@@ -419,27 +421,27 @@ class DDPReducer(Reducer):
 
     def _lay_out_norms(self) -> None:
         self._norms_rebuilt = self._ddp._has_rebuilt_buckets
-        self.landed.lay_out(partial(zero_buckets, self._ddp))
+        self.norms.lay_out(partial(zero_buckets, self._ddp))
 
-    def _send_rest(self, reduction: Reduction) -> None:
+    def _reduce_rest(self, reduction: Reduction) -> None:
         """Send past DDP what it has not sent, and let it forget this backward."""
-        reduction.may_hold = False
-        reduction.send_held()
+        reduction.may_delay = False
+        reduction.launch_delayed()
         sent, is_complete = list(reduction.under_way), reduction.is_complete
         if not is_complete:
-            self._drive.send_by_hand(len(sent))
+            self._driver.reduce_past_ddp(len(sent))
         for bucket, future in sent:
             future.wait()
             publish(bucket, bucket.parameters())
         if not is_complete:
-            self._drive.match_used_map()
-        self._drive.forget()
+            self._driver.all_reduce_used_map()
+        self._driver.reset()
 
-    def _send_used(self, reduction: Reduction) -> None:
+    def _launch_used_flags(self, reduction: Reduction) -> None:
         """Start to tell the other ranks which parameters were used here."""
         # Hosts tell in every window of every engine, so that no window of another one puts them out of step.
-        tells = self._shares_used or self._used.on_hosts
-        if not tells or reduction.used is not None or reduction.header.is_refused():
+        exchanges = self._shares_used or self._used.on_hosts
+        if not exchanges or reduction.used is not None or reduction.header.is_refused():
             return
         used = set() if self.ddp_buckets is None else self.ddp_buckets.used
         # What voids the window has to be looked at, whoever else has used it.
@@ -449,7 +451,7 @@ class DDPReducer(Reducer):
 
     def _drop_unused(self, reduction: Reduction, flags: UsedFlags) -> None:
         """Leave no gradient where no rank has used a parameter."""
-        missing = [*reduction.without_grad, *reduction.kept]
+        missing = [*reduction.without_grad, *reduction.earlier]
         for bucket, _ in reduction.under_way:
-            publish(bucket, missing if self._drive.searches else self._drive.unpublished())
+            publish(bucket, missing if self._driver.finds_unused else self._driver.without_published_grad())
         flags.drop_unused(self.params)

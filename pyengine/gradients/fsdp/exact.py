@@ -17,8 +17,8 @@ from pyengine.comm.base import Comm
 from pyengine.comm.staged import Staged
 from pyengine.gradients.bucket import Bucket, aligned
 from pyengine.gradients.exact_sums import Terms, exact_over_ranks
-from pyengine.gradients.fsdp.places import is_first, shard_of
-from pyengine.gradients.fsdp.reducer import Managed, Sharded
+from pyengine.gradients.fsdp.places import is_first_on_mesh, shard_of
+from pyengine.gradients.fsdp.reducer import Managed, ShardedReducer
 from pyengine.gradients.norms import SlotNorms
 from pyengine.gradients.slots import Saved, as_gradient
 from pyengine.gradients.used_anywhere import UsedFlags
@@ -61,9 +61,9 @@ class UnitBucket(Bucket):
             flat = torch.empty(flat.numel(), dtype=params[0].dtype, device=device)
         slots = list(zip(plan.offsets, plan.numels, strict=True))
         self._rounded = [self._exact.rounded[start : start + numel] for start, numel in slots]
-        is_apart = flat is not self._exact.rounded
-        self._slots = [flat[start : start + numel] for start, numel in slots] if is_apart else self._rounded
-        self.num_bytes = sum(t.nbytes for t in self._exact.round_tensors()) + flat.nbytes * is_apart
+        is_cast = flat is not self._exact.rounded
+        self._slots = [flat[start : start + numel] for start, numel in slots] if is_cast else self._rounded
+        self.num_bytes = sum(t.nbytes for t in self._exact.round_tensors()) + flat.nbytes * is_cast
 
     def rounds(self, *, poison: bool) -> Staged:
         """Merge the sums of all ranks; see `ExactOverRanks.rounds`."""
@@ -86,7 +86,7 @@ class UnitBucket(Bucket):
             param.grad = as_gradient(shard_of(slot.view(param.shape), param), param)
 
 
-class ExactFSDPReducer(Sharded):
+class ExactFSDPReducer(ShardedReducer):
     """Gradients of a sharded model, summed exactly; nothing overlaps with a backward.
 
     Args:
@@ -103,7 +103,9 @@ class ExactFSDPReducer(Sharded):
             if any(param.requires_grad for param in unit.params)
         ]
         self.held_bytes = sum(bucket.num_bytes for bucket in self._buckets)
-        self._speaks = send([is_first(param) for param in self.params], torch.bool, self.params[0].device)
+        self._reports_norm = send(
+            [is_first_on_mesh(param) for param in self.params], torch.bool, self.params[0].device
+        )
         self._works: list[Staged] = []
         self._used_flags: UsedFlags | None = None
         self._divisor: Divisor | None = None
@@ -117,7 +119,7 @@ class ExactFSDPReducer(Sharded):
 
     def collect(self) -> None:
         """Deposit what micro-batches have left in the unsharded parameters' `.grad`."""
-        is_void, grads = self.unsharded.is_void, self.unsharded.take()
+        is_void, grads = self.unsharded.is_void, self.unsharded.pop_grads()
         self.end_padding()
         for bucket in self._buckets if not is_void else []:
             bucket.deposit([_flat(grads.get(index)) for index in bucket.indices])
@@ -146,7 +148,7 @@ class ExactFSDPReducer(Sharded):
             bucket.publish(scale, final)
         self._used_flags.drop_unused(self.params)
         # Every rank has read the whole sums, and one of them reports them.
-        final.sumsq = torch.where(self._speaks, final.sumsq, 0.0)
+        final.sumsq = torch.where(self._reports_norm, final.sumsq, 0.0)
 
     def save(self) -> Saved:
         for bucket in self._buckets:

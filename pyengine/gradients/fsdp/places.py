@@ -127,7 +127,7 @@ def is_counted(param: Any) -> bool:
     )
 
 
-def is_first(param: Any) -> bool:
+def is_first_on_mesh(param: Any) -> bool:
     """Whether this rank is the first on every axis of a parameter's mesh: one of all that it lies on."""
     return not any(param.device_mesh.get_coordinate())
 

@@ -134,7 +134,7 @@ def has_run(module: Any) -> bool:
 def reduce_unused(module: Any) -> None:
     """Let a unit reduce zeros of its trained parameters that have no gradient on this rank, as others may.
 
-    torch before 2.13 has no setter for it; `Replaced.put_back` ends it.
+    torch before 2.13 has no setter for it; `SavedSettings.restore` ends it.
     """
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -187,7 +187,7 @@ def reset_iter_state(module: Any) -> None:
     shared.post_backward_final_callback_queued = False
 
 
-def shares_a_state(module: Any) -> int:
+def state_id(module: Any) -> int:
     """Return what tells whether modules were given to `fully_shard` together."""
     return id(module._get_fsdp_state())
 
@@ -232,7 +232,7 @@ def has_own_reduce_scatter(module: nn.Module) -> bool:
     return any(not kind.__module__.startswith("torch.") for kind in kinds)
 
 
-class Replaced:
+class SavedSettings:
     """A unit's settings as they were, to be put back.
 
     Args:
@@ -258,7 +258,7 @@ class Replaced:
         """How the unit scatters its gradients' sum."""
         return self._groups[0][1]["_reduce_scatter_comm"]
 
-    def put_back_resharding(self) -> None:
+    def restore_resharding(self) -> None:
         """Let parameters be freed after a forward as they were before."""
         state = self._state
         state._auto_reshard_after_forward = self._automatic
@@ -267,10 +267,10 @@ class Replaced:
         for group, values in self._groups:
             group.post_forward_mesh_info = None if is_root else values["post_forward_mesh_info"]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Put everything back."""
         for group, values in self._groups:
             for name, value in values.items():
                 setattr(group, name, value)
             vars(group).pop("post_backward", None)  # of `reduce_unused`
-        self.put_back_resharding()
+        self.restore_resharding()

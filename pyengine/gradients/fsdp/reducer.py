@@ -19,11 +19,11 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
-from pyengine.gradients.arrival import leaves_behind
+from pyengine.gradients.arrival import graph_leaves
 from pyengine.gradients.base import Reducer
 from pyengine.gradients.fsdp.deferral import Choice
 from pyengine.gradients.fsdp.private import has_run, reduce_dtype, reset_iter_state
-from pyengine.gradients.fsdp.replay import Replay, keep_buffers
+from pyengine.gradients.fsdp.replay import Replay, copy_buffers
 from pyengine.gradients.fsdp.traffic import ShardWire
 from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.fsdp.unsharded import Unsharded
@@ -40,7 +40,7 @@ from pyengine.window.header import Header
 from pyengine.window.verdict import check_agreement
 from pyengine.wire import FP32, Wire
 
-_LEFT = (
+_EXCEPTION_IN_BACKWARD = (
     "an exception has left the window's last backward on this rank, FSDP cannot go on from its middle, and "
     "other ranks wait in it"
 )
@@ -69,7 +69,7 @@ class Managed:
     settings: Settings
 
 
-class Sharded(Reducer):
+class ShardedReducer(Reducer):
     """A sharded model whose units reduce when the window says.
 
     Args:
@@ -100,12 +100,12 @@ class Sharded(Reducer):
         self.units, self.comm, self.choices = managed.units, managed.comm, managed.choices
         self.held_bytes = sum(choice.held_bytes for choice in self.choices)
         self.model: Any = managed.model
-        self._is_apart = managed.settings.drops
+        self._is_separate = managed.settings.drops
         self.wire = ShardWire(managed.settings.wire, managed.comm)
         self.used = UsedAnywhere(self.comm, self.params[0].device)
         names = {id(param): name for name, param in managed.named}
         for unit in self.units:
-            unit.take(self.wire, names)
+            unit.attach(self.wire, names)
         deferred = [choice.mode == "all" for choice in self.choices]
         dtypes = [reduce_dtype(unit.module) for unit in self.units]
         self.unsharded = Unsharded(
@@ -115,15 +115,15 @@ class Sharded(Reducer):
             deferred=deferred,
             dtypes=dtypes,
             watches=watches,
-            apart=managed.settings.drops,
+            separate=managed.settings.drops,
             widens=widens,
         )
         self.is_clean = True
         self._has_warned = False
         # Weakly: hooks of parameters hold `unsharded`, and are not seen by Python's collector.
         warn = WeakMethod(self._warn_of_bare_backwards)
-        self.unsharded.on_return = lambda: own() if (own := warn()) is not None else None
-        self._put_back: Callable[[], None] | None = None
+        self.unsharded.on_repeat = lambda: own() if (own := warn()) is not None else None
+        self._restore_buffers: Callable[[], None] | None = None
         # Gradients of the caller's leaves while padding runs: each with its leaf, by the leaf's id.
         self._preserved: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._ignored = [param for param in managed.model.parameters() if id(param) not in names]
@@ -142,18 +142,18 @@ class Sharded(Reducer):
         self.unsharded.begin()
         super().begin()
 
-    def staged(self) -> Sequence[Any]:
-        return self.unsharded.staged()
+    def grad_holders(self) -> Sequence[Any]:
+        return self.unsharded.grad_holders()
 
     def begin_padding(self) -> None:
         """Let the micro-batch handed out be padding: nothing of it stays."""
         self.end_padding()
-        self._put_back = keep_buffers(self.model)
+        self._restore_buffers = copy_buffers(self.model)
         self.unsharded.is_void = True
 
     def preserve_grads(self, roots: Sequence[Tensor | GradientEdge]) -> None:
-        ours = {id(param) for param in self.unsharded.staged()}
-        for leaf in [*self._ignored, *leaves_behind(roots)]:
+        ours = {id(param) for param in self.unsharded.grad_holders()}
+        for leaf in [*self._ignored, *graph_leaves(roots)]:
             if id(leaf) not in ours and id(leaf) not in self._preserved:
                 self._preserved[id(leaf)] = leaf, leaf.grad
                 leaf.grad = None
@@ -165,9 +165,9 @@ class Sharded(Reducer):
         for leaf, grad in self._preserved.values():
             leaf.grad = grad
         self._preserved = {}
-        if self._put_back is not None:
-            self._put_back()
-            self._put_back = None
+        if self._restore_buffers is not None:
+            self._restore_buffers()
+            self._restore_buffers = None
         self.unsharded.is_void = False
 
     def _warn_of_bare_backwards(self) -> None:
@@ -204,7 +204,7 @@ class Sharded(Reducer):
         self.is_clean = True
 
 
-class FSDPReducer(Sharded):
+class FSDPReducer(ShardedReducer):
     """Gradients that `fully_shard` or `replicate` owns.
 
     Args:
@@ -226,7 +226,7 @@ class FSDPReducer(Sharded):
         )
         keys = {name: name for name, param in managed.named if param.requires_grad}
         self.residuals = Residuals([(self.wire.memory, keys)], settings.wire)
-        self._travels_as: Wire = settings.wire if waits else FP32()
+        self._divisor_wire: Wire = settings.wire if waits else FP32()
         self._replay = Replay(managed.model)
         self._published = Published(self.names, self.params)
         self._nan = torch.full((), torch.nan, dtype=torch.float32, device=self.params[0].device)
@@ -239,20 +239,20 @@ class FSDPReducer(Sharded):
         self._divisor, self._used_flags, self._gave_up = None, None, False
 
     def collect(self) -> None:
-        if self._is_apart:
-            self.unsharded.absorb()
+        if self._is_separate:
+            self.unsharded.add_to_sums()
         self.unsharded.count_micro_batch()
         self.end_padding()
 
     def reduce(self, header: Header) -> None:
         """Run a forward and backward of an old batch, whose gradients are replaced by zeros."""
         self._prepare(header)
-        if self._is_apart:
-            self.unsharded.join()
+        if self._is_separate:
+            self.unsharded.move_sums_to_grad()
         with self._reducing():
             pass
         self.end_padding()
-        self._conclude(header)
+        self._check_complete(header)
 
     @contextmanager
     def overlap(self, header: Header, roots: Sequence[Tensor]) -> Iterator[None]:
@@ -262,14 +262,14 @@ class FSDPReducer(Sharded):
             yield
         self.unsharded.count_micro_batch()
         self.end_padding()
-        self._conclude(header)
+        self._check_complete(header)
 
     def give_up(self) -> None:
         """Tell the other ranks, if FSDP's part was over; it cannot go on from the middle of a backward."""
         self._gave_up = True
         self.end_padding()
         for unit in self.units:
-            unit.rest()
+            unit.disable_reduction()
         if self._divisor is not None and self._used_flags is None:
             self._used_flags = self.used.all_reduce(self.unsharded.used)
 
@@ -281,7 +281,9 @@ class FSDPReducer(Sharded):
             try:
                 self._used_flags.drop_unused(self.params)
             except RuntimeError as error:
-                raise RuntimeError(f"{_LEFT}: {error}" if self._gave_up else str(error)) from error
+                raise RuntimeError(
+                    f"{_EXCEPTION_IN_BACKWARD}: {error}" if self._gave_up else str(error)
+                ) from error
         self._used_flags = None
         self._published.read(final, None if self._divisor is None else self._divisor.after_wire())
 
@@ -322,28 +324,28 @@ class FSDPReducer(Sharded):
         """Get ready to reduce, behind a header in which ranks agree: FSDP's own collectives would hang."""
         if header.is_refused():
             check_agreement(header, header.totals(), self.comm)
-        self._divisor = Divisor(header.inv_count, self._travels_as, header.inv_scale)
+        self._divisor = Divisor(header.inv_count, self._divisor_wire, header.inv_scale)
         self.wire.before = self._divisor.before_wire
         self.wire.memory.begin(header.position[0])
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:
         """Let the backward in the body reduce, or another one behind it where the body has none."""
-        if not self._replay.is_known and not self.unsharded.is_known:
+        if not self._replay.has_batch and not self.unsharded.has_run:
             self._replay.run(self.preserve_grads)  # raises
         for unit in self.units:
-            unit.reduce()
+            unit.enable_reduction()
         self.unsharded.has_arrived = False
-        with self.unsharded.complete():
+        with self.unsharded.one_grad_dtype():
             yield
             if not self.unsharded.has_arrived:
-                with self.unsharded.voided():
+                with self.unsharded.zeroed():
                     self._replay.run(self.preserve_grads)
 
-    def _conclude(self, header: Header) -> None:
+    def _check_complete(self, header: Header) -> None:
         """Make sure that everything has been reduced, and say what was used here."""
         for unit in self.units:
-            unit.rest()
+            unit.disable_reduction()
         left = [
             name
             for index, (name, param) in enumerate(zip(self.names, self.params, strict=True))

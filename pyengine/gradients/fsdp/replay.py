@@ -31,7 +31,7 @@ class Replay:
         self._is_running = False
 
     @property
-    def is_known(self) -> bool:
+    def has_batch(self) -> bool:
         """Whether there is a batch."""
         return self._inputs is not None
 
@@ -94,14 +94,14 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
 
     Cost: copies all buffers, twice.
     """
-    put_back = keep_buffers(model)
+    restore = copy_buffers(model)
     try:
         yield
     finally:
-        put_back()
+        restore()
 
 
-def keep_buffers(model: nn.Module) -> Callable[[], None]:
+def copy_buffers(model: nn.Module) -> Callable[[], None]:
     """Copy the model's buffers; what is returned puts them back."""
     kept = [
         (module, name, buffer, buffer.detach().clone())
@@ -111,12 +111,12 @@ def keep_buffers(model: nn.Module) -> Callable[[], None]:
     ]
 
     @torch.no_grad()
-    def put_back() -> None:
+    def restore() -> None:
         for module, name, buffer, values in kept:
             buffer.copy_(values)
             module._buffers[name] = buffer  # noqa: SLF001
 
-    return put_back
+    return restore
 
 
 def _forked_rng(device: torch.device) -> AbstractContextManager[None]:

@@ -73,7 +73,7 @@ class ShardWire:
         self.memory = WireMemory()
         self._over: dict[Any, TorchDist] = {}
 
-    def takes(self, inner: Any, group: Any, parts: Tensor) -> bool:
+    def replaces(self, inner: Any, group: Any, parts: Tensor) -> bool:
         """Whether the wire is to sum these parts, and not the unit's own reduce-scatter, `inner`.
 
         gloo's own is an all-reduce, which sends twice as much.
@@ -143,7 +143,7 @@ class ReduceScatterOverWire:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
-        if self._wire.takes(self._inner, group, input_tensor):
+        if self._wire.replaces(self._inner, group, input_tensor):
             return self._wire.reduce_scatter(output_tensor, input_tensor, group, self._wire_of(input_tensor))
         self._wire.comm.traffic.count(input_tensor.nbytes - output_tensor.nbytes)
         return _run(

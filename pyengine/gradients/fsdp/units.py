@@ -11,14 +11,14 @@ from torch.nn import Parameter
 
 from pyengine.gradients.fsdp.places import ScatteredPlace, replicas_and_shards, scattered_places
 from pyengine.gradients.fsdp.private import (
-    Replaced,
+    SavedSettings,
     data_ndim,
     is_unit,
     parameters_of,
     reduce_dtype,
     reduce_unused,
     reduced_parameters,
-    shares_a_state,
+    state_id,
     waiting_parameters,
 )
 from pyengine.gradients.fsdp.traffic import (
@@ -102,7 +102,7 @@ class Unit:
         """
         return scattered_places(params, names, self.data_ndim)
 
-    def take(self, wire: ShardWire, names: Mapping[int, str]) -> None:
+    def attach(self, wire: ShardWire, names: Mapping[int, str]) -> None:
         """Let the window decide when this unit reduces: sums and not means, of every parameter on every rank.
 
         Args:
@@ -110,26 +110,26 @@ class Unit:
             names: of parameters, by their id.
         """
         module = self.module
-        self._replaced = Replaced(module)
+        self._saved_settings = SavedSettings(module)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         reduce_unused(module)
         if self.params:
-            module.set_custom_all_gather(CountedAllGather(self._replaced.all_gather, wire.comm))
+            module.set_custom_all_gather(CountedAllGather(self._saved_settings.all_gather, wire.comm))
             places = partial(self.places, names)
             module.set_custom_reduce_scatter(
-                ReduceScatterOverWire(self._replaced.reduce_scatter, wire, self.reduced, places)
+                ReduceScatterOverWire(self._saved_settings.reduce_scatter, wire, self.reduced, places)
             )
             if self.replicas > 1:
                 module.set_all_reduce_hook(counted_all_reduce(wire.comm, self.replicas))
-        self.rest()
+        self.disable_reduction()
 
-    def rest(self) -> None:
+    def disable_reduction(self) -> None:
         """Let nothing travel in a backward, and parameters be freed behind forwards as they were before."""
         self.module.set_requires_gradient_sync(False, recurse=False)
-        self._replaced.put_back_resharding()
+        self._saved_settings.restore_resharding()
 
-    def reduce(self) -> None:
+    def enable_reduction(self) -> None:
         """Let the next backward reduce everything that is there, and free what was kept."""
         self._waiting = waiting_parameters(self.module)
         self.module.set_requires_gradient_sync(True, recurse=False)
@@ -138,7 +138,7 @@ class Unit:
     def release(self) -> None:
         """Leave the unit as it was."""
         self.module.reshard()
-        self._replaced.put_back()
+        self._saved_settings.restore()
 
 
 def units_of(model: nn.Module) -> list[Unit]:
@@ -146,5 +146,5 @@ def units_of(model: nn.Module) -> list[Unit]:
     found: dict[int, Unit] = {}
     for name, module in model.named_modules():
         if is_unit(module):
-            found.setdefault(shares_a_state(module), Unit(name, module))
+            found.setdefault(state_id(module), Unit(name, module))
     return list(found.values())

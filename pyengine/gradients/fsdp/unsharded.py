@@ -33,16 +33,16 @@ class Unsharded:
         params: the sharded parameters, in registration order; everything here goes by their index.
         dtypes: by unit, in which it reduces; None where it trains nothing.
         watches: whether every micro-batch is checked for inf and nan.
-        apart: whether `.grad` holds a micro-batch's gradient alone until `absorb` or `take`.
+        separate: whether `.grad` holds a micro-batch's gradient alone until `add_to_sums` or `pop_grads`.
         widens: whether narrower gradients are summed in the type in which their unit reduces. Otherwise they
-            keep the type in which they are computed until `take`.
+            keep the type in which they are computed until `pop_grads`.
 
     Attributes:
         used: by parameter, whether this window has brought it a gradient here.
         is_void: whether gradients are to be replaced by zeros, and count as none.
         has_arrived: whether any gradient has, since this was last set to False.
         strays: parameters whose gradient has arrived, since somebody cleared it; padding's too.
-        on_return: called in a backward that brings the gradient of a stray once more.
+        on_repeat: called in a backward that brings the gradient of a stray once more.
     """
 
     def __init__(
@@ -54,53 +54,53 @@ class Unsharded:
         deferred: Sequence[bool],
         dtypes: Sequence[torch.dtype | None],
         watches: bool,
-        apart: bool,
+        separate: bool,
         widens: bool,
     ) -> None:
-        self._watches, self._is_apart, self._widens = watches, apart, widens
+        self._watches, self._is_separate, self._widens = watches, separate, widens
         self._index = {id(param): index for index, param in enumerate(params)}
         self._found: dict[int, Any] = {}
         self._handles: list[Any] = []
-        self._waiting: dict[int, Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
         self._converted: set[int] = set()  # whose gradients FSDP would convert to another type
-        self._aside: dict[int, Tensor] = {}  # those gradients, of this micro-batch
+        self._unconverted: dict[int, Tensor] = {}  # those gradients, of this micro-batch
         self._arriving: dict[int, Tensor] = {}  # whether what is about to be accumulated is not finite
         self._rows: list[Tensor] = []
         self._flags: dict[int, Tensor] = {}
         self._device = params[0].device
         self.is_void = self.has_arrived = False
         self.arrived: set[int] = set()
-        self.on_return: Callable[[], None] = lambda: None
+        self.on_repeat: Callable[[], None] = lambda: None
         self.used = [False] * len(params)
         places = _places(model, self._index)
         every = [[self._index[id(param)] for param in unit.params] for unit in units]
         self._units: list[list[int]] = []
-        self._sums: dict[int, tuple[torch.dtype, tuple[int]]] = {}  # what stays here: types and sizes
+        self._sum_types: dict[int, tuple[torch.dtype, tuple[int]]] = {}  # what stays here: types and sizes
         for unit, indices, dtype, is_here in zip(units, every, dtypes, deferred, strict=True):
             if is_here:
                 self._units.append(indices)
-                self._sums |= {index: _sum_of(params[index], unit, dtype) for index in indices}
+                self._sum_types |= {index: _sum_of(params[index], unit, dtype) for index in indices}
         for unit, indices in zip(units, every, strict=True):
-            find = _Once(partial(self._find, [(index, *places[index]) for index in indices]))
+            find = _Once(partial(self._register_params, [(index, *places[index]) for index in indices]))
             # Behind FSDP's own, which has shown the parameters by then.
             find.handle = unit.module.register_forward_pre_hook(find)
             self._handles.append(find.handle)
 
     @property
-    def is_known(self) -> bool:
+    def has_run(self) -> bool:
         """Whether a forward has run."""
         return bool(self._found)
 
     def begin(self) -> None:
         """Start a window with sums of zero."""
-        self._waiting, self._aside = {}, {}
+        self._sums, self._unconverted = {}, {}
         self._rows, self._flags = [], {}
         self.used = [False] * len(self.used)
         for param in self._found.values():
             param.grad = None
 
     @contextmanager
-    def voided(self) -> Iterator[None]:
+    def zeroed(self) -> Iterator[None]:
         """Let what the body brings be zeros."""
         before, self.is_void = self.is_void, True
         try:
@@ -119,7 +119,7 @@ class Unsharded:
         self._flags = {}
 
     @contextmanager
-    def complete(self) -> Iterator[None]:
+    def one_grad_dtype(self) -> Iterator[None]:
         """Give all gradients of a unit one type in the body, the window's last backward: FSDP asks for it.
 
         Cost: where a unit has sums of earlier micro-batches, zeros in their type for its parameters that none
@@ -157,38 +157,38 @@ class Unsharded:
     def sums(self) -> dict[int, Tensor]:
         """Return the sums of this window, by parameter: each unsharded, in its type; not copied."""
         grads = {index: param.grad for index, param in self._found.items() if param.grad is not None}
-        return {**self._waiting, **grads}
+        return {**self._sums, **grads}
 
-    def staged(self) -> list[Any]:
+    def grad_holders(self) -> list[Any]:
         """Return the unsharded parameters, by index; None for those that no forward has shown yet."""
-        self._take_back()
+        self._restore_unconverted()
         return [self._found.get(index) for index in range(len(self.used))]
 
-    def absorb(self) -> None:
+    def add_to_sums(self) -> None:
         """Add what the micro-batch has brought to the sums, which are kept apart."""
         is_void = self.is_void
-        for index, grad in self.take().items():
+        for index, grad in self.pop_grads().items():
             if is_void:
                 continue
-            if index in self._waiting:
-                self._waiting[index] = self._waiting[index].view(grad.shape).add_(grad)
+            if index in self._sums:
+                self._sums[index] = self._sums[index].view(grad.shape).add_(grad)
             else:
-                self._waiting[index] = grad
+                self._sums[index] = grad
 
-    def join(self) -> None:
+    def move_sums_to_grad(self) -> None:
         """Let FSDP have the sums, to reduce them."""
         for index in list(self._found):
-            self._hand_over(index)
+            self._move_sum_to_grad(index)
 
-    def take(self) -> dict[int, Tensor]:
+    def pop_grads(self) -> dict[int, Tensor]:
         """Return what the micro-batch has brought, by parameter, unsharded, the caller's; it is not here any
         more.
         """
-        self._take_back()
+        self._restore_unconverted()
         taken = {index: param.grad for index, param in self._found.items() if param.grad is not None}
         for index in taken:
             self._found[index].grad = None
-            self.used[index] = self.used[index] or (self._is_apart and not self.is_void)
+            self.used[index] = self.used[index] or (self._is_separate and not self.is_void)
         return taken
 
     def save(self, names: Sequence[str]) -> Saved:
@@ -201,7 +201,7 @@ class Unsharded:
 
     def sum_forms(self, names: Sequence[str]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of the sums that `save` may return, by name."""
-        return {names[index]: form for index, form in self._sums.items()}
+        return {names[index]: form for index, form in self._sum_types.items()}
 
     def saved_flags(self, index: int) -> dict[str, Tensor]:
         """Return a parameter's flags of this window, as a part of a state; nothing if none are watched."""
@@ -215,7 +215,7 @@ class Unsharded:
             if "sum" in saved.get(name, {}):
                 self.used[index] = True
                 kept = saved[name]["sum"]
-                self._waiting[index] = kept.detach().to(self._device, copy=True) if self._is_apart else kept
+                self._sums[index] = kept.detach().to(self._device, copy=True) if self._is_separate else kept
         for index in list(self._found):
             self._resume(index)
         if self._watches:
@@ -235,68 +235,68 @@ class Unsharded:
             handle.remove()
         self._found = {}
 
-    def _find(self, places: Sequence[tuple[int, nn.Module, str]]) -> None:
+    def _register_params(self, places: Sequence[tuple[int, nn.Module, str]]) -> None:
         """Take hold of a unit's parameters while its forward has them."""
         for index, module, name in places:
             param: Any = getattr(module, name)
             self._found[index] = param
-            if index in self._sums and self._sums[index][0] != param.dtype:
+            if index in self._sum_types and self._sum_types[index][0] != param.dtype:
                 if self._widens:
-                    param.grad_dtype = self._sums[index][0]
+                    param.grad_dtype = self._sum_types[index][0]
                 else:
                     self._converted.add(index)
             if param.requires_grad:
                 self._handles += [
-                    param.register_hook(partial(self._arrive, index)),
-                    param.register_post_accumulate_grad_hook(partial(self._note, index)),
+                    param.register_hook(partial(self._on_gradient, index)),
+                    param.register_post_accumulate_grad_hook(partial(self._on_accumulated, index)),
                 ]
             self._resume(index)
 
     def _resume(self, index: int) -> None:
-        if not self._is_apart:
-            self._hand_over(index)
+        if not self._is_separate:
+            self._move_sum_to_grad(index)
 
-    def _hand_over(self, index: int) -> None:
+    def _move_sum_to_grad(self, index: int) -> None:
         """Let a parameter's sum lie in its `.grad`."""
         param = self._found[index]
-        if index in self._waiting:
-            kept = self._waiting.pop(index).detach().to(param.device, copy=True)
+        if index in self._sums:
+            kept = self._sums.pop(index).detach().to(param.device, copy=True)
             param.grad = as_gradient(kept.view(local(param).shape), param)
 
-    def _note(self, index: int, param: Any) -> None:
+    def _on_accumulated(self, index: int, param: Any) -> None:
         """Note a gradient that has been accumulated. What `torch.autograd.grad` returns is not, and only the
         hook before sees that.
         """
         self.has_arrived = True
         if index in self.arrived:
-            self.on_return()
+            self.on_repeat()
         self.arrived.add(index)
         if not self.is_void:
-            self.used[index] = self.used[index] or not self._is_apart
+            self.used[index] = self.used[index] or not self._is_separate
             if self._watches:
                 flag = self._arriving.pop(index)
                 self._flags[index] = self._flags[index] | flag if index in self._flags else flag
         if index in self._converted:
             # FSDP converts what it finds at the end of a backward. Added up as autograd would.
             grad, param.grad = param.grad, None
-            self._aside[index] = self._aside[index] + grad if index in self._aside else grad
+            self._unconverted[index] = self._unconverted[index] + grad if index in self._unconverted else grad
 
-    def _take_back(self) -> None:
+    def _restore_unconverted(self) -> None:
         """Let gradients lie in `.grad` again, behind the micro-batch's backwards."""
-        for index, grad in self._aside.items():
+        for index, grad in self._unconverted.items():
             self._found[index].grad = grad
-        self._aside = {}
+        self._unconverted = {}
 
-    def _arrive(self, index: int, grad: Tensor) -> Tensor | None:
+    def _on_gradient(self, index: int, grad: Tensor) -> Tensor | None:
         """Look at a gradient before autograd adds it to the sum, and bring that of a DTensor into its
         placements.
         """
         if self.is_void:
             return torch.zeros_like(grad)
-        settled = in_placements(grad, self._found[index])
+        redistributed = in_placements(grad, self._found[index])
         if self._watches:
-            self._arriving[index] = ~torch.isfinite(local(settled)).all()
-        return None if settled is grad else settled
+            self._arriving[index] = ~torch.isfinite(local(redistributed)).all()
+        return None if redistributed is grad else redistributed
 
 
 class _Once:

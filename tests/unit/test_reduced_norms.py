@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyengine as pe
-from pyengine.gradients.norms import LandedNorms, NormSlots
+from pyengine.gradients.norms import NormSlots, ReducedNorms
 from pyengine.ops.plan import BucketPlan
 from pyengine.window.final_pass import FinalPass
 
@@ -20,7 +20,7 @@ def _landed(bad: int | None = None) -> FinalPass:
     """Read parameters 3 and 0, and then 2; 1 and 4 are in no bucket."""
     first = NormSlots(BucketPlan([0, 4], [2, 1]), [3, 0])
     second = NormSlots(BucketPlan([0], [2]), [2])
-    norms, final = LandedNorms([first, second], CPU), FinalPass(5, CPU)
+    norms, final = ReducedNorms([first, second], CPU), FinalPass(5, CPU)
     final.sumsq[4] = 7  # another owner's
     values = {3: torch.tensor([1.0, 2.0]), 0: torch.tensor([3.0]), 2: torch.tensor([4.0, 4.0])}
     if bad is not None:
@@ -49,7 +49,7 @@ def test_a_value_that_is_not_finite_flags_its_parameter(bad):
 
 
 def test_without_buckets_nothing_is_handed_over():
-    norms, final = LandedNorms([], CPU), FinalPass(2, CPU)
+    norms, final = ReducedNorms([], CPU), FinalPass(2, CPU)
     norms.begin()
     norms.copy_to(final)
     assert final.sumsq.tolist() == [0.0, 0.0]
