@@ -72,7 +72,7 @@ class Outcome:
         said = [text for told in self.told.values() for text in told.warned if "fault_trap.py" in text]
         late, window = f"rank {self._case.rank}", f"window {self._case.window}"
         assert len(said) == 1, said
-        assert f"{late} of {self._case.world} has not come" in said[0], said
+        assert f"{late} of {self._case.world} has not launched" in said[0], said
         line = rf"{late} \(process \d+ .*{window}, .*fault_trap.py:\d+ in (_come_late|_pause)"
         assert re.search(line, said[0]), said
         waiting = [f"rank {rank}" for rank in range(self._case.world) if rank != self._case.rank]
