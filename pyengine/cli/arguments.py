@@ -37,7 +37,7 @@ def check_workers(numbers: Collection[int]) -> None:
 
 
 def each(defaults: Mapping[str, float]) -> str:
-    """Describe a default that every model has of its own."""
+    """Describe a default that differs between models."""
     return "default: " + ", ".join(f"{model} {value:g}" for model, value in defaults.items())
 
 
@@ -65,7 +65,7 @@ def number(text: str) -> float:
 
 
 def above_zero(text: str) -> float:
-    """Be a type for `add_argument`: numbers above 0, inf among them."""
+    """Parse a number above 0, inf among them: a type for `add_argument`."""
     value = number(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"got {text}, need a number above 0")
@@ -73,24 +73,26 @@ def above_zero(text: str) -> float:
 
 
 def finite_above_zero(text: str) -> float:
-    """Be a type for `add_argument`: numbers above 0."""
+    """Parse a finite number above 0: a type for `add_argument`."""
     value = above_zero(text)
     if math.isinf(value):
         raise argparse.ArgumentTypeError(f"got {text}, need a finite number above 0")
     return value
 
 
-def different_wholes(say: str) -> Callable[[str], tuple[int, ...]]:
+def different_wholes(example: str) -> Callable[[str], tuple[int, ...]]:
     """Return a type for `add_argument`: several different whole numbers of at least 1.
 
     Args:
-        say: an example, and what else there is to say.
+        example: for the error message, with a remark if need be.
     """
 
     def parse(text: str) -> tuple[int, ...]:
         numbers = tuple(int(part) if part.isdecimal() else 0 for part in text.split(","))
         if min(numbers) < 1 or len(set(numbers)) < len(numbers):
-            raise argparse.ArgumentTypeError(f"got {text}, need different whole numbers of at least 1, {say}")
+            raise argparse.ArgumentTypeError(
+                f"got {text}, need different whole numbers of at least 1, {example}"
+            )
         return numbers
 
     return parse

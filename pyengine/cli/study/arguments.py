@@ -249,7 +249,7 @@ def _subject(options: argparse.Namespace) -> tuple[str, str, int]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(sorted(different_wholes("1,2,4 say")(text)))
+    return tuple(sorted(different_wholes("for example 1,2,4")(text)))
 
 
 def _share(text: str) -> float:

@@ -83,7 +83,7 @@ class Settings:
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add = parser.add_argument
-    worlds = different_wholes("1,2,3 say (the first one runs twice anyway)")
+    worlds = different_wholes("for example 1,2,3 (the first one runs twice anyway)")
     add("--workers", type=worlds, default=(1, 2, 3), metavar="N,N", help="world sizes (default: 1,2,3)")
     add("--steps", type=whole(1), default=4, metavar="N", help="optimizer steps (default: 4)")
     add(
