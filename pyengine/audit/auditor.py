@@ -1,4 +1,4 @@
-"""Who audits: looks at windows as they come, and settles what was found."""
+"""The auditor: checks windows as they run, and raises what was found."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Counted:
         counts: by subject, what this rank's micro-batches counted, float64 `[subjects]`; None: gradients are
             means over ranks.
         count: of all of them, to be compared with `claimed`: float64 0-dim.
-        claimed: what the sum over all ranks was divided by, float64 0-dim; None: the loop does not say.
+        claimed: what the sum over all ranks was divided by, float64 0-dim; None: not known.
         void: more than 0 where the gradients are not to be used, 0-dim; None: they are.
     """
 
@@ -60,17 +60,17 @@ class Counted:
 
 
 class Auditor:
-    """Compares what ranks must agree on.
+    """Compares what must be equal on all ranks.
 
     Args:
         subjects: what; the same ones, in the same order, on all ranks of a group.
         comms: transports by `Subject.replicas` and `Subject.summed`; the first is of all ranks.
         leaves: where gradients arrive.
-        tolerance: how far a reduced gradient may be off, relative to what came.
+        tolerance: the largest relative error of a reduced gradient.
         every: windows from one check to the next.
 
     Attributes:
-        probe: notes what micro-batches bring.
+        probe: records the gradients of micro-batches.
         optimizers: whose state and hyperparameters are compared.
     """
 
@@ -134,7 +134,7 @@ class Auditor:
             counted: what else is known of it.
 
         Raises:
-            AuditError: something has parted; where the host runs ahead of the device, at the next `begin` or
+            AuditError: something differs; where the host runs ahead of the device, at the next `begin` or
                 `settle`.
         """
         if not self._listens_on:
@@ -151,7 +151,7 @@ class Auditor:
         """Wait for the check that is under way, if one is.
 
         Raises:
-            AuditError: something has parted; on every rank.
+            AuditError: something differs; on every rank.
         """
         check, self._under_way = self._under_way, None
         if check is not None:

@@ -14,16 +14,16 @@ _FITS = 2**-6
 
 
 @dataclass(frozen=True)
-class Evidence:
+class SubjectEvidence:
     """What one rank knows of one subject.
 
     Attributes:
         bits: checksums of parameter, gradient and optimizer state; None where there is none.
-        came: of the elements that were looked at, what this rank's micro-batches brought; float64 `[n]`.
+        came: of the sampled elements, the gradients of this rank's micro-batches; float64 `[n]`.
         last: the same of the last one alone.
-        left: of the same elements, the reduced gradient, with all that is pending; 0 for those that lie
-            elsewhere.
-        count: what its micro-batches counted; 0 if that is not told.
+        left: of the same elements, the reduced gradient, with all that is pending; 0 for those on
+            other ranks.
+        count: what its micro-batches counted; 0 if that is not known.
         arrivals: gradients that came.
         is_whole: whether this rank holds the whole gradient.
     """
@@ -54,7 +54,7 @@ class Case:
         due_of_last: the part of it that the last micro-batches brought.
     """
 
-    def __init__(self, by_rank: Mapping[int, Evidence], factor: float) -> None:
+    def __init__(self, by_rank: Mapping[int, SubjectEvidence], factor: float) -> None:
         self.all, self.factor, self.world = list(by_rank.values()), factor, len(by_rank)
         self.is_whole = all(e.is_whole for e in self.all)
         self.came = torch.stack([e.came for e in self.all])
@@ -200,7 +200,7 @@ def _spelled(factor: float) -> str:
 
 
 def _meaning(factor: float, case: Case) -> str:
-    """Say what a factor is, if it is something."""
+    """Report what a factor is, if it is something."""
     world, number = case.world, max(e.arrivals for e in case.all)
     known = {
         "the number of ranks": world,

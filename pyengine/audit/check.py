@@ -1,4 +1,4 @@
-"""One check: what a rank has to say, in one short vector a group, and what all of them conclude."""
+"""One check: a short vector of each rank and group, and what all ranks conclude from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyengine.audit.causes import (
     BUFFER,
     STATE,
     Case,
-    Evidence,
+    SubjectEvidence,
     cause_of_gradient,
     odd_ranks,
 )
@@ -28,8 +28,8 @@ from pyengine.ops.device import HOST, Readback
 
 _PARAMETER, _GRADIENT, _STATE = range(3)
 _KINDS = ("parameter", "gradient", "optimizer state")
-_MOST = 32  # subjects whose evidence is told
-_PROBES = 3  # sums over samples: one alone may chance to be right
+_MOST = 32  # subjects whose evidence is gathered
+_PROBES = 3  # sums over samples: one alone may be right by chance
 _HEAD = 7  # count, void, claimed count, and the pieces of the hyperparameters
 
 
@@ -42,14 +42,14 @@ class Local:
         since: the window behind the last clean check.
         bits: int64 `[subjects, 3]`, checksums of parameter, gradient and optimizer state.
         has: which of them there are.
-        came, last, left: float64 `[subjects, n]`, of the elements that were looked at: see `Evidence`. `left`
-            is this rank's share.
+        came, last, left: float64 `[subjects, n]`, of the elements that were looked at: see `SubjectEvidence`.
+            `left` is this rank's share.
         arrivals: by subject.
         counts: by subject, what this rank's micro-batches counted, float64 `[subjects]`; 0: the gradient is a
             mean over ranks.
-        count: of all of them, where `claimed` is told.
-        claimed: what the reduced gradient was divided by, as the loop says; nan: it does not.
-        void: float64 0-dim; more than 0: this window's gradients are not used, and say nothing.
+        count: of all of them, where `claimed` is known.
+        claimed: what the reduced gradient was divided by; nan: not known.
+        void: float64 0-dim; more than 0: this window's gradients are not used, and are not compared.
         hyper: int64 0-dim.
         numbers: what that is a digest of.
         is_strict: whether the factor is known; else any that is common to all gradients will do.
@@ -203,19 +203,19 @@ class Check:
 
     def _badly_reduced(self, probed: Sequence[_Probed]) -> list[int]:
         """Return the subjects whose reduced gradient is not what came, times the factor."""
-        told = [row for row in probed if row.is_told]
+        known = [row for row in probed if row.is_known]
         common = 1.0
         if not self._local.is_strict:
-            ratios = [ratio for row in told for ratio in row.ratios()]
+            ratios = [ratio for row in known for ratio in row.ratios()]
             common = statistics.median_low(ratios) if ratios else 1.0
-        return [row.index for row in told if row.is_off(common, self._tolerance)]
+        return [row.index for row in known if row.is_off(common, self._tolerance)]
 
     def _explain(self, suspects: dict[int, set[str]]) -> list[Finding]:
-        """Let every rank tell what it knows of its suspects, and find causes; the same on every rank."""
+        """Gather what every rank knows of its suspects, and find causes; the same on every rank."""
         local = self._local
         mine = {index: kinds for index, kinds in suspects.items() if index >= 0}
-        told = {
-            self._subjects[index].name: _Told(
+        gathered = {
+            self._subjects[index].name: _Suspect(
                 kinds,
                 self._subjects[index].kind,
                 self._evidence(index),
@@ -224,19 +224,19 @@ class Check:
             for index, kinds in list(mine.items())[:_MOST]
         }
         general = {index: kinds for index, kinds in suspects.items() if index < 0}
-        everybody = self._comms[0].all_gather_object((told, general, local.numbers))
+        everybody = self._comms[0].all_gather_object((gathered, general, local.numbers))
         found = []
         for name in dict.fromkeys(name for names, _, _ in everybody for name in names):
             found += _findings_of(name, [names.get(name) for names, _, _ in everybody])
-        if any(-1 in said for _, said, _ in everybody):
+        if any(-1 in kinds for _, kinds, _ in everybody):
             text = f"{difference([numbers for _, _, numbers in everybody])}: set it alike on every rank"
             found.append(("hyperparameters", "", (), text))
-        if any(-2 in said for _, said, _ in everybody):
+        if any(-2 in kinds for _, kinds, _ in everybody):
             text = f"the sum was divided by {float(local.claimed):g}, and {self._total:g} was counted"
             found.append(("divisor", "", (), text))
         return _grouped(found, local.step, local.since)
 
-    def _evidence(self, index: int) -> Evidence:
+    def _evidence(self, index: int) -> SubjectEvidence:
         local = self._local
         bits = [
             int(value) if has else None
@@ -244,7 +244,7 @@ class Check:
         ]
         subject = self._subjects[index]
         is_whole = not hasattr(subject.tensor, "to_local")
-        return Evidence(
+        return SubjectEvidence(
             bits=(bits[0], bits[1], bits[2]),
             came=local.came[index].cpu(),
             last=local.last[index].cpu(),
@@ -278,7 +278,7 @@ class _Probed:
     scale: float
 
     @property
-    def is_told(self) -> bool:
+    def is_known(self) -> bool:
         """Whether anything came, and all of it is finite."""
         return self.scale > 0 and all(map(math.isfinite, (*self.due, *self.left, self.scale)))
 
@@ -295,23 +295,23 @@ class _Probed:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What one rank tells of a suspect: in what it differs, what it is, and the evidence with its factor."""
+class _Suspect:
+    """What one rank knows of a suspect: in what it differs, what it is, and the evidence with its factor."""
 
     differs: set[str]
     kind: str
-    evidence: Evidence
+    evidence: SubjectEvidence
     factor: float
 
 
 _Raw = tuple[str, str, tuple[int, ...], str]
 
 
-def _findings_of(name: str, told: Sequence[_Told | None]) -> list[_Raw]:
+def _findings_of(name: str, suspects: Sequence[_Suspect | None]) -> list[_Raw]:
     """Return what is wrong with one subject, the root first."""
-    by_rank = {rank: said for rank, said in enumerate(told) if said is not None}
-    kinds = set().union(*(said.differs for said in by_rank.values()))
-    evidence = {rank: said.evidence for rank, said in by_rank.items()}
+    by_rank = {rank: each for rank, each in enumerate(suspects) if each is not None}
+    kinds = set().union(*(each.differs for each in by_rank.values()))
+    evidence = {rank: each.evidence for rank, each in by_rank.items()}
     first = next(iter(by_rank.values()))
     kind, factor = first.kind, first.factor
 
@@ -329,7 +329,7 @@ _ORDER = ("divisor", "gradient", "hyperparameters", "optimizer state", "paramete
 
 
 def _grouped(found: Sequence[_Raw], step: int, since: int) -> list[Finding]:
-    """Put together what parts in the same way, roots first."""
+    """Group what differs in the same way, roots first."""
     groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
     for what, name, ranks, cause in found:
         groups.setdefault((what, ranks, cause), []).extend([name] if name else [])

@@ -1,4 +1,4 @@
-"""A checksum of a tensor's bits that knows where each of them lies: one read, and no look from the host."""
+"""A checksum of a tensor's bits and their positions: one read, and no wait of the host."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class BlockSums:
         return torch.tensor(found, dtype=torch.int64, device=HOST)
 
     def _native_of_all(self, parts: Sequence[Part]) -> list[int]:
-        """Return what the core finds: at once where the words lie in memory as they are."""
+        """Return the core's checksum, at once where the words are contiguous in memory."""
         assert self._core is not None
         turns = [-1 if part.turn is None else part.turn for part in parts]
         tensors = [part.tensor for part in parts]
@@ -134,7 +134,7 @@ class LaneSums:
 
     Args:
         device: of the tensors.
-        numel: elements of all that is to be read; says how long a block is.
+        numel: elements of all that is read; decides the length of a block.
 
     Cost: `of` reads 4 bytes a word; held are 5 bytes a lane: 170 KB, and from 11 M elements on at most 1/64
     byte an element.
@@ -191,7 +191,8 @@ def words_of(tensor: Tensor) -> Tensor:
     """Return the bits that this rank holds of a tensor.
 
     Returns:
-        int32 `[n]`, in the order of the elements; a view where they lie so and fill whole words, else a copy.
+        int32 `[n]`, in the order of the elements; a view where memory has that order and they fill whole
+        words, else a copy.
     """
     flat = local(tensor)
     if flat.layout is not torch.strided:
@@ -226,7 +227,7 @@ def pieces(checksums: Tensor) -> Tensor:
 
 
 def differ(summed: Tensor, world_size: int) -> Tensor:
-    """Tell of `pieces` summed over ranks, float64 `[n, 4]`, which differed: bool `[n]`."""
+    """Return which of `pieces`, summed over ranks, float64 `[n, 4]`, differed: bool `[n]`."""
     totals, squares = summed[:, 0::2], summed[:, 1::2]
     return (world_size * squares != totals * totals).any(1)
 

@@ -1,4 +1,4 @@
-"""What an audit has found, and the error that says so on every rank."""
+"""What an audit has found, and the error that reports it on every rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Finding:
 
 
 class AuditError(RuntimeError):
-    """Ranks, or a reduction and what went into it, have parted; the same on every rank.
+    """Ranks differ, or a reduction and its inputs do; the same on every rank.
 
     Attributes:
         findings: what was found, the likeliest root first.

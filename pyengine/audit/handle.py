@@ -1,4 +1,4 @@
-"""`pe.audit`: the audit of a loop that somebody else drives."""
+"""`pe.audit`: the audit of a loop without an engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_every(every: object) -> int:
 
 
 def check_device(device: torch.device) -> None:
-    """Raise RuntimeError where nobody can look at gradients as they come."""
+    """Raise RuntimeError where gradients cannot be read as they arrive."""
     if is_lazy(device):
         raise RuntimeError(
             f"parameters on {device}: gradients of a recorded program cannot be looked at as they come, so "
@@ -68,12 +68,12 @@ def audit(
             communication hook wants more than 1/32.
 
     Returns:
-        A handle: `reduced`, `count` and `abandon` tell it what hooks cannot see, `remove` takes it off.
+        A handle: `reduced`, `count` and `abandon` report what hooks cannot see, `remove` ends the audit.
 
     Raises:
         TypeError, ValueError: an argument is off, or ranks have other parameters; on every rank.
-        RuntimeError: the parameters lie on an XLA device. At a step: a rank has left out its own.
-        AuditError: on every rank, before the optimizer's step (on an accelerator behind it): what has parted.
+        RuntimeError: the parameters are on an XLA device. At a step: a rank has left out its own.
+        AuditError: on every rank, before the optimizer's step (on an accelerator behind it): what differs.
 
     Cost: of a checked window a read of the parameters, a native hook a parameter and micro-batch, and an
     all-reduce of 160 bytes a parameter; of others a hook of the step. Over gloo a process group. Memory: 140
@@ -134,7 +134,7 @@ class Audit:
         auditor.begin()
 
     def count(self, items: float | Tensor, *, divided_by: float = 1.0, names: str = "*") -> None:
-        """Say, before a micro-batch's backward, what its loss is of.
+        """Set, before a micro-batch's backward, what its loss is summed over.
 
         The gradient of a window in which this was called has to be the sum of the losses' gradients over the
         sum of all items, over all ranks and micro-batches; else it has to be the mean over ranks.
@@ -160,7 +160,7 @@ class Audit:
         """Say that the window's gradients have been reduced, and nothing else has been done to them.
 
         Call it behind the window's last backward, before gradients are unscaled or clipped: what each is
-        divided by is then checked. Without it one factor common to all gradients is taken for clipping.
+        divided by is then checked. Without it one factor common to all gradients counts as clipping.
         """
         if self._is_due:
             self._samples = self._auditor.sample(is_strict=True)
@@ -177,7 +177,7 @@ class Audit:
             self._auditor.begin()
 
     def remove(self) -> None:
-        """Take all hooks off.
+        """Remove all hooks.
 
         Raises:
             AuditError: what the last check has found.

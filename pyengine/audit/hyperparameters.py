@@ -16,7 +16,7 @@ Numbers = list[tuple[str, float]]
 
 
 def numbers_of(optimizers: Sequence[Any]) -> tuple[Numbers, list[Tensor]]:
-    """Return the numbers of every group, by name, and those that lie on an accelerator, unread."""
+    """Return the numbers of every group, by name, and those on an accelerator, unread."""
     numbers: Numbers = []
     tensors: list[Tensor] = []
     for place, optimizer in enumerate(optimizers):
@@ -34,7 +34,7 @@ def numbers_of(optimizers: Sequence[Any]) -> tuple[Numbers, list[Tensor]]:
 
 
 def digest(numbers: Numbers) -> int:
-    """Return a number of 62 bits that tells numbers apart."""
+    """Return a digest of 62 bits."""
     raw = b"".join(struct.pack("<d", value) + name.encode() for name, value in numbers)
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") >> 2
 

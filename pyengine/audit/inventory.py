@@ -56,11 +56,11 @@ class Inventory:
         self._known: dict[int, int] = {}
         self.subjects = [*self._parameters(), *self._optimizers_own(optimizers), *self._buffers()]
         self._check_alike()
-        # A rank that leaves out a step goes on to the loop's own collectives, while the others check.
+        # A rank that leaves out a step continues to the loop's own collectives, while the others check.
         self.comms = [comm.with_own_group() for comm in self.comms]
 
     def _unwrap(self) -> None:
-        """Take `DistributedDataParallel` and a compiled module's shell off, and note what DDP is told."""
+        """Unwrap `DistributedDataParallel` and a compiled module, and note what DDP ignores."""
         self._ddp: nn.Module | None = None
         while True:
             if isinstance(self.module, DistributedDataParallel):
@@ -96,7 +96,7 @@ class Inventory:
         return buffers_of(self.module, self._index_of) if self._has_own_buffers else []
 
     def _sharded(self, name: str, param: Any) -> Subject:
-        """Describe a DTensor of FSDP2's, whose mesh says who holds what."""
+        """Describe a DTensor of FSDP2's, whose mesh has which rank holds which shard."""
         mesh, placements = param.device_mesh, param.placements
         everybody = sorted(mesh.mesh.flatten().tolist())
         whole = 0 if everybody == self._ranks() else None

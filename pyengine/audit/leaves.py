@@ -11,8 +11,8 @@ from torch.autograd.graph import get_gradient_edge
 from pyengine.audit.subject import Subject
 from pyengine.gradients.fsdp.private import is_unit
 
-# Makes a hook of a leaf. It is told whose `.grad` stays None until the first gradient since they were set to
-# None has been accumulated; nobody's, where that says nothing.
+# Makes a hook of a leaf. Its argument are the tensors whose `.grad` stays None until the first gradient since
+# they were set to None has been accumulated; none where that is no sign.
 MakeHook = Callable[[tuple[Tensor, ...]], Callable[[Tensor], None]]
 
 
@@ -20,7 +20,7 @@ class Leaves:
     """The leaves of a model.
 
     Args:
-        model: whose parameters FSDP2 may have sharded; None: nobody has.
+        model: whose parameters FSDP2 may have sharded; None: not sharded.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
@@ -87,7 +87,7 @@ class _Later:
 
 
 def _hooked(leaf: Tensor, param: Any, make_hook: MakeHook) -> Any:
-    # Megatron takes `.grad` away behind every micro-batch: there None says nothing.
+    # Megatron sets `.grad` to None behind every micro-batch: there None is no sign.
     owners = () if hasattr(param, "main_grad") else (leaf,) if leaf is param else (leaf, param)
     hook = make_hook(owners)
 

@@ -44,7 +44,7 @@ class Probe:
         self.sums = torch.zeros(num, NUM_SAMPLES, dtype=torch.float32, device=device)
         self.last, self._lost = torch.zeros_like(self.sums), torch.zeros_like(self.sums)
         self._sum_rows, self._last_rows = self.sums.unbind(), self.last.unbind()
-        # Arrays, for the core reads and writes them: it is told where they lie.
+        # Arrays, because the core reads and writes them by address.
         self._places = array("q", [0, 1, 0] * num)
         self._weights, self._ones = array("d", [1.0] * num), array("d", [1.0] * num)
         self._arrivals, self._zeros = array("q", [0] * num), array("q", [0] * num)
@@ -85,7 +85,7 @@ class Probe:
         self._is_over[0] = 1
 
     def disarm(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -98,7 +98,7 @@ class Probe:
     def reduced(self) -> Tensor:
         """Return the same elements of the gradients as they are now, float64 `[subjects, NUM_SAMPLES]`.
 
-        This rank's share of them: 0 for what lies on other ranks, and an n-th of what lies on n.
+        This rank's share of them: 0 for elements on other ranks, and an n-th of those on n ranks.
         """
         found = torch.zeros_like(self.sums)
         rows = found.unbind()
@@ -146,7 +146,7 @@ class Probe:
     def _note(self, index: int, grad: Tensor) -> None:
         """Note what the core does not read: strided elements of any tensor."""
         total, last = self._sum_rows[index], self._last_rows[index]
-        if hasattr(grad, "to_local"):  # partial sums, say: this rank's part says nothing
+        if hasattr(grad, "to_local"):  # for example partial sums: this rank's part is no sample
             total.fill_(torch.nan)
             return
         start, stride, num = self._places[3 * index : 3 * index + 3]

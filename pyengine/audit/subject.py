@@ -14,7 +14,7 @@ from pyengine.ops.device import runs_ahead
 
 @dataclass(frozen=True)
 class Shard:
-    """Which elements of a parameter lie on this rank: a range of them, in their order.
+    """Which elements of a parameter are on this rank: a range of them, in their order.
 
     Attributes:
         start: of the first one.
@@ -34,7 +34,7 @@ class Subject:
     Attributes:
         name: in the model.
         tensor: a parameter or buffer.
-        replicas: index of the group of ranks that have to hold the same; None where nobody else has it.
+        replicas: index of the group of ranks that have to hold the same; None where no other rank has it.
         summed: index of the group over whose ranks its gradient is summed; None: it is not looked for.
         shard: what this rank holds of it.
         kind: what it is, in a word.
@@ -48,7 +48,7 @@ class Subject:
     kind: str = "parameter"
 
     def gradient(self) -> Tensor | None:
-        """Return the reduced gradient that this rank holds; Megatron's lies in `main_grad`."""
+        """Return the reduced gradient that this rank holds; Megatron's is in `main_grad`."""
         found: Any = self.tensor.grad
         if found is None:
             found = getattr(self.tensor, "main_grad", None)

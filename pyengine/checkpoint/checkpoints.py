@@ -51,7 +51,7 @@ class _Found:
         text: what is wrong; empty if nothing is.
         save: that the files are of.
         is_newer: whether a newer pyengine wrote one.
-        is_first: whether a file says that no step was there before.
+        is_first: whether a file records that no step was there before.
         is_damaged: whether a file is there and of no use.
     """
 
@@ -69,7 +69,7 @@ class Checkpoints:
     the parts of all ranks are there and of one save; a process may die at any moment.
 
     Args:
-        folder: where they lie; the first call makes it. On many hosts one that all of them see, or on each
+        folder: of the files; the first call makes it. On many hosts one that all of them see, or on each
             its own.
         keep: how many steps are kept, at least 1; older ones go when a new one is whole. 2 survive that the
             newest is damaged.
@@ -138,7 +138,7 @@ class Checkpoints:
 
         Warns:
             UserWarning: a newer step was passed over, and why: it is truncated or damaged, or lacks a part.
-                Or the first save of all was interrupted, and there is no step to go on from.
+                Or the first save of all was interrupted, and there is no step to continue from.
 
         Raises:
             ValueError: no step is whole, or the newest one is of another number of ranks, of a newer
@@ -232,7 +232,7 @@ class Checkpoints:
         return _Found(text, " ".join(sorted(saves)), is_first=is_first, is_damaged=is_damaged)
 
     def _ranks_of(self, step: int, world_size: int) -> list[int]:
-        """Return the ranks whose files are there, and the first whose file is not; a name may say any
+        """Return the ranks whose files are there, and the first whose file is not; a name may have any
         number.
         """
         there = {rank for _, (each, rank, size) in self._files() if (each, size) == (step, world_size)}
@@ -272,7 +272,7 @@ class Checkpoints:
         for path, (there, _, _) in self._files():
             if there < kept[0] or there in self._refused:
                 path.unlink(missing_ok=True)
-        for part in self._folder.glob(".step-*.part"):  # of a process that died: all have written theirs
+        for part in self._folder.glob(".step-*.part"):  # of a process that died
             part.unlink(missing_ok=True)
 
     def _complete(self) -> set[int]:
@@ -281,7 +281,7 @@ class Checkpoints:
         return {step for (step, size), num in files.items() if num == size != self._comm.world_size}
 
     def _is_empty(self) -> bool:
-        """Whether this rank sees no step that it could go on from."""
+        """Whether this rank sees no step that it could continue from."""
         return not {step for step, _ in self._found()} - self._refused
 
     def _own_steps(self) -> list[int]:
@@ -302,7 +302,7 @@ class Checkpoints:
                     yield path, (step, rank, world_size)
 
     def _make_folder(self) -> None:
-        """Make the folder and those that it lies in, all of them on the disk."""
+        """Make the folder and its parents, all of them on the disk."""
         missing = [each for each in (self._folder, *self._folder.parents) if not each.exists()]
         self._folder.mkdir(parents=True, exist_ok=True)
         for each in missing:

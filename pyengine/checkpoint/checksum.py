@@ -1,4 +1,4 @@
-"""A checksum of what a state holds: the same wherever its tensors lie and however it travelled."""
+"""A checksum of what a state holds: the same on every device and after any transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that anybody may have written, read as data: no code runs, no tensor reaches beyond its memory."""
+"""Files of unknown origin, read as data: no code runs, no tensor reaches beyond its memory."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ of buckets. Exact sums merge: snapshots of any ranks of one window may be loaded
 by one of them.
 
 As a state, a snapshot is `{"version", "window", "steps", "rank 0 of 2": (content, checksum)}`. The name of
-the rank keeps ranks apart where equal names are taken for copies, and a tuple is what
+the rank distinguishes ranks where equal names mean copies, and a tuple is what
 torch.distributed.checkpoint saves and loads whole.
 """
 
@@ -64,10 +64,10 @@ class Snapshot:
         rank, world_size: whose part it is.
         identity: what it fits.
         accumulate: micro-batches a full window, on that rank.
-        is_between_loops: whether it was taken after a loop over `windows` had run out.
+        is_between_loops: whether it was made after a loop over `windows` had run out.
         order: of the buckets; see `Reducer.order`.
         places: indices, in the window over all ranks, of the micro-batches in `sums`.
-        counts, losses: theirs; None for a loss that was not told.
+        counts, losses: of these micro-batches; None for a loss that is not known.
         dropped: which of them had left the window; saved where there are any, else left out.
         totals: of the open window, by loss, if its counts were read ahead; then saved, else left out.
         sums: see `Saved`.
@@ -226,8 +226,8 @@ def in_order(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
 def disjoint(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
     """Return those with micro-batches, without the ones that share some with a larger one.
 
-    A rank that goes on from others' snapshots holds their micro-batches in its own. Whatever is left out is
-    computed again, so any choice is right; this one does not depend on the order of the list.
+    A rank that continues from other ranks' snapshots holds their micro-batches in its own. Whatever is left
+    out is computed again, so any choice is right; this one does not depend on the order of the list.
     """
     kept: list[Snapshot] = []
     for snapshot in in_order(snapshots):
@@ -241,12 +241,12 @@ def merge(snapshots: Sequence[Snapshot], about: Snapshot, device: torch.device) 
 
     Args:
         snapshots: none, one, or several of exact sums; `fit.problems` has found nothing.
-        about: whose position, carried gradients and so on to take.
-        device: where sums are to lie.
+        about: the snapshot whose position, carried gradients and so on are used.
+        device: of the sums.
 
     Returns:
-        A snapshot of its own lists; `carry` is copied, other tensors only where they are put together or lie
-        on another device, so they may be the snapshots' own.
+        A snapshot of its own lists; `carry` is copied, other tensors only where they are concatenated or on
+        another device, so they may be the snapshots' own.
     """
     whole = replace(about, places=[], counts=[], losses=[], dropped=[], sums={}, batch_norm=[])
     for snapshot in snapshots:
@@ -260,7 +260,7 @@ def merge(snapshots: Sequence[Snapshot], about: Snapshot, device: torch.device) 
     ]
     names = dict.fromkeys(name for snapshot in snapshots for name in snapshot.sums)
     whole.sums = {name: _merge_sums(name, snapshots, device) for name in names}
-    # Copies: they become somebody's `.grad`, and the state may be loaded again.
+    # Copies: they become `.grad` of parameters, and the state may be loaded again.
     whole.carry = {name: grad.detach().to(device, copy=True) for name, grad in about.carry.items()}
     return whole
 
@@ -274,7 +274,7 @@ def share_residuals(
     Args:
         snapshots: of all ranks there were.
         rank, world_size: whose share, and of how many.
-        device: where it is to lie.
+        device: of the result.
 
     Returns:
         float32 `[numel]` by parameter, the caller's.
@@ -318,7 +318,7 @@ def _exact(parts: dict[str, Tensor], terms: int) -> ExactSum:
 
 
 def unlike_saved(content: dict[str, Any]) -> list[str]:
-    """Say which fields are not of the kind that an engine saves."""
+    """Report which fields are not of the kind that an engine saves."""
     return [
         f"{name}={reprlib.repr(content[name])}, need {need}"
         for name, (is_one, need) in _KINDS.items()

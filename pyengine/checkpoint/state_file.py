@@ -32,7 +32,7 @@ class Origin:
     Attributes:
         step: of the save.
         rank, world_size: whose part, of how many.
-        save: what tells this save from every other one of the same step; the same on every rank.
+        save: an identifier of this save among those of the same step; the same on every rank.
         is_first: whether no step was there before it.
     """
 
@@ -49,13 +49,13 @@ def write(path: Path, origin: Origin, state: Any) -> None:
     Args:
         path: of the file; one that is there is replaced.
         origin: kept in it.
-        state: what `torch.save` takes and `read` gives again.
+        state: saved by `torch.save`; `read` returns it.
 
     Raises:
         ValueError: `read` could not give the state again.
         OSError: it could not be written.
     """
-    # Of a name that nobody can guess, and only if it is new: "x" follows no link that somebody has put there.
+    # A name that cannot be guessed, and only a new file: "x" follows no link that another user has put there.
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     try:
         with part.open("x+b") as file:

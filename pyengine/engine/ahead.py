@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 
 
 class Lookahead(Generic[Item]):
-    """An iterator that knows whether it has a next item, and shows further ones before they are taken."""
+    """An iterator that knows whether it has a next item, and shows later ones before `pop` returns them."""
 
     def __init__(self, items: Iterable[Item]) -> None:
         self._items = iter(items)
@@ -35,7 +35,7 @@ class Lookahead(Generic[Item]):
         return bool(self._read)
 
     def pop(self) -> Item:
-        """Take the next item."""
+        """Return the next item, and read another one."""
         item = self._read.popleft()
         self._read_up_to(1)
         return item
@@ -54,14 +54,14 @@ class Lookahead(Generic[Item]):
 
 
 def meet(engine: Engine, *, stage: str, problems: Sequence[str] = ()) -> None:
-    """Raise on every rank unless all of them begin the same window in the same way, and none complains.
+    """Raise on every rank unless all ranks begin the same window in the same way, and none has a problem.
 
-    Every rank calls this where it has opened a window. A rank that has dropped this window and begins it
-    anew, while others are in its middle, meets their header: all of them raise.
+    Every rank calls this where it has opened a window. If a rank has dropped this window and opens it again
+    while the others are in its middle, its header is paired with theirs: all ranks raise.
 
     Args:
         engine: with the window open.
-        stage: what this rank is about to do, in words; the same on every rank.
+        stage: a description of what this rank is about to do; the same on every rank.
         problems: what is wrong on this rank.
 
     Raises:
@@ -85,7 +85,7 @@ def meet(engine: Engine, *, stage: str, problems: Sequence[str] = ()) -> None:
 def share_numbers(
     engine: Engine, *, micro_batches: int, sums: Sequence[float] = ()
 ) -> tuple[list[int], list[float]]:
-    """Let every rank know how many micro-batches each has in the window that has been opened; after `meet`.
+    """Share how many micro-batches each rank has in the open window; after `meet`.
 
     Args:
         engine: with the window open.
@@ -101,7 +101,7 @@ def share_numbers(
     by_rank = [0.0] * engine.comm.world_size
     by_rank[engine.comm.rank] = micro_batches
     if engine.batch is not None and not engine.batch.speaks:
-        sums = [0.0] * len(sums)  # of a batch that another rank tells of
+        sums = [0.0] * len(sums)  # of a batch for which another rank speaks
     vector = send([*by_rank, *sums], torch.float64, engine.device)
     engine.comm.all_reduce(vector).wait()
     numbers: list[float] = vector.tolist()
@@ -110,7 +110,7 @@ def share_numbers(
 
 # ---- counts ----
 
-# Says how many items each loss of a micro-batch is a sum over; a number, if there is one loss.
+# Returns over how many items each loss of a micro-batch is summed; a number, if there is one loss.
 CountOf = Callable[[Any], Count | Mapping[str, Count]]
 
 _COUNTING = "with counts read ahead (sync.windows with count=)"
@@ -122,7 +122,7 @@ class Counting:
     Args:
         engine: whose loop it is.
         loader: what is read ahead.
-        count: as `Sync.windows` takes it.
+        count: as for `Sync.windows`.
 
     Raises:
         TypeError, ValueError: nothing can be counted that way.
@@ -131,8 +131,8 @@ class Counting:
     def __init__(self, engine: Engine, loader: object, count: CountOf) -> None:
         if not callable(count):
             raise TypeError(
-                f"count is a {type(count).__name__}: need a function that says how many items a micro-batch "
-                'has, lambda batch: batch["labels"].ne(-100).sum() say'
+                f"count is a {type(count).__name__}: need a function that returns how many items a "
+                'micro-batch has, for example lambda batch: batch["labels"].ne(-100).sum()'
             )
         if isinstance(loader, Dealer):
             raise TypeError(
@@ -190,7 +190,7 @@ class Counting:
 
 
 def check_uncounted(engine: Engine) -> None:
-    """Raise ValueError if the window that has been opened goes on with losses that were weighed by totals."""
+    """Raise ValueError if the open window was begun with losses that were weighed by totals."""
     resumed = engine.window.resumed
     if resumed is not None and len(resumed.totals) > 1:
         raise ValueError(
@@ -245,8 +245,8 @@ class CountsAhead:
     """What one rank counts in a window before it computes it, and what is wrong with it.
 
     Args:
-        local: says which counts are valid.
-        names: of the losses; empty as long as nobody knows them.
+        local: decides which counts are valid.
+        names: of the losses; empty until they are known.
         first: micro-batches of the window that are done.
 
     Attributes:

@@ -56,7 +56,7 @@ def attach(
     axes: Axes = Axes(),  # noqa: B008 - frozen
     shared_memory: bool = False,
 ) -> Sync:
-    """Let DDP's buckets, or FSDP2's units, travel once a window.
+    """Reduce the gradients of a DDP or FSDP2 model once a window.
 
     Over DDP it registers the hook and drives no_sync; over FSDP2 the units' own switches (docs/sharded.md).
 
@@ -66,7 +66,7 @@ def attach(
             may be wrapped by Lightning Fabric's `setup`.
         accumulate, wire, accumulator, nonfinite, stall_after_s: as for `GradSync`. Narrow parameters with
             "fp32" get fp32 sums in addition to DDP's buckets: 4 bytes an element more. Over FSDP2 the
-            arguments have to say the type in which the units' MixedPrecisionPolicy sums; "exact" sums past
+            arguments have to name the type in which the units' MixedPrecisionPolicy sums; "exact" sums past
             it, and a narrower wire scatters in its own type and adds up in the policy's.
         defer: of a sharded model, when units reduce: "all" defers every reduction to the window's last
             backward, and holds unsharded sums; "outer" (HSDP) scatters in every micro-batch and sums over
@@ -75,7 +75,7 @@ def attach(
             for unsharded sums. `math.inf` has both everywhere: one gather and one reduction a window.
         device_mesh, axes: where other ranks share batches with those of DDP's group, or hold other stages:
             the mesh of all of them, and what its axes hold, as for `GradSync` (docs/mesh.md). DDP's group
-            has to be that of `axes.replicate`. Parameters that DDP ignores, experts say, are
+            has to be that of `axes.replicate`. Parameters that DDP ignores, for example experts, are
             reduced over the group whose pattern in `axes.groups` names them, with the values of its first
             rank; others are the caller's.
         shared_memory: as for `GradSync`, DDP's buckets being copied through it; refused over FSDP2.
@@ -118,7 +118,7 @@ def _attach_ddp(
     named = [*visible, *own]
     if is_lazy(named[0][1].device):
         raise ValueError(
-            f"ddp_model lies on {named[0][1].device}: DDP reduces from inside the backward, which a "
+            f"ddp_model is on {named[0][1].device}: DDP reduces from inside the backward, which a "
             "recorded program does not have; use pe.GradSync on the bare model"
         )
     state = released_state(ddp_model) or HookState(ddp_model.process_group)
@@ -136,7 +136,7 @@ def _attach_ddp(
                 return _two_owners(ddp, specs[len(visible) :], own, ranks, settings, terms)
             ddp.counted = ranks.counted(ddp.names)
             return ddp
-        except BaseException:  # DDP goes on as it was
+        except BaseException:  # DDP works as before
             state.release() if ddp is None else ddp.release(keeps_grad=True)
             raise
 
@@ -147,7 +147,7 @@ def _attach_ddp(
 
 
 def _travel_by(state: HookState, ranks: EngineRanks, settings: Settings) -> None:
-    """Let DDP's buckets travel by a transport of the engine's."""
+    """Reduce DDP's buckets over a transport of the engine."""
     state.set_wire(settings.wire)
     device = ranks.device
     comm: Comm = ranks.comm
@@ -198,7 +198,7 @@ def _attach_sharded(model: nn.Module, settings: Settings, deferral: Deferral) ->
     for unit in units:
         unit.module.reshard()  # so that the model shows its sharded parameters
     named, ignored = managed_parameters(model, units)
-    # An exception may take a rank out of a backward, while the others are in FSDP's collectives.
+    # After an exception in a backward this rank leaves it, while the others are in FSDP's collectives.
     comm = comm_for(next(model.parameters()).device, None).with_own_group()
 
     ranks = ShardedRanks(units, comm)

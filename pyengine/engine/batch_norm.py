@@ -1,4 +1,4 @@
-"""BatchNorm's running statistics, the same whoever ran which micro-batch.
+"""BatchNorm's running statistics, the same whichever rank ran which micro-batch.
 
 While a window is open, every BatchNorm in training mode writes into a row of its own for each micro-batch,
 which begins as zeros, with its own arithmetic. So a row holds what the micro-batch adds to the running
@@ -40,7 +40,7 @@ def _mean(module: _BatchNorm) -> Tensor:
 
 
 def batch_norm_problems(module: nn.Module) -> list[str]:
-    """Say which BatchNorms cannot be made independent of the world size."""
+    """Report which BatchNorms cannot be made independent of the world size."""
     found = [
         f"{name or 'the module'} is a SyncBatchNorm: with accumulator='exact' a micro-batch's statistics "
         "must not depend on what other ranks compute at the same time. Use BatchNorm, whose running "
@@ -93,7 +93,7 @@ class BatchNormReplay:
         columns = torch.tensor(self._widths, dtype=torch.int64, device=kind.device).view(-1, 2).sum(1)
         self._owner = torch.arange(len(self._modules), dtype=torch.int64, device=kind.device)
         self._owner = self._owner.repeat_interleave(columns)
-        num_rows = most + 1  # the last one takes what does not count
+        num_rows = most + 1  # the last one is for calls that do not count
         self._stats = kind.new_zeros(num_rows, sum(self._widths))
         self._calls = self._owner.new_zeros(num_rows, len(self._modules))
         self._tables = [self._stats, self._calls]
@@ -144,7 +144,7 @@ class BatchNormReplay:
 
         Args:
             places: of the micro-batches in the rows, in their order.
-            rows: as `save` returns them; kept as they are where they lie on the device, never written to.
+            rows: as `save` returns them; used in place where they are on the device, never written to.
         """
         self._places = list(places)
         if rows:
@@ -168,8 +168,8 @@ class BatchNormReplay:
                 self._target.use_next_row()
 
     def drop(self, is_dropped: bool | Tensor) -> None:
-        """Let the micro-batch whose backwards have run bring no statistics where it is dropped (bool, or bool
-        0-dim, unread).
+        """Leave out the statistics of the micro-batch whose backwards have run, where it is dropped (bool, or
+        bool 0-dim, unread).
         """
         if self._modules and is_dropped is not False:
             for table in self._tables:
@@ -178,7 +178,7 @@ class BatchNormReplay:
                 row.copy_(torch.where(flag, 0, row))
 
     def stop_counting(self) -> None:
-        """Let nothing count from here on: the micro-batch's last backward begins."""
+        """Count no further forward: the micro-batch's last backward begins."""
         if self._modules:
             self._target.use_spare_row()
 
@@ -208,7 +208,7 @@ class BatchNormReplay:
             self._work = None
 
     def apply(self, is_good: Tensor) -> None:
-        """Bring the window into the running statistics, in place, once.
+        """Add the window to the running statistics, in place, once.
 
         Args:
             is_good: bool, 0-dim; where it is not, the statistics stay as they were.
@@ -224,7 +224,7 @@ class BatchNormReplay:
         self._rows = self._work = None
 
     def release(self) -> None:
-        """Leave the modules to themselves."""
+        """Remove the hooks from the modules."""
         for bn in self._modules:
             if (hooks := _row_hooks(bn)).target is self._target:
                 hooks.remove()
@@ -292,7 +292,7 @@ class _Target:
             self.use_next_row()
 
     def use_next_row(self) -> None:
-        """Give the calls to come a row that has none yet."""
+        """Give later calls a row that no micro-batch has yet."""
         self.use_spare_row()
         self.row = self.rows[min(self._next, self._handed - 1)]
 
@@ -304,7 +304,7 @@ class _Target:
         self._next = max(self._next, self.done)
 
     def use_spare_row(self) -> None:
-        """Let the calls to come not count."""
+        """Do not count later calls."""
         self._next += self.was_called and self.row is not self.rows[-1]
         self.row, self.was_called, self.may_be_in_backward = self.rows[-1], False, False
 
@@ -334,7 +334,7 @@ class _RowHooks:
         ]
 
     def remove(self) -> None:
-        """Take them off again; those of a copied module, which came with it, do nothing any more."""
+        """Remove them; the copies of them that a copied module has do nothing any more."""
         self.target = _Target()
         for handle in self._handles:
             handle.remove()
@@ -388,7 +388,7 @@ class BufferWatch:
 
     Args:
         module: the model.
-        known: buffers that somebody keeps equal on all ranks.
+        known: buffers that are kept equal on all ranks.
     """
 
     def __init__(self, module: nn.Module, known: list[Tensor]) -> None:

@@ -135,7 +135,7 @@ class Engine:
         """Raise on every rank unless all have used the last window alike; every rank calls this between
         windows.
 
-        The header of a window tells how the one before was used, and no header follows the last.
+        The header of a window states how the one before was used, and no header follows the last.
 
         Cost: one all-reduce of 184 bytes, for which the host waits; nothing on a lazy device, nor alone.
 
@@ -165,12 +165,12 @@ class Engine:
         self.counter.accumulate, self.counter.share = accumulate, self.shares.of(self.comm.rank)
 
     def resume(self, part: Snapshot, *, due: Sequence[int] | None) -> None:
-        """Go on from a snapshot, whose sums are loaded at the first backward.
+        """Continue from a snapshot, whose sums are loaded at the first backward.
 
         Args:
-            part: what is this rank's now; the gradients that it carries over are the engine's from here on,
-                its sums are only read.
-            due: places that this rank has still to compute in the window that is open in it; None if none is.
+            part: of this rank; the engine owns the gradients that it carries over, and only reads its sums.
+            due: places that this rank has still to compute in the snapshot's open window; None if no window
+                is open.
         """
         self.counter.go_to(part.window)
         self.window.reset(part if due is not None else None)
@@ -232,17 +232,17 @@ def make_engine(
     problems: Sequence[str],
     ranks: EngineRanks | ShardedRanks | None = None,
 ) -> Engine:
-    """Make an engine over parameters, or raise on every rank what any rank has to complain of.
+    """Make an engine over parameters, or raise the problems of any rank on every rank.
 
     Args:
         named: the parameters, in registration order.
         comm: transport; every rank of it calls this.
         settings: this rank's arguments.
-        make_reducer: given the parameters' descriptions and the terms of a full window's sum,
-            return who owns the gradients; called once all ranks have agreed.
+        make_reducer: makes the owner of the gradients from the parameters' descriptions and the terms of a
+            full window's sum; called once all ranks have agreed.
         source: the module, if there is one, that has them.
-        problems: what else is wrong here.
-        ranks: which ranks share what, where that is not everything.
+        problems: further ones of this rank.
+        ranks: which ranks share which gradients and batches; None: all ranks hold the same.
 
     Raises:
         ValueError: an argument or a parameter is off, or ranks differ; on every rank, and nothing has
@@ -279,10 +279,10 @@ def make_engine(
 
 
 def whereabouts_of(engine: Engine) -> Callable[[], str]:
-    """Return what tells any thread an engine's step, window and micro-batch, and does not keep it alive."""
+    """Return a function that describes the engine's position to any thread, and does not keep it alive."""
     ref = weakref.ref(engine)
 
-    def tell() -> str:
+    def describe() -> str:
         engine = ref()
         if engine is None:
             return "the end of its engine"
@@ -292,4 +292,4 @@ def whereabouts_of(engine: Engine) -> Callable[[], str]:
             f"{counter.accumulate} ({counter.state.value}{f', left by {gave_up}' if gave_up else ''})"
         )
 
-    return tell
+    return describe

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -39,12 +39,12 @@ from pyengine.window.shared_batch import SharedBatch
 
 Named = Sequence[tuple[str, Parameter]]
 
-# ---- what one rank says of its groups ----
+# ---- the groups of one rank ----
 
 
 @dataclass(frozen=True)
 class Membership:
-    """What one rank says of its groups. Ranks are those of the engine, from 0.
+    """The groups of one rank, as it describes them to the others. Ranks are those of the engine, from 0.
 
     Attributes:
         described: the mesh and its axes, in words; the same on every rank.
@@ -68,19 +68,19 @@ class Membership:
         return cls("", (tuple(range(world_size)),), SharedBatch(rank, 1, True), world_size)
 
 
-def memberships_differ(said: Sequence[Membership], specs: Sequence[Sequence[ParamSpec]]) -> list[str]:
-    """Say in what ranks do not fit together.
+def memberships_differ(memberships: Sequence[Membership], specs: Sequence[Sequence[ParamSpec]]) -> list[str]:
+    """Report in what the memberships of ranks contradict each other.
 
     Args:
-        said: by rank.
+        memberships: by rank.
         specs: by rank, its parameters in registration order.
     """
-    described = [membership.described for membership in said]
+    described = [membership.described for membership in memberships]
     if len(set(described)) > 1:
         values = "; ".join(f"rank {rank} has {text or 'no mesh'}" for rank, text in enumerate(described))
         return [f"ranks have different meshes or axes: {values}. Pass the same ones on every rank"]
-    for pattern in said[0].unmatched:
-        if all(pattern in membership.unmatched for membership in said):
+    for pattern in memberships[0].unmatched:
+        if all(pattern in membership.unmatched for membership in memberships):
             return [
                 (
                     f"axes.groups[{pattern!r}] matches no parameter on any rank (the first is "
@@ -88,24 +88,24 @@ def memberships_differ(said: Sequence[Membership], specs: Sequence[Sequence[Para
                 )
             ]
     members: dict[tuple[int, ...], dict[int, list[ParamSpec]]] = {}
-    for rank, (membership, mine) in enumerate(zip(said, specs, strict=True)):
+    for rank, (membership, mine) in enumerate(zip(memberships, specs, strict=True)):
         for index, ranks in enumerate(membership.groups):
             members.setdefault(ranks, {})[rank] = [spec for spec in mine if spec.group == index]
     return [text for ranks, have in members.items() if (text := _difference(ranks, have))]
 
 
-def most_parts(said: Sequence[Membership]) -> int:
+def most_parts(memberships: Sequence[Membership]) -> int:
     """Return how many ranks of one group share a batch, at most: each adds its own part of the gradient.
 
     Args:
-        said: by rank.
+        memberships: by rank.
     """
-    groups = {ranks for membership in said for ranks in membership.groups}
-    return max(max(Counter(said[rank].batch.index for rank in ranks).values()) for ranks in groups)
+    groups = {ranks for membership in memberships for ranks in membership.groups}
+    return max(max(Counter(memberships[rank].batch.index for rank in ranks).values()) for ranks in groups)
 
 
 def _difference(ranks: Sequence[int], have: dict[int, list[ParamSpec]]) -> str:
-    """Say in what the ranks of one group differ; nothing if they do not."""
+    """Report in what the ranks of one group differ; nothing if they do not."""
     missing = [rank for rank in ranks if rank not in have]
     if missing:
         first, others = next(iter(have)), ", ".join(map(str, missing))
@@ -130,7 +130,7 @@ class EngineRanks:
 
     Args:
         named: parameters in registration order.
-        device: where they lie.
+        device: of the parameters.
         group: of all ranks, where there is no mesh; None is the default group, or this process alone.
         mesh: of all ranks, or None.
         axes: what its axes hold, and further groups.
@@ -139,7 +139,7 @@ class EngineRanks:
         comm: transport over all ranks.
         device: as given.
         problems: what is wrong with the arguments here; then nothing but `comm` may be used.
-        membership: what this rank says to others.
+        membership: the groups of this rank, to be compared with the others'.
 
     Raises:
         ValueError: this rank is not in the mesh or group, which others need not know.
@@ -186,8 +186,9 @@ class EngineRanks:
             self.for_buckets(self._transport(ranks), shared_memory=shared_memory)
             for ranks in self.membership.groups
         ]
-        said = self.comm.all_gather_object([*zip(self._names, self._group_of, strict=True)])
-        return Groups(self.comm, comms, self.membership.counted, all(other == said[0] for other in said))
+        by_rank = self.comm.all_gather_object([*zip(self._names, self._group_of, strict=True)])
+        are_alike = all(other == by_rank[0] for other in by_rank)
+        return Groups(self.comm, comms, self.membership.counted, are_alike)
 
     def for_buckets(self, comm: Comm, *, shared_memory: bool) -> Comm:
         """Return a transport for gradients, over the ranks of another one, all of which call this. What is
@@ -197,7 +198,8 @@ class EngineRanks:
             comm: over ranks of the engine.
             shared_memory: whether gradients are to be reduced in memory that these ranks share, if they can.
         """
-        comm = comm.with_own_group()  # when a bucket starts differs from rank to rank
+        # [Note: order of collectives in a window] in window.py: a bucket is launched when it is complete.
+        comm = comm.with_own_group()
         return share_memory(comm) if shared_memory else comm
 
     def own_groups(self, names: Collection[str], *, shared_memory: bool) -> Groups:
@@ -248,7 +250,7 @@ class EngineRanks:
 
     @property
     def takes_dtensors(self) -> bool:
-        """Whether it is known where the parts of DTensors lie."""
+        """Whether it is known which ranks hold which parts of DTensors."""
         return self.has_mesh
 
     @property
@@ -258,7 +260,7 @@ class EngineRanks:
         return None if batch.num_ranks == 1 else batch
 
     def problems_with(self, named: Named, settings: Settings, *, num_batch_norms: int) -> list[str]:
-        """Say what an engine cannot do over these ranks."""
+        """Report what an engine cannot do over these ranks."""
         found = list(self.problems)
         if settings.shared_memory is True:
             found += problems_of_sharing(self.comm, self.device)
@@ -282,8 +284,8 @@ class EngineRanks:
         return found
 
     def problems_under_ddp(self, named: Named, group: dist.ProcessGroup) -> list[str]:
-        """Say what DDP, which has one group for the parameters that it was not told to ignore, cannot do over
-        these ranks.
+        """Report what DDP cannot do over these ranks: it has one group for all parameters that it does not
+        ignore.
         """
         if self.problems or not self.membership.described:
             return []
@@ -314,7 +316,7 @@ class EngineRanks:
         return {group for name, group in zip(self._names, self._group_of, strict=True) if name in names}
 
     def group_named(self, name: str) -> int:
-        """Return the group that a tensor of this name, a buffer say, belongs to."""
+        """Return the group to which a tensor of this name, for example a buffer, belongs."""
         return next((index for index, pattern in self._patterns if fnmatchcase(name, pattern)), 0)
 
     def _problems(self, mesh: Any, axes: Any) -> list[str]:
@@ -385,9 +387,9 @@ class EngineRanks:
         }
         same = [axis for axis in mesh.shape if axis in mine or axis not in (*replicate, *shard)]
         if is_dtensor(param):
-            lies: Any = param
-            for dim, placement in enumerate(lies.placements):
-                axis = mesh.axis_of(lies.device_mesh, dim)
+            dtensor: Any = param
+            for dim, placement in enumerate(dtensor.placements):
+                axis = mesh.axis_of(dtensor.device_mesh, dim)
                 problem = _dtensor_problem(name, axis, placement, summed_over=mine, mesh=mesh)
                 if problem:
                     found.append(problem)
@@ -450,7 +452,7 @@ def _mesh_problems(mesh: DeviceMesh, ranks: MeshRanks, axes: Axes, device: torch
             "same parameters and have data of their own: axes=pe.Axes(replicate='dp')"
         )
     if mesh.device_type != device.type:
-        found.append(f"device_mesh is of {mesh.device_type}, and parameters lie on {device}: make both alike")
+        found.append(f"device_mesh is of {mesh.device_type}, and parameters are on {device}: make both alike")
     return found
 
 
@@ -519,23 +521,23 @@ def _kind(tensor: Tensor) -> str:
 class ShardedRanks:
     """The ranks of an engine over a sharded model.
 
-    A parameter under tensor parallelism tells of all of them: its mesh has the axes of the data first, and
-    behind them those along which ranks share a batch. Other parameters, of norms say, are on a mesh of the
-    data alone, and the same on all ranks that share a batch.
+    A parameter under tensor parallelism has a mesh of all ranks: first the axes of the data, behind them the
+    axes along which ranks share a batch. Other parameters, for example of norms, are on a mesh of the data
+    alone, and the same on all ranks that share a batch.
 
     Args:
         units: of the model.
         comm: transport over all ranks.
 
     Attributes:
-        membership: what this rank says to others.
+        membership: the groups of this rank, to be compared with the others'.
     """
 
     takes_dtensors = True
 
     def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
         self.membership = Membership.plain(rank=comm.rank, world_size=comm.world_size)
-        meshes = [(unit, param.device_mesh) for unit in units for param in _lying(unit)]
+        meshes = [(unit, param.device_mesh) for unit in units for param in _dtensors_of(unit)]
         cut = [(mesh, unit.data_ndim) for unit, mesh in meshes if mesh.ndim > unit.data_ndim]
         everywhere = torch.arange(comm.world_size, dtype=torch.int64, device=HOST)
         self._is_cut, data = bool(cut), everywhere
@@ -547,9 +549,7 @@ class ShardedRanks:
             for text in _unit_problems(unit, mesh, everywhere if mesh.ndim > unit.data_ndim else data)
         ]
         if self._is_cut and sorted(everywhere.flatten().tolist()) != list(range(comm.world_size)):
-            self._problems.append(
-                f"ddp_model lies on ranks {everywhere.tolist()}: need all {comm.world_size}"
-            )
+            self._problems.append(f"ddp_model is on ranks {everywhere.tolist()}: need all {comm.world_size}")
         if self._is_cut and not self._problems:
             self.membership = _sharing(self.membership, *cut[0])
 
@@ -558,7 +558,7 @@ class ShardedRanks:
         return [ParamSpec.of(name, param) for name, param in named]
 
     def problems_with(self, named: Named, settings: Settings, *, num_batch_norms: int) -> list[str]:
-        """Say what an engine cannot do over these ranks."""
+        """Report what an engine cannot do over these ranks."""
         del named, num_batch_norms
         found = list(self._problems)
         if self._is_cut and settings.kind == "exact":
@@ -582,12 +582,12 @@ class ShardedRanks:
         return {
             id(param): is_counted(param) and (speaks or param.device_mesh.ndim > unit.data_ndim)
             for unit in units
-            for param in _lying(unit)
+            for param in _dtensors_of(unit)
         }
 
 
-def _lying(unit: Unit) -> Iterator[Any]:
-    yield from unit.params
+def _dtensors_of(unit: Unit) -> Sequence[Any]:
+    return unit.params
 
 
 def _of_data(mesh: Any, data_ndim: int) -> Tensor:
@@ -597,7 +597,7 @@ def _of_data(mesh: Any, data_ndim: int) -> Tensor:
 
 
 def _unit_problems(unit: Unit, mesh: Any, wanted: Tensor) -> list[str]:
-    """Say whether a unit lies on other ranks than it should."""
+    """Report whether a unit is on other ranks than it should be."""
     if sorted(mesh.mesh.flatten().tolist()) == sorted(wanted.flatten().tolist()):
         return []
     where = f"FSDP unit {unit.name!r}" if unit.name else "ddp_model"

@@ -23,7 +23,7 @@ _WHOLE = ("growth_interval", "_growth_tracker")
 
 
 def problems(engine: Engine, snapshots: Sequence[Snapshot]) -> list[str]:
-    """Say why snapshots cannot be parts of one window of this engine."""
+    """Report why snapshots cannot be parts of one window of this engine."""
     if not snapshots:
         return ["states: got none; pass this rank's state, or those of all ranks"]
     form = Form(engine)
@@ -87,7 +87,7 @@ class Form:
         self.sums |= {name: {"sum": form} for name, form in engine.reducer.sum_forms().items()}
 
     def problems(self, snapshot: Snapshot) -> list[str]:
-        """Say what in a snapshot is not as it would have been saved."""
+        """Report what in a snapshot is not as it would have been saved."""
         numbers = _numbers_differ(snapshot)
         if numbers:
             return [numbers]
@@ -206,7 +206,7 @@ def _numbers_differ(s: Snapshot) -> str:
 
 
 def _unlike(what: str, parts: dict[str, Tensor], needed: dict[str, _Like]) -> Iterator[str]:
-    """Say which tensors have another type or shape than needed, or which others are there."""
+    """Report which tensors have another type or shape than needed, or which others are there."""
     if parts.keys() != needed.keys():
         yield f"{what} of {sorted(parts)}, need {sorted(needed)}"
         return

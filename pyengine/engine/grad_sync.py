@@ -1,4 +1,4 @@
-"""`GradSync`: a loop of one's own, whose gradients the engine owns."""
+"""`GradSync`: the engine owns the gradients of a loop without DDP."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ class GradSync(Sync):
         process_group: None is the default group, or this process alone if there is none. On an XLA device
             all replicas (docs/xla.md).
         device_mesh, axes: in place of a group, the mesh of all ranks, and what its axes hold (docs/mesh.md);
-            DTensor parameters tell themselves how they lie. `axes` also names parameters with a group of
-            their own, experts say.
+            DTensor parameters have their own meshes. `axes` also names parameters with a group of their own,
+            for example experts.
         bucket_cap_mb: size of a bucket in MiB of gradients; None: 25 on the CPU, 100 on CUDA and other
             accelerators with streams. The first to leave ends with the parameter that fills one MiB, so
             that the network begins early. On an XLA device all gradients of a type are one bucket.
         nonfinite: "skip" leaves the parameters alone in a step with inf or nan; "raise" raises
             FloatingPointError on every rank, and has every micro-batch checked so that the message names it;
-            "drop_micro_batch" takes a micro-batch with inf or nan out of sum and count, and the window lives
-            (docs/window.md has what that costs).
-        stall_after_s: seconds of waiting for other ranks after which a warning says which of them has not
-            come, and where everybody is (docs/reliability.md); a rank that has died is an error on all others
+            "drop_micro_batch" removes a micro-batch with inf or nan from sum and count, and the window is
+            used (docs/window.md has what that costs).
+        stall_after_s: seconds of waiting for other ranks after which a warning names those that are missing,
+            and where all ranks are (docs/reliability.md); a rank that has died is an error on all others
             within seconds. None or 0: neither, and no thread that watches.
         shared_memory: True lets ranks of one host, with parameters on the CPU, reduce gradients in memory
             that they share, and ranks with GPUs over NCCL in memory that it has registered, which GPUs reach
@@ -128,7 +128,7 @@ class GradSync(Sync):
 
     @property
     def layout(self) -> Layout:
-        """Where every gradient lies, by bucket and slot."""
+        """The place of every gradient, by bucket and slot."""
         reducer = self._engine.reducer
         assert isinstance(reducer, BucketReducer | XlaReducer)
         return reducer.layout
@@ -152,7 +152,7 @@ def _pairs(source: Any) -> list[tuple[str, nn.Parameter]]:
         if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], Tensor):
             raise TypeError(
                 f"params_or_module: got a {type(item).__name__} at index {index}; need parameters or (name, "
-                "parameter) pairs: model.parameters(), say, not a state_dict or param_groups"
+                "parameter) pairs: for example model.parameters(), not a state_dict or param_groups"
             )
         pairs.append(pair)
     return pairs

@@ -33,24 +33,24 @@ def agree(
     problems: Sequence[str],
     membership: Membership | None = None,
 ) -> Shares:
-    """Raise on every rank what any rank has to complain of, or in what ranks differ.
+    """Raise the problems of any rank, or what ranks differ in, on every rank.
 
     Args:
         comm: transport.
         specs: this rank's parameters, in registration order.
         settings: this rank's arguments.
-        problems: this rank's own complaints of the parameters.
+        problems: this rank's own, of its parameters.
         membership: which groups this rank is in; None: all ranks are alike.
 
     Returns:
-        How a full window is dealt out, and the engine's identity. The transport knows which ranks are of one
-        host, and so does what joins it from here on.
+        How a full window is divided among ranks, and the engine's identity. From here on the transport, and
+        transports that join it, know which ranks are on one host.
 
     Raises:
         ValueError: names the rank and the argument, or the first parameter that differs and who has what.
     """
     problems = [*settings.problems(), *problems]
-    # What is wrong need not even pickle, nor a wire: what it prints is compared.
+    # Neither a wrong argument nor a wire has to be picklable: `shared` compares what they print.
     sent = None if problems else (replace(settings, wire=FP32()), settings.shared(), own_host())
     mine = (problems, sent, list(specs), membership, uuid4().int % 2**32)
     everybody = _same_version(comm.all_gather_object((pyengine.__version__, *mine)))
@@ -85,7 +85,7 @@ def agree(
 
 
 def _same_version(everybody: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Return what each rank has sent behind its version of this package, which is the same on all."""
+    """Check that all ranks have one version of this package; return what each has sent behind it."""
     versions = [version for version, *_ in everybody]
     if len(set(versions)) > 1:
         which = "; ".join(f"rank {rank} has {version}" for rank, version in enumerate(versions))
@@ -101,7 +101,7 @@ def raise_problems(problems: Sequence[Sequence[str]]) -> None:
 
 
 def prepare_wire(wire: Wire, comms: Iterable[Comm], everybody: Comm) -> None:
-    """Make what a wire needs of transports before the first bucket travels.
+    """Let a wire prepare transports before the first bucket is sent.
 
     Args:
         wire: as the user gave it.
@@ -109,7 +109,7 @@ def prepare_wire(wire: Wire, comms: Iterable[Comm], everybody: Comm) -> None:
         everybody: transport over all ranks.
 
     Raises:
-        ValueError: it cannot be had, on any rank; on every rank.
+        ValueError: some rank cannot prepare; on every rank.
     """
     if isinstance(wire, Prepares):
         problems = [text for comm in comms for text in wire.prepare(comm)]
@@ -118,11 +118,11 @@ def prepare_wire(wire: Wire, comms: Iterable[Comm], everybody: Comm) -> None:
 
 @dataclass(frozen=True)
 class Shares:
-    """How a full window is dealt out.
+    """How a full window is divided among ranks.
 
     Attributes:
         places: by rank, the indices of its micro-batches in the window; by batch where ranks share them.
-        micro_batches: over all ranks, those that share a batch taken for one.
+        micro_batches: over all ranks; ranks that share a batch count as one.
         by_rank: each rank's `accumulate`; by batch where ranks share them.
         batches: by rank, whose batch it computes, as an index into those.
         are_alike: whether all ranks have parameters of the same names.
@@ -152,7 +152,7 @@ class Shares:
 
     @property
     def most_terms(self) -> int:
-        """Runs of the rank that is dealt most of a full window."""
+        """Runs of the rank that has most of a full window."""
         return max(self.by_rank) // self.run
 
     @property
@@ -162,14 +162,14 @@ class Shares:
 
     @property
     def most(self) -> int:
-        """Micro-batches that a rank may get, also in a window of which a part is done and the rest dealt out
-        anew.
+        """Micro-batches that a rank may get, also in a window of which a part is done and the rest is divided
+        again.
         """
         return max(*self.by_rank, -(-self.micro_batches // len(self.by_rank)))
 
 
 def resized(shares: Shares, accumulate: int, *, is_exact: bool) -> Shares:
-    """Return how a full window is dealt out if every rank has `accumulate` micro-batches of it."""
+    """Return how a full window is divided if every rank has `accumulate` micro-batches of it."""
     if is_exact and set(shares.by_rank) == {accumulate}:
         return shares
     if is_exact:
@@ -225,9 +225,7 @@ def _check_runs(by_rank: Sequence[int], slots: int, run: int, origin: str) -> No
 
 
 def _places(by_rank: Sequence[int], total: int) -> list[range]:
-    """Deal places out as `WindowSampler` does, if that is what the ranks' numbers come from;
-    else one after the other.
-    """
+    """Divide places as `WindowSampler` does, if that gives the ranks' numbers; else one after the other."""
     world_size = len(by_rank)
     even = [share(total, rank=rank, world_size=world_size) for rank in range(world_size)]
     if [max(1, len(places)) for places in even] == list(by_rank):
@@ -237,22 +235,22 @@ def _places(by_rank: Sequence[int], total: int) -> list[range]:
 
 
 def narrow_problems(named: Sequence[tuple[str, nn.Parameter]], settings: Settings) -> list[str]:
-    """Say which parameter autograd would sum in a narrow type, where a run is added up before it is
+    """Report which parameter autograd would sum in a narrow type, where a run is added up before it is
     accumulated.
     """
     if settings.problems() or settings.run == 1:
-        return []  # what is wrong is told elsewhere
+        return []  # they are reported elsewhere
     narrow = [(name, p) for name, p in named if p.requires_grad and p.dtype.itemsize < 4]
     return [
         f"accumulator={settings.accumulator}, and parameter {name!r} is {p.dtype}: PyTorch would add up the "
-        f"{settings.run} micro-batches of a slot in that type; keep float32 parameters, under torch.autocast "
-        "say, or leave slots out"
+        f"{settings.run} micro-batches of a slot in that type; keep float32 parameters, for example under "
+        "torch.autocast, or leave slots out"
         for name, p in narrow[:1]
     ]
 
 
 def problems_of(named: Sequence[tuple[str, nn.Parameter]], *, takes_shards: bool = False) -> list[str]:
-    """Say which parameters no engine can take, or only one that takes DTensors."""
+    """Report which parameters no engine can take, or only one that takes DTensors."""
     if not named:
         return ["params_or_module: got no parameter; pass a module or its parameters (a generator only once)"]
     devices = sorted({str(p.device) for _, p in named})
@@ -283,7 +281,7 @@ def problems_of(named: Sequence[tuple[str, nn.Parameter]], *, takes_shards: bool
 
 
 def _repeated(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
-    """Say which parameters come twice, and which are results of others."""
+    """Report which parameters come twice, and which are results of others."""
     first: dict[int, str] = {}
     found = []
     for name, param in named:
@@ -297,7 +295,7 @@ def _repeated(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
 
 
 def _not_plain(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
-    """Say whether trained parameters are tensors within tensors, or any are shards of a DTensor.
+    """Report whether trained parameters are tensors within tensors, or any are shards of a DTensor.
 
     A frozen one needs no bucket, but the shards of a frozen DTensor differ from rank to rank: nothing here
     may overwrite them.
@@ -326,10 +324,10 @@ _SHARDED = (
 
 
 def sharded_modules(source: Any) -> list[str]:
-    """Say whether a module is sharded by FSDP1, whose parameters do not show it."""
+    """Report whether a module is sharded by FSDP1, whose parameters do not show it."""
     if not isinstance(source, nn.Module):
         return []
-    wrapper = "FullyShardedDataParallel"  # by name: to import it takes longer than this package
+    wrapper = "FullyShardedDataParallel"  # by name: its import is slower than that of this package
     names = [
         name for name, m in source.named_modules() if any(c.__name__ == wrapper for c in type(m).__mro__)
     ]
@@ -338,8 +336,8 @@ def sharded_modules(source: Any) -> list[str]:
 
 
 def group_problems(process_group: Any, device_mesh: Any) -> list[str]:
-    """Say whether a process group and a mesh were both given, or something else for a process group; the
-    transport reports a group that this process is not a member of.
+    """Report whether a process group and a mesh were both given, or something else for a process group.
+    Whether this rank is a member is reported elsewhere.
     """
     if process_group is None:
         return []
@@ -356,7 +354,7 @@ def group_problems(process_group: Any, device_mesh: Any) -> list[str]:
 
 
 def sparse_modules(ddp: DistributedDataParallel) -> list[str]:
-    """Say which modules would make DDP send sparse gradients."""
+    """Report which modules would make DDP send sparse gradients."""
     return [
         f"{name or type(module).__name__} has sparse=True: DDP would give its gradient a bucket that no "
         "wire here can carry. Build it with sparse=False, or use pe.GradSync, which sums sparse gradients "
@@ -368,13 +366,13 @@ def sparse_modules(ddp: DistributedDataParallel) -> list[str]:
 
 def without_fabric(source: Any) -> Any:
     """Return what Lightning Fabric's `setup` has wrapped; anything else as it is."""
-    # By name: lightning takes seconds to import, and need not be there.
+    # By name: the import of lightning is slow, and it may be absent.
     is_wrapper = any(kind.__name__ == "_FabricModule" for kind in type(source).__mro__)
     return source._forward_module if is_wrapper else source  # noqa: SLF001 - `.module` is the model without DDP
 
 
 def wrapped_problems(source: object) -> list[str]:
-    """Say which wrapper already reduces the gradients that `GradSync` is asked to own."""
+    """Report which wrapper already reduces the gradients that `GradSync` is asked to own."""
     modules = source.modules() if isinstance(source, nn.Module) else ()
     kinds = (DistributedDataParallel, nn.DataParallel)
     return [

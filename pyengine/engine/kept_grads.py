@@ -26,12 +26,12 @@ class KeptGrads:
         names, params: in registration order.
 
     Attributes:
-        is_handed_over: whether the user has taken the window's gradients over, by `unscale_`.
+        is_handed_over: whether the window's gradients are the user's, by `unscale_`.
     """
 
     def __init__(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
         self._names, self._params = names, params
-        self._used: set[int] | None = None  # parameters of the last window; None: nobody has used it
+        self._used: set[int] | None = None  # parameters of the last window; None: it was not used
         self._known: set[int] = set()  # parameters that an optimizer has ever stepped
         self._found_inf: Tensor | None = None  # of the step that used the window
         self._kept: list[Tensor | None] = []
@@ -57,7 +57,7 @@ class KeptGrads:
         return self._used is not None and index not in self._used
 
     def hand_over(self) -> None:
-        """Note that the user takes care of the gradients that no optimizer has used."""
+        """Note that gradients that no optimizer has used are the user's."""
         self._used, self.is_handed_over = self._used or set(), True
 
     def use(self, indices: Collection[int], found_inf: Tensor) -> None:
@@ -72,7 +72,7 @@ class KeptGrads:
         self._found_inf = found_inf
 
     def keep(self) -> None:
-        """Copy what is left in `.grad`, before the next window's gradients take its place.
+        """Copy what is left in `.grad`, before the next window's gradients replace it.
 
         Cost: reads and writes these gradients once, and holds the copies through the window; nothing where
         optimizers have used everything.

@@ -18,7 +18,7 @@ from pyengine.window.counter import State
 
 Batch = TypeVar("Batch")
 
-_NEVER = -1  # what a rank says that has no batch, not even an old one
+_NEVER = -1  # instead of a number: the rank has no batch, not even an old one
 
 
 class MicroBatches(Iterator[Batch]):
@@ -50,8 +50,8 @@ _NOT_A_BATCH = (
 def windows(
     engine: Engine, loader: Iterable[Batch] | Dealer, count: CountOf | None
 ) -> Iterator[Iterator[Any]]:
-    """Cut a loader into windows, and go on with empty ones until every rank has run out;
-    a dealer has cut them.
+    """Cut a loader into windows, then yield empty ones until every rank has run out of data; a dealer has
+    cut them already.
     """
     counting = None if count is None else Counting(engine, loader, count)
     if engine.window.is_broken:
@@ -133,10 +133,10 @@ def single_micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
         if ends:
             engine.window.end_hand_out()
     except (Exception, KeyboardInterrupt):
-        with suppress(RuntimeError):  # what the window still owed cannot come: of that, the first error tells
+        with suppress(RuntimeError):  # of missing reductions, which the first error explains
             engine.window.abandon()
         raise
-    except BaseException:  # the process is about to end: nobody is waited for
+    except BaseException:  # the process is about to end: wait for no other rank
         engine.window.abandon(waits=False)
         raise
 
@@ -177,7 +177,7 @@ def _cut_padded(
 
     Args:
         engine: over a reducer that `has_collective_forwards`.
-        source: the micro-batches of this rank; as many are read ahead as a window takes.
+        source: the micro-batches of this rank; as many are read ahead as a window has.
         counting: the counts of the loop; None if they come with the backwards.
 
     Raises:
@@ -195,7 +195,7 @@ def _cut_padded(
         mine = min(len(ahead), due) or (0 if old else _NEVER)
         by_rank, (handed,) = share_numbers(engine, micro_batches=mine, sums=[engine.counter.handed])
         if max(by_rank) <= 0:
-            if handed:  # of a resumed window; nobody has anything to add
+            if handed:  # of a resumed window; no rank has anything to add
                 yield _nothing(engine)
                 engine.window.close()
                 continue
@@ -228,13 +228,13 @@ def meet_at_micro_batch(engine: Engine, *, last: bool) -> None:
 def _read(engine: Engine, source: Lookahead[Batch]) -> list[Batch]:
     """Read this rank's part of the window, and meet the others; return it, with one more.
 
-    One more is read, so that a loader raises here, and not while the others wait in a forward.
+    One more is read, so that a loader raises here, and not while the other ranks wait in a forward.
     """
     try:
         ahead = source.peek(len(engine.counter.due) + 1)
         problems = [_NO_SHARE] if ahead and not (engine.counter.share or engine.counter.due) else []
     except Exception as error:
-        # The others wait: they learn of it, and this rank raises its own.
+        # The other ranks wait in `meet`: they raise too, and this rank raises its own error.
         try:
             meet(engine, stage="begins a window", problems=[f"the loader raised {error!r}"])
         except ValueError:
@@ -296,8 +296,11 @@ def _nothing(engine: Engine) -> Iterator[Any]:
 def _handed_out(
     engine: Engine, source: Lookahead[Batch], old: list[Batch], *, by_rank: Sequence[int]
 ) -> Iterator[Batch]:
-    """Give out this rank's micro-batches, then its last one again, until the window has as many as on any
-    rank; `old` holds that one.
+    """Yield this rank's micro-batches, then its last one again, until there are as many as on any rank.
+
+    Args:
+        old: holds the last one.
+        by_rank: micro-batches of each rank.
     """
     places, mine, most = list(engine.counter.due), by_rank[engine.comm.rank], max(by_rank)
     engine.window.has_more_windows = source.has_next
@@ -317,8 +320,8 @@ def _handed_out(
 
 
 def _check_order(engine: Engine) -> None:
-    """Raise, on every rank alike, where a padding micro-batch on some rank could not be told from an earlier
-    one.
+    """Raise, on every rank alike, where padding on some rank could not be distinguished from an earlier
+    micro-batch.
     """
     counter = engine.counter
     if counter.done < counter.handed:

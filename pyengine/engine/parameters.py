@@ -22,16 +22,16 @@ from pyengine.ops.device import current_stream
 
 _tensor = attrgetter("_cdata")
 _MOST_IDLE = 3  # steps in a row without a gradient
-# On the node that accumulates a parameter's gradient: the mark is as long-lived as that, and no copy or file
-# has it.
+# A key of the metadata of the node that accumulates a parameter's gradient: the mark lives as long as the
+# node, and no copy of the parameter and no file has it.
 _MARK = "pyengine owner"
 
 
 class Owner(Protocol):
-    """An engine, as far as its parameters know it."""
+    """What a parameter needs of its engine."""
 
     def notice_backward(self, param: Parameter) -> None:
-        """Look at a backward that has just brought this parameter's gradient, whoever runs it."""
+        """Note that a backward, of any caller, has accumulated this parameter's gradient."""
 
 
 class Ownership:
@@ -54,21 +54,21 @@ class Ownership:
 
     def follow(self) -> None:
         """Let gradients be accumulated on the current stream, if another one was current before: where
-        somebody trains, or captures a graph, on a stream of their own.
+        a loop trains, or captures a graph, on a stream of its own.
 
-        What a forward that is still alive, or DDP, holds stays where it was.
+        Nodes that a live forward graph, or DDP, holds keep their stream.
         """
         is_same = not self._params or current_stream(self._params[0].device) == self._stream
         if is_same or not all(param.requires_grad for param in self._params):
-            return  # a parameter that is frozen now has no node, and could not be marked anew
+            return  # a parameter that is frozen now has no node, and could not be marked again
         self.release()
         self._nodes = []  # a parameter has one at a time: the old ones go first
         self._mark()
 
     def _mark(self) -> None:
-        # A parameter's gradient is accumulated on the stream that was current when this node was made. Kept
-        # alive, all nodes have one stream, and autograd makes it wait for whichever streams a backward runs
-        # on.
+        # autograd accumulates a parameter's gradient on the stream that was current when this node was made.
+        # As long as the nodes are alive they have one stream, and autograd lets it wait for the streams of
+        # each backward.
         self._nodes = [get_gradient_edge(param).node for param in self._params]
         self._stream = current_stream(self._params[0].device) if self._params else None
         for node in self._nodes:
@@ -77,7 +77,7 @@ class Ownership:
             self._hook = self._nodes[0].register_hook(partial(_report, self._engine, self._params[0]))
 
     def release(self) -> None:
-        """Give the parameters up."""
+        """Remove the mark."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -101,10 +101,10 @@ def owner(param: Parameter) -> object | None:
 
 
 def owned_problems(named: Sequence[tuple[str, Parameter]]) -> list[str]:
-    """Say which parameters belong to another engine that is still there."""
+    """Report which parameters belong to another engine that is still there."""
     taken = [name for name, param in named if owner(param) is not None]
     if taken:
-        gc.collect()  # what nobody has any more is only waiting for this
+        gc.collect()  # engines that are no longer referenced
         taken = [name for name, param in named if owner(param) is not None]
     if not taken:
         return []
@@ -221,7 +221,7 @@ class TrainedParameters:
 
 
 def in_backward_problems(named: Iterable[tuple[str, Parameter]]) -> list[str]:
-    """Say which parameter has an optimizer that steps inside the backward."""
+    """Report which parameter has an optimizer that steps inside the backward."""
     names = [name for name, param in named if hasattr(param, "_in_backward_optimizers")]
     return [
         f"parameter {name!r} has an optimizer that steps inside the backward (_apply_optimizer_in_backward), "

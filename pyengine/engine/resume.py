@@ -1,4 +1,4 @@
-"""Engines into snapshots, and back: on as many ranks as there are now."""
+"""Make snapshots of an engine, and continue from them, on as many ranks as there are now."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def take_snapshot(engine: Engine) -> Snapshot:
     """Return this rank's part; every rank calls this where it could call `synchronize`.
 
     Returns:
-        Copies, on the device where the sums lie; a snapshot that was loaded and not gone on with is handed
-        back as it was.
+        Copies, on the device of the sums; a snapshot that was loaded and not continued is returned as it
+        was.
 
     Raises:
         RuntimeError: gradients are on their way or unused, or a micro-batch has been handed out and not come
@@ -48,7 +48,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         carry=engine.kept_grads.save(),
         residuals=engine.reducer.residuals.save(),
         scaler={} if scaler is None else scaler.state_dict(),
-        rng=engine.rng_due or rng_states(),  # of a loaded state that no loop goes on with yet, its own
+        rng=engine.rng_due or rng_states(),  # those of a loaded state, until a loop continues it
     )
     loaded = engine.window.resumed
     if is_open and counter.done:
@@ -90,7 +90,7 @@ def _check_between(engine: Engine) -> None:
 
 
 def load_states(engine: Engine, states: object) -> list[int]:
-    """Go on from one's own snapshot, or share those of all ranks out among the ranks there are now.
+    """Continue from this rank's snapshot, or divide those of all ranks among the ranks there are now.
 
     Args:
         engine: between windows, best new; parameters and optimizer are the caller's to restore.
@@ -104,8 +104,8 @@ def load_states(engine: Engine, states: object) -> list[int]:
             has changed.
     """
     engine.window.reach_verdicts()
-    found, said, part = _prepare(engine, states)
-    everybody = _agree(engine, found, said)
+    found, described, part = _prepare(engine, states)
+    everybody = _agree(engine, found, described)
     # What could fail has been tried: from here on every rank does the same.
     done = sorted({place for other in everybody for *_, places, _ in other.parts for place in places})
     if order := _order(everybody):
@@ -113,7 +113,7 @@ def load_states(engine: Engine, states: object) -> list[int]:
     assert part is not None
     if engine.window.scaler is not None and part.scaler:
         engine.window.scaler.load_state_dict(part.scaler)
-    engine.resume(part, due=_due(engine, done, part, is_own=said.is_own))
+    engine.resume(part, due=_due(engine, done, part, is_own=described.is_own))
     return done
 
 
@@ -122,8 +122,8 @@ _Part = tuple[int, int, tuple[int, ...], int]
 
 
 @dataclass(frozen=True)
-class _Said:
-    """What ranks tell each other of their parts.
+class _Described:
+    """A description of a rank's parts, which ranks compare.
 
     Attributes:
         is_own: whether each loads its own.
@@ -148,7 +148,7 @@ class _Said:
         return ", ".join([f"{whose} at (windows, steps) = {self.position}{scaler}", *parts])
 
     @classmethod
-    def of(cls, parts: Sequence[Snapshot], *, is_own: bool) -> _Said:
+    def of(cls, parts: Sequence[Snapshot], *, is_own: bool) -> _Described:
         return cls(
             is_own,
             (parts[0].window, parts[0].steps) if parts else None,
@@ -158,12 +158,12 @@ class _Said:
         )
 
 
-def _prepare(engine: Engine, states: object) -> tuple[list[str], _Said, Snapshot | None]:
+def _prepare(engine: Engine, states: object) -> tuple[list[str], _Described, Snapshot | None]:
     """Read, check and merge, and change nothing.
 
     Returns:
-        Complaints, in place of any exception, since other ranks wait; what to tell the others; and what this
-        rank goes on from, None if it complains.
+        Problems, instead of any exception, since other ranks wait; a description for the others; and the
+        snapshot to continue from, None if there are problems.
     """
     is_own = isinstance(states, dict) or not engine.is_exact
     try:
@@ -173,10 +173,10 @@ def _prepare(engine: Engine, states: object) -> tuple[list[str], _Said, Snapshot
         found = found or _misfits(engine, snapshots, own, is_own=is_own)
         if not found:
             parts = own if is_own else in_order(snapshots)
-            return [], _Said.of(parts, is_own=is_own), _put_together(engine, parts, own, is_own=is_own)
+            return [], _Described.of(parts, is_own=is_own), _put_together(engine, parts, own, is_own=is_own)
     except Exception as error:  # noqa: BLE001 - the others would wait for this rank's answer
         found = [str(error) if isinstance(error, ValueError) else f"states cannot be read: {error!r}"]
-    return found, _Said.of([], is_own=is_own), None
+    return found, _Described.of([], is_own=is_own), None
 
 
 def _read(engine: Engine, states: object) -> tuple[list[str], list[Snapshot]]:
@@ -191,7 +191,7 @@ def _read(engine: Engine, states: object) -> tuple[list[str], list[Snapshot]]:
 
 
 def _loads_own(engine: Engine, states: object, snapshots: Sequence[Snapshot]) -> bool:
-    """Whether each rank goes on from its own part; else all parts are shared out. Sums that are not exact
+    """Whether each rank continues from its own part; else all parts are divided. Sums that are not exact
     cannot be, but between windows there are none.
     """
     if isinstance(states, dict) and len(snapshots) < 2:
@@ -203,7 +203,7 @@ def _loads_own(engine: Engine, states: object, snapshots: Sequence[Snapshot]) ->
 
 
 def _put_together(engine: Engine, parts: list[Snapshot], own: list[Snapshot], *, is_own: bool) -> Snapshot:
-    """Put together what this rank goes on from."""
+    """Merge the parts that this rank continues from."""
     mine = own if is_own else _mine(engine, disjoint(parts))
     part = merge([s for s in mine if s.places], parts[0], engine.device)
     part.rng = own[0].rng if own else {}
@@ -261,34 +261,34 @@ def _misfits(engine: Engine, snapshots: list[Snapshot], own: list[Snapshot], *, 
     return found
 
 
-def _agree(engine: Engine, found: list[str], said: _Said) -> list[_Said]:
-    """Raise on every rank if any rank has a complaint, or if ranks were given different things."""
-    everybody = engine.comm.all_gather_object((found, said))
+def _agree(engine: Engine, found: list[str], described: _Described) -> list[_Described]:
+    """Raise on every rank if any rank has a problem, or if ranks were given different states."""
+    everybody = engine.comm.all_gather_object((found, described))
     raise_problems([texts for texts, _ in everybody])
-    all_said: list[_Said] = [other for _, other in everybody]
-    shared = [(s.is_own, s.position, s.scaler, () if s.is_own else s.parts) for s in all_said]
+    by_rank: list[_Described] = [other for _, other in everybody]
+    shared = [(s.is_own, s.position, s.scaler, () if s.is_own else s.parts) for s in by_rank]
     # Ranks that share a batch hold the same micro-batches.
-    heads = [all_said[engine.shares.batches.index(batch)] for batch in set(engine.shares.batches)]
+    heads = [by_rank[engine.shares.batches.index(batch)] for batch in set(engine.shares.batches)]
     places = [place for s in heads if s.is_own for *_, places, _ in s.parts for place in places]
     if len(set(shared)) > 1 or len(set(places)) < len(places):
-        listed = "; ".join(f"rank {rank} got {said}" for rank, said in enumerate(all_said))
+        listed = "; ".join(f"rank {rank} got {each}" for rank, each in enumerate(by_rank))
         raise ValueError(
             f"states differ between ranks, or hold a micro-batch twice: {listed}. Pass every rank its own "
             "state, or all of them the same list"
         )
-    return all_said
+    return by_rank
 
 
-def _order(everybody: Sequence[_Said]) -> list[int]:
-    """Return the order of buckets that the run had agreed on, or was about to: the longest-known,
-    rank 0's first.
+def _order(everybody: Sequence[_Described]) -> list[int]:
+    """Return the order of buckets on which the ranks had agreed, or were about to: that of the first rank
+    which knows one.
     """
-    orders = sorted((rank, order) for said in everybody for rank, order in said.orders)
+    orders = sorted((rank, order) for each in everybody for rank, order in each.orders)
     return list(orders[0][1]) if orders else []
 
 
 def _mine(engine: Engine, parts: Sequence[Snapshot]) -> list[Snapshot]:
-    """Return this rank's share: its own part, if it has one, and some of those whose ranks are no more."""
+    """Return this rank's share: its own part, if it has one, and some of those whose ranks are gone."""
     rank, world_size = engine.comm.rank, engine.comm.world_size
     orphans = [s for s in parts if s.world_size != world_size]
     return [s for s in parts if (s.rank, s.world_size) == (rank, world_size)] + orphans[rank::world_size]

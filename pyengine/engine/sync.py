@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Sync:
-    """Windows, counts and the step over gradients that somebody owns; made by `GradSync` and `attach`.
+    """Windows, counts and the step of one engine; made by `GradSync` and `attach`.
 
     Example:
         >>> for window in sync.windows(loader):                      # doctest: +SKIP
@@ -55,20 +55,20 @@ class Sync:
         self._scaler: GradScaler | None = None
         self._running: MicroBatch | None = None
         self._done: Sequence[int] = ()  # places that were done where a state was loaded
-        # None: `windows` or `accumulate` says which micro-batch is the last; else the last word of `no_sync`.
+        # None: `windows` or `accumulate` knows which micro-batch is the last; else as `no_sync` has set it.
         self._requires_sync: bool | None = None
 
     def close(self) -> None:
-        """Let the model go: hooks off, buffers freed, DDP's settings as they were; every later call here
+        """Release the model: remove hooks, free buffers, restore DDP's settings; every later call here
         raises.
 
         `.grad` is kept where it is the caller's (after `unscale_`), as memory of its own, and None elsewhere.
-        The model is then as it was before the engine was made, and another engine may be made over it. Talks
-        to no other rank. Does nothing the second time. `with pe.GradSync(...) as sync:` closes at the end of
-        the block, also after an exception.
+        The model is then as it was before the engine was made, and another engine may be made over it. No
+        collective is launched. Does nothing the second time. `with pe.GradSync(...) as sync:` closes at the
+        end of the block, also after an exception.
 
-        DDP lets nobody take a communication hook off: the one that `attach` leaves does what DDP does without
-        any, the mean over ranks, in fp32. Another `attach` takes it over; another hook needs a new
+        No communication hook can be removed from DDP: the one that `attach` leaves does what DDP does without
+        any, the mean over ranks, in fp32. Another `attach` uses it again; another hook needs a new
         DistributedDataParallel around the same module.
 
         Warns:
@@ -116,15 +116,16 @@ class Sync:
     ) -> Iterator[Iterator[Any]]:
         """Cut a loader into windows of `accumulate` micro-batches; the last one may be shorter.
 
-        Ranks may have different numbers of micro-batches and of windows: one that has run out goes on with
-        empty windows, in which it contributes zeros, until all have. The loader is read one micro-batch
+        Ranks may have different numbers of micro-batches and of windows: one that has run out gets empty
+        windows, in which it contributes zeros, until all have. The loader is read one micro-batch
         ahead. A `Dealer` has cut its windows already, and deals their micro-batches to whoever is free.
 
         Args:
             loader: of this rank's micro-batches.
-            count: `count(batch)` says how many items a micro-batch's loss is summed over: a number or 0-dim
-                tensor, or a dict of them by loss. The window is then read ahead as a whole and its counts
-                are summed over all ranks before its first forward (`totals`); `backward` takes no `count`,
+            count: `count(batch)` returns how many items a micro-batch's loss is summed over: a number, a
+                0-dim tensor, or a dict of them by loss. The window is then read ahead as a whole and its
+                counts are summed over all ranks before its first forward (`totals`); `backward` takes no
+                `count`,
                 and a dict of losses, each for its own mean: see the page on counts.
 
         Yields:
@@ -134,7 +135,7 @@ class Sync:
         Raises:
             ValueError, TypeError: what `count` gave on some rank is no count, or ranks count different
                 things; on every rank, before anything has run.
-            RuntimeError: with `count`, some rank begins this window anew in the middle of it.
+            RuntimeError: with `count`, some rank begins this window again in the middle of it.
         """
         self._begin_loop("windows")
         return map(MicroBatches, windows(self._engine, loader, count))
@@ -146,7 +147,7 @@ class Sync:
         Args:
             last: end the window with this micro-batch, however short it is (the end of the data).
 
-        An exception in the body abandons the window on this rank and goes on.
+        An exception in the body abandons the window on this rank, and is raised.
         """
         self._begin_loop("accumulate")
         return single_micro_batch(self._engine, last=last)
@@ -159,8 +160,8 @@ class Sync:
         may hold any number of micro-batches. `accumulate` is the longest window: a shorter one divides by its
         own count, as ever. Every rank brings the same number of windows, of any lengths (of equal ones over a
         sharded model, whose forwards are collective: only `windows` pads). Where the very first
-        one may be of a single micro-batch, `set_requires_gradient_sync(True)` before it tells that its bare
-        `backward` is meant.
+        one may be of a single micro-batch, call `set_requires_gradient_sync(True)` before its bare
+        `backward`.
 
         Raises:
             RuntimeError: inside a micro-batch of `windows` or `accumulate`, which know the last one
@@ -183,7 +184,7 @@ class Sync:
             self._requires_sync = before is None or before
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Say, until the next call, whether a `backward` ends its window: as FSDP's, and see `no_sync`.
+        """Set, until the next call, whether a `backward` ends its window: as FSDP's, and see `no_sync`.
 
         Args:
             requires_gradient_sync: False before the window's earlier micro-batches, True before its last one.
@@ -276,7 +277,7 @@ class Sync:
             count: items in `loss`: a number or a 0-dim tensor (never read on the host); None: what
                 `windows` has read ahead, or 1. The window's gradient is divided by the sum of counts over all
                 ranks and micro-batches. 0 adds nothing to that sum.
-            gradient: of the loss, of its shape, which may then be any; the record does not tell the loss.
+            gradient: of the loss, of its shape, which may then be any; the record has no loss then.
             retain_graph, create_graph, inputs: as `torch.Tensor.backward`. A second backward of the same
                 micro-batch belongs into a `micro_batch` block.
 
@@ -318,7 +319,7 @@ class Sync:
         return self._engine.window.weigh(losses)
 
     def _begin_loop(self, name: str) -> None:
-        """Let a loop of ours say again which micro-batch is the last."""
+        """Let `windows` or `accumulate` decide again which micro-batch is the last."""
         if self._requires_sync is False:
             raise RuntimeError(
                 f"{name} while gradient sync is off: it knows the window's last micro-batch itself; leave "
@@ -327,7 +328,7 @@ class Sync:
         self._requires_sync = None
 
     def _micro_batch_of_backward(self) -> AbstractContextManager[None]:
-        """Return what makes a backward a micro-batch of its own where no loop has handed one out."""
+        """Return a context that makes a backward a micro-batch where no loop has handed one out."""
         engine, counter = self._engine, self._engine.counter
         if counter.has_micro_batch_out:
             return nullcontext()
@@ -357,7 +358,7 @@ class Sync:
         self._engine.flush()
 
     def unscale_(self) -> None:
-        """Say that the window's gradients are used without `step`; `.grad` holds their mean already.
+        """Mark the window's gradients as used without `step`; `.grad` holds their mean already.
 
         Gradients that you do not zero are carried into the next window, as in a plain PyTorch loop.
 
@@ -398,8 +399,8 @@ class Sync:
             RuntimeError: the norm is not finite under `error_if_nonfinite`, on every rank. Nothing is
                 clipped: `sync.step` skips the step, and `sync.abandon()` drops the window.
 
-        Cost: the 2-norm was taken with the finite check; the inf-norm reads the gradients once. One pass that
-            reads and writes every gradient; none where the host sees that the norm is within `max_norm`.
+        Cost: the 2-norm was computed with the finite check; the inf-norm reads the gradients once. One pass
+            that reads and writes every gradient; none where the host sees that the norm is within `max_norm`.
             `error_if_nonfinite` waits for the device.
         """
         check_max_norm(max_norm)
@@ -477,8 +478,8 @@ class Sync:
     def synchronize(self) -> None:
         """Wait for the outcome of the last step, and compare what the ranks have done in it.
 
-        Its scheduler steps, its StepRecord is emitted, its errors are raised. Between windows ranks also tell
-        each other how they have used the last one, as the next window's header would; the end of a loop over
+        Its scheduler steps, its StepRecord is emitted, its errors are raised. Between windows ranks also
+        compare how they have used the last one, as the next window's header would; the end of a loop over
         `windows` does the same. Call it after a loop that does not use `windows` or was left by `break`, and
         on accelerators before the scheduler's state is read. Every rank calls it at the same point.
 
@@ -506,14 +507,14 @@ class Sync:
         self._engine.refuse_bare_gradients()
 
     def abandon(self) -> None:
-        """Drop the current window on this rank, after an exception, say; the next one starts clean."""
+        """Drop the current window on this rank, for example after an exception; the next one starts clean."""
         self._engine.window.abandon()
 
     def on_step(self, callback: StepCallback) -> StepHandle:
         """Call `callback(record)` after every optimizer step; usable as a decorator.
 
         Returns:
-            A handle like those of PyTorch's hooks: `handle.remove()` takes the callback off. Callable as the
+            A handle like those of PyTorch's hooks: `handle.remove()` removes the callback. Callable as the
             callback.
         """
         if not callable(callback):
@@ -554,7 +555,7 @@ class Sync:
 
     @property
     def landed(self) -> object | None:
-        """What tells this window from every other one, once it has landed; None before."""
+        """An object that identifies this window, once it has been reduced; None before."""
         return self._engine.window.verdict
 
     @property
@@ -601,12 +602,12 @@ class Sync:
         """Return what this rank's engine holds, also in the middle of a window, as tensors and plain values.
 
         `{"version", "window", "steps", "rank 0 of 2": (content, checksum)}`; so
-        `torch.distributed.checkpoint`, for which an engine is a `Stateful`, keeps ranks apart. The content:
-        windows and steps completed, the sums, counts, losses and running statistics of the open window's
-        micro-batches that are done here, with their places; the loss scale, gradients carried over, what the
-        wire has lost and is still to send, and the states of the random generators. Parameters, optimizer and
-        scheduler are the caller's to save, as ever. On an accelerator every rank calls this at the same
-        point, as `synchronize`.
+        `torch.distributed.checkpoint`, for which an engine is a `Stateful`, does not mix up ranks. A rank's
+        content is windows and steps completed; the sums, counts, losses and running statistics of the open
+        window's micro-batches that are done here, with their places; the loss scale, gradients carried over,
+        what the wire has lost and is still to send, and the states of the random generators. Parameters,
+        optimizer and scheduler are the caller's to save, as ever. On an accelerator every rank calls this at
+        the same point, as `synchronize`.
 
         With accumulator="exact" the last states of any ranks in a window fit together, whenever each was
         saved.
@@ -623,7 +624,7 @@ class Sync:
         return take_snapshot(self._engine).to_dict()
 
     def load_state_dict(self, states: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Go on where `state_dict` was called, bit for bit; every rank calls this before its loop.
+        """Continue where `state_dict` was called, bit for bit; every rank calls this before its loop.
 
         Args:
             states: this rank's own state, on as many ranks as there were; or a list of the states of all
@@ -667,14 +668,14 @@ class Sync:
             module: whose buffers are compared too; a model under `attach` is known.
 
         Returns:
-            A handle: `remove()` takes the audit off.
+            A handle: `remove()` ends the audit.
 
         Raises:
             TypeError, ValueError: an argument is off.
-            RuntimeError: the engine is audited already, or lies on an XLA device.
-            AuditError: later, where a window lands (`step`, clipping), on every rank: what has parted, where,
-                since when, and the likely cause. Nothing is stepped with the window. On an accelerator when
-                the next window begins.
+            RuntimeError: the engine is audited already, or is on an XLA device.
+            AuditError: later, where a window is reduced (`step`, clipping), on every rank: what differs,
+                where, since when, and the likely cause. Nothing is stepped with the window. On an accelerator
+                when the next window begins.
 
         Cost: as `pe.audit`, and nothing in windows that are not checked.
         """
@@ -694,7 +695,7 @@ class Sync:
 
 def _checked_order(norm_type: object) -> float:
     """Return 2.0 or inf; refuse every other norm."""
-    if norm_type == "inf":  # as torch takes it
+    if norm_type == "inf":  # as in torch
         return math.inf
     if not isinstance(norm_type, Real) or isinstance(norm_type, bool):
         raise TypeError(f"norm_type={norm_type!r} is a {type(norm_type).__name__}: need 2.0 or inf")

@@ -8,7 +8,7 @@ groups over which gradients are summed ("buckets"):
  1. engine   before the first forward, only where ranks have to know what the others have: the header of
              `meet`, and `share_numbers` (counts that are read ahead; FSDP2's forwards, which are collective).
  2. FSDP2    all-gathers in every forward and backward, on its units' meshes; reduce-scatters in the window's
-             last backward only, unless `defer` says otherwise.
+             last backward only, unless `defer` differs.
  3. DDP      `Reducer.before_header`: the rebuild of its buckets, and the broadcast of buffers if the window's
              last forward did not launch it.
  4. engine   the verdict of the window before, if a host that runs ahead has not reached it: gathers, and only
@@ -95,8 +95,8 @@ class Window:
     `begin`                                                before the first backward
     `micro_batch`, `last_backward`
     `launch_header`, `launch`          OPEN → SENT         3 to 8
-    `wait`                             SENT → LANDED       9
-    `step`, or `hand_over`             LANDED → USED
+    `wait`                             SENT → REDUCED      9
+    `step`, or `hand_over`             REDUCED → USED
     `close`                            USED → IDLE
     =================================  ==================  ==================================================
 
@@ -105,7 +105,7 @@ class Window:
       `flush`: launched without a last backward, however many micro-batches it has; then as with `step`.
       `abandon`: dropped on this rank. Launched collectives are still waited for, because other ranks wait for
           this one. After an exception in the last backward the window is void on every rank.
-      `close`: the loop is done with it, and the next window may open; an error if nobody has used it.
+      `close`: the loop is done with it, and the next window may open; an error if it was not used.
 
     Args:
         reducer: owns the gradients.
@@ -143,7 +143,7 @@ class Window:
         self.counter = WindowCounter(settings.accumulate, share=shares.of(comm.rank))
         # Gradients that no optimizer has used, which count into the next window.
         self.kept_grads = KeptGrads(names, params)
-        # Whether anybody but the engine has written to gradients.
+        # Detects gradients that were written past the engine.
         self.marks = GradMarks(reducer)
         # The gradients in `.grad` of a window that has been reduced.
         self.published = Published(names, params)
@@ -438,7 +438,7 @@ class Window:
     def launch_header(self) -> Iterator[Header]:
         """Launch the header all-reduce; launch the buckets inside the `with` block."""
         self.reducer.before_header()
-        # The verdict of the previous window, if the host lets the device run ahead: the header tells of its
+        # The verdict of the previous window, if the host lets the device run ahead: the header states its
         # step. Here all ranks are behind every collective that a forward may launch.
         self.verdicts.reach_earlier(self.counter.index)
         if self.denominators is not None:
@@ -541,7 +541,7 @@ class Window:
         self.verdict = verdict = self._conclude(header, has_gradient=has_gradient)
         if not header.was_refused:
             self.reducer.residuals.drop_if(self.final.found_inf)
-        self.counter.state = State.LANDED
+        self.counter.state = State.REDUCED
         self.verdicts.append(verdict)
         if self.scaler is not None:
             self.scaler.has_scaled = False
@@ -558,7 +558,7 @@ class Window:
         return verdict
 
     def _conclude(self, header: Header, *, has_gradient: bool) -> Verdict:
-        """Decide on the device whether the window may be used, and keep what tells the host why not."""
+        """Decide on the device whether the window may be used, and keep what explains to the host why not."""
         self.final.forbid(header.forbids())
         dropped: Callable[[], dict[int, list[str]]] = dict
         if self.dropping is not None:
@@ -670,7 +670,7 @@ class Window:
         self, verdict: Verdict, step: OptimizerStep, factors: Sequence[Tensor], stepped: Collection[int]
     ) -> None:
         """Note that an optimizer has used gradients of the window: those start from zero in the next one."""
-        # On a lazy device nobody looks, and each factor would be one more output of the program.
+        # On a lazy device ranks do not compare these: each factor would be one more output of the program.
         if not is_lazy(self.device):
             verdict.use.steps.append(step)
             verdict.use.factors += factors
@@ -711,7 +711,7 @@ class Window:
                 step=index,
                 micro_batches=totals.micro_batches,
                 count=totals.count,
-                loss=totals.loss / totals.count if totals.count and not totals.untold_losses else None,
+                loss=totals.loss / totals.count if totals.count and not totals.unknown_losses else None,
                 grad_norm=grad_norm.get()[0],
                 skipped=skips,
                 reason=verdict.reason,
@@ -740,7 +740,7 @@ class Window:
         """Close the window.
 
         Raises:
-            RuntimeError: it was never launched, or nobody used its gradients.
+            RuntimeError: it was never launched, or its gradients were not used.
         """
         counter = self.counter
         if counter.state is State.OPEN:
@@ -772,7 +772,7 @@ class Window:
         this rank still waits for the reductions, in which the others wait for it.
 
         Args:
-            waits: False waits for nobody, also not for reductions.
+            waits: False waits neither for a running micro-batch nor for reductions.
         """
         if waits:
             self.check_idle("abandon")
@@ -829,7 +829,7 @@ class Window:
             raise RuntimeError(self.unusable)
 
     def look(self) -> None:
-        """Refuse the window if somebody else has written to its gradients since the last micro-batch."""
+        """Refuse the window if its gradients were written past the engine since the last micro-batch."""
         is_open = self._has_begun and self.counter.state is State.OPEN
         if is_open and (found := self.written_past()):
             self.refuse(found[0])
@@ -882,7 +882,7 @@ class Window:
         text = (
             f"micro-batches of window {counter.index} were taken before the backwards of earlier ones had "
             "run, and accumulator=pe.Exact(slots=...) sums those of a slot in order: run the backward of "
-            "each before the next one is taken, and where there is none say "
+            "each before the next one is taken, and where there is none run "
             "`with sync.micro_batch(count=0): pass`"
         )
         if text not in self.counts.refusals:

@@ -1,4 +1,4 @@
-"""The audit of an engine's windows: it begins, looks and checks where they do."""
+"""The audit of an engine's windows."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class WindowAudit:
         self._window = -1
 
     def remove(self) -> None:
-        """Take the audit off.
+        """End the audit.
 
         Raises:
             AuditError: what the last check has found.
@@ -68,7 +68,7 @@ class WindowAudit:
         self._auditor.settle()
 
     def drop(self) -> None:
-        """Take its hooks off."""
+        """Remove its hooks."""
         self._auditor.drop()
 
     def begin(self, window: int, *, is_whole: bool) -> None:
@@ -109,11 +109,11 @@ class WindowAudit:
 
         Args:
             counts: this rank's.
-            header: landed.
-            final: says whether the window is used.
+            header: reduced.
+            final: has whether the window is used.
 
         Raises:
-            AuditError: they have parted; on every rank.
+            AuditError: they differ; on every rank.
         """
         samples, self._samples = self._samples, None
         if samples is None:
@@ -129,7 +129,7 @@ class WindowAudit:
         self._auditor.check(self._window, samples, counted)
 
     def _count_of(self, counts: LocalWindow, *, like: Tensor) -> Tensor:
-        """Return what this rank counted, or 0 where another one of its batch says so."""
+        """Return what this rank counted, or 0 where another rank speaks for its batch."""
         batch = self._batch
         total = torch.zeros_like(like)
         for count in counts.counts if batch is None or batch.speaks else []:
@@ -140,12 +140,12 @@ class WindowAudit:
 def _inventory(
     reducer: Reducer, comm: Comm, module: nn.Module | None
 ) -> tuple[list[Subject], list[Comm], Leaves]:
-    """Return what an engine's ranks have in common, over which transports, and where gradients arrive."""
+    """Return what an engine's ranks share, over which transports, and where gradients arrive."""
     if reducer.model is not None:
         inventory = Inventory(reducer.model, [], group=None, groups={})
         return inventory.subjects, inventory.comms, Leaves(inventory.module)
     known, group_of = reducer.groups_of_params()
-    # A group of all ranks is the engine's own, and one that no parameter here belongs to is nobody's.
+    # A group of all ranks is the engine's own; a group without a parameter on this rank is left out.
     used = sorted({group for group in group_of if known[group].world_size < comm.world_size})
     comms = [comm, *(known[group] for group in used)]
     place = {group: index for index, group in enumerate(used, start=1)}

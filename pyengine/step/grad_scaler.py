@@ -20,7 +20,7 @@ class GradScaler(torch.amp.GradScaler):
     with equal gradients the parameters stay bit-equal to the stock scaler's (its scales are powers of two).
 
     Attributes:
-        has_scaled: whether it has scaled a loss since the last window landed.
+        has_scaled: whether it has scaled a loss since the last window was reduced.
     """
 
     _final: FinalPass | None = None
@@ -72,7 +72,7 @@ class GradScaler(torch.amp.GradScaler):
         self._final = None
 
     def follow(self) -> None:
-        """Update the scale after a window that has landed, by whether it overflowed: on every rank alike."""
+        """Update the scale after a window that was reduced, by whether it overflowed: on every rank alike."""
         if self._final is not None and self._scale is not None:
             assert self._growth_tracker is not None  # torch makes it with the scale
             torch._amp_update_scale_(
@@ -101,7 +101,7 @@ class GradScaler(torch.amp.GradScaler):
         return self.current_scale().double().reciprocal()
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        # Sent, not filled in there: a lazy device would take them for constants of its first program.
+        # Sent, not filled in there: for a lazy device they would be constants of its first program.
         self._scale = send([self._init_scale], torch.float32, dev).reshape(())
         self._growth_tracker = send([self._init_growth_tracker], torch.int32, dev).reshape(())
 

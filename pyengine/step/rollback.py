@@ -20,7 +20,7 @@ class RollbackStepper:
     """Steps any optimizer, then lets every parameter and its state keep the old values where they should.
 
     That is in a window that must not be used, and for a parameter that no rank used, whose gradient is zeros
-    here and not None. What a step creates cannot be taken back: the first step over a parameter without state
+    here and not None. What a step creates cannot be undone: the first step over a parameter without state
     waits for the host. The optimizer's gradients are gone after a step, and their memory with them.
 
     Args:
@@ -30,9 +30,9 @@ class RollbackStepper:
 
     Raises:
         RuntimeError: from `step`: a gradient is gone, or the optimizer made state after its first step.
-        ValueError: from `step`: the optimizer keeps something on the host, which cannot be taken back.
+        ValueError: from `step`: the optimizer keeps something on the host, which cannot be undone.
 
-    Cost: a step that can be taken back copies the parameters and their state before, and reads and writes
+    Cost: a step that can be undone copies the parameters and their state before, and reads and writes
     both once more after.
     """
 

@@ -1,4 +1,4 @@
-"""Callbacks of `sync.on_step`, and the handles that take them off again."""
+"""Callbacks of `sync.on_step`, and the handles that remove them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pyengine.step.step_record import StepCallback, StepRecord
 
 
 class StepHandle(RemovableHandle):
-    """What `sync.on_step` returns: `remove()`, or the end of `with handle:`, takes the callback off.
+    """What `sync.on_step` returns: `remove()`, or the end of `with handle:`, removes the callback.
 
-    It may be called, and asked for attributes, as the callback itself: what was decorated goes on to be that.
+    It may be called, and asked for attributes, as the callback itself: a decorated function can be used as
+    before.
     """
 
     def __init__(self, callbacks: OrderedDict[int, StepCallback], callback: StepCallback) -> None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class StepRecord:
     """One optimizer step, as every rank saw it.
 
-    Seconds are of the device's own clock where the parameters lie on an accelerator, and the host's on an XLA
-    device, where they tell how long it took to record the work.
+    Seconds are of the device's own clock where the parameters are on an accelerator, and the host's on an XLA
+    device, where they are the time to record the work.
 
     Attributes:
         step: optimizer steps attempted before this one.

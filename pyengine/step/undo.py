@@ -43,7 +43,7 @@ def runs_user_code(optimizer: Optimizer) -> bool:
 
 
 class Undo:
-    """Copies parameters and state before a step, and back behind it, if a flag on the device says so.
+    """Copies parameters and state before a step, and back behind it, if a flag on the device is set.
 
     Cost: two launches a dtype that read the flag. Only where it is set they read and write parameters and
     state. Memory as large as both during the step: 12 bytes a parameter for Adam in float32.

@@ -178,7 +178,7 @@ class OptimizerCheck:
 
         Args:
             optimizer: about to be stepped.
-            is_handed_over: whether the user has taken the window's gradients over.
+            is_handed_over: whether the window's gradients are the user's.
 
         Raises:
             ValueError: a parameter that no bucket holds has a gradient.
@@ -221,7 +221,7 @@ class OptimizerCheck:
 
     def _look(self, optimizer: torch.optim.Optimizer, ids: list[int]) -> _Looked:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        # In no order of theirs: sets and dicts of parameters have another one in every process.
+        # Sorted: sets and dicts of parameters have another order in every process.
         indices = tuple(
             tuple(sorted(self._index[id(param)] for param in group["params"] if id(param) in self._index))
             for group in optimizer.param_groups

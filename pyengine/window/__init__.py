@@ -1,1 +1,1 @@
-"""What ranks say and conclude of one window."""
+"""What ranks count in a window, compare, and conclude from it."""

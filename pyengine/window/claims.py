@@ -1,7 +1,7 @@
-"""What a rank says with a header and every rank must say alike: its engine, its loss scale, the last steps.
+"""What has to be alike on every rank, and is compared with a header: engine, loss scale, the last steps.
 
-Ranks that run another engine's window, scale or clip by another factor, or step an optimizer with another
-learning rate would diverge in silence. All of that is one number of 60 bits here, which the header carries.
+Ranks that run different engines' windows, scale or clip by different factors, or step with different learning
+rates would diverge in silence. Here all of that is one number of 60 bits, which the header contains.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class OptimizerStep:
 
 @dataclass
 class Use:
-    """What this rank has done with the gradients of a window that landed.
+    """What this rank has done with the gradients of a window that was reduced.
 
     Attributes:
         steps: of optimizers, in order.
@@ -65,13 +65,13 @@ class Use:
 
 @dataclass(frozen=True)
 class Claims:
-    """What one rank says at a header.
+    """What one rank claims with a header.
 
     Attributes:
         stage: what the header is for.
         engine: which one, with the identity that its ranks agreed on when it was made.
         scaler: settings of its loss scaler; empty without one.
-        scale: of the window's losses, 0-dim; None without a scaler, or where nobody may look.
+        scale: of the window's losses, 0-dim; None without a scaler, or where it cannot be read.
         use: of the window before, if it was used.
         accumulate: micro-batches of a full window on this rank, which ranks need not have alike; for reports.
         kept: parameters whose gradients of windows before count into this one, by index.
@@ -86,7 +86,7 @@ class Claims:
     kept: tuple[int, ...] = ()
 
     def pieces(self) -> list[int]:
-        """Return the number, in pieces of 20 bits, without what lies on an accelerator; see `add_to`."""
+        """Return the number, in pieces of 20 bits, without what is on an accelerator; see `add_to`."""
         steps = [(step.name, step.params, step.numbers) for step in self.use.steps]
         text = repr((self.stage, self.engine, self.scaler, steps, len(self.use.factors), self.kept)).encode()
         here = [struct.pack("<f", float(scalar)) for scalar in self._scalars() if not _is_far(scalar)]
@@ -95,11 +95,11 @@ class Claims:
 
     @property
     def lie_far(self) -> bool:
-        """Whether some of it lies on an accelerator."""
+        """Whether some of it is on an accelerator."""
         return any(map(_is_far, self._scalars()))
 
     def add_to(self, pieces: Tensor) -> None:
-        """Add what lies on an accelerator, unread.
+        """Add what is on an accelerator, unread.
 
         Args:
             pieces: float64 `[NUM_PIECES]`, on the accelerator; changed in place, still whole numbers of 20
@@ -116,8 +116,8 @@ class Claims:
         pieces[1] = torch.remainder(pieces[1] + torch.floor(total / _PIECE), _PIECE)
 
     def describe(self) -> dict[str, str]:
-        """Describe everything, by what to say if ranks differ in it. Reads devices:
-        for error reports only.
+        """Describe everything, by the message that applies if ranks differ in it. Reads devices: for error
+        reports only.
         """
         scale = "no loss scale" if self.scale is None else f"a loss scale of {float(self.scale):g}"
         factors = ", ".join(f"{float(factor):g}" for factor in self.use.factors)
@@ -137,7 +137,7 @@ class Claims:
 
 
 def difference(described: Sequence[dict[str, str]]) -> str:
-    """Say in what the ranks differ, and how to mend it.
+    """Describe in what the ranks differ, and the remedy.
 
     Args:
         described: what `Claims.describe` returned, by rank.

@@ -2,8 +2,8 @@
 
 A micro-batch is *handed out* (the loop got it) and later *done* (its backward ran). The backward that
 synchronises is the one that brings `done` up to `handed` after the last micro-batch has been handed out; so
-several forwards may run before their backwards, and a micro-batch without a backward only costs the overlap,
-never the result.
+several forwards may run before their backwards. A micro-batch without a backward costs the overlap, and never
+changes the result.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from itertools import groupby
 
 
 def share(num: int, *, rank: int, world_size: int) -> range:
-    """Return which of `num` things fall to a rank: neighbours, and as many as to any other rank,
-    or one more.
-    """
+    """Return which of `num` things a rank has: neighbours, and as many as any other rank has, or one more."""
     return range(rank * num // world_size, (rank + 1) * num // world_size)
 
 
 def share_of_rest(
     all_: Collection[int], done: Collection[int], *, rank: int, world_size: int, run: int = 1
 ) -> list[int]:
-    """Return which places of a window fall to a rank when those in `done` need nobody any more; those of a
-    `run`, as many neighbours, to one rank.
+    """Return which places of a window a rank computes when those in `done` are done; the places of a `run`,
+    which are neighbours, belong to one rank.
     """
     rest = sorted(set(all_) - set(done))
     runs = [list(places) for _, places in groupby(rest, lambda place: place // run)]
@@ -35,14 +33,14 @@ class State(Enum):
     IDLE = "no window is open"
     OPEN = "gradients are being accumulated"
     SENT = "the window's gradients have been sent"
-    LANDED = "the window's gradients have landed"
+    REDUCED = "the window's gradients have been reduced"
     USED = "an optimizer has used the window's gradients"
 
 
 class WindowCounter:
     """Position in the current window of one engine.
 
-    A micro-batch's *place* is its index in the window over all ranks, so that others can tell which ones are
+    A micro-batch's *place* is its index in the window over all ranks, so that other ranks know which ones are
     done.
 
     Args:
@@ -56,11 +54,11 @@ class WindowCounter:
         due: places that this rank is still to hand out, if its data lasts.
         places: of the micro-batches handed out in this window, in order.
         num_resumed: micro-batches of this window that had been handed out before it was resumed.
-        padding: micro-batches handed out that are none: a batch once more, for the sake of its collectives.
+        padding: micro-batches handed out for the sake of their collectives: an old batch once more.
         done: backwards run in this window.
         is_complete: the last micro-batch of this window has been handed out.
         is_exhausted: the loop has come to the end of this window (backwards may still follow).
-        is_resumed: the open window comes from `resume`, and no loop goes on with it yet.
+        is_resumed: the open window comes from `resume`, and no loop continues it yet.
     """
 
     def __init__(self, accumulate: int, *, share: Sequence[int] | None = None) -> None:
@@ -85,14 +83,14 @@ class WindowCounter:
 
     def resume(self, places: Sequence[int], due: Sequence[int]) -> None:
         """Open a window in its middle: with micro-batches that are done, and those still due."""
-        # If this is dropped, what takes its place must not claim micro-batches that other ranks hold.
+        # If this is dropped, its replacement must not claim micro-batches that other ranks hold.
         self._replacement = [*places, *due][: self.accumulate]
         self.open()
         self.places, self.due, self.done = list(places), list(due), len(places)
         self.num_resumed, self.is_resumed = len(places), True
 
     def hand_out(self, place: int, *, last: bool) -> None:
-        """Count a micro-batch that the loop receives; `last` says that the window gets no further one."""
+        """Count a micro-batch that the loop receives; `last`: the window gets no further one."""
         self.places.append(place)
         self.due = [other for other in self.due if other != place]
         self.is_complete = last
@@ -119,8 +117,8 @@ class WindowCounter:
 
     @property
     def is_sent(self) -> bool:
-        """Whether the open window's gradients have been sent, whatever has become of them since."""
-        return self.state in (State.SENT, State.LANDED, State.USED)
+        """Whether the open window's gradients have been sent, whatever has happened to them since."""
+        return self.state in (State.SENT, State.REDUCED, State.USED)
 
     @property
     def num_sent(self) -> int:
@@ -180,7 +178,7 @@ MAX_ACCUMULATE = 2**20  # places are listed
 
 
 def check_accumulate(accumulate: object) -> list[str]:
-    """Say what is wrong with a number of micro-batches a window."""
+    """Report what is wrong with a number of micro-batches a window."""
     if type(accumulate) is int and 1 <= accumulate <= MAX_ACCUMULATE:
         return []
     kind = "" if type(accumulate) is int else f", and not a {type(accumulate).__name__}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# What a number is called that is counted alone.
+# The name of a count that has none.
 ONLY = "count"
 
 Loss = Tensor | Mapping[str, Tensor | float]
@@ -54,7 +54,7 @@ class Denominators:
         return self.counts[index][self.base] if index < len(self.counts) else 0.0
 
     def problems(self, done: int, *, handed: int) -> list[str]:
-        """Say why a window that ends cannot be divided by what was counted.
+        """Report why a window that ends cannot be divided by what was counted.
 
         Args:
             done: backwards that were run.
@@ -80,7 +80,7 @@ class Denominators:
         A loss whose total is 0 is left out, whatever its value: its graph is not touched.
 
         Args:
-            losses: sums over a micro-batch's items, 0-dim, by name; 0 in place of a tensor says that there
+            losses: sums over a micro-batch's items, 0-dim, by name; 0 instead of a tensor where there
                 are none. A tensor alone, if there is one name.
             device: of the result where nothing is added up.
 
@@ -132,7 +132,7 @@ class Denominators:
 
 
 def _unlike_loss(loss: object) -> str:
-    """Say what was given in place of a loss; empty if it is one, or 0."""
+    """Describe what was given instead of a loss; empty if it is one, or 0."""
     if isinstance(loss, Tensor):
         is_floating = loss.is_floating_point()
         return str(list(loss.shape)) if loss.dim() else "" if is_floating else str(loss.dtype)

@@ -1,4 +1,6 @@
-"""Where 1/count and the inverse loss scale are multiplied in: each once, before anybody can look."""
+"""Where 1/count and the inverse loss scale are multiplied in: each once, before user code can read the
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ class Divisor:
 
     1/count is multiplied in before a wire that needs means (float16, which keeps sums in range, or a wire
     with residuals), else in the pass that reads the reduced gradients for their norm. The inverse loss scale
-    always comes in there: before a narrow wire the gradients would underflow.
+    is always multiplied in there: before a narrow wire the gradients would underflow.
 
     Args:
         inv_count: returns 1/count, float32 0-dim on the device; waits for the header.
@@ -35,5 +37,5 @@ class Divisor:
         inv_count = None if self._is_folded else self._inv_count()
         if self._inv_scale is None:
             return inv_count
-        # A loss scale is a power of two unless the user says otherwise: the product is exact.
+        # A loss scale is a power of two unless the user sets another one: the product is exact.
         return (self._inv_scale if inv_count is None else inv_count * self._inv_scale).float()

@@ -33,7 +33,7 @@ class FinalPass:
         overflow: float32 0-dim, 1 if a gradient holds inf or nan: what a loss scale follows.
         found_inf: float32 0-dim, 1 if the step must be skipped, for that or another reason.
         void: float32 0-dim, nan if a rank gave the window up, else 0.
-        used: bool `[num_params]`, which parameters any rank used; None where `.grad is None` says it.
+        used: bool `[num_params]`, which parameters any rank used; None where `.grad is None` shows it.
         clipped: float64 0-dim, the product of the clip factors so far.
     """
 
@@ -47,8 +47,8 @@ class FinalPass:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the window: no work for the device. Sums of squares and flags are overwritten when it
-        lands.
+        """Forget the window, without work for the device. Sums of squares and flags are overwritten when the
+        next one is reduced.
         """
         self.overflow = self.found_inf = self.void = self._zero
         self.clipped = self._clipped_since = self._one
@@ -71,8 +71,8 @@ class FinalPass:
         self.overflow = self.found_inf = is_not_finite(total + self.void).float()
 
     def leave_out(self, params: Sequence[int]) -> None:
-        """Do not count parameters that no rank has used: what lands of one are the residuals of a wire, which
-        go nowhere.
+        """Do not count parameters that no rank has used: their reduced gradients are residuals of a wire,
+        which are dropped.
 
         Args:
             params: registration indices.
@@ -92,11 +92,11 @@ class FinalPass:
 
     @property
     def is_shared(self) -> bool:
-        """Whether ranks hold different elements, so that the norm takes a collective."""
+        """Whether ranks hold different elements, so that the norm needs a collective."""
         return self._holdings is not None
 
     def renew_norm(self, *, was_read: bool) -> None:
-        """Take the norm again, where gradients may have been changed since; the skip decision stays.
+        """Compute the norm again, where gradients may have been changed since; the skip decision stays.
 
         Args:
             was_read: whether `sumsq` was overwritten on this rank by that of changed gradients.

@@ -31,12 +31,12 @@ _STEP_MODULUS = 2**20
 
 # The vector: six numbers, what must be equal on every rank (positions, then the pieces of the claims), each
 # with its square, and the losses as lanes of `exact_scalars`.
-_COUNT, _MICRO_BATCHES, _, _INVALID, _UNTOLD, _DROPPED, _POSITIONS = range(7)
+_COUNT, _MICRO_BATCHES, _, _INVALID, _UNKNOWN, _DROPPED, _POSITIONS = range(7)
 _CLAIMS = _POSITIONS + 4
 _LOSSES = _CLAIMS + 2 * NUM_PIECES
 # Behind them, where ranks share batches, what must be 0: lanes of `SharedBatch`.
 _SHARED = _LOSSES + exact_scalars.NUM_LANES
-# ... and how many ranks leave the count to the one that says it: then lanes cannot be compared.
+# ... and how many ranks leave the count to the one that speaks for the batch: then lanes cannot be compared.
 _SILENT = -1
 
 Count = int | float | Tensor
@@ -46,9 +46,7 @@ MAX_COUNT = 2.0**53
 
 
 def checked_count(count: object) -> Count:
-    """Return a count that can be added up, or raise before anything has run;
-    the header tells whether it makes sense.
-    """
+    """Return a count that can be added up, or raise before anything has run; the header checks its value."""
     if isinstance(count, Tensor):
         if count.numel() != 1:
             raise ValueError(
@@ -71,14 +69,14 @@ def checked_count(count: object) -> Count:
 
 @dataclass
 class LocalWindow:
-    """What one rank says of its window: one entry a micro-batch.
+    """The counts and losses of one rank's window: one entry a micro-batch.
 
     Attributes:
         is_exact: whether sums of gradients are exact. Counts have to be whole numbers then, so that their sum
             does not depend on its order either.
         max_micro_batches: the most, over all ranks, that the window may have; inf: any number.
         counts: items each loss was summed over; numbers, or 0-dim tensors that stay on their device.
-        losses: the losses, detached 0-dim tensors; None where nobody has told it.
+        losses: the losses, detached 0-dim tensors; None where one is not known.
         dropped: which of them have left the window, count and loss with them: bools, or 0-dim bools that
             stay on their device.
         refusals: why else this rank refuses the window, in words; every rank raises them.
@@ -101,7 +99,7 @@ class LocalWindow:
         """Note a micro-batch.
 
         Args:
-            loss: 0-dim, of any floating type; kept detached. None: not told, so the window's is not known.
+            loss: 0-dim, of any floating type; kept detached. None: not known, so the window's is not known.
             count: checked by `checked_count`; a tensor is kept as it is, unread.
             is_dropped: whether it has left the window: count and loss are then 0. A tensor is not read.
         """
@@ -115,9 +113,9 @@ class LocalWindow:
         Args:
             vector: float64 `[23]`, changed in place; see `Totals.of`.
         """
-        told = [loss for loss in self.losses if loss is not None]
-        if told:
-            vector[_LOSSES:] = exact_scalars.lanes(stacked(told, vector.device))
+        known = [loss for loss in self.losses if loss is not None]
+        if known:
+            vector[_LOSSES:] = exact_scalars.lanes(stacked(known, vector.device))
         unread = [count for count in self.counts if isinstance(count, Tensor)]
         if unread:
             counts = stacked(unread, vector.device)
@@ -154,7 +152,7 @@ class LocalWindow:
         return 0 <= count <= MAX_COUNT and (not self.is_exact or count == math.floor(count))
 
     def are_valid(self, counts: Tensor) -> Tensor:
-        """Tell the same of counts on a device: float64 of any shape in, bool of that shape out."""
+        """Do the same for counts on a device: float64 of any shape in, bool of that shape out."""
         valid = (counts >= 0) & (counts <= MAX_COUNT)
         return valid & (counts == counts.floor()) if self.is_exact else valid
 
@@ -179,8 +177,8 @@ class RunningWindow(LocalWindow):
 
     def append(self, loss: Tensor | None, count: Count, *, is_dropped: bool | Tensor = False) -> None:
         super().append(loss, count, is_dropped=is_dropped)
-        if (told := self.losses[-1]) is not None:
-            self._loss = self._loss + told.to(self._loss.device)
+        if (known_loss := self.losses[-1]) is not None:
+            self._loss = self._loss + known_loss.to(self._loss.device)
         if isinstance(is_dropped, Tensor):
             self._dropped = self._dropped + is_dropped.double()
         if isinstance(known := self.counts[-1], Tensor):
@@ -213,7 +211,7 @@ def make_local_window(
     """Return what makes, for each window of an engine, an empty one to note counts and losses in.
 
     Args:
-        device: where the losses lie.
+        device: of the losses.
         is_exact, max_micro_batches, batch: as for `LocalWindow`.
     """
     if not is_lazy(device):
@@ -228,13 +226,13 @@ class Totals:
 
     Attributes:
         count: items of the window.
-        loss: sum of its losses, rounded once; of those that were told.
+        loss: sum of its losses, rounded once; without those that are not known.
         micro_batches: backwards run for it.
         more: ranks that have another window after it.
         invalid_counts: micro-batches whose count cannot be summed, and refusals.
-        untold_losses: micro-batches whose loss nobody has told.
+        unknown_losses: micro-batches whose loss is not known.
         dropped: micro-batches that have left the window.
-        differ: whether ranks are at different places, or say different things.
+        differ: whether ranks are at different places, or claim different things.
         batches_differ: whether ranks that share a batch have counted differently.
     """
 
@@ -243,7 +241,7 @@ class Totals:
     micro_batches: int
     more: int
     invalid_counts: int
-    untold_losses: int
+    unknown_losses: int
     dropped: int
     differ: bool
     batches_differ: bool
@@ -253,12 +251,12 @@ class Totals:
         """Read a reduced header.
 
         Args:
-            numbers: 23: count, micro-batches, ranks with more, invalid counts, untold losses, dropped; the
+            numbers: 23: count, micro-batches, ranks with more, invalid counts, unknown losses, dropped; the
                 sum and the sum of squares of each of five numbers that must be equal on every rank; seven
                 lanes of the losses. Four more where ranks share batches.
             world_size: of the ranks that were summed over.
         """
-        count, micro_batches, more, invalid, untold, dropped = map(float, numbers[:_POSITIONS])
+        count, micro_batches, more, invalid, unknown, dropped = map(float, numbers[:_POSITIONS])
         equal, losses = numbers[_POSITIONS:_LOSSES], numbers[_LOSSES:_SHARED]
         differ = any(
             world_size * squares != total * total
@@ -266,8 +264,8 @@ class Totals:
         )
         loss = exact_scalars.total(losses)
         shared = any(numbers[_SHARED:]) and not numbers[_SILENT]
-        told = (int(micro_batches), int(more), int(invalid), int(untold), int(dropped))
-        return cls(count, loss, *told, differ, shared)
+        counted = (int(micro_batches), int(more), int(invalid), int(unknown), int(dropped))
+        return cls(count, loss, *counted, differ, shared)
 
 
 class Header:
@@ -309,14 +307,12 @@ class Header:
         self._is_refused: bool | None = None if _host_may_look(comm, device) else False
 
     def is_ready(self) -> bool:
-        """Whether the totals may be used without stalling anybody:
-        waiting for a stream costs the host nothing.
-        """
+        """Whether the totals may be used without a stall: waiting for a stream costs the host nothing."""
         return self._work is None or self._comm.is_stream_ordered or self._work.is_completed()
 
     def is_refused(self) -> bool:
         """Wait, and return whether ranks disagree, so that nothing may follow;
-        False where only a device could tell.
+        False where only a device knows.
         """
         if self._is_refused is None:
             self._is_refused = self.totals().differ
@@ -324,7 +320,7 @@ class Header:
 
     @property
     def was_refused(self) -> bool:
-        """The same, as far as it is known: nobody waits."""
+        """The same, as far as it is known: does not wait."""
         return self._is_refused is True
 
     def totals(self) -> Totals:
@@ -346,7 +342,9 @@ class Header:
         return self.vector()[_DROPPED] > 0
 
     def forbids(self) -> Tensor:
-        """Return, as a 0-dim bool on the device, whether the window must not be used: `Totals` says why."""
+        """Return, as a 0-dim bool on the device, whether the window must not be used: `Totals` has the
+        reason.
+        """
         vector = self.vector()
         totals, squares = vector[_POSITIONS:_LOSSES:2], vector[_POSITIONS + 1 : _LOSSES : 2]
         found = (vector[_COUNT] == 0) | (vector[_INVALID] > 0)
@@ -382,9 +380,9 @@ def _pack(
     known = [float(count) for count in local.counts if not isinstance(count, Tensor)]
     valid = [count for count in known if local.is_valid(count)]
     invalid = len(known) - len(valid) + len(local.refusals)
-    untold = sum(loss is None for loss in local.losses)
+    unknown = sum(loss is None for loss in local.losses)
     dropped = sum(it for it in local.dropped if isinstance(it, bool))
-    numbers = [math.fsum(valid), len(local.counts), more, invalid, untold, dropped]
+    numbers = [math.fsum(valid), len(local.counts), more, invalid, unknown, dropped]
     for value in (*(value % _STEP_MODULUS for value in position), *claims.pieces()):
         numbers += [value, value * value]
     vector = send([*map(float, numbers), *[0.0] * exact_scalars.NUM_LANES], torch.float64, device)
@@ -397,10 +395,10 @@ def _pack(
 
 
 def _shared(vector: Tensor, batch: SharedBatch, *, is_silent: bool) -> Tensor:
-    """Return what a rank says of a batch that others have, too: one of them says it."""
+    """Return the vector of a rank that shares its batch: one of the ranks counts it."""
     lanes = batch.lanes(vector[[_COUNT, _MICRO_BATCHES]])
     if not batch.speaks:
-        vector[[_COUNT, _MICRO_BATCHES, _UNTOLD]] = 0.0
+        vector[[_COUNT, _MICRO_BATCHES, _UNKNOWN]] = 0.0
         vector[_LOSSES:] = 0.0
     return torch.cat([vector, lanes, lanes.new_full((1,), float(is_silent and not batch.speaks))])
 

@@ -13,7 +13,7 @@ from pyengine.ops.plan import add_up
 
 
 class Holdings:
-    """Which of its gradients a rank counts, and the one exchange that makes a whole of all ranks' parts.
+    """Which of its gradients a rank counts, and the one all-reduce that adds up all ranks' parts.
 
     A gradient that several ranks hold alike (replicas) is counted by one of them; a shard by the rank that
     has it, or by one of those that have it.
@@ -22,7 +22,7 @@ class Holdings:
         counted: by parameter, whether this rank counts what it holds of it. Over all ranks that makes every
             element once.
         comm: transport over all ranks of the engine.
-        device: where the sums lie.
+        device: of the sums.
     """
 
     def __init__(self, counted: Sequence[bool], comm: Comm, device: torch.device) -> None:

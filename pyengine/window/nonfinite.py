@@ -47,8 +47,8 @@ def nonfinite_params(flags: Tensor) -> list[int]:
 
 
 def describe(findings: Sequence[RankFindings], *, is_exact: bool = False) -> str:
-    """Say which parameters were not finite (none where only the mean is not), and which rank and micro-batch
-    they came from.
+    """Report which parameters were not finite (none where only the mean is not), and which rank and
+    micro-batch they came from.
 
     Args:
         findings: what each rank knows, by rank.
@@ -77,7 +77,7 @@ def describe(findings: Sequence[RankFindings], *, is_exact: bool = False) -> str
 
 
 def describe_dropped(found: Sequence[Mapping[int, Sequence[str]]]) -> str:
-    """Say which micro-batches have left a window, and what of them was not finite.
+    """Report which micro-batches have left a window, and what of them was not finite.
 
     Args:
         found: by rank, by micro-batch.

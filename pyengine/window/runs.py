@@ -34,7 +34,7 @@ class Runs:
         return (place + 1) % self.size == 0
 
     def add(self, *, ends: bool) -> None:
-        """Count a micro-batch; `ends` says that its run is accumulated with it."""
+        """Count a micro-batch; `ends`: its run is accumulated with it."""
         self._run_of.append(self._num_ended)
         self._num_ended += ends
         self.is_open = not ends
@@ -45,7 +45,7 @@ class Runs:
         self.is_open = False
 
     def blame(self, by_run: Callable[[int], list[int] | None]) -> Callable[[int], list[int] | None]:
-        """Return what tells micro-batches, all of a run, from what tells runs; None stays None."""
+        """Return a function of micro-batches, all of a run, from a function of runs; None stays None."""
         run_of = self._run_of
 
         def by_micro_batch(param: int) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""Ranks that share a batch: its count and loss are said once, and all of them must say the same count."""
+"""Ranks that share a batch: one of them counts it, and all of them must have the same count."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _GOLDEN, _MIX, _MIX_2 = -7046029254386353131, -4658895280553007687, -77235922931
 
 @dataclass(frozen=True)
 class SharedBatch:
-    """The batch that this rank computes together with others, under tensor parallelism say.
+    """The batch that this rank computes together with others, for example under tensor parallelism.
 
     Attributes:
         index: which batch.
         num_ranks: how many share each.
-        speaks: whether this rank says what was counted; one of them does.
+        speaks: whether this rank counts the batch; one of them does.
     """
 
     index: int

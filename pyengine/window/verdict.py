@@ -1,6 +1,4 @@
-"""What the ranks conclude together of a window that has landed:
-outcomes and errors are the same everywhere.
-"""
+"""What the ranks conclude from a window that was reduced: outcomes and errors are the same on every rank."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ Blame = Callable[[int], list[int] | None]
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one rank can say of its window.
+    """What one rank knows of its window.
 
     Attributes:
         index: the window.
@@ -54,14 +52,14 @@ class Evidence:
 
 
 class Verdict:
-    """The outcome of one landed window.
+    """The outcome of one reduced window.
 
     The device knows at once whether the step may happen (`FinalPass.found_inf`). The host learns it from
     `reach`, which waits for the device, and which every rank calls at the same point of its program: if
     something is wrong, it gathers. See [Note: order of collectives in a window] in engine/window.py.
 
     Args:
-        header: landed.
+        header: reduced.
         final: with its norm computed; its flags are copied, so that the next window may overwrite them.
         evidence: this rank's.
         comm: transport, used only in the bad case.
@@ -70,7 +68,7 @@ class Verdict:
     Attributes:
         totals: sums over all ranks; None until read.
         is_reached: whether the ranks have concluded it.
-        is_awaited: whether somebody on this rank waits for the numbers.
+        is_awaited: whether an action on this rank waits for the numbers.
         reason: why the step is skipped, or which micro-batches were dropped; empty if neither.
         error: what `reach` raises; None if nothing, or not reached.
         use: what this rank did with the window.
@@ -106,7 +104,7 @@ class Verdict:
             self._waiting.append(action)
 
     def once_known(self, action: Callable[[bool], None]) -> None:
-        """Call `action(skipped)` once this rank knows, whatever the others say; now if it does."""
+        """Call `action(skipped)` once this rank knows, whatever the others conclude; now if it does."""
         self.is_awaited = True
         if self.totals is None:
             self._waiting_to_know.append(action)
@@ -115,7 +113,7 @@ class Verdict:
 
     @property
     def was_refused(self) -> bool:
-        """Whether ranks are known to have disagreed in the header, so that no window was theirs together."""
+        """Whether ranks are known to have disagreed in the header, so that they had no window in common."""
         return self._header.was_refused or (self.totals is not None and self.totals.differ)
 
     @property
@@ -240,7 +238,7 @@ class Verdict:
         return describe_dropped(found)
 
     def _why_not_finite(self) -> str:
-        """Gather what every rank knows, and say where inf and nan came from.
+        """Gather what every rank knows, and describe where inf and nan came from.
 
         Raises:
             ValueError: they stand for what a rank refuses, found behind the header.
@@ -255,12 +253,12 @@ class Verdict:
 
 
 def check_agreement(header: Header, totals: Totals, comm: Comm) -> None:
-    """Raise RuntimeError on every rank if ranks are at different places or say different things.
+    """Raise RuntimeError on every rank if ranks are at different places or claim different things.
 
     Args:
         header: of this rank.
         totals: what it brought.
-        comm: transport; used only to say who differs, by one gather.
+        comm: transport; used only to name the ranks that differ, by one gather.
     """
     if not totals.differ:
         return
@@ -285,7 +283,7 @@ def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
 
     Args:
         totals: what the header brought.
-        comm: transport; used only to say who differs, by one gather.
+        comm: transport; used only to name the ranks that differ, by one gather.
         local: this rank's counts and refusals.
     """
     if totals.batches_differ:
@@ -309,7 +307,7 @@ def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
 
 
 def raise_refusals(everybody: Sequence[Sequence[str]]) -> None:
-    """Raise ValueError if some rank refuses the window; `everybody` says why, by rank."""
+    """Raise ValueError if some rank refuses the window; `everybody` has the reasons, by rank."""
     if refusals := by_rank(everybody):
         raise ValueError(f"{refusals}. Nothing was stepped; call sync.abandon() on all ranks and go on")
 

@@ -1,4 +1,4 @@
-"""Verdicts on the windows that landed, until the host has read them and the ranks have concluded them."""
+"""Verdicts on reduced windows, until the host has read them and the ranks have concluded them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pyengine.window.claims import Use
 from pyengine.window.header import Totals
 from pyengine.window.verdict import Verdict
 
-# On a lazy device, where the host asks for outcomes only if somebody waits for them: how many windows it lets
-# pass.
+# On a lazy device, where the host reads outcomes only if an action waits for them: after how many windows it
+# reads them anyway.
 MAX_UNREAD = 64
 # Steps skipped in a row.
 _WARN_AT = {10**power for power in range(1, 12)}
 
 
 class VerdictQueue:
-    """The verdicts of landed windows, in order, each kept until the ranks have concluded it.
+    """The verdicts of reduced windows, in order, each kept until the ranks have concluded it.
 
     Attributes:
         steps_taken: optimizer steps that changed parameters, as far as all ranks have reached the verdicts.
@@ -34,14 +34,14 @@ class VerdictQueue:
         self._has_warned = False
 
     def append(self, verdict: Verdict) -> None:
-        """Append the verdict on a window that has just landed; a refused one says nothing of its use, also if
-        that is known only later.
+        """Append the verdict on a window that has just been reduced. A refused window has no use that ranks
+        could compare, also if the refusal is known only later.
         """
         self._before, self._last = self._last_of_all_ranks(), verdict
         self._unread.append(verdict)
 
     def count_step(self) -> None:
-        """Count the optimizer step of the window that landed last, unless it turns out to be skipped."""
+        """Count the optimizer step of the window that was reduced last, unless it turns out to be skipped."""
         assert self._last is not None
         self._last.then(self._count, awaits=False)
 
@@ -74,18 +74,18 @@ class VerdictQueue:
         return last.use if last is not None and last.is_good and not is_lazy(self._device) else Use()
 
     def restart(self, steps_taken: int) -> None:
-        """Start anew behind so many optimizer steps: what was said of earlier windows is of no run that goes
-        on.
-        """
+        """Start after so many optimizer steps; verdicts on earlier windows belong to another run."""
         self.steps_taken, self._last, self._before, self._skipped = steps_taken, None, None, 0
 
     def read_all(self) -> None:
-        """Learn what this rank can know alone of every window that landed: schedulers step, no rank talks."""
+        """Read what this rank knows alone of every reduced window: schedulers step, no collective is
+        launched.
+        """
         for verdict in self._unread:
             verdict.read()
 
     def some_rank_has_more(self) -> bool:
-        """Whether some rank said, in the window that landed last, that it has another one; waits for that.
+        """Whether some rank had another window after the one that was reduced last; waits for its header.
 
         The same on every rank, without a collective.
         """
