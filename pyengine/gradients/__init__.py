@@ -1,1 +1,1 @@
-"""Who owns gradients, where they lie, how they are summed and sent."""
+"""Owners of gradients: memory, sums over a window, reduction over ranks."""

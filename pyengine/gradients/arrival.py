@@ -1,5 +1,7 @@
-"""Telling, from inside a backward, when the last gradient of a set of parameters has come,
-and what comes again.
+"""Detect when the gradients of a backward have arrived.
+
+The checks run inside the backward: whether a set of gradients is complete, and which gradients arrive
+repeatedly.
 """
 
 from __future__ import annotations
@@ -14,21 +16,21 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
-# Torch's own Python autograd functions, of torch.compile and of module hooks, which run no backward.
+# Torch's own Python autograd functions, of torch.compile and of module hooks. They run no backward inside.
 _KNOWN = {"CompiledFunctionBackward", "BackwardHookFunctionBackward"}
 
 
 class Watch:
-    """Calls back once every parameter of a set has its gradient of the running backward.
+    """Call a function once all gradients of a set have arrived.
 
-    A hook on every parameter would cost about a microsecond each. One is enough: it sits on a parameter that
-    has not arrived; when that arrives the hook moves to another missing one, and when none is missing the set
-    is complete. The parameters come in the order of the backward, so the last is watched first and the hook
-    hardly ever moves. A parameter that is frozen now gets no gradient, and is not waited for.
+    A hook on every parameter would cost about a microsecond each. One hook is enough: it is on a parameter
+    that has not arrived. When that parameter arrives, the hook moves to another missing one. When none is
+    missing, the set is complete. The parameters are in backward order, so the last one is watched first and
+    the hook rarely moves. A frozen parameter gets no gradient, and the watch does not wait for it.
 
     Args:
-        params: the parameters, in the order in which a backward delivers their gradients.
-        has_arrived: tells whether the running backward has delivered the gradient of `params[index]`.
+        params: the parameters, in the order in which a backward produces their gradients.
+        has_arrived: returns whether the running backward has accumulated the gradient of `params[index]`.
         on_complete: called at most once between `start` and `stop`, inside the backward.
     """
 
@@ -40,12 +42,12 @@ class Watch:
         self._hook: Any = None
 
     def start(self) -> None:
-        """Begin to watch; no gradient of the coming backward may be there yet."""
+        """Start to watch, before the backward has accumulated any gradient."""
         self._missing = len(self._params) - 1
         self._move()
 
     def stop(self) -> None:
-        """Take the hook off."""
+        """Remove the hook."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -65,7 +67,7 @@ class Watch:
 
 @contextmanager
 def watching(watches: Sequence[Watch]) -> Iterator[None]:
-    """Watch during the body, a backward."""
+    """Watch during the body, which is a backward."""
     try:
         for watch in watches:
             watch.start()
@@ -76,7 +78,9 @@ def watching(watches: Sequence[Watch]) -> Iterator[None]:
 
 
 class Arrivals:
-    """What one backward tells of its gradients, by a hook on every parameter: about a microsecond each.
+    """Records which gradients one backward accumulates, by a hook on every parameter.
+
+    A hook costs about a microsecond, so only one backward is recorded.
 
     Args:
         params: by registration index.
@@ -88,7 +92,7 @@ class Arrivals:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Note what the body, a backward, delivers."""
+        """Record the gradients that the body, a backward, accumulates."""
         hooks = [
             param.register_post_accumulate_grad_hook(lambda _, index=index: self._seen.append(index))
             for index, param in self._params.items()
@@ -107,27 +111,30 @@ class Arrivals:
 
     @property
     def repeated(self) -> set[int]:
-        """Indices whose gradient came more than once: autograd sums a parameter's uses within one run of its
-        engine, so this takes a backward inside the backward, as reentrant activation checkpointing runs one.
+        """Indices whose gradient was accumulated more than once.
+
+        Autograd sums a parameter's uses within one run of its engine. A second accumulation needs a backward
+        inside the backward, for example reentrant activation checkpointing.
         """
         return {index for index, times in Counter(self._seen).items() if times > 1}
 
 
 def may_nest(loss: Tensor) -> bool:
-    """Whether a backward from `loss` may run another one: only a Python autograd function (or a hook)
-    can do that.
+    """Whether a backward from `loss` may run another backward inside.
+
+    Only a Python autograd function can do that, or a hook.
     """
     python = (node for node in _nodes([loss]) if isinstance(node, BackwardCFunction))
     return any(node.name() not in _KNOWN for node in python)  # type: ignore[attr-defined]  # torch's stubs
 
 
 def graph_leaves(roots: Sequence[Tensor | GradientEdge]) -> list[Tensor]:
-    """Return the leaves to whose `.grad` a backward from `roots` may add."""
+    """Return the leaves whose `.grad` a backward from `roots` may add to."""
     return [node.variable for node in _nodes(roots) if hasattr(node, "variable")]
 
 
 def _nodes(roots: Sequence[Tensor | GradientEdge]) -> Iterator[Any]:
-    """Yield the nodes of the graphs behind tensors, each once."""
+    """Yield each node of the graphs behind tensors once."""
     seen, left = set(), [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
     while left:
         node = left.pop()

@@ -24,107 +24,125 @@ from pyengine.wire import FP32
 
 
 class Reducer(ABC):
-    """Own the gradients of an engine: accumulate them through a window, and reduce them at its end.
+    """Own the gradients of an engine: accumulate and reduce them.
 
-    There is one kind for each owner: the engine's flat buckets, DDP's buckets, FSDP2's units, and sums on a
-    lazy device. A default says what happens where an owner has nothing to add.
+    They are accumulated over a window and reduced at its end.
 
-    All tensors are on the parameters' device. `.grad` has its parameter's shape and dtype. Its memory belongs
-    to the reducer (under `attach` to DDP), holds the mean from `finish` on, and is overwritten from the next
-    `begin` on.
+    There is one subclass for each owner: the engine's flat buckets, DDP's buckets, FSDP2's units, and sums on
+    a lazy device. A default implementation says what happens where an owner has nothing to add.
+
+    All tensors are on the parameters' device. `.grad` has the shape and dtype of its parameter. The memory of
+    `.grad` belongs to the reducer (under `attach` to DDP), holds the mean from `finish` on, and is
+    overwritten from the next `begin` on.
     """
 
     # ---- set by every reducer ----
 
-    # In registration order, or in DDP's; every index of a parameter below refers to this order.
+    # In registration order, or in DDP's order. Every parameter index below refers to this order.
     params: Sequence[Parameter]
     names: Sequence[str]
-    # How an optimizer is stepped over these gradients.
+    # Steps an optimizer over these gradients, or skips the step.
     stepper: Stepper
 
-    # ---- what the owner is like ----
+    # ---- properties of the owner ----
 
-    # Whether the reductions run inside the window's last backward, by `overlap`. Otherwise the header is sent
-    # behind that backward, and `reduce` follows it: a lazy device has to record a micro-batch's program
+    # Whether `overlap` launches the reductions inside the window's last backward. False: the header is
+    # launched after that backward, and `reduce` follows. A lazy device has to record a micro-batch's program
     # without the header, and exact sums of FSDP2's parameters are complete only when the backward has ended.
     overlaps = False
-    # Whether every forward launches collectives, so that all ranks have to run as many. A rank that has run
-    # out of data then runs padding.
+    # Whether every forward launches collectives. Then all ranks have to run the same number of forwards, and
+    # a rank without data runs padding.
     has_collective_forwards = False
-    # By parameter, whether this rank counts its elements in the norm: over all ranks each element once (see
-    # `Holdings`). None: all ranks hold the same.
+    # By parameter, whether this rank adds its elements to the norm, so that over all ranks every element is
+    # added once (see `Holdings`). None: all ranks hold the same elements.
     counted: Sequence[bool] | None = None
-    # The outermost FSDP2 module, whose DTensor parameters say which ranks share a shard. None:
-    # `groups_of_params` says it.
+    # The outermost FSDP2 module, whose DTensor parameters show which ranks share a shard. None:
+    # `groups_of_params` returns the groups.
     model: Any = None
-    # What the wire has lost of these gradients and still has to send.
+    # The part of these gradients that a narrow wire has rounded away and adds to a later window.
     residuals = Residuals([], FP32())
-    # Memory that this rank holds through a window in order to communicate less.
+    # Bytes that this rank holds through a window in order to communicate less often.
     held_bytes = 0
 
     @property
     def has_replaced_grad(self) -> bool:
-        """Whether the owner has given `.grad` other memory by itself since the last `finish`."""
+        """Whether the owner has replaced `.grad` since the last `finish`."""
         return False
 
     @property
     def saves_local_sums(self) -> bool:
-        """Whether `save` returns sums of what this rank holds of its parameters, which no other rank could
-        load.
+        """Whether `save` returns sums of this rank's shards.
+
+        No other rank can load these.
         """
         return bool(self.counted)
 
     def local_params(self) -> Sequence[Parameter]:
-        """Return `params`, with this rank's part in place of each DTensor that the reducer itself divides."""
+        """Return `params` with this rank's local tensor of each DTensor.
+
+        A DTensor that FSDP2 shards stays as it is.
+        """
         return self.params
 
     def groups_of_params(self) -> tuple[Sequence[Comm], Sequence[int]]:
-        """Return the transports over which gradients are summed, and by parameter the index of its own.
+        """Return the transports, and by parameter its transport's index.
 
         Called only where `model` is None, and not on a lazy device.
         """
         raise NotImplementedError
 
     def buckets(self) -> Iterable[Accumulator]:
-        """Return what sums the gradients of earlier micro-batches. The defaults below go through it."""
+        """Return the sums of earlier micro-batches' gradients.
+
+        The default implementations loop over them.
+        """
         return ()
 
-    # ---- a window, in the order of the calls ----
+    # ---- a window, in the order of calls ----
 
     def open(self) -> None:
-        """Open a window, in which nothing has been computed yet."""
+        """Open a window, before any of its forwards."""
 
     def before_forward(self, *, syncs: bool) -> None:
-        """Note that a micro-batch was handed out, and whether it is known to be the window's last."""
+        """Prepare for the forward of a micro-batch.
+
+        Args:
+            syncs: whether the micro-batch is known to be the window's last one.
+        """
 
     def begin_padding(self) -> None:
-        """Note that the micro-batch handed out is padding: neither its gradients nor what its forward writes
-        into buffers may remain. Called only where `has_collective_forwards`.
+        """Mark the current micro-batch as padding.
+
+        Its gradients and its writes to buffers are discarded.
+
+        Called only where `has_collective_forwards`.
         """
         raise NotImplementedError
 
     def preserve_grads(self, roots: Sequence[Tensor | GradientEdge]) -> None:
-        """Let a backward of padding leave the `.grad` of all leaves as it is, also of those that the caller
-        owns: parameters that FSDP2 ignores, and whatever is behind `roots`.
+        """Keep a backward of padding from changing any `.grad`.
+
+        This includes leaves of the caller: parameters that FSDP2 ignores, and the leaves of the graph behind
+        `roots`.
 
         Args:
             roots: the tensors that the backward starts from, where they are known.
         """
 
     def begin(self) -> None:
-        """Start the window's first micro-batch with gradients of zero: `.grad` is None, the next sum
-        overwrites.
+        """Start the window's first micro-batch without gradients.
+
+        `.grad` is None, and the next gradients overwrite the sums.
         """
         for bucket in self.buckets():
             bucket.begin()
 
     @contextmanager
     def add(self) -> Iterator[None]:
-        """Accumulate a micro-batch: the gradients that its backwards have added to `.grad` by the end of the
-        body.
+        """Accumulate the gradients that a micro-batch's backwards have added to `.grad`.
 
-        The body is the last of its backwards; others may have run before it. Called once a micro-batch, and
-        launches no collective. When the body raises, the window is not used.
+        The body is the last of the micro-batch's backwards; others may have run before it. Called once a
+        micro-batch. Launches no collective. When the body raises, the window is not used.
 
         Cost: an element of a sum of the parameters' own type, a read and a write in the first micro-batch,
         which autograd adds to in place in later ones; of a narrow gradient with an fp32 sum 6 and 10 bytes;
@@ -135,78 +153,97 @@ class Reducer(ABC):
 
     @contextmanager
     def leave_in_grad(self) -> Iterator[None]:
-        """Leave the gradients of the backward in the body where autograd adds those of the next micro-batch,
-        instead of `add` or `collect`. Launches no collective.
+        """Leave the gradients of the body in `.grad`.
+
+        Autograd adds the gradients of the next micro-batch there.
+
+        Used instead of `add` or `collect`. Launches no collective.
         """
         yield
 
     def collect(self) -> None:
-        """Accumulate a micro-batch as `add` does, once all its backwards have run, or none; also the
-        gradients that `keep` has left, without a further micro-batch.
+        """Accumulate a micro-batch whose backwards have all run.
+
+        As `add`; no backward needs to have run.
+
+        Also accumulates gradients that `leave_in_grad` has left, without a further micro-batch.
         """
         for bucket in self.buckets():
             bucket.collect()
 
     def grad_holders(self) -> Sequence[Any] | None:
-        """Return by parameter the tensor whose `.grad` is the micro-batch's gradient until it is accumulated,
-        or None for a parameter without one. None instead of a list: the parameters themselves.
+        """Return the tensors whose `.grad` is the micro-batch's gradient.
+
+        By parameter, valid until `collect`.
+
+        An entry is None for a parameter without such a tensor. None instead of a list: the parameters
+        themselves.
         """
         return None
 
     def written_outside_grad(self) -> Sequence[int]:
-        """Return the parameters, by index, whose gradient was written elsewhere than to `.grad` since
-        `clear_written_outside_grad`.
+        """Return the indices of gradients that were not written to `.grad`.
+
+        Counted from the last `clear_written_outside_grad` on.
         """
         return ()
 
     def clear_written_outside_grad(self) -> None:
-        """Note that all of `strays` are accounted for."""
+        """Clear the list of `written_outside_grad`."""
 
     def observe(self, observer: Observer) -> None:
-        """Call `observer` with this rank's own sums of every bucket, before they travel, in every window.
+        """Call `observer` with this rank's own sums of every bucket.
+
+        In every window, before the all-reduce.
 
         Raises:
-            NotImplementedError: the owner has no such sums in float: exact ones, FSDP2's, an XLA program's.
+            NotImplementedError: the owner has no such float sums: exact sums, FSDP2's units, an XLA program.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no sums of this rank alone that could be read before they travel"
+            f"{type(self).__name__} has no float sums of this rank alone that could be read before "
+            "they are reduced over ranks"
         )
 
     def before_header(self) -> None:
-        """Launch the owner's own collectives that have to come before the window's header."""
+        """Launch the owner's own collectives that have to precede the window's header."""
 
     def overlap(self, header: Header, roots: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Accumulate the window's last micro-batch, instead of `add`, and launch every reduction as soon as
-        the body has completed it. Called only where `overlaps`.
+        """Accumulate the last micro-batch; launch reductions inside its backward.
 
-        The body is the last of its backwards; others may have run before it.
+        Used instead of `add`, and only where `overlaps`. The body is the last of the micro-batch's backwards;
+        others may have run before it.
 
         Args:
             header: as for `reduce`, whose cost this has.
-            roots: the tensors from which the body's backward starts, of any shape; their graph is read, not
-                their values. Empty where they are not known: then less may overlap.
+            roots: the tensors that the body's backward starts from, of any shape. Only their graph is read,
+                not their values. Empty where they are not known: then less may overlap.
 
         Raises:
-            RuntimeError: a gradient came after its reduction could start.
+            RuntimeError: a gradient arrived after its reduction could have been launched.
         """
         raise NotImplementedError
 
     @abstractmethod
     def reduce(self, header: Header) -> None:
-        """Launch every reduction of the window, all of whose micro-batches have been accumulated.
+        """Launch every reduction of the window.
+
+        All micro-batches of the window have been accumulated.
 
         Args:
-            header: launched already; its 1/count and inverse loss scale are multiplied in where the window's
+            header: launched already. 1/count and the inverse loss scale are multiplied in where the window's
                 `Divisor` says.
 
-        Cost: an all-reduce a bucket, of an element of the wire's type for every element (of exact
-        sums what `ExactOverRanks.rounds` says); and one of a byte a parameter.
+        Cost: an all-reduce a bucket, of an element of the wire's type for every element (of exact sums what
+        `ExactOverRanks.rounds` says); and one of a byte a parameter.
         """
 
     @abstractmethod
     def give_up(self) -> None:
-        """After a failure inside `reduce` or `overlap`: launch the reductions that are still missing, with
-        values that void the window, so that no rank waits forever or steps.
+        """Launch the reductions that a failure has left out, with nan.
+
+        The failure is one in `reduce` or `overlap`.
+
+        The nan void the window on every rank, so that no rank waits forever and no rank steps.
         """
 
     @abstractmethod
@@ -221,10 +258,12 @@ class Reducer(ABC):
         """
 
     def blame(self) -> Callable[[int], list[int] | None]:
-        """Return a function that maps a parameter's index to the micro-batches of this window in which its
-        gradient was not finite on this rank; None: not watched.
+        """Return a function: the micro-batches whose gradient was not finite.
 
-        The function outlives the window. Calling it waits for the device.
+        Its argument is a parameter index.
+
+        Micro-batches of this window on this rank. The function returns None where micro-batches are not
+        checked. It outlives the window; calling it waits for the device.
         """
         blames = {
             index: partial(bucket.blame(), slot)
@@ -233,21 +272,24 @@ class Reducer(ABC):
         }
         return lambda index: blames[index]() if index in blames else None
 
-    # ---- states, and the end ----
+    # ---- checkpoints, and the end ----
 
     def order(self) -> list[int]:
-        """Return the order of the buckets' parameters, as registration indices, as agreed on or observed on
-        this rank; empty if it is not known, or if the engine does not choose it.
+        """Return the buckets' parameters in order, as registration indices.
+
+        The order is the one that ranks have agreed on, or that this rank has observed. Empty if it is not
+        known, or if the engine does not choose it.
         """
         return []
 
     def lay_out_as(self, order: list[int]) -> None:
-        """Lay the buckets out in an order that `order` has returned, between windows; every rank alike.
-        Parameters that are not in it come last.
+        """Lay the buckets out in an order that `order` has returned.
+
+        Called between windows, on every rank with the same order. Parameters that are not in it come last.
         """
 
     def save(self) -> Saved:
-        """Return the sums of this window's earlier micro-batches; nothing for unused parameters.
+        """Return the sums of this window's earlier micro-batches, without unused parameters.
 
         Returns:
             By parameter name, owned by the caller: copies on the parameters' device (see `Saved`).
@@ -263,10 +305,11 @@ class Reducer(ABC):
         return saved
 
     def load(self, saved: Saved, *, done: int) -> None:
-        """Continue, in a window that has just begun, from what `save` returned after `done` micro-batches.
+        """Restore the sums that `save` returned, in a new window.
 
         Args:
             saved: read, on any device.
+            done: how many micro-batches the sums hold.
 
         Cost: a read and a write of the sums.
         """
@@ -278,13 +321,16 @@ class Reducer(ABC):
         return []
 
     def sum_forms(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return dtype and shape of the sums that `save` returns, for every parameter where these do not
-        follow from the parameter and the accumulator.
+        """Return dtype and shape of the sums that `save` returns.
+
+        Only for parameters where these do not follow from the parameter and the accumulator.
         """
         return {}
 
     @abstractmethod
     def release(self, *, keeps_grad: bool) -> None:
-        """Leave the parameters as they were before the engine; with `keeps_grad`, `.grad` remains, in memory
-        of its own.
+        """Restore the parameters as they were before the engine.
+
+        Args:
+            keeps_grad: whether `.grad` remains, in memory of its own.
         """

@@ -1,7 +1,8 @@
-"""A bucket: parameters whose gradients are summed over the micro-batches of a window and reduced together.
+"""A bucket: parameters whose gradients are summed and reduced together.
 
 `Bucket` is what all owners share: it moves gradients out of `.grad` into a `Sum`, micro-batch by micro-batch.
-How the sum travels and where the result goes differs by owner: own_buckets.py, ddp/buckets.py, fsdp/exact.py.
+How the sum is reduced and where the result goes differs by owner: own_buckets.py, ddp/buckets.py,
+fsdp/exact.py.
 """
 
 from __future__ import annotations
@@ -26,53 +27,55 @@ from pyengine.ops.plan import BucketPlan
 from pyengine.ops.pointers import Pointers
 from pyengine.window.nonfinite import flagged_in
 
-# Gradients of this size are still in the CPU's cache when they are accumulated; more calls would cost more
-# than they save. On an accelerator a launch costs as much as reading 20 MB, so there a group is a whole
-# bucket.
+# Gradients of this size are still in the CPU's cache when they are accumulated; smaller groups would add more
+# calls than they save reads. On an accelerator a launch costs as much as reading 20 MB, so there a group is a
+# whole bucket.
 GROUP_BYTES = 2**20
 
-# Rows of flags that are allocated at once: on an accelerator every allocation is a launch, and a row is one
-# byte a parameter.
+# Rows of flags that one allocation makes: on an accelerator every zeroed allocation is a launch, and a row is
+# one byte a parameter.
 _ROWS = 16
 
-# Is called with this rank's own sums of a bucket's gradients before they travel: indices of its parameters,
-# one tensor `[numel]` a parameter in the wire's type, to be read at once, and what they have been multiplied
-# by already (float32 0-dim; None for nothing). On the stream that sends, for most buckets inside the last
-# backward.
+# Called with this rank's own sums of a bucket before its all-reduce. Arguments: the indices of the bucket's
+# parameters; one tensor `[numel]` a parameter in the wire's type, valid only during the call; the scale that
+# the tensors have been multiplied by (float32 0-dim; None for 1). Runs on the stream that launches the
+# all-reduce, for most buckets inside the last backward.
 Observer = Callable[[Sequence[int], Sequence[Tensor], Tensor | None], None]
 
-# Which tensor `.grad` is, and its version.
+# Identity and version of `.grad`; None without a gradient.
 Mark = tuple[int, int] | None
 
 
 class Accumulator(ABC):
-    """The sums of some parameters' gradients over the micro-batches of a window, in whatever memory.
+    """The sums of some parameters' gradients over the micro-batches of a window.
 
     Attributes:
-        indices: of the parameters, in the reducer's order.
+        indices: the parameters' indices, in the reducer's order.
     """
 
     indices: Sequence[int]
 
     @abstractmethod
     def begin(self) -> None:
-        """Start a window with sums of zero: the first gradients overwrite them."""
+        """Start a window: the first gradients overwrite the sums."""
 
     @abstractmethod
     def collect(self) -> None:
-        """Accumulate what is still in `.grad` after the backwards of a micro-batch."""
+        """Accumulate the gradients that a micro-batch's backwards have left in `.grad`."""
 
     @abstractmethod
     def blame(self) -> Callable[[int], list[int] | None]:
-        """Return a function of a slot: the micro-batches in which its gradient was not finite.
+        """Return a function: the micro-batches whose gradient was not finite.
 
-        The function returns None where micro-batches are not checked. It outlives the window and waits for
-        the device when it is called.
+        Its argument is a slot.
+
+        The function returns None where micro-batches are not checked. It outlives the window. Calling it
+        waits for the device.
         """
 
     @abstractmethod
     def save(self, names: Sequence[str]) -> Saved:
-        """Return copies of what earlier micro-batches of this window have left; see `Reducer.save`.
+        """Return copies of the sums of this window's earlier micro-batches; see `Reducer.save`.
 
         Args:
             names: of the parameters, in slot order.
@@ -80,19 +83,24 @@ class Accumulator(ABC):
 
     @abstractmethod
     def load(self, saved: Saved, names: Sequence[str], *, done: int) -> None:
-        """Go on, in a window that has just begun, from what `save` returned after `done` micro-batches."""
+        """Restore the sums that `save` returned, in a new window.
+
+        Args:
+            saved, done: as for `Reducer.load`.
+            names: of the parameters, in slot order.
+        """
 
 
 class Bucket(Accumulator):
     """Parameters whose gradients are accumulated in one `Sum`.
 
-    Life of a window: `begin`; in every micro-batch `watches` before its last backward and `collect` after it,
-    or `deposit` where gradients are not in `.grad`.
+    Order of calls in a window: `begin`; in every micro-batch `watches` before its last backward and `collect`
+    after it, or `deposit` where gradients are not in `.grad`.
 
     Args:
         params: in slot order, on one device; at least one.
-        indices: of the parameters, in the reducer's order.
-        plan: the slots of their gradients in the sum.
+        indices: the parameters' indices, in the reducer's order.
+        plan: the slots of the gradients in the sum.
         total: the sum, over that plan.
 
     Attributes:
@@ -115,12 +123,13 @@ class Bucket(Accumulator):
 
     def _reset(self) -> None:
         self.used = [False] * len(self.params)
-        # A report may read flags after the next window has begun, so rows are not reused.
+        # A report may read the flags after the next window has begun, so rows are not reused.
         self.flagged: list[Tensor] = []
         self._new_rows: Iterator[Tensor] = iter(())
-        self._row: Tensor | None = None  # of the micro-batch that is being accumulated
-        # From this row on, flags are of the sum and not of one micro-batch's gradients. None: no such row.
+        self._row: Tensor | None = None  # flags of the micro-batch that is being accumulated
+        # From this row on, flags describe the sum and not one micro-batch's gradients. None: no such row.
         self._first_row_of_sum: int | None = None
+        # Marks of gradients that earlier backwards of the micro-batch have left. None: there were none.
         self._armed: list[Mark] | None = None
         self._set_first(True)
 
@@ -130,15 +139,16 @@ class Bucket(Accumulator):
         return self._groups[0].is_first
 
     def resume(self) -> None:
-        """Start a window with a sum of zero that is to be written to `parts`."""
+        """Start a window with a sum of zero, to load into."""
         self.total.resume()
         self._set_first(False)
 
     def watches(self) -> list[Watch]:
         """Return watches for the last backward of an earlier micro-batch.
 
-        They accumulate a group of gradients as soon as it is complete, while the cache has it. The watches
-        refer to this bucket, so the bucket does not keep them.
+        Each watch accumulates a group of gradients as soon as the group is complete, while it is in the
+        cache. The watches refer to this bucket; the bucket does not store them, since that would be a
+        reference cycle.
         """
         self.arm()
         return [
@@ -147,19 +157,21 @@ class Bucket(Accumulator):
         ]
 
     def arm(self) -> None:
-        """Note what earlier backwards of this micro-batch have left in `.grad`: only what changes arrives."""
+        """Record the gradients that this micro-batch's earlier backwards have left.
+
+        Only a gradient that changes after this call has arrived in the last backward.
+        """
         is_clean = all(param.grad is None for param in self.params)
         self._armed = None if is_clean else grad_marks(self.params)
 
     def has_arrived(self, slot: int) -> bool:
-        """Whether the backward since `arm` has delivered this slot's gradient."""
+        """Whether the backward since `arm` has accumulated this slot's gradient."""
         if self._armed is None:
             return self.params[slot].grad is not None
         return _mark(self.params[slot]) != self._armed[slot]
 
     def collect(self) -> None:
-        """Accumulate what is still in `.grad` after the backwards of a micro-batch, and set `.grad` to
-        None."""
+        """Accumulate the gradients in `.grad`, and set `.grad` to None."""
         self._start_row()
         for group in self._groups:
             if group.is_first or any(param.grad is not None for param in group.params):
@@ -167,7 +179,7 @@ class Bucket(Accumulator):
         self._row = None
 
     def deposit(self, grads: Sequence[Tensor | None]) -> None:
-        """Accumulate a micro-batch whose gradients are not in `.grad`. The owner updates `used`.
+        """Accumulate gradients that are not in `.grad`; the owner updates `used`.
 
         Args:
             grads: one entry a slot, `[numel]`, read; None adds nothing.
@@ -183,14 +195,17 @@ class Bucket(Accumulator):
             found = flagged_in(rows, slot)
             if first_of_sum is None:
                 return found
-            # A sum that is not finite stays so: a row of the sum says something only where no earlier row
-            # does.
+            # A sum that is not finite stays not finite. A row of the sum names a micro-batch only where no
+            # earlier row does.
             return [row for row in found if row < first_of_sum] or found[:1]
 
         return blame
 
     def slot_state(self, slot: int) -> dict[str, Tensor]:
-        """Return the sum of one slot, by name of its parts (see `Saved`); behind `resume` its memory."""
+        """Return the sum of one slot as a checkpoint holds it.
+
+        See `Saved`. After `resume` the memory of the sum.
+        """
         return self.total.slot_state(self.plan.offsets[slot], self.plan.numels[slot])
 
     def save(self, names: Sequence[str]) -> Saved:
@@ -210,7 +225,7 @@ class Bucket(Accumulator):
         self.flagged = [*saved_flags(saved, names, done, self.device)]
 
     def _accumulate(self, group: SlotGroup) -> None:
-        """Move a group's gradients from `.grad` into the sum; the first ones overwrite it."""
+        """Move a group's gradients from `.grad` into the sum."""
         flags = self._start_row()[group.start : group.stop]
         group.total.deposit_(group.pop(self.used), first=group.is_first, nonfinite=flags)
         group.is_first = False
@@ -242,14 +257,14 @@ class SlotGroup:
         plan: of the whole bucket.
         params: of the whole bucket, in slot order.
         total: the bucket's sum.
-        slots: indices of the group's slots.
+        slots: the group's slots.
 
     Attributes:
         start, stop: of `slots`.
         params: of the group.
         plan: the group's slots, in flat buffers of the whole bucket.
         total: the sum, over the group's slots.
-        is_first: whether the sum of these slots holds nothing of this window yet.
+        is_first: whether these slots have no gradient of this window yet.
     """
 
     def __init__(self, plan: BucketPlan, params: Sequence[Parameter], total: Sum, slots: range) -> None:
@@ -262,14 +277,14 @@ class SlotGroup:
         self._is_contiguous = all(param.is_contiguous() for param in self.params)
 
     def pop(self, used: list[bool]) -> Pointers:
-        """Return the gradients in slot order, set `.grad` to None and note which gradients there are.
+        """Return the gradients in slot order and set `.grad` to None.
 
         Args:
-            used: by slot of the bucket; True is written where there is a gradient.
+            used: by slot of the bucket; set to True where there is a gradient.
 
         Returns:
-            Autograd's own memory, which the result keeps alive, or a copy of gradients that are sparse, have
-            other strides or are negated.
+            Autograd's own memory, which the result keeps alive. A copy of gradients that are sparse, have
+                other strides or are negated.
         """
         grads = [param.grad for param in self.params]
         for index, grad in enumerate(grads, start=self.start):
@@ -281,17 +296,18 @@ class SlotGroup:
         return pointers
 
     def _pointers(self, grads: Sequence[Tensor | None]) -> Pointers:
-        # The core checks a thousand gradients in 25 µs, so Python looks only at those that the core refuses.
+        # The core checks a thousand gradients in 25 µs, so Python looks only at gradients that the core
+        # refuses.
         if self._is_contiguous:
             try:
                 return self.plan.pointers(grads)
-            except ValueError:  # some gradient is sparse or strided
+            except ValueError:  # a gradient is sparse or strided
                 pass
         return self.plan.pointers([slot_gradient(param) for param in self.params])
 
 
 def packed(numels: Sequence[int]) -> BucketPlan:
-    """Return the plan of slots that follow each other without gaps, as in DDP's buckets."""
+    """Return the plan of slots without gaps, as in DDP's buckets."""
     return BucketPlan(list(itertools.accumulate(numels, initial=0))[:-1], numels)
 
 
@@ -302,7 +318,7 @@ def aligned(numels: Sequence[int], unit: int = ALIGN_ELEMENTS) -> BucketPlan:
 
 
 def _split_into_groups(numels: Sequence[int], itemsize: int, device: torch.device) -> list[range]:
-    """Cut slots into runs of about `GROUP_BYTES`, each worth a call."""
+    """Split slots into runs of about `GROUP_BYTES`."""
     if runs_ahead(device):
         return [range(len(numels))]
     runs, start, size = [], 0, 0

@@ -1,4 +1,4 @@
-"""Micro-batches with inf or nan leave their window: looked at before they are added to its sums."""
+"""Drop micro-batches with inf or nan before they are accumulated."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from pyengine.ops.device import is_lazy, runs_ahead
 
 
 class Dropping:
-    """Looks at a micro-batch's gradients before they are accumulated, and takes them away if one of them, or
-    the loss, is not finite.
+    """Checks a micro-batch, and drops it if it is not finite.
 
     Args:
-        reducer: whose gradients; one that keeps a micro-batch's apart from its sums until it is accumulated.
+        reducer: owns the gradients; `.grad` of its `grad_holders` holds only the current micro-batch's
+            gradient until `collect`.
 
-    Cost: a read of every gradient of a micro-batch; on an accelerator, where the host does not wait to know,
-    another read and a write.
+    Cost: a read of every gradient of a micro-batch; on an accelerator, where the host does not wait for the
+    result, another read and a write.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -50,14 +50,15 @@ class Dropping:
 
     @torch.no_grad()
     def check(self, index: int, loss: Tensor | None) -> bool | Tensor:
-        """Take the gradients of a micro-batch away unless it is finite.
+        """Drop a micro-batch unless its gradients and loss are finite.
 
         Args:
             index: of the micro-batch, among this rank's in the window.
-            loss: 0-dim; None where nobody has told it.
+            loss: 0-dim; None where the caller gave none.
 
         Returns:
-            Whether it is dropped: bool, 0-dim and unread where the host runs ahead of the device.
+            Whether the micro-batch is dropped: a bool; a 0-dim tensor where the host runs ahead of the
+                device.
         """
         flags = self._flags[index] = self._nonfinite_flags()
         bad = flags.any()
@@ -76,9 +77,11 @@ class Dropping:
         return is_bad
 
     def reports(self) -> Callable[[], dict[int, list[str]]]:
-        """Return what tells by micro-batch what was not finite, for those of this window that were dropped.
+        """Return a function that describes the dropped micro-batches of this window.
 
-        It outlives the window. Calling what it returns waits for the device.
+        Returns:
+            A function that returns, by micro-batch, what was not finite. It outlives the window. Calling it
+                waits for the device.
         """
         names, flagged, losses = self._names, self._flags, self._bad_losses
 
@@ -106,7 +109,7 @@ class Dropping:
         return flags
 
     def _grad_holders(self) -> Sequence[Any]:
-        """Return by parameter the tensor that has the micro-batch's gradient, or None."""
+        """Return by parameter the tensor with the micro-batch's gradient, or None."""
         holders = self._reducer.grad_holders()
         return self._params if holders is None else holders
 
@@ -115,7 +118,7 @@ class Dropping:
 
 
 def _zeroed_if(grad: Tensor, bad: Tensor) -> Tensor:
-    """Return a gradient, or zeros where it is bad, in the same layout."""
+    """Return a gradient, or zeros if `bad`, in the same layout."""
     if grad.layout is torch.strided:
         return torch.where(bad, torch.zeros((), dtype=grad.dtype, device=grad.device), grad)
     whole = grad.coalesce()

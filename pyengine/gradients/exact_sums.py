@@ -1,4 +1,4 @@
-"""Exact sums of a window over ranks: how they travel, and what is made of them."""
+"""Exact sums of a window over ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from pyengine.ops.pointers import Pointers, TensorList
 
 @dataclass(frozen=True)
 class Terms:
-    """How many terms the sum of a full window has.
+    """How many terms the exact sum of a full window has.
 
     Attributes:
         total: over all ranks.
-        most: of any one rank, where all do what they were dealt.
+        most: of the rank with the most terms, where every rank runs the micro-batches assigned to it.
     """
 
     total: int
@@ -32,23 +32,23 @@ class Terms:
 
 
 class ExactOverRanks(ExactSum, Sum):
-    """An exact sum, and the rounds in which ranks merge theirs and round the result.
+    """An exact sum, and the collectives that merge and round it.
 
-    Between hosts each rank adds up and rounds a part of its own, of whole blocks: integers travel once, and
-    what they have become once, as float32, 1.5 times the bytes of a float32 all-reduce. Within one host,
-    where bytes are cheap and copies are not, and where ranks cannot exchange parts, the integers go through
-    an all-reduce. Where ranks reduce in memory that they share, the sum lies there and is added up in place.
+    Between hosts each rank adds up and rounds one chunk of whole blocks: the integers are sent once, and the
+    rounded chunk once, as float32. That is 1.5 times the bytes of a float32 all-reduce. Within one host,
+    where bytes are cheap and copies are not, and where the transport has no all-to-all, the integers are
+    all-reduced. Where ranks reduce in shared memory, the sum is in that memory and is added up in place.
 
     Args:
         plan: as for `ExactSum`.
         terms: of a full window.
         numel: elements that are needed; rounded up to whole blocks for every rank.
-        device: where it lies.
-        comm: by which it travels.
+        device: of the sum.
+        comm: the transport that reduces it.
 
     Attributes:
-        rounded: float32 `[numel]` of the sum, in the memory of `hi`: holds the rounded sum behind `rounds`,
-            until the next deposit, a first one.
+        rounded: float32 `[numel]`, in the memory of `hi`. Holds the rounded sum after `rounds`, until the
+            next deposit, which has to be a first one.
     """
 
     def __init__(
@@ -70,16 +70,18 @@ class ExactOverRanks(ExactSum, Sum):
         self._merged_bins = flat_zeros(comm, self.bins.numel(), dtype=torch.uint8, device=device)
 
     def rounds(self, *, poison: bool = False) -> Staged:
-        """Start to agree on the largest bin of every block, then add the integers and round them.
+        """Return the collectives that merge and round the sums.
+
+        The first round all-reduces the largest bin of every block. The later rounds add the integers.
 
         Args:
             poison: make the sum nan on every rank.
 
-        Cost: an all-reduce of a byte a block. Then, with W ranks that exchange parts, two
-            all-to-alls of 4 bytes an element and an all-gather of 4, which take 1.5 times the bytes of a
-            float32 all-reduce, and memory for 8 while they are under way; 8 bytes an element are read, and
-            12 / W written. Within a host an all-reduce of 8 bytes an element; 8 read, and 4 written. Before
-            it 2 bytes a block are read, and where a bin grows 4 read and 8 written an element.
+        Cost: an all-reduce of a byte a block. Then, with W ranks that exchange chunks, two all-to-alls of 4
+        bytes an element and an all-gather of 4, which take 1.5 times the bytes of a float32 all-reduce, and
+        memory for 8 until they have completed; 8 bytes an element are read, and 12 / W written. Within a host
+        an all-reduce of 8 bytes an element; 8 read, and 4 written. Before it 2 bytes a block are read, and
+        where a bin grows 4 read and 8 written an element.
         """
         return Staged(self._rounds(poison=poison), 3 if self._exchanges else 2, self.hi.device)
 
@@ -97,7 +99,7 @@ class ExactOverRanks(ExactSum, Sum):
             self.round_(self.rounded)
 
     def _exchanged(self, comm: Comm) -> Iterator[Work]:
-        """Add up and round a part on every rank."""
+        """Sum and round one chunk on every rank; all-gather the chunks."""
         size = self.hi.numel() // comm.world_size
         mine = self.between(comm.rank * size, (comm.rank + 1) * size)
         received = torch.empty_like(self.limbs)
@@ -118,23 +120,25 @@ class ExactOverRanks(ExactSum, Sum):
 
 @dataclass
 class _Form:
-    """What is held of a window's sum: one term as it is, or integers."""
+    """Whether a window's sum is one float term or integers."""
 
     is_integers: bool = False
 
 
 class TermsOverRanks(ExactOverRanks):
-    """An exact sum to which every rank has one term, which travels as it is: integers are made where it is
-    added up.
+    """An exact sum of one term a rank, sent as float.
 
-    So ranks send no more than in a float32 all-reduce, and the bits are those of `ExactOverRanks`. A window
-    in which some rank has more than one term, or goes on from a state, all ranks merge as integers.
+    The rank that sums the terms turns them into integers.
 
-    A finite term of 2^126 or more is told of by the sum, which is nan there, and not by its deposit's flags.
+    So ranks send no more than in a float32 all-reduce, and the bits are those of `ExactOverRanks`. In a
+    window in which a rank has more than one term, or continues from a checkpoint, all ranks merge integers.
+
+    The flags of a deposit do not show a finite term of 2^126 or more. The sum, which is nan there, shows it.
 
     Args:
         plan, numel, terms, device: as for `ExactOverRanks`.
-        comm: by which it travels; ranks can exchange parts, and the host waits for collectives.
+        comm: the transport that reduces the sum. It has an all-to-all, and the host waits for its
+            collectives.
 
     Bytes an element: those of `ExactOverRanks`, and 8.02 / W more with W ranks.
     """
@@ -149,11 +153,12 @@ class TermsOverRanks(ExactOverRanks):
         comm: Comm,
     ) -> None:
         super().__init__(plan, numel=numel, terms=terms, device=device, comm=comm)
-        self._exchanges = False  # the integers, which are rare
+        self._exchanges = False  # integers are rare here: one all-reduce, no further buffers
         self._full_plan, self._terms, self._form = plan, terms.total, _Form()
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._has_integers = flat_zeros(comm, 1, dtype=torch.uint8, device=device)
-        # A term lies in the memory of one limb; what a rank gets of the others', in that of the other.
+        # This rank's term is in the memory of one limb, the terms received from other ranks in the other
+        # limb.
         self._received = self.lo.view(torch.float32)
         size = self.hi.numel() // comm.world_size
         self._mine = slice(comm.rank * size, (comm.rank + 1) * size)
@@ -188,14 +193,16 @@ class TermsOverRanks(ExactOverRanks):
             self._plan.accumulate_(self.rounded, tensors, self._one, first=True, nonfinite=nonfinite)
 
     def rounds(self, *, poison: bool = False) -> Staged:
-        """Start to tell whether all ranks hold terms; then exchange these, and add up a part on every rank.
+        """Return the collectives that exchange and sum the terms.
+
+        The first one finds out whether every rank holds a term.
 
         Args:
             poison: make the sum nan on every rank.
 
-        Cost: an all-reduce of a byte, then an all-to-all and an all-gather of 4 bytes an element: the
-            bytes of a float32 all-reduce. 4 bytes an element are read, and with W ranks 8 / W read or written
-            of the integers. Where a rank holds integers, the rounds of `ExactOverRanks` within a host.
+        Cost: an all-reduce of a byte, then an all-to-all and an all-gather of 4 bytes an element: the bytes
+        of a float32 all-reduce. 4 bytes an element are read, and with W ranks 8 / W read or written of the
+        integers. Where a rank holds integers, the rounds of `ExactOverRanks` within a host.
         """
         return Staged(self._rounds(poison=poison), 3, self.hi.device)
 
@@ -220,7 +227,7 @@ class TermsOverRanks(ExactOverRanks):
         return [*super().round_tensors(), self._part.limbs, self._part.bins, self._has_integers]
 
     def _become_integers(self) -> None:
-        """Turn the term into integers; slots that have none yet are overwritten by their first deposit."""
+        """Turn the term into integers."""
         term = self.rounded.clone()
         self.resume()
         ignored_flags = torch.zeros(len(self._full_plan.numels), dtype=torch.uint8, device=term.device)
@@ -232,19 +239,25 @@ class TermsOverRanks(ExactOverRanks):
 def exact_over_ranks(
     plan: BucketPlan, *, numel: int, terms: Terms, device: torch.device, comm: Comm
 ) -> ExactOverRanks:
-    """Return the exact sum that travels with the fewest bytes; see `ExactOverRanks`."""
+    """Return the exact sum that sends the fewest bytes; see `ExactOverRanks`."""
     sends_terms = terms.most == 1 and can_exchange(comm) and not comm.is_stream_ordered
     kind = TermsOverRanks if sends_terms else ExactOverRanks
     return kind(plan, numel=numel, terms=terms, device=device, comm=comm)
 
 
 def can_exchange(comm: Comm) -> bool:
-    """Whether ranks add up parts each, and send each other the sums; not where memory is shared."""
+    """Whether each rank can sum one chunk for all ranks.
+
+    False where ranks reduce in shared memory.
+    """
     return comm.world_size > 1 and comm.can_exchange and not comm.has_own_memory
 
 
 def _between(plan: BucketPlan, bounds: slice) -> BucketPlan:
-    """Return what of a plan's slots lies between two elements, from the first of these on."""
+    """Return the slots, or pieces of slots, between two elements.
+
+    Offsets count from the first of these elements.
+    """
     found = []
     for offset, numel in zip(plan.offsets, plan.numels, strict=True):
         start, stop = max(offset, bounds.start), min(offset + numel, bounds.stop)

@@ -1,4 +1,4 @@
-"""Over which ranks each gradient is summed, and whether they lie on other ranks as well."""
+"""The ranks over which each gradient is summed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ class Groups:
 
     Attributes:
         everybody: over all ranks of the engine.
-        comms: over the ranks of each group, by `ParamSpec.group`; their traffic counts as everybody's.
-        counted: by parameter, whether this rank counts it in the norm; None: all ranks hold the same.
+        comms: over the ranks of each group, by `ParamSpec.group`. Their traffic counts as traffic of
+            `everybody`.
+        counted: by parameter, whether this rank counts it in the norm; None: all ranks hold the same
+            parameters.
         are_alike: whether all ranks have parameters of the same names in the same groups, so that they can
-            agree on one order.
+            agree on one order of buckets.
     """
 
     everybody: Comm
@@ -27,5 +29,5 @@ class Groups:
 
     @classmethod
     def of_one(cls, comm: Comm) -> Groups:
-        """Return the groups of an engine all of whose gradients are summed over all its ranks."""
+        """Return the groups of an engine with a single group."""
         return cls(comm, [comm])

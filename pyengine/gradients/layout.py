@@ -1,5 +1,4 @@
-"""Where every gradient lies: slots, the buckets that hold them, and how two ranks find out that they
-disagree.
+"""The layout of gradients in buckets.
 
 A layout is plain data. It is a pure function of the parameters' descriptions and the bucket cap, so ranks
 that describe the same parameters build the same layout without communication.
@@ -20,13 +19,14 @@ ALIGN_ELEMENTS = 64
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What a layout needs to know of one parameter.
+    """The properties of a parameter that decide its layout.
 
     Attributes:
-        strides: of a parameter that is not contiguous (channels_last, say), whose elements lie in another
-            order in its slot; empty for others.
-        group: over which of several groups of ranks its gradient is summed, as an index.
-        stored: what a frozen parameter that is not a plain tensor consists of, in words; empty for others.
+        strides: of a parameter that is not contiguous (for example channels_last), whose elements are in
+            another order in its slot; empty for others.
+        group: index of the group of ranks over which its gradient is summed.
+        stored: for a frozen parameter that is not a plain tensor, a description of its storage; empty for
+            others.
     """
 
     name: str
@@ -50,7 +50,12 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in a bucket; `offset` counts elements, `param` is the registration index."""
+    """The position of one parameter in a bucket.
+
+    Attributes:
+        param: registration index.
+        offset, numel: in elements.
+    """
 
     param: int
     name: str
@@ -60,8 +65,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """A flat range of `numel` elements whose slots are reduced together, over one `group` of
-    `ParamSpec.group`."""
+    """A flat range of `numel` elements that is reduced at once.
+
+    All its slots are reduced over one group of ranks.
+
+    Attributes:
+        group: as `ParamSpec.group`.
+    """
 
     index: int
     dtype: torch.dtype
@@ -79,16 +89,16 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of all buckets, padding included."""
+        """Elements of all buckets, including padding."""
         return sum(bucket.numel for bucket in self.buckets)
 
 
-# What the slots of a bucket have in common: type and group.
+# Slots of one bucket share dtype and group.
 _Kind = tuple[torch.dtype, int]
 
 
 def backward_order(params: Sequence[ParamSpec]) -> list[int]:
-    """Return the order in which a backward is expected to deliver gradients: last registered first."""
+    """Return the expected order of gradients in a backward: last registered first."""
     return [index for index in reversed(range(len(params))) if params[index].requires_grad]
 
 
@@ -99,20 +109,19 @@ def build(
     cap_bytes: int,
     first_bytes: int | None = None,
 ) -> Layout:
-    """Lay out parameters in the order in which a backward delivers their gradients.
+    """Lay parameters out in the order of their gradients.
 
     Args:
         params: descriptions in registration order.
-        order: registration indices of the parameters to lay out; `backward_order`, or what was observed.
+        order: registration indices of the parameters to lay out; `backward_order`, or an observed order.
         cap_bytes: a bucket is closed once it holds this many bytes of gradients; parameters are never split.
-        first_bytes: the first bucket of each type and group is closed once it holds so many, if that is less
-            than `cap_bytes`. How a group's parameters are cut depends on no others: ranks of it may hold
-            other parameters besides.
+        first_bytes: a smaller cap for the first bucket of each dtype and group. The buckets of a group depend
+            on no parameter of another group, since ranks of the group may have other parameters besides.
     """
     first_cap = cap_bytes if first_bytes is None else min(cap_bytes, first_bytes)
     open_slots: dict[_Kind, list[Slot]] = {}
     closed: list[tuple[_Kind, list[Slot]]] = []
-    begun: set[_Kind] = set()  # of which a bucket is closed
+    begun: set[_Kind] = set()  # kinds with a closed bucket
     for index in order:
         spec = params[index]
         kind = spec.dtype, spec.group
@@ -130,11 +139,11 @@ def build(
 
 
 def first_difference(params: Sequence[Sequence[ParamSpec]], ranks: Sequence[int] = ()) -> str | None:
-    """Name the first parameter on which ranks differ and who has what; None when all ranks agree.
+    """Describe the first parameter that differs; None if ranks agree.
 
     Args:
         params: descriptions, by rank.
-        ranks: which ranks they are; all, if empty.
+        ranks: the numbers of these ranks; empty for all ranks.
     """
     lengths = {rank: len(specs) for rank, specs in enumerate(params)}
     for index in range(max(lengths.values())):

@@ -1,4 +1,4 @@
-"""The part of a DTensor parameter that lies on this rank, seen as a parameter."""
+"""The local tensor of a DTensor parameter, seen as a parameter."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pyengine.gradients.slots import as_gradient, local
 
 
 class LocalPart:
-    """What buckets need of a parameter, for the local part of a DTensor: `.grad` is that of the DTensor's.
+    """The local tensor of a DTensor parameter, used like a parameter.
 
-    A gradient that a backward leaves in other placements than the parameter's (partial sums, say) is
-    redistributed as soon as it has been accumulated: at the same point of the backward on every rank of its
-    mesh, and a collective there.
+    Its `.grad` is the local tensor of the DTensor's `.grad`. A backward may leave a gradient in other
+    placements than the parameter's, for example partial sums. Such a gradient is redistributed as soon as it
+    has been accumulated: at the same point of the backward on every rank of its mesh, by a collective.
 
     Args:
-        param: a leaf, whose placements shard or replicate.
+        param: a leaf whose placements shard or replicate.
     """
 
     def __init__(self, param: Any) -> None:
@@ -31,7 +31,7 @@ class LocalPart:
 
     @property
     def grad(self) -> Tensor | None:
-        """The local part of the gradient, in its memory; to be set to a tensor of the local part's shape."""
+        """The local tensor of the gradient, in the gradient's memory. Settable."""
         grad = self._param.grad
         if grad is None:
             self._read = None
@@ -49,20 +49,20 @@ class LocalPart:
 
     @property
     def grad_version(self) -> int:
-        """How often autograd has written to the gradient; its local part does not tell."""
+        """How often autograd has written to the DTensor's gradient."""
         return 0 if self._param.grad is None else self._param.grad._version
 
     def release(self) -> None:
-        """Take the hook off the parameter."""
+        """Remove the hook from the parameter."""
         if self._hook is not None:
             self._hook.remove()
 
     def detach(self) -> Tensor:
-        """Return the local part, in its memory."""
+        """Return the local tensor, in its memory."""
         return local(self._param)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
-        """Call `hook` where torch does for the DTensor."""
+        """Register `hook` on the DTensor."""
         return self._param.register_post_accumulate_grad_hook(hook)
 
     @property
@@ -73,21 +73,24 @@ class LocalPart:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.detach(), name)  # shape, strides and type are the local part's
+        return getattr(self.detach(), name)  # shape, strides and dtype of the local tensor
 
 
 def is_dtensor(param: Any) -> bool:
-    """Whether a tensor is a DTensor; their module, which takes a second to load, is not loaded."""
+    """Whether a tensor is a DTensor.
+
+    Does not import the module of DTensor, which takes a second.
+    """
     return hasattr(param, "to_local")
 
 
 def local_parts(params: Sequence[Parameter]) -> list[Parameter]:
-    """Return parameters with the local part in place of every DTensor."""
+    """Return parameters with a `LocalPart` in place of every DTensor."""
     return [cast(Parameter, LocalPart(param)) if is_dtensor(param) else param for param in params]
 
 
 def grad_version(param: Parameter) -> int:
-    """Return how often autograd has written to `.grad`, which is there."""
+    """Return how often autograd has written to `.grad`."""
     if isinstance(param, LocalPart):
         return param.grad_version
     assert param.grad is not None
@@ -95,28 +98,31 @@ def grad_version(param: Parameter) -> int:
 
 
 def release(params: Sequence[Parameter]) -> None:
-    """Take off DTensors what `local_parts` has put there."""
+    """Remove the hooks that `local_parts` has registered on DTensors."""
     for param in params:
         if isinstance(param, LocalPart):
             param.release()
 
 
 def _redistribute_grad(param: Any) -> None:
-    """Bring the gradient into the parameter's placements."""
+    """Redistribute the gradient to the parameter's placements."""
     redistributed = in_placements(param.grad, param)
     if redistributed is not param.grad:
         param.grad = redistributed
 
 
 def in_placements(grad: Any, param: Any) -> Any:
-    """Return a gradient in the placements of its parameter: itself where it is, or where that is a plain
-    tensor; else a collective of its mesh's ranks.
+    """Return a gradient in the placements of its parameter.
+
+    Returns the gradient itself where it has these placements, or where the parameter is a plain tensor.
+    Otherwise a collective of the mesh's ranks redistributes it.
     """
     if not is_dtensor(param):
         return grad
     if not is_dtensor(grad):
         raise TypeError(
-            f"a DTensor parameter of shape {list(param.shape)} got a plain tensor as its gradient"
+            f"a DTensor parameter of shape {list(param.shape)} got a plain tensor as its gradient: need a "
+            "DTensor on the same mesh"
         )
     if grad.placements == param.placements:
         return grad

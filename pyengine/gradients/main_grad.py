@@ -1,5 +1,6 @@
-"""`main_grad`: the sum, for layers whose backward adds to it by itself (Megatron's and TransformerEngine's
-fused GEMMs).
+"""`main_grad`: the sum, for layers that add to it directly.
+
+The backward of Megatron's and TransformerEngine's fused GEMMs does that.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ _ATTRIBUTES = ("main_grad", "grad_added_to_main_grad", "__getstate__")
 
 
 def set_main_grad(params: Sequence[Parameter], views: Sequence[Tensor]) -> None:
-    """Let parameters have these `main_grad`s; files and pickles of the model hold none of it.
+    """Set `main_grad` of every parameter to its view.
+
+    Pickles of the model do not contain it.
 
     Args:
-        views: of the sums, shaped and strided like the parameters, in the sum's dtype; the bucket's memory,
+        views: of the sums, shaped and strided like the parameters, in the sum's dtype. The bucket's memory,
             valid until `remove_main_grad`.
     """
     for param, view in zip(params, views, strict=True):
@@ -30,24 +33,24 @@ def set_main_grad(params: Sequence[Parameter], views: Sequence[Tensor]) -> None:
 
 
 def remove_main_grad(params: Sequence[Parameter]) -> None:
-    """Remove what `set_main_grad` has set."""
+    """Remove the attributes that `set_main_grad` has set."""
     for param in params:
         for name in _ATTRIBUTES:
             vars(param).pop(name, None)
 
 
 def written(params: Sequence[Parameter]) -> list[int]:
-    """Return the indices of those whose layer has added to `main_grad` itself, until `pop_written`."""
+    """Return the indices of parameters whose layer has added to `main_grad`."""
     try:
-        if not any(map(_is_written, params)):  # asked twenty times a window: half the time of what follows
+        if not any(map(_is_written, params)):  # called twenty times a window: half the time of the loop below
             return []
-    except AttributeError:  # some parameter has been offered nothing
+    except AttributeError:  # a parameter without main_grad
         pass
     return [i for i, param in enumerate(params) if getattr(param, "grad_added_to_main_grad", False)]
 
 
 def pop_written(params: Sequence[Parameter]) -> list[int]:
-    """Do as `written`, once."""
+    """Return the same as `written`, and clear the flags."""
     indices = written(params)
     for index in indices:
         params[index].grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -55,5 +58,5 @@ def pop_written(params: Sequence[Parameter]) -> list[int]:
 
 
 def _state(attributes: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what pickle is to keep of a parameter besides its values: what others have set on it."""
+    """Return a parameter's attributes for pickle, without `main_grad`."""
     return {name: value for name, value in attributes.items() if name not in _ATTRIBUTES} or None

@@ -1,4 +1,4 @@
-"""Telling whether anybody but the engine has written to gradients, in `.grad` or where sums lie elsewhere."""
+"""Detect that code outside the engine has written to gradients."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from pyengine.gradients.base import Reducer
 
 _grad, _version = attrgetter("grad"), attrgetter("_version")
 _MAX_NAMED = 3
-REMEDY = "call sync.backward(loss) in place of loss.backward(), and delete zero_grad"  # the remedy
+REMEDY = "call sync.backward(loss) in place of loss.backward(), and delete zero_grad"
 
 
 class GradVersions:
-    """Which tensors the `.grad` of parameters are at one moment, and how often each had been written to.
+    """Identity and version of the `.grad` of parameters at one moment.
 
-    PyTorch counts a tensor's versions up with every write; what the core writes by address is not counted.
+    PyTorch increments a tensor's version with every write. The core writes by address, which does not change
+    the version.
 
     Args:
         params: the parameters.
 
     Cost: about 0.4 µs a parameter, and as much again for `changed`: the host reads about eight cache lines a
-        parameter, which a micro-batch has evicted. Nothing is read on the device. No gradient is kept alive.
+    parameter, which a micro-batch has evicted. Nothing is read on the device. No gradient is kept alive.
     """
 
     def __init__(self, params: Sequence[Parameter]) -> None:
@@ -37,7 +38,7 @@ class GradVersions:
         self._refs, self._versions = list(map(ref, grads)), list(map(_version, grads))
 
     def changed(self) -> list[int]:
-        """Return the parameters, by index, whose `.grad` is another one now, or has been written to."""
+        """Return the indices of gradients replaced or written to."""
         indices, grads = self._grads()
         kept = [kept() for kept in self._refs]
         versions = list(map(_version, grads))
@@ -48,7 +49,7 @@ class GradVersions:
         return sorted({index for index, *_ in before ^ now})
 
     def _grads(self) -> tuple[Sequence[int], list[Tensor]]:
-        """Return who has a gradient, by index, and the gradients."""
+        """Return the indices of parameters with a gradient, and the gradients."""
         grads = list(map(_grad, self._params))
         present = [grad for grad in grads if grad is not None]
         if len(present) == len(grads):
@@ -57,12 +58,12 @@ class GradVersions:
 
 
 class GradMarks:
-    """Tells what has become of the gradients since the engine looked last.
+    """Compares the gradients with those that the engine has recorded last.
 
     Args:
         reducer: owns the gradients.
 
-    Cost: a `GradVersions` to take, and a look at it.
+    Cost: a `GradVersions`, and a call of its `changed`.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -72,25 +73,26 @@ class GradMarks:
         self.record()
 
     def record(self) -> None:
-        """Remember how gradients are now."""
+        """Record the gradients as they are now."""
         self._then = GradVersions(self._params)
         self._reducer.clear_written_outside_grad()
 
     def changed(self) -> list[int]:
-        """Return the parameters, by index, that have got or lost a gradient since `take` looked."""
+        """Return the indices of parameters whose gradient has changed since `record`."""
         return sorted({*self.written(), *self.written_outside_grad()})
 
     def watch_hooks(self, refuse: Callable[[str, Tensor], object]) -> None:
-        """Refuse, from inside a backward, that a hook of somebody else's takes a gradient away in it.
+        """Refuse hooks that remove a gradient inside a backward.
 
         Args:
-            refuse: a method, called with the reason and the parameter, for the first such one of a window;
-                referenced weakly.
+            refuse: a method, called with the reason and the parameter, for the first such parameter of a
+                window; referenced weakly.
 
-        Cost: 0.1 µs a parameter; a hook for every one that has a post-accumulate hook already.
+        Cost: 0.1 µs a parameter; a hook for each parameter that already has a post-accumulate hook.
         """
         self.release()
-        # Hooks of a parameter are not seen by Python's collector: they must not keep the engine alive.
+        # Python's garbage collector does not see hooks of a parameter: a strong reference would keep the
+        # engine alive.
         call = WeakMethod(refuse)
         found: list[str] = []
 
@@ -99,13 +101,13 @@ class GradMarks:
             if param.grad is None and own is not None and not found:
                 found.append(name)
                 own(
-                    f"a hook of register_post_accumulate_grad_hook has taken the gradient of {name!r} away "
-                    "(it sets .grad to None, or steps an optimizer and clears): remove it, and step by "
-                    "sync.step(optimizer), since gradients are reduced at the window's end",
+                    f"a hook of register_post_accumulate_grad_hook has removed the gradient of {name!r} (it "
+                    "sets .grad to None, or steps an optimizer and clears the gradient): remove the hook, "
+                    "and call sync.step(optimizer), since gradients are reduced at the window's end",
                     param,
                 )
 
-        # Hooks run in the order in which they were registered: this one comes last.
+        # Hooks run in the order of registration: this one comes last.
         self._handles = [
             param.register_post_accumulate_grad_hook(partial(look, name))
             for name, param in zip(self._names, self._params, strict=True)
@@ -113,44 +115,52 @@ class GradMarks:
         ]
 
     def release(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def written_outside_grad(self) -> Sequence[int]:
-        """Return those whose gradient has not come to `.grad`."""
+        """Return the indices of gradients not written to `.grad`."""
         return self._reducer.written_outside_grad()
 
     def written(self) -> list[int]:
-        """Return those whose `.grad` is not as it was."""
+        """Return the indices of parameters whose `.grad` has changed since `record`."""
         return self._then.changed()
 
     def any_nonzero(self, indices: Sequence[int]) -> Tensor | None:
-        """Return whether any of these gradients holds more than zeros: bool, 0-dim, on their device, unread.
+        """Return whether any of these gradients is not zero.
 
-        None where there is none at all. Cost: a read of these gradients.
+        Returns:
+            bool, 0-dim, on the gradients' device; None where there is no gradient.
+
+        Cost: a read of these gradients.
         """
         grads = [grad for grad in (self._params[index].grad for index in indices) if grad is not None]
         return torch.stack([_dense(grad).any() for grad in grads]).any() if grads else None
 
     def describe(self, indices: Sequence[int], when: str) -> str:
-        """Say how to mend it, which parameters these are, and what has become of their gradients."""
+        """Return a message about changed gradients, with the remedy.
+
+        Args:
+            indices: of the parameters.
+            when: the time of the change, for the message.
+        """
         more = f" and {len(indices) - _MAX_NAMED} more" if len(indices) > _MAX_NAMED else ""
         names = ", ".join(repr(self._names[index]) for index in indices[:_MAX_NAMED])
-        strays = self.written_outside_grad()
-        gone = all(self._params[index].grad is None and index not in strays for index in indices)
+        outside = self.written_outside_grad()
+        gone = all(self._params[index].grad is None and index not in outside for index in indices)
         remedy = "delete zero_grad" if gone else REMEDY
-        found = "taken away" if gone else "written to"
+        found = "removed" if gone else "written to"
         return (
             f"{remedy}: the gradient of {names}{more} was {found} {when}, by neither sync.backward nor a "
             "micro_batch (a bare loss.backward(), zero_grad, a write to .grad). "
-            "Several backwards belong into `with sync.micro_batch():`; windows start from zero; Accelerate's "
-            "backward is that of the accelerator that prepare returned, Lightning's self.manual_backward"
+            "Put several backwards into `with sync.micro_batch():`. Every window starts from zero gradients. "
+            "With Accelerate call accelerator.backward, with Lightning self.manual_backward"
         )
 
 
 def _dense(grad: Tensor) -> Tensor:
-    """Return what this rank holds of a gradient, as memory that has elements."""
+    """Return this rank's local gradient as a strided tensor."""
     here: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
     return here.detach().to_dense() if here.layout is not torch.strided else here.detach()

@@ -1,4 +1,4 @@
-"""Norms and finite flags of reduced gradients, read in the pass that writes them."""
+"""Norms and finite flags of reduced gradients, from one pass."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pyengine.window.final_pass import FinalPass
 
 
 class SlotNorms:
-    """One read of reduced gradients: their norm and finite flags.
+    """One pass for sums of squares and finite flags of gradients.
 
     Args:
-        plan: their slots.
-        params: indices of the slots' parameters, in the order of registration.
-        device: where they lie.
+        plan: slots of the gradients.
+        params: the slots' parameters, as registration indices.
+        device: of the gradients.
 
     Attributes:
         params: int64 `[slots]`, as given.
@@ -39,7 +39,7 @@ class SlotNorms:
         scale: Tensor,
         final: FinalPass,
     ) -> None:
-        """Read the slots once, times `scale`; leave norm and finite flags in `final`.
+        """Read the slots once; write norms and finite flags to `final`.
 
         Args:
             sources: one entry a slot, `[slot.numel]`, read.
@@ -54,11 +54,16 @@ class SlotNorms:
         final.nonfinite.index_copy_(0, self.params, self._nonfinite)
 
     def scale_(self, tensors: TensorList | Pointers, scale: Tensor) -> None:
-        """Multiply the slots in place by `scale`, float32, 0-dim: reads and writes one element each."""
+        """Multiply the slots in place by `scale`, float32, 0-dim.
+
+        Cost: reads and writes one element.
+        """
         self._plan.unscale_norm(tensors, tensors, scale, sumsq=self._sumsq, nonfinite=self._nonfinite)
 
     def flags(self, sources: TensorList | Pointers, one: Tensor) -> Tensor:
-        """Return which slots are not finite, uint8 `[slots]`, the caller's.
+        """Return which slots are not finite.
+
+        The result is uint8 `[slots]`, owned by the caller.
 
         Args:
             sources: as for `read`.
@@ -73,10 +78,10 @@ class SlotNorms:
 
 @dataclass(frozen=True)
 class NormSlots:
-    """What is read of a bucket when its sum over ranks has arrived.
+    """The slots that `ReducedNorms` reads of one bucket.
 
     Attributes:
-        plan: its slots.
+        plan: the slots.
         params: registration indices of the slots' parameters.
     """
 
@@ -85,11 +90,13 @@ class NormSlots:
 
 
 class ReducedNorms:
-    """Sums of squares and finite flags of all buckets of one kind, in memory of its own.
+    """Sums of squares and finite flags of all buckets.
+
+    Each bucket is read as soon as its reduction has completed.
 
     Args:
-        buckets: as they are asked for.
-        device: where gradients lie.
+        buckets: the slots of each bucket.
+        device: of the gradients.
 
     Cost: on an accelerator one launch a bucket, and three a window.
     """
@@ -104,7 +111,7 @@ class ReducedNorms:
         self._params = torch.tensor(params, dtype=torch.int64, device=device)
 
     def begin(self) -> None:
-        """Start a window: nothing of it has been read."""
+        """Start a window: clear the finite flags."""
         self._nonfinite.zero_()
 
     def read(
@@ -114,7 +121,7 @@ class ReducedNorms:
 
         Args:
             index: of the bucket.
-            sources: one entry a slot of its plan, `[numel]`, read.
+            sources: one entry a slot of the bucket's plan, `[numel]`, read.
             out: written where it has a tensor, in its own dtype; may be `sources`. None writes nothing.
             scale: float32, 0-dim.
 
@@ -126,6 +133,6 @@ class ReducedNorms:
         )
 
     def copy_to(self, final: FinalPass) -> None:
-        """Copy what has been read to `sumsq` and `nonfinite` of these buckets' parameters."""
+        """Copy the results to `sumsq` and `nonfinite` of `final`."""
         final.sumsq.index_copy_(0, self._params, self._sumsq)
         final.nonfinite.index_copy_(0, self._params, self._nonfinite)

@@ -1,6 +1,4 @@
-"""Buckets of a custom loop: when each becomes ready, in what order they travel,
-and how their results land.
-"""
+"""The engine's own buckets over ranks, from arrival to `.grad`."""
 
 from __future__ import annotations
 
@@ -35,20 +33,20 @@ from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
 from pyengine.wire.memory import Place, WireMemory
 
-# As DDP's: the network has something to do early in the backward, and a small model's too.
+# As in DDP: a small first bucket lets the network start early in the backward, also for a small model.
 FIRST_BUCKET_BYTES = 2**20
 
 
 class HeldTensors:
-    """Tensors of the backward's stream, kept while a side stream may still read them.
+    """Tensors kept alive while a side stream may read them.
 
-    Their memory goes back to the backward's stream once the side stream is known to be done, or once the
-    former has waited for what the latter started: `record_stream` would cost a microsecond a gradient, and an
-    event for each that the allocator has to ask after.
+    The allocator may reuse their memory on the backward's stream once the side stream has finished reading,
+    or once the backward's stream has waited for the side stream's collective. `record_stream` would cost a
+    microsecond a gradient, and an event each that the allocator has to query.
 
     Args:
-        tensors: read by what the current stream, a side stream, has been given.
-        device: where they lie.
+        tensors: read by work queued on the current stream, a side stream.
+        device: of the tensors.
     """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
@@ -56,19 +54,20 @@ class HeldTensors:
         self._event = recorded_event(device, enable_timing=False) if has_events(device) else None
 
     def is_done(self) -> bool:
-        """Whether it is known that nobody reads them any more; nobody waits."""
+        """Whether the side stream has finished reading the tensors; does not wait."""
         return self._event is not None and self._event.query()
 
 
 class Transfer:
-    """One bucket under way.
+    """The reduction of one bucket in one window.
 
     Attributes:
-        bucket: what travels.
-        is_complete: whether every gradient of the running backward has come.
-        is_waiting: whether it waits for the end of the backward: some gradient may come again.
-        held: what a side stream reads for it.
-        work: its sum over ranks, once it has started.
+        bucket: the bucket that is reduced.
+        is_complete: whether the running backward has accumulated every gradient of the bucket.
+        is_waiting: whether the bucket waits for the end of the backward, since a gradient may be accumulated
+            again.
+        held: tensors that a side stream reads for the reduction.
+        work: the sum over ranks, once it has been launched.
     """
 
     work: Work
@@ -81,20 +80,20 @@ class Transfer:
 
 
 class Transfers:
-    """All buckets of one window.
+    """The reductions of all buckets of one window.
 
-    Collectives start in the same order on every rank, whatever the order of readiness, and of whatever group.
-    Each later one of a bucket follows when a next bucket starts, so that the one before has had time to land.
-    Ranks that have other buckets than this one may start them in another order, and would wait for each
-    other: there all first ones come before any second one, and these before any third. None starts before the
-    header has come, and none at all if ranks disagree in it. See [Note: order of collectives in a window] in
-    engine/window.py.
+    See [Note: order of collectives in a window] in engine/window.py. Buckets are launched in the order of the
+    layout on every rank, whichever is complete first and whatever its group. A bucket may need several
+    collectives. Each later one is launched when a next bucket is, so that the earlier one has had time to
+    complete. Ranks with other buckets than this rank's may launch them in another order and would deadlock;
+    there the first collectives of all buckets precede every second one, and these every third one. No bucket
+    is launched before the header has arrived, and none at all if ranks disagree in the header.
 
     Args:
         buckets: in the order of the layout.
         header: of the window.
-        divisor: what comes in on the way to the wire.
-        groups: over which ranks each bucket is summed.
+        divisor: its factor is multiplied in on the way to the wire.
+        groups: the ranks over which each bucket is summed.
         waiting: indices of buckets that wait for the end of the backward.
 
     Attributes:
@@ -115,7 +114,7 @@ class Transfers:
         self._next = 0
 
     def complete(self, transfer: Transfer) -> None:
-        """Note that the running backward has completed a bucket, and start what can start."""
+        """Mark a bucket as complete; launch what may be launched."""
         if transfer.is_waiting:
             return
         transfer.is_complete = True
@@ -124,7 +123,11 @@ class Transfers:
             self._launch(poison=False)
 
     def launch_rest(self, *, poison: bool) -> None:
-        """Start every bucket that has not been; `poison` voids the window."""
+        """Launch every bucket that has not been launched.
+
+        Args:
+            poison: fill the buckets with nan, which voids the window.
+        """
         if self.header.is_refused():
             return
         while self._next < len(self.all):
@@ -134,14 +137,12 @@ class Transfers:
             self._launch_later_rounds(self.all)
 
     def late(self) -> list[tuple[OwnBucket, int]]:
-        """Return the slots, with their buckets, that the backward has added to after it had seemed to
-        complete them.
-        """
+        """Return the slots that were written to after `complete`."""
         complete = [transfer.bucket for transfer in self.all if transfer.is_complete]
         return [(bucket, slot) for bucket in complete for slot in bucket.late()]
 
     def wait_in_order(self) -> Iterator[OwnBucket]:
-        """Wait for each bucket in turn, while later ones still travel."""
+        """Wait for each bucket in turn; later reductions still run."""
         for index, transfer in enumerate(self.all[: self._next]):
             with span("land bucket", index):
                 transfer.work.wait()
@@ -149,21 +150,27 @@ class Transfers:
                 yield transfer.bucket
 
     def drop(self) -> None:
-        """Let go of buckets that nobody waits for: what has started still runs over their memory."""
+        """Release the buckets of a window that was given up.
+
+        Launched collectives still use their memory, so the tensors are handed to the side streams.
+        """
         for transfer in self.all[: self._next]:
             if transfer.held is not None:
                 with self._comm(transfer).side_stream(transfer.held.tensors):
                     transfer.held = None
 
     def _may_launch(self, transfer: Transfer) -> bool:
-        """Whether a bucket may go now. The backward never stalls for the header:
-        the bucket goes with the next one.
+        """Whether a bucket may be launched now.
+
+        The backward never waits for the header: where the header has not arrived, the bucket is launched with
+        a later one.
         """
         return transfer.is_complete and self.header.is_ready() and not self.header.is_refused()
 
     def _launch(self, *, poison: bool) -> None:
         transfer = self.all[self._next]
-        # A wire of means needs the count of all ranks: waiting for it must not hold up the backward.
+        # 1/count is computed from the header. On a side stream, waiting for the header does not stall the
+        # backward.
         comm = self._comm(transfer)
         tensors = transfer.bucket.sent_tensors() if comm.is_stream_ordered else []
         with span("launch bucket", self._next), comm.side_stream([]):
@@ -177,7 +184,7 @@ class Transfers:
             self._launch_later_rounds(self.all[: self._next - 1])
 
     def _release_held(self) -> None:
-        """Let go of what side streams are done with."""
+        """Release tensors that side streams have finished reading."""
         for transfer in self.all[: self._next]:
             if transfer.held is not None and transfer.held.is_done():
                 transfer.held = None
@@ -186,9 +193,10 @@ class Transfers:
         return self._groups.comms[transfer.bucket.spec.group]
 
     def _launch_later_rounds(self, transfers: Sequence[Transfer]) -> None:
-        """Start the next collective of buckets under way; where a stream waits, it does the rest, too.
+        """Launch the next collective of buckets that need several.
 
-        The last bucket comes first: what it sends travels while those before it are added up.
+        The last bucket comes first: its collective runs while the CPU adds up the earlier buckets. Where a
+        stream waits instead of the host, the last step also finishes the bucket on that stream.
         """
         for transfer in reversed(transfers):
             comm, work = self._comm(transfer), transfer.work
@@ -198,19 +206,19 @@ class Transfers:
 
 
 class BucketReducer(Reducer):
-    """Gradients in flat buckets that we own.
+    """Gradients in flat buckets that the engine owns.
 
-    Reductions start in bucket order on every rank, whatever the order of readiness, so collectives always
-    match. The first window uses the reverse of the registration order; rank 0 notes the order in which its
-    gradients really come, and before the second window all ranks lay their buckets out in that.
+    Reductions are launched in bucket order on every rank, whichever bucket is complete first, so that
+    collectives always match. The first window uses the reverse of the registration order. Rank 0 records the
+    order in which its gradients arrive, and before the second window all ranks lay their buckets out in that
+    order.
 
     Args:
         specs: descriptions of `params`, in registration order.
-        params: all parameters; those that require no gradient are left alone.
-        groups: over which ranks each gradient is summed.
-        settings: how buckets sum and travel, and how large they are.
+        params: all parameters; frozen ones are left alone.
+        groups: the ranks over which each gradient is summed.
+        settings: wire, kind of sum and size of buckets.
         terms: of a full window.
-
     """
 
     overlaps = True
@@ -230,12 +238,20 @@ class BucketReducer(Reducer):
         self._specs, self._settings, self._terms = list(specs), settings, terms
         self._wire, self._groups, self._comm = settings.wire, groups, groups.everybody
         self.counted = groups.counted
+        # ---- order of the buckets ----
+        # Whether a window has been reduced: on every rank in the same window.
         self._has_launched = False
+        # Rank 0's order of arrival, for the next window; None before the first reduction.
         self._agreed: list[int] | None = None
-        self._observers: list[Observer] = []
-        self._arrivals: Arrivals | None = None
-        self._repeated: set[int] = set()
+        # False until the second window. One rank has nobody to agree with; unlike ranks cannot agree.
         self._order_is_final = self._comm.world_size == 1 or not groups.are_alike
+        # ---- arrival of gradients ----
+        # What this rank's first backward showed; None before it.
+        self._arrivals: Arrivals | None = None
+        # Parameters whose gradient has been accumulated more than once in a backward.
+        self._repeated: set[int] = set()
+        self._observers: list[Observer] = []
+        # ---- reduction ----
         self._memory = WireMemory()
         own = sorted({spec.group for spec in specs if spec.requires_grad})
         self._used = {group: UsedAnywhere(groups.comms[group], params[0].device) for group in own}
@@ -245,7 +261,7 @@ class BucketReducer(Reducer):
         self._lay_out(backward_order(specs))
 
     def _lay_out(self, order: Sequence[int]) -> None:
-        # Old buffers go before new ones come.
+        # Free the old buffers before new ones are allocated.
         self._local_params = local_parts(self.params)
         self._buckets: list[OwnBucket] = []
         self._transfers: Transfers | None = None
@@ -290,7 +306,7 @@ class BucketReducer(Reducer):
         }
 
     def _reserve(self) -> None:
-        """Ask transports for the memory that travels by each, in one piece where they have such."""
+        """Ask each transport to reserve memory for its buckets."""
         for group, comm in enumerate(self._groups.comms):
             mine = [bucket.numel for bucket in self.layout.buckets if bucket.group == group]
             comm.reserve([numel * self._wire.dtype.itemsize for numel in mine])
@@ -305,7 +321,10 @@ class BucketReducer(Reducer):
         return self._buckets
 
     def open(self) -> None:
-        """Do nothing: the first backward overwrites old sums, so that a zero_grad before it does no harm."""
+        """Do nothing: the first backward overwrites old sums.
+
+        So a zero_grad before it does no harm.
+        """
 
     def begin(self) -> None:
         if self._agreed is not None and not self._order_is_final:
@@ -314,7 +333,7 @@ class BucketReducer(Reducer):
 
     @contextmanager
     def add(self) -> Iterator[None]:
-        """Accumulate what needs a pass of ours from inside the body, while the cache has it."""
+        """Accumulate inside the body where possible, from the cache."""
         with (
             self._record_arrivals_once(),
             watching([watch for bucket in self._accumulated_in_backward() for watch in bucket.watches()]),
@@ -328,8 +347,10 @@ class BucketReducer(Reducer):
             yield
 
     def _accumulated_in_backward(self) -> list[OwnBucket]:
-        """Return the buckets that may be accumulated inside an earlier backward: of exact sums, which have
-        room for one deposit a micro-batch, those whose gradients are known to come once in it.
+        """Return the buckets that may be accumulated inside an earlier backward.
+
+        An exact sum has room for one deposit a micro-batch, so its bucket is accumulated inside the backward
+        only where each gradient is known to arrive once.
         """
         if self._settings.kind != "exact":
             return self._buckets
@@ -344,7 +365,7 @@ class BucketReducer(Reducer):
         self._observers.append(observer)
 
     def written_outside_grad(self) -> Sequence[int]:
-        """Return those that a layer has added to `main_grad` by itself."""
+        """Return the parameters whose layer has added to `main_grad` itself."""
         return [self._slot_indices[i] for i in written(self._slot_locals)]
 
     def clear_written_outside_grad(self) -> None:
@@ -358,7 +379,7 @@ class BucketReducer(Reducer):
 
     @contextmanager
     def reducing(self, header: Header) -> Iterator[None]:
-        """Do as `reduce`, behind the body."""
+        """Do as `reduce`, but launch the buckets after the body."""
         self._prepare(header)
         yield
         self._launch_rest(poison=False)
@@ -367,7 +388,7 @@ class BucketReducer(Reducer):
     def overlap(self, header: Header, roots: Sequence[Tensor]) -> Iterator[None]:
         waiting = {self._slot_of[param][0] for param in self._repeated}
         if self._arrivals is None and (not roots or any(map(may_nest, roots))):
-            # Not known yet: does a gradient come more than once?
+            # Not known yet whether a gradient arrives more than once.
             waiting = set(range(len(self._buckets)))
         transfers = self._prepare(header, waiting=waiting)
         for bucket in self._buckets:
@@ -386,12 +407,13 @@ class BucketReducer(Reducer):
 
     def finish(self, final: FinalPass) -> None:
         if self._transfers is not None:
-            self._transfers.header.vector()  # waits for it, which tells why if nothing behind it can land
+            # Waits. Raises the reason, where collectives after the header cannot complete.
+            self._transfers.header.vector()
         transfers, self._transfers = self._transfers, None
         if transfers is None:
             raise RuntimeError(
-                "gradients were not reduced: a collective failed on this rank, and some buckets have "
-                "landed. Nothing is stepped here, and other ranks may have gone on: start all ranks anew, "
+                "gradients were not reduced: a collective failed on this rank after some buckets had been "
+                "reduced. This rank does not step, and other ranks may have stepped: restart all ranks "
                 "from a checkpoint"
             )
         self._norms.begin()
@@ -421,13 +443,17 @@ class BucketReducer(Reducer):
         expected, seen = backward_order(self._specs), set(order)
         order = [*order, *(index for index in expected if index not in seen)]
         if order != [*self._slot_of]:
-            # What views the old buffers must go before new ones come.
+            # Drop the views of the old buffers before new buffers are allocated.
             self.release(keeps_grad=False)
             self._lay_out(order)
 
     def _prepare(self, header: Header, *, waiting: Collection[int] = ()) -> Transfers:
-        """Get ready to send the buckets; those `held` wait for the end of the backward."""
-        self._drop_transfers()  # of a window that was given up
+        """Prepare the reductions of a window.
+
+        Args:
+            waiting: indices of buckets that wait for the end of the backward.
+        """
+        self._drop_transfers()  # left over from a window that was given up
         self._used_flags = {}
         self._divisor = Divisor(header.inv_count, self._wire, header.inv_scale)
         self._memory.begin(header.position[0])
@@ -442,7 +468,10 @@ class BucketReducer(Reducer):
             transfers.drop()
 
     def _launch_rest(self, *, poison: bool) -> None:
-        """Start what the backward has not; from then on all ranks have sent a window, or none has."""
+        """Launch the buckets that the backward has not; then the used flags.
+
+        After this call either all ranks have reduced a first window, or none has.
+        """
         if self._transfers is not None:
             self._transfers.launch_rest(poison=poison)
             if self._transfers.header.is_refused():
@@ -451,11 +480,11 @@ class BucketReducer(Reducer):
             if not self._has_launched:
                 self._has_launched = True
                 if not self._order_is_final:
-                    # Behind the buckets all ranks are at the same point of this engine.
+                    # After the buckets' collectives all ranks are at the same point of this engine.
                     self._agreed = self._comm.all_gather_object(self.order())[0]
 
     def _launch_used_flags(self, *, poison: bool) -> None:
-        """Start the per-window exchange of used-parameter flags.
+        """Launch the per-window all-reduce of used-parameter flags.
 
         A poisoned rank reports every parameter as used, so that the nan it has sent is not dropped.
         """
@@ -466,7 +495,7 @@ class BucketReducer(Reducer):
                 self._used_flags[group] = used.all_reduce(mine)
 
     def _drop_unused(self) -> list[int]:
-        """Leave no gradient where no rank has used a parameter; return the registration indices of these."""
+        """Set `.grad` of unused parameters to None; return their indices."""
         dropped = []
         for group, flags in self._used_flags.items():
             indices, params = self._in_group[group]
@@ -474,46 +503,43 @@ class BucketReducer(Reducer):
         return dropped
 
     def _params_of_group(self, group: int) -> tuple[list[int], list[Parameter]]:
-        """Return the registration indices and the parts of a group's parameters, in the order of the
-        layout.
-        """
+        """Return a group's registration indices and local tensors."""
         buckets = [bucket for bucket in self.layout.buckets if bucket.group == group]
         indices = [slot.param for bucket in buckets for slot in bucket.slots]
         return indices, [self._local_params[index] for index in indices]
 
     def _raise_if_late(self, transfers: Transfers) -> None:
-        """Raise if the backward has changed a bucket that might have left;
-        from the next window on that one waits.
+        """Raise if a bucket has changed after it may have been launched.
+
+        From the next window on that bucket waits for the end of the backward.
         """
         late = {bucket.spec.slots[slot].param for bucket, slot in transfers.late()}
         if late:
             names = ", ".join(repr(self.names[param]) for param in sorted(late)[:5])
             if all(self.params[param].grad is None for param in late):
                 raise RuntimeError(
-                    f"the gradient of {names} was taken away inside the backward, after its bucket could "
-                    "leave (an optimizer in a hook, .grad = None): leave that out, and step by "
+                    f"the gradient of {names} was set to None inside the backward, after its bucket may have "
+                    "been launched (by an optimizer in a hook, or by .grad = None): remove that, and call "
                     "sync.step(optimizer). This rank cannot use the window: call sync.abandon() on every "
-                    "rank and go on"
+                    "rank and continue"
                 )
             self._repeated |= late
             raise RuntimeError(
-                f"the gradient of {names} was accumulated again after its bucket could leave: a backward "
-                "ran inside the backward (reentrant checkpointing, a hook, a custom Function), and no "
-                "earlier one had shown it. This rank cannot use the window: call sync.abandon() on every "
-                "rank and go on; from now on these buckets wait for the backward's end. (A rank on which "
-                "it did not happen may have stepped: the next header says so)"
+                f"the gradient of {names} was accumulated again after its bucket may have been launched: a "
+                "backward ran inside the backward (reentrant checkpointing, a hook, a custom Function), "
+                "which no earlier backward had done. This rank cannot use the window: call sync.abandon() "
+                "on every rank and continue; from now on these buckets wait for the end of the backward. "
+                "(A rank on which this did not happen may have stepped; the next window reports it)"
             )
 
     @contextmanager
     def _record_arrivals_once(self) -> Iterator[None]:
-        """Observe, in the first backward here, in which order gradients come and which come more than
-        once.
-        """
+        """Record the arrivals of this rank's first backward."""
         if self._arrivals is not None:
             yield
             return
         arrivals = Arrivals({index: self.params[index] for index in backward_order(self._specs)})
         with arrivals.recorded():
             yield
-        self._arrivals = arrivals  # a backward that failed tells nothing
+        self._arrivals = arrivals  # not after a backward that failed
         self._repeated |= arrivals.repeated

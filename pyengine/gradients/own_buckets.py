@@ -1,4 +1,4 @@
-"""Buckets in memory of our own: how each kind of sum travels, and how `.grad` views the result."""
+"""The engine's own buckets: one class for each kind of sum."""
 
 from __future__ import annotations
 
@@ -25,25 +25,27 @@ from pyengine.wire import Wire
 
 
 class OwnBucket(Bucket):
-    """A bucket whose buffers this object owns, `[spec.numel]` each, on the parameters' device.
+    """A bucket whose buffers this object owns.
+
+    The buffers have `[spec.numel]` elements, on the parameters' device.
 
     The sum and `.grad` are valid until the next window's first backward overwrites them.
 
-    Life of a window: as for `Bucket` in earlier micro-batches; then `arm` before the last backward,
+    Order of calls in a window: as for `Bucket` in earlier micro-batches; then `arm` before the last backward,
     `has_arrived` and `seal` during it, `send` once the bucket is complete, `from_wire` when its sum over
     ranks has arrived.
 
     Args:
-        spec: place in the layout.
-        params: the bucket's, in slot order.
+        spec: slots, dtype and group of the bucket.
+        params: of the bucket, in slot order.
         total: the sum, over the layout's slots.
         wire_buffer: where the sum over ranks arrives, of the wire's type.
         result: what `.grad` views, of the parameters' type; may be `wire_buffer`.
 
     Attributes:
         spec: as given.
-        norm_slots: what `from_wire` reads.
-        observers: are called with this rank's own sums before they travel; see `Observer`.
+        norm_slots: the slots that `from_wire` reads.
+        observers: called with this rank's own sums before their all-reduce; see `Observer`.
     """
 
     observers: Sequence[Observer] = ()
@@ -65,16 +67,18 @@ class OwnBucket(Bucket):
         self.bind()
 
     def bind(self) -> None:
-        """Make the views of the result that `.grad` is set to, and what else parameters show."""
+        """Make the views for `.grad`, and for `main_grad` where layers get it."""
         self._grads = views_of(self._result, self.params, self.spec.slots)
         self._addresses = [grad.data_ptr() for grad in self._grads]
 
     def begin(self) -> None:
-        """Start a window with a sum of zero: the first gradients overwrite it.
+        """Start a window: the first gradients overwrite the sum.
+
+        A cast or move of the model and back leaves a parameter as it was, but gives the views of `.grad`
+        other memory. Then the views are made again.
 
         Raises:
-            ValueError: a parameter is not what the bucket was made for. (A cast or move of the model and back
-                leaves it as it was, and gives the views of `.grad` other memory: they are made anew.)
+            ValueError: a parameter has another dtype, device or shape than when the bucket was made.
         """
         for param, slot, made in zip(self.params, self.spec.slots, self._descriptions, strict=True):
             param.grad = None
@@ -87,20 +91,23 @@ class OwnBucket(Bucket):
         if [grad.data_ptr() for grad in self._grads] != self._addresses:
             self.bind()
         super().begin()
-        # Marks of the gradients when the last backward seemed to have completed the bucket.
+        # Marks of the gradients when the last backward had completed the bucket.
         self._sealed: list[Mark] | None = None
         self._late: list[int] = []
 
     def clear_main_grad_flags(self) -> None:
-        """Forget what layers have added to `main_grad` by themselves, except that they do."""
+        """Clear the layers' `main_grad` flags, but remember that layers write `main_grad`."""
         self._has_fused = bool(pop_written(self.params)) or self._has_fused
 
     def seal(self) -> None:
-        """Note that the armed backward has delivered every gradient, before it has ended."""
+        """Record the gradients once the last backward has accumulated all of them.
+
+        The backward may still be running.
+        """
         self._sealed = grad_marks(self.params)
 
     def late(self) -> list[int]:
-        """Return the slots that the armed backward has written to after `seal`."""
+        """Return the slots that the last backward has written to after `seal`."""
         if self._sealed is None:
             return self._late + [slot for slot, param in enumerate(self.params) if param.grad is not None]
         return self._changed()
@@ -110,16 +117,16 @@ class OwnBucket(Bucket):
         """Launch the sum over ranks.
 
         Args:
-            inv_count: float32, 0-dim, multiplied in on the way to the wire; None for nothing.
+            inv_count: float32, 0-dim, multiplied in on the way to the wire; None for 1.
             comm: over the bucket's ranks.
             poison: send nan, so that no rank uses the window.
 
-        Cost: the last backward's gradients, which are accumulated in the pass that casts where there is one,
-        and what the wire sends for the bucket.
+        Cost: accumulates the last backward's gradients, in the pass that casts them where there is one; then
+        the wire's cost for the bucket.
         """
 
     def _all_reduce(self, wire: Wire, comm: Comm, scale: Tensor | None, *, poison: bool) -> Work:
-        """Launch the all-reduce of the wire buffer, which holds this rank's sum times `scale`."""
+        """Launch the all-reduce of the wire buffer."""
         if poison:
             self._wire.fill_(torch.nan)
         for observe in self.observers:
@@ -127,18 +134,18 @@ class OwnBucket(Bucket):
         return wire.all_reduce_(self._wire, comm)
 
     def sent_tensors(self) -> list[Tensor]:
-        """Return every tensor that `send` uses: a side stream may read them for some time."""
+        """Return the tensors that a side stream may read after `send`."""
         grads = [param.grad for param in self.params if param.grad is not None]
         return [self.one, self._wire, *grads, *self.flagged, *self.total.scalars()]
 
     def from_wire(self, scale: Tensor | None, norms: ReducedNorms) -> None:
-        """Publish the reduced buffer times `scale` as `.grad`, and read its norm and finite flags.
+        """Publish the reduced buffer as `.grad`; read its norms.
 
-        Also for parameters that no rank has used: the reducer sets their `.grad` to None afterwards.
+        Parameters that no rank has used get a `.grad`, too; the reducer sets it to None afterwards.
 
         Args:
-            scale: float32, 0-dim, multiplied in; None for nothing.
-            norms: of all buckets, made of their `norm_slots`.
+            scale: float32, 0-dim, multiplied in; None for 1.
+            norms: of all buckets, made from their `norm_slots`.
 
         Cost: reads an element of the wire; writes `.grad` unless that is the same memory and `scale` is None.
         """
@@ -150,11 +157,11 @@ class OwnBucket(Bucket):
                 param.grad = grad
 
     def release(self) -> None:
-        """Take everything off the parameters but `.grad`."""
+        """Remove everything but `.grad` from the parameters."""
         remove_main_grad(self.params)
 
     def _unseal(self) -> None:
-        """Note which gradients have changed since `seal`, before they leave `.grad`."""
+        """Record which gradients have changed since `seal`, before they leave `.grad`."""
         self._late, self._sealed = self._changed(), None
 
     def _changed(self) -> list[int]:
@@ -165,16 +172,16 @@ class OwnBucket(Bucket):
 
 
 class FlatBucket(OwnBucket):
-    """Narrow gradients summed in a flat buffer of a wider type, one of `FLAT_SUMS`.
+    """Narrow gradients summed in a buffer of a wider type.
 
     Bytes an element with an fp32 sum: 6 in the first micro-batch (stored, no zero pass), 10 in later ones;
     with a narrow wire the last one sums, scales, casts and checks in a single pass of 8.
 
     Args:
         dtype: of the sum.
-        wire: how the bucket travels.
-        comm: by which it travels.
-        sets_main_grad: whether layers may add to the sum by themselves, as `main_grad`.
+        wire: over which the bucket is reduced.
+        comm: the transport.
+        sets_main_grad: whether layers may add to the sum themselves, through `main_grad`.
     """
 
     def __init__(
@@ -204,7 +211,7 @@ class FlatBucket(OwnBucket):
         super().begin()
         if self._has_fused:
             self._set_first(False)
-            self._sum.flat.zero_()  # a layer that writes main_grad itself needs a sum to add to
+            self._sum.flat.zero_()  # a layer that adds to main_grad reads the sum
 
     def collect(self) -> None:
         self._find_fused()
@@ -220,19 +227,22 @@ class FlatBucket(OwnBucket):
         return self._all_reduce(self._over_wire, comm, inv_count, poison=poison)
 
     def sent_tensors(self) -> list[Tensor]:
-        self._start_row()  # allocated on this stream, on which a report reads it, and not on the side stream
+        # Allocate the flags on this stream, on which a report reads them, and not on the side stream.
+        self._start_row()
         return [*super().sent_tensors(), self._sum.flat]
 
     def _find_fused(self) -> None:
-        """Note what layers have added to the sum by themselves."""
+        """Record which layers have added to the sum through `main_grad`."""
         for index in pop_written(self.params):
             self._has_fused = self.used[index] = True
             self.params[index].grad = None
-            self._set_first(False)  # the sum was zero, and now holds what the layer wrote
+            self._set_first(False)  # the sum was zero and now holds the layer's gradient
 
 
 class ExactBucket(OwnBucket):
-    """Gradients of any type summed exactly, as integers on a grid that their largest values choose.
+    """Gradients of any type summed exactly, as integers.
+
+    The integers are on a grid that the largest values set.
 
     Bytes an element: 8.02 for the sum (and 2 for narrow gradients), 12 moved by the first micro-batch and 20
     by later ones with fp32 gradients; on the wire those of `ExactOverRanks.rounds`. `.grad` of float32
@@ -240,7 +250,7 @@ class ExactBucket(OwnBucket):
 
     Args:
         terms: of a full window.
-        comm: by which the bucket travels.
+        comm: the transport that reduces the bucket.
     """
 
     def __init__(self, spec: BucketSpec, params: Sequence[Parameter], *, terms: Terms, comm: Comm) -> None:
@@ -251,8 +261,8 @@ class ExactBucket(OwnBucket):
         super().__init__(spec, params, self._exact, rounded, result)
 
     def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
-        """Launch the rounds of `ExactOverRanks`, after which `rounded` is the sum."""
-        del inv_count, comm  # the sum is divided, not its terms; the transport was given at construction
+        """Launch `ExactOverRanks.rounds`, after which `rounded` is the sum."""
+        del inv_count, comm  # finish() divides the rounded sum; the sum has its transport already
         self._unseal()
         self.collect()
         return self._exact.rounds(poison=poison)
@@ -265,15 +275,15 @@ class ExactBucket(OwnBucket):
 class InPlaceBucket(OwnBucket):
     """Gradients summed in their own type, in the buffer that `.grad` views.
 
-    The first micro-batch's gradients are stored about a megabyte at a time, from inside the backward: no zero
-    pass, and the cache still has them. From then on `.grad` views the sum and autograd adds in place. The sum
-    is reduced in place when the wire has the same type; otherwise it is cast into a wire buffer (1/count
+    The first micro-batch's gradients are stored about a megabyte at a time, inside the backward: no zero
+    pass, and they are still in the cache. From then on `.grad` views the sum and autograd adds in place. The
+    sum is reduced in place when the wire has the same type; otherwise it is cast into a wire buffer (1/count
     folded in) and back.
 
-    Whether a slot has arrived is read off the version of its view, which autograd's in-place add raises.
+    Autograd's in-place add increments the version of a slot's view, which shows that the slot has arrived.
 
     Args:
-        wire, comm: how the bucket travels, and by which transport.
+        wire, comm: the wire and the transport that reduce the bucket.
         watch: check every micro-batch for gradients that are not finite, so that a report can name it: one
             more read each.
     """
@@ -297,21 +307,21 @@ class InPlaceBucket(OwnBucket):
     def begin(self) -> None:
         super().begin()
         self._is_first = True
-        self._first_row_of_sum = 0  # rows are of the sum so far
-        # Versions of the views: when the window began or the views were made, before the last backward, and
-        # when that had completed the bucket.
+        self._first_row_of_sum = 0  # every row describes the sum so far
+        # Versions of the views: at the start of the window or when the views were made; before the last
+        # backward; when the last backward had completed the bucket.
         self._begun = self._versions()
         self._versions_armed: list[int] = []
         self._versions_sealed: list[int] | None = None
         if self._has_fused:
-            self._flat.zero_()  # a layer that writes main_grad itself needs a sum to add to
+            self._flat.zero_()  # a layer that adds to main_grad reads the sum
 
     def watches(self) -> list[Watch]:
         self._store_earlier()
-        return super().watches() if self._is_first else []  # autograd adds the later ones
+        return super().watches() if self._is_first else []  # later on autograd adds in place
 
     def collect(self) -> None:
-        """Store what the first backward left; autograd has added the later ones already."""
+        """Store the first backward's gradients; autograd has added later ones already."""
         if self._is_first or self._is_watching:
             self._store_all()
             self._record_nonfinite()
@@ -328,7 +338,7 @@ class InPlaceBucket(OwnBucket):
         return self._grads[slot]._version != self._versions_armed[slot]
 
     def seal(self) -> None:
-        """Store every gradient in the sum, inside the backward, and note the version of every slot."""
+        """Store every gradient in the sum; record the slots' versions."""
         self._store()
         self._versions_sealed = self._versions()
 
@@ -374,29 +384,29 @@ class InPlaceBucket(OwnBucket):
         return [grad._version for grad in self._grads]
 
     def _note_used(self, versions: Sequence[int]) -> None:
-        """Note the slots that autograd has added to since the window began or their views were made."""
+        """Mark the slots that autograd has added to as used."""
         self.used = [
             used or begun != now for used, begun, now in zip(self.used, self._begun, versions, strict=True)
         ]
 
     def _record_nonfinite(self) -> None:
-        """Note which slots are not finite after this micro-batch, if that is asked for."""
+        """Record which slots are not finite, if they are checked."""
         if self._is_watching:
             self.flagged.append(self._norms.flags(self._slots, self.one))
 
     def _store_all(self) -> None:
-        """Store every gradient in the sum, wherever it and the sum's views are by now."""
+        """Store every gradient, also after a move of the model."""
         if not self._is_first:
             self._rebind_moved()
         self._store()
 
     def _store_earlier(self) -> None:
-        """Store what backwards before the micro-batch's last have left, if it is the first."""
+        """Store gradients of earlier backwards of the window's first micro-batch."""
         if self._is_first and any(param.grad is not None for param in self.params):
             self._store()
 
     def _store(self) -> None:
-        """Store every gradient in the sum, wherever it is, and let `.grad` view the sum."""
+        """Store every gradient in the sum; `.grad` views the sum."""
         for index in pop_written(self.params):
             self._has_fused = self.used[index] = True
             self.params[index].grad = self._grads[index]  # in the sum already: stored onto itself
@@ -409,14 +419,14 @@ class InPlaceBucket(OwnBucket):
             self._store_replaced()
 
     def _accumulate(self, group: SlotGroup) -> None:
-        """Write a group's first gradients over the old sum: a read and a write an element."""
+        """Overwrite the old sum with a group's first gradients."""
         group.total.deposit_(group.pop(self.used), first=True, nonfinite=self.one)
         for param, view in zip(group.params, self._grads[group.start : group.stop], strict=True):
             param.grad = view
         group.is_first = False
 
     def _store_replaced(self) -> None:
-        """Store gradients that somebody put elsewhere (zero_grad, create_graph, a new tensor) in the sum."""
+        """Store gradients whose `.grad` was replaced by another tensor."""
         grads = [param.grad for param in self.params]
         for index, (param, grad, view) in enumerate(zip(self.params, grads, self._grads, strict=True)):
             if grad is view:
@@ -429,7 +439,7 @@ class InPlaceBucket(OwnBucket):
             param.grad = view
 
     def _rebind_moved(self) -> None:
-        """Make new views of slots whose old ones a cast or move of the model has given other memory."""
+        """Make new views of slots that a cast or move has copied."""
         if [grad.data_ptr() for grad in self._grads] == self._addresses:
             return
         moved = list(self._grads)
@@ -437,7 +447,7 @@ class InPlaceBucket(OwnBucket):
         self.bind()
         for index, (old, view) in enumerate(zip(moved, self._grads, strict=True)):
             if old.data_ptr() == self._addresses[index] and self.params[index].grad is old:
-                self.params[index].grad = view  # this one has stayed where it was
+                self.params[index].grad = view  # its memory has not moved
         self._begun = self._versions()
 
 
@@ -452,23 +462,23 @@ def own_bucket(
     comm: Comm,
     separate_sum: bool = False,
 ) -> OwnBucket:
-    """Make the bucket of one place in the layout.
+    """Make one bucket of the layout.
 
     Args:
         kind: one of `KINDS`.
-        spec: the place.
-        params: the bucket's, in slot order.
-        wire: how it travels.
+        spec: of the bucket.
+        params: of the bucket, in slot order.
+        wire: over which the bucket is reduced.
         terms: of a full window.
         watch: whether every micro-batch is checked for inf and nan.
-        comm: by which it travels.
+        comm: the transport.
         separate_sum: whether `.grad` holds only the current micro-batch's gradient until `collect`. The sum
             is then in separate memory, in fp32 at least, and no layer gets a `main_grad`.
     """
     if kind == "exact":
         return ExactBucket(spec, params, terms=terms, comm=comm)
     dtype = sum_dtype(kind, spec.dtype)
-    # Autograd cannot add in place to what a DTensor's `.grad` is a view of, unnoticed.
+    # A DTensor's `.grad` wraps the view: an in-place add of autograd would not show in the view's version.
     has_parts = any(isinstance(param, LocalPart) for param in params)
     if dtype != spec.dtype or separate_sum or has_parts:
         dtype = dtype if dtype != spec.dtype else torch.float32
@@ -482,14 +492,13 @@ def plan_of(spec: BucketSpec) -> BucketPlan:
 
 
 def _flat(spec: BucketSpec, dtype: torch.dtype, device: torch.device, comm: Comm | None = None) -> Tensor:
-    """Return a flat buffer of zeros, `[spec.numel]`; in memory of the transport by which it travels, if
-    any."""
+    """Return a flat buffer of zeros, in `comm`'s memory if given."""
     if comm is None:
         return torch.zeros(spec.numel, dtype=dtype, device=device)
     return flat_zeros(comm, spec.numel, dtype=dtype, device=device)
 
 
-# What a bucket needs of a parameter to stay as it was.
+# The properties of a parameter that must not change.
 _Description = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]
 
 

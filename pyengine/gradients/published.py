@@ -1,4 +1,4 @@
-"""Gradients in `.grad` of a window that has landed: read and multiplied there, whoever owns them."""
+"""The reduced gradients in `.grad`, read and scaled there for every owner."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ from pyengine.window.nonfinite import is_not_finite
 
 
 class Published:
-    """The gradients in `.grad` of an engine's parameters, as they are when a method is called.
+    """The gradients in `.grad` of an engine's parameters.
 
-    The user may have written to them, or replaced them by other tensors; what is read and multiplied is what
-    an optimizer would step with.
+    Each method reads them as they are at its call.
+
+    The user may have written to them, or replaced them by other tensors. These methods read and scale the
+    tensors that an optimizer would step with.
 
     Args:
         names, params: in registration order.
@@ -39,13 +41,17 @@ class Published:
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._index = {id(param): place for place, param in enumerate(params)}
         self._groups: list[tuple[list[Parameter], SlotNorms]] = []
-        # A lazy device has no memory that the core could address.
+        # A lazy device has no memory addresses for the core.
         self._rest = [] if is_lazy(device) else [param for param in params if param.dtype in DTYPE_CODES]
         self._lay_out([param for param in self._rest if param.requires_grad])
         self.record()
 
     def _lay_out(self, params: Sequence[Parameter]) -> None:
-        """Let these be read by fused calls: a frozen parameter would make a plan longer for nothing."""
+        """Add parameters to the fused calls.
+
+        Frozen parameters are left out until they have a gradient: they would make the plans longer for
+        nothing.
+        """
         known = [param for group, _ in self._groups for param in group]
         self._groups = []
         for group in by_dtype([*known, *params]):
@@ -55,32 +61,32 @@ class Published:
         self._rest = [param for param in self._rest if id(param) not in added]
 
     def _grouped(self) -> list[tuple[SlotNorms, list[Tensor | None]]]:
-        """Return the gradients as their memory lies, by dtype, with what reads them."""
+        """Return the gradients by dtype, with their `SlotNorms`."""
         if unfrozen := [param for param in self._rest if param.grad is not None]:
             self._lay_out(unfrozen)
         return [(slots, [_flat(grad) for grad in local_grads(params)]) for params, slots in self._groups]
 
     def record(self) -> None:
-        """Remember the gradients as they are, for `has_changed`."""
+        """Record the gradients as they are, for `has_changed`."""
         self._then, self._addresses = GradVersions(self._params), self._addresses_now()
 
     def has_changed(self) -> bool:
-        """Whether somebody has written to gradients, or exchanged them, since `mark`."""
-        # An assignment to `.grad.data` exchanges the memory alone, and is in no version counter.
+        """Whether gradients were written to or replaced since `record`."""
+        # An assignment to `.grad.data` replaces the memory alone, which no version counter shows.
         return bool(self._then.changed()) or self._addresses != self._addresses_now()
 
     @torch.no_grad()
     def read(self, final: FinalPass, scale: Tensor | None = None) -> None:
-        """Leave norm and finite flags of the gradients in `final`; multiply by `scale` in the same pass.
+        """Write norms and finite flags to `final`; scale the gradients.
 
         Args:
             final: its `sumsq` and `nonfinite` are written.
             scale: float32, 0-dim; None writes nothing.
 
-        Cost: reads one element; with `scale` writes one. A copy of what the core cannot address.
+        Cost: reads one element; with `scale` writes one. A copy of tensors that the core cannot address.
 
         Raises:
-            ValueError: somebody has put a gradient there whose elements cannot be read.
+            ValueError: a gradient was replaced by a tensor whose elements cannot be read.
         """
         if is_lazy(self._device):
             assert scale is None
@@ -93,7 +99,7 @@ class Published:
                 continue
             try:
                 slots.read(grads, None, self._one, final)
-            except (TypeError, ValueError):  # somebody has put tensors there that the core cannot address
+            except (TypeError, ValueError):  # a .grad was replaced by a tensor that the core cannot address
                 slots.read(self._copied(slots.params.tolist()), None, self._one, final)
 
     @torch.no_grad()
@@ -102,7 +108,7 @@ class Published:
 
         Cost: reads and writes one element.
         """
-        if is_lazy(self._device):  # the compiler makes this a part of whatever uses the gradients
+        if is_lazy(self._device):  # the compiler fuses this with the next use of the gradients
             for param in self._params:
                 if param.grad is not None:
                     param.grad = (param.grad.float() * scale).to(param.dtype)
@@ -110,13 +116,16 @@ class Published:
         for slots, grads in self._grouped():
             try:
                 slots.scale_(grads, scale)
-            except (TypeError, ValueError):  # somebody has put tensors there that the core cannot address
+            except (TypeError, ValueError):  # a .grad was replaced by a tensor that the core cannot address
                 for grad in grads:
                     if grad is not None:
                         grad.mul_(scale)
 
     def _copied(self, indices: Sequence[int]) -> list[Tensor | None]:
-        """Return gradients as plain float32 tensors on the device; refuse, by name, what has no elements."""
+        """Return gradients as plain float32 tensors on the device.
+
+        Raises ValueError with the name of a gradient whose elements cannot be read.
+        """
         copies: list[Tensor | None] = []
         for index in indices:
             param = self._params[index]
@@ -124,7 +133,7 @@ class Published:
             if grad is not None and (keeps_elements_elsewhere(grad) or grad.numel() != local(param).numel()):
                 raise ValueError(
                     f"set the .grad of {self._names[index]!r} to a plain tensor of {local(param).numel()} "
-                    f"elements before its norm is taken: it is a {type(param.grad).__name__} of "
+                    f"elements before its norm is computed: it is a {type(param.grad).__name__} of "
                     f"{grad.numel()} on this rank"
                 )
             dense = None if grad is None else _dense(grad).to(self._device, torch.float32)
@@ -132,7 +141,10 @@ class Published:
         return copies
 
     def _addresses_now(self) -> list[int]:
-        """Return where the gradients lie; nothing on a lazy device, whose tensors have no address."""
+        """Return the addresses of the gradients.
+
+        Empty on a lazy device, whose tensors have none.
+        """
         if is_lazy(self._device):
             return []
         try:
@@ -142,22 +154,24 @@ class Published:
 
     @torch.no_grad()
     def largest(self) -> Tensor:
-        """Return the largest absolute value of all gradients.
+        """Return the largest absolute value of this rank's gradients.
 
         Returns:
-            float64 0-dim on their device, of what this rank holds; nan if one holds nan, 0 if there is none.
+            float64 0-dim on their device; nan if a gradient holds nan, 0 without gradients.
 
         Cost: reads one element.
         """
         grads = [_dense(grad) for grad in local_grads(self._params) if grad is not None and grad.numel()]
         if not grads:
             return torch.zeros((), dtype=torch.float64, device=self._device)
-        return get_total_norm(grads, math.inf).double()  # of a maximum every type holds all bits
+        return get_total_norm(grads, math.inf).double()  # every dtype represents a maximum exactly
 
     @torch.no_grad()
     def norms(self) -> Tensor:
-        """Return the 2-norm of what this rank holds of every gradient, float64 `[parameters]`, on their
-        device; 0 where there is none.
+        """Return the 2-norm of every local gradient, 0 without one.
+
+        Returns:
+            float64 `[parameters]`, on their device.
 
         Cost: reads one element, and copies it to float64.
         """
@@ -180,7 +194,7 @@ def _address(grad: Tensor | None) -> int:
 
 
 def local_grads(params: Sequence[Parameter]) -> list[Tensor | None]:
-    """Return what this rank holds of every gradient, in its memory; None where there is none."""
+    """Return this rank's local tensor of every gradient, or None."""
     return [None if param.grad is None else local(param.grad) for param in params]
 
 
@@ -189,7 +203,7 @@ def _dense(grad: Tensor) -> Tensor:
 
 
 def _flat(grad: Tensor | None) -> Tensor | None:
-    """Return a gradient as its memory lies, where that is dense; else as it is."""
+    """Return a dense gradient as 1-D tensor in storage order."""
     if grad is None or grad.layout is not torch.strided or grad.is_contiguous():
         return grad
     if grad.stride() != dense_strides(grad):

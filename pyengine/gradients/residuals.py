@@ -1,4 +1,4 @@
-"""What wires keep of an engine's gradients from one window to the next, by the names of its parameters."""
+"""The residuals that wires keep between windows, by parameter name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Residuals:
     """The residuals of one or more owners of buckets.
 
     Args:
-        owners: their memories, and in each the key of a parameter by name.
-        wire: which keeps them, or none.
+        owners: the `WireMemory` of each owner, and in it the key of each parameter by name.
+        wire: over which the owners' buckets are reduced.
 
     Attributes:
         wire: as given.
-        is_kept: whether the wire keeps any.
+        is_kept: whether the wire keeps residuals.
     """
 
     def __init__(self, owners: Sequence[tuple[WireMemory, Mapping[str, Hashable]]], wire: Wire) -> None:
@@ -27,8 +27,10 @@ class Residuals:
         self.is_kept = keeps_residual(wire)
 
     def save(self) -> dict[str, Tensor]:
-        """Return copies, float32 `[numel]` in storage order each; the caller's. None of parameters that have
-        none.
+        """Return copies of the residuals, without parameters that have none.
+
+        Returns:
+            By name, float32 `[numel]` in storage order; owned by the caller.
         """
         saved = {}
         for memory, key_of in self.owners:
@@ -37,16 +39,23 @@ class Residuals:
         return saved
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Overwrite all residuals, with zeros where there is none in `saved`."""
+        """Overwrite all residuals, with zeros where `saved` has none."""
         for memory, key_of in self.owners:
             memory.load({key: saved[name] for name, key in key_of.items() if name in saved})
 
     def drop_if(self, is_unused: Tensor) -> None:
-        """Let nothing stay of a window that has landed, if it must not be used: 0-dim, not 0."""
+        """Zero the last window's residuals if it must not be used.
+
+        Args:
+            is_unused: 0-dim; not 0 if the window must not be used.
+        """
         for memory, _ in self.owners:
             memory.drop(is_unused)
 
     def scale_(self, factor: Tensor) -> None:
-        """Multiply all by `factor`, 0-dim: by what gradients grow from now on."""
+        """Multiply all residuals by `factor`, 0-dim.
+
+        It is the factor by which gradients grow from now on.
+        """
         for memory, _ in self.owners:
             memory.scale_(factor)

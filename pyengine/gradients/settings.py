@@ -1,4 +1,4 @@
-"""The arguments that every engine takes, and what is wrong with them."""
+"""The arguments that every engine has, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pyengine.window.counter import check_accumulate
 from pyengine.wire import FP32, Wire
 from pyengine.wire.cast import wire_problems
 
-# Types of parameters that are trained. A new type of a wire is none of these by itself.
+# Dtypes of parameters that are trained. A new dtype of a wire is none of these by itself.
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# In which type kinds of sums keep what is narrower.
+# By kind of sum, the dtype that sums gradients of narrower dtypes.
 SUM_DTYPES = {"fp32": torch.float32}
 KINDS = (*SUM_DTYPES, "native", "exact")
 NONFINITE_POLICIES = ("skip", "raise", "drop_micro_batch")
@@ -23,20 +23,22 @@ NONFINITE_POLICIES = ("skip", "raise", "drop_micro_batch")
 
 @dataclass(frozen=True)
 class Exact:
-    """accumulator="exact", where the size of a window is not the sum of `accumulate` over the ranks, or where
-    sums need not be exact within a slot.
+    """accumulator="exact", with a given window size and slots.
+
+    Needed where the size of a window is not the sum of `accumulate` over the ranks, or where sums need not be
+    exact within a slot.
 
     Args:
         micro_batches: of a full window, over all ranks.
-        slots: in how many slots the window is cut, of equally many neighbouring micro-batches. PyTorch adds
-            up the gradients of a slot, in `.grad`, on one rank and in the order of their places; the sum over
+        slots: number of slots of a window; a slot is a run of neighbouring micro-batches, equally many in
+            each. PyTorch adds up the gradients of a slot, in `.grad`, on one rank and in order; the sum over
             slots is exact. So the bits depend on the number of slots, and are the same on every number of
             ranks that divides it; and a slot costs one deposit, not one a micro-batch. Parameters narrower
-            than float32 are refused, which PyTorch would add up in their own type. None: every micro-batch is
-            a slot of its own, and which rank computes it is no matter; see `pe.Dealer`.
+            than float32 are refused, since PyTorch would add their gradients in their own dtype. None: every
+            micro-batch is a slot, and any rank may compute it; see `pe.Dealer`.
 
-    The exact sum takes 1 to 4096 slots. Its grid depends on their number, so runs have the same bits only if
-    that is the same, too.
+    The exact sum has 1 to 4096 slots. Its grid depends on their number, so runs have the same bits only if
+    they have the same number of slots.
     """
 
     micro_batches: int
@@ -55,15 +57,15 @@ class Exact:
 
 
 def as_accumulator(accumulator: str | Exact | torch.dtype) -> str | Exact:
-    """Return "fp32" for torch.float32; anything else stays as given, for `Settings` to check."""
+    """Return "fp32" for torch.float32, other values unchanged."""
     return "fp32" if accumulator is torch.float32 else accumulator  # type: ignore[return-value]
 
 
 def sum_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which gradients of `dtype` are summed.
+    """Return the dtype in which gradients of `dtype` are summed.
 
-    Those narrower than the type in `SUM_DTYPES` are summed in that; "native" keeps their own type. An "exact"
-    sum has no type: it is a number of bits.
+    Gradients narrower than the dtype in `SUM_DTYPES` are summed in that dtype; "native" keeps their own. An
+    "exact" sum has no dtype: it is a number of bits.
     """
     wide = SUM_DTYPES.get(kind, dtype)
     return wide if dtype.itemsize < wide.itemsize else dtype
@@ -71,7 +73,10 @@ def sum_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `GradSync`, which `attach` and the adapters share; DDP has buckets of its own size."""
+    """The arguments that `GradSync`, `attach` and the adapters share.
+
+    DDP has its own bucket size.
+    """
 
     accumulate: int
     wire: Wire = FP32()  # noqa: RUF009 - frozen
@@ -91,18 +96,19 @@ class Settings:
 
     @property
     def run(self) -> int:
-        """Micro-batches that are added up before they are accumulated: of a slot of exact sums, else 1."""
+        """Micro-batches of one slot of exact sums, else 1."""
         return self.accumulator.run if isinstance(self.accumulator, Exact) else 1
 
     @property
     def raises(self) -> bool:
-        """Whether inf and nan are an error, so that every micro-batch is watched for them."""
+        """Whether every micro-batch is checked, and inf or nan raise."""
         return self.nonfinite == "raise"
 
     @property
     def drops(self) -> bool:
-        """Whether a micro-batch with inf or nan leaves its window: sums are then kept apart from `.grad`, and
-        nothing is added, or sent, before a micro-batch is known to be whole.
+        """Whether a micro-batch with inf or nan is dropped from its window.
+
+        Then sums are separate from `.grad`, and a micro-batch is added, or reduced, only after its check.
         """
         return isinstance(self.nonfinite, str) and self.nonfinite == "drop_micro_batch"
 
@@ -113,13 +119,16 @@ class Settings:
 
     @property
     def watches_stalls(self) -> bool:
-        """Whether a sync that stalls is reported."""
+        """Whether a collective that stalls is reported."""
         seconds = self.stall_after_s
         is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)
         return is_number and 0 < seconds < math.inf  # type: ignore[operator]
 
     def shared(self) -> str:
-        """Describe what has to be equal on every rank (micro-batches a window need not be)."""
+        """Describe the values that have to be equal on every rank.
+
+        Micro-batches a window need not be equal.
+        """
         return f"wire={self.wire}, accumulator={self.accumulator!r}, nonfinite={self.nonfinite!r}, " + (
             f"bucket_cap_mb={float(self.bucket_cap_mb)}"
             + (f", {self.deferral}" if self.deferral else "")
@@ -127,7 +136,7 @@ class Settings:
         )
 
     def problems(self) -> list[str]:
-        """Say what is wrong with the values."""
+        """Return messages for invalid values."""
         found = [*check_accumulate(self.accumulate), *wire_problems(self.wire)]
         wrong_window = _exact_problems(self.accumulator) if isinstance(self.accumulator, Exact) else []
         found += wrong_window
@@ -147,13 +156,13 @@ class Settings:
             )
         elif self.drops and self.kind == "native":
             found.append(
-                "accumulator='native' with nonfinite='drop_micro_batch': autograd adds to .grad by itself, "
-                "and what it has added cannot be taken out again: use accumulator='fp32'"
+                "accumulator='native' with nonfinite='drop_micro_batch': autograd adds each micro-batch to "
+                ".grad, from which it cannot be removed again: use accumulator='fp32'"
             )
         elif self.drops and not wrong_window and self.run > 1:
             found.append(
                 f"accumulator={self.accumulator} with nonfinite='drop_micro_batch': autograd adds up the "
-                f"{self.run} micro-batches of a slot by itself, and one of them cannot be taken out again: "
+                f"{self.run} micro-batches of a slot, from which none can be removed again: "
                 "leave slots out, or use nonfinite='skip'"
             )
         if not self.watches_stalls and self.stall_after_s is not None and not _is_zero(self.stall_after_s):
@@ -171,7 +180,7 @@ class Settings:
 
 
 def _exact_problems(exact: Exact) -> list[str]:
-    """Say what is wrong with the size of a window of exact sums, and with its slots."""
+    """Return messages for invalid arguments of `Exact`."""
     num, slots = exact.micro_batches, exact.slots
     if type(num) is not int:
         return [f"accumulator={exact}: need a whole number of micro-batches"]

@@ -1,4 +1,7 @@
-"""A gradient as a slot of a flat buffer: 1-D, in the order in which the parameter is stored."""
+"""A gradient as a slot of a flat buffer.
+
+It is 1-D, in the order in which the parameter is stored.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,20 @@ from torch.nn import Parameter
 
 from pyengine.gradients.layout import Slot
 
-# By parameter name: the parts of its sum in storage order, and "nonfinite", uint8 [micro-batches], if
-# watched. Parts are "sum", float32 or the parameter's dtype [numel], or of an exact sum "limbs", int32 [2,
-# blocks, 64], and "bins", uint8 [blocks].
+# By parameter name, the tensors of its sum in storage order: "sum", float32 or the parameter's dtype
+# `[numel]`; or of an exact sum "limbs", int32 `[2, blocks, 64]`, and "bins", uint8 `[blocks]`. With them
+# "nonfinite", uint8 `[micro-batches]`, where micro-batches are checked.
 Saved = dict[str, dict[str, Tensor]]
 
 
 def local(tensor: Any) -> Tensor:
-    """Return what this rank holds of a tensor, in the same memory: its part of a DTensor, all of any
-    other.
-    """
+    """Return this rank's local tensor, in the same memory."""
     part: Tensor = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 
 def as_gradient(part: Tensor, param: Any) -> Tensor:
-    """Return what this rank holds of a gradient as `param.grad` takes it, in the same memory."""
+    """Return a local gradient as DTensor if `param` is one."""
     if not hasattr(param, "to_local"):
         return part
     whole: Tensor = type(param).from_local(
@@ -36,14 +37,14 @@ def as_gradient(part: Tensor, param: Any) -> Tensor:
 
 
 def slots_of(flat: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
-    """Return the slots of a flat buffer, in storage order: views `[slot.numel]` of its memory."""
+    """Return a flat buffer's slots as views `[slot.numel]`."""
     return [flat[slot.offset : slot.offset + slot.numel] for slot in slots]
 
 
 def views_of(flat: Tensor, params: Sequence[Parameter], slots: Sequence[Slot]) -> list[Tensor]:
-    """Return the slots of a flat buffer, shaped and strided like their parameters: views of its memory.
+    """Return a flat buffer's slots, shaped like their parameters.
 
-    `.data` gives each its own version counter, so a single counter tells whether autograd has added to a
+    `.data` gives each view its own version counter, so the counter shows whether autograd has added to the
     slot.
     """
     return [
@@ -53,16 +54,21 @@ def views_of(flat: Tensor, params: Sequence[Parameter], slots: Sequence[Slot]) -
 
 
 def load_slot_state(parts: Mapping[str, Tensor], kept: Mapping[str, Tensor] | None) -> None:
-    """Overwrite a sum's parts with what was saved of it, of the same shapes and dtypes; with zeros if nothing
-    was.
+    """Overwrite a slot's sum with the saved one, or zeros.
+
+    Args:
+        parts: the tensors of the sum, written.
+        kept: saved tensors of the same shapes and dtypes, or None.
     """
     for name, part in parts.items():
         part.zero_() if kept is None else part.copy_(kept[name])
 
 
 def saved_flags(saved: Saved, names: Sequence[str], done: int, device: torch.device) -> Tensor:
-    """Return the flags of the micro-batches done, as saved: uint8 `[done, len(names)]`, the caller's, 0 where
-    none were.
+    """Return the saved flags of the finished micro-batches.
+
+    Returns:
+        uint8 `[done, len(names)]`, owned by the caller.
     """
     rows = torch.zeros(done, len(names), dtype=torch.uint8, device=device)
     for index, name in enumerate(names):
@@ -72,7 +78,10 @@ def saved_flags(saved: Saved, names: Sequence[str], done: int, device: torch.dev
 
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:
-    """Return the parameter's own strides if it is dense (channels_last, say), else the contiguous ones."""
+    """Return the parameter's strides if it is dense.
+
+    For example channels_last. Otherwise the contiguous strides.
+    """
     return torch.empty_like(param.detach(), device="meta").stride()
 
 
@@ -80,16 +89,16 @@ def slot_gradient(param: Parameter) -> Tensor | None:
     """Return `param.grad` in the slot's order, or None.
 
     Returns:
-        In the gradient's dtype: 1-D `[numel]`, or as it is where that is contiguous. Autograd's own memory,
-        valid until somebody replaces `.grad`; a copy of gradients that are sparse, strided otherwise or
-        negated.
+        In the gradient's dtype: 1-D `[numel]`, or the gradient itself where it is contiguous. Autograd's own
+            memory, valid until `.grad` is replaced. A copy of gradients that are sparse, have other strides
+            or are negated.
     """
     grad = param.grad
     if grad is None:
         return None
     if grad.layout is not torch.strided:
         grad = grad.to_dense()
-    grad = grad.resolve_neg()  # autograd negates lazily: the imaginary part of a conjugate
+    grad = grad.resolve_neg()  # autograd negates lazily, for example the imaginary part of a conjugate
     if grad.is_contiguous() and param.is_contiguous():
         return grad
     like = torch.empty_like(param.detach(), dtype=grad.dtype)

@@ -1,6 +1,6 @@
-"""Sums over the micro-batches of a window: flat buffers over the slots of a plan, without `.grad`.
+"""Sums over the micro-batches of a window, in flat buffers.
 
-A `Bucket` holds one. A new kind of sum is a class here, or in a file beside this one, as exact_sums.py.
+A `Bucket` holds one sum. A new kind of sum is a class here, or in a file beside this one, like exact_sums.py.
 """
 
 from __future__ import annotations
@@ -17,22 +17,27 @@ from pyengine.ops.pointers import Pointers, TensorList
 
 
 class Sum(ABC):
-    """A sum over a plan's slots, in memory that it owns as long as it lives."""
+    """A sum over a plan's slots, in memory that this object owns."""
 
     def begin(self) -> None:
-        """Start a window: nothing has been deposited."""
+        """Start a window without any gradient."""
 
     def resume(self) -> None:
-        """Start a window with a sum of zero, to be overwritten through `parts`."""
+        """Start a window with a sum of zero, to load into."""
 
     @abstractmethod
     def over(self, plan: BucketPlan) -> Any:
-        """Return the same sum, in the same memory, for the gradients of some of its slots, those of
-        `plan`."""
+        """Return the same sum, in the same memory, for fewer slots.
+
+        Args:
+            plan: the subset, in the same flat buffer.
+        """
 
     @abstractmethod
     def slot_state(self, offset: int, numel: int) -> dict[str, Tensor]:
-        """Return one slot's sum, by name, as a checkpoint holds it (see `Saved`); behind `resume` its memory.
+        """Return one slot's sum as a checkpoint holds it.
+
+        See `Saved`. After `resume` the memory of the sum.
 
         Args:
             offset, numel: of the slot.
@@ -48,7 +53,7 @@ class Sum(ABC):
 
         Args:
             grads: one entry a slot, `[slot.numel]`, read; None adds nothing.
-            first: True overwrites: the sum holds nothing of this window yet.
+            first: True overwrites the sum, which has no gradient of this window yet.
             nonfinite: uint8 `[slots]`, OR-ed with 1 where a gradient is not finite, or too large for an exact
                 sum (2^126).
 
@@ -97,9 +102,9 @@ class FlatSum(Sum):
             wire: of the wire's type, `[numel]`, written; may be `flat` itself.
             grads, first: as for `deposit_`.
             scale: float32, 0-dim; None for 1.
-            nonfinite: uint8 `[slots]`, OR-ed with 1 where a gradient is not finite, or a value on the wire.
+            nonfinite: uint8 `[slots]`, OR-ed with 1 where a gradient, or a value on the wire, is not finite.
 
-        Cost: that of `deposit_`, and a pass that reads an element of the sum and writes one of the wire.
+        Cost: the cost of `deposit_`, and a pass that reads an element of the sum and writes one of the wire.
         """
         self.deposit_(grads, first=first, nonfinite=nonfinite)
         if wire is not self.flat or scale is not None:
@@ -107,9 +112,11 @@ class FlatSum(Sum):
 
 
 class InPlaceSum(FlatSum):
-    """The buffer that `.grad` views: `deposit_` writes the first gradients, autograd adds the later ones.
+    """The buffer that `.grad` views.
 
-    Gradients have the type of the buffer. They are not checked.
+    Autograd adds to it from the second micro-batch on.
+
+    `deposit_` writes the first gradients. They have the type of the buffer and are not checked.
     """
 
     def deposit_(self, grads: TensorList | Pointers, /, *, first: bool, nonfinite: Tensor) -> None:
@@ -119,9 +126,11 @@ class InPlaceSum(FlatSum):
 
 
 class Fp32Sum(FlatSum):
-    """Narrow gradients summed in float32: a bfloat16 sum stops growing after 256 equal terms.
+    """Narrow gradients summed in float32.
 
-    Gradients are bfloat16 or float16, the buffer is float32; `deposit_` moves 10 bytes an element, or 6 if
+    A bfloat16 sum stops growing after 256 equal terms.
+
+    Gradients are bfloat16 or float16, the buffer is float32. `deposit_` moves 10 bytes an element, or 6 if
     `first`.
     """
 
@@ -137,8 +146,9 @@ class Fp32Sum(FlatSum):
         first: bool,
         nonfinite: Tensor,
     ) -> None:
-        """Do as `FlatSum.deposit_into_wire_`, in one pass: read 4 bytes (0 if `first`) and a gradient, write
-        one wire element.
+        """Do as `FlatSum.deposit_into_wire_`, in one pass.
+
+        Cost: reads 4 bytes (0 if `first`) and a gradient, writes one wire element.
         """
         if wire is self.flat and scale is None:
             self.deposit_(grads, first=first, nonfinite=nonfinite)
@@ -149,5 +159,5 @@ class Fp32Sum(FlatSum):
             )
 
 
-# What sums narrower gradients in a buffer of a type.
+# The class that sums narrower gradients in a buffer of each type.
 FLAT_SUMS: dict[torch.dtype, type[FlatSum]] = {torch.float32: Fp32Sum}

@@ -1,8 +1,8 @@
-"""Gradients of one engine that two owners reduce: DDP, and buckets of ours for parameters that DDP was told
-to ignore and that have a group of their own (experts).
+"""Gradients that two owners reduce: DDP and the engine's buckets.
 
-The owners do not wait for each other: what ours sends travels by process groups that DDP does not use. The
-window's divisor, norm and verdict are of both.
+The engine's buckets reduce parameters that DDP ignores and that have a process group of their own, for
+example experts. The owners do not wait for each other: the engine's buckets use process groups that DDP does
+not use. Both share the window's divisor, norm and verdict.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from pyengine.window.header import Header
 
 
 class TwoOwners(Reducer):
-    """Gradients that DDP owns, and others in buckets of ours.
+    """Gradients that DDP owns, and others in the engine's own buckets.
 
     Args:
         ddp: owns the first parameters.
-        specs, params: the others, by description and as they are, in registration order.
-        groups: over which ranks those are summed, by transports that nothing else uses.
+        specs, params: descriptions and parameters of the others, in registration order.
+        groups: the ranks over which the others are summed, over transports that nothing else uses.
         counted: by parameter, DDP's first, whether this rank counts it in the norm; None: all ranks hold the
-            same.
-        settings: how buckets of both sum and travel.
+            same parameters.
+        settings: wire and kind of sum of both owners' buckets.
         terms: of a full window.
     """
 
@@ -57,13 +57,13 @@ class TwoOwners(Reducer):
     ) -> None:
         self.stepper: Stepper = PlainStepper()
         self._ddp, self._num_ddp = ddp, len(ddp.params)
-        # To the buckets DDP's are parameters without a gradient, so that the indices of all are the same.
-        theirs = [
+        # The bucket reducer gets DDP's parameters as frozen ones, so that both owners use the same indices.
+        ddp_specs = [
             ParamSpec(name, tuple(param.shape), param.dtype, requires_grad=False)
             for name, param in zip(ddp.names, ddp.params, strict=True)
         ]
         self._own = own = BucketReducer(
-            [*theirs, *specs], [*ddp.params, *params], groups=groups, settings=settings, terms=terms
+            [*ddp_specs, *specs], [*ddp.params, *params], groups=groups, settings=settings, terms=terms
         )
         self._owners: tuple[Reducer, Reducer] = ddp, own
         self.names, self.params, self.counted = own.names, own.params, counted

@@ -1,6 +1,8 @@
-"""Which parameters some rank has used in a window: `.grad` of the others is None.
+"""Which parameters any rank has used in a window.
 
-Whether `.grad` is None is a fact of the host, and only the other ranks decide it.
+`.grad` of the others is set to None.
+
+Whether `.grad` is None is known to the host alone, and depends on the other ranks.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ from torch.nn import Parameter
 from pyengine.comm.base import Comm, Work
 from pyengine.ops.device import HOST, Readback, send
 
-# Between hosts flags have a multiple of this length. Ranks that send windows of different engines, which the
-# header reports, send flags of different parameters, and gloo ends a process that receives more than it
-# expects.
+# Flags between hosts are padded to a multiple of this length. Where ranks send windows of different engines,
+# which the header reports, they all-reduce flags of different parameters, and gloo ends a process that
+# receives more bytes than it expects.
 _LENGTH = 4096
 
 
@@ -25,23 +27,22 @@ class UsedFlags:
 
     Args:
         mine: of this rank, by parameter.
-        flags: uint8 `[params]` or longer, of which `work` makes the maximum over ranks.
-        on_hosts: whether the flags are in the hosts' memory, so that nobody has to wait for a device.
+        flags: uint8 `[params]` or longer, which `work` max-reduces over ranks.
+        on_hosts: whether the flags are in host memory, so that no rank waits for a device.
     """
 
     def __init__(self, mine: Sequence[bool], flags: Tensor, work: Work, *, on_hosts: bool) -> None:
         self._mine, self._flags, self._work, self._on_hosts = list(mine), flags, work, on_hosts
 
     def drop_unused(self, params: Sequence[Parameter]) -> list[int]:
-        """Set `.grad` to None where no rank has used a parameter, and return the indices of these.
+        """Set `.grad` of unused parameters to None; return their indices.
 
         Args:
             params: in the order of the flags, with their reduced gradients.
 
-        Cost: a host whose rank has left some parameter unused waits for the flags of all ranks; between
-        devices
-            it waits for everything that its device has been given. Other hosts do not wait where hosts
-            exchange the flags.
+        Cost: a rank that has not used a parameter waits for the flags of all ranks. Where devices exchange
+        the flags it waits for all work queued on its device. Other ranks do not wait where hosts exchange the
+        flags.
         """
         asked = [i for i, used in enumerate(self._mine) if not used and params[i].grad is not None]
         if asked or not self._on_hosts:
@@ -56,15 +57,14 @@ class UsedFlags:
 
 
 class UsedAnywhere:
-    """All-reduces used flags: between the hosts where they can communicate beside their devices, else between
-    the devices.
+    """All-reduces used flags between hosts where possible, else between devices.
 
     Args:
-        comm: over the ranks that sum these parameters' gradients, all of which make this.
+        comm: over the ranks that sum these parameters' gradients, all of which make this object.
         device: of the parameters.
 
     Attributes:
-        on_hosts: whether the hosts do it.
+        on_hosts: whether the hosts exchange the flags.
     """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
@@ -74,12 +74,14 @@ class UsedAnywhere:
         self._device = device if hosts is None else HOST
 
     def all_reduce(self, used: Sequence[bool]) -> UsedFlags:
-        """Launch the all-reduce of a window's flags; every rank does so, at the same place in its window.
+        """Launch the all-reduce of a window's flags.
+
+        Every rank does so at the same point of the window.
 
         Args:
             used: by parameter, whether this rank has used it; the same parameters on every rank.
 
-        Cost: an all-reduce of a byte a parameter, between hosts of 4 KiB or a multiple; nobody waits.
+        Cost: an all-reduce of a byte a parameter, between hosts of 4 KiB or a multiple; no rank waits.
         """
         rest = -len(used) % _LENGTH if self.on_hosts else 0
         flags = send([*used, *[False] * rest], torch.uint8, self._device)

@@ -1,8 +1,10 @@
-"""Gradients on an XLA device: two programs, one for every micro-batch and one for the update.
+"""Gradients on an XLA device.
 
-A program is what was recorded between two launches. A micro-batch's is its forward and backward and the
-addition to the sums; none depends on how many there are. The update's is everything else: header, reductions,
-norm, clipping, and the optimizer's step, behind which it is launched.
+There is one program for every micro-batch and one for the update.
+
+A program is what was recorded between two launches. A micro-batch's program is its forward, its backward and
+the addition to the sums; it does not depend on the number of micro-batches. The update's program is
+everything else: header, reductions, norm, clipping, and the optimizer's step, after which it is launched.
 """
 
 from __future__ import annotations
@@ -30,20 +32,20 @@ from pyengine.wire.exchange import exchanges_parts
 
 
 def problems_of_device(device: torch.device, comm: Comm, settings: Settings) -> list[str]:
-    """Say which arguments make no sense where the parameters lie."""
+    """Return messages for arguments that do not work on the parameters' device."""
     if not is_lazy(device) or settings.problems():
         return []
     found = []
     if settings.kind == "exact":
         found.append(
-            "accumulator='exact' needs sums of integers in memory that XLA does not let one address: use "
-            "'fp32' on an XLA device, whose result is the same on every replica but not for every number "
-            "of replicas"
+            "accumulator='exact' sums integers in memory that it addresses directly, which XLA does not "
+            "allow: use 'fp32' on an XLA device, whose result is the same on every replica but depends on "
+            "the number of replicas"
         )
     if exchanges_parts(settings.wire) and not comm.can_exchange:
         found.append(
-            f"wire={settings.wire}: it exchanges parts of a bucket between ranks, for which a recorded "
-            "program has no collective here; use wire.BF16() or wire.FP32()"
+            f"wire={settings.wire}: it exchanges chunks of a bucket between ranks, for which XLA "
+            "programs have no collective here; use wire.BF16() or wire.FP32()"
         )
     elif reason := comm.unsupported_reason(settings.wire.dtype):
         found.append(f"wire={settings.wire}: {reason}; use wire.FP32()")
@@ -51,17 +53,19 @@ def problems_of_device(device: torch.device, comm: Comm, settings: Settings) -> 
 
 
 class XlaReducer(Reducer):
-    """Gradients in sums that we own, one tensor a parameter, in its shape and the type of `sum_dtype`;
-    `.grad` exists from the reduction to the step.
+    """Gradients in sums that the engine owns.
 
-    Nothing overlaps by our doing: the compiler orders a program.
+    A sum is one tensor a parameter, in its shape.
+
+    A sum has the dtype of `sum_dtype`. `.grad` exists from the reduction to the step. The XLA compiler orders
+    a program, and with it the overlap.
 
     Args:
         specs: descriptions of `params`, in registration order.
-        params: all parameters; those that require no gradient are left alone.
+        params: all parameters; frozen ones are left alone.
         comm: transport.
-        settings: how sums travel, and whether every micro-batch is watched for inf and nan; all gradients of
-            a type are reduced by one operation, whatever the size of a bucket.
+        settings: wire, kind of sum, and whether every micro-batch is checked for inf and nan. All gradients
+            of a dtype are reduced by one operation, whatever the bucket size.
     """
 
     def __init__(
@@ -98,7 +102,10 @@ class XlaReducer(Reducer):
 
     @torch.no_grad()
     def open(self) -> None:
-        """Zero what a dropped window has left; in a program of its own, since no other one does that."""
+        """Zero the sums of a dropped window, in a program of its own.
+
+        No other program does that.
+        """
         if not self._is_clean:
             for total in self._sums.values():
                 total.zero_()
@@ -111,15 +118,15 @@ class XlaReducer(Reducer):
         self._watched = []
 
     def collect(self) -> None:
-        """Launch the micro-batch's program at the end."""
+        """Accumulate, and launch the micro-batch's program."""
         self._is_clean = False
         with torch.no_grad():
             for index, total in self._sums.items():
                 grad = self.params[index].grad
                 if grad is not None:
                     self._used[index] = True
-                    # `add_` would first be run in Python, on a tensor without memory, to learn its shape;
-                    # either way the sum's buffer is donated to the program.
+                    # `add_` would first run in Python on a meta tensor, to infer the shape. Either way the
+                    # program gets the sum's buffer as a donated one.
                     torch.add(total, grad, out=total)
             if self._is_watching:
                 self._watched.append(flagged(self._sumsq([param.grad for param in self.params])))
@@ -131,9 +138,8 @@ class XlaReducer(Reducer):
         """Queue every reduction, and zero the sums."""
         self._divisor = Divisor(header.inv_count, self._wire, header.inv_scale)
         self._used_anywhere = self._usage_here().clone()
-        self._works = [
-            self._comm.all_reduce(self._used_anywhere)
-        ]  # travels with the header, if that goes first
+        # One program with the header's all-reduce, if that precedes it.
+        self._works = [self._comm.all_reduce(self._used_anywhere)]
         inv_count = self._divisor.before_wire()
         self._flat = {}
         for index, total in self._sums.items():
@@ -144,11 +150,14 @@ class XlaReducer(Reducer):
         self._is_clean = True
 
     def give_up(self) -> None:
-        """Do nothing: without a backward in it, no reduction fails half-way."""
+        """Do nothing: no reduction is left half launched.
+
+        No backward runs during a reduction.
+        """
 
     @torch.no_grad()
     def finish(self, final: FinalPass) -> None:
-        """Record what publishes `.grad`; all of it is still to be computed."""
+        """Record the operations that publish `.grad`; nothing is computed yet."""
         for work in self._works:
             work.wait()
         scale = self._divisor.after_wire()
@@ -204,8 +213,9 @@ class XlaReducer(Reducer):
         return torch.stack([self._zero if g is None else g.double().square().sum() for g in grads])
 
     def _usage_here(self) -> Tensor:
-        """Return which parameters this replica has used, float32 `[num_params]`;
-        sent again only when that changes.
+        """Return which parameters this replica has used, float32 `[num_params]`.
+
+        Copied to the device again only when it changes.
         """
         if self._usage is None or self._usage[0] != self._used:
             self._usage = self._used, send(self._used, torch.float32, self._device)
@@ -213,9 +223,11 @@ class XlaReducer(Reducer):
 
 
 def flagged(sumsq: Tensor) -> Tensor:
-    """Return which gradients hold inf or nan, uint8 of the shape of their sums of squares.
+    """Return which gradients hold inf or nan.
 
-    No square of a float32 leaves float64, nor does a sum of them; where float64 has float32's range, what is
-    flagged is what makes the norm infinite, and the step be skipped.
+    The result is uint8, of the shape of their sums of squares.
+
+    The square of a float32 does not overflow in float64, nor does a sum of such squares. Where float64 has
+    the range of float32, a flag marks a gradient that makes the norm infinite, so that the step is skipped.
     """
     return is_not_finite(sumsq).to(torch.uint8)

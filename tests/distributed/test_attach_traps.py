@@ -309,7 +309,7 @@ def _refused(what: str) -> str:
 @pytest.mark.parametrize(
     "what, needle",
     [
-        ("python_reducer", "optimize_ddp='python_reducer', which takes DDP's buckets off the backward"),
+        ("python_reducer", "optimize_ddp='python_reducer', which removes DDP's hooks from the backward"),
         ("delayed", "made with delay_all_reduce_named_params"),
         ("unfrozen", "parameter '0.weight' requires a gradient and is in none of DDP's buckets"),
         ("hook", "ddp_model has a communication hook"),

@@ -276,9 +276,7 @@ def test_a_state_saved_behind_a_dropped_micro_batch_remembers_it():
 
 
 def test_native_sums_cannot_drop():
-    with pytest.raises(
-        ValueError, match="what it has added cannot be taken out again: use accumulator='fp32'"
-    ):
+    with pytest.raises(ValueError, match="from which it cannot be removed again: use accumulator='fp32'"):
         pe.GradSync(Integers(torch.float32), accumulate=2, accumulator="native", nonfinite="drop_micro_batch")
 
 

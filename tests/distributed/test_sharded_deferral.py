@@ -156,9 +156,9 @@ def _refused(options: dict[str, Any]) -> str:
     ("options", "text"),
     [
         ({"defer": "some"}, "defer='some': need one of"),
-        ({"defer": {"third": "all"}}, "defer has 'third', and the units are"),
+        ({"defer": {"third": "all"}}, "defer has 'third', which is no unit of the model"),
         ({"defer": "outer"}, "defer='outer' for unit ''"),
-        ({"defer": "none", "defer_budget_mb": 1}, "the budget chooses what is deferred"),
+        ({"defer": "none", "defer_budget_mb": 1}, "the budget chooses the units to defer"),
         ({"defer_budget_mb": -1}, "defer_budget_mb=-1: need a size"),
     ],
     ids=str,

@@ -260,7 +260,7 @@ def test_a_backward_that_one_rank_leaves_in_its_middle_ends_by_an_error_on_every
     first, second = ranks(2).run(_is_left, kind, defer)
     assert len(first) == 2 and "a collective failed" in first[1]
     assert second[0] == "no memory" and "a collective failed" in second[1]
-    assert ("an exception has left the window's last backward" in second[1]) == (defer == "all")
+    assert ("an exception has ended the window's last backward" in second[1]) == (defer == "all")
 
 
 def _as_of_2_11(fn: Callable[..., Any], *args: Any, lacks: Sequence[str] = NEWER, **kwargs: Any) -> None:

@@ -257,14 +257,14 @@ def _refused(case: str) -> str:
 REFUSED = {
     "sums": "sums gradients in bfloat16, and accumulator='fp32' asks for float32",
     "fp16": "reduces in float16",
-    "exact": "defer_budget_mb=1.0: accumulator='exact' holds whole sums",
+    "exact": "defer_budget_mb=1.0: accumulator='exact' holds unsharded sums",
     "offload": "has a CPUOffloadPolicy",
-    "hook": "has a hook behind its reduction",
+    "hook": "has a hook after its reduction",
     "mesh": "is on a mesh of ranks",
     "part": "need a DistributedDataParallel, or a model that fully_shard",
     "inner": "a unit within a larger one",
     "shared memory": "rank 1: shared_memory=True, and ddp_model is sharded by FSDP2",
-    "one rank": "rank 1: defer='none', defer_budget_mb=None: accumulator='exact' holds whole sums",
+    "one rank": "rank 1: defer='none', defer_budget_mb=None: accumulator='exact' holds unsharded sums",
 }
 
 

@@ -250,12 +250,12 @@ def _refused(case: str) -> str:
 REFUSED = {
     "replicas": "reduces in float32, and wire=BF16(): it has replicas and no shards",
     "only replicas": "reduces in float32, and wire=BF16(): it has replicas and no shards",
-    "wider": "reduces in bfloat16, and wire=FP32(): a wire has to be of the type",
+    "wider": "reduces in bfloat16, and wire=FP32(): need a wire of the dtype",
     "early": "wire=FP16() for unit '', which sends gradients before the window's count is known",
     "feedback between hosts": "which has no reduce_scatter: pass the wire of torch.float32",
     "fed back replicas": "wire=ErrorFeedback(wire=Int8()): it has replicas and no shards",
     "encoded replicas": "reduces in float32, and wire=Int8(): it has replicas and no shards",
-    "own": "it has a reduce-scatter of its own",
+    "own": "it has a custom reduce-scatter",
 }
 
 

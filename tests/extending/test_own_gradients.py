@@ -42,5 +42,5 @@ def test_each_rank_s_own_sum_is_seen_before_it_travels(ranks, owner, accumulator
 
 def test_owners_without_such_sums_refuse_by_name():
     sync = pe.GradSync(nn.Linear(2, 2), accumulator="exact")
-    with pytest.raises(NotImplementedError, match="BucketReducer has no sums of this rank alone"):
+    with pytest.raises(NotImplementedError, match="BucketReducer has no float sums of this rank alone"):
         sync._engine.reducer.observe(print)

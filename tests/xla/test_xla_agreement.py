@@ -46,7 +46,7 @@ def _attach(rank: int) -> pe.Sync:
 @pytest.mark.parametrize(
     ("world", "make", "said"),
     [
-        (1, partial(_make, accumulator="exact"), "accumulator='exact' needs sums of integers"),
+        (1, partial(_make, accumulator="exact"), "accumulator='exact' sums integers in memory"),
         (
             2,
             partial(_make, wire=pe.wire.BF16()),

@@ -1,4 +1,4 @@
-"""Norms and finite flags of DDP's buckets: each is read as it lands, while later ones still travel."""
+"""Norms and finite flags of DDP's buckets, read as each is reduced."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from pyengine.gradients.norms import NormSlots, ReducedNorms
 from pyengine.ops.device import runs_ahead
 from pyengine.window.final_pass import FinalPass
 
-# Elements of the narrowest type in the widest access.
+# Elements of the narrowest dtype in the widest memory access.
 PHASE = 8
 
 
 class BucketNorms:
     """The norms of all of DDP's buckets.
 
-    On an accelerator they are laid out before the first lands, and are read and handed over together; a
-    bucket with a parameter behind one of an odd size is left to whoever reads `.grad`: it would be read an
-    element at a time. On the host each is laid out when it is asked for: DDP shows its buckets only with new
-    memory for all of them.
+    On an accelerator they are laid out before the first bucket is reduced, and copied to `FinalPass`
+    together. A bucket in which a parameter follows one of odd size is left out there, since it would be read
+    an element at a time; `Published` reads its `.grad`. On the host each bucket is laid out at its first use:
+    DDP returns its buckets only with new memory for all of them.
 
     Args:
         index: registration indices of the reduced parameters.
-        device: where they lie.
+        device: of the parameters.
     """
 
     def __init__(self, index: Mapping[Any, int], device: torch.device) -> None:
@@ -38,13 +38,16 @@ class BucketNorms:
         self._were_read: set[tuple[int | None, ...]] = set()
 
     def lay_out(self, buckets: Callable[[], Sequence[Any]]) -> None:
-        """Forget the buckets, and get ready for those that DDP has now; where no collective is under way.
+        """Lay the norms out for the buckets that DDP has now.
+
+        Called while no collective is running.
 
         Args:
             buckets: returns them, over buffers of zeros; called on an accelerator only.
 
-        Cost: on an accelerator a read of the buffers. What a plan has there is made by its first use, which
-        waits for the device: not when a bucket lands, when that would be for the other ranks.
+        Cost: on an accelerator a read of the buffers. The first use of a plan allocates its memory there and
+        waits for the device. Here it does not make other ranks wait, as it would once a bucket has been
+        reduced.
         """
         self._norms, self._by_indices = [], {}
         if not runs_ahead(self._device):
@@ -58,13 +61,13 @@ class BucketNorms:
             norms.read_flat(bucket.buffer(), bucket.buffer(), one, writes=False)
 
     def begin(self) -> None:
-        """Start a window: no bucket of it has landed."""
+        """Start a window without any bucket."""
         for norms in self._norms:
             norms.begin()
         self._were_read = set()
 
     def of(self, bucket: Any) -> NormsOfBucket | None:
-        """Return what reads a bucket when it lands; None if that is not to be."""
+        """Return the norms of a bucket; None if `Published` is to read it."""
         indices = self._indices_of(bucket.parameters())
         if indices not in self._by_indices:
             if runs_ahead(self._device) or None in indices:
@@ -75,8 +78,10 @@ class BucketNorms:
         return NormsOfBucket(norms, index, numels, indices, self._were_read)
 
     def copy_if_complete(self, final: FinalPass) -> bool:
-        """Hand over what was read if the buckets that have landed in this window hold every parameter; say
-        whether they do.
+        """Copy the norms to `final` if every parameter was read in this window.
+
+        Returns:
+            Whether they were copied.
         """
         if sum(map(len, self._were_read)) != len(self._index):
             return False
@@ -107,14 +112,14 @@ class BucketNorms:
 
 @dataclass(frozen=True)
 class NormsOfBucket:
-    """One of them, on its way.
+    """The norms of one bucket that is being reduced.
 
     Attributes:
-        norms: of all.
-        index: of the bucket there.
-        numels: of its parameters, which lie in its buffer one after the other.
-        indices: registration indices of its parameters.
-        were_read: those of buckets that have; its own are added when it does.
+        norms: of all buckets.
+        index: of the bucket in `norms`.
+        numels: of the bucket's parameters, whose slots follow each other without gaps.
+        indices: registration indices of the bucket's parameters.
+        were_read: the `indices` of all buckets read in this window; `read` adds those of this bucket.
     """
 
     norms: ReducedNorms
@@ -124,12 +129,13 @@ class NormsOfBucket:
     were_read: set[tuple[int | None, ...]]
 
     def read(self, sources: Sequence[Tensor], flat: Tensor, scale: Tensor, *, writes: bool) -> None:
-        """Read what has landed once, times `scale`, on whichever thread; with `writes` into the buffer.
+        """Read the reduced bucket once, times `scale`; on any thread.
 
         Args:
             sources: one entry a parameter, `[numel]`, read.
             flat: the bucket's buffer, `[numel]`.
             scale: float32, 0-dim.
+            writes: whether the product is written to `flat`.
 
         Cost: reads one element; with `writes` writes one.
         """
@@ -137,5 +143,10 @@ class NormsOfBucket:
         self.were_read.add(self.indices)
 
     def read_flat(self, sent: Tensor, flat: Tensor, scale: Tensor, *, writes: bool) -> None:
-        """Do as `read` for what has travelled as the buffer lies; `sent`, `[numel]`, may be `flat`."""
+        """Do as `read`, for a buffer `sent` of the same layout as `flat`.
+
+        Args:
+            sent: `[numel]`, read; may be `flat`.
+            flat, scale, writes: as for `read`.
+        """
         self.read(sent.split(self.numels), flat, scale, writes=writes)

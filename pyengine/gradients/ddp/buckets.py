@@ -1,6 +1,6 @@
-"""Sums of earlier micro-batches beside DDP's buckets, which the hook sends with the last gradients.
+"""Sums of earlier micro-batches beside DDP's buckets; the hook sends them with the last gradients.
 
-Without them DDP sums in `.grad`, whose type is that of the parameters.
+Without these sums DDP sums in `.grad`, whose dtype is that of the parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pyengine.window.nonfinite import flagged_in
 
 
 class DDPBuckets:
-    """A bucket of ours for each of DDP's, in DDP's order of parameters.
+    """One of our buckets for each of DDP's buckets, in DDP's order of parameters.
 
     Args:
         ddp: the wrapped model.
@@ -45,8 +45,8 @@ class DDPBuckets:
         dtypes: Collection[torch.dtype],
     ) -> None:
         self._ddp, self._make, self._index, self._dtypes = ddp, make, index, dtypes
-        # By the bucket's first parameter: DDP numbers buckets from 0, and those of static_graph's first
-        # backward all 0.
+        # By the bucket's first parameter. DDP's own numbers are not unique: in the first backward of
+        # static_graph every bucket has number 0.
         self._buckets: dict[int, DDPBucket] = {}
         self._is_rebuilt = False
 
@@ -55,22 +55,24 @@ class DDPBuckets:
 
     @property
     def used(self) -> set[Any]:
-        """Parameters that have a gradient of an earlier micro-batch in this window."""
+        """Parameters with a gradient of an earlier micro-batch in this window."""
         return {
             p for bucket in self for p, is_used in zip(bucket.params, bucket.used, strict=True) if is_used
         }
 
     def match_buckets(self) -> None:
-        """Make the buckets, or make them anew, if they are not those that DDP has now."""
+        """Make the buckets, or make them again after DDP has rebuilt its buckets."""
         if not self._buckets or self._is_rebuilt != self._ddp._has_rebuilt_buckets:
             self.lay_out()
 
     def of(self, bucket: Any) -> DDPBucket | None:
-        """Return ours of a bucket that DDP hands out."""
+        """Return our bucket for one that DDP passes to the hook."""
         return self._buckets.get(id(bucket.parameters()[0]))
 
     def lay_out(self) -> None:
-        """Make the buckets anew when DDP has rebuilt its own, which it does once; copy what has been summed.
+        """Make the buckets for DDP's current ones, and copy the old sums.
+
+        DDP rebuilds its buckets once.
 
         Cost: a read and a write of the old sums.
         """
@@ -108,7 +110,7 @@ class DDPBucket(Bucket):
 class Fp32DDPBucket(DDPBucket):
     """Narrow gradients summed in fp32.
 
-    DDP's slots follow each other without gaps. On an accelerator, behind a parameter of an odd size,
+    DDP's slots follow each other without gaps. On an accelerator, after a parameter of odd size, the
     gradients and their slots in such a sum have no common alignment and would be added two bytes at a time:
     there the slots of the sum are aligned.
     """
@@ -126,7 +128,7 @@ class Fp32DDPBucket(DDPBucket):
         """Write (sum + last gradients) * scale into a wire buffer.
 
         Args:
-            last: the gradients, `[numel]`, DDP's, read.
+            last: the gradients, `[numel]`, DDP's memory, read.
             flat: of the wire's type, `[numel]`, written.
             scale: float32, 0-dim.
 
@@ -152,11 +154,11 @@ class Fp32DDPBucket(DDPBucket):
 
 
 class ExactDDPBucket(DDPBucket):
-    """Gradients of any type summed exactly; see `ExactOverRanks` for the rounds on the wire.
+    """Gradients of any type summed exactly; see `ExactOverRanks.rounds`.
 
     Args:
         terms: of a full window.
-        comm: by which the sum travels.
+        comm: the transport that reduces the sum.
     """
 
     def __init__(self, params: Sequence[Any], indices: Sequence[int], *, terms: Terms, comm: Comm) -> None:
@@ -168,22 +170,25 @@ class ExactDDPBucket(DDPBucket):
         super().__init__(params, indices, plan, self._exact)
 
     def watches(self) -> list[Watch]:
-        """Return none: exact sums take one deposit a micro-batch, and a gradient may come more than once."""
+        """Return no watches: a gradient may arrive more than once in a micro-batch.
+
+        An exact sum has room for one deposit a micro-batch.
+        """
         return []
 
     def launch(
         self, flat: Tensor, after: Callable[[], Tensor | None], norms: NormsOfBucket | None, *, poison: bool
     ) -> Launched:
-        """Add the last gradients, which are in DDP's buffer, and launch the sum over all ranks into it.
+        """Add the last gradients from DDP's buffer; launch the sum over ranks.
 
         Args:
-            flat: DDP's buffer, `[numel]`, read and later written.
-            after: returns what is still to be multiplied in, float32, 0-dim; None for nothing.
-            norms: read what arrives; None for nobody.
+            flat: DDP's buffer, `[numel]`, read, and written with the result.
+            after: returns the factor that the result is multiplied by, float32, 0-dim; None for 1.
+            norms: reads the result; None reads none.
             poison: make the sum nan on every rank.
 
-        Cost: the deposit and the rounds of `ExactOverRanks`; when they have ended, 8 bytes an element to
-        write a float32 gradient.
+        Cost: the deposit and the rounds of `ExactOverRanks`; after these, 8 bytes an element to write a
+        float32 gradient.
         """
         grads = flat.split(self.plan.numels)
         self.deposit(grads)
@@ -204,7 +209,7 @@ class ExactDDPBucket(DDPBucket):
 
 
 class GradSums(Accumulator):
-    """Sums that autograd keeps in `.grad`, of the parameters that have no bucket of ours.
+    """Sums that autograd keeps in `.grad`, of parameters without a bucket of ours.
 
     Args:
         params, indices: the parameters, and their indices in DDP's order.
@@ -227,14 +232,17 @@ class GradSums(Accumulator):
         self._last: Tensor | None = None
 
     def collect(self) -> None:
-        """Check what an earlier micro-batch has left in `.grad`: reads one element, if that is asked for."""
+        """Check the sums after an earlier micro-batch, if micro-batches are checked.
+
+        Cost: reads one element.
+        """
         if self._is_watching:
             flags = self._new_row()
             for params in by_dtype(self._index):
                 self._look(params, [slot_gradient(param) for param in params], flags)
 
     def check_last(self, bucket: Any) -> None:
-        """Check a bucket of the last micro-batch, which DDP has handed out and nobody has sent yet."""
+        """Check a bucket of the last micro-batch before it is reduced."""
         params = bucket.parameters()
         if self._is_watching and params[0] in self._index:
             if self._last is None:
@@ -242,8 +250,10 @@ class GradSums(Accumulator):
             self._look(params, bucket.buffer().split([p.numel() for p in params]), self._last)
 
     def blame(self) -> Callable[[int], list[int] | None]:
-        """Return a function as `Bucket.blame`; a sum that is not finite stays so, so it names the first
-        one."""
+        """Return a function as `Bucket.blame`, which names the first micro-batch only.
+
+        A sum that is not finite stays not finite.
+        """
         rows, is_watching = self.flagged, self._is_watching
         return lambda slot: flagged_in(rows, slot)[:1] if is_watching else None
 

@@ -1,4 +1,4 @@
-"""Futures that the hook returns: what completes them, and who frees their callbacks."""
+"""Futures that the DDP hook returns: what completes them, and who frees their callbacks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def _await_all_threads() -> None:
 
 
 class Callbacks:
-    """What futures of one hook's state call back; a callback that is not freed yet keeps this object alive.
+    """The callbacks of the futures of one hook state.
 
-    A future completes before its callback is freed, for which the backend's thread needs the interpreter: by
-    then the process might be ending, and would be aborted.
+    A callback that has not been freed keeps this object alive. A future completes before its callback is
+    freed, and the backend's thread needs the interpreter to free it. If the process were exiting by then, it
+    would be aborted.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class Callbacks:
         _ALL.add(self)
 
     def call_back(self, future: Future[Any], callback: Callable[[Future[Any]], Any]) -> Future[Any]:
-        """Return a future of what `callback` returns for another one, on the thread that completes it."""
+        """Return a future of `callback(future)`, called on the thread that completes `future`."""
 
         def call(done: Future[Any], _owner: Callbacks = self) -> Any:
             return callback(done)
@@ -44,15 +45,15 @@ class Callbacks:
         return future.then(call)
 
     def await_threads(self, within_s: float = 1.0) -> None:
-        """Wait until the backend's threads have freed the callbacks that they have run."""
+        """Wait until the backend's threads have freed the callbacks that have run."""
         end = time.monotonic() + within_s
-        while self.pending and time.monotonic() < end:  # kept for good by the traceback of a failure
+        while self.pending and time.monotonic() < end:  # the traceback of a failure may keep one for good
             time.sleep(1e-4)
 
 
 @dataclass
 class _UnderWay:
-    """A bucket that was started, and what waits for it and returns its buffer."""
+    """A launched bucket, and the function that waits for it and returns its buffer."""
 
     index: int
     work: Staged
@@ -60,11 +61,12 @@ class _UnderWay:
     _ends: Future[Any] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
-        # DDP reads what a future holds: an exception set as its result is a result to it, one raised is not.
+        # DDP reads the value of a future. An exception set as the value would be a value to DDP; an exception
+        # raised in a callback is an error.
         self.future = self._ends.then(lambda _: self.finish())
 
     def start_later(self) -> None:
-        """Start the next collective, if one is left; what breaks one is told by `end`."""
+        """Launch the next collective, if any; `end` reports its error."""
         try:
             if self.work.rounds_left:
                 self.work.step()
@@ -72,34 +74,35 @@ class _UnderWay:
             return
 
     def end(self) -> None:
-        """Let the future be done; whoever waits for it raises what went wrong."""
+        """Complete the future; waiting for it raises the error of a collective."""
         self._ends.set_result(None)
 
 
 class StagedBuckets:
-    """The buckets of one backward.
+    """The buckets of one backward whose reduction needs several collectives.
 
-    Each later collective of a bucket follows when a next bucket starts, and what is left when the last one
-    has started: in the same order on every rank, and never from a thread of the backend's.
+    Each later collective of a bucket is launched when a next bucket is, and the remaining ones after the last
+    bucket. The order is the same on every rank, and no collective is launched from a thread of the backend.
     """
 
     def __init__(self) -> None:
         self._under_way: list[_UnderWay] = []
-        self._repeated: int | None = None  # the number of the last bucket, if one before had it, too
+        self._repeated: int | None = None  # number of the last bucket, if an earlier bucket had the same
 
     def add(self, bucket: Any, work: Staged, finish: Callable[[], Tensor]) -> Future[Tensor]:
-        """ReducerDriver on what is under way, behind the first collective of a bucket.
+        """Add a launched bucket; launch the next collective of earlier buckets.
 
         Args:
-            bucket: DDP's.
-            work: started.
-            finish: waits for it and returns the bucket's buffer.
+            bucket: DDP's bucket.
+            work: launched.
+            finish: waits for `work` and returns the bucket's buffer.
 
         Returns:
-            A future of that buffer; it is done, or has failed, when DDP has handed out its last bucket.
+            A future of that buffer. It has completed, or failed, when DDP has passed its last bucket to the
+                hook.
         """
         index = bucket.index()
-        # In static_graph's first backward every bucket has the number 0, and none is the last.
+        # In the first backward of static_graph every bucket has number 0, and none is marked as the last.
         repeats = index == self._repeated or any(other.index >= index for other in self._under_way)
         self._repeated = index if repeats else None
         new = _UnderWay(index, work, finish)
@@ -110,7 +113,7 @@ class StagedBuckets:
         return new.future
 
     def _start_later(self) -> None:
-        # The last bucket comes first: what it sends travels while those before it are added up.
+        # The last bucket comes first: its collective runs while the CPU adds up the earlier buckets.
         for each in reversed(self._under_way):
             each.start_later()
 

@@ -1,7 +1,7 @@
-"""The DDP communication hook: one bucket over a wire, as DDP hands it out.
+"""The DDP communication hook: reduces one bucket over a wire.
 
-Used alone (`register_comm_hook`), it averages over ranks as DDP itself does. Driven by `attach`, it hands
-each bucket to the window's `Reduction`. No string annotations here: DDP inspects the hook's signature.
+Used alone (`register_comm_hook`), it averages over ranks as DDP does. Driven by `attach`, it passes each
+bucket to the window's `Reduction`. No string annotations here: DDP inspects the hook's signature.
 """
 
 import itertools
@@ -31,12 +31,12 @@ from pyengine.wire.base import is_encoded
 from pyengine.wire.cast import as_wire, wire_problems
 from pyengine.wire.memory import Place, WireMemory, keeps_residual
 
-# What is to be done when a bucket has landed: returns its buffer, `[numel]`, DDP's.
+# Called when a bucket has been reduced: writes the result to the bucket's buffer, `[numel]`, and returns it.
 WriteBack = Callable[[], Tensor]
-# A bucket under way, and that.
+# The reduction of a bucket, and the `WriteBack` for its result.
 Launched = tuple[Work, WriteBack]
-# What to multiply in, 0-dim, given a 0-dim one of the type in which the bucket is multiplied; None for
-# nothing.
+# Returns the factor to multiply a bucket by, 0-dim, given a 0-dim one of the dtype in which the bucket is
+# multiplied; None for 1.
 Scale = Callable[[Tensor], Tensor | None]
 
 
@@ -51,14 +51,15 @@ def _observe_nothing(sent: Tensor, scale: Tensor | None) -> None:
 
 @dataclass(frozen=True)
 class Passes:
-    """The passes over a bucket.
+    """The passes over a bucket before and after its reduction.
 
     Attributes:
-        before, after: what to multiply in on the way to the wire and from it.
-        fill: writes the bucket into a flat buffer, `[numel]` in the wire's type, times a float32 0-dim scale;
-            False leaves that to the hook.
-        norms: read what lands, in the pass that writes it back; None for nobody.
-        observe: is called with what this rank sends, `[numel]`, and what it has been multiplied by.
+        before, after: return the factors before the wire and after it.
+        fill: writes the bucket times a float32 0-dim scale into a flat buffer, `[numel]` in the wire's type.
+            Returns False to leave that to the hook.
+        norms: reads the result, in the pass that writes it back; None reads none.
+        observe: called with the tensor that this rank sends, `[numel]`, and the factor it has been multiplied
+            by.
     """
 
     before: Scale
@@ -69,16 +70,16 @@ class Passes:
 
 
 class WireBuffer:
-    """Memory of the wire's type for a bucket, and the pass into it.
+    """Memory of the wire's type for a bucket, and the plan of the pass that fills it.
 
     Args:
         flat: the bucket's buffer, `[numel]`; not kept.
-        wire: how it travels.
-        params: the bucket's.
+        wire: over which the bucket is reduced.
+        params: of the bucket.
 
     Attributes:
         wire: as given.
-        params: their ids.
+        params: ids of the parameters.
         plan: the buffer, as one slot.
         one: float32, 0-dim, 1.
     """
@@ -91,7 +92,10 @@ class WireBuffer:
         self._flat: Tensor | None = None
 
     def flat(self, comm: Comm) -> Tensor:
-        """Return memory of the wire's type, `[numel]`, this object's; of the transport that asks first."""
+        """Return memory of the wire's type, `[numel]`, which this object owns.
+
+        The first `comm` that asks allocates it.
+        """
         if self._flat is None:
             self._flat = flat_zeros(comm, self.numel, dtype=self.wire.dtype, device=self.one.device)
         return self._flat
@@ -130,42 +134,45 @@ class HookState:
         self.wire, self.shared_memory = as_wire(wire), shared_memory
         if problems := [*wire_problems(self.wire), *wrong_choice(shared_memory)]:
             raise ValueError(problems[0])
-        self.reduce: Callable[[Any], Future[Tensor]] | None = (
-            None  # what an engine does with a bucket, instead of the mean
-        )
-        self.is_released = False  # by an engine that has been closed
+        # ---- set by an engine ----
+        # Called with each bucket in place of the mean over ranks.
+        self.reduce: Callable[[Any], Future[Tensor]] | None = None
+        # Whether the engine has been closed: DDP keeps the hook for good.
+        self.is_released = False
+        # ---- kept between buckets ----
         self.staged = StagedBuckets()
         self._callbacks = Callbacks()
         self.memory = WireMemory()
+        # By the id of the bucket's first parameter.
         self._wire_buffers: dict[int, WireBuffer] = {}
         self._comms: dict[torch.device, Comm] = {}
 
     def set_wire(self, wire: Wire) -> None:
-        """Let an engine, which sets `reduce`, have its buckets sent over this wire."""
+        """Set the wire of an engine, which sets `reduce`, too."""
         self.wire, self.is_released = wire, False
         self._forget()
 
     def release(self) -> None:
-        """Average over ranks in fp32, as DDP itself does: no hook can be taken off DDP."""
+        """Average over ranks in fp32 as DDP does: DDP has no way to remove a hook."""
         self.wire, self.reduce, self.is_released = FP32(), None, True
-        self._comms = {}  # an engine's may serve the next one
+        self._comms = {}  # the engine's transport may be used by the next engine
         self._forget()
 
     def _forget(self) -> None:
-        """Keep nothing of any bucket."""
+        """Drop the wire buffers and residuals of all buckets."""
         self._wire_buffers, self.memory = {}, WireMemory()
 
     def call_back(self, future: Future[Any], callback: Callable[[Future[Any]], Any]) -> Future[Any]:
-        """Return a future of what `callback` returns for another one; see `Callbacks`."""
+        """Return a future of `callback(future)`; see `Callbacks`."""
         return self._callbacks.call_back(future, callback)
 
     def await_threads(self) -> None:
-        """Wait until the backend's threads have freed the callbacks that they have run; see `Callbacks`."""
+        """Wait until the callbacks that have run are freed; see `Callbacks`."""
         self._callbacks.await_threads()
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
-        """Reduce nothing during the body, a backward that only DDP needs."""
+        """Reduce nothing during the body, a backward that only updates DDP's own state."""
         before, self.reduce = self.reduce, skip_reduction
         try:
             yield
@@ -180,20 +187,23 @@ class HookState:
         return self._comms[device]
 
     def _shared(self, comm: Comm, device: torch.device) -> Comm:
-        """Return a transport that reduces in memory which ranks share; all of them make it at one bucket."""
+        """Return a transport that reduces in shared memory.
+
+        Every rank makes it at the same bucket.
+        """
         mine = [f"rank {dist.get_rank()}: {problem}" for problem in problems_of_sharing(comm, device)]
         if problems := [problem for each in comm.all_gather_object(mine) for problem in each]:
             raise ValueError(problems[0])
         return share_memory(comm)
 
     def set_comm(self, comm: Comm, device: torch.device) -> None:
-        """Let buckets on a device travel by an engine's transport, over the same ranks."""
+        """Use an engine's transport, over the same ranks, for buckets on a device."""
         self._comms[device] = comm
 
     def wire_buffer(self, bucket: dist.GradBucket) -> WireBuffer:
-        """Return what is kept for a bucket; made anew when DDP has rebuilt its buckets."""
-        # By parameter: DDP numbers the buckets of every model from 0, and those of static_graph's first
-        # backward all 0.
+        """Return the wire buffer of a bucket; a new one when DDP has rebuilt its buckets."""
+        # By parameter. DDP numbers the buckets of every model from 0, and in the first backward of
+        # static_graph every bucket has number 0.
         flat, params = bucket.buffer(), bucket.parameters()
         buffer = self._wire_buffers.get(id(params[0]))
         if buffer is None or buffer.numel != flat.numel():
@@ -203,7 +213,7 @@ class HookState:
         return buffer
 
     def _wire_for(self, bucket: Any, flat: Tensor, params: Sequence[Tensor]) -> Wire:
-        """Return the wire of a bucket, with what was kept of its parameters in another one."""
+        """Return the wire of a bucket, with its parameters' residuals from other buckets."""
         ends = itertools.accumulate(param.numel() for param in params)
         places = [Place(p, end - p.numel(), p.numel(), p) for p, end in zip(params, ends, strict=True)]
         last = bucket.is_last()
@@ -214,7 +224,7 @@ class HookState:
         return HookState(self.group, wire=self.wire, shared_memory=self.shared_memory)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HookState":
-        del memo  # a process group has no copies
+        del memo  # a process group cannot be copied
         return self.__copy__()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -232,8 +242,8 @@ class HookState:
     def _check_own(self) -> None:
         if self.reduce is not None:
             raise TypeError(
-                "this model is driven by pe.attach, and its copy would never be synchronised: copy or save "
-                "ddp_model.module, or its state_dict()"
+                "this model is driven by pe.attach, and a copy of it would never be synchronised: copy or "
+                "save ddp_model.module, or its state_dict()"
             )
 
 
@@ -262,8 +272,9 @@ def comm_hook(state: HookState | dist.ProcessGroup | None, bucket: dist.GradBuck
 
 
 def _mean(state: HookState, bucket: Any) -> Future[torch.Tensor]:
-    """Reduce a bucket to DDP's own meaning, the mean over ranks: divided before the wire or after it, as that
-    wants.
+    """Reduce a bucket as DDP does: the mean over ranks.
+
+    It is divided before the wire or after it, as the wire needs.
     """
     world_size, folds = dist.get_world_size(state.group), state.wire.folds_count
     passes = Passes(
@@ -281,7 +292,10 @@ def _mean(state: HookState, bucket: Any) -> Future[torch.Tensor]:
 
 
 def _if_finite(write_back: WriteBack, memory: WireMemory, param: Tensor) -> WriteBack:
-    """Let a bucket write_back; of one that is not finite, and so not used, no residual is kept."""
+    """Return a `WriteBack` that drops the residual of a bucket that is not finite.
+
+    The optimizer would not use such a bucket.
+    """
 
     def checked() -> Tensor:
         landed = write_back()
@@ -294,31 +308,34 @@ def _if_finite(write_back: WriteBack, memory: WireMemory, param: Tensor) -> Writ
 def exchange(
     state: HookState, bucket: Any, start: Callable[[Comm], Launched], *, failures: list[Exception]
 ) -> Future[torch.Tensor]:
-    """Start to sum a bucket over ranks, and return a future of its buffer.
+    """Launch the sum of a bucket over ranks.
 
     Args:
         state: the hook's.
-        bucket: DDP's, whose buffer is read until the sum has landed, and written then.
-        start: launches the collective; it may wait for other ranks without holding up the backward.
-        failures: what breaks the collective is appended, for whoever does not look at the future.
+        bucket: DDP's bucket. Its buffer is read until the reduction has completed, and written then.
+        start: launches the collective. It may wait for other ranks without stalling the backward.
+        failures: the exception of a failed collective is appended, for callers that do not wait for the
+            future.
 
     Returns:
-        A future of the bucket's buffer, `[numel]`: DDP's memory, which holds the sum when the future is done.
+        A future of the bucket's buffer, `[numel]`: DDP's memory, which holds the sum when the future has
+            completed.
     """
     flat: Tensor = bucket.buffer()
     if flat.layout is not torch.strided:
         raise ValueError(
-            "the bucket holds a sparse gradient, which no wire here can carry: build the embedding with "
+            "the bucket holds a sparse gradient, which no wire can reduce: build the embedding with "
             "sparse=False"
         )
     comm = state.comm(flat.device)
-    # Not the state or the transport: a backend's thread must not be the last to hold the process group.
+    # The closure must not refer to the state or the transport: a thread of the backend could be the last to
+    # release the process group.
     roll_call = comm.roll_call
 
     def finish(result: Callable[[], object]) -> Tensor:
         try:
             with roll_call.named():
-                result()  # raises what went wrong: torch calls back all the same
+                result()  # raises the collective's error: torch runs callbacks of failed futures, too
         except Exception as error:
             failures.append(error)
             raise
@@ -329,7 +346,7 @@ def exchange(
         if comm.is_stream_ordered and isinstance(work, Staged):
             return completed(finish(work.wait))  # the stream waits
     if runs_ahead(flat.device) and not comm.is_stream_ordered:
-        # gloo's future is complete before the stream that copies the result back to the device is.
+        # gloo's future completes before the stream has copied the result back to the device.
         return completed(finish(work.wait))
     if isinstance(work, Staged):
         return state.staged.add(bucket, work, lambda: finish(work.wait))
@@ -340,16 +357,16 @@ def exchange(
 
 
 def launch(state: HookState, bucket: Any, comm: Comm, passes: Passes) -> Launched:
-    """Start to sum a bucket over `state.wire`.
+    """Launch the sum of a bucket over `state.wire`.
 
     Args:
         state: the hook's.
-        bucket: DDP's.
+        bucket: DDP's bucket.
         comm: transport.
         passes: over the bucket.
 
     Returns:
-        The all-reduce, and what writes its result back into the bucket's buffer.
+        The all-reduce, and the `WriteBack` that writes its result into the bucket's buffer.
 
     Cost: where the wire has another type or folds in a scale, a read and a write an element on each way; an
     all-reduce of an element on the wire for every element.
@@ -379,8 +396,9 @@ def launch(state: HookState, bucket: Any, comm: Comm, passes: Passes) -> Launche
 
 
 def _launch_wide(state: HookState, bucket: Any, comm: Comm, passes: Passes) -> Launched:
-    """Send gradients wider than every wire (float64): as they are,
-    unless the wire is there to make them narrow.
+    """Launch the sum of gradients wider than every wire (float64).
+
+    They are sent as they are, unless the wire encodes them.
     """
     flat: Tensor = bucket.buffer()
     one = torch.ones((), dtype=flat.dtype, device=flat.device)
@@ -398,19 +416,19 @@ def _launch_wide(state: HookState, bucket: Any, comm: Comm, passes: Passes) -> L
 
 
 def skip_reduction(bucket: Any) -> Future[torch.Tensor]:
-    """Leave a bucket as it is: nothing travels. As `comm_hook`."""
+    """Return a bucket as it is, without a reduction. A hook as `comm_hook`."""
     return completed(bucket.buffer())
 
 
 def completed(flat: Tensor) -> Future[torch.Tensor]:
-    """Return a future that holds a buffer already, on the stream that is current now."""
+    """Return a completed future of a buffer, on the current stream."""
     future: Future[Tensor] = Future(devices=[flat.device] if runs_ahead(flat.device) else [])
     future.set_result(flat)
     return future
 
 
 class _SingleGradient:
-    """A gradient that torch.compile's python_reducer hands over by itself, seen as a bucket."""
+    """A gradient that torch.compile's python_reducer passes to the hook, as a bucket."""
 
     def __init__(self, grad: Tensor, param: Tensor) -> None:
         self._grad, self._param = grad, param

@@ -1,7 +1,7 @@
-"""What is asked of DDP's own reducer, private calls and all; checked against torch 2.9 to 2.13.
+"""Calls of DDP's reducer, including private ones; tested with torch 2.9 to 2.13.
 
-Here DDP is told when to expect gradients, which parameters a backward has left out, and to forget one that
-failed.
+`ReducerDriver` prepares DDP for a backward, marks parameters that the backward has not reached as ready, and
+resets DDP after a failed backward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pyengine.gradients.slots import dense_strides
 
 
 def visible_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Parameter]]:
-    """Return the named parameters that DDP was not told to ignore, in its order and by its own rule."""
+    """Return the named parameters that DDP does not ignore, in DDP's order."""
     found: dict[int, tuple[str, Parameter]] = {}
     for prefix, module in ddp.module.named_modules():
         for name, param in module.named_parameters(recurse=False):
@@ -35,13 +35,13 @@ def visible_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Paramete
 
 
 def ignored_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Parameter]]:
-    """Return the named parameters that DDP ignores, in the order of registration."""
+    """Return the named parameters that DDP ignores, in registration order."""
     visible = {id(param) for _, param in visible_parameters(ddp)}
     return [(name, param) for name, param in ddp.module.named_parameters() if id(param) not in visible]
 
 
 def zero_buckets(ddp: DistributedDataParallel) -> Sequence[Any]:
-    """Return DDP's buckets as they are laid out now, over new buffers of zeros.
+    """Return DDP's current buckets over new buffers of zeros.
 
     Cost: writes an element a gradient.
     """
@@ -50,24 +50,24 @@ def zero_buckets(ddp: DistributedDataParallel) -> Sequence[Any]:
 
 
 def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Parameter]]:
-    """Return the parameters in DDP's buckets, in the order of its indices: those that it was made for."""
+    """Return the parameters in DDP's buckets, in the order of DDP's indices."""
     reduced = {id(param) for bucket in zero_buckets(ddp) for param in bucket.parameters()}
     return [(name, param) for name, param in visible_parameters(ddp) if id(param) in reduced]
 
 
 def problems_of_ddp(ddp: DistributedDataParallel) -> list[str]:
-    """Say which of DDP's other ways to reduce would go past the engine."""
+    """Return messages for DDP settings that reduce gradients past the engine."""
     found = []
     if ddp._use_python_reducer:
         found.append(
-            "ddp_model was made under torch._dynamo.config.optimize_ddp='python_reducer', which takes "
-            "DDP's buckets off the backward: nothing would be reduced; make it under 'ddp_optimizer', the "
+            "ddp_model was made under torch._dynamo.config.optimize_ddp='python_reducer', which removes "
+            "DDP's hooks from the backward: nothing would be reduced; make it under 'ddp_optimizer', the "
             "default"
         )
     if ddp._delay_all_reduce_params:
         found.append(
-            "ddp_model was made with delay_all_reduce_named_params, whose gradients DDP reduces by itself "
-            "in every backward: leave it out, the engine sends gradients once a window anyway"
+            "ddp_model was made with delay_all_reduce_named_params, whose gradients DDP reduces "
+            "in every backward: leave it out; the engine reduces all gradients once a window"
         )
     if ddp.mixed_precision is not None:
         found.append(
@@ -83,13 +83,16 @@ def problems_of_ddp(ddp: DistributedDataParallel) -> list[str]:
 
 
 def released_state(ddp: DistributedDataParallel) -> HookState | None:
-    """Return the state of our hook that a closed engine has left on DDP, which takes one hook for good."""
+    """Return the hook state that a closed engine has left on DDP, or None.
+
+    DDP keeps a hook for good.
+    """
     states = [state for hook, state in ddp._comm_hooks if hook is comm_hook]
     return next((state for state in states if isinstance(state, HookState) and state.is_released), None)
 
 
 def outside_buckets(ddp: DistributedDataParallel) -> list[str]:
-    """Say which trained parameters DDP does not know."""
+    """Return messages for trained parameters that are in none of DDP's buckets."""
     reduced = {id(param) for _, param in reduced_parameters(ddp)}
     return [
         f"parameter {name!r} requires a gradient and is in none of DDP's buckets: it was added or unfrozen "
@@ -100,12 +103,13 @@ def outside_buckets(ddp: DistributedDataParallel) -> list[str]:
 
 
 class OnlyDDP:
-    """Refuses forwards of a model through another DDP, whose hooks would reduce its gradients, too.
+    """Refuses forwards through another DDP over the same parameters.
 
-    A forward pre-hook; copies and files of the model have one that does nothing.
+    Its hooks would reduce the gradients as well. A forward pre-hook; in copies and pickles of the model it is
+    replaced by one that does nothing.
 
     Args:
-        ddp: the only one.
+        ddp: the wrapped model that the engine drives.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -134,7 +138,7 @@ class OnlyDDP:
 
 
 def _unchecked() -> Any:
-    """Return the hook of a model that no engine drives."""
+    """Return a forward pre-hook that does nothing, for copies of the model."""
     return _check_nothing
 
 
@@ -143,7 +147,7 @@ def _check_nothing(*_: Any) -> None:
 
 
 class ReducerDriver:
-    """Drives DDP's reducer over one window after the other.
+    """Drives DDP's reducer from one window to the next.
 
     Args:
         ddp: the wrapped model.
@@ -151,8 +155,8 @@ class ReducerDriver:
         params: the reduced parameters, in DDP's order.
 
     Attributes:
-        finds_unused: whether DDP looks for parameters that its backward will not reach.
-        is_ready: whether DDP can reduce: with static_graph it has to learn the graph first, by one backward.
+        finds_unused: whether DDP searches the graph for parameters that a backward will not reach.
+        is_ready: whether DDP can reduce: with static_graph it first has to learn the graph from one backward.
     """
 
     def __init__(self, ddp: DistributedDataParallel, state: HookState, params: Sequence[Parameter]) -> None:
@@ -162,32 +166,39 @@ class ReducerDriver:
         self._anchor = torch.zeros((), dtype=torch.float32, device=params[0].device, requires_grad=True)
         self.finds_unused = ddp.find_unused_parameters and not ddp.static_graph
         self.is_ready = not ddp.static_graph
-        # By then DDP must not have counted anything: it counts every backward from the first one on.
+        # With static_graph: counts how often the first backward reaches each parameter. DDP counts, too, from
+        # the first backward on, so it must not have seen one before `learning_graph`.
         self._reach_counts = None if self.is_ready else _ReachCounts(params)
-        self._counts = [1] * len(params)  # how often a backward reaches each
+        self._counts = [1] * len(params)  # how often a backward reaches each parameter
+        # DDP's times of gradients in the running backward; a change shows that DDP was notified.
         self._stats: list[int] = []
         self._single_rank_group = _SingleRankGroup()
-        # DDP would learn in whichever backward is a rank's first, and wait for the other ranks there.
+        # Otherwise DDP would learn the graph in each rank's first backward, and wait for the other ranks
+        # there.
         if ddp.static_graph:
             ddp._static_graph_delay_allreduce_enqueued = True
 
     def release(self) -> None:
-        """Let DDP learn a static graph by itself, if it has not here."""
+        """Let DDP learn a static graph itself, if it has not learned it here."""
         self._stop_counting()
         if self._ddp.static_graph:
             self._ddp._static_graph_delay_allreduce_enqueued = self.is_ready
 
     def rebuild_buckets(self) -> bool:
-        """Let DDP lay its buckets out in the order in which gradients came, once; say whether it did."""
+        """Let DDP rebuild its buckets in the order of arrival; return whether it did.
+
+        DDP does so once.
+        """
         rebuilt: bool = self._reducer._rebuild_buckets()
         self._ddp._has_rebuilt_buckets = self._ddp._has_rebuilt_buckets or rebuilt
         return rebuilt
 
     @contextmanager
     def learning_graph(self) -> Iterator[None]:
-        """Let DDP learn the graph from the body if that is this rank's first backward; nothing travels.
+        """Let DDP learn the static graph from the body, if it is this rank's first backward.
 
-        It cannot forget half a backward, nor other ones: after these this rank reduces by hand.
+        Nothing is reduced. DDP cannot discard a part of a backward, nor earlier backwards: after such ones
+        this rank reduces past DDP.
         """
         reached = self._reach_counts
         if reached is None or any(reached.times):
@@ -207,27 +218,28 @@ class ReducerDriver:
         finally:
             self._stop_counting()
             if not self.is_ready and not self._ddp._has_rebuilt_buckets:
-                reducer._reset_state()  # DDP lays out no buckets while it expects gradients
+                reducer._reset_state()  # DDP rebuilds no buckets while it expects gradients
             reducer._update_process_group(self._ddp.process_group)
 
     def prepare_for_backward(self, roots: Sequence[Tensor]) -> None:
-        """Let DDP expect the gradients of a backward from `roots`, which it reads if it finds_unused."""
+        """Prepare DDP for a backward from `roots`, whose graph it searches if `finds_unused`."""
         self._reducer.prepare_for_forward()
         self._reducer.prepare_for_backward(list(roots) if self.finds_unused else [])
         self._stats = self._reducer.get_backward_stats()
 
     def mark_unreached(self, candidates: Sequence[Parameter]) -> None:
-        """Mark those of the candidates that DDP was not notified of, so that its buckets complete; no hook of
-        theirs runs.
+        """Mark candidates as ready that DDP was not notified of, so that its buckets complete.
+
+        No hook of these parameters runs.
         """
-        # A custom Function may bring no gradient for a parameter that it reached: nothing has changed, and
-        # DDP was notified.
+        # A custom Function may return no gradient for a parameter that the backward reaches: `.grad` has not
+        # changed, but DDP was notified.
         stats = self._reducer.get_backward_stats()
         indices = [self._index[param] for param in candidates]
         self._mark_ready([index for index in indices if stats[index] == self._stats[index]])
 
     def reduce_all(self) -> None:
-        """Let DDP reduce what `.grad` holds, without a backward."""
+        """Let DDP reduce the gradients in `.grad`, without a backward."""
         if not self.is_ready:
             self.reduce_past_ddp(0)
             return
@@ -240,7 +252,7 @@ class ReducerDriver:
         self._mark_ready([self._index[param] for param in params])
 
     def reduce_past_ddp(self, num_sent: int) -> None:
-        """Reduce the buckets behind the first `num_sent` past DDP, and write the results into `.grad`.
+        """Reduce the buckets after the first `num_sent` without DDP, and write `.grad`.
 
         Cost: two copies of these buckets, and their reductions.
         """
@@ -249,31 +261,35 @@ class ReducerDriver:
             for param, slot in _slots(bucket):
                 if param.grad is not None:
                     slot.copy_(param.grad)
-        # All start before one is waited for: the last one drives on those of several collectives.
+        # All are launched before one is waited for: a later bucket launches the next collectives of earlier
+        # ones.
         futures = [comm_hook(self._state, bucket) for bucket in rest]
         for bucket, future in zip(rest, futures, strict=True):
             future.wait()
             publish(bucket, bucket.parameters())
-        self._reducer._push_all_rebuilt_params()  # as on the other ranks, for whose orders rank 0's stands
+        # As on the other ranks: DDP broadcasts rank 0's order to all.
+        self._reducer._push_all_rebuilt_params()
 
     def all_reduce_used_map(self) -> None:
-        """Take part in DDP's all-reduce of its map of used parameters, int32 `[params]`."""
+        """Join DDP's all-reduce of its map of used parameters, int32 `[params]`."""
         if self.finds_unused:
             dist.all_reduce(self._reducer._get_local_used_map(), group=self._ddp.process_group)
 
     def without_published_grad(self) -> list[Parameter]:
-        """Return the parameters whose results DDP does not put into `.grad`:
-        it takes them for unused for good.
+        """Return the parameters whose result DDP does not write into `.grad`.
+
+        With static_graph DDP treats a parameter that the first backward did not reach as unused for good.
         """
         return [param for param, times in zip(self._params, self._counts, strict=True) if not times]
 
     def reset(self) -> None:
-        """Let DDP forget a backward that was not finished, after everything that was sent has landed."""
+        """Let DDP discard an unfinished backward, after all its reductions have completed."""
         if self.finds_unused or not self._ddp._has_rebuilt_buckets:
             self._reducer._reset_state()
             self._reducer._push_all_rebuilt_params()
         elif self.is_ready:
-            # A reset would have this rank alone rebuild its buckets. So DDP finishes, and nothing travels.
+            # A reset would make only this rank rebuild its buckets. So DDP finishes the backward, without a
+            # reduction.
             with self._state.without_reduction():
                 self.prepare_for_backward([])
                 self._mark_ready(range(len(self._params)))
@@ -284,8 +300,9 @@ class ReducerDriver:
             self._reach_counts = None
 
     def _mark_ready(self, indices: Sequence[int]) -> None:
-        """Tell DDP that parameters are ready as they are, from inside a backward,
-        where alone it can finish.
+        """Notify DDP of parameters as they are, from inside a backward.
+
+        Only inside a backward can DDP finish.
         """
         calls = [index for index in indices for _ in range(self._counts[index])]
 
@@ -322,7 +339,7 @@ class _ReachCounts:
 
 
 class _SingleRankGroup(dist.ProcessGroup):
-    """A process group of this rank only."""
+    """A process group of this rank only, whose all-reduce returns its input."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]
@@ -335,7 +352,7 @@ class _SingleRankGroup(dist.ProcessGroup):
 
 
 def publish(bucket: Any, params: Sequence[Parameter]) -> None:
-    """Write a landed bucket into `.grad` of those of its parameters."""
+    """Write a reduced bucket into `.grad` of those of its parameters that are in `params`."""
     wanted = {id(param) for param in params}
     for param, value in _slots(bucket) if wanted else ():
         if id(param) in wanted:
@@ -345,7 +362,7 @@ def publish(bucket: Any, params: Sequence[Parameter]) -> None:
 
 
 def _slots(bucket: Any) -> Iterator[tuple[Parameter, Tensor]]:
-    """Return each parameter of a bucket with its part of the buffer, strided as DDP does it."""
+    """Yield each parameter of a bucket with its slice of the buffer, strided as in DDP."""
     flat, offset = bucket.buffer(), 0
     for param in bucket.parameters():
         yield param, flat.as_strided(param.size(), dense_strides(param), offset)
@@ -353,7 +370,7 @@ def _slots(bucket: Any) -> Iterator[tuple[Parameter, Tensor]]:
 
 
 class _Reaches(torch.autograd.Function):
-    """A zero from which a backward would reach every given parameter; it is never run."""
+    """A zero whose graph contains every given parameter; its backward never runs."""
 
     @staticmethod
     def forward(ctx: Any, *params: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""DDP's buckets under the engine: `attach` drives when DDP reduces, the hook says how.
+"""DDP's buckets under the engine: `attach` decides when DDP reduces, the hook how.
 
-Every forward runs as under `no_sync`. Right before the window's last backward the reducer is told to expect
-gradients; after it, parameters that this backward did not touch are marked as ready with what earlier
-micro-batches left in `.grad`, which completes DDP's buckets. So no `find_unused_parameters`, and nothing
-depends on where forwards ran.
+Every forward runs as under `no_sync`. Right before the window's last backward DDP's reducer is prepared for a
+backward. After it, parameters that this backward did not reach are marked as ready, with the gradients of
+earlier micro-batches in `.grad`, which completes DDP's buckets. So `find_unused_parameters` is not needed,
+and it does not matter where forwards ran.
 """
 
 from __future__ import annotations
@@ -57,25 +57,24 @@ from pyengine.window.header import Header
 
 
 class Reduction:
-    """What becomes of a window's buckets: sums over ranks, with the window's divisor.
+    """The sums over ranks of one window's buckets.
 
     Args:
-        owner: the reducer whose window this is.
-        header: of the window; nothing follows one in which ranks disagree.
+        owner: the reducer of the window.
+        header: of the window; nothing is reduced after a header in which ranks disagree.
         divisor: of the window.
 
     Attributes:
         header, divisor: as given.
         may_delay: whether a bucket that DDP hands out before the header has arrived may wait for a later
             bucket, so that the backward does not wait. Only where DDP is sure to hand out its last bucket.
-        is_complete: whether every bucket has been handed out.
-        poison: whether what is sent from now on voids the window.
-        failures: what has broken collectives: nobody knows then what the other ranks have.
-        under_way: buckets that DDP has handed out, sent or still waiting for the header, with their futures.
-        used: which parameters ranks have used; None where that was not told.
+        is_complete: whether DDP has handed out every bucket.
+        poison: whether buckets from now on are filled with nan, which voids the window.
+        failures: exceptions of failed collectives. The state of the other ranks is unknown after one.
+        under_way: buckets that DDP has handed out, launched or waiting for the header, with their futures.
+        used: the all-reduce of used flags; None before it was launched.
         without_grad: parameters that had no `.grad` when DDP handed their bucket out.
-        earlier: those in whose `.grad` earlier micro-batches had left something to be sent, before the last
-            backward.
+        earlier: parameters with a gradient of earlier micro-batches in `.grad` before the last backward.
     """
 
     def __init__(
@@ -95,12 +94,12 @@ class Reduction:
         self.used: UsedFlags | None = None
 
     def reduce(self, bucket: Any) -> Future[Tensor]:
-        """Start to sum a bucket that DDP hands out, and those before it that have waited for the header.
+        """Launch the sum of a bucket, and of those delayed before it.
 
         Returns:
             A future of the bucket's buffer, `[numel]` in the gradients' type: DDP's memory, summed over ranks
-            and times what the divisor leaves to this place. Behind a header in which ranks disagree: as it
-            is.
+                and times the divisor's factor after the wire. Unchanged after a header in which ranks
+                disagree.
         """
         self.without_grad += [param for param in bucket.parameters() if param.grad is None]
         if self._owner.in_grad is not None:
@@ -110,7 +109,7 @@ class Reduction:
         if self.may_delay and not (bucket.is_last() or runs_ahead(flat.device) or self.header.is_ready()):
             promise = Promise()
             self._delayed.append((bucket, promise))
-            # DDP raises only errors of futures that are its own.
+            # DDP raises the error of a future only where it made the future itself, by `then`.
             future = self._owner.state.call_back(promise.future, Future.value)
         else:
             self.launch_delayed()
@@ -120,11 +119,11 @@ class Reduction:
         return future
 
     def launch_delayed(self) -> None:
-        """Start to sum the buckets that have waited for the header, in their order."""
+        """Launch the sums of delayed buckets, in their order."""
         while self._delayed:
             bucket, promise = self._delayed[0]
             future = self._exchange(bucket)
-            del self._delayed[0]  # not before: what cannot be sent is tried again, and fails again
+            del self._delayed[0]  # not before: a bucket that fails is tried again, and fails again
             self._owner.state.call_back(future, promise.keep)
 
     def _exchange(self, bucket: Any) -> Future[Tensor]:
@@ -164,11 +163,10 @@ class DDPReducer(Reducer):
     """Gradients that DDP owns.
 
     Args:
-        ddp: the wrapped model; without another communication hook.
-        state: hook state; `attach` registers it.
-        settings: its accumulator "fp32" sums narrow gradients in fp32 buffers of our own, 4 bytes an element
-            more than DDP's; "exact" sums all of them there, exactly, in 8.02; "native" leaves sums to
-            autograd.
+        ddp: the wrapped model, without another communication hook.
+        state: hook state; this reducer registers it.
+        settings: accumulator "fp32" sums narrow gradients in our own fp32 buffers, 4 bytes an element more
+            than DDP's; "exact" sums all gradients there, exactly, in 8.02; "native" leaves sums to autograd.
         terms: of a full window.
     """
 
@@ -182,6 +180,7 @@ class DDPReducer(Reducer):
         settings: Settings,
         terms: Terms,
     ) -> None:
+        # ---- parameters ----
         self.stepper: Stepper = PlainStepper()
         named = reduced_parameters(ddp)
         self.names: Sequence[str] = [name for name, _ in named]
@@ -196,6 +195,7 @@ class DDPReducer(Reducer):
         self.norms = BucketNorms(index, self._one.device)
         self._lay_out_norms()
         self._published = Published(self.names, self.params)
+        # ---- sums of earlier micro-batches: in buckets of ours, or in `.grad` ----
         self._is_exact = settings.kind == "exact"
         summed = {
             p.dtype
@@ -206,12 +206,15 @@ class DDPReducer(Reducer):
         self.ddp_buckets = DDPBuckets(ddp, make, index, summed) if summed else None
         rest = [p for p in self.params if p.dtype not in summed]
         self.in_grad = GradSums(rest, [index[p] for p in rest], watch=settings.raises) if rest else None
-        # DDP does it itself if it looks for unused ones, and knows no sums but its own.
+        # DDP itself finds unused parameters with find_unused_parameters, but it does not know the sums in our
+        # buckets.
         self._shares_used = self.ddp_buckets is not None or not (
             ddp.find_unused_parameters and not ddp.static_graph
         )
         self._used = UsedAnywhere(self._comm, self._one.device)
+        # The window's reductions, from the last backward until `finish`.
         self._reduction: Reduction | None = None
+        # ---- DDP, whose own synchronization is switched off ----
         if all(other is not state for _, other in ddp._comm_hooks):
             ddp.register_comm_hook(state, comm_hook)
         self._was_rebuilt = ddp._has_rebuilt_buckets
@@ -231,13 +234,13 @@ class DDPReducer(Reducer):
         return [*([] if self.in_grad is None else [self.in_grad]), *(self.ddp_buckets or ())]
 
     def open(self) -> None:
-        """Note that the window's buffer broadcast is still to come."""
+        """Open a window, whose buffer broadcast has not run yet."""
         if self._ddp._join_config.enable:
             raise RuntimeError(
-                "ddp_model.join() around a loop over windows: both would keep ranks without data in step; "
-                "leave join out, ranks that have run out send zeros"
+                "ddp_model.join() around a loop over windows, which already handle ranks without data: leave "
+                "join out; a rank that has run out of data sends zeros"
             )
-        if self._reduction is not None:  # the last window was sent, and dropped before it landed
+        if self._reduction is not None:  # the last window was dropped before `finish`
             self._driver.reset()
             self.state.reduce = skip_reduction
             self._reduction = None
@@ -262,10 +265,13 @@ class DDPReducer(Reducer):
             self._ddp.require_forward_param_sync = True
 
     def before_header(self) -> None:
-        """Launch those of forwards that this rank did not run: every rank launches the same ones."""
+        """Launch DDP's collectives of forwards that this rank did not run.
+
+        Every rank launches the same ones: the rebuild of buckets and the broadcast of buffers.
+        """
         if self._driver.rebuild_buckets() and self.ddp_buckets is not None:
             self.ddp_buckets.lay_out()
-        if self._norms_rebuilt != self._ddp._has_rebuilt_buckets:  # here, or in a forward of DDP's
+        if self._norms_rebuilt != self._ddp._has_rebuilt_buckets:  # rebuilt here, or in a forward of DDP
             self._lay_out_norms()
         was_broadcast = self._syncs_announced and not self._ddp.require_forward_param_sync
         if self._buffers_due and not was_broadcast:
@@ -276,8 +282,8 @@ class DDPReducer(Reducer):
 
     @contextmanager
     def add(self) -> Iterator[None]:
-        """Let the body run as under no_sync, and move gradients to their sums, or check them in `.grad`."""
-        # DDP that learns a static graph looks at `.grad` itself.
+        """Run the body as under `no_sync`; accumulate its gradients, or check them in `.grad`."""
+        # While DDP learns a static graph it reads `.grad` itself, so no watch may empty it.
         with self._driver.learning_graph(), watching(self._watches() if self._driver.is_ready else []):
             yield
         self.collect()
@@ -319,15 +325,16 @@ class DDPReducer(Reducer):
         self._check_complete(reduction)
 
     def _prepare(self, header: Header) -> Reduction:
-        """Let the hook send what DDP hands out from here on."""
+        """Make the hook reduce the buckets that DDP hands out from now on."""
         if self.ddp_buckets is not None and self._is_exact:
-            # Also where no earlier micro-batch has made them: every rank sums the same way.
+            # Also without an earlier micro-batch: every rank has to reduce the same way.
             self.ddp_buckets.match_buckets()
         divisor = Divisor(header.inv_count, self.state.wire, header.inv_scale)
         self.state.memory.begin(header.position[0])
         reduction = Reduction(self, header, divisor)
         if self._shares_used and self._driver.finds_unused:
-            # What earlier micro-batches used: they have left no `.grad`, which DDP would want to see.
+            # Reset DDP's map of used parameters: those that earlier micro-batches have used have no `.grad`,
+            # which DDP would expect.
             self._driver.reset()
             reduction.earlier = [param for param in self.params if param.grad is not None]
         self._reduction = reduction
@@ -335,24 +342,24 @@ class DDPReducer(Reducer):
         return reduction
 
     def _reduce_bucket(self, reduction: Reduction, bucket: Any) -> Future[Tensor]:
-        """Start to sum a bucket; behind the last one say what was used here, while that still travels."""
+        """Reduce a bucket; after the last one launch the used flags, while it is reduced."""
         future = reduction.reduce(bucket)
         if reduction.is_complete:
             self._launch_used_flags(reduction)
         return future
 
     def _check_complete(self, reduction: Reduction) -> None:
-        """Make sure that every bucket has been sent, and that it is said what was used here."""
+        """Check that DDP has handed out every bucket; launch the used flags."""
         if not reduction.is_complete:
             raise RuntimeError(
                 "DDP has not reduced the gradients of this backward, which did not run through its hooks "
-                "(compiled autograd, say: use pe.GradSync on the bare model), or under static_graph=True "
-                "reached other parameters than the first one did"
+                "(for example under compiled autograd: use pe.GradSync on the bare model), or under "
+                "static_graph=True reached other parameters than the first one did"
             )
         self._launch_used_flags(reduction)
 
     def give_up(self) -> None:
-        """Leave it to `finish` to raise what fails here too."""
+        """Launch the remaining buckets with nan; `finish` raises an error of this call."""
         reduction = self._reduction
         if reduction is None or reduction.failures:
             return
@@ -364,13 +371,13 @@ class DDPReducer(Reducer):
             reduction.failures.append(error)
 
     def finish(self, final: FinalPass) -> None:
-        """Hand over what was read as buckets landed: DDP has waited, and written `.grad` already."""
+        """Copy the norms of the reduced buckets: DDP has waited and written `.grad`."""
         reduction = self._reduction
         if reduction is not None and reduction.failures:
             self.state.reduce = skip_reduction
             raise RuntimeError(
                 f"gradients were not reduced: a collective failed on this rank ({reduction.failures[0]}). "
-                "Nothing is stepped here, and other ranks may have gone on: start all ranks anew, from a "
+                "This rank does not step, and other ranks may have stepped: restart all ranks from a "
                 "checkpoint"
             ) from reduction.failures[0]
         self.state.reduce = skip_reduction
@@ -390,17 +397,18 @@ class DDPReducer(Reducer):
         super().load(saved, done=done)
 
     def load_problems(self) -> list[str]:
-        """Refuse what DDP would forget: that a parameter was used before."""
+        """Refuse where DDP would drop parameters that only earlier micro-batches have used."""
         if not self._driver.finds_unused:
             return []
         why = (
             "DDP with find_unused_parameters=True would not reduce what only earlier micro-batches have used"
         )
-        return [f"states are of an open window, and {why}: make it without, which attach does not need"]
+        return [f"the state is of an open window, and {why}: leave it out; attach does not need it"]
 
     def release(self, *, keeps_grad: bool) -> None:
-        """Leave DDP as it was: it syncs in every backward again, by the same hook,
-        as the mean over ranks in fp32.
+        """Restore DDP: it reduces in every backward, as the fp32 mean over ranks.
+
+        The hook stays registered.
         """
         if self._reduction is not None and not self._reduction.failures:
             self._driver.reset()
@@ -424,7 +432,7 @@ class DDPReducer(Reducer):
         self.norms.lay_out(partial(zero_buckets, self._ddp))
 
     def _reduce_rest(self, reduction: Reduction) -> None:
-        """Send past DDP what it has not sent, and let it forget this backward."""
+        """Reduce the buckets that DDP has not handed out; reset DDP."""
         reduction.may_delay = False
         reduction.launch_delayed()
         sent, is_complete = list(reduction.under_way), reduction.is_complete
@@ -438,19 +446,20 @@ class DDPReducer(Reducer):
         self._driver.reset()
 
     def _launch_used_flags(self, reduction: Reduction) -> None:
-        """Start to tell the other ranks which parameters were used here."""
-        # Hosts tell in every window of every engine, so that no window of another one puts them out of step.
+        """Launch the all-reduce of this rank's used flags."""
+        # Hosts exchange flags in every window of every engine: a window of another engine then finds the same
+        # collectives on every rank.
         exchanges = self._shares_used or self._used.on_hosts
         if not exchanges or reduction.used is not None or reduction.header.is_refused():
             return
         used = set() if self.ddp_buckets is None else self.ddp_buckets.used
-        # What voids the window has to be looked at, whoever else has used it.
+        # A poisoned rank reports every parameter as used, so that its nan is not dropped.
         without = [] if reduction.poison else reduction.without_grad
         unused = {id(param) for param in without if param not in used}
         reduction.used = self._used.all_reduce([id(param) not in unused for param in self.params])
 
     def _drop_unused(self, reduction: Reduction, flags: UsedFlags) -> None:
-        """Leave no gradient where no rank has used a parameter."""
+        """Set `.grad` to None where no rank has used a parameter."""
         missing = [*reduction.without_grad, *reduction.earlier]
         for bucket, _ in reduction.under_way:
             publish(bucket, missing if self._driver.finds_unused else self._driver.without_published_grad())

@@ -1,4 +1,4 @@
-"""When each unit of a sharded model communicates, and what it holds in memory to do so less often."""
+"""When each unit of a sharded model communicates, and the memory it holds meanwhile."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Defer = str | Mapping[str, str]
 
 @dataclass(frozen=True)
 class Deferral:
-    """What `attach` was asked for.
+    """The deferral that the arguments of `attach` ask for.
 
     Attributes:
-        defer: a mode for all units, or modes by the name of a unit; those without one are "all".
+        defer: a mode for all units, or modes by the name of a unit; units without one have "all".
         budget_mb: MiB that deferral may hold on a rank; None: as `defer` says.
     """
 
@@ -44,10 +44,10 @@ class Choice:
 
     Attributes:
         mode: "all": gradients are reduced in the last micro-batch only, and held unsharded until then.
-            "outer": scattered in every micro-batch, and summed over replicas in the last. "none": reduced in
-            every micro-batch.
-        keeps: whether parameters stay gathered from the window's first forward to its last backward.
-        held_bytes: what that holds on a rank.
+            "outer": reduce-scattered in every micro-batch, and all-reduced over replicas in the last. "none":
+            reduced in every micro-batch.
+        keeps: whether parameters stay unsharded from the window's first forward to its last backward.
+        held_bytes: bytes that a rank holds for that.
     """
 
     mode: str
@@ -56,12 +56,13 @@ class Choice:
 
 
 def choose(units: Sequence[Unit], deferral: Deferral) -> list[Choice]:
-    """Choose for every unit; `problems_of_deferral` has found nothing.
+    """Choose for every unit how it communicates.
 
-    Within a budget, gathered parameters come before sums: over a window of A micro-batches they save 2A - 1
-    gathers, sums A - 1 reductions, for as many bytes of an element. Units are all alike in that, so those
-    come first whose communication hides worst: the first ones, which the first forward waits for, and whose
-    gradients come at the end of the backward.
+    Called after `problems_of_deferral` has found nothing. Within a budget, unsharded parameters come before
+    sums: over a window of A micro-batches they save 2A - 1 all-gathers, sums A - 1 reductions, for the same
+    bytes an element. The saving per byte is equal for all units, so start with units whose communication
+    overlaps least: the first ones. The first forward waits for their all-gather, and their gradients are
+    complete at the end of the backward.
     """
     if deferral.budget_mb is None:
         return [_choice(unit, _mode(unit, deferral.defer), keeps=False) for unit in units]
@@ -80,29 +81,29 @@ def choose(units: Sequence[Unit], deferral: Deferral) -> list[Choice]:
 
 
 def problems_of_deferral(units: Sequence[Unit], deferral: Deferral, settings: Settings) -> list[str]:
-    """Say which of it makes no sense."""
+    """Return messages for invalid arguments of deferral."""
     if settings.problems():
-        return []  # they are told
+        return []  # reported elsewhere
     defer, budget = deferral.defer, deferral.budget_mb
     if budget is not None and (not isinstance(budget, Real) or isinstance(budget, bool) or not budget >= 0):
         return [f"defer_budget_mb={budget!r}: need a size of at least 0 in MiB; math.inf defers everything"]
     if budget is not None and defer != "all":
-        return [f"{deferral}: the budget chooses what is deferred; pass one of them"]
+        return [f"{deferral}: the budget chooses the units to defer; pass defer or defer_budget_mb, not both"]
     if settings.kind == "exact" and (defer, budget) != ("all", None):
-        return [f"{deferral}: accumulator='exact' holds whole sums in every window; leave both out"]
+        return [f"{deferral}: accumulator='exact' holds unsharded sums in every window; leave both out"]
     modes = {unit.name: defer for unit in units} if isinstance(defer, str) else defer
     if not isinstance(modes, Mapping) or any(mode not in MODES for mode in modes.values()):
         return [f"defer={defer!r}: need one of {', '.join(map(repr, MODES))}, or a dict of one by unit"]
     known = {unit.name: unit for unit in units}
     unknown = [name for name in modes if name not in known]
     if unknown:
-        return [f"defer has {unknown[0]!r}, and the units are {list(known)}"]
+        return [f"defer has {unknown[0]!r}, which is no unit of the model: need one of {list(known)}"]
     pairs = zip(units, choose(units, deferral), strict=True)
     return [text for unit, choice in pairs for text in _choice_problems(unit, choice, settings)]
 
 
 def _choice_problems(unit: Unit, choice: Choice, settings: Settings) -> Iterator[str]:
-    """Say why a unit cannot communicate as chosen."""
+    """Yield the reasons why a unit cannot communicate as chosen."""
     if choice.mode == "outer" and not unit.has_replicas_of_shards:
         yield (
             f"defer='outer' for unit {unit.name!r}, which has no replicas of shards (a mesh of two "
@@ -111,7 +112,7 @@ def _choice_problems(unit: Unit, choice: Choice, settings: Settings) -> Iterator
     if choice.mode != "all" and settings.drops:
         yield (
             f"defer={choice.mode!r} for unit {unit.name!r}, which reduces a micro-batch before it is known "
-            "to be finite, and nonfinite='drop_micro_batch' takes some out: use 'all'"
+            "to be finite, so that nonfinite='drop_micro_batch' could not drop it: use 'all'"
         )
     narrow = any(p.dtype.itemsize < torch.float32.itemsize for p in unit.params if p.requires_grad)
     if choice.mode == "none" and narrow and settings.kind == "fp32":
@@ -123,14 +124,14 @@ def _choice_problems(unit: Unit, choice: Choice, settings: Settings) -> Iterator
     if choice.mode != "all" and keeps_residual(settings.wire) and unit.narrows(settings.wire):
         yield (
             f"wire={settings.wire} for unit {unit.name!r}, which sends gradients before the window's count "
-            f"is known (defer={choice.mode!r}), and what it keeps is of mean gradients: use defer='all', or "
-            "the wire within it"
+            f"is known (defer={choice.mode!r}), while residuals are of mean gradients: use defer='all', or "
+            "the wire without ErrorFeedback"
         )
     largest = torch.finfo(settings.wire.dtype).max
     if choice.mode != "all" and unit.narrows(settings.wire) and largest < torch.finfo(torch.bfloat16).max:
         yield (
             f"wire={settings.wire} for unit {unit.name!r}, which sends gradients before the window's count "
-            f"is known (defer={choice.mode!r}), and undivided ones may lie beyond {largest:g}: use "
+            f"is known (defer={choice.mode!r}), and undivided gradients may exceed {largest:g}: use "
             "defer='all', or pe.wire.BF16()"
         )
 

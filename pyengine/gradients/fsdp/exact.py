@@ -1,8 +1,8 @@
-"""Exact sums of sharded parameters: the same bits as over DDP and own buckets, on any mesh.
+"""Exact sums of sharded parameters: the same bits on any mesh, as over DDP or own buckets.
 
-FSDP gathers whole parameters, so a micro-batch's gradient has the bits that it has without FSDP. It is summed
-as a whole, and ranks merge whole sums; each keeps its shard of the result. Norm and flags are read off the
-whole, so they are no matter of a mesh.
+FSDP unshards parameters, so a micro-batch's gradient has the bits that it has without FSDP. It is summed
+unsharded, and ranks merge unsharded sums; each rank keeps its shard of the result. Norms and flags are
+computed from the unsharded result, so they do not depend on the mesh.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class UnitBucket(Bucket):
     """The exact sum of one unit's gradients, unsharded.
 
     Args:
-        params: the unit's, sharded; at least one.
-        indices: of the parameters, in the order of registration.
+        params: the unit's sharded parameters; at least one.
+        indices: of the parameters, in registration order.
         terms: of a full window.
         comm: over all ranks.
 
     Attributes:
-        num_bytes: that this holds.
+        num_bytes: that this object holds.
 
     Bytes an element: 8.02 on every rank, and 2 more where parameters are narrow.
     """
@@ -72,8 +72,9 @@ class UnitBucket(Bucket):
         return self._exact.rounds(poison=poison)
 
     def publish(self, scale: Tensor | None, final: FinalPass) -> None:
-        """Read the norm of the rounded sums times `scale`, and give every parameter its shard of that, in
-        memory of this object.
+        """Read the norms of the rounded sums times `scale`; set `.grad` to this rank's shards.
+
+        The memory of `.grad` is this object's.
 
         Args:
             scale: float32 0-dim; None for 1.
@@ -90,7 +91,7 @@ class ExactFSDPReducer(ShardedReducer):
     """Gradients of a sharded model, summed exactly; nothing overlaps with a backward.
 
     Args:
-        managed: what of the model is driven.
+        managed: the sharded model and the engine's arguments.
         terms: of a full window.
     """
 
@@ -118,7 +119,7 @@ class ExactFSDPReducer(ShardedReducer):
         self._divisor, self._used_flags, self._works = None, None, []
 
     def collect(self) -> None:
-        """Deposit what micro-batches have left in the unsharded parameters' `.grad`."""
+        """Deposit the gradients in the unsharded parameters' `.grad`."""
         is_void, grads = self.unsharded.is_void, self.unsharded.pop_grads()
         self.end_padding()
         for bucket in self._buckets if not is_void else []:
@@ -139,15 +140,15 @@ class ExactFSDPReducer(ShardedReducer):
         is_sent = len(self._works) == len(self._buckets) and not any(work.rounds_left for work in self._works)
         if self._divisor is None or self._used_flags is None or not is_sent:
             raise RuntimeError(
-                "gradients were not reduced: a collective failed on this rank. Nothing is stepped here, and "
-                "other ranks may have gone on: start all ranks anew, from a checkpoint"
+                "gradients were not reduced: a collective failed on this rank. This rank does not step, and "
+                "other ranks may have stepped: restart all ranks from a checkpoint"
             )
         scale = self._divisor.after_wire()
         for bucket, work in zip(self._buckets, self._works, strict=True):
             work.wait()
             bucket.publish(scale, final)
         self._used_flags.drop_unused(self.params)
-        # Every rank has read the whole sums, and one of them reports them.
+        # Every rank has the norm of the unsharded sums; the first rank of each mesh reports it.
         final.sumsq = torch.where(self._reports_norm, final.sumsq, 0.0)
 
     def save(self) -> Saved:
@@ -162,7 +163,7 @@ class ExactFSDPReducer(ShardedReducer):
                 self.unsharded.used[index] = self.unsharded.used[index] or is_used
 
     def _start(self, *, poison: bool) -> None:
-        """Start what is still missing: a first round of every unit, then the later ones."""
+        """Launch the missing rounds: the first round of every unit, then the later ones."""
         for bucket in self._buckets[len(self._works) :]:
             self._works.append(bucket.rounds(poison=poison))
         while any(work.rounds_left for work in self._works):

@@ -1,7 +1,7 @@
-"""How the parameters of sharded models lie on their meshes: which ranks hold which elements.
+"""How the parameters of sharded models are laid out on their meshes.
 
-The first axes of a mesh are those of the data; axes behind them are of tensor parallelism, whose parts FSDP
-shards once more.
+The first axes of a mesh are the data-parallel ones. The axes after them are tensor-parallel ones, whose
+shards FSDP shards once more.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from pyengine.wire.memory import Place
 
 @dataclass(frozen=True, kw_only=True)
 class ScatteredPlace(Place):
-    """Where a parameter lies in what a unit scatters: a shard in every rank's part, padded there.
+    """The position of a parameter in the input of a unit's reduce-scatter.
 
-    Its `offset` counts from the start of a part.
+    The input has one chunk for each rank. The parameter has a padded shard in every chunk, at the same
+    `offset` from the start of the chunk.
 
     Attributes:
         shape: of the parameter, as forwards on this rank see it.
-        dim: along which it is sharded.
-        shards: how many parts there are.
-        padded: elements of a shard with what pads it.
+        dim: dimension along which it is sharded.
+        shards: number of chunks.
+        padded: elements of a shard, including its padding.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +46,10 @@ class ScatteredPlace(Place):
             shard.copy_(chunk)
 
     def _shards(self, flat: Tensor, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return each shard, in what is scattered and in the whole; the last ones may be short or missing."""
+        """Return each shard as views of the reduce-scatter input and of the unsharded tensor.
+
+        The last shards may be short or missing.
+        """
         rows = flat.view(self.shards, -1)[:, self.offset : self.offset + self.padded]
         chunks = whole.chunk(self.shards, self.dim)
         return [
@@ -54,11 +58,11 @@ class ScatteredPlace(Place):
 
 
 def scattered_places(params: Sequence[Any], names: Mapping[int, str], data_ndim: int) -> list[ScatteredPlace]:
-    """Return where parameters lie in what their unit scatters, one after the other.
+    """Return the positions of parameters in the input of their unit's reduce-scatter.
 
     Args:
-        params: that it reduces, sharded.
-        names: by a parameter's id: the keys.
+        params: the sharded parameters that it reduces, in order.
+        names: keys of the places, by a parameter's id.
         data_ndim: see `Unit`.
     """
     places, offset = [], 0
@@ -82,7 +86,7 @@ def scattered_places(params: Sequence[Any], names: Mapping[int, str], data_ndim:
 
 
 def replicas_and_shards(params: Sequence[Any], data_ndim: int) -> tuple[int, int]:
-    """Return how many data ranks hold the same of a unit's parameters, and over how many each is sharded."""
+    """Return how many data-parallel ranks replicate a unit's parameters, and the number of shards."""
     replicas = shards = 1
     for axis in range(data_ndim if params else 0):
         size = int(params[0].device_mesh.size(axis))
@@ -94,7 +98,7 @@ def replicas_and_shards(params: Sequence[Any], data_ndim: int) -> tuple[int, int
 
 
 def whole_shape(param: Any, data_ndim: int) -> list[int]:
-    """Return the shape of what forwards on this rank see of a parameter."""
+    """Return the shape of a parameter as forwards on this rank see it, unsharded."""
     shape = list(param.shape)
     coordinate = param.device_mesh.get_coordinate()
     for axis, placement in [*enumerate(param.placements)][data_ndim:]:
@@ -106,7 +110,7 @@ def whole_shape(param: Any, data_ndim: int) -> list[int]:
 
 
 def padded_numel(param: Any, data_ndim: int) -> int:
-    """Return the elements of a shard as they are scattered: of as many rows on every rank."""
+    """Return the elements of a shard in the reduce-scatter, padded to equal rows."""
     shape = whole_shape(param, data_ndim)
     _, shards = replicas_and_shards([param], data_ndim)
     for placement in param.placements[:data_ndim]:
@@ -116,8 +120,9 @@ def padded_numel(param: Any, data_ndim: int) -> int:
 
 
 def is_counted(param: Any) -> bool:
-    """Whether this rank is the one that counts what it holds of a parameter, of those on its mesh that hold
-    the same.
+    """Whether this rank counts its local tensor of a parameter in the norm.
+
+    It is one of the ranks on the mesh that replicate this local tensor: the first.
     """
     coordinate = param.device_mesh.get_coordinate()
     return all(
@@ -128,12 +133,12 @@ def is_counted(param: Any) -> bool:
 
 
 def is_first_on_mesh(param: Any) -> bool:
-    """Whether this rank is the first on every axis of a parameter's mesh: one of all that it lies on."""
+    """Whether this rank is the first on every axis of a parameter's mesh."""
     return not any(param.device_mesh.get_coordinate())
 
 
 def shard_of(whole: Tensor, param: Any) -> Tensor:
-    """Return this rank's shard of a tensor of a parameter's shape: a view where that is contiguous."""
+    """Return this rank's shard of an unsharded tensor: a view where that is contiguous."""
     coordinates = param.device_mesh.get_coordinate()
     for axis, placement in enumerate(param.placements):
         if placement.is_shard():

@@ -1,8 +1,7 @@
-"""What FSDP2 does not tell in public: what it was made with, and what its setters have replaced; checked
-against torch 2.11 to 2.13.
+"""FSDP2's private state: read here, and restored at the end; tested with torch 2.11 to 2.13.
 
-Here state is read, and put back at the end. Everything that a window needs goes through public methods, but
-for two that torch has since 2.13: `reduce_unused` and `reset_iter_state` do their work before.
+A window is driven through public methods only, except for two that torch has since 2.13: before that,
+`reduce_unused` and `reset_iter_state` do the same here.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-# By kind, the setters that say it, and what a window cannot do without.
+# Public setters that a window needs; attributes that they replace; attributes that are read.
 _NEEDED = (
     "set_requires_gradient_sync",
     "set_requires_all_reduce",
@@ -45,12 +44,12 @@ _READ = ("mesh_info", "mp_policy", "offload_policy", "device", "_partial_reduce_
 
 def is_unit(module: object) -> bool:
     """Whether `fully_shard` or `replicate` was called on a module."""
-    # By name: to import the class takes longer than this package.
+    # By name: importing the class takes longer than importing this package.
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def missing(module: Any) -> list[str]:
-    """Return what this version of torch lacks."""
+    """Return the names that this version of torch lacks."""
     names = [name for name in _NEEDED if not hasattr(module, name)]
     names += [] if hasattr(torch.Tensor, "grad_dtype") else ["Tensor.grad_dtype"]
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
@@ -61,12 +60,12 @@ def missing(module: Any) -> list[str]:
 
 
 def groups_of(module: Any) -> list[Any]:
-    """Return the groups of parameters that a unit reduces together; several where it has several meshes."""
+    """Return the parameter groups that a unit reduces, one for each of its meshes."""
     return _groups_of(module._get_fsdp_state())
 
 
 def _groups_of(state: Any) -> list[Any]:
-    # torch 2.11 has one at most.
+    # torch 2.11 has at most one group.
     groups = getattr(state, "_fsdp_param_groups", None)
     return [group for group in [state._fsdp_param_group] if group] if groups is None else list(groups)
 
@@ -77,12 +76,14 @@ def parameters_of(module: Any) -> list[Parameter]:
 
 
 def reduced_parameters(module: Any, waiting: Collection[int] = ()) -> list[Parameter]:
-    """Return the sharded parameters whose gradients a unit reduces: those that a forward has shown, and that
-    are trained there, or were when they got a gradient that has waited since.
+    """Return the sharded parameters whose gradients a unit reduces.
+
+    A forward has unsharded them. They require a gradient, or have one from the time when they did.
 
     Args:
         module: the unit.
-        waiting: ids of the latter; `waiting_parameters` before the backward that reduces.
+        waiting: ids of parameters with such an old gradient: `waiting_parameters` before the backward that
+            reduces.
     """
     return [
         managed.sharded_param
@@ -92,7 +93,7 @@ def reduced_parameters(module: Any, waiting: Collection[int] = ()) -> list[Param
 
 
 def waiting_parameters(module: Any) -> set[int]:
-    """Return the ids of the sharded parameters that have a gradient which the unit has not reduced yet."""
+    """Return the ids of sharded parameters whose gradient is not reduced yet."""
     return {
         id(managed.sharded_param)
         for managed in _shown(module)
@@ -101,7 +102,7 @@ def waiting_parameters(module: Any) -> set[int]:
 
 
 def _shown(module: Any) -> list[Any]:
-    """Return what a unit manages of the parameters that a forward has shown."""
+    """Return FSDP's objects of the parameters that a forward has unsharded."""
     return [
         managed
         for group in groups_of(module)
@@ -111,30 +112,30 @@ def _shown(module: Any) -> list[Any]:
 
 
 def data_ndim(module: Any) -> int:
-    """Return how many axes the mesh has over which a unit's gradients are reduced."""
+    """Return the number of mesh axes over which a unit's gradients are reduced."""
     groups = groups_of(module)
     return int(groups[0].mesh_info.mesh.ndim) if groups else 0
 
 
 def has_named_dims(module: Any) -> bool:
-    """Whether a unit was given a mesh of more than the data, and the names of the data's axes."""
+    """Whether a unit was given a larger mesh, and the names of its data-parallel axes."""
     return any(getattr(group.mesh_info, "is_spmd_mesh", False) for group in groups_of(module))
 
 
 def is_inner(module: Any) -> bool:
-    """Whether a forward has shown that a unit lies within a larger one."""
+    """Whether a forward has shown that a unit is inside a larger one."""
     return module._get_fsdp_state()._is_root is False
 
 
 def has_run(module: Any) -> bool:
-    """Whether a forward of the outermost unit has begun, ever."""
+    """Whether a forward of the outermost unit has ever begun."""
     return module._get_fsdp_state()._is_root is True
 
 
 def reduce_unused(module: Any) -> None:
-    """Let a unit reduce zeros of its trained parameters that have no gradient on this rank, as others may.
+    """Let a unit reduce zeros for trained parameters without a gradient on this rank.
 
-    torch before 2.13 has no setter for it; `SavedSettings.restore` ends it.
+    Other ranks may have one. torch before 2.13 has no setter for it; `SavedSettings.restore` ends it.
     """
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -153,7 +154,7 @@ def _reduce_with_zeros(group: Any, post_backward: Callable[..., None], *unused: 
 
 
 def reset_iter_state(module: Any) -> None:
-    """Let FSDP forget a forward or backward of the outermost unit that did not come to its end."""
+    """Let FSDP discard an unfinished forward or backward of the outermost unit."""
     if hasattr(module, "reset_iter_state"):
         module.reset_iter_state()
         return
@@ -161,7 +162,7 @@ def reset_iter_state(module: Any) -> None:
     root = module._get_fsdp_state()
     shared, comm = root._state_ctx, root._comm_ctx
     stream, idle = root._device_handle.current_stream(), type(root._training_state).IDLE
-    # One reduce-scatter is under way in torch 2.11, and several in 2.12.
+    # torch 2.11 runs one reduce-scatter at a time, 2.12 several.
     scattered = [getattr(comm, "reduce_scatter_state", None), *getattr(comm, "reduce_scatter_states", [])]
     for left in [comm.all_gather_state, *scattered]:
         if left is not None and left.event is not None:
@@ -188,13 +189,14 @@ def reset_iter_state(module: Any) -> None:
 
 
 def state_id(module: Any) -> int:
-    """Return what tells whether modules were given to `fully_shard` together."""
+    """Return an id that modules share if they were passed to `fully_shard` together."""
     return id(module._get_fsdp_state())
 
 
 def reduce_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return the type in which a unit's gradients are summed over micro-batches and ranks; None if it trains
-    nothing.
+    """Return the dtype in which a unit sums gradients; None if it trains nothing.
+
+    It is the dtype over micro-batches and over ranks.
     """
     for group in groups_of(module):
         policy = group.mp_policy
@@ -206,14 +208,14 @@ def reduce_dtype(module: nn.Module) -> torch.dtype | None:
 
 
 def compute_dtype(module: nn.Module, param: Parameter) -> torch.dtype:
-    """Return the type in which a unit gathers a parameter."""
+    """Return the dtype of a unit's unsharded parameter."""
     policy = groups_of(module)[0].mp_policy
     dtype: torch.dtype = policy.param_dtype or param.dtype
     return dtype
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Whether a unit keeps its shards and gradients on the host, and computes elsewhere."""
+    """Whether a unit keeps shards and gradients on the host and computes elsewhere."""
     return any(
         type(group.offload_policy).__name__ == "CPUOffloadPolicy"
         and any(managed.sharded_param.device.type != group.device.type for managed in group.fsdp_params)
@@ -222,18 +224,18 @@ def is_offloaded(module: nn.Module) -> bool:
 
 
 def has_reduce_hook(module: nn.Module) -> bool:
-    """Whether somebody else looks at, or goes on with, what a unit has reduced."""
+    """Whether code outside the engine has set a hook on a unit's reduction."""
     return any(group._all_reduce_hook is not None for group in groups_of(module))
 
 
 def has_own_reduce_scatter(module: nn.Module) -> bool:
-    """Whether somebody has replaced torch's own reduce-scatter."""
+    """Whether torch's own reduce-scatter was replaced."""
     kinds = (type(group._reduce_scatter_comm) for group in groups_of(module))
     return any(not kind.__module__.startswith("torch.") for kind in kinds)
 
 
 class SavedSettings:
-    """A unit's settings as they were, to be put back.
+    """A unit's settings before the engine, to be restored.
 
     Args:
         module: the unit.
@@ -250,27 +252,27 @@ class SavedSettings:
 
     @property
     def all_gather(self) -> Any:
-        """How the unit gathers its parameters."""
+        """The unit's all-gather of parameters."""
         return self._groups[0][1]["_all_gather_comm"]
 
     @property
     def reduce_scatter(self) -> Any:
-        """How the unit scatters its gradients' sum."""
+        """The unit's reduce-scatter of gradients."""
         return self._groups[0][1]["_reduce_scatter_comm"]
 
     def restore_resharding(self) -> None:
-        """Let parameters be freed after a forward as they were before."""
+        """Restore whether the unit reshards its parameters after a forward."""
         state = self._state
         state._auto_reshard_after_forward = self._automatic
-        # What torch decides itself at the first forward, which may have come since: the root is not freed.
+        # torch decides this at the first forward, which may have run since: the root module is not resharded.
         is_root = self._automatic and state._is_root is True
         for group, values in self._groups:
             group.post_forward_mesh_info = None if is_root else values["post_forward_mesh_info"]
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore all settings."""
         for group, values in self._groups:
             for name, value in values.items():
                 setattr(group, name, value)
-            vars(group).pop("post_backward", None)  # of `reduce_unused`
+            vars(group).pop("post_backward", None)  # set by `reduce_unused`
         self.restore_resharding()

@@ -1,4 +1,4 @@
-"""Which sharded models no engine can drive, and what to do instead."""
+"""Sharded models that no engine can drive, with the remedy for each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pyengine.wire.base import Prepares, is_encoded
 
 
 def check_version(model: nn.Module) -> None:
-    """Raise RuntimeError where this torch's FSDP cannot be driven."""
+    """Raise RuntimeError where the engine cannot drive this torch's FSDP2."""
     lacks = missing(model)
     if lacks:
         raise RuntimeError(
@@ -40,7 +40,10 @@ def check_version(model: nn.Module) -> None:
 def managed_parameters(
     model: nn.Module, units: Sequence[Unit]
 ) -> tuple[list[tuple[str, Parameter]], list[Parameter]]:
-    """Return the named parameters that units manage, in registration order, and the others: the caller's."""
+    """Return the named parameters that units manage, and the caller's other parameters.
+
+    Both in registration order.
+    """
     managed = {id(param) for unit in units for param in unit.params}
     named = list(model.named_parameters())
     return (
@@ -50,14 +53,14 @@ def managed_parameters(
 
 
 def problems_of_fsdp(model: nn.Module, settings: Settings) -> list[str]:
-    """Say what of a sharded model, or of the arguments with it, cannot be had."""
+    """Return messages for a sharded model, or arguments, that do not work together."""
     found = []
     if is_inner(model):
         found.append("ddp_model is a unit within a larger one: pass the outermost, whose forward you call")
     if settings.shared_memory is True:
         found.append(
             "shared_memory=True, and ddp_model is sharded by FSDP2, whose units reduce through their own "
-            "process groups: leave it out; for memory that ranks share need GradSync, or attach over a "
+            "process groups: leave it out; for shared memory use GradSync, or attach over a "
             "DistributedDataParallel"
         )
     for unit in units_of(model):
@@ -70,25 +73,25 @@ def _unit_problems(unit: Unit, settings: Settings) -> Iterator[str]:
     module = unit.module
     if len(groups_of(module)) > 1:
         yield (
-            "has parameters on several meshes (shard_placement_fn): need one mesh a unit; give modules of "
-            "another mesh a fully_shard of their own"
+            "has parameters on several meshes (shard_placement_fn): need one mesh a unit; call fully_shard "
+            "separately on modules of another mesh"
         )
     if is_offloaded(module):
-        yield "has a CPUOffloadPolicy: need gradients where the model computes; leave offload_policy out"
+        yield "has a CPUOffloadPolicy: need gradients on the model's device; leave offload_policy out"
     if has_reduce_hook(module):
         yield (
-            "has a hook behind its reduction (set_all_reduce_hook), which the engine needs: for replicas of "
-            "shards pass fully_shard a mesh of two dimensions"
+            "has a hook after its reduction (set_all_reduce_hook), which the engine needs: for "
+            "replicas of shards pass fully_shard a mesh of two dimensions"
         )
     yield from _sum_problems(unit, settings)
     yield from sorted({text for param in unit.params for text in _placement_problems(param, unit)})
 
 
 def _sum_problems(unit: Unit, settings: Settings) -> Iterator[str]:
-    """Say whether a unit's policy sums otherwise than the arguments say."""
+    """Yield messages where a unit's policy sums in another dtype than the arguments."""
     dtype = reduce_dtype(unit.module)
     if dtype is None or settings.problems() or settings.kind == "exact":
-        return  # exact sums travel past FSDP
+        return  # exact sums are reduced without FSDP
     short = str(dtype).removeprefix("torch.")
     if settings.kind == "fp32" and dtype.itemsize < torch.float32.itemsize:
         yield (
@@ -98,7 +101,7 @@ def _sum_problems(unit: Unit, settings: Settings) -> Iterator[str]:
         )
     elif dtype is torch.float16:
         yield (
-            "reduces in float16, which sums before 1/count leave the range of: give its "
+            "reduces in float16, in which sums overflow before they are multiplied by 1/count: give its "
             "MixedPrecisionPolicy reduce_dtype=torch.float32"
         )
     elif dtype != settings.wire.dtype or is_encoded(settings.wire) or isinstance(settings.wire, Prepares):
@@ -106,42 +109,40 @@ def _sum_problems(unit: Unit, settings: Settings) -> Iterator[str]:
 
 
 def _wire_problems(unit: Unit, dtype: torch.dtype, wire: Wire) -> Iterator[str]:
-    """Say why sums of one type cannot travel over a wire of another."""
+    """Yield the reason why sums of one dtype cannot be sent over a wire of another."""
     text = f"reduces in {dtype}, and wire={wire}".replace("torch.", "")
     if dtype != wire.dtype and wire.dtype.itemsize >= dtype.itemsize:
         yield (
-            f"{text}: a wire has to be of the type that its MixedPrecisionPolicy's reduce_dtype says, or "
-            f"narrower; pass the wire of that type, or reduce_dtype={wire.dtype}"
+            f"{text}: need a wire of the dtype of its MixedPrecisionPolicy's reduce_dtype, or a narrower "
+            f"one; pass the wire of that dtype, or reduce_dtype={wire.dtype}"
         )
     elif not isinstance(wire, Scatters):
         yield f"{text}, which has no reduce_scatter: pass the wire of {dtype}"
     elif unit.replicas > 1 and unit.shards == 1:
         yield (
-            f"{text}: it has replicas and no shards, and FSDP's all-reduce over replicas is of its "
+            f"{text}: it has replicas and no shards, and FSDP all-reduces over replicas in its "
             f"reduce_dtype; pass the wire of {dtype}, shard it, or use DistributedDataParallel"
         )
     elif has_own_reduce_scatter(unit.module):
         yield (
-            f"{text}: it has a reduce-scatter of its own (set_custom_reduce_scatter), in whose place the "
-            "wire would come; leave one of them out"
+            f"{text}: it has a custom reduce-scatter (set_custom_reduce_scatter), which the wire would "
+            "replace; leave one of them out"
         )
 
 
 def _placement_problems(param: Any, unit: Unit) -> Iterator[str]:
-    """Say whether a parameter lies otherwise on the mesh of the data than `fully_shard` or `replicate` puts
-    it.
-    """
+    """Yield messages for placements that `fully_shard` and `replicate` do not make."""
     kinds = "".join("R" if placement.is_replicate() else "S" for placement in param.placements)
     wanted = ("R",) if unit.is_replicated else ("S", "RS")
     if has_named_dims(unit.module):
-        yield "was given dp_mesh_dims, whose meshes are not driven: pass fully_shard the mesh of the data"
+        yield "was given dp_mesh_dims, which no engine supports: pass fully_shard the data-parallel mesh"
     elif kinds[: unit.data_ndim] not in wanted or any(
         placement.is_partial() for placement in param.placements
     ):
         yield (
             f"has parameters placed as {param.placements} on a mesh of {param.device_mesh.ndim} dimensions: "
-            "need those of fully_shard or replicate, over data-parallel ranks, and behind them shards or "
-            "replicas of tensor parallelism"
+            "need those of fully_shard or replicate over data-parallel ranks, followed by shards or replicas "
+            "of tensor parallelism"
         )
     if type(local(param)) is not torch.Tensor:
         yield f"has shards of type {type(local(param)).__name__}: need plain tensors"

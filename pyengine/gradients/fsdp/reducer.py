@@ -1,7 +1,7 @@
-"""FSDP2's gradients under the engine: its units reduce in the window's last backward, and in no other.
+"""FSDP2's gradients under the engine: its units reduce in the window's last backward only.
 
-Until then sums lie in the unsharded parameters' `.grad`. What torch reduces is the plain sum over ranks;
-1/count comes in afterwards, as everywhere.
+Until then sums are in the unsharded parameters' `.grad`. torch reduces the plain sum over ranks; 1/count is
+multiplied in afterwards, as for other owners.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from pyengine.window.verdict import check_agreement
 from pyengine.wire import FP32, Wire
 
 _EXCEPTION_IN_BACKWARD = (
-    "an exception has left the window's last backward on this rank, FSDP cannot go on from its middle, and "
-    "other ranks wait in it"
+    "an exception has ended the window's last backward on this rank; FSDP cannot resume it, and other ranks "
+    "wait in it"
 )
 
 
 @dataclass(frozen=True)
 class Managed:
-    """What an engine drives of a model that `fully_shard` or `replicate` was called on.
+    """A model that `fully_shard` or `replicate` was called on, and the engine's arguments.
 
     Attributes:
         model: the outermost unit.
         named: its managed parameters, sharded, in registration order.
         units: its units.
         choices: by unit, when it communicates.
-        counted: by parameter, whether this rank counts what it holds of it in the norm.
+        counted: by parameter, whether this rank counts its local tensor in the norm.
         comm: transport over all ranks of the engine.
         settings: the engine's arguments.
     """
@@ -70,27 +70,27 @@ class Managed:
 
 
 class ShardedReducer(Reducer):
-    """A sharded model whose units reduce when the window says.
+    """A sharded model whose units reduce when the window ends.
 
     Args:
-        managed: what of it is driven.
-        widens: whether a micro-batch's narrow gradients are summed in the type in which their unit reduces;
-            False keeps the bits that autograd has given them.
+        managed: the model and the engine's arguments.
+        widens: whether a micro-batch's narrow gradients are summed in the dtype in which their unit reduces;
+            False keeps the bits of autograd.
         watches: whether every micro-batch is checked for inf and nan.
 
     Attributes:
         model: the outermost unit.
         names, params: of the managed parameters.
         units, comm, choices, counted: as managed.
-        wire: how gradients are scattered.
-        held_bytes: what a window holds to communicate less.
-        unsharded: what autograd brings.
-        used: tells ranks which parameters each of them has used.
-        is_clean: whether FSDP has nothing of a window that did not come to its end.
+        wire: over which gradients are reduce-scattered.
+        held_bytes: bytes that a window holds to communicate less often.
+        unsharded: the unsharded parameters, with the window's sums.
+        used: all-reduces which parameters each rank has used.
+        is_clean: whether FSDP has no state of an unfinished window.
     """
 
     has_collective_forwards = True
-    saves_local_sums = False  # its states have whole sums and residuals
+    saves_local_sums = False  # checkpoints hold unsharded sums and residuals
 
     def __init__(self, managed: Managed, *, watches: bool, widens: bool = True) -> None:
         self.stepper: Stepper = PlainStepper()
@@ -120,16 +120,17 @@ class ShardedReducer(Reducer):
         )
         self.is_clean = True
         self._has_warned = False
-        # Weakly: hooks of parameters hold `unsharded`, and are not seen by Python's collector.
+        # A weak reference: hooks of parameters refer to `unsharded`, and Python's garbage collector does not
+        # see them.
         warn = WeakMethod(self._warn_of_bare_backwards)
         self.unsharded.on_repeat = lambda: own() if (own := warn()) is not None else None
         self._restore_buffers: Callable[[], None] | None = None
-        # Gradients of the caller's leaves while padding runs: each with its leaf, by the leaf's id.
+        # `.grad` of the caller's leaves while padding runs: by the leaf's id, the leaf and its gradient.
         self._preserved: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._ignored = [param for param in managed.model.parameters() if id(param) not in names]
 
     def open(self) -> None:
-        """Let earlier backwards reduce what is not deferred."""
+        """Open a window: earlier backwards reduce only what is not deferred."""
         self.reset()
         self.end_padding()
         self.is_clean = False
@@ -146,7 +147,7 @@ class ShardedReducer(Reducer):
         return self.unsharded.grad_holders()
 
     def begin_padding(self) -> None:
-        """Let the micro-batch handed out be padding: nothing of it stays."""
+        """Mark the current micro-batch as padding, which leaves no trace."""
         self.end_padding()
         self._restore_buffers = copy_buffers(self.model)
         self.unsharded.is_void = True
@@ -159,9 +160,7 @@ class ShardedReducer(Reducer):
                 leaf.grad = None
 
     def end_padding(self) -> None:
-        """Let gradients count again, and put back what padding has written into buffers and into gradients
-        of the caller's.
-        """
+        """End padding: restore the buffers and the gradients of the caller's leaves."""
         for leaf, grad in self._preserved.values():
             leaf.grad = grad
         self._preserved = {}
@@ -171,7 +170,7 @@ class ShardedReducer(Reducer):
         self.unsharded.is_void = False
 
     def _warn_of_bare_backwards(self) -> None:
-        """Warn once if two backwards have run between windows: no step will use their gradients."""
+        """Warn once if two backwards have run between windows: no step uses their gradients."""
         if self.is_clean and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -187,7 +186,7 @@ class ShardedReducer(Reducer):
         self.unsharded.arrived.clear()
 
     def release(self, *, keeps_grad: bool) -> None:
-        """Leave the units as they were; they reduce in every backward again."""
+        """Restore the units, which reduce in every backward again."""
         self.reset()
         self.end_padding()
         self.unsharded.release()
@@ -198,7 +197,7 @@ class ShardedReducer(Reducer):
                 param.grad = None
 
     def reset(self) -> None:
-        """Let FSDP forget a window that did not come to its end."""
+        """Let FSDP discard an unfinished window."""
         if not self.is_clean and has_run(self.model):
             reset_iter_state(self.model)
         self.is_clean = True
@@ -208,10 +207,10 @@ class FSDPReducer(ShardedReducer):
     """Gradients that `fully_shard` or `replicate` owns.
 
     Args:
-        managed: what of the model is driven.
+        managed: the model and the engine's arguments.
 
     Attributes:
-        residuals: what the wire loses, of whole parameters.
+        residuals: of unsharded parameters.
     """
 
     overlaps = True
@@ -219,7 +218,8 @@ class FSDPReducer(ShardedReducer):
     def __init__(self, managed: Managed) -> None:
         settings = managed.settings
         super().__init__(managed, watches=settings.raises)
-        # 1/count comes in before a wire that wants means where everything waits for it, else behind the sum.
+        # 1/count is multiplied in before a wire that needs means, if all gradients wait for the window's end,
+        # else after the sum.
         waits = all(
             choice.mode == "all" and (unit.narrows(settings.wire) or reduce_dtype(unit.module) is None)
             for unit, choice in zip(self.units, self.choices, strict=True)
@@ -245,7 +245,10 @@ class FSDPReducer(ShardedReducer):
         self.end_padding()
 
     def reduce(self, header: Header) -> None:
-        """Run a forward and backward of an old batch, whose gradients are replaced by zeros."""
+        """Reduce by a forward and backward of an old batch with zero gradients.
+
+        FSDP reduces only in a backward.
+        """
         self._prepare(header)
         if self._is_separate:
             self.unsharded.move_sums_to_grad()
@@ -265,7 +268,7 @@ class FSDPReducer(ShardedReducer):
         self._check_complete(header)
 
     def give_up(self) -> None:
-        """Tell the other ranks, if FSDP's part was over; it cannot go on from the middle of a backward."""
+        """Launch the used flags if FSDP had finished; it cannot resume a backward."""
         self._gave_up = True
         self.end_padding()
         for unit in self.units:
@@ -274,7 +277,7 @@ class FSDPReducer(ShardedReducer):
             self._used_flags = self.used.all_reduce(self.unsharded.used)
 
     def finish(self, final: FinalPass) -> None:
-        """Read `.grad` once: FSDP has waited and written it already."""
+        """Read and scale `.grad` once: FSDP has waited and written it already."""
         if self._gave_up:
             final.void = self._nan
         if self._used_flags is not None:
@@ -305,13 +308,14 @@ class FSDPReducer(ShardedReducer):
         return self.unsharded.sum_forms(self.names)
 
     def load_problems(self) -> list[str]:
-        """Refuse states in the middle of a window whose sums are partly scattered: they are in FSDP's memory,
-        and there is no place for them in a state of another mesh.
+        """Refuse states of an open window whose sums are partly reduce-scattered.
+
+        Such sums are in FSDP's memory, and a checkpoint for another mesh cannot hold them.
         """
         return [
             f"unit {unit.name!r} has defer={choice.mode!r}, so the sums of an open window are in FSDP's "
-            "reduced shards: save and load between windows, behind sync.step, or attach with defer='all', "
-            "which keeps whole sums until the window ends"
+            "reduced shards: save and load between windows, after sync.step, or attach with defer='all', "
+            "which keeps unsharded sums until the window ends"
             for unit, choice in zip(self.units, self.choices, strict=True)
             if choice.mode != "all" and any(param.requires_grad for param in unit.params)
         ][:1]
@@ -321,7 +325,10 @@ class FSDPReducer(ShardedReducer):
         self._replay.release()
 
     def _prepare(self, header: Header) -> None:
-        """Get ready to reduce, behind a header in which ranks agree: FSDP's own collectives would hang."""
+        """Prepare the reduction, after a header in which ranks agree.
+
+        Otherwise FSDP's own collectives would hang.
+        """
         if header.is_refused():
             check_agreement(header, header.totals(), self.comm)
         self._divisor = Divisor(header.inv_count, self._divisor_wire, header.inv_scale)
@@ -330,7 +337,7 @@ class FSDPReducer(ShardedReducer):
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:
-        """Let the backward in the body reduce, or another one behind it where the body has none."""
+        """Reduce in the body's backward, or in a replayed one if the body has none."""
         if not self._replay.has_batch and not self.unsharded.has_run:
             self._replay.run(self.preserve_grads)  # raises
         for unit in self.units:
@@ -343,7 +350,7 @@ class FSDPReducer(ShardedReducer):
                     self._replay.run(self.preserve_grads)
 
     def _check_complete(self, header: Header) -> None:
-        """Make sure that everything has been reduced, and say what was used here."""
+        """Check that every gradient was reduced; launch the used flags."""
         for unit in self.units:
             unit.disable_reduction()
         left = [
@@ -351,11 +358,11 @@ class FSDPReducer(ShardedReducer):
             for index, (name, param) in enumerate(zip(self.names, self.params, strict=True))
             if param.grad is None and not self.unsharded.is_missing(index)
         ]
-        if left and not header.totals().invalid_counts:  # a refusal says more
+        if left and not header.totals().invalid_counts:  # the error of invalid counts explains more
             raise RuntimeError(
                 f"FSDP has not reduced the gradient of {left[0]!r} ({len(left)} parameters in all) in the "
-                "window's last backward, which did not run through the model's own forward: call the model, "
-                "not its parts"
+                "window's last backward, which did not run through the model's own forward: call the model "
+                "itself, not its submodules"
             )
         self._used_flags = self.used.all_reduce(self.unsharded.used)
         self.is_clean = True

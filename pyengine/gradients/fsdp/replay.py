@@ -1,4 +1,4 @@
-"""A forward and backward of an old batch that brings nothing: what it takes to make FSDP2 reduce."""
+"""A forward and backward of an old batch with zero gradients, which makes FSDP2 reduce."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyengine.ops.device import runs_ahead
 
 
 class Replay:
-    """The inputs of the model's last forward, and that forward once more.
+    """Keeps the inputs of the model's last forward, and runs that forward once more.
 
     FSDP2 reduces in a backward and has no public call for it outside of one.
 
@@ -32,18 +32,19 @@ class Replay:
 
     @property
     def has_batch(self) -> bool:
-        """Whether there is a batch."""
+        """Whether a forward has run."""
         return self._inputs is not None
 
     def run(self, preserve_grads: Callable[[Sequence[Tensor]], None]) -> None:
-        """Run forward and backward, whose gradients the caller lets be zeros. Buffers and random generators
-        are as before afterwards.
+        """Run forward and backward; the caller replaces the gradients by zeros.
+
+        Buffers and random generators are restored afterwards.
 
         Args:
-            preserve_grads: called with what the backward starts from, before it runs.
+            preserve_grads: called before the backward with the tensors that it starts from.
 
         Raises:
-            RuntimeError: the model has no output to start from, or its forward has never run.
+            RuntimeError: the model has no output with a gradient, or its forward has never run.
         """
         if self._inputs is None:
             raise RuntimeError(_NO_BATCH)
@@ -61,8 +62,8 @@ class Replay:
                     outputs = [t for t in _tensors(self._model(*args, **kwargs)) if t.requires_grad]
                 if not outputs:
                     raise RuntimeError(
-                        "flush: the model's forward has returned no tensor with a gradient, from which FSDP "
-                        "could be made to reduce: end windows by their last backward"
+                        "flush: FSDP reduces only in a backward, and the model's forward has returned no "
+                        "tensor that requires a gradient: end windows by their last backward"
                     )
                 preserve_grads(outputs)
                 torch.autograd.backward(outputs, [torch.zeros_like(t) for t in outputs])
@@ -70,7 +71,7 @@ class Replay:
             self._is_running = False
 
     def release(self) -> None:
-        """Forget the batch."""
+        """Release the batch."""
         self._handle.remove()
         self._inputs = None
 
@@ -83,14 +84,14 @@ class Replay:
 
 
 _NO_BATCH = (
-    "flush: FSDP reduces only in a backward, and no forward of the model has run on this rank yet, so that "
-    "there is no batch to run one with: end the first window by its last backward"
+    "flush: FSDP reduces only in a backward, and no forward of the model has run on this rank yet, so there "
+    "is no batch for one: end the first window by its last backward"
 )
 
 
 @contextmanager
 def unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Put the model's buffers back as they were: a running statistic does not see what runs in the body.
+    """Restore the model's buffers after the body, for example running statistics.
 
     Cost: copies all buffers, twice.
     """
@@ -102,7 +103,7 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def copy_buffers(model: nn.Module) -> Callable[[], None]:
-    """Copy the model's buffers; what is returned puts them back."""
+    """Copy the model's buffers; return a function that restores them."""
     kept = [
         (module, name, buffer, buffer.detach().clone())
         for module in model.modules()
@@ -120,7 +121,7 @@ def copy_buffers(model: nn.Module) -> Callable[[], None]:
 
 
 def _forked_rng(device: torch.device) -> AbstractContextManager[None]:
-    """Put the random generators of the host and of a device back behind the body."""
+    """Restore the random generators of the host and of a device after the body."""
     if not runs_ahead(device):
         return torch.random.fork_rng([])
     return torch.random.fork_rng([device], device_type=device.type)
@@ -131,7 +132,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _detached(value: Any) -> Any:
-    """Return the same without its graph: what lies in lists, tuples and dicts."""
+    """Return the same values without their graph, also inside lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return value.detach().requires_grad_(value.requires_grad)
     if isinstance(value, dict):
@@ -143,7 +144,7 @@ def _detached(value: Any) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Give the tensors in lists, tuples, dicts and dataclasses."""
+    """Yield the tensors in lists, tuples, dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):

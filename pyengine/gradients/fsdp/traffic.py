@@ -1,4 +1,4 @@
-"""FSDP2's collectives, over the engine's wire, counted, and named where they fail."""
+"""FSDP2's collectives over the engine's wire, with traffic counters and named errors."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def _run(comm: Comm, launch: Callable[[bool], Any], what: str, *, group: Any, is
 
 
 class CountedAllGather:
-    """An all-gather of parameters as it was, that counts.
+    """The unit's all-gather of parameters, with its traffic counted.
 
     Args:
         inner: the unit's own.
-        comm: whose traffic it belongs to, and which names the ranks that do not answer.
+        comm: counts the traffic, and names the ranks that do not answer.
     """
 
     def __init__(self, inner: Any, comm: Comm) -> None:
@@ -52,17 +52,17 @@ class CountedAllGather:
 
 
 class ShardWire:
-    """How the units of one engine scatter sums of gradients: over its wire, counted.
+    """The wire over which the units of one engine reduce-scatter gradients.
 
     Args:
-        wire: of the type that a unit reduces in, or narrower.
-        comm: whose traffic it is, and which names the ranks that do not answer.
+        wire: of the dtype that a unit reduces in, or narrower.
+        comm: counts the traffic, and names the ranks that do not answer.
 
     Attributes:
         wire, comm: as given.
-        keeps_memory: whether each unit needs a wire of its own; else all share the given one.
-        memory: what the wire keeps of units.
-        before: returns what is multiplied in on the way to the wire, float32 0-dim; None for nothing. Set for
+        keeps_memory: whether each unit needs a wire of its own; else all units share `wire`.
+        memory: residuals of the units.
+        before: returns the factor multiplied in on the way to the wire, float32 0-dim; None for 1. Set for
             each window.
     """
 
@@ -74,9 +74,14 @@ class ShardWire:
         self._over: dict[Any, TorchDist] = {}
 
     def replaces(self, inner: Any, group: Any, parts: Tensor) -> bool:
-        """Whether the wire is to sum these parts, and not the unit's own reduce-scatter, `inner`.
+        """Whether the wire sums this input, instead of the unit's own reduce-scatter.
 
-        gloo's own is an all-reduce, which sends twice as much.
+        gloo's own reduce-scatter is an all-reduce, which sends twice as much.
+
+        Args:
+            inner: the unit's own reduce-scatter.
+            group: of ranks.
+            parts: the input.
         """
         if parts.dtype != self.wire.dtype or is_encoded(self.wire):
             return True
@@ -84,20 +89,22 @@ class ShardWire:
         return is_slow and type(inner).__name__ == "DefaultReduceScatter" and isinstance(self.wire, Scatters)
 
     def wire_of(self, places: Sequence[ScatteredPlace], parts: Tensor) -> Wire:
-        """Return the wire of one unit, with a memory of its own for what is kept of its parameters."""
+        """Return the wire of one unit, with memory for its parameters' residuals."""
         assert sum(place.shards * place.padded for place in places) == parts.numel()
         return self.memory.wire_for(self.wire, places, parts.numel(), parts.device)
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, group: Any, wire: Wire) -> None:
-        """Sum over a group; see `Scatters.reduce_scatter`. Values are cast where the wire is narrower.
+        """Sum over a group; see `Scatters.reduce_scatter`.
+
+        Values are cast where the wire is narrower.
 
         Args:
-            out: as there.
-            parts: as there, and overwritten where something is multiplied in and nothing cast.
+            out, parts: as for `Scatters.reduce_scatter`. `parts` is overwritten where a factor is multiplied
+                in without a cast.
             group: of ranks.
             wire: of the unit.
         """
-        assert isinstance(wire, Scatters)  # or it was refused
+        assert isinstance(wire, Scatters)  # problems_of_fsdp refuses others
         if group not in self._over:
             self._over[group] = TorchDist(group, parts.device)
             self._over[group].join(self.comm)
@@ -120,13 +127,13 @@ def _backend(group: Any, device: torch.device) -> str:
 
 
 class ReduceScatterOverWire:
-    """A unit's reduce-scatter of gradients; arguments of a call as for `CountedAllGather`.
+    """A unit's reduce-scatter of gradients; called with the arguments of torch's own.
 
     Args:
         inner: the unit's own.
-        wire: over which it travels where that is narrower, or cheaper.
-        reduced: returns the parameters that are scattered now, sharded.
-        places: returns where those lie.
+        wire: replaces `inner` where it is narrower, or cheaper.
+        reduced: returns the sharded parameters that are reduce-scattered now.
+        places: returns their positions in the input.
     """
 
     def __init__(
@@ -137,7 +144,7 @@ class ReduceScatterOverWire:
         places: Callable[[Sequence[Parameter]], Sequence[ScatteredPlace]],
     ) -> None:
         self._inner, self._wire, self._reduced, self._places = inner, wire, reduced, places
-        self._own_wire: tuple[Wire, list[int]] | None = None  # and the ids of the parameters
+        self._own_wire: tuple[Wire, list[int]] | None = None  # with the ids of its parameters
         self.allocate = inner.allocate
 
     def __call__(
@@ -148,7 +155,8 @@ class ReduceScatterOverWire:
         self._wire.comm.traffic.count(input_tensor.nbytes - output_tensor.nbytes)
         return _run(
             self._wire.comm,
-            # Not in the background: gloo's reduce-scatter never tells that it is over.
+            # Not through `comm.run` in the background: gloo's reduce-scatter never reports that it has
+            # completed.
             lambda _: self._inner(output_tensor, input_tensor, group, op, async_op),
             f"a reduce-scatter of {input_tensor.nbytes} bytes",
             group=group,
@@ -156,8 +164,9 @@ class ReduceScatterOverWire:
         )
 
     def _wire_of(self, parts: Tensor) -> Wire:
-        """Return the unit's wire, anew if other parameters are reduced than before: not of another size only,
-        as those that are trained in turn may be of one.
+        """Return the unit's wire; a new one if other parameters are reduced than before.
+
+        Parameters are compared, not sizes: parameters that are trained in turn may have equal sizes.
         """
         if not self._wire.keeps_memory:
             return self._wire.wire
@@ -169,11 +178,11 @@ class ReduceScatterOverWire:
 
 
 def counted_all_reduce(comm: Comm, replicas: int) -> Callable[[Tensor], None]:
-    """Return a hook behind the all-reduce over replicas, that counts it.
+    """Return a hook that counts the traffic of the all-reduce over replicas.
 
     Args:
-        comm: whose traffic it belongs to.
-        replicas: ranks that it sums over.
+        comm: counts the traffic.
+        replicas: ranks that the all-reduce sums over.
     """
 
     def count(reduced: Tensor) -> None:

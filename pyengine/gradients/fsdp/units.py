@@ -1,4 +1,4 @@
-"""The units of a sharded model, and torch's switches on them, thrown by the window."""
+"""The units of a sharded model, and torch's setters on them that a window uses."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ class Unit:
 
     Attributes:
         name: in the model; empty for the model itself.
-        module: it.
-        params: that it manages, sharded.
-        data_ndim: leading axes of their meshes along which ranks have data of their own.
-        replicas, shards: how many ranks hold the same of a parameter, of those with data of their own, and
-            into how many shards it is cut over them.
+        module: the module.
+        params: the sharded parameters that it manages.
+        data_ndim: number of leading, data-parallel axes of their meshes.
+        replicas, shards: along these axes, how many ranks replicate a parameter, and how many shards it has.
     """
 
     def __init__(self, name: str, module: Any) -> None:
@@ -48,16 +47,16 @@ class Unit:
         self.params = parameters_of(module)
         self.data_ndim = data_ndim(module)
         self.replicas, self.shards = replicas_and_shards(self.params, self.data_ndim)
-        self._waiting: set[int] = set()  # whose gradients the next backward reduces in any case
+        self._waiting: set[int] = set()  # ids of parameters whose old gradient the next backward reduces
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank has all of it."""
+        """Whether every rank has all parameters."""
         return any(kind.__name__ == "ReplicateModule" for kind in type(self.module).__mro__)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether forwards have to gather it."""
+        """Whether forwards have to unshard parameters."""
         return bool(self.params) and not self.is_replicated
 
     @property
@@ -66,9 +65,7 @@ class Unit:
         return self.is_sharded and self.replicas > 1
 
     def narrows(self, wire: Wire) -> bool:
-        """Whether sums of its gradients are to be scattered otherwise than as elements of the type they
-        have.
-        """
+        """Whether the wire encodes or casts the unit's gradients for the reduce-scatter."""
         dtype = reduce_dtype(self.module)
         is_other = dtype is not None and (dtype != wire.dtype or is_encoded(wire))
         return is_other and self.is_sharded and self.shards > 1
@@ -77,11 +74,12 @@ class Unit:
         """Begin a window; see `Choice`.
 
         Args:
-            mode: which of the reductions earlier backwards launch: "all" defers all of them.
-            keeps: whether parameters stay gathered.
+            mode: which reductions earlier backwards launch: "all" defers all of them.
+            keeps: whether parameters stay unsharded.
         """
         module = self.module
-        module.reshard()  # what a forward outside of windows has gathered: an optimizer may have stepped
+        # A forward outside of windows may have unsharded the parameters; an optimizer may have stepped since.
+        module.reshard()
         module.set_requires_gradient_sync(mode != "all", recurse=False)
         if mode == "outer":
             module.set_requires_all_reduce(False, recurse=False)
@@ -90,23 +88,27 @@ class Unit:
             module.set_reshard_after_backward(False, recurse=False)
 
     def reduced(self) -> list[Parameter]:
-        """Return the parameters that the unit scatters now, in their order."""
+        """Return the parameters that the unit reduce-scatters now, in order."""
         return reduced_parameters(self.module, self._waiting)
 
     def places(self, names: Mapping[int, str], params: Sequence[Parameter]) -> list[ScatteredPlace]:
-        """Return where parameters lie in what the unit scatters; it has to be sharded.
+        """Return the positions of parameters in the unit's reduce-scatter input.
+
+        The unit has to be sharded.
 
         Args:
             names: of parameters, by their id.
-            params: that it scatters.
+            params: the parameters that it reduce-scatters.
         """
         return scattered_places(params, names, self.data_ndim)
 
     def attach(self, wire: ShardWire, names: Mapping[int, str]) -> None:
-        """Let the window decide when this unit reduces: sums and not means, of every parameter on every rank.
+        """Let the window decide when this unit reduces.
+
+        It reduces sums and not means, and every parameter on every rank.
 
         Args:
-            wire: how its gradients travel; its collectives count as of that transport.
+            wire: over which its gradients are reduced; its transport counts the unit's collectives.
             names: of parameters, by their id.
         """
         module = self.module
@@ -125,24 +127,27 @@ class Unit:
         self.disable_reduction()
 
     def disable_reduction(self) -> None:
-        """Let nothing travel in a backward, and parameters be freed behind forwards as they were before."""
+        """Reduce nothing in a backward; restore whether forwards reshard."""
         self.module.set_requires_gradient_sync(False, recurse=False)
         self._saved_settings.restore_resharding()
 
     def enable_reduction(self) -> None:
-        """Let the next backward reduce everything that is there, and free what was kept."""
+        """Reduce all gradients in the next backward, and reshard after it."""
         self._waiting = waiting_parameters(self.module)
         self.module.set_requires_gradient_sync(True, recurse=False)
         self.module.set_reshard_after_backward(True, recurse=False)
 
     def release(self) -> None:
-        """Leave the unit as it was."""
+        """Restore the unit."""
         self.module.reshard()
         self._saved_settings.restore()
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """Return the units of a model, in the order of its modules; modules that share one once."""
+    """Return the units of a model, in the order of its modules.
+
+    Modules that share a unit give one.
+    """
     found: dict[int, Unit] = {}
     for name, module in model.named_modules():
         if is_unit(module):

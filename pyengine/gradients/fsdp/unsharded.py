@@ -1,4 +1,4 @@
-"""The unsharded parameters, in whose `.grad` a window's sums lie until they are reduced."""
+"""The unsharded parameters, whose `.grad` holds a window's sums until they are reduced."""
 
 from __future__ import annotations
 
@@ -21,28 +21,31 @@ from pyengine.window.nonfinite import flagged_in
 
 
 class Unsharded:
-    """What autograd brings to the unsharded parameters of a model.
+    """The gradients that autograd accumulates into a model's unsharded parameters.
 
-    torch shows them to a unit's forward and keeps them, without their memory, from then on. The sums of
-    earlier micro-batches stay in their `.grad`, which nobody else touches while gradients do not travel.
+    A unit's forward sets the unsharded parameters as module attributes; torch keeps the Parameter objects
+    afterwards, and frees only their memory. The sums of earlier micro-batches stay in their `.grad`, which
+    torch does not change while gradients are not reduced.
 
     Args:
         model: with units.
-        units: its.
+        units: of the model.
         deferred: by unit, whether sums of earlier micro-batches stay here.
-        params: the sharded parameters, in registration order; everything here goes by their index.
-        dtypes: by unit, in which it reduces; None where it trains nothing.
+        params: the sharded parameters, in registration order; all indices here refer to it.
+        dtypes: by unit, the dtype in which it reduces; None where it trains nothing.
         watches: whether every micro-batch is checked for inf and nan.
-        separate: whether `.grad` holds a micro-batch's gradient alone until `add_to_sums` or `pop_grads`.
-        widens: whether narrower gradients are summed in the type in which their unit reduces. Otherwise they
-            keep the type in which they are computed until `pop_grads`.
+        separate: whether `.grad` holds only the current micro-batch's gradient until `add_to_sums` or
+            `pop_grads`.
+        widens: whether narrower gradients are summed in the dtype in which their unit reduces. Otherwise they
+            keep the dtype in which they are computed, until `pop_grads`.
 
     Attributes:
-        used: by parameter, whether this window has brought it a gradient here.
-        is_void: whether gradients are to be replaced by zeros, and count as none.
-        has_arrived: whether any gradient has, since this was last set to False.
-        strays: parameters whose gradient has arrived, since somebody cleared it; padding's too.
-        on_repeat: called in a backward that brings the gradient of a stray once more.
+        used: by parameter, whether this window has a gradient of it here.
+        is_void: whether gradients are replaced by zeros and do not count as used.
+        has_arrived: whether any gradient was accumulated since this was last set to False.
+        arrived: indices of parameters whose gradient was accumulated since the set was last cleared; includes
+            padding.
+        on_repeat: called in a backward that accumulates a gradient of a parameter in `arrived`.
     """
 
     def __init__(
@@ -58,13 +61,19 @@ class Unsharded:
         widens: bool,
     ) -> None:
         self._watches, self._is_separate, self._widens = watches, separate, widens
+        # ---- the unsharded parameters, by index; known after each unit's first forward ----
         self._index = {id(param): index for index, param in enumerate(params)}
         self._found: dict[int, Any] = {}
         self._handles: list[Any] = []
+        # ---- gradients of this window ----
+        # Sums outside `.grad`: with `separate`, or loaded before the first forward.
         self._sums: dict[int, Tensor] = {}
-        self._converted: set[int] = set()  # whose gradients FSDP would convert to another type
-        self._unconverted: dict[int, Tensor] = {}  # those gradients, of this micro-batch
-        self._arriving: dict[int, Tensor] = {}  # whether what is about to be accumulated is not finite
+        # Parameters whose gradients FSDP would cast at the end of a backward; and the gradients of this
+        # micro-batch, hidden from FSDP.
+        self._converted: set[int] = set()
+        self._unconverted: dict[int, Tensor] = {}
+        # ---- flags: 1 where a gradient is not finite ----
+        self._arriving: dict[int, Tensor] = {}  # of gradients that autograd is about to accumulate
         self._rows: list[Tensor] = []
         self._flags: dict[int, Tensor] = {}
         self._device = params[0].device
@@ -75,14 +84,14 @@ class Unsharded:
         places = _places(model, self._index)
         every = [[self._index[id(param)] for param in unit.params] for unit in units]
         self._units: list[list[int]] = []
-        self._sum_types: dict[int, tuple[torch.dtype, tuple[int]]] = {}  # what stays here: types and sizes
+        self._sum_types: dict[int, tuple[torch.dtype, tuple[int]]] = {}  # dtypes and sizes of deferred sums
         for unit, indices, dtype, is_here in zip(units, every, dtypes, deferred, strict=True):
             if is_here:
                 self._units.append(indices)
                 self._sum_types |= {index: _sum_of(params[index], unit, dtype) for index in indices}
         for unit, indices in zip(units, every, strict=True):
             find = _Once(partial(self._register_params, [(index, *places[index]) for index in indices]))
-            # Behind FSDP's own, which has shown the parameters by then.
+            # After FSDP's own pre-hook, which has unsharded the parameters.
             find.handle = unit.module.register_forward_pre_hook(find)
             self._handles.append(find.handle)
 
@@ -101,7 +110,7 @@ class Unsharded:
 
     @contextmanager
     def zeroed(self) -> Iterator[None]:
-        """Let what the body brings be zeros."""
+        """Replace the gradients of the body by zeros."""
         before, self.is_void = self.is_void, True
         try:
             yield
@@ -109,7 +118,7 @@ class Unsharded:
             self.is_void = before
 
     def count_micro_batch(self) -> None:
-        """Note that a micro-batch is done; padding is none."""
+        """Finish a micro-batch: append its flags, unless it is padding."""
         if self._watches and not self.is_void:
             row = torch.zeros(len(self.used), dtype=torch.uint8, device=self._device)
             if self._flags:
@@ -120,10 +129,12 @@ class Unsharded:
 
     @contextmanager
     def one_grad_dtype(self) -> Iterator[None]:
-        """Give all gradients of a unit one type in the body, the window's last backward: FSDP asks for it.
+        """Give all gradients of a unit one dtype in the body, the window's last backward.
 
-        Cost: where a unit has sums of earlier micro-batches, zeros in their type for its parameters that none
-        of them has used; else nothing.
+        FSDP requires this.
+
+        Cost: where a unit has sums of earlier micro-batches, zeros in their dtype for its parameters that
+        none of these has used; else nothing.
         """
         narrow = []
         for indices in self._units:
@@ -150,22 +161,22 @@ class Unsharded:
                 param.grad_dtype = dtype
 
     def is_missing(self, index: int) -> bool:
-        """Whether a parameter has never been seen unsharded, or is frozen: then nothing is reduced for it."""
+        """Whether a parameter was never unsharded, or is frozen, so that it is not reduced."""
         param = self._found.get(index)
         return param is None or not param.requires_grad
 
     def sums(self) -> dict[int, Tensor]:
-        """Return the sums of this window, by parameter: each unsharded, in its type; not copied."""
+        """Return this window's sums by index, unsharded, in their dtype; not copied."""
         grads = {index: param.grad for index, param in self._found.items() if param.grad is not None}
         return {**self._sums, **grads}
 
     def grad_holders(self) -> list[Any]:
-        """Return the unsharded parameters, by index; None for those that no forward has shown yet."""
+        """Return the unsharded parameters by index; None for those without a forward yet."""
         self._restore_unconverted()
         return [self._found.get(index) for index in range(len(self.used))]
 
     def add_to_sums(self) -> None:
-        """Add what the micro-batch has brought to the sums, which are kept apart."""
+        """Add the micro-batch's gradients to the separate sums."""
         is_void = self.is_void
         for index, grad in self.pop_grads().items():
             if is_void:
@@ -176,13 +187,14 @@ class Unsharded:
                 self._sums[index] = grad
 
     def move_sums_to_grad(self) -> None:
-        """Let FSDP have the sums, to reduce them."""
+        """Move the separate sums to `.grad`, for FSDP to reduce."""
         for index in list(self._found):
             self._move_sum_to_grad(index)
 
     def pop_grads(self) -> dict[int, Tensor]:
-        """Return what the micro-batch has brought, by parameter, unsharded, the caller's; it is not here any
-        more.
+        """Return the micro-batch's gradients by index, unsharded; set `.grad` to None.
+
+        The caller owns them.
         """
         self._restore_unconverted()
         taken = {index: param.grad for index, param in self._found.items() if param.grad is not None}
@@ -204,13 +216,16 @@ class Unsharded:
         return {names[index]: form for index, form in self._sum_types.items()}
 
     def saved_flags(self, index: int) -> dict[str, Tensor]:
-        """Return a parameter's flags of this window, as a part of a state; nothing if none are watched."""
+        """Return a parameter's flags of this window for a checkpoint.
+
+        Empty if micro-batches are not checked.
+        """
         none = torch.zeros(0, dtype=torch.uint8, device=self._device)
         flags = [none, *(row[index : index + 1] for row in self._rows)]
         return {"nonfinite": torch.cat(flags)} if self._watches else {}
 
     def load(self, saved: Saved, names: Sequence[str], *, done: int) -> None:
-        """Go on from what `save` returned; see `Reducer.load`."""
+        """Restore the sums that `save` returned; see `Reducer.load`."""
         for index, name in enumerate(names):
             if "sum" in saved.get(name, {}):
                 self.used[index] = True
@@ -227,7 +242,7 @@ class Unsharded:
         return lambda index: flagged_in(rows, index) if watches else None
 
     def release(self) -> None:
-        """Let the parameters go."""
+        """Release the parameters, and remove the hooks."""
         self.begin()
         for param in self._found.values():
             param.grad_dtype = param.dtype
@@ -236,7 +251,7 @@ class Unsharded:
         self._found = {}
 
     def _register_params(self, places: Sequence[tuple[int, nn.Module, str]]) -> None:
-        """Take hold of a unit's parameters while its forward has them."""
+        """Register hooks on a unit's unsharded parameters, during its forward."""
         for index, module, name in places:
             param: Any = getattr(module, name)
             self._found[index] = param
@@ -257,15 +272,16 @@ class Unsharded:
             self._move_sum_to_grad(index)
 
     def _move_sum_to_grad(self, index: int) -> None:
-        """Let a parameter's sum lie in its `.grad`."""
+        """Move a parameter's separate sum to its `.grad`."""
         param = self._found[index]
         if index in self._sums:
             kept = self._sums.pop(index).detach().to(param.device, copy=True)
             param.grad = as_gradient(kept.view(local(param).shape), param)
 
     def _on_accumulated(self, index: int, param: Any) -> None:
-        """Note a gradient that has been accumulated. What `torch.autograd.grad` returns is not, and only the
-        hook before sees that.
+        """Record an accumulated gradient.
+
+        `torch.autograd.grad` calls only the tensor hook (`_on_gradient`), since it accumulates nothing.
         """
         self.has_arrived = True
         if index in self.arrived:
@@ -277,20 +293,19 @@ class Unsharded:
                 flag = self._arriving.pop(index)
                 self._flags[index] = self._flags[index] | flag if index in self._flags else flag
         if index in self._converted:
-            # FSDP converts what it finds at the end of a backward. Added up as autograd would.
+            # FSDP casts the `.grad` that it finds at the end of a backward. Add the gradients here as
+            # autograd would.
             grad, param.grad = param.grad, None
             self._unconverted[index] = self._unconverted[index] + grad if index in self._unconverted else grad
 
     def _restore_unconverted(self) -> None:
-        """Let gradients lie in `.grad` again, behind the micro-batch's backwards."""
+        """Set `.grad` to the hidden gradients, after the micro-batch's backwards."""
         for index, grad in self._unconverted.items():
             self._found[index].grad = grad
         self._unconverted = {}
 
     def _on_gradient(self, index: int, grad: Tensor) -> Tensor | None:
-        """Look at a gradient before autograd adds it to the sum, and bring that of a DTensor into its
-        placements.
-        """
+        """Check a gradient before autograd accumulates it; redistribute that of a DTensor."""
         if self.is_void:
             return torch.zeros_like(grad)
         redistributed = in_placements(grad, self._found[index])
@@ -300,7 +315,7 @@ class Unsharded:
 
 
 class _Once:
-    """A forward pre-hook that is gone after its first call."""
+    """A forward pre-hook that removes itself at its first call."""
 
     handle: Any
 
@@ -314,7 +329,7 @@ class _Once:
 
 
 def _sum_of(param: Parameter, unit: Unit, asked: torch.dtype | None) -> tuple[torch.dtype, tuple[int]]:
-    """Return type and size of a parameter's unsharded sum."""
+    """Return dtype and size of a parameter's unsharded sum."""
     dtype = compute_dtype(unit.module, param)
     is_widened = asked is not None and asked.itemsize > dtype.itemsize
     return asked if asked and is_widened else dtype, (math.prod(whole_shape(param, unit.data_ndim)),)
