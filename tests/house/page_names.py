@@ -1,10 +1,9 @@
-"""What the code blocks of a page take for granted: names that it uses and does not make."""
+"""What the code blocks of a page assume: names that they use and do not make."""
 
 from __future__ import annotations
 
 import copy
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -62,14 +61,7 @@ def experts() -> Iterator[Names]:
 
 @contextmanager
 def ddp() -> Iterator[Names]:
-    """Another model, in DDP, beside that."""
-    with loop() as names:
-        yield names | {"ddp_model": DistributedDataParallel(nn.Linear(4, 3))}
-
-
-@contextmanager
-def plain_ddp() -> Iterator[Names]:
-    """The same model in DDP, and what a loop around `no_sync` needs."""
+    """The model in DDP as well, and what a loop around `no_sync` needs."""
     with loop() as names:
         names |= {"nullcontext": nullcontext, "clip_grad_norm_": nn.utils.clip_grad_norm_}
         names |= {"get_batch": lambda split: next(iter(names["loader"])), "max_steps": 2}
@@ -120,57 +112,37 @@ def _losses(model: nn.Module, batch: Names) -> list[torch.Tensor]:
 
 @contextmanager
 def exact() -> Iterator[Names]:
-    """A sampler, and parts of the third window, which was interrupted."""
-    with loop() as names, _shared_folder() as folder:
+    """A sampler, and a state of each rank from the middle of the first window."""
+    with loop() as names:
         sampler = pe.WindowSampler(
             len(names["data"]), seed=SEED, micro_batch=MICRO_BATCH, global_batch=WINDOW
         )
-        names |= {"seed": SEED, "epochs": 2, "sampler": sampler, "folder": folder, "window": 2}
-        names |= {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-        names["exact"] = pe.Exact(micro_batches=sampler.micro_batches)
-        names["loader"] = DataLoader(names["data"], batch_sampler=sampler)
-        _save_a_part(names)
-        yield names
-
-
-@contextmanager
-def _shared_folder() -> Iterator[Path]:
-    """Give rank 0's folder to every rank."""
-    with tempfile.TemporaryDirectory() as mine:
-        (folder,) = said = [mine]
-        dist.broadcast_object_list(said)
-        (folder,) = said
-        yield Path(folder)
-        dist.barrier()
-
-
-def _save_a_part(names: Names) -> None:
-    sampler, model = names["sampler"], names["model"]
-    sync = pe.GradSync(model, accumulate=sampler.accumulate, accumulator=names["exact"])
-    for number, window in enumerate(sync.windows(names["loader"])):
-        for x, y in window:
-            sync.backward(names["loss_sum"](model(x), y), count=len(y))
-            if number == names["window"]:
-                torch.save(sync.state_dict(), names["folder"] / f"part-2-{names['rank']}.pt")
-                break
-        if number == names["window"]:
+        exact = pe.Exact(micro_batches=sampler.micro_batches)
+        loader = DataLoader(names["data"], batch_sampler=sampler)
+        rank, world_size, folder = dist.get_rank(), dist.get_world_size(), Path.cwd()
+        names |= {"seed": SEED, "epochs": 2, "sampler": sampler, "exact": exact, "loader": loader}
+        names |= {"rank": rank, "world_size": world_size, "folder": folder, "window": 0}
+        sync = pe.GradSync(names["model"], accumulate=sampler.accumulate, accumulator=exact)
+        for x, y in next(sync.windows(loader)):
+            sync.backward(names["loss_sum"](names["model"](x), y), count=len(y))
+            torch.save(sync.state_dict(), folder / f"part-{world_size}-{rank}.pt")
             break
-        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-    sync.abandon()
-    dist.barrier()
+        sync.close()
+        dist.barrier()
+        yield names
 
 
 @contextmanager
 def checkpoint() -> Iterator[Names]:
     """A new engine, and a checkpoint that another one has written in the middle of a window."""
-    with loop() as names, _shared_folder() as folder:
-        model = copy.deepcopy(names["model"])
+    with loop() as names:
+        model, folder = copy.deepcopy(names["model"]), Path.cwd()
         x, y = names["data"][:MICRO_BATCH]
         sync = pe.GradSync(model, accumulate=3, accumulator="exact")
         with sync.accumulate():
             sync.backward(names["loss_sum"](model(x), y), count=len(y))
         dcp.save({"model": model.state_dict(), "sync": sync}, checkpoint_id=folder)
-        sync.abandon()
+        sync.close()
         new = pe.GradSync(names["model"], accumulate=3, accumulator="exact")
         yield names | {"sync": new, "folder": folder}
 
@@ -224,13 +196,13 @@ def adapters() -> Iterator[Names]:
     GradientState._reset_state()
 
 
-# Page: (what it takes for granted, number of ranks). Others have `loop` on two ranks.
+# Page: (what it assumes, number of ranks). The other pages have `loop` on two ranks.
 NAMES = {
     "README.md": (ddp, 2),
     "docs/adapters.md": (adapters, 1),
     "docs/counts.md": (counts, 2),
     "docs/mesh.md": (experts, 4),
-    "docs/migrate.md": (plain_ddp, 2),
+    "docs/migrate.md": (ddp, 2),
     "docs/reproducible.md": (exact, 2),
     "docs/study.md": (study, 2),
     "docs/telemetry.md": (engine, 2),

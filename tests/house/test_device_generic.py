@@ -1,71 +1,101 @@
-"""The ordinary path serves any device that torch.distributed serves:
-no module but those named here knows one by name.
+"""The engine runs on any device that torch.distributed serves, under any default dtype and device of torch:
+no module names a device, but those listed here, and every new tensor gets a dtype and a device.
 """
 
 from __future__ import annotations
 
 import ast
-from pathlib import Path
+import re
 
 import pytest
+from floors import MODULES, PACKAGE
 
-PACKAGE = Path(__file__).parents[2] / "pyengine"
-DEVICES = {"cpu", "cuda", "xla", "tpu", "mps", "xpu", "hpu", "npu"}
+DEVICES = "cpu|cuda|xla|tpu|mps|xpu|hpu|npu"
 # Which modules may, and why.
 ALLOWED = {
     "ops/cuda.py": "binds the CUDA kernels",
-    "ops/native.py": "tells the core which dispatch keys the tensors have that it can address",
-    "ops/pointers.py": "tells memory that the native core can address from other memory",
-    "ops/plan.py": "chooses between the native core's kernels and reference.py",
-    "ops/exact.py": "the same",
+    "ops/native.py": "passes the core the dispatch keys of tensors that it can address",
+    "ops/pointers.py": "distinguishes memory that the core can address",
+    "ops/plan.py": "chooses between the kernels of the core and reference.py",
     "ops/codec.py": "the same",
-    "ops/exact_reference.py": "the same",
-    "ops/device.py": "the one place that tells what a kind of device can do",
-    "data/rng.py": "seeds every generator that there is, XLA's too",
-    "checkpoint/checkpoints.py": "ranks tell each other what files hold, which the host has read",
-    "checkpoint/loading.py": "a file is read into the host's memory",
+    "ops/device.py": "the one place that knows what a kind of device can do",
     "ops/trace.py": "NVTX is CUDA's own",
+    "data/rng.py": "seeds every generator that there is, XLA's too",
+    "checkpoint/checkpoints.py": "ranks exchange what files hold, which the host has read",
+    "checkpoint/loading.py": "a file is read into the host's memory",
     "comm/registered_memory.py": "NCCL's memory pools are torch.cuda's",
     "comm/xla.py": "torch_xla's transport: what its CPU backend cannot reduce",
 }
-MODULES = sorted(
-    str(path.relative_to(PACKAGE))
-    for path in PACKAGE.rglob("*.py")
-    if "cli" not in path.parts and str(path.relative_to(PACKAGE)) not in ALLOWED
-)
+ENGINE = [str(module) for module in MODULES if module.parts[0] != "cli"]
+# What a call leaves to a default of torch unless it names it.
+BOTH = {"dtype", "device"}
+FACTORIES = {
+    **dict.fromkeys(["arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full"], BOTH),
+    **dict.fromkeys(["linspace", "ones", "rand", "randn", "scalar_tensor", "tensor", "zeros"], BOTH),
+    "randint": {"device"},
+    "randperm": {"device"},
+    "sparse_coo_tensor": {"device"},
+}
 
 
-def _names(source: str) -> list[str]:
-    """Return the device names in a module's code: strings outside docstrings, `torch.cuda`, `is_cuda`."""
-    tree, found = ast.parse(source), []
-    docs = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        and node.body
-        and isinstance(node.body[0], ast.Expr)
-    }
+def _code(source: str) -> str:
+    """Return a module without comments and docstrings."""
+    tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
-            found += [node.value] * (node.value.lower().partition(":")[0] in DEVICES)
-        elif isinstance(node, ast.Attribute):
-            is_module = isinstance(node.value, ast.Name) and node.value.id == "torch" and node.attr in DEVICES
-            found += [node.attr] * (is_module or node.attr.removeprefix("is_") in DEVICES - {node.attr})
-    return found
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+            node.body[0] = ast.Pass()
+    return ast.unparse(tree)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_knows_no_device_by_name(module):
-    assert _names((PACKAGE / module).read_text()) == []
+def _devices(source: str) -> list[str]:
+    return re.findall(
+        rf"(?i)'(?:{DEVICES})(?::[^']*)?'|\btorch\.(?:{DEVICES})\b|\.is_(?:{DEVICES})\b", _code(source)
+    )
+
+
+def _by_default(source: str) -> list[str]:
+    """Return the calls of torch's factory functions that leave out `dtype` or `device`."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [
+        ast.unparse(call)
+        for call in calls
+        if (name := ast.unparse(call.func)).startswith("torch.")
+        and not FACTORIES.get(name[6:], set()) <= {keyword.arg for keyword in call.keywords}
+    ]
+
+
+@pytest.mark.parametrize("module", [module for module in ENGINE if module not in ALLOWED])
+def test_a_module_names_no_device(module):
+    assert _devices((PACKAGE / module).read_text()) == []
 
 
 @pytest.mark.parametrize("module", ALLOWED)
-def test_the_exceptions_exist_and_are_needed(module):
-    assert (PACKAGE / module).exists()
+def test_an_exception_is_needed(module):
+    assert _devices((PACKAGE / module).read_text())
+
+
+@pytest.mark.parametrize("module", ENGINE)
+def test_a_module_gives_every_new_tensor_a_dtype_and_a_device(module):
+    assert _by_default((PACKAGE / module).read_text()) == []
 
 
 @pytest.mark.parametrize(
     "code", ["x.to('cuda')", "torch.cuda.synchronize()", "x.is_cuda", "d.type == 'cpu'", "f('XLA:0')"]
 )
-def test_a_device_that_is_named_is_found(code):
-    assert len(_names(code)) == 1
+def test_a_device_is_found(code):
+    assert len(_devices(code)) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "is_found"),
+    [
+        ("torch.ones((), device=d)", True),
+        ("f(torch.tensor(x))", True),
+        ("torch.randperm(3)", True),
+        ("torch.ones((), dtype=t, device=d)", False),
+        ("torch.ones_like(x)", False),
+        ("x.new_zeros(3)", False),
+    ],
+)
+def test_a_tensor_of_a_default_is_found(code, is_found):
+    assert bool(_by_default(code)) == is_found

@@ -1,0 +1,140 @@
+"""What the prose of the pages names exists: public names and their arguments, files and what is in them,
+messages, papers.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pages import PAGES, ROOT, name_of, prose, spans
+
+import pyengine as pe
+from pyengine.cli.study.probe import Probe as StudyProbe
+from pyengine.cli.verify.probe import Probe as VerifyProbe
+from pyengine.ops.exact import ExactSum
+from pyengine.ops.plan import BucketPlan
+
+API = (ROOT / "docs" / "api.md").read_text()
+PUBLIC = [
+    *sorted(set(pe.__all__) - {"ops", "wire", "telemetry"}),
+    *(f"telemetry.{name}" for name in pe.telemetry.__all__),
+    *(f"wire.{name}" for name in pe.wire.__all__),
+    *(f"ops.{name}" for name in pe.ops.__all__),
+]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_is_on_the_api_page(name):
+    assert re.search(rf"^\.\. auto(class|function):: (pyengine\.)?{re.escape(name)}$", API, re.MULTILINE)
+
+
+# ---- names of ours in backticks: `sync.flush()`, `GradSync(group=)` ----
+
+
+def _objects() -> dict[str, Any]:
+    """Return what the pages call by these names; instances, since attributes are made with them."""
+    model = torch.nn.Linear(2, 1)
+    sync = pe.GradSync(model, accumulate=2)
+    return {
+        "pe": pe,
+        "pyengine": pe,
+        "sync": sync,
+        "wrapped": sync.wrap(torch.optim.SGD(model.parameters(), lr=0.1)),
+        "plan": pe.plan_batch(global_batch=8, micro_batch=2, world_size=2),
+        "sampler": pe.WindowSampler(8, seed=0, micro_batch=1, global_batch=4),
+        "study": StudyProbe,
+        "verify": VerifyProbe,
+        "wire": pe.wire,
+        "ExactSum": ExactSum,
+        "BucketPlan": BucketPlan,
+        **{name: getattr(pe, name) for name in pe.__all__ if name[0].isupper()},
+    }
+
+
+OBJECTS = _objects()
+
+
+def _used(span: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Return (dotted name, keywords) of what a span uses of ours; a keyword may lack its value: `f(x=)`."""
+    if "/" in span:
+        return
+    try:
+        tree = ast.parse(re.sub(r"=(?=[,)])", "=_", span) + (" pass" if span.endswith(":") else ""))
+    except SyntaxError:
+        return
+    for node in ast.walk(tree):
+        keywords = [word.arg for word in node.keywords if word.arg] if isinstance(node, ast.Call) else []
+        name = ast.unparse(node.func if isinstance(node, ast.Call) else node)
+        if re.fullmatch(r"[\w.]+", name) and name.partition(".")[0] in OBJECTS:
+            yield name, tuple(keywords)
+
+
+USED = sorted({(name_of(page), *used) for page in PAGES for span in spans(page) for used in _used(span)})
+
+
+@pytest.mark.parametrize(("page", "name", "keywords"), USED, ids=str)
+def test_a_name_of_ours_exists_and_takes_the_arguments(page, name, keywords):
+    owner, *names = name.split(".")
+    found = OBJECTS[owner]
+    for part in names:
+        assert part in dir(found) or part in getattr(found, "__annotations__", {})
+        # Some properties of an engine raise outside a window: that they exist is enough.
+        found = inspect.getattr_static(found, part) if owner == "sync" else getattr(found, part, None)
+    assert not keywords or set(keywords) <= set(inspect.signature(found).parameters)
+
+
+# ---- files in backticks: `docs/mesh.md`, `pyengine/comm/base.py: Comm` ----
+
+_FILE = re.compile(r"((?:benchmarks|csrc|docs|examples|pyengine|tests)/[\w./-]*)(?:: ([\w.]+))?")
+FILES = sorted(
+    {
+        (name_of(page), m[1], m[2] or "")
+        for page in PAGES
+        for span in spans(page)
+        if (m := _FILE.fullmatch(span))
+    }
+)
+
+
+@pytest.mark.parametrize(("page", "path", "name"), FILES, ids=str)
+def test_a_file_on_a_page_exists_and_has_the_name(page, path, name):
+    assert (ROOT / path).exists(), f"{path} has moved: name the file that holds it now"
+    for part in filter(None, name.split(".")):
+        definition = rf"\b(class|def) {part}\b|^ *{part}(:.*)? = "
+        assert re.search(definition, (ROOT / path).read_text(), re.MULTILINE), f"{name} has left {path}"
+
+
+# ---- messages on docs/errors.md ----
+
+ENTRIES = re.findall(r"^\| `(.+?)` \|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+
+
+def _text(node: ast.Constant | ast.JoinedStr) -> str:
+    """Return a string of the sources with … for what is filled in."""
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
+
+
+STRINGS = "\n".join(
+    _text(node)
+    for path in sorted((ROOT / "pyengine").rglob("*.py"))
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.JoinedStr | ast.Constant)
+)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_message_of_the_errors_page_is_in_the_sources(entry):
+    assert re.search(".*?".join(map(re.escape, entry.split("…"))), STRINGS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_paper_is_linked_by_its_own_number(page):
+    named = re.findall(r"arXiv:([\d.]+\d)", prose(page))
+    assert named == re.findall(r"\[arXiv:(\S+)\]\(https://arxiv\.org/abs/\1\)", prose(page))
