@@ -1,6 +1,6 @@
-"""One pass over memory, and what a device can do.
+"""Ops that read memory once, and properties of devices.
 
-Public are the ops without an engine (`functional.py`) and the plans beneath them.
+Public are the ops without an engine (`functional.py`) and the plans below them.
 """
 
 from pyengine.ops.functional import accumulate_, flatten, unflatten_, unscale_norm, unscale_norm_

@@ -1,10 +1,11 @@
-"""Values in fewer bits, with a scale a block, and sums of them: `Codec`.
+"""`Codec`: values in fewer bits, with a scale a block, and sums of them.
 
-One pass over memory each: quantise, with the residual of error feedback; add up what several ranks sent, and
-quantise the sum. Bits are the same on every instruction set, thread count and GPU, and in plain PyTorch.
+Each op is one pass over memory: quantise, with the residual of error feedback; or add up the payloads of
+several ranks and quantise the sum. The bits are the same on every instruction set, thread count and GPU, and
+in plain PyTorch.
 
-A payload is uint8: the float32 scales of all blocks first, then a code for each element, then zero bytes up
-to a multiple of four. bf16 and fp16 have neither scales nor a filling. What is filled up stands for zeros.
+A payload is uint8: the float32 scales of all blocks, then a code for each element, then zero bytes as padding
+up to a multiple of four. bf16 and fp16 have neither scales nor padding. The padding decodes to zeros.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _OUT = tuple(DTYPE_CODES)
 class Codec:
     """How float32 values are written in one or two bytes each.
 
-    A block of `block` neighbouring elements shares a float32 scale: its largest finite magnitude, divided by
-    the largest that a code stands for. With x' what x is decoded to and s its block's scale, where x is
-    finite:
+    A block of `block` neighbouring elements shares a float32 scale: the block's largest finite magnitude,
+    divided by the largest value of a code. Where x is finite, x' is its decoded value and s the scale of its
+    block:
 
     | format | codes | to nearest, abs(x - x') is at most | stochastically |
     |---|---|---|---|
@@ -50,21 +51,23 @@ class Codec:
     | bf16 | bfloat16 | max(abs(x), 2^-126) 2^-8 | twice as much |
     | fp16 | float16 | max(abs(x), 2^-14) 2^-11 | twice as much |
 
-    Scales are at least 2^-110, but 0 for a block of zeros; so what is far below them is lost. What is not
-    finite crosses at its own element and changes no other: NaN as NaN, an infinity as NaN where the format
-    has none. Elsewhere no infinity comes to be, except in bf16 and fp16 by values that a cast would make one.
+    Scales are at least 2^-110, but 0 for a block of zeros; smaller values are lost. An element that is not
+    finite changes no other element: NaN is decoded as NaN, an infinity as NaN where the format has none. A
+    finite element becomes infinite only in bf16 and fp16, where a cast would make it infinite.
 
-    Stochastic rounding goes up or down with the chances that make x' right on average, decided by a hash of
-    the seed and the element's index; equal seeds give equal bits. Elements 2^32 apart share their chance.
+    Stochastic rounding rounds up or down with the probabilities that make x' correct on average, decided by a
+    hash of the seed and the element's index. Equal seeds give equal bits. Elements 2^32 apart are rounded
+    alike.
 
     Args:
         format: one of "int8", "e4m3", "e5m2", "bf16", "fp16".
         block: elements that share a scale: 32, 64, 128, 256, 512 or 1024; 1 for bf16 and fp16, which have no
-            scales. Parts of a bucket that begin at multiples of it give the payload of the whole.
+            scales. Chunks of a bucket that begin at multiples of `block` have the codes and scales of the
+            whole bucket.
 
-    Every tensor is contiguous, of several payloads each one, and on the same device; what is written shares
-    no memory with the others. A payload begins at a multiple of four bytes (two for bf16 and fp16). The
-    caller owns all memory.
+    Every tensor, and each of several payloads, is contiguous and on the same device. A tensor that is written
+    shares no memory with the others. A payload begins at a multiple of four bytes (two for bf16 and fp16).
+    The caller owns all memory.
 
     Raises:
         ValueError, TypeError: from the constructor and every method, for arguments that do not fit; nothing
@@ -118,7 +121,7 @@ class Codec:
         seed: int | None = None,
         offset: int = 0,
     ) -> None:
-        """Write the codes of `values`, or of `values + residual`, and keep what they lose.
+        """Write the codes of `values`, or of `values + residual`; store the error.
 
         Args:
             payload: uint8 [num_bytes(n)], written.
@@ -164,13 +167,13 @@ class Codec:
         seed: int | None = None,
         offset: int = 0,
     ) -> None:
-        """Add up what W payloads stand for, in float32 and in their order, and write the codes of the sum.
+        """Add up W decoded payloads in float32, in order, and write the codes of the sum.
 
         Args:
             out: uint8 [num_bytes(n)], written.
             payloads: uint8 [W, num_bytes(n)], read: the same n elements of each of W ranks, W at least 1;
                 each row is contiguous.
-            residual: float32 [n], to which sum - x' is added, x' being what `out` stands for; nothing where
+            residual: float32 [n], to which sum - x' is added, where x' is the decoded `out`; nothing where
                 the sum or x' is not finite.
             seed, offset: as for `encode_`.
 
@@ -208,7 +211,7 @@ class Codec:
         runner.codec_sum_encode(_native(layout), *addresses, key, offset)
 
     def sum_(self, out: Tensor, payloads: Tensor) -> None:
-        """Add up what W payloads stand for, in float32 and in their order.
+        """Add up W decoded payloads in float32, in order.
 
         Args:
             out: float32, bfloat16 or float16 [n], written; a narrow one gets the sum rounded to nearest.
@@ -237,7 +240,7 @@ class Codec:
         runner.codec_sum(_native(layout), *addresses)
 
     def decode_(self, values: Tensor, payload: Tensor) -> None:
-        """Write what a payload stands for.
+        """Decode a payload.
 
         Args:
             values: float32, bfloat16 or float16 [n], written.
@@ -265,7 +268,7 @@ class Codec:
         return 4 if self._has_scales else 2
 
     def _layout_of(self, name: str, payload: Tensor) -> Layout:
-        """Return the layout that a payload's length tells, its filling counted as elements."""
+        """Return the layout of a payload of this length, with its padding counted as elements."""
         form, bytes_of = FORMATS[self.format], payload.numel()
         whole, rest = divmod(bytes_of, self.block + 4) if self._has_scales else (bytes_of // 2, 0)
         numel = whole * self.block + max(rest - 4, 0)
@@ -286,10 +289,10 @@ class Codec:
         check_aligned(name, payload, self._alignment)
 
     def _check_rows(self, payloads: Tensor, num_bytes: int, device: torch.device) -> Tensor:
-        """Return what lies between the first payload and the last, a view."""
+        """Return the memory from the first payload to the last, as a view."""
         span = check_rows("payloads", payloads, torch.uint8, num_bytes, device)
         check_aligned("payloads", payloads, self._alignment)
-        if payloads.shape[0] > 1:  # the others are as far apart
+        if payloads.shape[0] > 1:  # the others have the same distance
             check_aligned("payloads[1]", payloads[1], self._alignment)
         return span
 
@@ -299,7 +302,7 @@ def _native(layout: Layout) -> native._core.Codec:
 
 
 def _runner(device: torch.device) -> ModuleType | cuda.Functions | None:
-    """Return what has the core's functions for a device; None where plain PyTorch has to do."""
+    """Return the module with the core's functions for a device, or None for plain PyTorch."""
     if device.type == "cpu":
         return native.core()
     core = native.cuda_core() if device.type == "cuda" else None
@@ -307,7 +310,7 @@ def _runner(device: torch.device) -> ModuleType | cuda.Functions | None:
 
 
 def _rows(payloads: Tensor) -> tuple[int, int]:
-    """Return how many payloads there are, and how many bytes apart they begin."""
+    """Return the number of payloads and the bytes from one to the next."""
     return payloads.shape[0], payloads.stride(0)
 
 
@@ -316,7 +319,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _checked_key(seed: int | None) -> tuple[int, int] | None:
-    """Return the hash's key, two words without pattern (splitmix64; Steele, Lea, Flood 2014)."""
+    """Return the key of the hash: two mixed words (splitmix64; Steele, Lea, Flood 2014)."""
     if seed is None:
         return None
     if isinstance(seed, bool) or not isinstance(seed, int):

@@ -1,7 +1,7 @@
-"""`Codec` in plain PyTorch: the definition of right. The rules and why they hold stand in csrc/codec.h.
+"""`Codec` in plain PyTorch: the reference. csrc/codec.h has the rules and their proofs.
 
-Serves builds without the native core and devices it does not know, with the same bits. Arguments have been
-checked by `codec.py`.
+Used in builds without the native core and on other devices, with the same bits. `codec.py` has checked the
+arguments.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from torch import Tensor
 
 from pyengine.ops.device import HOST
 
-MIN_SCALE = 2.0**-110  # below it, 1/scale or what a small code stands for would leave float32's normal range
+MIN_SCALE = 2.0**-110  # below it, 1/scale or the value of a small code would leave float32's normal range
 _INFINITY = 0x7F800000  # float32's, as an integer: with the sign cleared, only NaN is larger
 _LOW = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
 class ValueFormat:
-    """What the codes of one format stand for.
+    """The values of the codes of one format.
 
     Attributes:
-        code: the core's number for it.
+        code: the core's number for the format.
         num_bytes: of a code.
         largest: finite magnitude.
-        max_scale: the largest float32 that times `largest` is finite; None where a code stands for itself.
+        max_scale: the largest float32 that times `largest` is finite; None where codes are values without a
+            scale.
         nan: the code of NaN.
         infinity: the code of +inf; that of NaN where there is none.
         mantissa: stored bits; -1 for integers.
@@ -56,7 +57,7 @@ FORMATS: Mapping[str, ValueFormat] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Where scales and codes lie in a payload: float32 scales of all blocks first, then the codes."""
+    """The layout of a payload: float32 scales of all blocks, then the codes."""
 
     format: ValueFormat
     block: int
@@ -64,12 +65,12 @@ class Layout:
 
     @property
     def num_blocks(self) -> int:
-        """Return how many scales there are."""
+        """Number of scales."""
         return 0 if self.format.max_scale is None else -(-self.numel // self.block)
 
     def scales(self, payload: Tensor) -> Tensor:
         """Return float32 [num_blocks], a view of uint8 [num_bytes]."""
-        if self.num_blocks == 0:  # a payload of two-byte codes may begin where no float32 can
+        if self.num_blocks == 0:  # a payload of two-byte codes may be misaligned for float32
             return payload.new_empty(0, dtype=torch.float32)
         return payload[: 4 * self.num_blocks].view(torch.float32)
 
@@ -80,13 +81,13 @@ class Layout:
         return codes if self.format.num_bytes == 1 else codes.view(torch.int16)
 
 
-# The hash's key, None to round to nearest even, and the index of element 0.
+# The hash's key (None rounds to nearest even) and the index of element 0.
 Chance: TypeAlias = tuple[tuple[int, int] | None, int]
 
 
 @torch.no_grad()
 def encode_(layout: Layout, payload: Tensor, values: Tensor, residual: Tensor | None, chance: Chance) -> None:
-    """Write the payload of values + residual, and what that loses into the residual."""
+    """Write the payload of values + residual, and its error into the residual."""
     x = values if residual is None else values + residual
     error = _encode(layout, payload, x, chance)
     if residual is not None:
@@ -97,7 +98,7 @@ def encode_(layout: Layout, payload: Tensor, values: Tensor, residual: Tensor | 
 def sum_encode_(
     layout: Layout, out: Tensor, payloads: Tensor, residual: Tensor | None, chance: Chance
 ) -> None:
-    """Write the payload of the sum of payloads [W, num_bytes], and add what that loses to the residual."""
+    """Write the payload of the sum of payloads [W, num_bytes]; add its error to the residual."""
     error = _encode(layout, out, _total(layout, payloads), chance)
     if residual is not None:
         residual.add_(error)
@@ -105,12 +106,12 @@ def sum_encode_(
 
 @torch.no_grad()
 def sum_(layout: Layout, out: Tensor, payloads: Tensor) -> None:
-    """Write the sum of what payloads [W, num_bytes] stand for, rank after rank."""
+    """Write the sum of the decoded payloads [W, num_bytes], in the order of ranks."""
     out.copy_(_total(layout, payloads))
 
 
 def _encode(layout: Layout, payload: Tensor, x: Tensor, chance: Chance) -> Tensor:
-    """Write the payload of x, and return what was lost: x - decoded, 0 where that is not finite."""
+    """Write the payload of x; return the error: x - decoded, 0 where that is not finite."""
     payload.zero_()
     layout.scales(payload).copy_(_scales(layout, x))
     y = x.masked_fill(~x.isfinite(), 0) * _spread(layout, _inverse(layout.scales(payload)))
@@ -158,14 +159,18 @@ def _inverse(scales: Tensor) -> Tensor:
 
 
 def _scales(layout: Layout, x: Tensor) -> Tensor:
-    """What is not finite counts as the smallest denormal: no scale is larger by it, and its block's not 0."""
+    """Return the scales of all blocks.
+
+    An element that is not finite counts as the smallest denormal: it makes no scale larger, and its block's
+    scale is not 0.
+    """
     if layout.format.max_scale is None:
         return x[:0]
     bits = _magnitude(x)
     bits = torch.where(bits < _INFINITY, bits, 1)
     bits = torch.nn.functional.pad(bits, (0, layout.num_blocks * layout.block - layout.numel))
     largest = bits.view(layout.num_blocks, layout.block).amax(1).view(torch.float32)
-    # By a tensor: some devices multiply by the reciprocal of a number instead.
+    # Divide by a tensor: some devices multiply by the reciprocal of a Python number.
     scales = largest / torch.full_like(largest, layout.format.largest)
     return torch.where(largest.view(torch.int32) == 0, 0.0, scales.clamp(MIN_SCALE, layout.format.max_scale))
 
@@ -190,14 +195,14 @@ def _codes(form: ValueFormat, x: Tensor, y: Tensor, random: Tensor | None) -> Te
 
 def _integers(y: Tensor, random: Tensor | None) -> Tensor:
     if random is None:
-        return y.round().to(torch.int32)  # to even, and never beyond 127: y is within 2^-16 of it at most
+        return y.round().to(torch.int32)  # to even, and never beyond 127, which y exceeds by 2^-16 at most
     steps = ((y.abs() * 2.0**24).to(torch.int64) + (random >> 8)) >> 24
     return torch.where(y < 0, -steps, steps).clamp(-127, 127)
 
 
 def _floats(form: ValueFormat, y: Tensor, random: Tensor | None) -> Tensor:
     """Return the codes of magnitudes: int64."""
-    cut = 23 - form.mantissa  # the bits that a float32 has more
+    cut = 23 - form.mantissa  # mantissa bits that float32 has in addition
     if form.max_scale is not None:
         y = y.clamp(max=form.largest)
     bits = y.view(torch.int32).to(torch.int64)
@@ -205,7 +210,7 @@ def _floats(form: ValueFormat, y: Tensor, random: Tensor | None) -> Tensor:
     shift = form.bias + form.mantissa - 1  # the smallest denormal is 2^-shift
     if random is None:
         codes = (normal + ((1 << (cut - 1)) - 1) + ((bits >> cut) & 1)) >> cut
-        # Added to a power of two with this last place, a float has no bits below it.
+        # A sum with a power of two of this last place has no bits below that place: this rounds y.
         tiny = (y + 2.0 ** (23 - shift)).view(torch.int32).to(torch.int64) - ((150 - shift) << 23)
     else:
         chance = random >> (32 - cut)
@@ -213,14 +218,14 @@ def _floats(form: ValueFormat, y: Tensor, random: Tensor | None) -> Tensor:
         tiny = ((y * 2.0 ** min(shift + cut, 127)).to(torch.int64) + chance) >> cut
     if form.bias < 127:  # bfloat16 has float32's denormals
         codes = torch.where(bits < ((128 - form.bias) << 23), tiny, codes)
-    # Chance never makes an infinity; what is beyond the last tie is one, as in a cast.
+    # Stochastic rounding makes no infinity. A value beyond the last tie is infinite, as in a cast.
     largest = int(torch.tensor(form.largest, dtype=torch.float32, device=HOST).view(torch.int32))
     codes = codes.clamp(max=(largest - ((127 - form.bias) << 23)) >> cut)
     return torch.where(bits >= largest + (1 << (cut - 1)), form.infinity, codes)
 
 
 def _meanings(form: ValueFormat) -> list[float]:
-    """Return what each of 256 codes stands for."""
+    """Return the value of each of 256 codes."""
     if form.mantissa < 0:
         return (
             [float(code) for code in range(128)] + [float("nan")] + [float(code) for code in range(-127, 0)]

@@ -1,7 +1,6 @@
-"""Run a plan's ops on CUDA: to the core's kernels add the current stream and the device memory that they
-need.
+"""Runs a plan's ops on CUDA, with the current stream and the device memory they need.
 
-Nothing here waits for the device but a plan's first op there, which copies the plan to it.
+Nothing here waits for the device except a plan's first op there, which copies the plan.
 """
 
 from __future__ import annotations
@@ -34,28 +33,29 @@ def _on_current_stream(op: str) -> Callable[..., None]:
 
 
 class CudaPlan:
-    """A native plan on one device, with the methods of `core.BucketPlan`; calls run on the current stream.
+    """A native plan on one device, with the methods of `core.BucketPlan`.
 
-    Owns device memory: the plan's offsets and chunks, and for each stream the scratch of norms. Addresses
-    given to an op are of memory on that device, which its caller owns and keeps until the op has run.
+    Calls run on the current stream. Owns device memory: the plan's offsets and chunks, and scratch memory of
+    norms for each stream. Addresses passed to an op point to memory on that device, which the caller owns and
+    keeps alive until the op has run.
 
     Args:
-        plan: the core's, of which the layout is copied.
+        plan: the core's; its layout is copied.
         device: a CUDA device with its index.
 
     Cost: one launch an op. 32 bytes a chunk (up to 16384 elements of a slot), copied once; and 4 a slot and
-        16 a chunk for each stream that takes norms. The first plan on a device loads all kernels there, some
-        megabytes: CUDA would load each at its first launch, which may be one that a graph captures.
+    16 a chunk for each stream that runs norms. The first plan on a device loads all kernels there, some
+    megabytes: CUDA would otherwise load each at its first launch, which a graph may be capturing.
 
     Raises:
-        RuntimeError: when made during a CUDA graph capture: the plan must be on the device before.
+        RuntimeError: when made during a CUDA graph capture: the plan has to be on the device before.
     """
 
     def __init__(self, plan: native._core.BucketPlan, device: torch.device) -> None:
         with torch.cuda.device(device):
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    f"the plan's first op on {device} came during a CUDA graph capture, which cannot hold "
+                    f"the plan's first op on {device} ran during a CUDA graph capture, which cannot contain "
                     "the copy of the plan to the device; run one op of this plan there once before the "
                     "capture"
                 )
@@ -63,7 +63,7 @@ class CudaPlan:
         words = torch.empty(plan.num_words, dtype=torch.int64, device=HOST)
         plan.write_words(words.data_ptr())
         self._device = device
-        self._words = words.to(device)  # waits until it is there: any stream may read it from now on
+        self._words = words.to(device)  # a blocking copy: any stream may read it from now on
         self._plan = native._core.CudaPlan(plan, self._words.data_ptr())
         self._streams: set[int] = set()
         self._scratch: dict[int, Tensor] = {}
@@ -90,15 +90,18 @@ class CudaPlan:
     def _current_stream(self) -> int:
         stream = _stream_of(self._device)
         if stream not in self._streams:
-            # So that its memory outlives the plan where kernels still run.
+            # The allocator must not reuse the memory while kernels of this stream may still read it.
             self._words.record_stream(torch.cuda.current_stream(self._device))
             self._streams.add(stream)
         return stream
 
     def _get_scratch(self, stream: int) -> Tensor:
-        """Return memory that no other call uses at the same time; the kernel leaves its tickets at zero."""
+        """Return scratch memory that no other call uses at the same time.
+
+        The kernel leaves its tickets at zero.
+        """
         if torch.cuda.is_current_stream_capturing():
-            # It belongs to the graph, whose replays may run beside this stream's own calls.
+            # The graph owns it: a replay may run at the same time as this stream's own calls.
             return self._make_scratch()
         if stream not in self._scratch:
             self._scratch[stream] = self._make_scratch()
@@ -114,7 +117,7 @@ _on_devices: WeakValueDictionary[Any, CudaPlan] = WeakValueDictionary()
 def plan_on(
     device: torch.device, plan: native._core.BucketPlan, layout: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> CudaPlan:
-    """Return a plan on a device. Plans of the same layout share one there: a bucket has several.
+    """Return a plan on a device; plans of the same layout share one.
 
     Args:
         device: a CUDA device with its index.
@@ -131,11 +134,11 @@ def plan_on(
 
 
 class Functions:
-    """The core's functions that need no plan, on one device; calls run on its current stream.
+    """The core's functions without a plan on one device, on its current stream.
 
     Args:
         core: the native module.
-        device: a CUDA device with its index; addresses given to a function are there.
+        device: a CUDA device with its index; addresses passed to a function are there.
 
     Cost: one launch a call.
     """
@@ -160,31 +163,31 @@ class Functions:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device the current one, which it mostly is: then that costs next to nothing."""
+    """Make a device the current one; cheap if it already is."""
     return _NOTHING if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
 @functools.cache
 def _load_kernels(device: torch.device) -> None:
-    """Load every kernel on to the current device, which is `device`, once."""
+    """Load every kernel on the current device, which is `device`, once."""
     native._core.load_kernels()
 
 
 def _stream_of(device: torch.device) -> int:
-    """Return a device's current stream as a cudaStream_t, in a tenth of the time that a `Stream` takes."""
+    """Return a device's current cudaStream_t, in a tenth of the time of a `Stream`."""
     stream: int = torch._C._cuda_getCurrentRawStream(device.index)
     return stream
 
 
 def uploaded(pointers: Pointers, device: torch.device) -> Pointers:
-    """Return the pointers for many calls, with their addresses where kernels on `device` find them.
+    """Return the pointers for many calls, with addresses that kernels can read.
 
     Args:
         pointers: as `gather` returns them.
         device: where the ops will run.
 
-    Cost: nothing for up to `core.INLINE_SLOTS` (256) addresses, which travel in a kernel's parameters. More
-        are written to int64 [n] on the device, which the result owns, in one launch.
+    Cost: nothing for up to `core.INLINE_SLOTS` (256) addresses, which are kernel parameters. More are written
+    to int64 [n] on the device, which the result owns, in one launch.
     """
     core = _core_for(pointers, device)
     if core is None or len(pointers.numels) <= core.INLINE_SLOTS:
@@ -198,17 +201,17 @@ def uploaded(pointers: Pointers, device: torch.device) -> Pointers:
 
 
 def for_one_call(pointers: Pointers, device: torch.device, *, two_lists: bool = False) -> Pointers:
-    """Return the pointers of an op's own list, with their addresses where its kernel on `device` finds them.
+    """Return the pointers for one op, with addresses that its kernel can read.
 
     Args:
         pointers: as `gather` returns them, or made before by `uploaded`.
         device: where the op will run, on the current stream.
-        two_lists: whether the op has another list, too, and not this one in place.
+        two_lists: whether the op has a second, different list.
 
-    Cost: nothing for up to `core.MOST_INLINE_SLOTS` (4000) addresses, which travel in the kernel's
-        parameters, or up to 256 of two lists each. More are written to int64 [n] on the device, in one more
-        launch for every 4000. The result owns them, until the op is launched: whatever gets that memory next
-        comes later on the stream.
+    Cost: nothing for up to `core.MOST_INLINE_SLOTS` (4000) addresses, which are kernel parameters, or up to
+    256 of two lists each. More are written to int64 [n] on the device, in one more launch for every 4000. The
+    result owns this memory. It may be freed after the launch: later users of the memory run later on the same
+    stream.
     """
     if pointers.upload is not None:
         pointers.upload.wait()
@@ -227,11 +230,11 @@ def for_one_call(pointers: Pointers, device: torch.device, *, two_lists: bool = 
 
 
 def _core_for(pointers: Pointers, device: torch.device) -> ModuleType | None:
-    """Return what has the kernels that read a list's addresses; None where there are none."""
+    """Return the module whose kernels read a list's addresses, or None."""
     return native.cuda_core() if device.type == "cuda" and pointers.table is not None else None
 
 
 def _upload(core: ModuleType, pointers: Pointers, device: torch.device) -> tuple[Tensor, Any]:
-    """Write the addresses to memory of `device`, the current one; return that and the table that has it."""
+    """Write the addresses to memory of the current device; return it and its table."""
     memory = torch.empty(len(pointers.numels), dtype=torch.int64, device=device)
     return memory, core.uploaded(pointers.table, memory.data_ptr(), _stream_of(device))

@@ -1,4 +1,4 @@
-"""Sums of gradients whose bits do not depend on order, grouping or the number of ranks: `ExactSum`."""
+"""`ExactSum`: gradient sums whose bits do not depend on order, grouping or number of ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MAX_TERMS = 4096
 def _check(plan: BucketPlan, numel: int, terms: int) -> None:
     if not 1 <= terms <= MAX_TERMS:
         raise ValueError(
-            f"terms={terms}; needed 1 to {MAX_TERMS}, the micro-batches of a window over all ranks: let a "
-            "rank add several micro-batches in float32 and deposit their sum as one term"
+            f"terms={terms}; needed 1 to {MAX_TERMS}, the micro-batches of a window over all ranks: add "
+            "several micro-batches of a rank in float32 and deposit their sum as one term"
         )
     if numel % BLOCK or numel < plan.flat_numel:
         raise ValueError(
@@ -40,12 +40,11 @@ def _check(plan: BucketPlan, numel: int, terms: int) -> None:
 
 
 class ExactSum:
-    """Order-free sum of gradients over a plan's slots: the same bits whatever the order, grouping or number
-    of ranks.
+    """Sum of gradients with the same bits for every order of its terms.
 
-    Every element is held as two integers on an absolute grid, which each block of 64 elements chooses by its
-    largest magnitude. Integers are added exactly, so sums of any parts of the terms, on any ranks, can be
-    merged in any order:
+    The bits do not depend on the order or grouping of the terms, or on the number of ranks. Every element is
+    stored as two integers on an absolute grid, which the largest magnitude of its block of 64 elements sets.
+    Integers are added exactly, so partial sums on any ranks can be merged in any order:
 
         torch.distributed.all_reduce(bins := total.bins.clone(), ReduceOp.MAX)
         total.align_(bins)
@@ -59,19 +58,20 @@ class ExactSum:
     Args:
         plan: slots; every offset a multiple of 64.
         numel: elements of the flat buffer, a multiple of 64 and at least `plan.flat_numel`.
-        terms: the most terms that the sum may take before it starts anew, over all ranks that will be merged;
-            1 to 4096. More terms leave fewer bits for each: `width` is 31 - ceil(log2 terms). More deposits
-            than that can overflow; counting them is the caller's.
+        terms: the largest number of terms of one sum, over all ranks that will be merged; 1 to 4096. More
+            terms leave fewer bits for each: `width` is 31 - ceil(log2 terms). More deposits can overflow; the
+            caller counts them.
         device: of the sum; "cuda" without an index is the current device. CPU and CUDA run in the native
             core, everything else in `exact_reference.py`.
-        limbs: int32 [2 * numel] on that device, zeros, to hold the sum in; this object's from now on. None
-            allocates them.
+        limbs: int32 [2 * numel] on that device, zeros, memory for the sum, which this object owns from now
+            on. None allocates it.
 
     Attributes:
         limbs: int32 [2, numel], owned by this object: hi and lo.
-        hi, lo: int32 [numel], its rows. Zero where there is no slot and beyond a slot's last element.
-        bins: uint8 [numel // 64], owned too. 0 is an empty block (or zeros, or denormals), 255 a poisoned
-            one: some term had an inf, a NaN or a magnitude of 2^126 or more there. Limbs are zero in both.
+        hi, lo: int32 [numel], the rows of `limbs`. Zero outside of slots.
+        bins: uint8 [numel // 64], owned by this object. 0 is an empty block (or zeros, or denormals), 255 a
+            poisoned one: a term had an inf, a NaN or a magnitude of 2^126 or more there. Limbs are zero in
+            both.
         width: bits of a limb that one term fills.
 
     Raises:
@@ -103,7 +103,7 @@ class ExactSum:
         bins = torch.zeros(numel // BLOCK, dtype=torch.uint8, device=device)
         if limbs is None:
             limbs = torch.zeros(2 * numel, dtype=torch.int32, device=device)
-        # A tensor's device has an index where `device` may leave it out.
+        # bins.device has an index where `device` may have none.
         check_each("limbs", limbs, torch.int32, 2 * numel, bins.device, of="limb")
         self.width = 31 - (terms - 1).bit_length()
         self._lie_in(plan, limbs.view(2, numel), bins)
@@ -130,10 +130,10 @@ class ExactSum:
         return other
 
     def between(self, start: int, stop: int) -> ExactSum:
-        """Return a range of this sum, in the same memory, as one of a single slot.
+        """Return a range of this sum, in the same memory, as a sum of one slot.
 
         Args:
-            start, stop: its elements; multiples of 64, at most `numel`.
+            start, stop: first element and end; multiples of 64, at most `numel`.
 
         Cost: nothing.
 
@@ -152,7 +152,7 @@ class ExactSum:
         return other
 
     def slot_state(self, offset: int, numel: int) -> dict[str, Tensor]:
-        """Return the memory of a slot's sum, which stays this object's.
+        """Return the memory of a slot's sum, which this object still owns.
 
         Args:
             offset, numel: of the slot; blocks is numel / 64, rounded up.
@@ -171,8 +171,8 @@ class ExactSum:
 
         Args:
             tensors: one entry a slot, read. None contributes nothing.
-            first: True forgets what was there and starts with this term; slots without a tensor are empty
-                then. No other pass has to clear the sum.
+            first: True overwrites the sum with this term; slots without a tensor are empty then. No other
+                pass has to clear the sum.
             nonfinite: uint8 [n], OR-ed with 1 where this term poisoned a block.
 
         Cost: reads the gradient, writes 8 bytes, and reads 8 unless `first`: 20 (12) for float32, 18 (10) for
@@ -193,7 +193,9 @@ class ExactSum:
         self._runner.exact_deposit_(self._native(), sources.table, first, nonfinite.data_ptr())
 
     def align_(self, bins: Tensor) -> None:
-        """Shift the limbs of every block to a larger bin, as if all terms had been deposited there.
+        """Shift the limbs of every block to a larger bin.
+
+        The result is the same as if all terms had been deposited with that bin.
 
         Afterwards `self.bins` equals `bins`, and limbs of sums with equal bins may be added.
 
@@ -215,10 +217,11 @@ class ExactSum:
         self._runner.exact_align_(self._native(), bins.data_ptr())
 
     def merge_(self, other: ExactSum) -> None:
-        """Add another sum, as if its terms had been deposited here; it is aligned with this one by it.
+        """Add another sum, as if its terms had been deposited here.
 
         Args:
-            other: over the same elements, made for as many terms; both together have taken no more.
+            other: over the same elements, with the same `terms`, which both together do not exceed. It is
+                aligned with this sum.
 
         Cost: reads 16 and writes 8 bytes an element, and aligns both.
 
@@ -234,20 +237,17 @@ class ExactSum:
             100000000.0
         """
         if (self.width, self.limbs.shape) != (other.width, other.limbs.shape):
-            raise ValueError(
-                f"other is {other} of {other.limbs.shape[1]} elements; needed the like of {self}"
-            )
+            raise ValueError(f"other is {other} of {other.limbs.shape[1]} elements; needed one like {self}")
         bins = torch.maximum(self.bins, other.bins)
         self.align_(bins)
         other.align_(bins)
         self.limbs += other.limbs
 
     def round_(self, out: Tensor) -> None:
-        """Write the sum, rounded once from the exact integer; empty blocks are +0, poisoned ones NaN.
+        """Write the sum, rounded once from the exact integer.
 
-        There is no denominator: whoever divides multiplies the rounded sum by one scalar, the same on all
-        ranks. A function of each element alone keeps what is equal equal, so the invariance holds at the
-        price of one more rounding.
+        Empty blocks are +0, poisoned ones NaN. There is no denominator: to divide, multiply the rounded sum
+        by one scalar, the same on all ranks. Equal bits stay equal then, at the price of one more rounding.
 
         Args:
             out: float32, bfloat16 or float16 [at least numel]; all of the sum's elements are written. A
@@ -267,8 +267,9 @@ class ExactSum:
         self._runner.exact_round_(self._native(), out.data_ptr(), DTYPE_CODES[out.dtype])
 
     def _native(self) -> Any:
-        """Return the sum as the core has it, for one call: the limbs may be `.grad`, whose storage a user may
-        move (`share_memory_()`).
+        """Return the core's view of the sum, for one call.
+
+        The limbs may be `.grad`, whose storage a user may move (`share_memory_()`).
         """
         for name, limb in zip(("hi", "lo", "bins"), self._limbs, strict=True):
             check_dense(name, limb)
@@ -280,7 +281,10 @@ class ExactSum:
         return self.hi, self.lo, self.bins
 
     def _check_place(self, out: Tensor) -> None:
-        """In place every element must lie on its own limb: threads overtake each other."""
+        """Check that in place every element of `out` is on its own limb.
+
+        Threads overtake each other, so a shifted `out` would overwrite limbs before they are read.
+        """
         for name, limb in (("hi", self.hi), ("lo", self.lo)):
             ahead = out.data_ptr() - limb.data_ptr()
             overlaps = -out.nbytes < ahead < limb.nbytes

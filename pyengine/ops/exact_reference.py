@@ -1,7 +1,7 @@
-"""`ExactSum` in plain PyTorch: the definition of right. The rules and why they hold stand in csrc/exact.h.
+"""`ExactSum` in plain PyTorch: the reference. csrc/exact.h has the rules and their proofs.
 
-Serves builds without the native core and devices it does not know, with the same bits. Arguments have been
-checked by `exact.py`.
+Used in builds without the native core and on other devices, with the same bits. `exact.py` has checked the
+arguments.
 """
 
 from collections.abc import Iterable
@@ -26,12 +26,12 @@ def deposit_(
     first: bool,
     nonfinite: Tensor,
 ) -> None:
-    """Add every slot's tensor, or start with it.
+    """Add every slot's tensor, or overwrite the sum with it.
 
     Args:
         slots: offset and numel of each, in elements.
-        limbs: hi and lo, int32 [numel], and bins, uint8 [numel / 64]; written, the caller's, as in the ops
-            below.
+        limbs: hi and lo, int32 [numel], and bins, uint8 [numel / 64]; written, owned by the caller; so in the
+            ops below.
         tensors: one entry a slot, of one of three dtypes, read.
         width: bits of a limb that one term fills.
         nonfinite: uint8 [n], OR-ed with 1 where the term poisoned a block.
@@ -52,7 +52,10 @@ def deposit_(
 
 @torch.no_grad()
 def align_(limbs: tuple[Tensor, Tensor, Tensor], bins: Tensor) -> None:
-    """Shift limbs to larger bins, uint8 [numel / 64]: by one hi becomes lo, by more nothing is left."""
+    """Shift limbs to larger bins, uint8 [numel / 64].
+
+    A shift by one bin moves hi to lo; a larger shift leaves zeros.
+    """
     hi, lo = (limb.view(-1, BLOCK) for limb in limbs[:2])
     _raise_bins((hi, lo, limbs[2]), bins.to(torch.int32))
 
@@ -84,7 +87,7 @@ def _has_grid(bins: Tensor) -> Tensor:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2^exponent exactly; the functions of torch round it on some devices."""
+    """Return 2^exponent exactly; torch's functions round it on some devices."""
     return ((exponent + 127) << 23).to(torch.int32).view(torch.float32)
 
 
@@ -100,7 +103,7 @@ def _add(limbs: Iterable[Tensor], term: Tensor, found: Tensor, width: int) -> No
     hi, lo, bins = limbs
     _raise_bins(limbs, found)
     bins = bins.to(torch.int32).unsqueeze(1)
-    has_grid = _has_grid(bins)  # without one a block takes nothing in
+    has_grid = _has_grid(bins)  # a block without one stays zero
     to_hi = _power_of_two(torch.where(has_grid, 125 - (bins - 1) * width, 0))
     y = torch.where(has_grid, term, 0.0) * to_hi
     high = y.round()  # to even, as everywhere
@@ -109,10 +112,11 @@ def _add(limbs: Iterable[Tensor], term: Tensor, found: Tensor, width: int) -> No
 
 
 def _to_float(total: Tensor, *, is_last: bool) -> Tensor:
-    """Round integers of up to 62 bits to float32: to nearest, or to odd where another rounding follows.
+    """Round integers of up to 62 bits to float32.
 
-    Conversions of int64 go by way of float64 on some devices. So where totals are large, the last ten bits
-    become one: whether any of them was set is all that a rounding to 26 bits or fewer can see.
+    To nearest, or to odd where another rounding follows. On some devices int64 is converted by way of
+    float64. So where totals are large, the last ten bits become one bit: a rounding to 26 bits or fewer
+    depends only on whether any of them is set.
     """
     sticky = (total & -1024) | torch.where(total & 1023 != 0, 512, 0)
     exact = torch.where(total.abs() > 2**45, sticky, total).to(torch.float64)

@@ -1,14 +1,14 @@
-"""The fused operations without an engine or a plan, for a loop of your own: `pe.ops.accumulate_(acc, grads)`.
+"""The fused operations without an engine or a plan: `pe.ops.accumulate_(acc, grads)`.
 
-A list is of contiguous float32, bfloat16 or float16 tensors of any shapes on one device, in one dtype but for
-the norms. In a flat buffer they lie one after the other. A list with a None (a parameter without a gradient)
-needs `like`: tensors of the same numels, such as the parameters. A scale is a number or, so that the host
-need not know it, float32 [] on that device; products are rounded to float32. Bits and costs are those of
-`BucketPlan`. Nothing here is differentiable. A write increments the version of the tensor, as in PyTorch, so
-that autograd refuses to use a saved tensor that was overwritten.
+A list has contiguous float32, bfloat16 or float16 tensors of any shapes on one device, in one dtype except
+for the norms. In a flat buffer they follow each other without gaps. A list with a None (a parameter without a
+gradient) needs `like`: tensors of the same numels, for example the parameters. A scale is a number, or
+float32 [] on that device, which the host does not read; products are rounded to float32. Bits and costs are
+those of `BucketPlan`. Nothing here is differentiable. A write increments the version of the tensor, as in
+PyTorch, so that autograd refuses to use a saved tensor that was overwritten.
 
-On CUDA nothing waits for the device but the first call for a list of these sizes. `torch.compile` traces
-through every call, outside of its CUDA graphs; to capture one of your own, keep a `BucketPlan`.
+On CUDA only the first call for a list of these sizes waits for the device. `torch.compile` traces through
+every call, outside of its CUDA graphs. To capture a graph of your own, keep a `BucketPlan`.
 
 All functions raise ValueError or TypeError for arguments that do not fit, before they write anything.
 """
@@ -56,7 +56,7 @@ def flatten(
     entries, numels = _slots("tensors", tensors, like)
     first = next((tensor for tensor in entries if tensor is not None), out)
     if first is None:
-        raise ValueError("tensors holds no tensor whose dtype and device a result could have; pass out=")
+        raise ValueError("tensors holds no tensor, so the result's dtype and device are unknown; pass out=")
     if out is None:
         out = torch.empty(sum(numels), dtype=dtype or first.dtype, device=first.device)
     elif dtype is not None:
@@ -67,7 +67,7 @@ def flatten(
 
 @torch.no_grad()
 def unflatten_(tensors: Tensors, flat: Tensor, *, scale: Scale = 1.0, like: Tensors | None = None) -> None:
-    """Write `cast(part of flat * scale)` into every tensor; a None is skipped, with its part.
+    """Write `cast(slice of flat * scale)` into every tensor; a None is skipped, with its slice.
 
     Args:
         tensors: any shapes, written.
@@ -90,13 +90,14 @@ def unflatten_(tensors: Tensors, flat: Tensor, *, scale: Scale = 1.0, like: Tens
 def accumulate_(
     acc: Tensor, grads: Tensors, *, scale: Scale = 1.0, first: bool = False, like: Tensors | None = None
 ) -> Tensor:
-    """Add `grad * scale` of every gradient to the flat `acc` and return it; product and sum are rounded one
-    by one.
+    """Add `grad * scale` of every gradient to the flat `acc` and return it.
+
+    Product and sum are rounded separately.
 
     Args:
         acc: float32 [at least the sum of numels], written; not read if `first`. Keeps an inf or nan for
             `unscale_norm`.
-        grads: any shapes, read. None: zeros if `first`, otherwise its part is left alone.
+        grads: any shapes, read. None: zeros if `first`, otherwise its elements stay unchanged.
         scale, like: as in `flatten`.
         first: write instead of adding, so that nothing has to be cleared.
 
@@ -115,8 +116,9 @@ def accumulate_(
 
 @torch.no_grad()
 def unscale_norm(tensors: Tensors, inv_scale: Scale = 1.0) -> tuple[Tensor, Tensor]:
-    """Return the 2-norm of all `tensor * inv_scale` as one, and whether any element is not finite; write
-    nothing.
+    """Return the 2-norm over all `tensor * inv_scale`, and whether any is not finite.
+
+    Nothing is written.
 
     Args:
         tensors: any shapes and mixed dtypes (a launch for each), read. None counts zero, and needs no `like`.
@@ -138,11 +140,10 @@ def unscale_norm(tensors: Tensors, inv_scale: Scale = 1.0) -> tuple[Tensor, Tens
 
 @torch.no_grad()
 def unscale_norm_(tensors: Tensors, inv_scale: Scale = 1.0) -> tuple[Tensor, Tensor]:
-    """Multiply every tensor by `inv_scale` in place; return norm and found_inf, as `unscale_norm`, of what
-    was written.
+    """Multiply every tensor by `inv_scale` in place; return norm and found_inf of the results.
 
-    One pass, in place of `GradScaler.unscale_` and the norm of `clip_grad_norm_`. What is left of clipping is
-    the factor `(max_norm / (norm + 1e-6)).clamp(max=1.0)`, for whatever pass comes next.
+    One pass, in place of `GradScaler.unscale_` and the norm of `clip_grad_norm_`. To clip, multiply by
+    `(max_norm / (norm + 1e-6)).clamp(max=1.0)` in the next pass.
 
     Args:
         tensors: as in `unscale_norm`, written: gradients, not parameters.
@@ -172,7 +173,7 @@ def _tensor(name: str, tensor: object, remedy: str = "") -> Tensor:
 
 
 def _slots(name: str, tensors: Tensors, like: Tensors | None) -> tuple[TensorList, list[int]]:
-    """Return the list, and how many elements lie at each entry."""
+    """Return the list, and the numel of each entry."""
     entries = list(tensors)
     sizes_name, sizes = (name, entries) if like is None else ("like", list(like))
     remedy = f": where {name} hold None, pass like=, tensors of the same numels such as the parameters"
@@ -180,13 +181,13 @@ def _slots(name: str, tensors: Tensors, like: Tensors | None) -> tuple[TensorLis
 
 
 def _present(tensors: Tensors) -> tuple[list[int], list[Tensor]]:
-    """Return where an entry is not None, and these."""
+    """Return the indices of entries that are not None, and these entries."""
     present = {i: _tensor(f"tensors[{i}]", tensor) for i, tensor in enumerate(tensors) if tensor is not None}
     return list(present), list(present.values())
 
 
 def _scalar(scale: Scale, *beside: Tensor) -> Tensor:
-    """Return a scale as a tensor, on the device of the first tensor beside it if it is a number."""
+    """Return a scale as a tensor; a number on the device of the first tensor `beside`."""
     if isinstance(scale, Tensor):
         return scale
     device = beside[0].device if beside else None

@@ -1,7 +1,8 @@
-"""The ops of `functional.py` for `torch.compile`: `torch.ops.pyengine`, which a graph holds as one node each.
+"""The ops of `functional.py` as operators `torch.ops.pyengine`, for `torch.compile`.
 
-Compiled code goes through torch's dispatcher; other code calls the same functions directly, since the
-dispatcher takes several times as long as a kernel's own call does for a list of hundreds of tensors.
+A graph has each as one node. Compiled code calls torch's dispatcher. Other code calls the same functions
+directly: for a list of hundreds of tensors the dispatcher takes several times as long as the call of a
+kernel.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from pyengine.ops.versions import BucketPlan
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# A plan may be forgotten while a CUDA graph would go on reading its memory.
+# The cache may drop a plan while a CUDA graph would still read its memory.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
 
 def _operator(
     schema: str, fake: Callable[..., object] = lambda *arguments: None
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Register a function as `torch.ops.pyengine.<its name>`, which it becomes in compiled code."""
+    """Register a function as `torch.ops.pyengine.<its name>`, used in compiled code."""
 
     def register(run: Callable[_P, _R]) -> Callable[_P, _R]:
         name = f"pyengine::{run.__name__}"
@@ -55,15 +56,15 @@ def flatten_(out: Tensor, tensors: TensorList, scale: Tensor, numels: Sequence[i
     _plan(*numels).pack_(out, tensors, scale)
 
 
-# What is written cannot be None in a schema that torch.compile takes: such lists come without, and with their
-# slots.
+# In a schema that torch.compile accepts, a written list cannot have None. Such lists are passed without None,
+# and with the slots of their tensors.
 @_operator("(Tensor(a!)[] tensors, Tensor flat, Tensor scale, SymInt[] numels, SymInt[] slots) -> ()")
 def unflatten_(
     tensors: TensorList, flat: Tensor, scale: Tensor, numels: Sequence[int], slots: Sequence[int]
 ) -> None:
     """Run `functional.unflatten_` over `flat`, one of three dtypes [at least the sum of numels].
 
-    slots: int [as many as tensors], their places in the list that held None.
+    slots: int [as many as tensors], their indices in the list with None.
     """
     _plan(*numels).unpack_(_spread(tensors, slots, len(numels)), flat, scale)
 
@@ -71,7 +72,7 @@ def unflatten_(
 @_operator("(Tensor(a!) acc, Tensor?[] grads, Tensor scale, SymInt[] numels, bool first) -> ()")
 def accumulate_(acc: Tensor, grads: TensorList, scale: Tensor, numels: Sequence[int], first: bool) -> None:
     """Run `functional.accumulate_` into `acc`, float32 [at least the sum of numels]."""
-    nonfinite = torch.empty(len(numels), dtype=torch.uint8, device=acc.device)  # nobody reads it
+    nonfinite = torch.empty(len(numels), dtype=torch.uint8, device=acc.device)  # not used
     _plan(*numels).accumulate_(acc, grads, scale, first=first, nonfinite=nonfinite)
 
 
@@ -92,13 +93,14 @@ def unscale_norm_(tensors: TensorList, inv_scale: Tensor, slots: Sequence[int]) 
 
 
 def _unscale_norm(tensors: TensorList, inv_scale: Tensor, *, is_written: bool) -> tuple[Tensor, Tensor]:
-    """Run once for each dtype, over lists that hold None for the others;
-    sums are added in the order of the list.
+    """Run once for each dtype, with None for tensors of the other dtypes.
+
+    Sums are added in the order of the list.
     """
     check_scale("inv_scale", inv_scale, inv_scale.device)
     plan, device = _plan(*(0 if t is None else t.numel() for t in tensors)), inv_scale.device
     dtypes = dict.fromkeys(t.dtype for t in tensors if t is not None)
-    # All are checked before the first is written.
+    # All groups are checked before the first is written.
     groups = [
         plan._gather(
             "tensors",
@@ -107,7 +109,7 @@ def _unscale_norm(tensors: TensorList, inv_scale: Tensor, *, is_written: bool) -
         )
         for dtype in dtypes
     ]
-    # One element more than there are tensors: a sum has at least one. It also says what `nonfinite` says.
+    # One more element than tensors: a sum needs at least one. Its total also shows what `nonfinite` shows.
     sumsq = torch.zeros(len(groups), len(tensors) + 1, dtype=torch.float64, device=device)
     nonfinite = torch.empty(len(tensors), dtype=torch.uint8, device=device)
     for row, group in zip(sumsq, groups, strict=True):
@@ -118,14 +120,14 @@ def _unscale_norm(tensors: TensorList, inv_scale: Tensor, *, is_written: bool) -
 
 
 def _spread(tensors: TensorList, slots: Sequence[int], num_slots: int | None = None) -> TensorList:
-    """Return a list with tensors at their slots, and None at the others."""
+    """Return a list with tensors at their slots and None elsewhere."""
     spread: list[Tensor | None] = [None] * (max(slots, default=-1) + 1 if num_slots is None else num_slots)
     for slot, tensor in zip(slots, tensors, strict=True):
         spread[slot] = tensor
     return spread
 
 
-# Every call brings the layout; a model has a handful of layouts.
+# Every call has the layout as its argument; a model has a handful of layouts.
 @functools.lru_cache(maxsize=32)
 def _plan(*numels: int) -> BucketPlan:
     return BucketPlan([*itertools.accumulate(numels, initial=0)][:-1], numels)

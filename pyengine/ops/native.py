@@ -1,4 +1,4 @@
-"""Find the native core, pyengine.ops._core, or do without it."""
+"""Import the native core, pyengine.ops._core, if it was built."""
 
 import functools
 import warnings
@@ -38,8 +38,8 @@ def cuda_core() -> ModuleType | None:
     if found is None or found.has_cuda:
         return found
     warnings.warn(
-        "pyengine's native core was built without CUDA, so CUDA tensors take plain PyTorch: results are "
-        "the same but for the rounding of norms, ops are slower. Build it with `PYENGINE_CUDA=1 pip "
+        "pyengine's native core was built without CUDA, so ops on CUDA tensors run in plain PyTorch: results "
+        "are the same except for the rounding of norms; ops are slower. Build it with `PYENGINE_CUDA=1 pip "
         "install .` (needs nvcc).",
         RuntimeWarning,
         stacklevel=3,
@@ -47,20 +47,20 @@ def cuda_core() -> ModuleType | None:
     return None
 
 
-# The dispatch keys of tensors whose elements lie at their address as they are. A key beyond these (a lazy
-# negation, a subclass that dispatches, a fake) is looked at from Python.
+# The dispatch keys of tensors whose elements are stored unchanged at their address. Python checks tensors
+# with other keys (a lazy negation, a subclass that dispatches, a fake).
 _PLAIN_KEYS = ("CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA")
 
 
 @functools.cache
 def can_gather() -> bool:
-    """Tell whether the core can read tensors itself, instead of through attributes from Python."""
+    """Return whether the core can read tensor objects itself, without Python attributes."""
     if _core is None:
         return False
     plain = 0
     for name in _PLAIN_KEYS:
         plain |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
-    # Numbers that nothing else in these objects is equal to.
+    # Distinct numbers, so that the core finds each in these objects.
     probe = torch.empty(1237, dtype=torch.uint8, device=HOST)[1013:]
     storage, keys = probe.untyped_storage(), torch._C._dispatch_keys(probe).raw_repr()
     return _core.learn_tensor_object(

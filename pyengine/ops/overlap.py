@@ -1,8 +1,8 @@
-"""Refuse ops that would read what they have overwritten: threads overtake each other.
+"""Refuse ops whose output shares memory with their input, except in place.
 
-What an op writes may lie exactly where it reads the same slot, in the same dtype: in place, element by
-element. Any other shared memory is an error. The core looks at all addresses first, in a microsecond; what it
-cannot rule out is looked at here, one by one, and told in words.
+Threads overtake each other, so such an op could read memory that it has overwritten. In place is allowed: the
+output is exactly the same slot, in the same dtype. The core checks all addresses in a microsecond; where it
+finds a possible overlap, Python checks one by one and writes the message.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from torch import Tensor
 
 from pyengine.ops.pointers import ADDRESSED, DTYPE_CODES, Pointers
 
-# A tensor, or the tensors of a list, one a slot, and what the caller calls them.
+# A tensor, or the tensors of a list, one a slot; each with the caller's name for it.
 Named: TypeAlias = tuple[str, Tensor]
 NamedList: TypeAlias = tuple[str, Pointers]
 
 
 class Plan(Protocol):
-    """What is needed of a `BucketPlan`: (offset, numel) of every slot, and the native plan,
-    None without the core.
+    """The attributes of a `BucketPlan` that these checks use.
+
+    (offset, numel) of every slot, and the native plan; None without the core.
     """
 
     _slots: tuple[tuple[int, int], ...]
@@ -68,7 +69,7 @@ def check_into_flat(plan: Plan, flat: Named, tensors: NamedList, *others: Named)
 
 
 def check_out_of_flat(plan: Plan, tensors: NamedList, flat: Named, *scales: Named) -> None:
-    """Check an op that writes `tensors`, one a slot, and reads the slots of `flat` and 0-dim scales."""
+    """Check an op that writes `tensors`, one a slot, and reads `flat` and 0-dim scales."""
     (_, targets), (_, source) = tensors, flat
     if _has_no_addresses(plan, targets):
         return
@@ -84,8 +85,9 @@ def check_out_of_flat(plan: Plan, tensors: NamedList, flat: Named, *scales: Name
 
 
 def check_into_list(plan: Plan, out: NamedList, tensors: NamedList, scale: Named) -> None:
-    """Check an op that reads `tensors`, one a slot, and a scale, and writes `out`,
-    which may be the same list.
+    """Check an op that reads `tensors`, one a slot, and a scale, and writes `out`.
+
+    `out` may be the same list.
     """
     (_, targets), (_, sources), (_, scalar) = out, tensors, scale
     if _has_no_addresses(plan, targets):
@@ -102,8 +104,9 @@ def check_into_list(plan: Plan, out: NamedList, tensors: NamedList, scale: Named
 
 
 def check_into(plan: Plan, targets: Sequence[Named], tensors: NamedList) -> None:
-    """Check an op that writes whole tensors and reads `tensors`, one a slot,
-    none of which may lie in them.
+    """Check an op that writes whole tensors and reads `tensors`, one a slot.
+
+    None of `tensors` may be in the written memory.
     """
     _, sources = tensors
     if _has_no_addresses(plan, sources):
@@ -114,16 +117,14 @@ def check_into(plan: Plan, targets: Sequence[Named], tensors: NamedList) -> None
 
 
 def check_apart(targets: Sequence[tuple[str, Tensor | None]], sources: Sequence[Named]) -> None:
-    """Check an op that writes all of `targets`, where there are any, and reads all of `sources`."""
+    """Check an op that writes all of `targets` and reads all of `sources`."""
     written = [(name, tensor) for name, tensor in targets if tensor is not None]
     if written[0][1].device.type in ADDRESSED:
         _refuse([*(_span(*target, written=True) for target in written), *(_span(*s) for s in sources)])
 
 
 def _has_no_addresses(plan: Plan, tensors: Pointers) -> bool:
-    """Whether the tensors are of a device whose programs are not about addresses (lazy, meta),
-    or there is none.
-    """
+    """Whether the tensors are on a device without addresses (lazy, meta), or none is given."""
     if plan._native is not None:
         return tensors.table is None
     return tensors.device is None or tensors.device.type not in ADDRESSED
@@ -140,7 +141,7 @@ def _is_outside(tensor: Tensor, first: int, last: int) -> bool:
 
 
 def _is_same(buffer: Tensor, target: Tensor) -> bool:
-    """Whether a buffer, and not a scale, has its slots where those of `target` are."""
+    """Whether a buffer has its slots at the same addresses as `target`; False for a scale."""
     return buffer.dim() > 0 and buffer.data_ptr() == target.data_ptr() and buffer.dtype == target.dtype
 
 
@@ -166,7 +167,7 @@ def _of_list(tensors: NamedList, *, written: bool = False) -> list[_Span]:
 
 
 def _refuse(spans: list[_Span]) -> None:
-    """Raise if a span that is written shares memory with another one, and not in place."""
+    """Raise if a written span shares memory with another one, except in place."""
     near: list[_Span] = []
     for span in sorted(span for span in spans if span.begin < span.end):
         near = [other for other in near if other.end > span.begin]

@@ -1,15 +1,15 @@
-"""The fused operations over a flat buffer of gradients, as methods of `BucketPlan`; `functional.py` has them
-without one.
+"""The fused operations over a flat buffer of gradients, as methods of `BucketPlan`.
 
-A plan names n *slots* of a flat 1-D buffer; an op does the same thing to every slot in one call, in one pass
-over the memory. CPU and CUDA tensors run in the native core, everything else in `reference.py`. Results have
-the same bits on every instruction set, thread count and GPU; only which NaN a NaN is may differ. Autograd
-sees nothing: ops read and write data only. `versions.py` has the public plan, which increments versions.
+`functional.py` has them without a plan. A plan has n *slots* of a flat 1-D buffer; an op does the same to
+every slot in one call, in one pass over the memory. CPU and CUDA tensors run in the native core, other
+devices in `reference.py`. Results have the same bits on every instruction set, thread count and GPU, except
+for the bits of a NaN. Autograd does not record ops: they read and write data only. `versions.py` has the
+public plan, which increments versions.
 
-On CUDA an op is one kernel launch on the current stream, whatever the number of slots, and waits for nothing.
-A list of more than 4000 tensors costs a second launch, for its addresses, unless it is a `Pointers`; so do
-two different ones of more than 256. Ops can be captured in CUDA graphs after one op of the same plan has run
-on that device, whatever the dtypes; keep the plan, the `Pointers` and the tensors as long as the graph.
+On CUDA an op is one kernel launch on the current stream, whatever the number of slots, and does not wait. A
+list of more than 4000 tensors needs a second launch, for its addresses, unless it is a `Pointers`; so do two
+different lists of more than 256. Ops can be captured in CUDA graphs after one op of the same plan has run on
+that device, with any dtypes. Keep the plan, the `Pointers` and the tensors as long as the graph.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FLOAT32 = (torch.float32,)
 
 
 class BucketPlan:
-    """Where n tensors lie in a flat buffer, ready for the fused ops.
+    """The slots of n tensors in a flat buffer, for the fused ops.
 
     Args:
         offsets: int [n], first element of each slot in the flat buffer.
@@ -49,10 +49,10 @@ class BucketPlan:
 
     Every list of tensors below has one entry a slot, all of one dtype (float32, bfloat16, float16) and
     device, each contiguous with its slot's numel, at any alignment; `None` is a parameter without a gradient.
-    Pass `pointers(tensors)` instead of the list to check it once and reuse it. What an op writes has memory
-    of its own, or exactly that of the same slot of what it reads, in the same dtype: in place. Every scale is
-    a 0-dim float32 tensor on the device of the rest; products are rounded to float32. The caller owns all
-    memory.
+    Pass `pointers(tensors)` instead of the list to check it once and reuse it. A tensor that an op writes
+    shares no memory with one that it reads, or exactly the memory of the same slot in the same dtype: in
+    place. Every scale is a 0-dim float32 tensor on the device of the other tensors; products are rounded to
+    float32. The caller owns all memory.
 
     Raises:
         ValueError, TypeError: from the constructor and every op, for arguments that do not fit; nothing has
@@ -85,7 +85,8 @@ class BucketPlan:
         """Check a list of tensors once, for many calls.
 
         Args:
-            tensors: one entry a slot. The result keeps them alive, and ops follow a tensor to other memory.
+            tensors: one entry a slot. The result keeps them alive. When a tensor gets other memory, ops use
+                that.
 
         Cost: nothing on the device; one launch for more than 256 CUDA tensors.
 
@@ -94,7 +95,7 @@ class BucketPlan:
             >>> plan.pointers([torch.ones(2)]).dtype
             torch.float32
         """
-        # A list of our own: who changes theirs would free what the addresses point to.
+        # Copy the list: the caller could remove a tensor from it, and free the memory at its address.
         pointers = gather("tensors", [*tensors], self.numels, self._native)
         return pointers if pointers.device is None else cuda.uploaded(pointers, pointers.device)
 
@@ -165,11 +166,13 @@ class BucketPlan:
     def accumulate_(
         self, acc: Tensor, grads: TensorList | Pointers, scale: Tensor, *, first: bool, nonfinite: Tensor
     ) -> None:
-        """Set `acc[slot] = grad * scale` if `first`, else add it: product and sum are rounded one by one.
+        """Set `acc[slot] = grad * scale` if `first`, else add it.
+
+        Product and sum are rounded separately.
 
         Args:
             acc: float32 [at least flat_numel], written; not read when `first`.
-            grads: one entry a slot, read. None: zeros when `first`, otherwise the slot is left alone.
+            grads: one entry a slot, read. None: zeros when `first`, otherwise the slot stays unchanged.
             scale: float32 [].
             first: True in a window's first micro-batch.
             nonfinite: uint8 [n], OR-ed with 1 where some `grad * scale` is inf or NaN.
@@ -203,8 +206,9 @@ class BucketPlan:
         first: bool,
         nonfinite: Tensor,
     ) -> None:
-        """Write `cast((acc[slot] + grad * grad_scale) * wire_scale)`: the window's last micro-batch and its
-        cast.
+        """Write `cast((acc[slot] + grad * grad_scale) * wire_scale)`.
+
+        Accumulates the window's last micro-batch and casts the sum to the wire's type in one pass.
 
         Args:
             wire: float32, bfloat16 or float16 [at least flat_numel], written. May be `acc` itself.
@@ -256,7 +260,7 @@ class BucketPlan:
         sumsq: Tensor,
         nonfinite: Tensor,
     ) -> None:
-        """Take `y = tensor * scale`, its sum of squares and its finite check; store y on request.
+        """Compute the sum of squares of `y = tensor * scale` and check it; optionally store y.
 
         Args:
             tensors: one entry a slot, read. None: the slot's sum is 0.
@@ -303,14 +307,14 @@ class BucketPlan:
         *,
         two_lists: bool = False,
     ) -> Pointers:
-        """Collect a list that must lie on the device of `beside`, a tensor with its name."""
+        """Collect a list, which has to be on the device of `beside`, a tensor with its name."""
         pointers, device = gather(name, tensors, self.numels, self._native), device_of(*beside)
         if pointers.device is not None and pointers.device != device:
-            raise ValueError(f"{name} lie on {pointers.device}; needed {device}, where the other tensors are")
+            raise ValueError(f"{name} are on {pointers.device}; needed {device}, like the other tensors")
         return cuda.for_one_call(pointers, device, two_lists=two_lists)
 
     def _runner(self, device: torch.device) -> native._core.BucketPlan | cuda.CudaPlan | None:
-        """Return what runs raw addresses on a device; None leaves the tensors to the reference."""
+        """Return the object that runs ops on raw addresses; None for the reference."""
         if device not in self._runners:
             has_kernels = device.type == "cuda" and native.cuda_core() is not None
             plan = self._native if has_kernels else None
@@ -320,7 +324,7 @@ class BucketPlan:
 
 
 def add_up(sumsq: Tensor) -> Tensor:
-    """Add the slots' sums of squares in their order, whatever the instruction set.
+    """Add the slots' sums of squares in order, on every instruction set.
 
     Args:
         sumsq: float64 [n], n at least 1, read.
@@ -330,5 +334,5 @@ def add_up(sumsq: Tensor) -> Tensor:
 
     Cost: 8 bytes a slot.
     """
-    # A device's sum has one order for one length, its cumsum need not.
+    # On a device `sum` has a fixed order for a given length; `cumsum` need not have one.
     return sumsq.sum() if runs_ahead(sumsq.device) else sumsq.cumsum(0)[-1]

@@ -1,4 +1,4 @@
-"""Check tensors once, at the edge, and hold their addresses for the native core."""
+"""Check tensors once, at the edge, and collect their addresses for the native core."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pyengine.ops import native
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _DTYPES = tuple(DTYPE_CODES)
-# Subclasses may keep their data elsewhere, so only these are read by the core itself.
+# Subclasses may store their data elsewhere, so the core itself reads only these.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Where a tensor's elements lie at its address.
+# Devices on which a tensor's elements are at its address.
 ADDRESSED = ("cpu", "cuda")
 MAX_NUMEL = 2**40
 
 TensorList = Sequence[torch.Tensor | None]
-# What every tensor has that does not say otherwise.
+# The __torch_dispatch__ of classes that do not override it.
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
@@ -29,22 +29,22 @@ class Upload:
     """A long list's addresses in device memory, written in the order of one stream."""
 
     memory: torch.Tensor  # int64 [n], owned; the allocator keeps it for streams that have waited
-    stream: torch.cuda.Stream | None  # None: of a list that dies with the one call that it is for
+    stream: torch.cuda.Stream | None  # None: a list for one call only
     written: torch.cuda.Event | None  # likewise
-    captured: bool = False  # a replay of the graph writes them, not the upload
+    captured: bool = False  # whether only a replay of the graph writes the addresses
 
     def wait(self) -> None:
-        """Let the current stream read the addresses."""
+        """Make the current stream wait for the upload."""
         with torch.cuda.device(self.memory.device):
             current, captures = torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()
         if self.captured and not captures:
             raise RuntimeError(
                 f"Pointers of {self.memory.numel()} tensors were made during a CUDA graph capture, which "
-                "writes their addresses only when it is replayed; make them before the capture, or anew "
+                "writes their addresses only when it is replayed; make them before the capture, or again "
                 "for use outside of it"
             )
-        # A capture may not wait for what is outside of it, and need not: torch waits for the device when it
-        # begins.
+        # A capture cannot wait for work outside of it. It need not: torch synchronizes the device when a
+        # capture begins.
         if current != self.stream and not captures:
             assert self.written is not None
             current.wait_event(self.written)
@@ -55,9 +55,8 @@ class Upload:
 class Pointers:
     """The checked tensors of one plan's slots; make it with `BucketPlan.pointers`.
 
-    Keeps the tensors alive, whose memory stays the caller's. Where a tensor has other memory by now
-    (`.data =`, `share_memory_()`), each op checks the list and reads the addresses anew: make it anew to
-    save that.
+    Keeps the tensors alive, whose memory the caller owns. After a tensor has got other memory (`.data =`,
+    `share_memory_()`), each op checks the list and reads the addresses again; make a new one to save that.
     """
 
     tensors: TensorList  # [n], any shapes
@@ -69,13 +68,13 @@ class Pointers:
 
 
 def check_layout(offsets: tuple[int, ...], numels: tuple[int, ...]) -> int:
-    """Check a plan's slots, and return how many elements a flat buffer must have.
+    """Check a plan's slots; return the elements that a flat buffer needs.
 
     Args:
         offsets, numels: int [n], in elements.
 
     Raises:
-        ValueError: with the slots that overlap, or lie below 0 or beyond 2**40.
+        ValueError: with the slots that overlap, or that are below 0 or beyond 2**40.
     """
     if len(offsets) != len(numels):
         raise ValueError(
@@ -113,9 +112,9 @@ def _describe(tensor: object) -> str:
 
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
-    """Check that a tensor's elements are what lies at its address, one after the other."""
+    """Check that a tensor's elements are contiguous at its address."""
     if native.can_gather() and native._core.is_plain(tensor, PLAIN):
-        return  # the core finds all that is wanted below, in a fifth of the time
+        return  # the core has made all checks below, in a fifth of the time
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is {_describe(tensor)}; needed a torch.Tensor")
     if tensor.layout != torch.strided or not tensor.is_contiguous():
@@ -125,23 +124,23 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
         raise ValueError(
-            f"{name} is {_describe(tensor)}, a view that is negated, conjugated or zero only when it is "
-            "read; needed its elements in memory: pass tensor.resolve_neg().resolve_conj().clone()"
+            f"{name} is {_describe(tensor)}, a lazily negated, conjugated or zero view; needed its "
+            "elements in memory: pass tensor.resolve_neg().resolve_conj().clone()"
         )
     if tensor.device.type in ADDRESSED and tensor.numel() > 0:
         _check_memory(name, tensor)
 
 
 def keeps_elements_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a subclass whose elements need not lie at its address."""
+    """Whether a tensor's subclass may store its elements elsewhere than at its address."""
     return type(tensor).__torch_dispatch__ is not _NO_DISPATCH
 
 
 def _check_memory(name: str, tensor: torch.Tensor) -> None:
     if keeps_elements_elsewhere(tensor):
         raise ValueError(
-            f"{name} is a {type(tensor).__name__}, which keeps its elements elsewhere or nowhere; needed a "
-            "plain tensor: pass what it stands for (`.to_local()` of a DTensor)"
+            f"{name} is a {type(tensor).__name__}, which does not store its elements at its address; "
+            "needed a plain tensor: for example `.to_local()` of a DTensor"
         )
     held, needed = _memory(tensor)
     if held < needed:
@@ -159,14 +158,14 @@ def _check_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 def device_of(name: str, tensor: torch.Tensor) -> torch.device:
-    """Return where a tensor lies that is yet to be checked."""
+    """Return the device of a tensor that is not checked yet."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is {_describe(tensor)}; needed a torch.Tensor")
     return tensor.device
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the bytes that a tensor's storage holds, and those that it needs."""
+    """Return the bytes that a tensor's storage holds, and the bytes that it needs."""
     needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     return tensor.untyped_storage().nbytes(), int(needed)
 
@@ -210,10 +209,10 @@ def check_each(
 def check_rows(
     name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int, device: torch.device
 ) -> torch.Tensor:
-    """Check a 2-D tensor of at least one row on `device`: [rows, numel], of contiguous rows.
+    """Check a 2-D tensor of contiguous rows on `device`: [rows, numel], at least one row.
 
     Returns:
-        What lies between its first and its last element: a view, 1-D.
+        The memory from its first to its last element: a view, 1-D.
     """
     span = _span_of_rows(tensor)
     check_dense(name, span)
@@ -225,7 +224,10 @@ def check_rows(
 
 
 def _span_of_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what lies from the first row to the last, 1-D; what has no contiguous rows, as it is."""
+    """Return the memory from the first row to the last, 1-D.
+
+    A tensor without contiguous rows is returned as it is.
+    """
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.dim() != 2:
         return tensor
     rows, numel = tensor.shape
@@ -235,16 +237,17 @@ def _span_of_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_aligned(name: str, tensor: torch.Tensor, num_bytes: int) -> None:
-    """Check that a tensor begins at a multiple of `num_bytes`, in memory and in its storage: only there can
-    torch view it as another type.
+    """Check that a tensor begins at a multiple of `num_bytes`, in memory and in its storage.
+
+    Only there can torch view it as another dtype.
     """
     if tensor.device.type not in ADDRESSED or tensor.numel() == 0:
         return
     for begin in (tensor.data_ptr(), tensor.storage_offset() * tensor.element_size()):
         if begin % num_bytes:
             raise ValueError(
-                f"{name} begins {begin % num_bytes} bytes behind a multiple of {num_bytes}; needed one: "
-                "begin where a multiple of that lies in the buffer, or pass a clone()"
+                f"{name} begins {begin % num_bytes} bytes after a multiple of {num_bytes}; needed a "
+                "multiple: begin at one in the buffer, or pass a clone()"
             )
 
 
@@ -270,7 +273,7 @@ def check_scalars(
 def _check_slots(
     name: str, tensors: TensorList, numels: tuple[int, ...]
 ) -> tuple[torch.dtype, torch.device | None]:
-    """Check slot by slot, to say which one is wrong; the core's gather has no words."""
+    """Check slot by slot, to name the wrong one; the core's gather has no messages."""
     if len(tensors) != len(numels):
         raise ValueError(f"{name} has {len(tensors)} tensors; needed {len(numels)}, one (or None) a slot")
     first = None
@@ -293,7 +296,7 @@ def _check_slots(
 
 
 def _device(kind: int, index: int) -> torch.device | None:
-    """Translate the core's c10::DeviceType; below zero no slot has a tensor."""
+    """Return the torch.device of the core's c10::DeviceType; None below zero (no tensor)."""
     return None if kind < 0 else torch.device("cuda", index) if kind == 1 else torch.device("cpu")
 
 
@@ -306,7 +309,7 @@ def gather(
     """Check `tensors` against the slots and collect their addresses.
 
     Args:
-        name: what the caller calls them, for errors.
+        name: the caller's name for the list, for errors.
         tensors: one entry a slot, float32, bfloat16 or float16 of any shape, one dtype and device,
             contiguous; None where there is no tensor. A `Pointers` is returned, unless tensors have moved.
         numels: int [n], the elements of each slot.
@@ -328,7 +331,7 @@ def gather(
     if native_plan is not None and native.can_gather():
         table = native._core.gather(native_plan, tensors, PLAIN)
         if table is not None:
-            # A slow check would find the same: gather only accepts one dtype, and one device of these.
+            # The checks below would pass: gather accepts only one dtype, and one of these devices.
             return Pointers(tensors, numels, _DTYPES[table.dtype], _device(*table.device), table)
     dtype, device = _check_slots(name, tensors, numels)
     table = None
@@ -339,7 +342,7 @@ def gather(
 
 
 def _is_current(pointers: Pointers, native_plan: native._core.BucketPlan | None) -> bool:
-    """Whether every tensor is known to have the memory and the numel that it had when `pointers` was made."""
+    """Whether every tensor still has the memory and numel that `pointers` recorded."""
     if pointers.table is None or native_plan is None or not native.can_gather():
         return False
     return bool(native_plan.first_moved(pointers.table, pointers.tensors) < 0)

@@ -1,10 +1,10 @@
-"""Each op in plain PyTorch: the definition of right.
+"""Each op in plain PyTorch: the reference.
 
-Serves builds without the native core and devices it does not know. Elementwise results equal the core's bit
-for bit, except that which NaN a NaN is, is nobody's promise. Sums of squares equal it bit for bit on the CPU,
-where cumsum adds in order; elsewhere they differ by rounding of a float64 sum, at most numel · 2^-52
-relative. Arguments have been checked by `plan.py`, where their dtypes and shapes stand; all memory is the
-caller's. Costs are those of several passes, in float32 temporaries as large as a slot.
+Used in builds without the native core and on other devices. Elementwise results equal the core's bit for bit,
+except for the bits of a NaN. Sums of squares equal it bit for bit on the CPU, where cumsum adds in order;
+elsewhere they differ by rounding of a float64 sum, at most numel · 2^-52 relative. `plan.py` has checked the
+arguments and documents their dtypes and shapes. The caller owns all memory. Costs are those of several
+passes, in float32 temporaries as large as a slot.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ def _flag(nonfinite: Tensor, slot: int, values: Tensor) -> None:
 
 
 def _write(target: Tensor, values: Tensor, only_if: Tensor | None) -> None:
-    """Cast into `target`, unless `only_if` is 0; the host does not wait to know."""
+    """Cast into `target`, unless `only_if` is 0; the host does not read it."""
     if only_if is not None:
         values = torch.where(only_if != 0, values.to(target.dtype), target)
     target.copy_(values)
@@ -151,8 +151,9 @@ def _add_halves(lanes: Tensor) -> Tensor:
 
 
 def _sum_squares(y: Tensor) -> Tensor:
-    """Add as the native kernel does: lanes of segments, of blocks, halves of the lanes;
-    then lanes of blocks.
+    """Add in the order of the native kernel.
+
+    Lanes of segments, then of blocks, then halves of the lanes; then lanes of blocks.
     """
     if y.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=y.device)

@@ -1,8 +1,8 @@
-"""The public plan and exact sum: autograd sees what they write.
+"""The public plan and exact sum, which increment the versions of tensors they write.
 
 The core writes by address, which changes no version counter: autograd would not notice that a tensor saved
 for backward was overwritten, and the engine would not notice a write to a gradient. The engine's own plans
-write to its own memory, and do without the cost (0.1 µs a tensor).
+write to its own memory, and skip this cost (0.1 µs a tensor).
 """
 
 from __future__ import annotations

@@ -346,17 +346,17 @@ BYTES, VALUES = torch.zeros(CODEC.num_bytes(32), dtype=torch.uint8), torch.zeros
         (
             lambda: CODEC.decode_(VALUES, torch.zeros(40, dtype=torch.uint8)[1:37]),
             ValueError,
-            "payload begins 1 bytes behind a multiple of 4",
+            "payload begins 1 bytes after a multiple of 4",
         ),
         (
             lambda: CODEC.decode_(VALUES, torch.frombuffer(bytearray(44), dtype=torch.uint8, offset=3)[1:37]),
             ValueError,
-            "payload begins . bytes behind a multiple of 4",
+            "payload begins . bytes after a multiple of 4",
         ),
         (
             lambda: CODEC.sum_(VALUES, torch.zeros(2, 37, dtype=torch.uint8)[:, :36]),
             ValueError,
-            r"payloads\[1\] begins 1 bytes behind a multiple of 4",
+            r"payloads\[1\] begins 1 bytes after a multiple of 4",
         ),
         (
             lambda: CODEC.sum_(VALUES, torch.zeros(36, 2, dtype=torch.uint8).T),

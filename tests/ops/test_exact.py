@@ -387,7 +387,7 @@ def test_a_device_may_be_named_in_any_way_that_torch_takes(device):
         ("align_", {"bins": torch.zeros(5)}, TypeError, "bins is torch.float32.*needed dtype torch.uint8"),
         ("align_", {"bins": torch.zeros(4, dtype=torch.uint8)}, ValueError, "bins is .*at least 5 elements"),
         ("align_", {"bins": torch.zeros(6, dtype=torch.uint8)}, ValueError, "bins has 6 elements; needed 5"),
-        ("merge_", {"other": make_sum(4096)}, ValueError, "other is ExactSum.*needed the like of ExactSum"),
+        ("merge_", {"other": make_sum(4096)}, ValueError, "other is ExactSum.*needed one like ExactSum"),
         ("round_", {"out": torch.zeros(NUMEL).double()}, TypeError, "out is torch.float64"),
         ("round_", {"out": torch.zeros(NUMEL - 1)}, ValueError, "out is .*at least 320 elements"),
     ],

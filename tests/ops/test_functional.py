@@ -332,7 +332,7 @@ TWO = [torch.ones(2), torch.ones(3)]
         (lambda: pe.ops.flatten(TWO, like=[*TWO, 3]), TypeError, r"like\[2\] is int; needed a torch.Tensor"),
         (lambda: pe.ops.flatten(TWO, like=TWO[:1]), ValueError, "tensors has 2 tensors; needed 1"),
         (lambda: pe.ops.flatten(TWO, like=TWO[::-1]), ValueError, r"tensors\[0\] has 2 elements; needed 3"),
-        (lambda: pe.ops.flatten([None], like=TWO[:1]), ValueError, "tensors holds no tensor .* pass out="),
+        (lambda: pe.ops.flatten([None], like=TWO[:1]), ValueError, "tensors holds no tensor.* pass out="),
         (lambda: pe.ops.flatten(TWO, dtype=torch.int8), TypeError, "out is torch.int8"),
         (lambda: pe.ops.flatten(TWO, out=torch.ones(5), dtype=torch.float16), ValueError, "dtype=.* and out"),
         (lambda: pe.ops.flatten(TWO, out=torch.ones(4)), ValueError, r"out is .*\(4,\).*at least 5"),

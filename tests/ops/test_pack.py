@@ -235,7 +235,7 @@ def test_an_impossible_layout_is_refused_in_words(offsets, numels, words):
             ValueError,
             r"tensors\[1\] is .* on meta; needed .* on cpu",
         ),
-        ([torch.ones(2, device="meta"), None], ValueError, "tensors lie on meta; needed cpu"),
+        ([torch.ones(2, device="meta"), None], ValueError, "tensors are on meta; needed cpu"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(tensors, error, words, one):

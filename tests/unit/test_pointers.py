@@ -49,13 +49,13 @@ def _between() -> torch.Tensor:
 
 ODD = {
     "between": (_between, "which begins between two elements of its type"),
-    "fake": (_fake, "is a FakeTensor, which keeps its elements elsewhere or nowhere"),
+    "fake": (_fake, "is a FakeTensor, which does not store its elements at its address"),
     "freed": (_freed, "whose storage holds 0 bytes; needed 16"),
     "freed view": (_freed_view, "whose storage holds 0 bytes; needed 48"),
     "cut": (_cut, "whose storage holds 12 bytes; needed 16"),
-    "negated": (lambda: torch._neg_view(torch.ones(4)), "a view that is negated, conjugated or zero only"),
-    "imaginary": (lambda: torch.ones(4, dtype=torch.complex64).conj().imag, "is negated|dense contiguous"),
-    "zero": (lambda: torch._efficientzerotensor(4), "a view that is negated, conjugated or zero only"),
+    "negated": (lambda: torch._neg_view(torch.ones(4)), "a lazily negated, conjugated or zero view"),
+    "imaginary": (lambda: torch.ones(4, dtype=torch.complex64).conj().imag, "lazily negated|dense contiguous"),
+    "zero": (lambda: torch._efficientzerotensor(4), "a lazily negated, conjugated or zero view"),
     "meta": (lambda: torch.ones(4, device="meta"), "on meta; needed cpu|needed meta"),
     "expanded": (lambda: torch.ones(1).expand(4), "needed a dense contiguous tensor"),
 }  # fmt: skip
@@ -98,7 +98,7 @@ def test_an_odd_scale_is_refused():
     freed = torch.tensor(1.0)
     freed.untyped_storage().resize_(0)
     for scale, message in (
-        (torch._neg_view(torch.tensor(1.0)), "is negated"),
+        (torch._neg_view(torch.tensor(1.0)), "lazily negated"),
         (freed, "storage holds 0 bytes"),
     ):
         with pytest.raises(ValueError, match=message):
