@@ -1,4 +1,4 @@
-// The ops and what each is called with, on the CPU and on CUDA alike: addresses and dtypes, checked in Python.
+// The ops and their arguments, the same on the CPU and on CUDA: addresses and dtypes, which Python has checked.
 #pragma once
 #include <cstdint>
 
@@ -8,7 +8,7 @@
 
 namespace pyengine {
 
-// One pointer per slot; null is "no tensor here".
+// One pointer per slot; null means no tensor.
 struct Tensors {
   void* const* data;  // in host memory
   DType dtype;
@@ -20,7 +20,7 @@ struct Flat {
   DType dtype;
 };
 
-struct PackCall {  // of unpack too
+struct PackCall {  // also of unpack
   Flat flat;
   Tensors tensors;
   const float* scale;
@@ -48,7 +48,7 @@ struct UnscaleNormCall {
   Tensors tensors;
   Tensors out;  // out.data is null: read only
   const float* scale;
-  double* partials;    // [2 * num_chunks] scratch: one a block
+  double* partials;    // scratch: one per block
   double* sumsq;       // [num_slots]
   uint8_t* nonfinite;  // [num_slots]
   uint32_t* tickets = nullptr;  // [num_slots] scratch of CUDA: zero before and after
@@ -71,7 +71,7 @@ struct RoundCall {
   Flat out;
 };
 
-// The next three have no layout of slots: what they walk is a payload.
+// The next three ops have no layout of slots: they iterate over a payload.
 struct EncodeCall {
   Codec codec;
   uint8_t* payload;

@@ -1,14 +1,14 @@
-// The rules of a codec, for the CPU and CUDA alike: what one value becomes, whatever walks over them.
+// The rules of a codec, for the CPU and CUDA alike: the coding of one value, whatever iterates over the values.
 //
-// With m the largest finite magnitude of a block and L the largest that a code stands for, its scale is s = m / L and
-// a code stands for c · s; x is coded by way of y = x · (1/s). Division, reciprocal and both products are rounded to
-// nearest, by 2^-24 of themselves, so c · s is further from x than rounding y to a code makes it by at most
+// With m the largest finite magnitude of a block and L the largest value of a code, the scale is s = m / L, and code c
+// means c · s; x is coded through y = x · (1/s). Division, reciprocal and both products are rounded to nearest, each by
+// a relative 2^-24. So, besides the rounding of y to a code, the error of c · s is at most
 //   |y/s' - x/s| + 2^-24 |c| <= |x/s| (3 · 2^-24) in units of s, below 127 · 2^-22 < 2^-15 for int8 and 2^-21 |x| else.
-// Both bounds are those that pyengine/ops/codec.py states, beside half a step of the codes (a whole one if rounding is
-// stochastic). y exceeds L by 2^-22 L at most, and is cut to L, which is that rounding again.
+// To that add half a step of the codes (a whole step if rounding is stochastic); pyengine/ops/codec.py states both
+// bounds. y exceeds L by 2^-22 L at most and is clamped to L, which the same bound covers.
 //
-// Scales lie between 2^-110, so that neither 1/s, nor what the smallest code of a format stands for, leaves the normal
-// numbers (denormals are slow here, flushed there), and the largest at which L · s is finite.
+// Scales are at least 2^-110, so that neither 1/s nor the value of the smallest code leaves the normal numbers
+// (denormals are slow on CPUs and flushed on some devices). They are at most the largest s for which L · s is finite.
 #pragma once
 #include <cstdint>
 
@@ -19,32 +19,32 @@ namespace pyengine {
 // The values are the codes of pyengine/ops/codec_reference.py.
 enum class ValueFormat : int { int8 = 0, e4m3 = 1, e5m2 = 2, bf16 = 3, fp16 = 4 };
 
-// n elements and how they are written: the float32 scales of all blocks, the codes, zeros up to a multiple of four
-// bytes. The last two formats have codes alone.
+// The layout of n elements: the float32 scales of all blocks, the codes, zeros up to a multiple of four bytes. The last
+// two formats have codes alone.
 struct Codec {
   ValueFormat format;
   int64_t block;  // elements that share a scale, at most kMostBlock
   int64_t numel;
-  int64_t num_scales;  // blocks, or none
+  int64_t num_scales;  // number of blocks, or 0
 
   PYENGINE_EVERYWHERE int64_t scale_bytes() const { return num_scales * static_cast<int64_t>(sizeof(float)); }
 };
 inline constexpr int64_t kMostBlock = 1024;
 
-// The same elements of several ranks, one payload behind the other.
+// The payloads of several ranks for the same elements, one after the other.
 struct Payloads {
   const uint8_t* data;
   int64_t num_ranks, stride;  // in bytes, from one payload to the next
 };
 
-// How rounding is decided: to nearest even, or by a hash of the key and the element's index.
+// Rounding: to nearest even, or by a hash of the key and the element's index.
 struct Chance {
   bool is_stochastic;
   uint32_t key[2];
   uint32_t offset;  // index of element 0
 };
 
-// Anonymous, so that the linker never shares it between files compiled for different instruction sets.
+// Anonymous: the linker must not share these between files compiled for different instruction sets.
 namespace {
 
 constexpr uint32_t kSign = 0x80000000, kMagnitude = 0x7fffffff, kFloatInfinity = 0x7f800000, kQuietNan = 0x7fc00000;
@@ -57,7 +57,7 @@ PYENGINE_EVERYWHERE constexpr float two_to(int exponent) {
   return __builtin_bit_cast(float, static_cast<uint32_t>(exponent + 127) << 23);
 }
 
-// 32 bits for an element: the mixer of Wellons ("lowbias32"), with half of a key before each of its products.
+// 32 random bits per element: Wellons' mixer "lowbias32", with half of the key before each product.
 PYENGINE_EVERYWHERE inline uint32_t hashed(const Chance& chance, uint32_t element) {
   uint32_t x = (chance.offset + element) ^ chance.key[0];
   x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -67,8 +67,8 @@ PYENGINE_EVERYWHERE inline uint32_t hashed(const Chance& chance, uint32_t elemen
 
 // ---- formats ----
 //
-// In each, code<stochastic>(x, y, random) is the code of the float with bits y, whose sign and kind is that of bits x;
-// meaning(code) the bits of the float that a code stands for.
+// In each format, code<stochastic>(x, y, random) is the code of the float with bits y; sign and kind (finite, infinite,
+// NaN) are those of bits x. meaning(code) is the bits of the float that a code means.
 
 struct Int8 {
   using Code = uint8_t;
@@ -78,9 +78,9 @@ struct Int8 {
   PYENGINE_EVERYWHERE static uint32_t code(uint32_t x, uint32_t y, uint32_t random) {
     const float magnitude = as_float(least(y & kMagnitude, as_bits(kLargest)));
     uint32_t steps;
-    if constexpr (kStochastic) {  // in units of 2^-24; 127 and all but one of them still fit
+    if constexpr (kStochastic) {  // in units of 2^-24; 127 and the largest fraction still fit
       steps = (static_cast<uint32_t>(static_cast<int32_t>(magnitude * 0x1p24f)) + (random >> 8)) >> 24;
-    } else {  // beside 2^23 a float has no fraction
+    } else {  // a float of 2^23 or more has no fraction
       steps = as_bits(magnitude + 0x1p23f) - as_bits(0x1p23f);
     }
     const uint32_t negative = 0u - (x >> 31);
@@ -94,7 +94,8 @@ struct Int8 {
   }
 };
 
-// Floats of fewer bits. kCut are those that a float32 has more, 2^-kShift is the smallest denormal.
+// Floats with fewer bits. kCut is the number of mantissa bits that a float32 has in addition; 2^-kShift is the smallest
+// denormal.
 template <class CodeT, int kMantissa, int kBias, uint32_t kInfinity, uint32_t kNan>
 struct SmallFloat {
   using Code = CodeT;
@@ -105,8 +106,8 @@ struct SmallFloat {
   static constexpr uint32_t kMostBits = (kMost << kCut) + kRebias;
   static constexpr bool kHasScale = sizeof(Code) == 1, kHasInfinity = kInfinity != kNan;
   static constexpr float kLargest = __builtin_bit_cast(float, kMostBits);
-  static constexpr float kMaxScale = 0x1.249248p+127f / (kBias == 7 ? 0x1p8f : 0x1p15f);  // kLargest is 7/4 of that
-  // bfloat16 has the denormals of float32, which need no way of their own.
+  static constexpr float kMaxScale = 0x1.249248p+127f / (kBias == 7 ? 0x1p8f : 0x1p15f);  // kLargest is 7/4 of it
+  // bfloat16 has the denormals of float32, so they need no special case.
   static constexpr uint32_t kNormal = kBias == 127 ? 0 : static_cast<uint32_t>(128 - kBias) << 23;
 
   template <bool kStochastic>
@@ -117,7 +118,7 @@ struct SmallFloat {
     if constexpr (kStochastic) code = (magnitude - kRebias + (random >> (32 - kCut))) >> kCut;
     else code = (magnitude - kRebias + (kHalf - 1) + (magnitude >> kCut & 1)) >> kCut;
     if constexpr (kNormal != 0) code = magnitude < kNormal ? tiny<kStochastic>(least(magnitude, kNormal), random) : code;
-    // Chance makes no infinity; what lies beyond the last tie is one, as in a cast.
+    // Stochastic rounding makes no infinity. A value beyond the last tie is infinite, as in a cast.
     code = least(code, kMost);
     if constexpr (!kHasScale) code = magnitude >= kMostBits + kHalf ? kInfinity : code;
     const uint32_t kind = x & kMagnitude, sign = x >> 31 ? kCodeSign : 0;
@@ -140,7 +141,7 @@ struct SmallFloat {
     const float x = as_float(magnitude);
     if constexpr (kStochastic)
       return (static_cast<uint32_t>(static_cast<int32_t>(x * two_to(kShift + kCut))) + (random >> (32 - kCut))) >> kCut;
-    // Added to a power of two with this last place, a float has no bits below it.
+    // A sum with a power of two of this last place has no bits below that place: this rounds.
     return as_bits(x + two_to(23 - kShift)) - as_bits(two_to(23 - kShift));
   }
 };
@@ -154,8 +155,8 @@ template <class Format> constexpr bool kHasScale = sizeof(typename Format::Code)
 
 // ---- scales ----
 
-// What an element says of its block's largest: what is not finite counts as the smallest denormal, so that no scale is
-// larger by it, and its block is not one of zeros.
+// An element's candidate for the largest magnitude of its block. An element that is not finite counts as the smallest
+// denormal: it makes no scale larger, and its block's scale is not 0.
 PYENGINE_EVERYWHERE inline uint32_t weight_of(uint32_t bits) {
   const uint32_t magnitude = bits & kMagnitude;
   return magnitude < kFloatInfinity ? magnitude : 1u;
@@ -170,7 +171,7 @@ PYENGINE_EVERYWHERE inline float scale_of(uint32_t largest) {
 
 PYENGINE_EVERYWHERE inline float inverse_of(float scale) { return scale > 0 ? 1 / scale : 0; }
 
-// What a value lost: nothing where what it became is not finite.
+// The error of a coded value: 0 where its decoded value is not finite.
 PYENGINE_EVERYWHERE inline float error_of(float x, float decoded) {
   const float error = x - decoded;
   return (as_bits(decoded) & kMagnitude) < kFloatInfinity ? error : 0.0f;
@@ -191,7 +192,7 @@ void with_format(ValueFormat format, const Fn& fn) {
 
 }  // namespace
 
-// Of what has no scales these are blocks to walk in.
+// Formats without scales iterate in blocks of this size.
 inline constexpr int64_t num_blocks_of(const Codec& codec) { return (codec.numel + codec.block - 1) / codec.block; }
 inline constexpr int64_t round_up_to_four(int64_t n) { return (n + 3) / 4 * 4; }
 

@@ -1,9 +1,9 @@
-// The element types the core knows, as storage: no arithmetic here.
+// The element types of the core, as storage: no arithmetic here.
 #pragma once
 #include <cstdint>
 #include <stdexcept>
 
-// What the CPU and CUDA compile alike.
+// Code that the CPU and the CUDA compiler both compile.
 #ifdef __CUDACC__
 #define PYENGINE_EVERYWHERE __host__ __device__
 #else
@@ -15,15 +15,15 @@ namespace pyengine {
 struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
 
-// The values are the codes that pyengine/ops/plan.py sends.
+// The values are the codes that pyengine/ops/plan.py passes.
 enum class DType : int { f32 = 0, bf16 = 1, fp16 = 2 };
 
 inline constexpr int64_t element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
-// Anonymous, so that the linker never shares it between files compiled for different instruction sets.
+// Anonymous: the linker must not share these between files compiled for different instruction sets.
 namespace {
 
-// Calls fn(T{}) with the type that a dtype code stands for.
+// Calls fn(T{}) with the type of a dtype code.
 template <class Fn>
 void with_type(DType dtype, const Fn& fn) {
   switch (dtype) {

@@ -1,5 +1,5 @@
-// Whether what an op writes shares memory with anything else that it touches: threads overtake each other, so it would
-// read what is already overwritten. False asks Python for a closer look and for the words (pyengine/ops/overlap.py).
+// Whether an op's output shares memory with its other tensors. Threads overtake each other, so the op would read memory
+// that it has overwritten. On false, Python checks one by one and writes the message (pyengine/ops/overlap.py).
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -14,15 +14,15 @@ struct Span {
   int64_t slot;
 };
 
-// The memory of a list's tensors by address, the empty ones left out.
+// The memory of a list's non-empty tensors, by address.
 std::vector<Span> sorted_spans(const BucketPlan& plan, const Tensors& tensors);
 
 bool is_disjoint(const std::vector<Span>& sorted);
 
-// A tensor may lie outside of all slots, or exactly in its own: element by element in place.
+// A tensor may be outside of all slots, or exactly in its own slot: element by element in place.
 bool flat_is_apart(const BucketPlan& plan, const Flat& flat, const Tensors& tensors);
 
-// The same for two lists of which the first is written.
+// The same for two lists, of which the first is written.
 bool lists_are_apart(const std::vector<Span>& out, const std::vector<Span>& tensors, bool same_dtype);
 
 bool is_outside(const BucketPlan& plan, const Tensors& tensors, uintptr_t begin, uintptr_t end);

@@ -1,34 +1,35 @@
-// Where n tensors ("slots") lie in a flat buffer, cut once into chunks and tasks.
+// The slots of n tensors in a flat buffer, split once into chunks and tasks.
 #pragma once
 #include <cstdint>
 #include <vector>
 
 namespace pyengine {
 
-// The order of a sum of squares, which is part of the result (equal bits on every instruction set and on CUDA), so
-// none of these numbers is for tuning. From the slot's first element on:
+// The order of a sum of squares is part of the result (equal bits on every instruction set and on CUDA), so these
+// numbers must not be tuned. From the slot's first element on:
 //   segment  256 elements: element i adds to double lane i % 16, in order;
-//   block    32 segments: their lanes are added lane by lane, in order; then lanes are added halves onto each other;
-//   slot     block b adds to block lane b % 256, in order; then block lanes are added halves onto each other.
-// Segments are short because a GPU needs many independent chains; sixteen lanes are what CPU registers hold.
+//   block    32 segments: their lanes are added lane by lane, in order; then the second half of the lanes is added to
+//            the first until one is left;
+//   slot     block b adds to block lane b % 256, in order; then block lanes are added by halves likewise.
+// Segments are short because a GPU needs many independent chains; sixteen lanes fit into CPU registers.
 inline constexpr int64_t kSumLanes = 16;
 inline constexpr int64_t kSegmentElements = 256;
 inline constexpr int64_t kBlockElements = 8192;
 inline constexpr int64_t kBlockLanes = 256;
 
-// Part of one slot: two blocks, so that the sums of both run side by side. `begin` counts elements from the
-// slot's first one.
+// A part of one slot: two blocks, so that their two sums run side by side. `begin` counts elements from the slot's
+// first one.
 struct Chunk {
   int64_t slot, begin, count;
 };
 inline constexpr int64_t kChunkElements = 2 * kBlockElements;
 
-// Tasks are runs of chunks with about this many elements, so that threads get equal work whatever the mix of
-// slot sizes. 32768 is torch's own grain: below it waking a second thread costs more than it saves.
+// Tasks are runs of chunks with about this many elements, so that threads get equal work for any mix of slot sizes.
+// 32768 is torch's own grain size: below it waking a second thread costs more than it saves.
 inline constexpr int64_t kTaskElements = 32768;
 
-// A plan as the CPU's kernels see it: plain pointers, because files compiled for one instruction set must not
-// instantiate std templates that the linker could share with other files.
+// A plan for the CPU's kernels: plain pointers, because files compiled for one instruction set must not instantiate std
+// templates that the linker could share with other files.
 struct Layout {
   const int64_t* offsets;      // [num_slots] elements into the flat buffer
   const int64_t* numels;       // [num_slots]
@@ -39,18 +40,18 @@ struct Layout {
   int64_t numel;               // sum of numels
 };
 
-// A chunk as CUDA's kernels see it: all that a CTA has to look up, of which most is one access.
+// A chunk for CUDA's kernels: all values that a CTA looks up, most of them in one access.
 struct alignas(32) DeviceChunk {
   int32_t slot, count;        // elements
-  int32_t index, num_chunks;  // which of its slot's chunks this is, and how many these are
+  int32_t index, num_chunks;  // index among its slot's chunks, and their number
   int64_t in_flat;            // its first element in the flat buffer
 };
-static_assert(sizeof(DeviceChunk) == 4 * sizeof(int64_t));  // so that they can travel as int64
+static_assert(sizeof(DeviceChunk) == 4 * sizeof(int64_t));  // so that they can be copied as int64
 
-// A plan as CUDA's kernels see it, in device memory.
+// A plan for CUDA's kernels, in device memory.
 struct DeviceLayout {
   const DeviceChunk* chunks;   // [num_chunks], in slot order
-  const int64_t* empty_slots;  // [num_empty] those without an element
+  const int64_t* empty_slots;  // slots without an element
   int64_t num_slots, num_chunks, num_empty;
 };
 
@@ -59,8 +60,8 @@ class BucketPlan {
   BucketPlan(std::vector<int64_t> offsets, std::vector<int64_t> numels);
   Layout layout() const;
 
-  // What CUDA kernels need of the layout, as one run of int64 to be copied to a device, where it begins at a multiple
-  // of 32 bytes; and the layout that points into such a copy.
+  // The layout for CUDA kernels as one array of int64, to be copied to a device, aligned to 32 bytes; and the layout
+  // that points into such a copy.
   int64_t num_words() const;
   void write_words(int64_t* words) const;
   DeviceLayout layout_at(const int64_t* words) const;
@@ -68,7 +69,7 @@ class BucketPlan {
   const std::vector<int64_t>& numels() const { return numels_; }
   const std::vector<int64_t>& offsets() const { return offsets_; }
 
-  // Where the first slot begins in the flat buffer and the last one ends; empty slots are nowhere.
+  // First element of the first slot and end of the last one; empty slots do not count.
   int64_t first_element() const { return first_element_; }
   int64_t last_element() const { return last_element_; }
 

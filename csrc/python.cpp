@@ -1,4 +1,4 @@
-// Binds ops and module: pointers and sizes in, never tensors. Checks stand in pyengine/ops/plan.py.
+// Binds the ops: pointers and sizes as arguments, never tensors. pyengine/ops/plan.py checks them.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -30,9 +30,9 @@ using Device = std::pair<int32_t, int32_t>;  // c10::DeviceType and index
 struct Table {
   std::vector<void*> data;
   DType dtype = DType::f32;
-  Device device{-1, -1};             // told by gather; -1: no slot has a tensor
+  Device device{-1, -1};             // set by gather; -1: no slot has a tensor
   void* const* on_device = nullptr;  // a copy in CUDA memory, owned by Python too
-  std::optional<std::vector<Span>> spans = std::nullopt;  // once somebody asked
+  std::optional<std::vector<Span>> spans = std::nullopt;  // computed at the first use
   Tensors view() const { return {data.data(), dtype, on_device}; }
   const std::vector<Span>& sorted(const BucketPlan& plan) {
     if (!spans) spans = sorted_spans(plan, view());
@@ -53,8 +53,8 @@ Table make_table(const std::vector<Address>& addresses, int dtype) {
   return table;
 }
 
-// The addresses of a list of plain tensors, about 30 ns each where attribute calls from Python take 400.
-// None when anything needs a closer look; Python then checks one by one and writes the message.
+// The addresses of a list of plain tensors, in about 30 ns each; attribute calls from Python would take 400. Returns
+// None where Python has to check the tensors one by one and write the message.
 std::optional<Table> gather(const BucketPlan& plan, py::list tensors, py::tuple exact_types) {
   const size_t n = plan.numels().size();
   if (tensors.size() != n) return std::nullopt;
@@ -76,7 +76,7 @@ std::optional<Table> gather(const BucketPlan& plan, py::list tensors, py::tuple 
   return table;
 }
 
-// The first slot whose tensor has no more the memory that the table points to; -1: all have it.
+// The first slot whose tensor no longer has the memory that the table points to; -1 if there is none.
 int64_t first_moved(const BucketPlan& plan, const Table& table, const py::list& tensors) {
   const int64_t size = element_bytes(table.dtype);
   for (size_t i = 0; i < table.data.size(); ++i) {
@@ -88,7 +88,7 @@ int64_t first_moved(const BucketPlan& plan, const Table& table, const py::list& 
 
 // ---- an op in both plans ----
 
-// What csrc/cuda has, as Ops is what csrc/cpu has; null in a build without it.
+// The ops of csrc/cuda, as Ops for csrc/cpu; null in a build without CUDA.
 struct CudaOps {
 #define PYENGINE_OP(op, Call) void (*op)(const DeviceLayout& layout, void* stream, const Call& call);
   PYENGINE_OPS(PYENGINE_OP)
@@ -106,7 +106,7 @@ constexpr bool kHasCuda = false;
 constexpr CudaOps kCudaOps{};
 #endif
 
-// A plan whose words lie on a CUDA device; every address is there, and Python owns all of it.
+// A plan whose words are on a CUDA device. All addresses are there; Python owns the memory.
 struct CudaPlan {
   DeviceLayout layout;
   // Scratch of unscale_norm: two doubles a chunk, then a ticket a slot. Zero before the first call.
@@ -170,7 +170,7 @@ UnscaleNormCall unscale_norm_call(const Table& tensors, const Table* out, Addres
           at<double>(sumsq), at<uint8_t>(nonfinite)};
 }
 
-// By hand, because of the scratch: ours here, Python's on CUDA.
+// Not by def_op, because of the scratch memory: allocated here on the CPU, by Python on CUDA.
 void bind_unscale_norm(Plans& plans) {
   plans.cpu.def("unscale_norm", [](const BucketPlan& plan, const Table& tensors, const Table* out, Address scale,
                                    Address sumsq, Address nonfinite) {
@@ -226,7 +226,7 @@ EncodeCall encode_call(const Codec& codec, Address payload, Address values, Addr
   return {codec, at<uint8_t>(payload), at<float>(values), at<float>(residual), chance_of(key, offset)};
 }
 
-// The shape of payloads: how many there are, and the bytes of each.
+// The shape of payloads: their number, and the bytes of each.
 SumEncodeCall sum_encode_call(const Codec& codec, Address out, Address payloads, std::pair<int64_t, int64_t> shape,
                               Address residual, const Key& key, int64_t offset) {
   return {codec, at<uint8_t>(out), {at<uint8_t>(payloads), shape.first, shape.second}, at<float>(residual),
@@ -237,7 +237,7 @@ SumCall sum_call(const Codec& codec, Address out, int dtype, Address payloads, s
   return {codec, flat_at(out, dtype), {at<uint8_t>(payloads), shape.first, shape.second}};
 }
 
-// As def_op, of an op without a layout.
+// As def_op, for an op without a layout.
 template <class Call, class... Args>
 void def_function(py::module_& m, const std::string& name, void (*Ops::*on_cpu)(const Layout&, const Call&),
                   void (*on_cuda)(const DeviceLayout&, void*, const Call&), Call (*make)(Args...)) {
@@ -254,7 +254,7 @@ void bind_codec(py::module_& m) {
   def_function(m, "codec_sum", &Ops::codec_sum, kCudaOps.codec_sum, sum_call);
 }
 
-// ---- what is no op ----
+// ---- other functions ----
 
 Table uploaded(const Table& table, Address on_device, Address stream) {
   kCudaOps.upload(at<void*>(on_device), table.data.data(), static_cast<int64_t>(table.data.size()), at<void>(stream));

@@ -1,4 +1,4 @@
-// What the files that bind the core to Python have in common.
+// Shared by the files that bind the core to Python.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -25,7 +25,7 @@ inline std::optional<DType> dtype_of_scalar_type(int32_t scalar_type) {
   }
 }
 
-// Whether an op may take the object's elements from its address; subclasses may keep theirs elsewhere.
+// Whether an op may read the object's elements at its address; subclasses may store them elsewhere.
 inline bool is_plain(PyObject* object, const pybind11::tuple& exact_types, TensorFacts* facts) {
   bool exact = false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(exact_types.ptr()); ++i)
@@ -33,7 +33,7 @@ inline bool is_plain(PyObject* object, const pybind11::tuple& exact_types, Tenso
   return exact && tensor_facts(object, facts);
 }
 
-// What a tensor on the host holds, or nullopt where that takes a closer look from Python.
+// The facts of a tensor on the host; nullopt where Python has to check it.
 inline std::optional<TensorFacts> facts_on_host(PyObject* object, const pybind11::tuple& exact_types) {
   TensorFacts facts;
   if (!is_plain(object, exact_types, &facts) || facts.device_type != kCpu) return std::nullopt;

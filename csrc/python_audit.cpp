@@ -1,4 +1,4 @@
-// Binds what the audit reads: pyengine/audit/checksum.py and probe.py say what and why.
+// Binds the functions of the audit; see pyengine/audit/checksum.py and probe.py.
 #include <pybind11/stl.h>
 
 #include <array>
@@ -17,9 +17,9 @@ namespace {
 
 using Place = std::array<int64_t, 3>;  // start, stride, number
 
-// What is noted of one window's gradients, by subject; in memory of Python's.
+// Samples of one window's gradients, by subject; in memory that Python owns.
 struct Notes {
-  const uint8_t* is_over;  // 1: the window has been reduced, and what comes is another one's
+  const uint8_t* is_over;  // 1: the window has been reduced; the next gradient is another window's
   const Place* places;
   const double* weights;
   int64_t* arrivals;
@@ -27,7 +27,7 @@ struct Notes {
   int64_t width;
 };
 
-// Whether there are such elements, of a type that can be read.
+// Whether these elements exist and have a supported dtype.
 bool has(const std::optional<TensorFacts>& facts, const Place& place) {
   const auto [start, stride, num] = place;
   return facts && dtype_of_scalar_type(facts->scalar_type) && start >= 0 && stride >= 1 &&
@@ -40,8 +40,8 @@ void sample(const TensorFacts& facts, const Place& place, double weight, float* 
   ops().sample({facts.data, dtype, start, stride, num, static_cast<float>(weight), sum, last});
 }
 
-// Which words of n are read: all, or of a turn of at least 0 a run that moves with it; pyengine/audit/checksum.py
-// defines it.
+// The range of n words that is read: all, or for a turn of at least 0 a range that moves with the turn; defined in
+// pyengine/audit/checksum.py.
 std::pair<int64_t, int64_t> run_of(int64_t turn, int64_t n, int64_t run) {
   const int64_t room = n - run;
   return turn < 0 || room <= 0 ? std::pair(int64_t{0}, n) : std::pair(turn * 40503 % (room + 1), run);
@@ -52,7 +52,7 @@ WordWeights weights_of(Address weights, int64_t block) {
   return {at<int32_t>(weights), block};
 }
 
-// A checksum a tensor; None where it takes a closer look from Python.
+// One checksum per tensor; None where Python has to check the tensor.
 std::vector<std::optional<int64_t>> checksums_of(Address weights, int64_t block,
                                                  const std::vector<py::object>& tensors,
                                                  const std::vector<int64_t>& turns, int64_t run,
@@ -72,11 +72,11 @@ std::vector<std::optional<int64_t>> checksums_of(Address weights, int64_t block,
   return found;
 }
 
-// A hook of a leaf. What it does not read, and what begins a new window, is left to `rest`.
+// A hook of a leaf. Tensors that it cannot read, and the first gradient of a window, are passed to `rest`.
 struct Listener {
   Notes notes;
   int64_t index;
-  py::object owners;  // a tuple: while none of them has a gradient, what comes is the first of it
+  py::object owners;  // a tuple: while none of them has a gradient, the next gradient is its first
   py::object exact_types, rest;
 
   void operator()(const py::object& grad) const {
@@ -106,7 +106,7 @@ bool is_made(PyObject* self) {
   return reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder().holder_constructed();
 }
 
-// A leaf has the hook, and the hook the leaf: Python's collector has to see it.
+// Leaf and hook refer to each other: Python's garbage collector has to see the cycle.
 void collect(PyHeapTypeObject* heap) {
   PyTypeObject* type = &heap->ht_type;
   type->tp_flags |= Py_TPFLAGS_HAVE_GC;

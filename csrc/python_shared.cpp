@@ -1,4 +1,4 @@
-// Binds memory that ranks share: pyengine/comm/arena.py.
+// Binds shared memory of ranks: pyengine/comm/arena.py.
 #include <pybind11/stl.h>
 
 #include <memory>
@@ -21,7 +21,7 @@ std::shared_ptr<SharedJob> submit(SharedArena& arena, Address data, int64_t nume
   return arena.submit(at<void>(data), numel, static_cast<SharedKind>(kind));
 }
 
-// The thread that calls this has no GIL but in the two functions.
+// Releases the GIL of the calling thread, except in the two callbacks.
 void serve(SharedArena& arena, const py::function& on_wait, const py::function& on_done) {
   const py::gil_scoped_release no_gil;
   auto wait = [&](double seconds) {

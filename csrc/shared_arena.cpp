@@ -17,12 +17,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A microsecond or two; behind it the core is somebody else's.
+// Spin for a microsecond or two; then yield the core to other threads.
 constexpr int kSpins = 50;
 constexpr double kTickSeconds = 0.25;
-// What is copied to be seen by others goes in pieces that stay in the caches (measured 64 KiB to 64 MiB).
+// Data is copied to shared memory in pieces that stay in the caches (measured 64 KiB to 64 MiB).
 constexpr int64_t kPieceBytes = 512 << 10;
-// Shares begin at a multiple, so that no two ranks write to one line of the caches.
+// Shares begin at a multiple, so that no two ranks write to one cache line.
 constexpr int64_t kShareElements = 128;
 
 void pause_core() {
@@ -130,7 +130,7 @@ void SharedArena::serve(const OnWait& on_wait, const OnDone& on_done) {
   }
 }
 
-// Null once this rank has left, and all jobs have failed.
+// Null once this rank has left and all jobs have failed.
 std::shared_ptr<SharedJob> SharedArena::next() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return is_closed_ || !queue_.empty(); });
@@ -144,7 +144,7 @@ std::shared_ptr<SharedJob> SharedArena::next() {
   return nullptr;
 }
 
-// Whether the job is to call back.
+// Whether the job has a callback.
 bool SharedArena::finish(SharedJob& job, const std::string& error) {
   const std::lock_guard lock(mutex_);
   job.is_done_ = true;
@@ -249,7 +249,7 @@ void SharedArena::run(const SharedJob& job, const OnWait& on_wait) {
     run_staged(job, on_wait);
 }
 
-// Every rank writes what its share comes to into the buffers of all.
+// Every rank writes the result of its share into the buffers of all ranks.
 void SharedArena::run_in_place(const SharedJob& job, SharedBlock& block, const OnWait& on_wait) {
   const Range mine = share(job.numel, rank_);
   const int64_t offset = mine.begin * shared_bytes(job.kind);
@@ -263,9 +263,9 @@ void SharedArena::run_in_place(const SharedJob& job, SharedBlock& block, const O
   meet(on_wait);
 }
 
-// Piece by piece: every rank shows the others their shares of its buffer, combines its own, and takes the others'. A
-// piece has one half of the staging block, and the next one the other: who arrives with a piece has taken what it
-// needs of the one before.
+// Piece by piece: every rank copies the others' shares of its buffer to its staging block, combines its own share, and
+// copies the results of the others. Pieces alternate between the two halves of the staging block: a rank that reaches a
+// piece has finished reading the piece before.
 void SharedArena::run_staged(const SharedJob& job, const OnWait& on_wait) {
   if (!staging_) staging_ = std::make_shared<SharedBlock>(file_, 2 * kPieceBytes, world_size_);
   file_->place(rank_).staging = staging_->offset();

@@ -1,5 +1,5 @@
-// Collectives of the ranks of one host in memory that they share. One thread of each rank runs them, in the order in
-// which they were submitted, which has to be the same on all ranks.
+// Collectives of the ranks of one host in shared memory. One thread of each rank runs them in the order of submission,
+// which has to be the same on all ranks.
 #pragma once
 #include <condition_variable>
 #include <cstdint>
@@ -27,36 +27,36 @@ class SharedJob {
 
  private:
   friend class SharedArena;
-  bool is_done_ = false, calls_back_ = false;  // by the arena's mutex, as all below
+  bool is_done_ = false, calls_back_ = false;  // guarded by the arena's mutex, like all members below
   std::string error_;
 };
 
 class SharedArena {
  public:
-  // Called now and then by the thread that serves, while it waits for other ranks: for how many seconds it has.
+  // Called from time to time by the serving thread while it waits for other ranks, with the seconds it has waited.
   using OnWait = std::function<void(double)>;
-  // Called by that thread when a job that is to call back is done.
+  // Called by that thread when a job with a callback is done.
   using OnDone = std::function<void(const std::shared_ptr<SharedJob>&)>;
 
   SharedArena(int descriptor, int rank, int world_size);
 
   std::shared_ptr<SharedBlock> allocate(int64_t bytes);
-  // Combines `numel` elements over all ranks in place, in memory that stays until the job is done. It lies in blocks of
-  // `allocate`, on all ranks, or it is copied.
+  // Combines `numel` elements over all ranks in place. The memory must stay valid until the job is done. If it is in
+  // blocks of `allocate` on all ranks, it is used directly; otherwise it is copied.
   std::shared_ptr<SharedJob> submit(void* data, int64_t numel, SharedKind kind);
   // Runs jobs until `close`.
   void serve(const OnWait& on_wait, const OnDone& on_done);
-  // Waits for a job; whether it is done.
+  // Waits for a job; returns whether it is done.
   bool wait(const SharedJob& job, double seconds);
-  // Why a job that is done has failed; empty if it has not.
+  // The error of a finished job; empty if it succeeded.
   std::string error(const SharedJob& job);
-  // Lets OnDone have a job; false if it is done already.
+  // Calls OnDone when the job is done; returns false if it is done already.
   bool call_back(SharedJob& job);
-  // Lets every job from now on fail, and those of other ranks.
+  // Makes every job from now on fail, on this rank and on the others.
   void fail(const std::string& why);
-  // The ranks that the job under way waits for.
+  // The ranks that the running job waits for.
   std::vector<int> missing() const;
-  // Ends `serve`; jobs that are not done fail, and other ranks that wait for this one learn that it has left.
+  // Ends `serve`. Unfinished jobs fail, and ranks that wait for this one learn that it has left.
   void close();
 
  private:
@@ -72,7 +72,7 @@ class SharedArena {
   bool is_alike() const;
   Range share(int64_t n, int rank) const;
   std::shared_ptr<SharedBlock> block_of(const SharedJob& job);
-  // Waits until every rank has called this as often.
+  // A barrier: waits until every rank has called this as many times.
   void meet(const OnWait& on_wait) { arrive(), await(on_wait); }
   void arrive();
   void await(const OnWait& on_wait);

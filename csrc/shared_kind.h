@@ -1,4 +1,4 @@
-// What a collective in shared memory does with elements, as pyengine/comm/arena.py sends it.
+// The reduction of a collective in shared memory, as pyengine/comm/arena.py passes it.
 #pragma once
 #include <cstdint>
 
@@ -13,8 +13,8 @@ inline constexpr int64_t shared_bytes(SharedKind kind) {
   return kBytes[static_cast<int>(kind)];
 }
 
-// Elements [0, n) of every source are combined in the order of the sources, and what comes of it is written to every
-// target. A target may be a source.
+// Elements [0, n) of every source are combined in the order of the sources; the result is written to every target. A
+// target may be a source.
 struct SharedSum {
   SharedKind kind;
   const void* const* sources;

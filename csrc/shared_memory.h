@@ -1,6 +1,6 @@
-// Memory that processes of one host share: a file without a name, which lives as long as somebody has it open or
-// mapped, so nothing outlives the processes. Each of them takes blocks from a region of its own and maps others' where
-// it needs them. Linux; the file is made and opened by pyengine/comm/arena.py.
+// Shared memory of processes of one host: a file without a name, which exists as long as a process has it open or
+// mapped, so nothing outlives the processes. Each process allocates blocks from its own region and maps blocks of
+// others where it needs them. Linux only; pyengine/comm/arena.py makes and opens the file.
 #pragma once
 #include <sys/mman.h>
 
@@ -12,30 +12,30 @@
 
 namespace pyengine {
 
-// What one process tells the others. Its fields but the atomics are written before `reached` is raised, and read by
-// others once they have seen that.
+// State that one process publishes to the others. Except for the atomics, its fields are written before `reached` is
+// incremented, and read by others after they have seen the increment.
 struct alignas(128) SharedPlace {
-  std::atomic<uint64_t> reached;  // points at which all meet, counted
+  std::atomic<uint64_t> reached;  // number of barriers reached
   std::atomic<uint32_t> has_left;
   int32_t kind;
   int64_t numel;
-  int64_t block, block_bytes, begin;  // where its buffer lies: offset in the file, -1: elsewhere; and within the block
+  int64_t block, block_bytes, begin;  // its buffer: offset in the file (-1: elsewhere), and within the block
   int64_t staging;                    // offset of its staging block
 };
 
 // The beginning of the file.
 struct alignas(128) SharedControl {
-  unsigned char token[16];        // written by its maker
-  std::atomic<uint32_t> changes;  // counts what anybody tells; waited for
-  std::atomic<uint32_t> broken;   // whether somebody has given up
+  unsigned char token[16];        // written by the process that made the file
+  std::atomic<uint32_t> changes;  // number of published changes; waiters sleep on it
+  std::atomic<uint32_t> broken;   // whether a process has given up
 };
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
-// The file; `bytes` a region, a place for every process at its beginning.
+// The file. `bytes` is the size of a region; the file begins with a slot for every process.
 class SharedFile {
  public:
-  // Takes the descriptor over.
+  // Owns the descriptor from now on.
   SharedFile(int descriptor, int rank, int world_size);
   ~SharedFile();
   SharedFile(const SharedFile&) = delete;
@@ -45,10 +45,11 @@ class SharedFile {
   SharedPlace& place(int rank) const { return reinterpret_cast<SharedPlace*>(&control() + 1)[rank]; }
   int descriptor() const { return descriptor_; }
   bool is_mine() const;      // false in a process that was forked from the one that made this
-  // Reserves pages of this process's region, which are zero; their offset. Called by any thread; a fork has no region.
+  // Reserves zeroed pages of this process's region and returns their offset. May be called by any thread; a forked
+  // process has no region.
   int64_t take(int64_t bytes);
 
-  // Bytes that the file must have.
+  // The size that the file must have.
   static int64_t size(int world_size);
 
  private:
@@ -57,11 +58,11 @@ class SharedFile {
   const int descriptor_, rank_, pid_;
   const int64_t control_bytes_;
   std::mutex mutex_;
-  int64_t taken_ = 0;  // by the mutex
+  int64_t taken_ = 0;  // guarded by the mutex
   void* control_;
 };
 
-// Some of the file, mapped.
+// A mapped range of the file.
 class SharedMapping {
  public:
   SharedMapping(const SharedFile& file, int64_t offset, int64_t bytes);
@@ -73,11 +74,11 @@ class SharedMapping {
   void* const data;
 };
 
-// Memory of this process that the others can see. A forked process has a copy of what it was at the fork.
+// Memory of this process that the others can map. A forked process has a copy of its content at the fork.
 class SharedBlock {
  public:
   SharedBlock(std::shared_ptr<SharedFile> file, int64_t bytes, int world_size);
-  ~SharedBlock();  // its pages are freed at once, whoever else maps them
+  ~SharedBlock();  // frees its pages at once, even while others map them
   SharedBlock(const SharedBlock&) = delete;
   SharedBlock& operator=(const SharedBlock&) = delete;
 
@@ -85,9 +86,10 @@ class SharedBlock {
   int64_t bytes() const { return bytes_; }
   int64_t offset() const { return mapping_.offset; }
   bool holds(const void* begin, int64_t num_bytes) const;
-  // Another process's block, which meets this one in collectives: mapped until another one does, or this one goes.
+  // Another process's block that takes part in collectives with this one: mapped until another one replaces it, or
+  // until this block is destroyed.
   void* peer(int rank, int64_t offset, int64_t bytes);
-  // Around a fork: before it, behind it in the parent, and behind it in the child.
+  // Handlers of a fork: before it, after it in the parent, and after it in the child.
   void copy_for_fork();
   void drop_copy();
   void become_copy();

@@ -54,7 +54,7 @@ const Shim& shim() {
   return found;
 }
 
-// Where things stand, in bytes from the beginning of what holds them; 0 is unknown.
+// Offsets in bytes from the beginning of each object; 0 is unknown.
 struct Places {
   size_t tensor;                         // in a Python tensor object: its at::Tensor, a pointer to the TensorImpl
   size_t keys, storage, storage_offset;  // in a TensorImpl
@@ -90,8 +90,8 @@ int64_t element_size(int32_t scalar_type) {
   }
 }
 
-// A storage may be smaller than its tensors: FSDP empties it and keeps them. One over foreign memory may begin anywhere,
-// and C++ reads no element at an address that is no multiple of its size.
+// A storage may be smaller than its tensors: FSDP resizes it to zero and keeps the tensors. A storage over foreign
+// memory may begin anywhere, and C++ cannot read an element at an address that is not a multiple of its size.
 bool storage_holds(const void* impl, const TensorFacts& facts) {
   const int64_t size = facts.element_size, offset = load<int64_t>(impl, places.storage_offset);
   const int64_t bytes = load<int64_t>(load<const void*>(impl, places.storage), places.bytes);
@@ -127,8 +127,9 @@ bool learn_tensor_object(const void* object, const Probe& probe, uint64_t plain_
   if (!s.get_data_ptr || !s.get_numel || !s.get_dtype || !s.get_device_type || !s.get_device_index ||
       !s.is_contiguous)
     return false;
-  // THPVariable is a PyObject head and an at::Tensor; older torch has a flag between them. Compare against what Python
-  // tells instead of trusting a version number. A TensorImpl has 24 words or a little more, a StorageImpl 8 or more.
+  // THPVariable is a PyObject head and an at::Tensor; older torch versions have a flag between them. Compare with the
+  // values that Python reports instead of trusting a version number. A TensorImpl has 24 words or a few more, a
+  // StorageImpl 8 or more.
   constexpr size_t kWord = sizeof(void*);
   Places found{};
   found.tensor = offset_of(probe.tensor, object, 2 * kWord, 5 * kWord);

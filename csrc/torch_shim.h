@@ -1,5 +1,5 @@
-// The little of torch that the core uses at run time, found by name in the libtorch that Python has loaded:
-// torch's thread pool and the facts of a tensor. Nothing is included from torch or linked to it.
+// The functions of torch that the core calls at run time, looked up by name in the libtorch that Python has loaded:
+// torch's thread pool and the facts of a tensor. The core includes no torch header and links no torch library.
 #pragma once
 #include <cstdint>
 
@@ -24,7 +24,8 @@ struct TensorFacts {
 
 inline constexpr int32_t kCpu = 0, kCuda = 1;
 
-// What Python says of a tensor, to find where its object, its TensorImpl and its StorageImpl keep these.
+// Facts of a tensor as Python reports them, to find their offsets in the Python object, the TensorImpl and the
+// StorageImpl.
 struct Probe {
   const void *tensor, *storage;  // Tensor._cdata, UntypedStorage._cdata
   uint64_t keys;                 // dispatch keys
@@ -33,16 +34,16 @@ struct Probe {
   int64_t bytes;                 // of the storage
 };
 
-// False when some of it is nowhere, or a shim function is missing. `plain_keys` are the dispatch keys of tensors whose
-// elements are what lies at their address.
+// Returns false if a fact is not found, or a shim function is missing. `plain_keys` are the dispatch keys of tensors
+// whose elements are stored at their address.
 bool learn_tensor_object(const void* object, const Probe& probe, uint64_t plain_keys);
 
-// False unless the object is a dense contiguous CPU or CUDA tensor whose storage holds all of its elements as they are
-// (neither lazily negated nor fake); always false before learn_tensor_object.
+// Returns false unless the object is a dense contiguous CPU or CUDA tensor whose storage holds all of its elements
+// (neither lazily negated nor fake). Always false before learn_tensor_object.
 bool tensor_facts(const void* object, TensorFacts* facts);
 
-// Whether a tensor begins at `data`, as it did once, in a storage that still holds `numel` elements of `size` bytes from
-// there on: it may have been freed and made anew, smaller, in the same place. True before learn_tensor_object.
+// Whether a tensor still begins at `data`, in a storage with at least `numel` elements of `size` bytes from there on.
+// The storage may have been freed and allocated again, smaller, at the same address. True before learn_tensor_object.
 bool is_at(const void* object, const void* data, int64_t numel, int64_t size);
 
 }  // namespace pyengine

@@ -1,5 +1,5 @@
-// A checksum of words that knows where each of them lies: pyengine/audit/checksum.py defines it. All of it is
-// arithmetic of integers that wrap, so the order of the sums is no matter.
+// A checksum that depends on the position of each word, defined in pyengine/audit/checksum.py. All arithmetic is on
+// integers that wrap, so the order of the sums does not matter.
 #include <algorithm>
 #include <atomic>
 

@@ -1,4 +1,4 @@
-// Walking a layout: over its chunks on all threads, and over one chunk in steps of sixteen.
+// Iterates over a layout: over its chunks on all threads, and over one chunk in steps of sixteen.
 #pragma once
 #include "../plan.h"
 #include "../torch_shim.h"
@@ -8,8 +8,8 @@
 namespace pyengine::PYENGINE_ISA {
 namespace {
 
-// Ordinary stores read every line before they overwrite it; non-temporal ones do not, but leave nothing in the
-// caches. They win when the destination would not have stayed there anyway.
+// Ordinary stores read every line before they overwrite it. Non-temporal stores do not, but bypass the caches. They are
+// faster when the destination would not stay in the cache anyway.
 constexpr int64_t kStreamBytes = 8 << 20;
 
 template <class T>
@@ -49,8 +49,8 @@ void for_each_chunk(const Layout& layout, const Body& body) {
 // because a store through an element pointer might change them.
 #define PYENGINE_INLINE __attribute__((always_inline))
 
-// Steps over full sixteens of [begin, end) and returns where it stopped. Two halves are walked at once: the
-// hardware prefetcher stops at every page, and a second stream keeps memory busy meanwhile (reading gains 20-30 %).
+// Steps over full sixteens of [begin, end) and returns where it stopped. It iterates over two halves at once: the
+// hardware prefetcher stops at every page, and the second stream keeps memory busy meanwhile (reads gain 20-30 %).
 template <class Step>
 PYENGINE_INLINE inline int64_t step_full(int64_t begin, int64_t end, const Step& step) {
   const int64_t half = (end - begin) / (2 * kLanes) * kLanes;
@@ -63,7 +63,7 @@ PYENGINE_INLINE inline int64_t step_full(int64_t begin, int64_t end, const Step&
   return i;
 }
 
-// Streamed stores gather in a few line buffers of the core: one stream only, or half-filled lines are flushed.
+// Streaming stores collect in a few line buffers of the core: use one stream only, or half-filled lines are flushed.
 template <class Step>
 PYENGINE_INLINE inline int64_t step_streamed(int64_t begin, int64_t end, const Step& step) {
   int64_t i = begin;
@@ -71,8 +71,8 @@ PYENGINE_INLINE inline int64_t step_streamed(int64_t begin, int64_t end, const S
   return i;
 }
 
-// Calls step(i, access) over [0, n) in sixteens. `dst` is what the step stores to; streaming needs it aligned,
-// so it is preceded by a short step up to the boundary.
+// Calls step(i, access) over [0, n) in sixteens. The step stores to `dst`. Streaming needs `dst` aligned, so a short
+// step up to the boundary precedes it.
 template <class Dst, class Step>
 PYENGINE_INLINE inline void sweep(const Dst* dst, int64_t n, bool streaming, const Step& step) {
   constexpr uint64_t kAlign = kLanes * sizeof(Dst);
@@ -91,7 +91,7 @@ PYENGINE_INLINE inline void sweep(const Dst* dst, int64_t n, bool streaming, con
   if (i < n) step(i, Some{n - i});
 }
 
-// Flags are shared by a slot's chunks, which may run on different threads.
+// The chunks of a slot share a flag, and may run on different threads.
 inline void raise_flag(uint8_t* flag) { __atomic_fetch_or(flag, uint8_t{1}, __ATOMIC_RELAXED); }
 
 }  // namespace

@@ -1,7 +1,7 @@
-// codec: values in one or two bytes each, with a scale a block, and sums of them. The rules stand in codec.h.
+// codec: values in one or two bytes each, with a scale a block, and sums of them. codec.h has the rules.
 //
-// Loops here are plain: each is of one kind of lane, 32 bits, and the compiler makes each instruction set's vectors of
-// it, with the same bits. What a block needs twice stays in the first-level cache meanwhile.
+// Loops here are plain: each has 32-bit lanes only, and the compiler vectorises it for each instruction set, with the
+// same bits. Values that a block needs twice stay in the first-level cache.
 #include "chunks.h"
 
 namespace pyengine::PYENGINE_ISA {
@@ -9,10 +9,10 @@ namespace {
 
 // ---- kernels ----
 
-// Where a block's scale and codes lie, and its elements.
+// The scale, codes and elements of a block.
 template <class Format>
 struct Place {
-  float* scale;  // null: codes stand for themselves
+  float* scale;  // null: codes have no scale
   typename Format::Code* codes;
   int64_t begin, count;
 };
@@ -28,7 +28,7 @@ uint32_t largest_of(const float* x, int64_t n) {
 
 enum class Error { dropped, stored, added };
 
-// Writes the codes of x = [n], and what it lost.
+// Writes the codes of x = [n], and their error.
 template <class Format, bool kStochastic, Error kError>
 void encode_kernel(typename Format::Code* __restrict codes, const float* __restrict x, float* __restrict residual,
                    int64_t n, float scale, float inverse, const Chance chance) {
@@ -58,7 +58,7 @@ void encode_block(const Place<Format>& to, const float* x, float* residual, Chan
   run(to.codes, x, residual, to.count, scale, inverse, chance);
 }
 
-// sum = [n], or += if kAdds, of what codes stand for.
+// sum = [n], or += if kAdds, of the decoded codes.
 template <class Format, bool kAdds>
 void decode_kernel(float* __restrict sum, const typename Format::Code* __restrict codes, int64_t n, float scale) {
   for (int64_t i = 0; i < n; ++i) {
@@ -68,7 +68,7 @@ void decode_kernel(float* __restrict sum, const typename Format::Code* __restric
   }
 }
 
-// The same of two ranks, one behind the other: the sum stays in a register in between.
+// The same for two ranks, one after the other: the sum stays in a register.
 template <class Format, bool kAdds>
 void decode_two_kernel(float* __restrict sum, const typename Format::Code* __restrict codes,
                        const typename Format::Code* __restrict more, int64_t n, float scale, float more_scale) {
@@ -90,7 +90,7 @@ void narrow_kernel(Out* out, const float* x, int64_t n) {
 
 // ---- dispatch ----
 
-// What has no scales is walked in blocks too.
+// Formats without scales are processed in blocks, too.
 Codec walked(Codec codec) {
   if (codec.block == 1) codec.block = kMostBlock;
   return codec;

@@ -6,14 +6,14 @@ namespace {
 
 // ---- kernels ----
 
-// A null source is a parameter without a gradient: zeros.
+// A null source is a parameter without a gradient: writes zeros.
 template <class Dst, class Src>
 void scale_cast_kernel(Dst* dst, const Src* src, int64_t n, float factor, bool streaming) {
   if (!src) {
     const Packed<Dst> zero = pack<Dst>(splat(0));
     return sweep(dst, n, streaming, [&](int64_t i, auto access) PYENGINE_INLINE { access.store(dst + i, zero); });
   }
-  // Times one is a copy, and skipping the conversions is worth a third for 16-bit types.
+  // A scale of one is a copy: skipping the conversions gains a third for 16-bit types.
   if constexpr (__is_same(Dst, Src))
     if (factor == 1)
       return sweep(dst, n, streaming, [&](int64_t i, auto access) PYENGINE_INLINE {

@@ -1,9 +1,9 @@
-// What this machine's memory allows: the yardsticks of the benchmarks. One thread.
+// Memory bandwidth of this machine on one thread: the reference of the benchmarks.
 #include "chunks.h"
 
 namespace pyengine::PYENGINE_ISA {
 
-// Eight streams: one alone waits for the hardware prefetcher at every page.
+// Eight streams: a single one waits for the hardware prefetcher at every page.
 float roof_read(const float* src, int64_t numel) {
   constexpr int64_t kStreams = 8, kRun = 8192;
   const Full access;
@@ -19,7 +19,7 @@ float roof_read(const float* src, int64_t numel) {
 }
 
 void roof_update(float* dst, int64_t numel) {
-  const F32x16 scale = splat(-1.0f);  // by one the compiler would do nothing at all
+  const F32x16 scale = splat(-1.0f);  // with a scale of one the compiler would remove the loop
   sweep(dst, numel, false, [&](int64_t i, auto access) PYENGINE_INLINE {
     access.store(dst + i, pack<float>(mul(access.load(dst + i), scale)));
   });

@@ -1,4 +1,4 @@
-// A few elements of a gradient, for the audit: pyengine/audit/probe.py says which.
+// Samples a few elements of a gradient for the audit; see pyengine/audit/probe.py.
 #include "chunks.h"
 
 namespace pyengine::PYENGINE_ISA {

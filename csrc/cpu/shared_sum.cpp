@@ -1,5 +1,5 @@
-// One share of a reduction over ranks whose buffers this process sees: sources are added up in their order, in float32
-// for narrow types, and rounded once. One thread: the other ranks have shares of their own.
+// One rank's share of a reduction over buffers that this process has mapped: sources are added in order, in float32 for
+// narrow types, and rounded once. One thread: the other ranks reduce the other shares.
 #include "chunks.h"
 
 namespace pyengine::PYENGINE_ISA {
@@ -27,7 +27,7 @@ struct Largest2 {
   T operator()(T a, T b) const { return a < b ? b : a; }
 };
 
-// A run of what is combined stays in the first-level cache, and the compiler makes vectors of its loops.
+// A run stays in the first-level cache, and the compiler vectorises its loops.
 template <class T, class Op>
 void combine(const SharedSum& call, const Op& op) {
   constexpr int64_t kRun = 8192 / sizeof(T);
@@ -54,7 +54,7 @@ void shared_sum(const SharedSum& call) {
     case SharedKind::sum_bf16: return sum_floats<bf16>(call);
     case SharedKind::sum_fp16: return sum_floats<fp16>(call);
     case SharedKind::sum_f64: return combine<double>(call, Plus{});
-    case SharedKind::sum_i32: return combine<uint32_t>(call, Plus{});  // which wraps
+    case SharedKind::sum_i32: return combine<uint32_t>(call, Plus{});  // wraps
     case SharedKind::max_u8: return combine<uint8_t>(call, Largest2{});
   }
 }

@@ -1,11 +1,11 @@
-// Sixteen float lanes, whatever the machine: one __m512, two __m256, or float[16].
+// Sixteen float lanes on every machine: one __m512, two __m256, or float[16].
 //
 // An op is written once over these types and compiled once per instruction set: PYENGINE_ISA names the set and its
 // namespace, PYENGINE_SIMD its header. Every set has the same functions, which give the same bits. All of it is in
 // anonymous namespaces and uses no std template: the linker must never merge code of one set into another.
 //
-// In every set: `Largest` remembers the largest magnitude that it sees, as an integer. From infinity's bits upwards
-// something was not finite; its exponent is that of the float, biased.
+// In every set: `Largest` keeps the largest magnitude that it has seen, as an integer. At infinity's bits or above, a
+// value was not finite. The exponent of the integer is that of the float, biased.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -29,7 +29,7 @@ namespace {
 
 constexpr int64_t kLanes = 16;
 
-// How a step touches memory: sixteen elements, sixteen past the caches, or the n < 16 of a head or tail
+// Memory access of a step: sixteen elements, sixteen with streaming stores, or the n < 16 elements of a head or tail
 // (whose missing lanes read as zero).
 struct Full {
   template <class T>
@@ -43,7 +43,8 @@ struct Full {
   Packed<T> trim(Packed<T> v) const { return v; }
 };
 
-// Beside streamed stores the hardware prefetcher falls behind; 2 KiB ahead gains a third (measured 0.5 to 16 KiB).
+// With streaming stores the hardware prefetcher falls behind; prefetching 2 KiB ahead gains a third (measured 0.5 to 16
+// KiB).
 constexpr int64_t kPrefetchBytes = 2048;
 
 struct Streamed : Full {
@@ -73,7 +74,7 @@ struct Some {
     store_packed(lanes, v);
     std::memcpy(p, lanes, n * sizeof(T));
   }
-  // Zero times an infinite scale is NaN: lanes that do not exist must not reach a sum or a flag.
+  // Zero times an infinite scale is NaN: missing lanes must not change a sum or a flag.
   template <class T>
   Packed<T> trim(Packed<T> v) const {
     alignas(64) T lanes[kLanes];
@@ -82,7 +83,7 @@ struct Some {
   }
 };
 
-// The sum of sixteen double lanes in a fixed order: halves onto each other.
+// The sum of sixteen double lanes in a fixed order: the second half is added to the first until one lane is left.
 inline double sum_lanes(const F64x16& sums) {
   double lane[kLanes];
   store_lanes(lane, sums);

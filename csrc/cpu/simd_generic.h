@@ -1,5 +1,5 @@
-// simd.h for any machine: loops of sixteen that the compiler may vectorise. The conversions mimic F16C and the
-// AVX2 code bit for bit.
+// simd.h for any machine: loops of sixteen that the compiler may vectorise. The conversions give the bits of F16C and
+// the AVX2 code.
 #pragma once
 
 namespace pyengine::PYENGINE_ISA {
@@ -47,7 +47,7 @@ inline float widen_one(bf16 x) { return float_of(static_cast<uint32_t>(x.bits) <
 inline float widen_one(fp16 x) {
   const uint32_t sign = (x.bits & 0x8000u) << 16, exponent = (x.bits >> 10) & 31u, mantissa = x.bits & 0x3ffu;
   const uint32_t tiny = bits_of(static_cast<float>(mantissa) * 0x1p-24f);
-  const uint32_t special = 0x7f800000u | (mantissa << 13) | (mantissa ? 0x400000u : 0u);  // NaN turns quiet
+  const uint32_t special = 0x7f800000u | (mantissa << 13) | (mantissa ? 0x400000u : 0u);  // quiet NaN
   const uint32_t normal = ((exponent + 112) << 23) | (mantissa << 13);
   return float_of(sign | (exponent == 0 ? tiny : exponent == 31 ? special : normal));
 }
@@ -140,7 +140,7 @@ inline I32x16 add(I32x16 a, const I32x16& b) {
   for (int i = 0; i < 16; ++i) a.lane[i] += b.lane[i];
   return a;
 }
-// Adding 2^23 leaves no room for a fraction; from there on a float has none.
+// A float of 2^23 or more has no fraction, so adding 2^23 rounds.
 inline int32_t round_one(float x) {
   const uint32_t sign = bits_of(x) & 0x80000000u;
   const float large = float_of(sign | bits_of(0x1p23f));

@@ -1,11 +1,11 @@
-// What AVX2 and AVX-512 share: in both, sixteen 16-bit values are one __m256i.
+// Shared by AVX2 and AVX-512: in both, sixteen 16-bit values are one __m256i.
 #pragma once
 #include <immintrin.h>
 
 namespace pyengine::PYENGINE_ISA {
 namespace {
 
-// Sixteen values in their storage type; how floats are held is the level's.
+// Sixteen values in their storage type; each instruction set defines how floats are held.
 template <class T> struct Packed { __m256i bits; };
 
 template <class T> Packed<T> load_packed(const T* p) {
@@ -37,7 +37,7 @@ class Largest {
   }
   int exponent() const {
     const __m128i most = _mm_max_epi16(_mm256_castsi256_si128(largest_), _mm256_extracti128_si256(largest_, 1));
-    // The one instruction that looks across eight lanes finds the least; so it gets what is missing to all ones.
+    // The only instruction that reduces across eight lanes finds the minimum, so pass it the complement.
     const __m128i all = _mm_set1_epi16(-1), least = _mm_minpos_epu16(_mm_xor_si128(most, all));
     return exponent_of(T{static_cast<uint16_t>(~_mm_cvtsi128_si32(least))});
   }

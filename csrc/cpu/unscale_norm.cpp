@@ -1,4 +1,4 @@
-// unscale_norm: y = x·scale, its sum of squares and its finite check, in one pass; y is written on request.
+// unscale_norm: y = x·scale, its sum of squares and its finite check, in one pass; y is written optionally.
 #include "chunks.h"
 
 namespace pyengine::PYENGINE_ISA {
@@ -8,7 +8,7 @@ namespace {
 
 struct Nothing {};  // the output type of a pass that only reads
 
-// A pass over one block: what becomes of sixteen elements, and their squares.
+// A pass over one block: computes sixteen elements, and their squares.
 template <class Out, class In>
 struct Block {
   Out* out;
@@ -27,7 +27,7 @@ struct Block {
   }
 };
 
-// A block that is only read, unscaled: what a norm alone needs.
+// A block that is only read, without a scale: for a norm alone.
 template <class In>
 struct PlainBlock {
   const In* in;
@@ -46,8 +46,8 @@ PYENGINE_INLINE inline void add_segment(const B& block, int64_t begin, int64_t e
   sums = add(sums, segment);
 }
 
-// The same segment of two blocks, side by side: one alone waits for its own additions. The registers hold both
-// segments but not the sums of the blocks as well, and need not: those are added to once in sixteen steps.
+// The same segment of two blocks, side by side: a single one would wait for its own additions. The registers hold both
+// segments, but not the sums of the blocks; these are updated only once in sixteen steps.
 template <class B, class Access>
 PYENGINE_INLINE inline void add_segments(const B& first, const B& second, int64_t begin, Access access,
                                          F64x16& first_sums, F64x16& second_sums) {
@@ -83,8 +83,8 @@ void unscale_norm_kernel(Out* out, const In* in, int64_t n, F32x16 scale, Access
 
 // ---- dispatch ----
 
-// Lanes are anchored at the slot's start, so a head of another length may not shift them: stream only to
-// destinations that need no head.
+// Lanes start at the slot's first element, so a head of another length must not shift them: stream only to destinations
+// without a head.
 template <class T>
 bool can_stream(const T* out) {
   return reinterpret_cast<uint64_t>(out) % (kLanes * sizeof(T)) == 0;
@@ -112,8 +112,8 @@ void unscale_norm_typed(const Layout& layout, const UnscaleNormCall& call) {
   });
 }
 
-// A slot's sum from those of its n blocks, which turn into the block lanes. Lanes without a block are skipped: they
-// would be +0, and adding that to a sum of squares changes no bit.
+// A slot's sum from the sums of its n blocks, which become the block lanes. Lanes without a block are skipped: they
+// would add +0, which changes no bit of a sum of squares.
 double sum_of_slot(double* block, int64_t n) {
   if (n == 0) return 0;
   for (int64_t b = kBlockLanes; b < n; ++b) block[b % kBlockLanes] += block[b];

@@ -1,4 +1,4 @@
-// accumulate: acc = s·g or acc += s·g in fp32. accumulate_cast: the window's last one, on to the wire.
+// accumulate: acc = s·g or acc += s·g in fp32. accumulate_cast: the window's last micro-batch, cast to the wire's type.
 #include "launch.cuh"
 #include "sweep.cuh"
 
@@ -7,7 +7,7 @@ namespace {
 
 // ---- kernels ----
 
-// Gradients are dead once they are taken in: ReadOnce leaves the L2 to acc and the wire, which somebody reads next.
+// No kernel reads the gradients again: ReadOnce leaves the L2 to acc and the wire, which are read next.
 template <bool kFirst, class Grad>
 struct Accumulate {
   float* acc;
@@ -56,8 +56,8 @@ accumulate_kernel(const __grid_constant__ DeviceLayout layout, float* flat, cons
   op.check.raise(nonfinite + chunk.slot);
 }
 
-// Without kAcc it is the first micro-batch, without kGrad a parameter without a gradient. The flag looks at the
-// value on the wire: a cast to fp16 may overflow.
+// Without kAcc it is the first micro-batch, without kGrad a parameter without a gradient. The flag checks the value on
+// the wire: a cast to fp16 may overflow.
 template <bool kAcc, bool kGrad, class Wire, class Grad>
 struct AccumulateCast {
   Wire* wire;

@@ -1,4 +1,4 @@
-// codec: values in one or two bytes each, with a scale a block, and sums of them. The rules stand in codec.h.
+// codec: values in one or two bytes each, with a scale a block, and sums of them. codec.h has the rules.
 #include "../codec.h"
 #include "launch.cuh"
 #include "sweep.cuh"
@@ -8,14 +8,14 @@ namespace {
 
 // ---- kernels ----
 
-// Neighbouring threads share a block, which they keep in registers between its scale and its codes: of each of kSteps
-// runs of a block a thread has four neighbours, sixteen bytes of float32 and four of codes.
+// Neighbouring threads share a block, which they keep in registers between its scale and its codes. In each of kSteps
+// runs of a block a thread has four neighbouring elements: sixteen bytes of float32 and four of codes.
 constexpr int kEach = 4, kWarp = 32;
 
-// Where a thread's elements lie.
+// The position of a thread's elements.
 template <int kSteps>
 struct Spot {
-  int lanes, lane;  // threads of its block, and which of them it is
+  int lanes, lane;  // number of threads of its block, and this thread's index
   int64_t block, numel;
   int64_t begin;  // first element of its first run
 
@@ -27,7 +27,7 @@ struct Spot {
         begin(block * codec.block + lane * kEach) {}
 
   __device__ __forceinline__ int64_t at(int step) const { return begin + step * lanes * kEach; }
-  // Elements that there are from at(step) on.
+  // Number of existing elements from at(step) on.
   __device__ __forceinline__ int count(int step) const {
     const int64_t left = numel - at(step);
     return left < 0 ? 0 : left < kEach ? static_cast<int>(left) : kEach;
@@ -39,7 +39,7 @@ struct Values {
   Floats<kEach> run[kSteps];
 };
 
-// Missing ones read as zero.
+// Missing elements read as zero.
 __device__ __forceinline__ Floats<kEach> load_floats(const float* p, int count) {
   if (count == kEach && misalignment(p) == 0) return widen(load_packed<kEach>(p));
   return widen(load_some<kEach>(p, count));
@@ -59,7 +59,7 @@ __device__ __forceinline__ Values<kSteps> load_values(const Spot<kSteps>& spot, 
   return x;
 }
 
-// Four codes in one word, or two: a payload of one-byte codes is filled up to whole words, others begin anywhere.
+// Four codes in one word, or two: a payload of one-byte codes is padded to whole words; others may begin anywhere.
 template <class Code>
 struct Quad {
   unsigned words[sizeof(Code)];
@@ -68,7 +68,7 @@ struct Quad {
     if constexpr (sizeof(Code) == 1) return words[0] >> (8 * i) & 0xffu;
     else return words[i / 2] >> (i % 2 * 16) & 0xffffu;
   }
-  // Once for every code, onto zeros.
+  // Called once for every code, on zeros.
   __device__ __forceinline__ void set(int i, unsigned code) {
     if constexpr (sizeof(Code) == 1) words[0] |= code << (8 * i);
     else words[i / 2] |= code << (i % 2 * 16);
@@ -116,7 +116,7 @@ struct Parts {
         codes(reinterpret_cast<typename Format::Code*>(const_cast<uint8_t*>(payload) + codec.scale_bytes())) {}
 };
 
-// All threads of a warp come here, also those that have no block.
+// All threads of a warp run this, also those without a block.
 template <class Format, int kSteps>
 __device__ __forceinline__ float agree_on_scale(const Spot<kSteps>& spot, const Values<kSteps>& x) {
   unsigned largest = 0;
@@ -134,7 +134,7 @@ __device__ __forceinline__ float agree_on_scale(const Spot<kSteps>& spot, const 
   return scale_of<Format>(largest);
 }
 
-// Makes x its own error.
+// Replaces x by its error.
 template <class Format, bool kStochastic>
 __device__ __forceinline__ Quad<typename Format::Code> encode_run(Floats<kEach>& x, float scale, float inverse,
                                                                   const Chance& chance, int64_t at) {
@@ -185,7 +185,7 @@ codec_encode_kernel(const __grid_constant__ EncodeCall call) {
   encode_block<Format, kSteps, kStochastic>(spot, x, to, call.residual, false, call.chance);
 }
 
-// What one rank sent, before it is added: so that several are on their way at once.
+// The codes of one rank before they are added, so that several loads are in flight at once.
 template <class Format, int kSteps>
 struct Sent {
   Quad<typename Format::Code> run[kSteps];
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(kThreads)
 codec_sum_encode_kernel(const __grid_constant__ SumEncodeCall call) {
   const Spot<kSteps> spot(call.codec);
   Values<kSteps> sum = sum_block<Format>(spot, call.codec, call.payloads);
-  // The filling of a last word is of whatever it was sent as; here it is nothing.
+  // The padding of the last word may have any value in the input; here it is zero.
 #pragma unroll
   for (int k = 0; k < kSteps; ++k)
 #pragma unroll
@@ -268,7 +268,7 @@ codec_sum_kernel(const __grid_constant__ Codec codec, const __grid_constant__ Pa
 
 // ---- dispatch ----
 
-// What has no scales is walked in blocks too.
+// Formats without scales are processed in blocks, too.
 Codec walked(Codec codec) {
   if (codec.block == 1) codec.block = 2 * kWarp * kEach;
   return codec;
@@ -279,7 +279,7 @@ struct Number {
   static constexpr int value = kValue;
 };
 
-// Calls fn with the runs of a block that a thread has.
+// Calls fn with the number of runs of a block that a thread has.
 template <class Format, class Fn>
 void with_steps(const Codec& codec, const Fn& fn) {
   if constexpr (!kHasScale<Format>) {

@@ -1,4 +1,4 @@
-// exact: sums of gradients that do not depend on the order of their terms. The rules stand in exact.h.
+// exact: sums of gradients that do not depend on the order of their terms. exact.h has the rules.
 #include <cmath>
 
 #include "../exact.h"
@@ -10,8 +10,8 @@ namespace {
 
 // ---- kernels ----
 
-// Neighbouring threads share a block, each with W neighbouring elements of it. What is stored decides W: limbs of four
-// bytes, or rounded sums.
+// Neighbouring threads share a block; each has W neighbouring elements. The stored type decides W: limbs of four bytes,
+// or rounded sums.
 constexpr int kLimbs = kNeighbours<int32_t>;
 template <int W>
 constexpr int kThreadsEach = static_cast<int>(kExactBlock) / W;
@@ -19,7 +19,7 @@ constexpr int kThreadsEach = static_cast<int>(kExactBlock) / W;
 template <int W>
 __device__ __forceinline__ bool is_first_of_block() { return threadIdx.x % kThreadsEach<W> == 0; }
 
-// A thread's part of a block, as bits. They lie in memory of our own, so always on boundaries.
+// A thread's part of a block, as bits. It is in memory of the engine, so always aligned.
 template <int W>
 struct Limbs {
   Packed<float, W> hi, lo;
@@ -45,8 +45,8 @@ __device__ __forceinline__ void shift_limbs(Limbs<W>& limbs, int distance) {
   limbs.hi = {};
 }
 
-// The bins of a block, before and after. Only the block's first thread touches its memory, so nobody reads what another
-// is writing; from all of them it takes the largest bin that they found.
+// The bins of a block, before and after. Only the block's first thread accesses their memory, so no thread reads a bin
+// while another writes it. It gets the largest bin that the block's threads have found.
 struct Bins {
   int before, after;
 };
@@ -54,7 +54,7 @@ struct Bins {
 template <int W>
 __device__ __forceinline__ Bins agree_on_bins(int before, int found) {
   const bool is_first = is_first_of_block<W>();
-  // Two numbers in one word halve the exchanges: the largest in the low half; in the high half all but one are zero.
+  // Two numbers in one word halve the shuffles: the maximum in the low half; in the high half all but one are zero.
   unsigned word = static_cast<unsigned>(is_first && before > found ? before : found);
   if (is_first) word |= static_cast<unsigned>(before) << 16;
 #pragma unroll
@@ -90,8 +90,8 @@ __device__ __forceinline__ void add_slices(Limbs<W>& limbs, const Packed<Term, W
   }
 }
 
-// A chunk of a term on its way into the sum, W elements a thread at a time. Elements that the last block lacks are
-// zeros, as is a first term that is not there.
+// Adds a chunk of a term to the sum, W elements a thread at a time. Elements that the last block lacks are zeros, and
+// so is a missing first term.
 template <bool kFirst, class Term>
 struct Deposit {
   static constexpr int W = kLimbs;
@@ -119,8 +119,8 @@ struct Deposit {
     return x;
   }
 
-  // True if the term poisons the block. All threads of a warp come here, even where the chunk has no such block: they
-  // exchange bins.
+  // Returns true if the term poisons the block. All threads of a warp run this, even where the chunk has no such block,
+  // since they shuffle bins.
   __device__ __forceinline__ bool store(int i, const Loaded& x, bool has_block) const {
     const int found = bin_of(largest_exponent(x.term), sum.width);
     const Bins bins = agree_on_bins<W>(x.bin, found);
@@ -137,7 +137,7 @@ struct Deposit {
   }
 };
 
-// 64 to 96 bytes a thread are on their way before the first is used.
+// 64 to 96 bytes a thread are in flight before the first is used.
 template <bool kFirst, class Term, class Table>
 __global__ void __launch_bounds__(kThreads)
 exact_deposit_kernel(const __grid_constant__ DeviceLayout layout, const __grid_constant__ ExactSum sum,
@@ -165,7 +165,8 @@ exact_deposit_kernel(const __grid_constant__ DeviceLayout layout, const __grid_c
   if (poisoned) raise_flag(nonfinite + chunk.slot);
 }
 
-// A thread looks after the bin of one block, then neighbours shift the limbs of those that grew: in most calls none.
+// Each thread updates the bin of one block; then neighbouring threads shift the limbs of blocks whose bin has grown: in
+// most calls none.
 __global__ void __launch_bounds__(kThreads)
 exact_align_kernel(const __grid_constant__ ExactSum sum, const uint8_t* bins) {
   constexpr int W = kLimbs;
@@ -201,7 +202,7 @@ __device__ __forceinline__ Packed<Out, W> round_limbs(const Limbs<W>& limbs, int
   return narrow<Out>(x * unit_of_sum(bin, width));
 }
 
-// Elements that a CTA rounds: with 64 bytes of limbs a thread on their way.
+// Elements that a CTA rounds, with 64 bytes of limbs a thread in flight.
 constexpr int kRoundBytes = 64, kRoundElements = kThreads * kRoundBytes / (2 * sizeof(int32_t));
 
 // In place every element belongs to one thread, which reads it before it writes it.

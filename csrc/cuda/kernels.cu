@@ -1,4 +1,4 @@
-// kernels: which there are, and that they are loaded.
+// kernels: the list of all kernels, to load them.
 #include "kernels.h"
 
 #include <cuda_runtime.h>
@@ -12,7 +12,7 @@
 namespace pyengine {
 namespace {
 
-// Complete when the library is loaded; nobody writes to it afterwards.
+// Complete once the library is loaded; not written afterwards.
 std::vector<const void*>& kernels() {
   static std::vector<const void*> all;
   return all;
@@ -29,10 +29,10 @@ bool know_kernel(const void* kernel) {
 
 int64_t load_kernels_cuda() {
   for (const void* kernel : kernels()) {
-    cudaFuncAttributes attributes;  // nobody wants them, but CUDA loads what it is asked about
+    cudaFuncAttributes attributes;  // not used: the query makes CUDA load the kernel
     const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
     if (error == cudaSuccess) continue;
-    cudaGetLastError();  // reported here, so the next call must not find it again
+    cudaGetLastError();  // clear the error: it is reported here, not by the next call
     throw std::runtime_error(std::string("loading of the CUDA kernels failed: ") + cudaGetErrorString(error));
   }
   return static_cast<int64_t>(kernels().size());

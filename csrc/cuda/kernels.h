@@ -1,9 +1,10 @@
-// Which kernels there are, so that all of them can be loaded before a CUDA graph captures one.
+// The list of all kernels, so that all can be loaded before a CUDA graph captures one.
 #pragma once
 
 namespace pyengine {
 
-// Notes a kernel, once each; launch.cuh calls it for whatever it launches, while the library is loaded. Always true.
+// Registers a kernel once; launch.cuh calls it for every kernel it launches, while the library is loaded. Always
+// returns true.
 bool know_kernel(const void* kernel);
 
 }  // namespace pyengine

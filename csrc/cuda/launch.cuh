@@ -14,7 +14,7 @@
 namespace pyengine {
 namespace {
 
-// One address per slot, in the kernel's own parameters.
+// One address per slot, in the kernel's parameters.
 template <int64_t kSlots>
 struct SlotTable {
   void* data[kSlots];
@@ -25,7 +25,7 @@ struct SlotTable {
   __device__ __forceinline__ void* at(int slot) const { return data[slot]; }
 };
 
-// The smallest is also the one for lists in device memory, of any length.
+// The smallest table is also used for lists in device memory, of any length.
 template <>
 struct SlotTable<kInlineSlots> {
   void* const* on_device = nullptr;
@@ -41,14 +41,14 @@ struct SlotTable<kInlineSlots> {
   }
 
   __device__ __forceinline__ void* at(int slot) const {
-    // Parameters are read through the constant cache only if the two addresses never meet in one generic load.
+    // Parameters are read through the constant cache only if no generic load may read either address.
     void* found = data[static_cast<unsigned>(slot) % kInlineSlots];
     if (on_device) found = *global(on_device + slot);
     return found;
   }
 };
 
-// Calls fn with the smallest table that has room for a list.
+// Calls fn with the smallest table that fits a list.
 template <class Fn>
 void with_table(const Tensors& tensors, int64_t num_slots, const Fn& fn) {
   if (tensors.on_device || num_slots <= kInlineSlots || num_slots > kMostInlineSlots)
@@ -65,12 +65,12 @@ __device__ __forceinline__ T* in_tensor(const Table& tensors, const DeviceChunk&
 template <class T>
 __device__ __forceinline__ T* in_flat(T* flat, const DeviceChunk& chunk) { return flat + chunk.in_flat; }
 
-// A kernel that some code here launches is known from when the library is loaded.
+// Registers every launched kernel when the library is loaded.
 template <auto kKernel>
 const bool kIsKnown = know_kernel(reinterpret_cast<const void*>(kKernel));
 
-// One CTA a chunk: the hardware hands out the next chunk whenever a CTA ends, which balances slots of all sizes;
-// persistent CTAs would fix their shares beforehand. The grid's limit of 2^31 - 1 is more chunks than memory holds.
+// One CTA a chunk: the hardware schedules the next chunk whenever a CTA ends, which balances slots of all sizes;
+// persistent CTAs would fix their shares beforehand. The grid's limit of 2^31 - 1 is more chunks than fit into memory.
 template <auto kKernel, class... Args>
 void launch(const char* op, int64_t ctas, int threads, void* stream, const Args&... args) {
   static_cast<void>(kIsKnown<kKernel>);
@@ -80,7 +80,7 @@ void launch(const char* op, int64_t ctas, int threads, void* stream, const Args&
   config.stream = static_cast<cudaStream_t>(stream);
   const cudaError_t error = cudaLaunchKernelEx(&config, kKernel, args...);
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // reported here, so the next call must not find it again
+  cudaGetLastError();  // clear the error: it is reported here, not by the next call
   throw std::runtime_error(std::string(op) + ": launch of " + std::to_string(ctas) + " x " + std::to_string(threads) +
                            " CUDA threads failed: " + cudaGetErrorString(error) +
                            " (an earlier kernel may be the cause: set CUDA_LAUNCH_BLOCKING=1)");

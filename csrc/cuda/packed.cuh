@@ -1,5 +1,6 @@
 // N neighbouring elements in registers: as stored (Packed) and as floats (Floats). N = 1 is a scalar access, eight
-// bytes are one, any other N sixteen-byte ones. The conversions give the CPU's bits (which NaN a NaN is apart).
+// bytes are one access, any other N accesses of sixteen bytes. The conversions give the CPU's bits (except for the bits
+// of a NaN).
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -26,7 +27,7 @@ struct Packed {
     if constexpr (sizeof(T) == 4) return words[i];
     return words[i / 2] >> (i % 2 * 16) & 0xffffu;
   }
-  // Once for every element, onto zeros.
+  // Called once for every element, on zeros.
   __device__ __forceinline__ void set(int i, unsigned bits) {
     if constexpr (sizeof(T) == 4) words[i] = bits;
     else words[i / 2] |= bits << (i % 2 * 16);
@@ -34,7 +35,7 @@ struct Packed {
 };
 
 template <class T>
-struct Packed<T, 0> {};  // an operand that an op does without
+struct Packed<T, 0> {};  // an operand that the op does not have
 
 template <int N>
 struct Floats {
@@ -43,8 +44,8 @@ struct Floats {
 
 // ---- memory ----
 
-// An address that comes out of a table may point anywhere for all the compiler knows; this tells it otherwise, and
-// accesses need no look at the address space. (Compiled for a host, there is nothing to tell.)
+// The compiler cannot know the address space of an address from a table. This tells it that the address is global, so
+// that accesses need no check. (Compiled for a host this does nothing.)
 template <class T>
 __device__ __forceinline__ T* global(T* p) {
 #ifdef __CUDA_ARCH__
@@ -57,7 +58,7 @@ __device__ __forceinline__ T* global(T* p) {
 // memory latency.
 __device__ __forceinline__ float load_now(const float* p) { return *static_cast<const volatile float*>(global(p)); }
 
-// How a load uses the caches: as usual, or evicted first where no kernel reads the data again.
+// Cache policy of a load: as usual, or evict-first where no kernel reads the data again.
 struct Keep {
   template <class W>
   __device__ __forceinline__ W operator()(const W* p) const { return *global(p); }
@@ -67,7 +68,7 @@ struct ReadOnce {
   __device__ __forceinline__ W operator()(const W* p) const { return __ldcs(global(p)); }
 };
 
-// Never through the read-only cache: in place, the same memory is written.
+// Not through the read-only cache: in place, the same memory is written.
 template <int N, class T, class Access = Keep>
 __device__ __forceinline__ Packed<T, N> load_packed(const T* p, Access access = {}) {
   Packed<T, N> x;
@@ -104,7 +105,7 @@ __device__ __forceinline__ void store_packed(T* p, const Packed<T, N>& x) {
   }
 }
 
-// The first n of N elements, where there are no more. Missing ones read as zero.
+// The first n of N elements. Missing elements read as zero.
 template <int N, class T>
 __device__ __forceinline__ Packed<T, N> load_some(const T* p, int n) {
   Packed<T, N> x{};
@@ -130,7 +131,7 @@ __device__ __forceinline__ float float_of(unsigned bits) {
   return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
 }
 
-// Rounds to nearest even; denormals stay.
+// Rounds to nearest even; denormals are kept.
 template <class T>
 __device__ __forceinline__ unsigned bits_of(float x) {
   if constexpr (__is_same(T, float)) return __float_as_uint(x);
@@ -138,7 +139,7 @@ __device__ __forceinline__ unsigned bits_of(float x) {
   return __half_as_ushort(__float2half_rn(x));
 }
 
-// Two at once are one instruction (F2FP); one at a time may go through a slower unit (F2F on sm_100).
+// Two conversions are one instruction (F2FP); a single one may use a slower unit (F2F on sm_100).
 template <class T>
 __device__ __forceinline__ unsigned bits_of(float low, float high) {
   unsigned word;
@@ -187,15 +188,15 @@ __device__ __forceinline__ Floats<N> operator+(Floats<N> x, const Floats<N>& y) 
   return x;
 }
 
-// Sets a slot's flag. Threads that race here all read the same other bits and write the same value. Volatile makes that
-// no data race: PTX counts such accesses as relaxed atomic ones. (An atomicOr would be of four bytes, of which some may
-// be beyond the flags' memory.)
+// Sets a slot's flag. Threads that race here all read the same other bits and write the same value. Volatile makes this
+// no data race: PTX treats such accesses as relaxed atomics. (An atomicOr would access four bytes, which may extend
+// beyond the memory of the flags.)
 __device__ __forceinline__ void raise_flag(uint8_t* flag) {
   volatile uint8_t* shared = global(flag);
   *shared = *shared | 1;
 }
 
-// Remembers the largest magnitude seen, as an integer: from infinity's bits upwards something was not finite.
+// Keeps the largest magnitude, as an integer: at infinity's bits or above, a value was not finite.
 template <class T>
 class FiniteCheck {
  public:

@@ -1,4 +1,4 @@
-// Walking one chunk by one CTA: the elementwise ops share this.
+// One CTA iterates over one chunk: shared by the elementwise ops.
 #pragma once
 #include <cstdint>
 
@@ -7,15 +7,15 @@
 namespace pyengine {
 namespace {
 
-// 256 threads: CTAs small enough that an SM holds several chunks at once, so that one chunk's last stores overlap
-// the next one's loads.
+// 256 threads: CTAs are small enough that an SM holds several chunks at once, so that one chunk's last stores overlap
+// the next chunk's loads.
 constexpr int kThreads = 256;
 
-// Steps op over elements at(0), at(1), ... at(n - 1), N neighbours a step. All loads of a round come before its
-// stores; in place that is right because every element belongs to one thread.
+// Calls op on elements at(0), at(1), ... at(n - 1), N neighbours a step. All loads of a round precede its stores; in
+// place this is correct because every element belongs to one thread.
 //
-// A round loads 64 to 128 bytes a thread. That lets an SM hold 1024 threads or more, which together ask for at least
-// 64 KiB at once; bandwidth × latency is 30 to 45 KiB a SM on sm_90 and sm_100.
+// A round loads 64 to 128 bytes a thread. An SM then holds 1024 threads or more, with at least 64 KiB of loads in
+// flight; bandwidth × latency is 30 to 45 KiB per SM on sm_90 and sm_100.
 template <int N, class Op, class At>
 __device__ __forceinline__ void rounds(Op& op, int n, At at) {
   using Loaded = decltype(op.template load<N>(0));
@@ -39,7 +39,7 @@ __device__ __forceinline__ unsigned misalignment(const T* p) {
   return static_cast<unsigned>(reinterpret_cast<uint64_t>(p)) % kBytes;
 }
 
-// Elements up to the next address that an access of so many bytes may start at.
+// Number of elements up to the next address where an access of so many bytes may start.
 template <unsigned kBytes, class T>
 __device__ __forceinline__ int to_boundary(const T* p) {
   return static_cast<int>((kBytes - misalignment<kBytes>(p)) % kBytes / sizeof(T));
@@ -50,18 +50,18 @@ __device__ __forceinline__ constexpr int largest(int a, int b) { return a > b ? 
 template <class... Ints>
 __device__ __forceinline__ constexpr int largest(int a, int b, Ints... others) { return largest(largest(a, b), others...); }
 
-// Neighbouring elements that one thread handles at a time: as many as fill one 16-byte store. Stores that fill only
-// half a sector's line at a time cost a second pass through L2 (on an H200 a bf16 gradient added to an fp32 sum reached
-// 78 % of the copy rate with two 16-byte stores a thread, and 92 % with one); loads of 8 bytes cost nothing.
+// Neighbouring elements that one thread handles at a time: as many as fill one 16-byte store. Stores that fill half a
+// sector's line need a second pass through L2 (on an H200 a bf16 gradient added to an fp32 sum reached 78 % of the copy
+// rate with two 16-byte stores a thread, and 92 % with one); loads of 8 bytes cost nothing extra.
 template <class Stored>
 constexpr int kNeighbours = kAlign / sizeof(Stored);
-// Bytes of an access to them.
+// Bytes of an access to these elements.
 template <class T, int N>
 constexpr unsigned kAccess = N * sizeof(T) < kAlign ? N * sizeof(T) : kAlign;
 
-// Steps op over [0, count) of a chunk, which it reads from `loaded` and writes to `stored`. Where all arrays have the
-// same phase, the body goes in vectors, and the few elements before and after it one by one; otherwise all elements go
-// one by one, neighbours on neighbouring threads.
+// Calls op over [0, count) of a chunk, which it reads from `loaded` and writes to `stored`. Where all arrays have the
+// same phase, the body is accessed in vectors, and the few elements before and after it one by one; otherwise all
+// elements are accessed one by one, neighbours on neighbouring threads.
 template <class Op, class Stored, class... Loaded>
 __device__ __forceinline__ void sweep(Op& op, int count, const Stored* stored, const Loaded*... loaded) {
   constexpr int kWidth = kNeighbours<Stored>;
@@ -73,7 +73,7 @@ __device__ __forceinline__ void sweep(Op& op, int count, const Stored* stored, c
   rounds<1>(op, count - vectors * kWidth, [=](int i) { return i < head ? i : i + vectors * kWidth; });
 }
 
-// The op that fills with zeros.
+// An op that writes zeros.
 template <class T>
 struct Zeros {
   T* data;

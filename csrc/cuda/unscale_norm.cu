@@ -1,4 +1,4 @@
-// unscale_norm: y = x·scale, its sum of squares and its finite check, in one pass; y is written on request.
+// unscale_norm: y = x·scale, its sum of squares and its finite check, in one pass; y is written optionally.
 #include <cmath>
 
 #include "launch.cuh"
@@ -13,17 +13,18 @@ struct Nothing {};  // the output type of a pass that only reads
 constexpr int kLanes = kSumLanes, kRows = kSegmentElements / kSumLanes, kSegments = kChunkElements / kSegmentElements;
 
 // Neighbouring lanes of a segment that one thread sums: as many as fill a 16-byte store, or a load where nothing is
-// stored (sweep.cuh); one chunk is one pass of a CTA.
+// stored (sweep.cuh). One chunk is one pass of a CTA.
 template <class Out, class In>
 constexpr int kWidth = 16 / (__is_same(Out, Nothing) ? sizeof(In) : sizeof(Out));
 template <class Out, class In>
 constexpr int kThreads = kSegments * kLanes / kWidth<Out, In>;
 
-// Doubles from one segment to the next in shared memory: the odd one keeps writers and readers on separate banks.
+// Stride in doubles from one segment to the next in shared memory: an odd stride keeps writers and readers on separate
+// banks.
 constexpr int kPitch = kLanes + 1;
 
-// Adds y² of W neighbours, or only of the first n, to their lanes. Zero times an infinite scale is NaN: elements that
-// do not exist must not reach a sum. The square is exact in double, so fma rounds like a product and a sum.
+// Adds y² of W neighbours, or of the first n, to their lanes. Zero times an infinite scale is NaN: missing elements
+// must not change a sum. The square is exact in double, so fma rounds like a product and a sum.
 template <bool kWhole, class Out, class In, int W>
 __device__ __forceinline__ void add_squares(double (&sums)[W], Out* out, const Packed<In, W>& x, int n, float scale) {
   Floats<W> y = widen(x) * scale;
@@ -38,11 +39,11 @@ __device__ __forceinline__ void add_squares(double (&sums)[W], Out* out, const P
     if (kWhole || i < n) sums[i] = fma(static_cast<double>(y.lane[i]), static_cast<double>(y.lane[i]), sums[i]);
 }
 
-// Sums a thread's lanes over the rows of one segment; `in` and `out` point at its part of the first row, from where
-// on the slot has `left` more elements (fewer than one if the segment is beyond its end).
+// Sums a thread's lanes over the rows of one segment. `in` and `out` point to its part of the first row, from where on
+// the slot has `left` more elements (fewer than one if the segment is beyond its end).
 template <class Out, class In, int W>
 __device__ __forceinline__ void sum_rows(double (&sums)[W], Out* out, const In* in, int left, float scale) {
-  // 64 bytes a thread before the first use, or 128 where fp32 is cast; single elements fill a segment.
+  // 64 bytes a thread in flight before the first use, or 128 where fp32 is cast; single elements fill a segment.
   constexpr int kAhead = W == 1 ? kRows : W * sizeof(In) == 8 ? 8 : 4;
   const int rows = left < W ? 0 : left - W >= (kRows - 1) * kLanes ? kRows : (left - W) / kLanes + 1;
   for (int row = 0; row < rows; row += kAhead) {
@@ -59,7 +60,7 @@ __device__ __forceinline__ void sum_rows(double (&sums)[W], Out* out, const In* 
     add_squares<false>(sums, out + tail, load_some<W>(in + tail, left - tail), left - tail, scale);
 }
 
-// Fills the lanes of the chunk's segments in shared memory.
+// Writes the lanes of the chunk's segments to shared memory.
 template <int W, int kNumThreads, class Out, class In>
 __device__ __forceinline__ void sum_segments(double* shared, Out* out, const In* in, int count, float scale) {
   constexpr int kThreadsEach = kLanes / W;
@@ -73,7 +74,7 @@ __device__ __forceinline__ void sum_segments(double* shared, Out* out, const In*
   }
 }
 
-// Off the boundary a thread has one lane at a time, so that neighbours are still on neighbouring threads.
+// Where the data is not aligned, a thread has one lane at a time, so that neighbours stay on neighbouring threads.
 template <int W, int kNumThreads, class Out, class In>
 __device__ __forceinline__ void sum_chunk(double* shared, Out* out, const In* in, int count, float scale) {
   if ((reinterpret_cast<uint64_t>(in) | reinterpret_cast<uint64_t>(out)) % 16 != 0) {
@@ -83,8 +84,8 @@ __device__ __forceinline__ void sum_chunk(double* shared, Out* out, const In* in
   }
 }
 
-// By one warp, a half for each block of the chunk: segments in order, then lanes halves onto each other. The sum is
-// whole in the first lane of each half.
+// Run by one warp, a half for each block of the chunk: segments in order, then lanes by halves. The first lane of each
+// half has the sum.
 __device__ __forceinline__ double sum_blocks(const double* shared) {
   constexpr int kBlockSegments = kBlockElements / kSegmentElements;
   const int block = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
@@ -97,23 +98,23 @@ __device__ __forceinline__ double sum_blocks(const double* shared) {
   return sum;
 }
 
-// Hands in a chunk of a slot that has num_chunks; true in the CTA that is the last to do so. Only
-// the last CTA needs the second fence; no other CTA reads another one's partials.
+// Counts a finished chunk of a slot with num_chunks; returns true in the last CTA. Only the last CTA needs the second
+// fence; no other CTA reads another one's partials.
 __device__ __forceinline__ bool is_last(unsigned* ticket, int num_chunks) {
   __syncthreads();  // this CTA's partials are written
   bool last = false;
   if (threadIdx.x == 0) {
-    __threadfence();  // they are visible before the ticket,
+    __threadfence();  // make them visible before the ticket,
     last = atomicAdd(ticket, 1u) + 1 == static_cast<unsigned>(num_chunks);
     if (last) {
-      __threadfence();  // and the others' are read after it
+      __threadfence();  // and read the other CTAs' partials after it
       *ticket = 0;
     }
   }
   return __syncthreads_or(last);
 }
 
-// Block b adds to block lane b % 256, in order; then block lanes are added halves onto each other.
+// Block b adds to block lane b % 256, in order; then block lanes are added by halves.
 template <int kNumThreads>
 __device__ __forceinline__ double sum_slot(double* shared, const double* partials, int64_t num_blocks) {
   for (int lane = threadIdx.x; lane < kBlockLanes; lane += kNumThreads) {
@@ -126,10 +127,10 @@ __device__ __forceinline__ double sum_slot(double* shared, const double* partial
     __syncthreads();
     if (threadIdx.x < width) shared[threadIdx.x] += shared[threadIdx.x + width];
   }
-  return shared[0];  // whole in thread 0, which added last
+  return shared[0];  // complete in thread 0, which added last
 }
 
-// Where the sums go.
+// Destination of the sums.
 struct Sums {
   double *partials, *sumsq;
   unsigned* tickets;
@@ -142,7 +143,7 @@ __device__ __forceinline__ void write_sum(const Sums& sums, int slot, double sum
   if (sum - sum != 0) raise_flag(sums.nonfinite + slot);
 }
 
-// Adds up what sum_segments left in shared memory; the last CTA of a slot also what the others have added up.
+// Adds up the segments in shared memory; the last CTA of a slot also adds the sums of the other CTAs.
 template <int kNumThreads>
 __device__ __forceinline__ void sum_rest(double* shared, const DeviceChunk& chunk, const Sums& sums) {
   double* own = sums.partials + 2 * static_cast<int64_t>(blockIdx.x);
@@ -151,7 +152,7 @@ __device__ __forceinline__ void sum_rest(double* shared, const DeviceChunk& chun
     if (chunk.num_chunks > 1) {
       if (threadIdx.x % kLanes == 0) own[threadIdx.x / kLanes] = block;
     } else {
-      // Most slots: what sum_slot makes of two blocks, of which the second may be empty.
+      // Most slots: the result of sum_slot for two blocks, of which the second may be empty.
       const double sum = block + __shfl_down_sync(0xffffffffu, block, kLanes);
       if (threadIdx.x == 0) write_sum(sums, chunk.slot, sum);
     }
@@ -169,7 +170,7 @@ __device__ __forceinline__ void zero_empty_slots(const DeviceLayout& layout, dou
     sumsq[layout.empty_slots[i]] = 0;
 }
 
-// In place of a table, where nothing is written, or the list that is read.
+// Used instead of a second table where nothing is written, or the list that is read.
 struct NoTable {};
 struct InPlace {};
 
@@ -203,13 +204,13 @@ unscale_norm_kernel(const __grid_constant__ DeviceLayout layout, const __grid_co
 template <class Out, class In, class Table, class OutTable>
 void launch_unscale_norm(const DeviceLayout& layout, void* stream, const UnscaleNormCall& call, const Table& tensors,
                          const OutTable& outs) {
-  const int64_t ctas = layout.num_chunks > 0 ? layout.num_chunks : 1;  // one to zero the sums of empty slots
+  const int64_t ctas = layout.num_chunks > 0 ? layout.num_chunks : 1;  // at least one, to zero the sums of empty slots
   launch<unscale_norm_kernel<Out, In, Table, OutTable>>(
       "unscale_norm", ctas, kThreads<Out, In>, stream, layout, tensors, outs, call.scale,
       Sums{call.partials, call.sumsq, call.tickets, call.nonfinite});
 }
 
-// One list, which is read alone or in place.
+// One list, which is only read, or written in place.
 template <class Out, class In, class OutTable>
 void unscale_norm_of_one(const DeviceLayout& layout, void* stream, const UnscaleNormCall& call, const OutTable& outs) {
   with_table(call.tensors, layout.num_slots, [&](const auto& tensors) {
