@@ -54,7 +54,10 @@ ODD = {
     "freed view": (_freed_view, "whose storage holds 0 bytes; needed 48"),
     "cut": (_cut, "whose storage holds 12 bytes; needed 16"),
     "negated": (lambda: torch._neg_view(torch.ones(4)), "a lazily negated, conjugated or zero view"),
-    "imaginary": (lambda: torch.ones(4, dtype=torch.complex64).conj().imag, "lazily negated|dense contiguous"),
+    "imaginary": (
+        lambda: torch.ones(4, dtype=torch.complex64).conj().imag,
+        "lazily negated|dense contiguous",
+    ),
     "zero": (lambda: torch._efficientzerotensor(4), "a lazily negated, conjugated or zero view"),
     "meta": (lambda: torch.ones(4, device="meta"), "on meta; needed cpu|needed meta"),
     "expanded": (lambda: torch.ones(1).expand(4), "needed a dense contiguous tensor"),
