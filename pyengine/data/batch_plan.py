@@ -1,6 +1,6 @@
-"""One global batch on any number of workers: how it is split, and what its learning rate is.
+"""One global batch on any number of workers: its split, and its learning rate.
 
-A plan is what `WindowSampler` deals: its arithmetic is asked for, and not done again here.
+`WindowSampler` does the arithmetic of the split.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pyengine.window.counter import share
 
 Rule = Literal["linear", "sqrt"]
 
-# From 256 to 8192 in Goyal et al. 2017 (figure 1: the error rises beyond), from 128 to 4096 in Hoffer et al.
-# 2017.
+# From 256 to 8192 in Goyal et al. 2017 (figure 1: the error rises beyond 8192), from 128 to 4096 in Hoffer et
+# al. 2017.
 _LARGEST_SHOWN = 32
 
 
 @dataclass(frozen=True, repr=False)
 class BatchPlan:
-    """How every rank takes its part of a global batch; made by `plan_batch`.
+    """The split of a global batch over ranks; made by `plan_batch`.
 
     Attributes:
         global_batch: samples an optimizer step, over all ranks.
@@ -48,33 +48,35 @@ class BatchPlan:
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches a window on each rank, for `GradSync`;
-        raises ValueError if ranks differ (see `shares`).
+        """Micro-batches a window on each rank, for `GradSync`.
+
+        Raises ValueError if ranks differ (see `shares`).
         """
         if self.idle:
             raise ValueError(
                 f"accumulate: ranks have {min(self.shares)} or {max(self.shares)} micro-batches a window "
-                f"({self.micro_batches} on world_size={self.world_size}): use shares[rank], or let "
-                "WindowSampler deal"
+                f"({self.micro_batches} on world_size={self.world_size}): use shares[rank], or a "
+                "WindowSampler"
             )
         return self.shares[0]
 
     @property
     def micro_batches(self) -> int:
-        """In a window, over all ranks."""
+        """Micro-batches of a window, over all ranks."""
         return sum(self.shares)
 
     @property
     def idle(self) -> int:
-        """Micro-batches for which there would have been time in a window, on the ranks that have one less."""
+        """Micro-batches by which ranks with one less could do more in a window."""
         return self.world_size * max(self.shares) - self.micro_batches
 
     def steps_per_epoch(self, dataset_size: int, *, drop_last: bool = False) -> int:
-        """Return the optimizer steps in an epoch, which are its windows; the same for every world size.
+        """Return the optimizer steps in an epoch: the same for every world size.
 
         Args:
             dataset_size: samples in the dataset.
-            drop_last: leave out the samples that do not fill a window, or let the last window be short.
+            drop_last: whether to drop the samples that do not fill a window. Otherwise the last window is
+                short.
 
         Raises:
             TypeError, ValueError: as `WindowSampler`, whose `num_windows` this is.
@@ -89,19 +91,19 @@ class BatchPlan:
 def plan_batch(*, global_batch: int, micro_batch: int, world_size: int, uneven: bool = False) -> BatchPlan:
     """Split a global batch into micro-batches and share them between ranks.
 
-    The result of training depends on the global batch, not on how it is split: keep it, and its learning
-    rate, when workers come or go, and let `accumulate` change.
+    The result of training depends on the global batch, not on its split. When workers join or leave, keep
+    the global batch and its learning rate, and change `accumulate`.
 
     Args:
         global_batch: samples an optimizer step, over all ranks; a multiple of `micro_batch`.
         micro_batch: samples a backward; as many as the device holds.
         world_size: ranks.
-        uneven: let some ranks have one micro-batch more than others, if it does not come out even. `GradSync`
-            takes `shares[rank]` then and keeps the mean right; `WindowSampler` deals the samples so.
+        uneven: whether some ranks may have one micro-batch more than others. Then pass `shares[rank]` to
+            `GradSync`, whose mean stays correct; `WindowSampler` gives each rank its samples.
 
     Raises:
         TypeError: an argument is not a whole number.
-        ValueError: the batch cannot be split so; the message names the nearest that can.
+        ValueError: the batch cannot be split; the message names the nearest batch that can.
 
     Example:
         >>> plan = pe.plan_batch(global_batch=4096, micro_batch=8, world_size=64)
@@ -117,8 +119,8 @@ def plan_batch(*, global_batch: int, micro_batch: int, world_size: int, uneven: 
     if num < world_size:
         raise ValueError(
             f"world_size={world_size} with global_batch={global_batch} in micro-batches of {micro_batch}: "
-            f"only {num} of the ranks would have any; need world_size of at most {num}, or a smaller "
-            "micro_batch"
+            f"only {num} of the ranks would have a micro-batch; need world_size of at most {num}, or a "
+            "smaller micro_batch"
         )
     shares = tuple(len(share(num, rank=rank, world_size=world_size)) for rank in range(world_size))
     return BatchPlan(int(global_batch), int(micro_batch), int(world_size), shares)
@@ -129,17 +131,16 @@ def scale_lr(lr: float, *, from_batch: int, to_batch: int, rule: Rule) -> float:
 
     With k = to_batch / from_batch, "linear" is lr × k (Goyal et al. 2017, §2.1; for SGD, with a warm-up:
     `warm_up`), "sqrt" is lr × √k (for Adam: Malladi et al. 2022, who scale its betas and eps too). Both are
-    rules of thumb for batches that are small against what the data can use. Very large ones converge worse,
-    whatever the rule; how large that is depends on model and data, and is found by trying (Shallue et al.
-    2019). docs/batch.md has the sources.
+    rules of thumb for moderate batches. Very large batches converge worse with every rule; how large that is
+    depends on model and data, and has to be measured (Shallue et al. 2019). docs/batch.md has the sources.
 
     Args:
-        lr: that is right for `from_batch`.
+        lr: tuned for `from_batch`.
         from_batch, to_batch: samples an optimizer step, over all ranks (`BatchPlan.global_batch`).
         rule: "linear" or "sqrt".
 
     Raises:
-        TypeError, ValueError: an argument is off.
+        TypeError, ValueError: an argument is invalid.
 
     Warns:
         UserWarning: to_batch is over 32 × from_batch, the largest step that the papers behind the rules have
@@ -168,23 +169,23 @@ def scale_lr(lr: float, *, from_batch: int, to_batch: int, rule: Rule) -> float:
 
 
 def warm_up(after: LRScheduler, *, steps: int, start_factor: float) -> SequentialLR:
-    """Ramp the learning rate up over the first optimizer steps, then go on with a scheduler of torch.
+    """Warm the learning rate up over the first optimizer steps, before another scheduler.
 
-    The gradual warm-up of Goyal et al. 2017, §2.2: from the small batch's learning rate to the large one's in
-    a line, there over five epochs.
+    The gradual warm-up of Goyal et al. 2017, §2.2: the learning rate grows linearly from the small batch's to
+    the large batch's, in the paper over five epochs.
 
     Args:
-        after: goes on from its own beginning after the warm-up, so its length is without these steps;
+        after: scheduler that starts after the warm-up, so its length does not include these steps;
             `ConstantLR(optimizer, factor=1.0)` keeps the learning rate.
         steps: optimizer steps of the warm-up, at least 1.
-        start_factor: the first step's part of the learning rate, above 0 and at most 1; from_batch / to_batch
-            begins with what was right for the small batch under the linear rule.
+        start_factor: factor of the learning rate in the first step, above 0 and at most 1. With the linear
+            rule, from_batch / to_batch starts at the small batch's learning rate.
 
     Returns:
         torch's own `SequentialLR`. Step it once an optimizer step: `sync.step(optimizer, scheduler)`.
 
     Raises:
-        TypeError, ValueError: an argument is off.
+        TypeError, ValueError: an argument is invalid.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
@@ -224,4 +225,4 @@ def _not_even(global_batch: int, micro_batch: int, world_size: int) -> str:
     micro_batches, remainder = divmod(global_batch, micro_batch)
     if remainder or micro_batches < world_size:
         return text
-    return f"{text}, or share its {micro_batches} micro-batches out with uneven=True"
+    return f"{text}, or split its {micro_batches} micro-batches with uneven=True"

@@ -1,4 +1,4 @@
-"""Windows whose micro-batches go to whoever is free: a slow worker takes fewer of them."""
+"""Dynamic assignment of micro-batches: each rank draws its next one, so slow ranks draw fewer."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import torch.distributed as dist
 
 from pyengine.data.sampler import WindowSampler
 
-# One micro-batch of a window over all ranks: (its index in the window, the samples it is made of).
+# One micro-batch: its index in the window over all ranks, and its samples.
 Dealt = tuple[int, list[int]]
 
 
 class Dealer:
-    """Deal a sampler's windows out by a counter that all ranks share, instead of in fixed shares.
+    """Assign a sampler's micro-batches to ranks by a shared counter, instead of in fixed shares.
 
-    A rank draws its next micro-batch while it still has one to compute, so it knows which is its last and its
-    reduction overlaps as usual. With accumulator="exact" the result, BatchNorm's running statistics included,
-    has the same bits as with any other assignment; with other accumulators it is right, and changes in the
-    last bits from run to run.
+    A rank draws its next micro-batch before it computes the current one, so it knows which is its last, and
+    the reduction overlaps as usual. With accumulator="exact" the result, including BatchNorm's running
+    statistics, has the same bits as with any other assignment. With other accumulators it is correct, but its
+    last bits change from run to run.
 
-    After an exception every rank must leave the loop and begin a new one from a checkpoint: what a rank has
-    drawn is lost to the others.
+    After an exception every rank must leave the loop and begin a new one from a checkpoint: the other ranks
+    cannot draw the micro-batches that a rank has drawn.
 
     Args:
-        sampler: says which samples make a micro-batch and a window. Its rank and world size do not matter.
-        store: holds the counters; None takes the default process group's. Dealers that share a store need
-            other names.
-        name: what the counters are called. A run that goes on after a failure has a store of its own.
+        sampler: defines the samples of each micro-batch and window. Its rank and world size are not used.
+        store: holds the counters; None: the store of the default process group. Dealers on one store need
+            different names.
+        name: prefix of the counters' keys. A run that resumes after a failure has a new store.
 
     Cost: one addition in the store a micro-batch, about 0.1 ms on one machine.
 
@@ -54,16 +54,18 @@ class Dealer:
 
     @property
     def micro_batches(self) -> int:
-        """In a full window, over all ranks."""
+        """Micro-batches of a full window, over all ranks."""
         return self._sampler.micro_batches
 
     def set_epoch(self, epoch: int, *, window: int = 0, done: Collection[int] = ()) -> None:
-        """Choose the epoch of the next round, and where it begins: to resume, in any world size.
+        """Set the epoch of the next iteration, and where it begins.
+
+        A run can resume with any world size.
 
         Args:
             epoch: the order of the samples depends on it.
-            window: the first one, counted in the epoch.
-            done: micro-batches of that window that nobody needs to compute again: `sync.done` after
+            window: first window, counted in the epoch.
+            done: micro-batches of that window that are already in its sums: `sync.done` after
                 `sync.load_state_dict`.
         """
         left = [place for place in range(self.micro_batches) if place not in done]
@@ -75,8 +77,9 @@ class Dealer:
         return self._sampler.num_windows - self._sampler.window
 
     def windows(self) -> Iterator[Iterator[Dealt]]:
-        """Yield each window's micro-batches, as far as this rank gets them;
-        every rank goes through all windows.
+        """Yield each window as an iterator over the micro-batches that this rank draws.
+
+        Every rank iterates over all windows.
         """
         self._rounds += 1
         rows = list(self._sampler)

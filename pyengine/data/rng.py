@@ -1,7 +1,7 @@
-"""Randomness that depends on what is computed, never on who computes it.
+"""Random streams that depend on the micro-batch or sample, not on the rank that computes it.
 
 Every stream starts at `derive(purpose, generator, *key)`. So a micro-batch or a sample draws the same numbers
-on whichever rank or worker it is computed, in a world of any size, and whatever was drawn before.
+on every rank or worker, in a world of any size, whatever was drawn before.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ import torch.distributed as dist
 
 
 def seed_everything(seed: int) -> int:
-    """Seed Python's random, numpy, torch on every device, and XLA, each as its own plain call does.
+    """Seed Python's random, numpy, torch on every device, and XLA.
 
-    Nothing in pyengine calls it. It does not initialise CUDA, whose generators are seeded when something else
-    does. numpy is seeded where it is installed (torch imports it there anyway); XLA if torch_xla has been
-    imported, which opens its device: in spawned processes, call it there.
+    Each generator is seeded as by its own function. Nothing in pyengine calls this. It does not initialise
+    CUDA, whose generators are seeded when CUDA is initialised later. numpy is seeded where it is installed
+    (torch imports it there anyway), XLA if torch_xla has been imported. That opens the XLA device: with
+    spawned processes, call this in each of them.
 
     Args:
-        seed: 0 to 2**64 - 1. numpy takes 32 bits: from 2**32 on it gets words of the seed.
+        seed: 0 to 2**64 - 1. numpy has 32-bit seeds: from 2**32 on it gets the seed as several words.
 
     Returns:
         The seed.
@@ -49,12 +50,12 @@ def seed_everything(seed: int) -> int:
 
 
 def seed_rank(seed: int) -> None:
-    """Seed the generators of `seed_everything`, each with a stream of this rank's own.
+    """Seed the generators of `seed_everything`, with a different stream on each rank.
 
-    For what draws outside `micro_batch_rng`: after `seed_everything` all ranks draw alike, so that the
-    micro-batches they compute at the same time get the same dropout masks. Call it when the process group is
-    there; a model built after it differs between ranks (`GradSync` copies rank 0's). Results then depend on
-    the world size, which with `micro_batch_rng` they do not.
+    For random numbers outside `micro_batch_rng`: after `seed_everything` all ranks draw the same numbers, so
+    that micro-batches of different ranks get the same dropout masks. Call it after the process group is
+    initialised. A model built after it differs between ranks (`GradSync` copies rank 0's). Results then
+    depend on the world size; with `micro_batch_rng` they do not.
 
     Args:
         seed: of the run. The rank is this process's in the default group, 0 without one.
@@ -72,23 +73,23 @@ def seed_rank(seed: int) -> None:
 
 @contextmanager
 def micro_batch_rng(seed: int, *, step: int, index: int) -> Iterator[None]:
-    """Run one micro-batch in random streams of its own, and give the previous ones back, also after an
-    exception.
+    """Run one micro-batch with its own random streams, and restore the previous ones.
 
-    Put it round forward and backward; activation checkpointing inside it draws alike in its recomputation. It
-    covers Python's random, numpy, torch's CPU generator, the current device's (CUDA, XPU, MTIA) once that
-    backend has been initialised, and XLA's. A generator object that you made yourself is yours.
+    They are restored after an exception, too. Put it around forward and backward; the recomputation of
+    activation checkpointing draws the same numbers inside it. It covers Python's random, numpy, torch's CPU
+    generator, the current device's generator (CUDA, XPU, MTIA) once that backend has been initialised, and
+    XLA's. It does not cover generator objects that you have made.
 
     Args:
         seed: of the run.
-        step: optimizer step, or whatever else tells windows apart over the whole run.
+        step: optimizer step, or another number that is unique to the window in the whole run.
         index: of the micro-batch in its window, over all ranks; `WindowSampler.first` is this rank's first.
 
-    torch's CPU generator looks at 32 bits of its seed, the others at 64 or more; so on a CPU any two
-    micro-batches share torch's stream with a chance of 2**-32. A device's numbers also depend on how many
-    multiprocessors it has (pytorch #87992): equal masks need GPUs of one model.
+    torch's CPU generator uses 32 bits of its seed, the others 64 or more; so on a CPU any two micro-batches
+    share torch's stream with a probability of 2**-32. A device's numbers also depend on its number of
+    multiprocessors (pytorch #87992): equal masks need GPUs of one model.
 
-    Cost: about 0.2 ms on the host, most of it numpy's state; a device is not waited for.
+    Cost: about 0.2 ms on the host, mostly for numpy's state; does not wait for a device.
 
     Example:
         >>> with micro_batch_rng(42, step=7, index=3):
@@ -103,14 +104,14 @@ def micro_batch_rng(seed: int, *, step: int, index: int) -> Iterator[None]:
 
 @contextmanager
 def sample_rng(seed: int, *, epoch: int, index: int) -> Iterator[None]:
-    """Augment one sample in random streams of its own, and give the previous ones back, also after an
-    exception.
+    """Augment one sample with its own random streams, and restore the previous ones.
 
-    Covers Python's random, numpy and torch's CPU generator: it belongs into a dataset, in a worker or not.
+    They are restored after an exception, too. Covers Python's random, numpy and torch's CPU generator. Use it
+    in a dataset, with or without workers.
 
     Args:
         seed: of the run.
-        epoch: a sample changes with it.
+        epoch: a sample has other random numbers in every epoch.
         index: of the sample in the dataset.
 
     Cost: as `micro_batch_rng`.
@@ -138,12 +139,12 @@ def sample_rng(seed: int, *, epoch: int, index: int) -> Iterator[None]:
 
 
 def worker_init(seed: int) -> Callable[[int], None]:
-    """Return a picklable `worker_init_fn`: a DataLoader worker's streams start from seed, rank and the
-    worker's seed.
+    """Return a picklable `worker_init_fn` that seeds a DataLoader worker's streams.
 
-    For what draws outside `sample_rng`: no two ranks, workers or epochs draw alike, and a run repeats itself
-    after `seed_everything` (or with the DataLoader's `generator`). Which worker gets a sample depends on the
-    world size, so only `sample_rng` makes augmentation independent of it.
+    They depend on seed, rank and the worker's seed. For random numbers outside `sample_rng`: all ranks,
+    workers and epochs draw different numbers, and a run is reproducible after `seed_everything` (or with the
+    DataLoader's `generator`). The worker of a sample depends on the world size, so only `sample_rng` makes
+    augmentation independent of it.
 
     Args:
         seed: of the run. The rank is this process's in the default group, 0 without one.
@@ -156,25 +157,26 @@ def worker_init(seed: int) -> Callable[[int], None]:
 
 
 def rng_states() -> dict[str, Any]:
-    """Return the states of the generators that `micro_batch_rng` covers, by name,
-    as tensors and plain values.
+    """Return the states of the generators that `micro_batch_rng` covers, by name.
+
+    They are tensors and plain values.
     """
     states = {source.name: source.get() for source in [*_host(), *_accelerator(), *_xla()]}
     if "numpy" in states:
         kind, keys, *rest = states["numpy"]
-        states["numpy"] = [kind, keys.tolist(), *rest]  # so that torch.load needs no permission
+        states["numpy"] = [kind, keys.tolist(), *rest]  # torch.load with weights_only=True reads it
     return states
 
 
 def set_rng_states(states: dict[str, Any]) -> None:
-    """Put back what `rng_states` returned; generators that are not there now are left out."""
+    """Restore the states of `rng_states`; generators that do not exist here are skipped."""
     for source in [*_host(), *_accelerator(), *_xla()]:
         if source.name in states:
             _put(source, states[source.name])
 
 
 def rng_problem(states: dict[str, Any]) -> str:
-    """Say why `rng_states` cannot have returned something; empty if it can."""
+    """Return why a value cannot be a result of `rng_states`; empty if it can."""
     names = set(states)
     if not names.issuperset(_ALWAYS) or not names.issubset(_GENERATORS):
         return (
@@ -182,20 +184,21 @@ def rng_problem(states: dict[str, Any]) -> str:
             f"{', '.join(_GENERATORS)}"
         )
     wrong = [name for name in states if not _GENERATORS[name](states[name])]
-    return f"rng[{wrong[0]!r}], which is no state of that generator: go on from another one" if wrong else ""
+    return f"rng[{wrong[0]!r}], which is no state of that generator: load another checkpoint" if wrong else ""
 
 
 def rng_refusal(states: dict[str, Any]) -> str:
-    """Say why `set_rng_states` cannot put states back here; empty if it can.
-    The generators stay as they are.
+    """Return why `set_rng_states` cannot restore states here; empty if it can.
+
+    The generators are left unchanged.
     """
     sources = [source for source in [*_host(), *_accelerator()] if source.name in states]
     before = [source.get() for source in sources]
     try:
         for source in sources:
             _put(source, states[source.name])
-    except Exception as error:  # noqa: BLE001 - whatever a generator says
-        return f"rng[{source.name!r}], which the generator here does not take ({error})"
+    except Exception as error:  # noqa: BLE001 - any error of a generator
+        return f"rng[{source.name!r}], which the generator here does not accept ({error})"
     finally:
         for source, state in zip(sources, before, strict=True):
             source.put(state)
@@ -206,12 +209,12 @@ def derive(purpose: str, generator: str, *key: int) -> int:
     """Return the 128 bits from which a generator's stream starts.
 
     BLAKE2b-128 of the key as little-endian 64-bit words, with `purpose` as its personalisation and
-    `generator` as its salt. The numbers are part of the format: a checkpoint of an older version must go on
-    as it began.
+    `generator` as its salt. The numbers are part of the checkpoint format: a run that resumes from an older
+    version's checkpoint must draw the same numbers.
 
     Args:
-        purpose: what draws, at most 16 bytes: "micro_batch", "sample", "worker", "epoch", "rank".
-        generator: whose stream, at most 16 bytes: "random", "numpy", "torch", "accelerator", "xla".
+        purpose: of the stream, at most 16 bytes: "micro_batch", "sample", "worker", "epoch", "rank".
+        generator: of the stream, at most 16 bytes: "random", "numpy", "torch", "accelerator", "xla".
         key: whole numbers from 0 to 2**64 - 1.
     """
     words = struct.pack(f"<{len(key)}Q", *key)
@@ -224,7 +227,7 @@ def whole(**values: SupportsIndex) -> list[int]:
     need = "need a whole number from 0 to 2**64 - 1"
     for name, value in values.items():
         if not isinstance(value, Integral) or isinstance(value, bool):
-            raise TypeError(f"{name}={value!r} is a {type(value).__name__}: {need}, 42 say")
+            raise TypeError(f"{name}={value!r} is a {type(value).__name__}: {need}, for example 42")
         if not 0 <= int(value) < 2**64:
             raise ValueError(f"{name}={value}: {need}; modulo 2**64 it is {int(value) % 2**64}")
     return [int(value) for value in values.values()]
@@ -238,15 +241,15 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def _seed_all(seed_of: Callable[[str], int]) -> None:
-    """Seed every generator, on all devices; `seed_of` tells by its name from where."""
+    """Seed every generator, on all devices, by `seed_of(name)`."""
     random.seed(seed_of("random"))
-    torch.manual_seed(seed_of("torch") % 2**64)  # of every device
+    torch.manual_seed(seed_of("torch") % 2**64)  # on every device
     for source in (*_numpy(), *_xla()):
         source.seed(seed_of(source.name))
 
 
 class _Source(NamedTuple):
-    """A generator of random numbers: how its state is read, started from up to 128 bits, and put back."""
+    """A random number generator: functions to read, seed (up to 128 bits) and restore its state."""
 
     name: str
     get: Callable[[], Any]
@@ -267,17 +270,18 @@ def _streams(sources: list[_Source], purpose: str, key: list[int]) -> Iterator[N
 
 
 def _seed_worker(seed: int, rank: int, worker_id: int) -> None:
-    # The worker's own seed is the epoch's base seed + worker_id: without it every epoch would draw alike.
+    # The worker's own seed is the epoch's base seed + worker_id. Without it every epoch would draw the same
+    # numbers.
     for source in _host():
         source.seed(derive("worker", source.name, seed, rank, torch.initial_seed() - worker_id, worker_id))
 
 
 def _put(source: _Source, state: Any) -> None:
-    # What was loaded with map_location may lie anywhere; generators take it from the host.
+    # map_location may have put a state on any device; generators read it from the host.
     source.put(state.cpu() if isinstance(state, torch.Tensor) else state)
 
 
-_WORDS = 624  # of a Mersenne twister
+_WORDS = 624  # words of a Mersenne twister's state
 _TORCH = struct.Struct(f"=QiiQ{_WORDS}Q3di4xfB3x")  # seed, left, seeded, next, words, normal samples, flag
 
 
@@ -286,7 +290,7 @@ def _is_from(value: Any, begin: int, end: int) -> bool:
 
 
 def _is_twister(words: Sequence[Any], at: Any) -> bool:
-    """Whether a Mersenne twister can be at word `at`; beyond the last it draws from foreign memory."""
+    """Whether a Mersenne twister can be at word `at`; a larger index reads foreign memory."""
     are_words = len(words) == _WORDS and all(_is_from(word, 0, 2**32) for word in words)
     return are_words and any(words) and _is_from(at, 0, _WORDS + 1)
 
@@ -313,14 +317,15 @@ def _are_bytes(state: Any) -> bool:
 
 def _is_torch(state: Any) -> bool:
     if not _are_bytes(state) or state.numel() != _TORCH.size:
-        return _are_bytes(state)  # of another torch: its `set_state` refuses the size
+        return _are_bytes(state)  # of another torch version: its `set_state` checks the size
     _, left, seeded, at, *words, _, _, _, _, _, flag = _TORCH.unpack(bytes(state.tolist()))
-    # `left` - 1 words are drawn from `at` on before the next ones are made; `set_state` looks at each alone.
+    # `left` - 1 words are drawn from `at` on before the next words are made. `set_state` checks each of the
+    # two numbers alone.
     is_inside = _is_from(left, 1, _WORDS + 1) and (left == 1 or left + at <= _WORDS + 1)
     return _is_twister(words, at) and is_inside and seeded == 1 and flag in (0, 1)
 
 
-# The generators that a state may name, and what their states are.
+# The generators that `rng_states` may name, and checks of their states.
 _GENERATORS: dict[str, Callable[[Any], bool]] = {
     "random": _is_python,
     "numpy": _is_numpy,
@@ -345,19 +350,20 @@ def _torch(name: str, generator: torch.Generator) -> _Source:
 def _numpy() -> list[_Source]:
     if find_spec("numpy") is None:
         return []
-    legacy = import_module("numpy.random")  # the global state; a Generator object belongs to its maker
+    legacy = import_module("numpy.random")  # the global state; users seed their own Generator objects
 
     def seed(key: int) -> None:
-        # Four words, also of a short key: Python's random, the same algorithm, starts from as few as there
-        # are.
+        # Four words, also of a short key: Python's random, the same algorithm, starts from as few words as a
+        # key has.
         legacy.seed(key if key < 2**32 else struct.unpack("<4I", key.to_bytes(16, "little")))
 
     return [_Source("numpy", legacy.get_state, seed, legacy.set_state)]
 
 
 def _accelerator() -> list[_Source]:
-    """The current device's generator; none before the backend is initialised,
-    which asking it would bring about.
+    """Return the current device's generator; none before the backend is initialised.
+
+    A query would initialise it.
     """
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:

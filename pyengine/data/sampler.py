@@ -1,4 +1,4 @@
-"""Which samples make a micro-batch, which micro-batches make a window, and which of them are this rank's."""
+"""The samples of a micro-batch, the micro-batches of a window, and this rank's part of them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from pyengine.window.counter import share
 
 
 class WindowSampler(Sampler[list[int]]):
-    """Deal an epoch out in windows of micro-batches that are the same for every world size.
+    """Split an epoch into windows of micro-batches that are the same for every world size.
 
-    A DataLoader's `batch_sampler`, in place of DistributedSampler. The order of an epoch depends on seed and
-    epoch alone. It is cut into micro-batches, these into windows of `micro_batches` = global_batch /
-    micro_batch, and rank r of W takes [r * micro_batches // W, (r + 1) * micro_batches // W) of every window.
+    A DataLoader's `batch_sampler`, in place of DistributedSampler. The order of an epoch depends only on seed
+    and epoch. It is split into micro-batches, and these into windows of `micro_batches` = global_batch /
+    micro_batch. Rank r of W gets [r * micro_batches // W, (r + 1) * micro_batches // W) of every window.
     Nothing is padded, repeated or dropped: the last micro-batch and the last window of an epoch may be short,
-    and `count` keeps the mean right.
+    and `count` keeps the mean correct.
 
-    In the short window ranks keep their places, so the last ones may have less or nothing. `sync.windows`
-    deals with that, and keeps ranks in step for every pair of world size and `micro_batches` as long as each
-    rank passes its own `accumulate`, which differs between ranks where W does not divide `micro_batches`.
-    With `sync.accumulate()` every rank has to bring the same number of windows: use `drop_last`, and W <=
-    micro_batches.
+    In the short window each rank has the same indices as in others, so the last ranks may have fewer
+    micro-batches or none. `sync.windows` handles that, and keeps ranks in step for every pair of world size
+    and `micro_batches`, if each rank passes its own `accumulate`, which differs between ranks where W does
+    not divide `micro_batches`. With `sync.accumulate()` every rank needs the same number of windows: use
+    `drop_last`, and W <= micro_batches.
 
     Args:
         dataset: the dataset, of which only its length is asked; or that, a whole number.
@@ -37,17 +37,17 @@ class WindowSampler(Sampler[list[int]]):
         global_batch: samples in a window, over all ranks; a multiple of `micro_batch`.
         shuffle: permute every epoch (the same way for one version of PyTorch), or keep the dataset's order.
         drop_last: leave out the samples at the end of an epoch that do not fill a window.
-        num_replicas, rank: as DistributedSampler's: of how many loaders this is the one at `rank`. None: the
-            default process group's, as it is now; without one 1 and 0. Ranks that share a batch (tensor
-            parallel ones) pass the place and size of their data-parallel group. See `shard`.
+        num_replicas, rank: as DistributedSampler's: number of loaders, and the index of this one. None: those
+            of the default process group now; without one 1 and 0. Ranks that share a batch (tensor parallel
+            ones) pass rank and size of their data-parallel group. See `shard`.
 
     Attributes:
         rank, world_size: as given, or found.
-        micro_batches: in a full window, over all ranks.
-        num_windows: in an epoch; the same on every rank.
+        micro_batches: of a full window, over all ranks.
+        num_windows: of an epoch; the same on every rank.
 
     Raises:
-        TypeError, ValueError: an argument is off, or `drop_last` would leave nothing.
+        TypeError, ValueError: an argument is invalid, or `drop_last` would leave no window.
 
     Example:
         >>> sampler = WindowSampler(data, seed=42, micro_batch=8, global_batch=96)  # doctest: +SKIP
@@ -91,8 +91,9 @@ class WindowSampler(Sampler[list[int]]):
         self.set_epoch(0)
 
     def shard(self, *, rank: int, world_size: int) -> WindowSampler:
-        """Return the same sampler for another rank or world: of a process group of your own,
-        or to look on.
+        """Return the same sampler for another rank or world size.
+
+        For example of your own process group, or to inspect another rank's samples.
         """
         whole(rank=rank, world_size=world_size)
         if rank >= world_size:
@@ -102,18 +103,20 @@ class WindowSampler(Sampler[list[int]]):
         return other
 
     def set_epoch(self, epoch: int, *, window: int = 0, due: Collection[int] | None = None) -> None:
-        """Choose the epoch of the next iteration, and where it begins: to resume, in any world size.
+        """Set the epoch of the next iteration, and where it begins.
+
+        A run can resume with any world size.
 
         Args:
             epoch: the order of the samples depends on it.
-            window: the first one, counted in the epoch.
+            window: first window, counted in the epoch.
             due: this rank's micro-batches of that window, by their index in it over all ranks: `sync.due`
-                after `sync.load_state_dict`. None: its ordinary share.
+                after `sync.load_state_dict`. None: its usual share.
         """
         whole(epoch=epoch, window=window)
         if window >= self.num_windows:
             raise ValueError(
-                f"window={window}: an epoch has {self.num_windows}; go on with set_epoch({epoch + 1})"
+                f"window={window}: an epoch has {self.num_windows} windows; use set_epoch({epoch + 1})"
             )
         if due is not None and not all(index in range(self.micro_batches) for index in due):
             raise ValueError(f"due={sorted(due)}: need indices from 0 to {self.micro_batches - 1}")
@@ -121,13 +124,14 @@ class WindowSampler(Sampler[list[int]]):
 
     @property
     def first(self) -> int:
-        """Index in its window, over all ranks, of this rank's first micro-batch."""
+        """Index of this rank's first micro-batch in its window, over all ranks."""
         return self._own.start
 
     @property
     def accumulate(self) -> int:
-        """This rank's micro-batches in a full window, for `GradSync`;
-        1 on a rank that gets none (its loader is empty).
+        """This rank's micro-batches in a full window, for `GradSync`.
+
+        1 on a rank without any, whose loader is empty.
         """
         return max(1, len(self._own))
 
@@ -144,11 +148,11 @@ class WindowSampler(Sampler[list[int]]):
 
     @property
     def _own(self) -> range:
-        """This rank's micro-batches of a full window, counted in the window."""
+        """This rank's micro-batches of a full window, as indices in the window."""
         return share(self.micro_batches, rank=self.rank, world_size=self.world_size)
 
     def _share(self, window: int) -> list[int]:
-        """This rank's micro-batches of a window, counted from the beginning of the epoch."""
+        """This rank's micro-batches of a window, as indices in the epoch."""
         begin, there_are = window * self.micro_batches, -(-self._kept // self.micro_batch)
         own = self._own if window != self.window or self._due is None else self._due
         return [begin + index for index in own if begin + index < there_are]
@@ -189,7 +193,7 @@ def _size(dataset: Sized | int) -> int:
 
 
 def _place(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
-    """Return rank and world size, as given or as the default process group has them."""
+    """Return rank and world size, as given or of the default process group."""
     own_rank, own_size = rank_and_world_size()
     place, size = (
         own_rank if rank is None else rank,
@@ -200,7 +204,7 @@ def _place(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
         raise ValueError(f"num_replicas={size}: need a whole number of at least 1")
     if place >= size:
         raise ValueError(
-            f"rank={place}: need 0 to {size - 1}, since num_replicas={size}; where they are not given, the "
-            f"default process group's are taken, here {own_rank} and {own_size}"
+            f"rank={place}: need 0 to {size - 1}, since num_replicas={size}; the defaults are those of the "
+            f"default process group, here {own_rank} and {own_size}"
         )
     return place, size

@@ -43,11 +43,11 @@ def test_shares_are_what_window_sampler_deals(world_size, micro_batches):
 @pytest.mark.parametrize(
     ("global_batch", "micro_batch", "world_size", "message"),
     [
-        (1000, 8, 64, "= 512; nearest are 512 and 1024, or share its 125 micro-batches out with uneven=True"),
+        (1000, 8, 64, "= 512; nearest are 512 and 1024, or split its 125 micro-batches with uneven=True"),
         (1000, 16, 32, "= 512; nearest are 512 and 1024"),  # 1000 / 16 leaves a remainder too
         (100, 8, 64, "= 512; nearest is 512"),
         (8, 8, 64, "= 512; nearest is 512"),  # ranks without any
-        (513, 1, 512, "= 512; nearest are 512 and 1024, or share its 513 micro-batches out with uneven=True"),
+        (513, 1, 512, "= 512; nearest are 512 and 1024, or split its 513 micro-batches with uneven=True"),
     ],
 )
 def test_a_batch_that_does_not_come_out_even_names_the_nearest(

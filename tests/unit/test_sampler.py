@@ -142,7 +142,7 @@ def test_a_bad_argument_is_named(changes, error, message):
 
 @pytest.mark.parametrize("window", [3, 4])
 def test_a_window_after_the_epochs_last_is_refused(window):
-    with pytest.raises(ValueError, match=rf"window={window}: an epoch has 3; go on with set_epoch\(6\)"):
+    with pytest.raises(ValueError, match=rf"window={window}: an epoch has 3 windows; use set_epoch\(6\)"):
         build(50).set_epoch(5, window=window)
 
 
