@@ -144,7 +144,7 @@ class Transfers:
     def wait_in_order(self) -> Iterator[OwnBucket]:
         """Wait for each bucket in turn; later reductions still run."""
         for index, transfer in enumerate(self.all[: self._next]):
-            with span("land bucket", index):
+            with span("wait for bucket", index):
                 transfer.work.wait()
                 transfer.held = None
                 yield transfer.bucket

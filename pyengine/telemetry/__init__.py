@@ -1,4 +1,5 @@
-"""Where the records of steps go: `sync.on_step(JsonLines("steps.jsonl"))`;
+"""Listeners for the records of steps: `sync.on_step(JsonLines("steps.jsonl"))`.
+
 `telemetry.tensorboard` needs tensorboard.
 """
 

@@ -1,4 +1,4 @@
-"""What every listener to `sync.on_step` shares: one rank writes, and a record has a few numbers."""
+"""Base class of listeners to `sync.on_step`, and the numbers of a record."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pyengine.step.step_record import StepRecord
 
 
 def numbers(record: StepRecord) -> dict[str, float]:
-    """Return a record's numbers by name, without those that are missing; `skipped` is 0 or 1.
+    """Return a record's numbers by name, without missing ones; `skipped` is 0 or 1.
 
     Example:
         >>> record = StepRecord(0, 2, 8.0, None, 1.5, False, "", 64, 2, 0.1, 0.0, 0.2)
@@ -27,10 +27,10 @@ def numbers(record: StepRecord) -> dict[str, float]:
 
 
 class Listener(ABC):
-    """A callback for `sync.on_step` that writes on one rank and does nothing on the others.
+    """A callback for `sync.on_step` that writes on one rank only.
 
     Args:
-        rank: the rank, in the default group, that writes; 0 where there is no group.
+        rank: the rank, in the default group, that writes; 0 without a group.
     """
 
     def __init__(self, *, rank: int) -> None:

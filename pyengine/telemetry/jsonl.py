@@ -15,15 +15,15 @@ from pyengine.telemetry.base import Listener
 
 
 class JsonLines(Listener):
-    """Append one JSON object a step to a file: the fields of `StepRecord`, and `time`, the seconds since
-    1970.
+    """Append one JSON object a step to a file.
 
-    The file is closed between steps. One that is there is continued; a line that a crash has torn
-    stays alone, and after resuming, the last of several lines with the same `step` is the valid one. Inf and
-    nan, which JSON does not know, become null.
+    It has the fields of `StepRecord`, and `time`, the seconds since 1970. The file is closed between steps.
+    An existing file is continued; a line that a crash has cut off stays on a line of its own. After resuming,
+    the last of several lines with the same `step` is the valid one. Inf and nan, which JSON does not have,
+    become null.
 
     Args:
-        path: the file; its folder is there.
+        path: the file, in an existing folder.
         rank: the rank that writes.
 
     Example:
@@ -50,7 +50,7 @@ def _strict(value: Any) -> Any:
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether the last line of a file does not end."""
+    """Whether a file's last line has no newline."""
     if not path.exists() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""A Chrome trace of a loop, with the engine's own ranges in it."""
+"""A Chrome trace of a loop, including the engine's ranges."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.profiler import profile
 
 @contextmanager
 def chrome_trace(path: str | os.PathLike[str], *, rank: int = 0) -> Iterator[None]:
-    """Profile the body on one rank and write a trace that chrome://tracing and Perfetto show.
+    """Profile the body on one rank; write a trace for chrome://tracing and Perfetto.
 
-    Beside PyTorch's own events it holds `pyengine: backward`, `pyengine: exposed_sync`, `pyengine:
-    optimizer`, and for every bucket `pyengine: launch bucket <n>` and (not under DDP, which waits itself)
-    `pyengine: land bucket <n>`. The process group adds what is on the network in between, as
-    `gloo:all_reduce` or `nccl:all_reduce`: in the order of launches, after the header's.
+    Besides PyTorch's own events it has `pyengine: backward`, `pyengine: exposed_sync`, `pyengine: optimizer`,
+    and for every bucket `pyengine: launch bucket <n>` and (not under DDP, which waits itself) `pyengine: wait
+    for bucket <n>`. The process group adds the collectives, as `gloo:all_reduce` or `nccl:all_reduce`: in the
+    order of launches, after the header's.
 
     Args:
-        path: the JSON file to write; ending in `.gz` it is compressed.
+        path: the JSON file to write; compressed if it ends in `.gz`.
         rank: the rank that is profiled.
 
     Cost: profiling slows every operation down; a few windows are enough.

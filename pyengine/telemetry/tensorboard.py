@@ -17,11 +17,12 @@ except ImportError as error:
 
 
 class TensorBoard(Listener):
-    """Write every number of a `StepRecord` as the scalar `pyengine/<name>`, and why a step was skipped as a
-    text.
+    """Write every number of a `StepRecord` as the scalar `pyengine/<name>`.
+
+    The reason of a skipped step is written as a text.
 
     Args:
-        log_dir: folder of the event files; a run that goes on adds a file of its own.
+        log_dir: folder of the event files; a resumed run adds another file.
         rank: the rank that writes.
 
     Example:
@@ -41,6 +42,6 @@ class TensorBoard(Listener):
             self._writer.add_text("pyengine/reason", record.reason, record.step)
 
     def close(self) -> None:
-        """Write out what is left, which happens by itself every two minutes only."""
+        """Flush and close; otherwise events are flushed every two minutes."""
         if self.writes:
             self._writer.close()

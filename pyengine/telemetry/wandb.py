@@ -9,9 +9,9 @@ from pyengine.telemetry.base import Listener, numbers
 
 
 class Wandb(Listener):
-    """Log every number of a `StepRecord` as `pyengine/<name>` over `pyengine/step`, an axis of its own.
+    """Log every number of a `StepRecord` as `pyengine/<name>`, over the axis `pyengine/step`.
 
-    Your own `run.log` calls keep their steps. Offline runs work, and so does a run that is resumed.
+    Your own `run.log` calls keep their steps. Offline runs and resumed runs work.
 
     Args:
         run: what `wandb.init` returned on the rank that writes; the other ranks may pass None.

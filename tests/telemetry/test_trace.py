@@ -85,7 +85,7 @@ def test_every_bucket_is_launched_inside_a_windows_last_backward(profiled, kind,
 
 @pytest.mark.parametrize("bucket", range(BUCKETS))
 def test_every_bucket_lands_inside_the_exposed_part(profiled, bucket):
-    landings = profiled["own"][f"land bucket {bucket}"]
+    landings = profiled["own"][f"wait for bucket {bucket}"]
     for landing, exposed in zip(landings, profiled["own"]["exposed_sync"], strict=True):
         assert _within(landing, exposed)
 
