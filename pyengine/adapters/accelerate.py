@@ -1,9 +1,9 @@
-"""Accelerate's loop with pyengine's windows: `backward`, `accumulate`, `clip_grad_norm_`, `step` keep their
-names.
+"""Accelerate's loop with pyengine's windows, under Accelerate's names.
 
-Accelerate keeps boundary, number of micro-batches and "sync now" in one object a process, divides every loss
-by a fixed number, and averages over ranks whatever they counted. Here they belong to one model's engine: the
-boundary comes from the loader given to `prepare`, the divisor from what was counted.
+`backward`, `accumulate`, `clip_grad_norm_` and `step` keep their names. Accelerate stores the end of a
+window, the number of micro-batches and `sync_gradients` in one object for the process, divides every loss by
+a fixed number, and averages over ranks without their counts. Here they belong to one model's engine: the
+loader passed to `prepare` decides where a window ends, and the divisor is the number of counted items.
 """
 
 from __future__ import annotations
@@ -55,16 +55,17 @@ def prepare(
     defer: Defer = "all",
     defer_budget_mb: float | None = None,
 ) -> tuple[Any, ...]:
-    """Prepare a model with its optimizers, loaders and schedulers, as `accelerator.prepare` does, for windows
-    of its own.
+    """Prepare a model, its optimizers, loaders and schedulers, as `accelerator.prepare` does.
+
+    The model gets its own engine and windows.
 
     Args:
         accelerator: of one process, of DDP, or of FSDP2 (`FullyShardedDataParallelPlugin(fsdp_version=2)`),
-            in fp32, bf16 or fp16; or what an earlier `prepare` has made of it. Its
+            in fp32, bf16 or fp16; or the `WindowAccelerator` of an earlier `prepare`. Its
             `gradient_accumulation_steps` is 1 or `accumulate`.
         objects: one model, its optimizers and schedulers, and the loaders whose end ends the last window, in
-            any order; prepared before or not. Another model gets a `prepare`, and so an accelerator, of its
-            own.
+            any order; prepared before or not. Call `prepare` again for another model, which gets another
+            accelerator.
         accumulate, wire, accumulator, nonfinite: as for `pe.GradSync`.
         defer, defer_budget_mb: of a model under FSDP2, as for `pe.attach`.
 
@@ -73,8 +74,8 @@ def prepare(
         their order.
 
     Raises:
-        ValueError: an option that this loop cannot honour, or objects that do not belong together.
-        TypeError: no accelerator comes first; or the prepared model is compiled around DDP.
+        ValueError: an option that this loop does not support, or objects that do not belong together.
+        TypeError: the first argument is no accelerator; or the prepared model is compiled around DDP.
 
     Cost: as `pe.attach` on several processes, as `pe.GradSync` on one.
 
@@ -91,7 +92,7 @@ def prepare(
         ...         optimizer.step()
         ...         optimizer.zero_grad()
     """
-    if isinstance(accelerator, WindowAccelerator):  # another model's, or one whose memory was freed
+    if isinstance(accelerator, WindowAccelerator):  # of another model, or after free_memory
         accelerator = accelerator.wrapped
     if not isinstance(accelerator, Accelerator):
         raise TypeError(
@@ -108,14 +109,14 @@ _OWN = frozenset({"sync", "_accelerator", "_settings", "_deferral", "_model", "_
 
 
 class WindowAccelerator:
-    """An accelerator for one model; everything not named here is the wrapped accelerator's own.
+    """An accelerator for one model; other attributes are those of the wrapped accelerator.
 
     Args:
-        accelerator: the accelerator to ask for everything else.
+        accelerator: the wrapped accelerator.
         settings, deferral: of the engine.
 
     Attributes:
-        sync: the model's engine, once `prepare` was given the model: `on_step`, `state_dict`, `flush`.
+        sync: the model's engine, after `prepare` of the model: `on_step`, `state_dict`, `flush`.
     """
 
     def __init__(
@@ -132,12 +133,12 @@ class WindowAccelerator:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches a full window; set it between two windows, on every rank alike."""
+        """Micro-batches a full window; set it between windows, to the same value on every rank."""
         return self._settings.accumulate if self._model is None else self.sync.gradient_accumulation_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        if self._model is None:  # the engine will look at it
+        if self._model is None:  # the engine will use it
             self._settings = replace(self._settings, accumulate=steps)
         else:
             self.sync.gradient_accumulation_steps = steps
@@ -154,18 +155,19 @@ class WindowAccelerator:
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step that was due left the parameters alone."""
+        """Whether the last optimizer step was skipped."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     @property
     def scaler(self) -> GradScaler | None:
-        """The loss scaler of this model's engine in fp16; the accelerator's own is for models outside
-        windows.
+        """The loss scaler of this model's engine in fp16.
+
+        The accelerator's own scaler is for models outside windows.
         """
         return self.sync.scaler
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare objects as Accelerate does; optimizers and schedulers then follow this model's windows."""
+        """Prepare objects as Accelerate does; optimizers and schedulers follow the windows."""
         self._check_one_model(objects)
         evaluated = [item for item in objects if getattr(item, "_is_accelerate_prepared", False)]
         prepared = self._accelerator.prepare(*objects, device_placement=device_placement)
@@ -186,11 +188,11 @@ class WindowAccelerator:
         return prepared if len(prepared) > 1 else prepared[0]
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader of the rest, whose end ends the last window as well."""
+        """Return a loader of the remaining batches, whose end ends the last window as well."""
         return self._loader(self._accelerator.skip_first_batches(dataloader, num_batches))
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Wrap one micro-batch: the window's last one if it is full or the loader has come to its end."""
+        """Wrap one micro-batch: the last one if the window is full or the loader has ended."""
         if any(model is not self._model for model in models):
             raise ValueError(
                 "accumulate: got a model that this accelerator was not prepared with; every model has its "
@@ -198,8 +200,8 @@ class WindowAccelerator:
             )
         if not self._loaders:
             raise RuntimeError(
-                "accumulate: no loader was prepared, so nothing tells where a short last window ends: give "
-                "the loader to prepare, or say it yourself: `with accelerator.sync.accumulate(last=...)`"
+                "accumulate: no loader was prepared, so the end of a short last window is unknown: pass the "
+                "loader to prepare, or set it yourself: `with accelerator.sync.accumulate(last=...)`"
             )
         return self.sync.accumulate(last=_has_ended(self._accelerator.gradient_state, self._loaders))
 
@@ -214,8 +216,9 @@ class WindowAccelerator:
     def clip_grad_norm_(
         self, parameters: Iterable[nn.Parameter] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Tensor:
-        """Clip at the window's end, as `pe.Sync.clip_grad_norm_` where the parameters are all that the model
-        trains.
+        """Clip at the window's end.
+
+        As `pe.Sync.clip_grad_norm_` where `parameters` are all trained parameters of the model.
         """
         self._check_end("clip_grad_norm_")
         clipped: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -235,25 +238,26 @@ class WindowAccelerator:
             nn.utils.clip_grad_value_(clipped, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Make sure that `.grad` holds the mean gradient, to be read or changed before the step."""
+        """Wait until `.grad` holds the mean gradient, to be read or changed before the step."""
         del optimizer  # one engine has one divisor
         self._check_end("unscale_gradients")
         self.sync.flush()
 
     def end_training(self) -> None:
-        """End trackers and the like; on an accelerator the last step's record comes now."""
+        """End trackers; on an accelerator the last step's record is emitted now."""
         if self._model is not None:
             self.sync.synchronize()
         self._accelerator.end_training()
 
     def free_memory(self, *objects: Any) -> Any:
-        """Close the engine and free memory as Accelerate does: another model, or this one, may be prepared
-        next.
+        """Close the engine and free memory as Accelerate does.
+
+        Another model, or this one, may be prepared next.
         """
         if self._model is not None:
             sync, self._model, self._loaders, self._optimizers = self.sync, None, [], []
             self._settings = replace(self._settings, accumulate=sync.gradient_accumulation_steps)
-            if sync.scaler is not None:  # the next engine goes on from here
+            if sync.scaler is not None:  # the next engine starts from this state
                 self._accelerator.scaler.load_state_dict(sync.scaler.state_dict())
                 self._accelerator._custom_objects.remove(sync.scaler)  # noqa: SLF001 - register_for_checkpointing has no opposite
             sync.close()
@@ -261,12 +265,12 @@ class WindowAccelerator:
         return self._accelerator.free_memory(*objects)
 
     def clear(self, *objects: Any) -> Any:
-        """Do as `free_memory`: Accelerate's other name for it."""
+        """Do as `free_memory`, as Accelerate's `clear` does."""
         return self.free_memory(*objects)
 
     def __getattr__(self, name: str) -> Any:
         if name == "sync":
-            raise RuntimeError("no model has been prepared: give prepare the model, too")
+            raise RuntimeError("no model has been prepared: pass the model to prepare, too")
         if name in REFUSED:
             raise AttributeError(f"{name}: {REFUSED[name]}")
         return getattr(self._accelerator, name)
@@ -283,30 +287,31 @@ class WindowAccelerator:
             setattr(self._accelerator, name, value)
 
     def _check_end(self, call: str) -> None:
-        """Refuse what only the gradients of a whole window can be used for."""
+        """Raise outside of a window's end, where gradients are not complete."""
         if not self.sync_gradients:
             raise RuntimeError(
                 f"{call}: put it under `if accelerator.sync_gradients:`; this micro-batch is not its "
-                "window's last, and the gradients are unfinished sums of this rank alone"
+                "window's last, and the gradients are incomplete sums of this rank alone"
             )
 
     def _is_whole(self, params: Sequence[Tensor]) -> bool:
-        """Whether these are all that the model trains."""
+        """Whether these are all trained parameters of the model."""
         assert self._model is not None
         trained = {id(param) for param in self._model.parameters() if param.requires_grad}
         return {*map(id, params)} >= trained
 
     def _check_model(self, model: nn.Module, *, is_old: bool) -> None:
-        """Refuse a model that Accelerate has once prepared for evaluation,
-        and gives back as it is ever after.
+        """Refuse a model that Accelerate has prepared for evaluation.
+
+        Accelerate returns it unwrapped from every later `prepare`.
         """
         is_reduced = isinstance(model, DistributedDataParallel | FSDPModule)
         if is_old and self._accelerator.num_processes > 1 and not is_reduced:
             raise RuntimeError(
                 f"prepare: this {type(model).__name__} was prepared for evaluation only (Trainer.evaluate() "
-                "or predict() before train(), or prepare_model(evaluation_mode=True)), so Accelerate does "
-                "not wrap it in DDP any more, and ranks would train apart: prepare it for training first; "
-                "in a Trainer set eval_on_start=True"
+                "or predict() before train(), or prepare_model(evaluation_mode=True)), so Accelerate no "
+                "longer wraps it in DDP, and ranks would train different models: prepare it for training "
+                "first; in a Trainer set eval_on_start=True"
             )
 
     def _check_one_model(self, objects: Sequence[Any]) -> None:
@@ -320,7 +325,7 @@ class WindowAccelerator:
             "since one optimizer steps both, make one nn.Module that holds them, and prepare that"
             if any(len(_owners(item, owners)) > 1 for item in objects)
             else "call pyengine.adapters.accelerate.prepare once a model, with its own optimizers and "
-            "loaders; each gives an accelerator of its own"
+            "loaders; each call returns another accelerator"
         )
         raise ValueError(
             f"prepare: got a second model ({type(models[1]).__name__}), and windows belong to one: {remedy}"
@@ -334,25 +339,25 @@ class WindowAccelerator:
                 self._accelerator.register_for_checkpointing(self.sync.scaler)
 
     def _loader(self, prepared: Any) -> Any:
-        """Keep a loader whose end ends the last window."""
+        """Register a loader whose end ends the last window."""
         check_loader(prepared)
         self._loaders.append(prepared)
         return prepared
 
     def _optimizer(self, prepared: AcceleratedOptimizer) -> AcceleratedWindowOptimizer:
-        if prepared not in self._optimizers:  # stock, or of an engine that is closed
+        if prepared not in self._optimizers:  # Accelerate's own, or of a closed engine
             prepared = AcceleratedWindowOptimizer(prepared.optimizer, self.sync)
             self._optimizers.append(prepared)
         ours: AcceleratedWindowOptimizer = prepared
         return ours
 
     def _scheduler(self, prepared: AcceleratedScheduler) -> AcceleratedScheduler:
-        """Return a scheduler that steps where this model's windows end."""
+        """Return a scheduler that steps at the ends of this model's windows."""
         steps = prepared.scheduler.optimizer
         mine = [opt for opt in self._optimizers if opt is steps or opt.optimizer is steps]
         if not mine:
             raise ValueError(
-                "prepare: got a scheduler without its optimizer: give both to the same accelerator's prepare"
+                "prepare: got a scheduler without its optimizer: pass both to the same accelerator's prepare"
             )
         ours = AcceleratedScheduler(
             prepared.scheduler,
@@ -365,14 +370,14 @@ class WindowAccelerator:
 
 
 def _owners(optimizer: Any, owners: Mapping[int, int]) -> set[int]:
-    """Return whose parameters an optimizer holds; nothing where the object is none."""
+    """Return the models whose parameters an optimizer has; empty for other objects."""
     groups = getattr(optimizer, "param_groups", ())
     ids = {id(param) for group in groups for param in group["params"]}
     return {owners[key] for key in ids & owners.keys()}
 
 
 def _has_ended(state: GradientState, loaders: Sequence[DataLoaderStateMixin]) -> bool:
-    """Whether one of the loaders, if it is being iterated, has handed out its last batch."""
+    """Whether one of the loaders is being iterated and has returned its last batch."""
     if not state.sync_with_dataloader:
         return False
     running = {id(loader) for loader in state.dataloader_references}

@@ -1,4 +1,4 @@
-"""Accelerate's optimizer and scheduler, where one model's windows end instead of the process's."""
+"""Accelerate's optimizer and scheduler, stepped at the ends of one model's windows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pyengine.step.window_optimizer import WindowOptimizer
 
 
 class WindowBoundary:
-    """Tells an AcceleratedScheduler where one model's windows end;
-    Accelerate asks its process-wide GradientState.
+    """Reports the ends of one model's windows to an AcceleratedScheduler.
+
+    It replaces Accelerate's process-wide GradientState.
     """
 
     adjust_scheduler = False
@@ -30,7 +31,7 @@ class WindowBoundary:
 class AcceleratedWindowOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate is untyped
     """Steps through the engine where a window ends and does nothing elsewhere."""
 
-    _is_accelerate_prepared = True  # not to be wrapped when it is prepared again
+    _is_accelerate_prepared = True  # a second prepare returns it as it is
     steps_with_windows = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, sync: Sync) -> None:
@@ -45,7 +46,7 @@ class AcceleratedWindowOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  #
             except RuntimeError as error:
                 raise RuntimeError(
                     "call backward, accumulate and clip_grad_norm_ of the accelerator that prepare returned, "
-                    f"not of the one given to it: {error}"
+                    f"not of the one passed to it: {error}"
                 ) from None
         self._windows.step(closure)
 
@@ -53,7 +54,7 @@ class AcceleratedWindowOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  #
         return {**super().__getstate__(), "_sync": None}  # a copy belongs to no engine
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients of a window that has ended; else do nothing."""
+        """Clear the gradients of a window that has ended; otherwise do nothing."""
         self._windows.zero_grad(set_to_none is not False)
 
     @property

@@ -1,4 +1,4 @@
-"""A library's call of backward, as a micro-batch of its own or within one of the caller's."""
+"""A library's call of backward, as one micro-batch or inside the caller's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OPTIONS = ("gradient", "retain_graph", "create_graph", "inputs")
 
 
 def backward(sync: Sync, loss: Tensor, *, count: Count | None, options: dict[str, Any]) -> None:
-    """Run the backward of one micro-batch, or one of the backwards of a `sync.micro_batch` block.
+    """Run the backward of one micro-batch, or one backward of a `sync.micro_batch` block.
 
     Args:
         sync: the engine.
@@ -21,7 +21,7 @@ def backward(sync: Sync, loss: Tensor, *, count: Count | None, options: dict[str
         options: of torch's backward, by name.
 
     Raises:
-        ValueError: an option that torch's backward has not, or a count within a block.
+        ValueError: an option that torch's backward does not have, or a count within a block.
         RuntimeError: as `Sync.backward`.
     """
     unknown = [name for name in options if name not in OPTIONS]
@@ -34,11 +34,11 @@ def backward(sync: Sync, loss: Tensor, *, count: Count | None, options: dict[str
     if running is None:
         sync.backward(loss, count=count, **options)
         if sync.is_sync_step:
-            sync.flush()  # these loops look at .grad behind their backward
+            sync.flush()  # these loops read .grad after their backward
     elif count is not None:
         raise ValueError(
             f"backward: got count={count} inside `with sync.micro_batch(count=...) as mb:`, which has one "
-            "for all its backwards: say it there, or as mb.count"
+            "count for all its backwards: pass it there, or set mb.count"
         )
     else:
         running.backward(loss, **options)

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: an engine in a checkpoint that another number of ranks has saved."""
+"""torch.distributed.checkpoint: load an engine that another number of ranks has saved."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _PART = re.compile(r"rank \d+ of \d+")
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP's own planner, which also finds the parts of an engine that ranks of another number have saved.
+    """DCP's own planner, which also loads an engine saved by another number of ranks.
 
-    On as many ranks as there were every rank reads its own part, and nothing is different. On another number
-    all parts are read by every rank, and `sync.load_state_dict` shares the sums and the remaining
-    micro-batches out, with accumulator="exact"; other sums it refuses, on every rank. Arguments are those of
-    `DefaultLoadPlanner`.
+    On the same number of ranks every rank reads its own entry, as with DCP's planner. On another number every
+    rank reads the entries of all ranks. `sync.load_state_dict` then divides the sums and the remaining
+    micro-batches among the ranks, with accumulator="exact"; it refuses other sums, on every rank. The
+    arguments are those of `DefaultLoadPlanner`.
 
-    What is no tensor is read as data, and refused where it holds anything but tensors and plain values; DCP's
-    own planner would run what it holds. The file `.metadata` is a pickle of DCP's, which it reads before it
-    asks a planner: load folders of people whose code you would run.
+    Entries other than tensors are read as data. They are refused if they have anything but tensors and plain
+    values; DCP's own planner would unpickle them. DCP's file `.metadata` is a pickle, which DCP reads before
+    it calls a planner: load only folders of people whose code you would run.
 
-    Cost: on another number of ranks every rank reads the sums of all parts: 8 bytes an element each.
+    Cost: on another number of ranks every rank reads the sums of all entries: 8 bytes an element each.
 
     Example:
         >>> from pyengine.adapters.dcp import LoadPlanner  # doctest: +SKIP
@@ -41,7 +41,7 @@ class LoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Ask for what was saved under the names of other ranks; DCP calls this."""
+        """Request the entries that other ranks have saved; called by DCP."""
         saved = [] if metadata is None else list(metadata.state_dict_metadata)
         for prefix, state in _states(state_dict, ""):
             own = next(filter(_PART.fullmatch, state))
@@ -52,7 +52,7 @@ class LoadPlanner(DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read what is no tensor, without running any of it; DCP calls this."""
+        """Read an entry other than a tensor, without unpickling it; called by DCP."""
         name = read_item.dest_index.fqn
         try:
             loaded = load(value)
@@ -66,7 +66,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _states(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return every engine's state in a checkpoint, with what DCP puts before its names."""
+    """Yield every engine's state in a checkpoint, with the prefix of its names."""
     for key, value in tree.items():
         if isinstance(value, dict):
             inner = f"{prefix}{key}."

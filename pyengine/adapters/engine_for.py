@@ -24,18 +24,19 @@ def engine_for(
     scaler: torch.amp.GradScaler | None,
     deferral: Deferral = Deferral(),  # noqa: B008 - frozen
 ) -> Sync:
-    """Make the engine of a prepared model: attach to DDP and to FSDP2; own the gradients of a bare model,
-    which only a single process has.
+    """Make the engine of a prepared model.
+
+    It attaches to DDP and to FSDP2, and owns the gradients of a bare model, which only a single process has.
 
     Args:
-        model: what the library has made of it.
+        model: as the library has prepared it.
         settings: as for `GradSync`.
-        scaler: the library's loss scaler; the engine goes on from its state with one of its own,
-            `sync.scaler`.
+        scaler: the library's loss scaler. The engine has its own, `sync.scaler`, which starts from this one's
+            state.
         deferral: of a sharded model, as for `attach`.
 
     Raises:
-        TypeError: no engine drives this model, or a deferral of one that is not sharded.
+        TypeError: no engine supports this model, or a deferral for a model that is not sharded.
         ValueError: as `attach` and `GradSync`; on every rank.
     """
     options: dict[str, Any] = {
@@ -57,7 +58,7 @@ def engine_for(
         raise TypeError(
             f"the prepared model is a {type(model).__name__}: need a DistributedDataParallel, a model "
             "sharded by FSDP2 (or one process). Compile the module before it is prepared; "
-            "FSDP1 and DeepSpeed reduce gradients by themselves"
+            "FSDP1 and DeepSpeed reduce gradients themselves"
         )
     else:
         sync = GradSync(model, **options)

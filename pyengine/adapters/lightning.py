@@ -1,9 +1,9 @@
-"""Lightning's Trainer with windows of pyengine: strategies over DDP and FSDP2, and a callback for the records
-of steps.
+"""Lightning's Trainer with windows of pyengine: strategies over DDP and FSDP2.
 
-Lightning divides every loss by `accumulate_grad_batches`, also in a short last window, and lets DDP and FSDP
-average over ranks whatever they counted. Here the loss that `training_step` returned goes to the engine as it
-is; Lightning still says which micro-batch is a window's last. Under manual optimization the module says it.
+Lightning divides every loss by `accumulate_grad_batches`, also in a short last window, and DDP and FSDP
+average over ranks without their counts. Here the engine gets the loss of `training_step` undivided; Lightning
+still decides which micro-batch is a window's last. Under manual optimization the module decides it.
+`LogSteps` is a callback for the records of steps.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ from pyengine.adapters.lightning_refusals import (
 )
 
 if TYPE_CHECKING:
-    _Mixed = ParallelStrategy  # what a mixin's methods find beside them
+    _Mixed = ParallelStrategy  # the class that the mixin extends
 else:
     _Mixed = object
 
 
 class Windows(_Mixed):
-    """Mixin for a strategy: Lightning's calls around micro-batches, as windows of engines.
+    """Mixin for a strategy: runs Lightning's micro-batches in windows of engines.
 
     Attributes:
         wire, accumulator, nonfinite: as for `pe.GradSync`; set them in a subclass or before the Trainer is
             made.
-        accumulate: under manual optimization, micro-batches of the longest window; or these by the name of a
-            submodule, each of which then has windows and an engine of its own.
-        syncs: the engines by the name of a submodule; the one of the whole module is under "".
+        accumulate: under manual optimization, micro-batches of the longest window; or a dict of these by the
+            name of a submodule, each of which then has its own windows and engine.
+        syncs: the engines by the name of a submodule; the engine of the whole module is under "".
     """
 
     wire: Wire | torch.dtype = FP32()
@@ -92,7 +92,7 @@ class Windows(_Mixed):
         return next(iter(self.syncs.values()))
 
     def setup(self, trainer: Trainer) -> None:
-        """Set up as ever, and make the engines of what is fitted."""
+        """Set up as the base class does, and make the engines of the fitted modules."""
         if trainer.state.fn != TrainerFn.FITTING:
             super().setup(trainer)
             return
@@ -106,12 +106,12 @@ class Windows(_Mixed):
             sizes = self.accumulate if isinstance(self.accumulate, Mapping) else {"": self.accumulate}
             self.syncs = {name: self._engine(name, size) for name, size in sizes.items()}
             self._optimization = Manual(self, self.syncs, self.optimizers)
-        self._take_scaler()
+        self._replace_scaler()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training_step."""
         output = super().training_step(*args, **kwargs)
-        self._optimization.keep(output)
+        self._optimization.store_output(output)
         return output
 
     def backward(
@@ -125,8 +125,8 @@ class Windows(_Mixed):
             )
         return self._optimization.backward(closure_loss, kwargs)
 
-    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]  # theirs generates
-        """Return what surrounds micro-batches that are not their window's last."""
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]  # a generator
+        """Return the context of micro-batches that are not their window's last."""
         return self._optimization.without_sync()
 
     def optimizer_step(
@@ -136,21 +136,21 @@ class Windows(_Mixed):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the closure, the hooks that look at gradients, and the step."""
+        """Run the closure, the hooks that read gradients, and the step."""
         if kwargs:
             raise ValueError(
                 f"optimizer_step: got {', '.join(kwargs)}, need the closure only: the engine steps, and "
-                "hands nothing on to optimizer.step"
+                "passes no arguments to optimizer.step"
             )
         return self._optimization.step(optimizer, closure)
 
     def teardown(self) -> None:
-        """End as ever; the engines let the model go."""
+        """Tear down as the base class does, and close the engines."""
         self._close()
         super().teardown()
 
     def _check(self, module: LightningModule) -> None:
-        """Refuse what cannot be honoured, before anything is set up."""
+        """Refuse unsupported options before anything is set up."""
         check_module(module, self.accumulate)
 
     def _engine(self, name: str, accumulate: int) -> Sync:
@@ -160,14 +160,14 @@ class Windows(_Mixed):
     def _settings(self, accumulate: int) -> Settings:
         return Settings(accumulate, as_wire(self.wire), as_accumulator(self.accumulator), self.nonfinite)
 
-    def _take_scaler(self) -> None:
-        """Let the engine follow Lightning's loss scaler, whose state is in its checkpoints."""
+    def _replace_scaler(self) -> None:
+        """Replace Lightning's loss scaler, whose state is in its checkpoints, by the engine's."""
         precision = self.precision_plugin
         if not isinstance(precision, MixedPrecision) or precision.scaler is None:
             return
         if len(self.syncs) > 1:
             raise ValueError(
-                f"precision='16-mixed' with engines for {', '.join(map(repr, self.syncs))}: Lightning keeps "
+                f"precision='16-mixed' with engines for {', '.join(map(repr, self.syncs))}: Lightning has "
                 "one loss scale, and each engine needs its own; use 'bf16-mixed', or one engine"
             )
         precision.scaler = self.sync.scaler = copy_of(precision.scaler)
@@ -183,21 +183,23 @@ class Windows(_Mixed):
 
 
 class WindowStrategy(Windows, DDPStrategy):
-    """DDP whose gradients travel once a window, over a wire of yours, on any device; made as a DDPStrategy
-    is.
+    """DDP that reduces gradients once a window, over a wire, on any device.
 
-    `training_step` returns a mean loss, or `{"loss": summed, "count": items}`. Gradients have their final
-    values in `on_before_optimizer_step` and for Lightning's clipping. A window that is not finite on some
-    rank is stepped on none. In "16-mixed" the loss scale is the engine's, and saved in Lightning's
-    checkpoints as ever. Manual optimization goes by `pe.GradSync` instead of DDP. The settings are those of
-    `Windows`.
+    The arguments are those of DDPStrategy. `training_step` returns a mean loss, or `{"loss": summed, "count":
+    items}`. Gradients have their final values in `on_before_optimizer_step` and for Lightning's clipping. A
+    window that is not finite on some rank is stepped on none. In "16-mixed" the loss scale is the engine's;
+    Lightning's checkpoints save it as usual. Manual optimization uses `pe.GradSync` instead of DDP. The
+    settings are those of `Windows`.
 
     Example:
         >>> trainer = Trainer(strategy=WindowStrategy(), accumulate_grad_batches=8)  # doctest: +SKIP
     """
 
     def configure_ddp(self) -> None:
-        """Wrap the model, unless the module optimizes by itself: its backwards then run within forwards."""
+        """Wrap the model in DDP, except under manual optimization.
+
+        Manual backwards run inside forwards, where DDP cannot reduce.
+        """
         if self._module.automatic_optimization:
             super().configure_ddp()
 
@@ -221,15 +223,16 @@ class WindowStrategy(Windows, DDPStrategy):
         )
 
     def _register_ddp_hooks(self) -> None:
-        """Do nothing: the engine registers its own."""
+        """Do nothing: the engine registers its own hook."""
 
 
 class ShardedWindowStrategy(Windows, ModelParallelStrategy):
-    """FSDP2 whose units reduce once a window; made as a ModelParallelStrategy is.
+    """FSDP2 whose units reduce once a window.
 
-    The module calls `fully_shard` in `configure_model`, on a module that holds everything trained, last. All
-    ranks are data-parallel unless sizes are given. Losses, hooks, clipping and manual optimization are as for
-    `WindowStrategy`; what is trained is settled when the fit begins. Beside the settings of `Windows`:
+    The arguments are those of ModelParallelStrategy. The module calls `fully_shard` in `configure_model`,
+    last on a module that contains all trained parameters. All ranks are data-parallel unless sizes are given.
+    Losses, hooks, clipping and manual optimization are as for `WindowStrategy`. The trained parameters are
+    fixed when the fit begins. In addition to the settings of `Windows`:
 
     Attributes:
         defer, defer_budget_mb: as for `pe.attach`.
@@ -242,7 +245,7 @@ class ShardedWindowStrategy(Windows, ModelParallelStrategy):
     defer_budget_mb: float | None = None
 
     def setup_environment(self) -> None:
-        """Make the mesh: of all ranks along `data_parallel`, where Lightning would take one a node."""
+        """Make the mesh: of all ranks along `data_parallel`, where Lightning would use one a node."""
         if self._data_parallel_size == "auto":
             self._data_parallel_size = self.num_nodes * self.num_processes
         if self._tensor_parallel_size == "auto":
@@ -250,15 +253,15 @@ class ShardedWindowStrategy(Windows, ModelParallelStrategy):
         if self._tensor_parallel_size != 1:
             raise ValueError(
                 f"tensor_parallel_size={self._tensor_parallel_size}: those ranks share a batch, which counts "
-                "once, and no engine drives FSDP2 over tensor parallelism; leave it out (pe.GradSync with a "
-                "device_mesh drives tensor parallelism alone)"
+                "once, and no engine supports FSDP2 over tensor parallelism; leave it out (pe.GradSync with "
+                "a device_mesh supports tensor parallelism without FSDP2)"
             )
         super().setup_environment()
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Run a backward, of the parameters that were trained when the fit began."""
+        """Run a backward; check that the same parameters are trained as at the start."""
         check_trained(self._module, self._trained)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
@@ -267,27 +270,28 @@ class ShardedWindowStrategy(Windows, ModelParallelStrategy):
         check_sharded(self.accumulate)
 
     def _engine(self, name: str, accumulate: int) -> Sync:
-        del name  # of the whole module
+        del name  # one engine for the whole module
         deferral = Deferral(self.defer, self.defer_budget_mb)
         self._trained = [param.requires_grad for param in self._module.parameters()]
         return engine_for(sharded_part(self._module), self._settings(accumulate), None, deferral)
 
 
 class LogSteps(Callback):
-    """Hand the numbers of every `StepRecord` to the Trainer's loggers, as `pyengine/<name>`; with several
-    engines as `pyengine/<submodule>/<name>`.
+    """Log the numbers of every `StepRecord` to the Trainer's loggers, as `pyengine/<name>`.
+
+    With several engines as `pyengine/<submodule>/<name>`.
 
     Example:
         >>> trainer = Trainer(strategy=WindowStrategy(), callbacks=[LogSteps()])  # doctest: +SKIP
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Listen to the engines."""
+        """Register a callback with each engine."""
         strategy = trainer.strategy
         if isinstance(strategy, FSDPStrategy):
             raise TypeError(
-                "LogSteps: strategy is a FSDPStrategy, and FSDP1 reduces gradients by itself, in every "
-                "backward, which no engine drives: use ShardedWindowStrategy, and call fully_shard (FSDP2) "
+                "LogSteps: strategy is a FSDPStrategy, and FSDP1 reduces gradients itself in every "
+                "backward, which no engine supports: use ShardedWindowStrategy, and call fully_shard (FSDP2) "
                 "in configure_model"
             )
         if not isinstance(strategy, Windows):
@@ -299,7 +303,7 @@ class LogSteps(Callback):
             sync.on_step(partial(_log, trainer, f"pyengine/{name}/" if name else "pyengine/"))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """On an accelerator, hear of the last step."""
+        """On an accelerator, log the record of the last step."""
         assert isinstance(trainer.strategy, Windows)
         for sync in trainer.strategy.syncs.values():
             sync.synchronize()
@@ -312,7 +316,7 @@ def _log(trainer: Trainer, prefix: str, record: StepRecord) -> None:
 
 
 def _most(trainer: Trainer) -> int:
-    """Return the micro-batches of the largest window that the Trainer will ask for."""
+    """Return the micro-batches of the largest window that the Trainer will run."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set elsewhere
     schedules = [callback for callback in callbacks if isinstance(callback, GradientAccumulationScheduler)]
     planned = [num for schedule in schedules for num in schedule.scheduling.values()]

@@ -1,4 +1,4 @@
-"""Who says where a window begins and ends under Lightning: its loop, or the module's own training_step."""
+"""The ends of windows under Lightning: set by its loop, or by the module's training_step."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from pyengine.engine.sync import Sync
 
 
 class Optimization(Protocol):
-    """What a strategy does in Lightning's calls around a micro-batch."""
+    """A strategy's behaviour in Lightning's calls around a micro-batch."""
 
-    def keep(self, output: Any) -> None:
-        """Keep what training_step returned."""
+    def store_output(self, output: Any) -> None:
+        """Store the output of training_step."""
 
     def backward(self, loss: Tensor, options: dict[str, Any]) -> Tensor:
-        """Run the backward that Lightning asks for; return what it logs."""
+        """Run the backward that Lightning requests; return the loss that it logs."""
 
     def without_sync(self) -> AbstractContextManager[None]:
-        """Return what surrounds micro-batches that are not their window's last."""
+        """Return the context of micro-batches that are not their window's last."""
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        """Step, behind the closure; return what that did."""
+        """Step after the closure; return the closure's result."""
 
 
 class Automatic:
-    """Lightning's loop: the closure of a step holds the window's last micro-batch.
+    """Lightning's loop: the closure of a step contains the window's last micro-batch.
 
     Args:
-        strategy: whose precision plugin runs the hooks.
+        strategy: its precision plugin runs the hooks.
         sync: the engine.
     """
 
@@ -43,16 +43,16 @@ class Automatic:
         self._strategy, self._sync = strategy, sync
         self._output: Mapping[str, Any] = {}
 
-    def keep(self, output: Any) -> None:
-        """Keep a loss from being divided."""
+    def store_output(self, output: Any) -> None:
+        """Store the loss before Lightning divides it."""
         self._output = output if isinstance(output, Mapping) else {"loss": output}
 
     def backward(self, loss: Tensor, options: dict[str, Any]) -> Tensor:
-        """Run the backward of the loss as training_step returned it; `loss` is the divided one."""
+        """Run the backward of the loss that training_step returned; `loss` is the divided one."""
         if options:
             raise ValueError(
-                f"backward: got {[*options]}, need the loss only: what else it needs belongs into manual "
-                "optimization (automatic_optimization=False)"
+                f"backward: got {[*options]}, need the loss only: use manual optimization "
+                "(automatic_optimization=False) for other options"
             )
         output, self._output = self._output, {}
         with _hooks(self._strategy, output["loss"]):
@@ -60,11 +60,11 @@ class Automatic:
         return loss.detach()
 
     def without_sync(self) -> AbstractContextManager[None]:
-        """Make the body a micro-batch that is not its window's last."""
+        """Return a micro-batch that is not its window's last as a context."""
         return self._sync.accumulate()
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        """Run the window's last micro-batch, the hooks that look at gradients, and the step."""
+        """Run the window's last micro-batch, the hooks that read gradients, and the step."""
         with self._sync.accumulate(last=True):
             result = closure()
         _step(self._strategy, self._sync, optimizer)
@@ -76,11 +76,11 @@ class Manual:
 
     Args:
         strategy: as for `Automatic`.
-        syncs: the engines by the name of a submodule; the one of the whole module under "".
+        syncs: the engines by the name of a submodule; the engine of the whole module under "".
         optimizers: the module's, each over parameters of one engine.
 
     Raises:
-        ValueError: an optimizer over none, or over parameters of several.
+        ValueError: an optimizer over parameters of no engine, or of several.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class Manual:
             id(optimizer): syncs[self._owner(index, optimizer)] for index, optimizer in enumerate(optimizers)
         }
 
-    def keep(self, output: Any) -> None:
-        """Do nothing: what training_step returns is logged."""
+    def store_output(self, output: Any) -> None:
+        """Do nothing: Lightning logs the output of training_step."""
 
     def backward(self, loss: Tensor, options: dict[str, Any]) -> Tensor:
         """Run a micro-batch's backward, or one of a `micro_batch` block."""
@@ -105,14 +105,14 @@ class Manual:
 
     @contextmanager
     def without_sync(self) -> Iterator[None]:
-        """Let the body's backwards accumulate only: `optimizer.toggle_model(sync_grad=False)`."""
+        """Only accumulate in the body's backwards: `optimizer.toggle_model(sync_grad=False)`."""
         with ExitStack() as stack:
             for sync in self._syncs.values():
                 stack.enter_context(sync.no_sync())
             yield
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        """Run the closure, if there is one, and step with the window that has ended."""
+        """Run the closure, if any, and step with the window that has ended."""
         result = closure()
         sync = self._of_optimizer[id(optimizer)]
         try:
@@ -128,7 +128,7 @@ class Manual:
         if len(self._syncs) > 1:
             raise ValueError(
                 f"manual_backward: the strategy has engines for {', '.join(map(repr, self._syncs))}, and the "
-                "loss does not say whose it is: self.manual_backward(loss, sync=strategy.syncs[name])"
+                "loss belongs to one of them: pass it, self.manual_backward(loss, sync=strategy.syncs[name])"
             )
         return next(iter(self._syncs.values()))
 
@@ -142,14 +142,14 @@ class Manual:
             raise ValueError(
                 f"optimizer {index} ({type(optimizer).__name__}) holds parameters of {owners}, where 'None' "
                 f"has no engine: need each optimizer over one of {list(self._syncs)}, whose windows end "
-                "apart; name the submodules in the strategy's `accumulate`, or give one number for all"
+                "independently; name submodules in the strategy's `accumulate`, or pass one number for all"
             )
         return owners[0]
 
 
 @contextmanager
 def _hooks(strategy: Strategy, loss: Tensor) -> Iterator[None]:
-    """Run Lightning's hooks before and after a backward; its precision plugin's own scaling is not used."""
+    """Run Lightning's hooks before and after a backward, without its loss scaling."""
     module = _module(strategy)
     strategy.precision_plugin.pre_backward(loss, module)
     yield
@@ -157,7 +157,7 @@ def _hooks(strategy: Strategy, loss: Tensor) -> Iterator[None]:
 
 
 def _step(strategy: Strategy, sync: Sync, optimizer: Optimizer) -> None:
-    """Run the hooks that look at gradients, and step."""
+    """Run the hooks that read gradients, and step."""
     strategy.precision_plugin._after_closure(_module(strategy), optimizer)  # noqa: SLF001 - its hooks before a step
     sync.step(optimizer)
 

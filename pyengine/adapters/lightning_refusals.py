@@ -1,4 +1,4 @@
-"""What windows under Lightning cannot honour, by name, and what to do in its place."""
+"""Options of Lightning that windows do not support, with the alternative for each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Accumulate = int | Mapping[str, int]
 
 
 def check_module(module: LightningModule, accumulate: Accumulate) -> None:
-    """Refuse what takes the backward out of the engine's hands, or contradicts Lightning's own numbers."""
+    """Refuse modules that run the backward themselves, or contradict the Trainer's numbers."""
     if is_overridden("backward", module):
         raise ValueError(
             f"{type(module).__name__} overrides backward, which the engine runs itself; remove it (under "
@@ -36,45 +36,44 @@ def check_module(module: LightningModule, accumulate: Accumulate) -> None:
 
 
 def check_ddp(module: LightningModule, options: Mapping[str, Any], hooks: list[str]) -> None:
-    """Refuse options of DDPStrategy that nothing would follow.
+    """Refuse options of DDPStrategy that would have no effect.
 
     Args:
-        module: the one that is trained.
+        module: the trained module.
         options: for DistributedDataParallel.
-        hooks: names of the options for communication hooks that were given.
+        hooks: names of the given options for communication hooks.
     """
     if hooks:
         raise ValueError(
-            f"{', '.join(hooks)}: got one, and the engine registers a hook of its own; say how buckets "
-            "travel by `wire`"
+            f"{', '.join(hooks)}: got one, and the engine registers its own hook; set `wire` instead"
         )
     unused = sorted({*options} - {"find_unused_parameters"})
     if unused and not module.automatic_optimization:
         raise ValueError(
-            f"{', '.join(unused)}: an option of DDP, and manual optimization goes without it, by "
-            "pe.GradSync, which takes unused parameters as they come; leave it out"
+            f"{', '.join(unused)}: an option of DDP, and manual optimization uses pe.GradSync instead, "
+            "which supports unused parameters; leave it out"
         )
     sharded = [name for name, part in module.named_modules() if isinstance(part, FSDPModule)]
     if sharded:
         raise TypeError(
-            f"{type(module).__name__} has a module sharded by FSDP2 ({sharded[0]!r}), which DDP cannot hold: "
-            "use ShardedWindowStrategy, and call fully_shard in configure_model"
+            f"{type(module).__name__} has a module sharded by FSDP2 ({sharded[0]!r}), which DDP does not "
+            "support: use ShardedWindowStrategy, and call fully_shard in configure_model"
         )
 
 
 def sharded_part(module: LightningModule) -> nn.Module:
-    """Return what is sharded as a whole of a module.
+    """Return the one outermost sharded module inside a module.
 
     Raises:
-        TypeError: nothing is, or several parts beside each other, or something trained is not.
+        TypeError: there is none, or several, or a trained parameter is outside of it.
     """
     units = _outermost(module, "")
     kind = type(module).__name__
     if len(units) != 1:
-        found = f"{len(units)} modules beside each other ({', '.join(map(repr, units))})" if units else "none"
+        found = f"{len(units)} separate modules ({', '.join(map(repr, units))})" if units else "none"
         raise TypeError(
             f"fully_shard was called on {found} of {kind}, need one, whose forward training_step calls: call "
-            "it in configure_model, behind those of the blocks, on a module that holds everything trained"
+            "it in configure_model, after those of the blocks, on a module with all trained parameters"
         )
     ((name, unit),) = units.items()
     inside = {id(param) for param in unit.parameters()}
@@ -83,37 +82,40 @@ def sharded_part(module: LightningModule) -> nn.Module:
     ]
     if outside:
         raise TypeError(
-            f"{outside[0]!r} of {kind} is trained, and lies outside {name!r}, which fully_shard was called "
-            "on: nobody would reduce its gradient; shard a module that holds it, or freeze it"
+            f"{outside[0]!r} of {kind} is trained, and is outside of {name!r}, which fully_shard was called "
+            "on: its gradient would not be reduced; shard a module that contains it, or freeze it"
         )
     return unit
 
 
 def check_sharded(accumulate: Accumulate) -> None:
-    """Refuse windows that end apart over sharded parts of one module."""
+    """Refuse separate windows for sharded submodules of one module."""
     if isinstance(accumulate, Mapping):
-        raise ValueError(  # noqa: TRY004 - its kind is right under another strategy
-            f"accumulate={dict(accumulate)!r} under FSDP2, which settles at a part's first forward which of "
-            "its parameters get gradients: toggle_optimizer could not keep one part's loss from the others; "
-            "use WindowStrategy, whose modules are whole, or one number for all"
+        raise ValueError(  # noqa: TRY004 - another strategy accepts this type
+            f"accumulate={dict(accumulate)!r} under FSDP2, which fixes at a submodule's first forward which "
+            "parameters get gradients: toggle_optimizer could not exclude parameters of other submodules; "
+            "use WindowStrategy, which does not shard, or one number for all"
         )
 
 
 def check_trained(module: nn.Module, trained: Sequence[bool]) -> None:
-    """Refuse parameters frozen or unfrozen since `trained` was noted, which FSDP2 would not notice."""
+    """Refuse parameters frozen or unfrozen since `trained` was recorded.
+
+    FSDP2 would not notice the change.
+    """
     now = [param.requires_grad for param in module.parameters()]
     if now != list(trained):
         names = [name for name, _ in module.named_parameters()]
         changed = [name for name, before, is_now in zip(names, trained, now, strict=True) if before != is_now]
         raise RuntimeError(
             f"{changed[0]!r} was frozen or unfrozen (toggle_optimizer, or toggle_model with several), "
-            "and FSDP2 settles at a module's first forward which parameters get gradients: do it in "
+            "and FSDP2 fixes at a module's first forward which parameters get gradients: do it in "
             "configure_model, or use WindowStrategy"
         )
 
 
 def _outermost(module: nn.Module, name: str) -> dict[str, nn.Module]:
-    """Return the modules that `fully_shard` was called on and that lie in no other, by name."""
+    """Return the outermost modules that `fully_shard` was called on, by name."""
     if isinstance(module, FSDPModule):
         return {name: module}
     found: dict[str, nn.Module] = {}

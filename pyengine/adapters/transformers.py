@@ -1,9 +1,9 @@
-"""The Transformers Trainer with windows of pyengine: every window's gradient is the mean over its own items.
+"""The Transformers Trainer with windows: every gradient is the mean over the window's items.
 
-The Trainer counts a window's items ahead, gathers the number from all ranks, hands it to the model to divide
-by, and multiplies by the number of ranks again; a loss that does not divide (a regression head, a loss of
-one's own) then comes out too large. Here every loss is the mean over its own micro-batch, which weighs as
-many items as it has, and the engine divides by what all ranks have counted.
+The Trainer counts a window's items ahead, gathers the number from all ranks, passes it to the model as
+divisor, and multiplies by the number of ranks again. A loss that does not divide by it (a regression head,
+your own loss) is then too large. Here every loss is the mean over its own micro-batch, weighted by its items,
+and the engine divides by the items of all ranks.
 """
 
 from __future__ import annotations
@@ -37,19 +37,18 @@ from pyengine.gradients.fsdp.deferral import Defer, Deferral
 from pyengine.gradients.settings import Settings, as_accumulator
 
 if TYPE_CHECKING:
-    _Mixed = transformers.Trainer  # what a mixin's methods find beside them
+    _Mixed = transformers.Trainer  # the class that the mixin extends
 else:
     _Mixed = object
 
 
 class Windows(_Mixed):
-    """Mixin for a Trainer: `class MyTrainer(Windows, Seq2SeqTrainer)`; set the attributes below in the class
-    body.
+    """Mixin for a Trainer: `class MyTrainer(Windows, Seq2SeqTrainer)`.
 
-    `gradient_accumulation_steps`, `max_grad_norm`, `bf16` and the rest of TrainingArguments keep their
-    meaning, but `average_tokens_across_devices`: gradient and logged loss are means over the items of all
-    ranks. Items are the labels that are not -100, shifted where the model's loss shifts them; without labels
-    every micro-batch weighs the same.
+    Set the attributes below in the class body. `gradient_accumulation_steps`, `max_grad_norm`, `bf16` and the
+    other TrainingArguments keep their meaning, except `average_tokens_across_devices`: gradient and logged
+    loss are means over the items of all ranks. Items are the labels that are not -100, shifted where the
+    model's loss shifts them. Without labels every micro-batch has the same weight.
 
     Attributes:
         wire, accumulator, nonfinite: as for `pe.GradSync`.
@@ -71,7 +70,7 @@ class Windows(_Mixed):
         return sync
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, and let windows follow the model that it will prepare."""
+        """Make the accelerator, which will attach windows to the model it prepares."""
         super().create_accelerator_and_postprocess()
         _check(self.args, self.accelerator)
         settings = Settings(
@@ -85,16 +84,16 @@ class Windows(_Mixed):
         self.accelerator.wraps_anew = self.args.auto_find_batch_size
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """Fetch a window's micro-batches; nothing is gathered from the other ranks."""
+        """Fetch a window's micro-batches, without a gather over ranks."""
         with self._counting_alone():
             return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Run one micro-batch; its loss is logged when the window's step is."""
-        del num_items_in_batch  # of the window on this rank
-        self.current_gradient_accumulation_steps = 1  # which the Trainer divides some losses by
+        """Run one micro-batch; its loss is logged with the window's step."""
+        del num_items_in_batch  # of this rank's window; the engine counts micro-batches
+        self.current_gradient_accumulation_steps = 1  # the Trainer divides some losses by it
         last = self.accelerator.gradient_state.sync_gradients  # set by the Trainer's loop just now
         with self._counting_alone(), self.sync.accumulate(last=last):
             device = self.args.device
@@ -107,11 +106,11 @@ class Windows(_Mixed):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_distributed_loading_by_transformers:
             raise ValueError(
-                "model was sharded by from_pretrained(distributed_config=...), past Accelerate, so that "
-                "nothing tells over which ranks; load it whole, and pass TrainingArguments(fsdp=True)"
+                "model was sharded by from_pretrained(distributed_config=...), without Accelerate, so its "
+                "ranks are unknown; load it unsharded, and pass TrainingArguments(fsdp=True)"
             )
-        prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]  # theirs
-        # The Trainer knows by the name of the loss, which models like GPT2LMHeadModel do not have.
+        prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]
+        # The Trainer decides by the name of the loss, which models like GPT2LMHeadModel do not have.
         kinds = type(self.accelerator.unwrap_model(self.model)).__mro__  # FSDP2 puts its own class first
         known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         self._loss_shifts_labels |= any(kind.__name__ in known for kind in kinds)
@@ -130,7 +129,7 @@ class Windows(_Mixed):
 
     @contextmanager
     def _plain_optimizer(self) -> Iterator[None]:
-        """Show the optimizer itself: to make states that are not there yet, PyTorch steps it."""
+        """Expose the optimizer itself: to create missing states, PyTorch steps it."""
         ours = self.optimizer
         self.optimizer = getattr(ours, "optimizer", ours)
         try:
@@ -144,14 +143,14 @@ class Windows(_Mixed):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _add_loss(self, record: StepRecord) -> None:
-        """Add a window's loss to what is logged next."""
+        """Add a window's loss to the next logged value."""
         is_finite = record.loss is not None and math.isfinite(record.loss)
         if is_finite or not self.args.logging_nan_inf_filter:
             self._tr_loss += math.nan if record.loss is None else record.loss
 
     @contextmanager
     def _counting_alone(self) -> Iterator[None]:
-        """Keep the Trainer from gathering counts, and from multiplying losses by the number of ranks."""
+        """Keep the Trainer from gathering counts and multiplying losses by the number of ranks."""
         kept, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
         try:
             yield
@@ -169,38 +168,37 @@ class Trainer(Windows, transformers.Trainer):
 
 
 class _TrainerAccelerator(WindowAccelerator):
-    """Knows what the Trainer's call of `backward` does not say: over how many items the loss is a mean.
+    """Multiplies the Trainer's mean loss by its number of items before the backward.
 
     Attributes:
-        items: of the running micro-batch, on this rank; None where nobody knows.
-        wraps_anew: whether every `train` wraps the model anew, for another batch size.
+        items: of the running micro-batch, on this rank; None if unknown.
+        wraps_anew: whether every `train` wraps the model again, for another batch size.
     """
 
     items: Tensor | None = None
     wraps_anew = False
 
     def free_memory(self, *objects: Any) -> Any:
-        """Close the engine only where the Trainer prepares the model again; elsewhere it goes on in `train`,
-        which calls this first.
+        """Close the engine only where the Trainer prepares the model again.
+
+        Otherwise the engine continues in `train`, which calls this first.
         """
         return super().free_memory(*objects) if self.wraps_anew else self._accelerator.free_memory(*objects)
 
     def backward(self, loss: Tensor, *, count: Count | None = None, **options: Any) -> None:
-        """Run the backward of a mean over `items`, handed on as the sum that it stands for."""
+        """Run the backward of a mean over `items`, passed on as their sum."""
         if self.items is not None:
             loss, count = loss * self.items, self.items
         super().backward(loss, count=count, **options)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Do nothing: the Trainer asks for it around the micro-batches that the engine has been told are not
-        the last.
-        """
+        """Do nothing: the engine already knows which micro-batches are not the last."""
         del model
         return nullcontext()
 
 
 def _check(args: transformers.TrainingArguments, accelerator: Any) -> None:
-    """Refuse what divides or reduces by itself."""
+    """Refuse options that divide or reduce gradients themselves."""
     if args.n_gpu > 1:
         raise ValueError(
             f"args: n_gpu={args.n_gpu} in one process is DataParallel; need one process a device: launch "
@@ -209,7 +207,7 @@ def _check(args: transformers.TrainingArguments, accelerator: Any) -> None:
     if accelerator.num_processes > 1 and not accelerator.even_batches:
         raise ValueError(
             "args: accelerator_config has even_batches=False, and the Trainer's loop ends with its own "
-            "rank's data, where others may still wait for it; leave it True"
+            "rank's data, while others may still wait for it; leave it True"
         )
     if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO) or "layerwise" in args.optim:
         raise ValueError(

@@ -371,7 +371,7 @@ _REFUSED = {
     "unscale_gradients: put it under `if accelerator.sync_gradients:`": _clips_early(
         "unscale_gradients", None
     ),
-    "no_sync: gradients travel in a window's last backward only": _asks_for("no_sync"),
+    "no_sync: gradients are reduced in a window's last backward only": _asks_for("no_sync"),
     "lomo_backward: ": _asks_for("lomo_backward"),
     "prepare_optimizer: ": _asks_for("prepare_optimizer"),
     "prepare_scheduler: ": _asks_for("prepare_scheduler"),
@@ -386,7 +386,7 @@ _REFUSED = {
     "no loader was prepared": _without_a_loader,
     "gradient_accumulation_steps=8": _other_steps,
     "sync_each_batch=True": _every_batch,
-    "scales losses by rules of its own": _scaled,
+    "has its own rules of loss scaling": _scaled,
     "no model has been prepared": _no_model,
     "was not prepared with": _stranger,
     "a scheduler without its optimizer": _strange_scheduler,
@@ -394,7 +394,7 @@ _REFUSED = {
     "backward outside a window": _outside,
     "distributed_type is DEEPSPEED": _sharded,
     "need a DistributedDataParallel": _bare,
-    "join_uneven_inputs: windows need it not": _join,
+    "join_uneven_inputs: windows do not need it": _join,
 }
 
 
@@ -415,7 +415,7 @@ def _several_backwards() -> tuple:
                 with accelerator.sync.micro_batch(count=len(x)):
                     accelerator.backward(losses[0].sum(), retain_graph=True)
                     accelerator.backward(losses[1:].sum())
-                    with pytest.raises(ValueError, match="which has one for all its backwards"):
+                    with pytest.raises(ValueError, match="which has one count for all its backwards"):
                         accelerator.backward(losses.sum(), count=2)
                 optimizer.step()
         return seen, memory.stepped_with

@@ -318,7 +318,7 @@ _REFUSED = {
     "has fsdp_version=1, and FSDP1 reduces gradients by itself": _fsdp1,
     "has cpu_offload, and gradients are needed": _refuses({"cpu_offload": True}),
     "sums gradients in torch.bfloat16": _refuses(mixed_precision="bf16"),
-    "or narrower; pass wire=torch.bfloat16": _refuses(mixed_precision="bf16", accumulator="native"),
+    "or a narrower one; pass wire=torch.bfloat16": _refuses(mixed_precision="bf16", accumulator="native"),
     "has cp_size=2, and those ranks share a batch": _shares_batches(dp_shard_size=2, cp_size=2),
     "has tp_size=2, and those ranks share a batch": _shares_batches(dp_shard_size=2, tp_size=2),
 }

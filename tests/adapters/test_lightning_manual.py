@@ -344,7 +344,7 @@ _REFUSED = {
     ),
     "call self.manual_backward(loss) in place of loss.backward()": lambda: _fit(Bare(), WindowStrategy, 1),
     "OwnBackward overrides backward": lambda: _fit(OwnBackward(), WindowStrategy, 1),
-    "engines for 'left', 'right', and the loss does not say whose it is": lambda: _fit(
+    "engines for 'left', 'right', and the loss belongs to one of them": lambda: _fit(
         SaysNoEngine(), WindowStrategy, SIZES
     ),
     "optimizer 0 (SGD) holds parameters of ['left', 'right']": lambda: _fit(
@@ -357,10 +357,10 @@ _REFUSED = {
     "need names of submodules of Two, each with its micro-batches a window; it has no 'up'": lambda: _fit(
         Two(), WindowStrategy, {"up": 2}
     ),
-    "Lightning keeps one loss scale": _scaled,
+    "Lightning has one loss scale": _scaled,
     "static_graph: an option of DDP": _with_ddps_options,
     "accumulate=4 on the strategy is for manual optimization": _automatic,
-    "toggle_optimizer could not keep one part's loss from the others": lambda: _fit(
+    "toggle_optimizer could not exclude parameters of other submodules": lambda: _fit(
         Manual(), ShardedWindowStrategy, {"net": 2}
     ),
     "'net.scale' was frozen or unfrozen (toggle_optimizer": lambda: _fit(Freezes(), ShardedWindowStrategy, 1),

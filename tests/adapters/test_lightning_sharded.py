@@ -213,12 +213,12 @@ class UnderDDP(Sharded):
 
 _REFUSED = {
     "fully_shard was called on none of Bare, need one": lambda: _fit(Bare()),
-    "on 2 modules beside each other ('net.first', 'net.second') of Parts": lambda: _fit(Parts()),
-    "'head.weight' of Outside is trained, and lies outside 'net'": lambda: _fit(Outside()),
+    "on 2 separate modules ('net.first', 'net.second') of Parts": lambda: _fit(Parts()),
+    "'head.weight' of Outside is trained, and is outside of 'net'": lambda: _fit(Outside()),
     "tensor_parallel_size=2: those ranks share a batch": lambda: _fit(
         Sharded(), strategy=ShardedWindowStrategy(data_parallel_size=1, tensor_parallel_size=2)
     ),
-    "sharded by FSDP2 ('net'), which DDP cannot hold": lambda: _fit(UnderDDP(), strategy=WindowStrategy()),
+    "by FSDP2 ('net'), which DDP does not support": lambda: _fit(UnderDDP(), strategy=WindowStrategy()),
     "sums gradients in bfloat16, and accumulator='fp32'": lambda: _fit(Sharded(), precision="bf16-true"),
 }
 
