@@ -29,7 +29,7 @@ class Reducer(ABC):
     They are accumulated over a window and reduced at its end.
 
     There is one subclass for each owner: the engine's flat buckets, DDP's buckets, FSDP2's units, and sums on
-    a lazy device. A default implementation says what happens where an owner has nothing to add.
+    a lazy device. A default implementation serves owners that have nothing to add.
 
     All tensors are on the parameters' device. `.grad` has the shape and dtype of its parameter. The memory of
     `.grad` belongs to the reducer (under `attach` to DDP), holds the mean from `finish` on, and is

@@ -243,7 +243,8 @@ class BucketReducer(Reducer):
         self._has_launched = False
         # Rank 0's order of arrival, for the next window; None before the first reduction.
         self._agreed: list[int] | None = None
-        # False until the second window. One rank has nobody to agree with; unlike ranks cannot agree.
+        # False until the second window. One rank needs no agreement; ranks with other parameters cannot
+        # agree.
         self._order_is_final = self._comm.world_size == 1 or not groups.are_alike
         # ---- arrival of gradients ----
         # What this rank's first backward showed; None before it.

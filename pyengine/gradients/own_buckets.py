@@ -63,7 +63,7 @@ class OwnBucket(Bucket):
         self._slots = self._wire_slots if is_one else self.plan.pointers(slots_of(result, spec.slots))
         self.norm_slots = NormSlots(self.plan, self.indices)
         self._descriptions = [_description(param) for param in self.params]
-        self._has_fused = False  # whether a layer adds to `main_grad` by itself
+        self._has_fused = False  # whether a layer adds to `main_grad` itself
         self.bind()
 
     def bind(self) -> None:

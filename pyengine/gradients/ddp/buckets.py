@@ -1,4 +1,6 @@
-"""Sums of earlier micro-batches beside DDP's buckets; the hook sends them with the last gradients.
+"""Sums of earlier micro-batches beside DDP's buckets.
+
+The hook sends them with the last gradients.
 
 Without these sums DDP sums in `.grad`, whose dtype is that of the parameters.
 """
@@ -28,7 +30,9 @@ from pyengine.window.nonfinite import flagged_in
 
 
 class DDPBuckets:
-    """One of our buckets for each of DDP's buckets, in DDP's order of parameters.
+    """One of our buckets for each of DDP's buckets.
+
+    They have DDP's order of parameters.
 
     Args:
         ddp: the wrapped model.

@@ -1,4 +1,4 @@
-"""Futures that the DDP hook returns: what completes them, and who frees their callbacks."""
+"""The futures of the DDP hook, and their callbacks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Callbacks:
 
 @dataclass
 class _UnderWay:
-    """A launched bucket, and the function that waits for it and returns its buffer."""
+    """A launched bucket, and the function that returns its buffer."""
 
     index: int
     work: Staged

@@ -70,7 +70,9 @@ class Passes:
 
 
 class WireBuffer:
-    """Memory of the wire's type for a bucket, and the plan of the pass that fills it.
+    """Memory of the wire's type for a bucket.
+
+    `plan` runs the pass that fills it.
 
     Args:
         flat: the bucket's buffer, `[numel]`; not kept.
@@ -102,22 +104,22 @@ class WireBuffer:
 
 
 class HookState:
-    """State of `comm_hook`: the wire, the group, and what it keeps for each bucket.
+    """State of `comm_hook`: the wire, the group, and buffers by bucket.
 
     One state may serve several models of one group. It may be made before there is a process group, copied
-    and pickled; a pickled one comes back on the default group.
+    and pickled; an unpickled state uses the default group.
 
     Args:
-        process_group: the one DDP was built with; None is the default group.
-        wire: how a bucket travels: `pe.wire.FP32()`, `BF16()`, `Int8()` and so on (docs/wires.md); or the
-            dtype of one of the first.
-        shared_memory: True lets ranks of one host, with gradients on the CPU, reduce in memory that they
-            share (docs/wires.md), from the first bucket on until the state and its models are gone. Every
-            rank says the same.
+        process_group: the group that DDP was made with; None is the default group.
+        wire: over which a bucket is reduced: `pe.wire.FP32()`, `BF16()`, `Int8()` and so on (docs/wires.md);
+            or the dtype of one of the first.
+        shared_memory: True lets ranks of one host, with gradients on the CPU, reduce in shared memory
+            (docs/wires.md), from the first bucket on until the state and its models are released. Every rank
+            passes the same value.
 
     Raises:
-        TypeError, ValueError: no process group; no wire; no bool. From the first backward: gradients
-            that do not lie on the CPU, with `shared_memory=True`.
+        TypeError, ValueError: no process group; no wire; no bool. From the first backward: gradients that are
+            not on the CPU, with `shared_memory=True`.
 
     Example:
         >>> ddp_model.register_comm_hook(pe.HookState(wire=torch.bfloat16), pe.comm_hook)  # doctest: +SKIP
@@ -153,7 +155,10 @@ class HookState:
         self._forget()
 
     def release(self) -> None:
-        """Average over ranks in fp32 as DDP does: DDP has no way to remove a hook."""
+        """Average over ranks in fp32 as DDP does.
+
+        DDP has no way to remove a hook.
+        """
         self.wire, self.reduce, self.is_released = FP32(), None, True
         self._comms = {}  # the engine's transport may be used by the next engine
         self._forget()
@@ -201,7 +206,10 @@ class HookState:
         self._comms[device] = comm
 
     def wire_buffer(self, bucket: dist.GradBucket) -> WireBuffer:
-        """Return the wire buffer of a bucket; a new one when DDP has rebuilt its buckets."""
+        """Return the wire buffer of a bucket.
+
+        It is a new one when DDP has rebuilt its buckets.
+        """
         # By parameter. DDP numbers the buckets of every model from 0, and in the first backward of
         # static_graph every bucket has number 0.
         flat, params = bucket.buffer(), bucket.parameters()
@@ -251,13 +259,13 @@ def comm_hook(state: HookState | dist.ProcessGroup | None, bucket: dist.GradBuck
     """Reduce one DDP bucket over `state.wire`.
 
     Args:
-        state: a `HookState`; or as PyTorch's own hooks take it, a process group or None for the default one,
-            which is a state with the wire `FP32()`, made anew for every bucket.
+        state: a `HookState`. Or, as for PyTorch's own hooks, a process group, or None for the default one:
+            then every bucket is reduced with a new state and the wire `FP32()`.
         bucket: DDP's bucket (under torch.compile's python_reducer a `(grad, param)` tuple, reduced in place).
 
     Returns:
-        A future of the bucket's buffer, `[numel]` in the gradients' type, holding the mean over ranks. The
-        memory is DDP's, in which it expects the result.
+        A future of the bucket's buffer, `[numel]` in the gradients' type, with the mean over ranks. The
+            memory is DDP's, in which DDP expects the result.
 
     Cost: an all-reduce of an element on the wire for every element; a read and a write an element before and
     after it where the wire has another type or folds the division in.
@@ -292,15 +300,15 @@ def _mean(state: HookState, bucket: Any) -> Future[torch.Tensor]:
 
 
 def _if_finite(write_back: WriteBack, memory: WireMemory, param: Tensor) -> WriteBack:
-    """Return a `WriteBack` that drops the residual of a bucket that is not finite.
+    """Return a `WriteBack` that drops residuals of a bucket with inf or nan.
 
     The optimizer would not use such a bucket.
     """
 
     def checked() -> Tensor:
-        landed = write_back()
-        memory.drop_of(param, ~torch.isfinite(landed.sum()))
-        return landed
+        reduced = write_back()
+        memory.drop_of(param, ~torch.isfinite(reduced.sum()))
+        return reduced
 
     return checked
 

@@ -76,14 +76,14 @@ def problems_of_ddp(ddp: DistributedDataParallel) -> list[str]:
         )
     elif ddp._comm_hooks and released_state(ddp) is None:
         found.append(
-            "ddp_model has a communication hook, and DDP takes only one: wrap the module anew, without "
+            "ddp_model has a communication hook, and DDP allows only one: wrap the module again, without "
             "register_comm_hook and other engines"
         )
     return found
 
 
 def released_state(ddp: DistributedDataParallel) -> HookState | None:
-    """Return the hook state that a closed engine has left on DDP, or None.
+    """Return the hook state of a closed engine, or None.
 
     DDP keeps a hook for good.
     """
@@ -179,13 +179,15 @@ class ReducerDriver:
             ddp._static_graph_delay_allreduce_enqueued = True
 
     def release(self) -> None:
-        """Let DDP learn a static graph itself, if it has not learned it here."""
+        """Let DDP learn a static graph itself, if still unknown."""
         self._stop_counting()
         if self._ddp.static_graph:
             self._ddp._static_graph_delay_allreduce_enqueued = self.is_ready
 
     def rebuild_buckets(self) -> bool:
-        """Let DDP rebuild its buckets in the order of arrival; return whether it did.
+        """Let DDP rebuild its buckets in the order of arrival.
+
+        Returns whether it did.
 
         DDP does so once.
         """
@@ -195,7 +197,9 @@ class ReducerDriver:
 
     @contextmanager
     def learning_graph(self) -> Iterator[None]:
-        """Let DDP learn the static graph from the body, if it is this rank's first backward.
+        """Let DDP learn the static graph from the body.
+
+        Only if the body is this rank's first backward.
 
         Nothing is reduced. DDP cannot discard a part of a backward, nor earlier backwards: after such ones
         this rank reduces past DDP.
@@ -228,7 +232,9 @@ class ReducerDriver:
         self._stats = self._reducer.get_backward_stats()
 
     def mark_unreached(self, candidates: Sequence[Parameter]) -> None:
-        """Mark candidates as ready that DDP was not notified of, so that its buckets complete.
+        """Mark candidates as ready that the backward did not reach.
+
+        DDP's buckets complete with them.
 
         No hook of these parameters runs.
         """
@@ -352,7 +358,7 @@ class _SingleRankGroup(dist.ProcessGroup):
 
 
 def publish(bucket: Any, params: Sequence[Parameter]) -> None:
-    """Write a reduced bucket into `.grad` of those of its parameters that are in `params`."""
+    """Write a reduced bucket into `.grad` of some parameters."""
     wanted = {id(param) for param in params}
     for param, value in _slots(bucket) if wanted else ():
         if id(param) in wanted:
@@ -362,7 +368,10 @@ def publish(bucket: Any, params: Sequence[Parameter]) -> None:
 
 
 def _slots(bucket: Any) -> Iterator[tuple[Parameter, Tensor]]:
-    """Yield each parameter of a bucket with its slice of the buffer, strided as in DDP."""
+    """Yield each parameter of a bucket with its slice.
+
+    The slice of the buffer is strided as in DDP.
+    """
     flat, offset = bucket.buffer(), 0
     for param in bucket.parameters():
         yield param, flat.as_strided(param.size(), dense_strides(param), offset)

@@ -282,7 +282,7 @@ class DDPReducer(Reducer):
 
     @contextmanager
     def add(self) -> Iterator[None]:
-        """Run the body as under `no_sync`; accumulate its gradients, or check them in `.grad`."""
+        """Run the body as under `no_sync`, and accumulate its gradients."""
         # While DDP learns a static graph it reads `.grad` itself, so no watch may empty it.
         with self._driver.learning_graph(), watching(self._watches() if self._driver.is_ready else []):
             yield
@@ -342,7 +342,10 @@ class DDPReducer(Reducer):
         return reduction
 
     def _reduce_bucket(self, reduction: Reduction, bucket: Any) -> Future[Tensor]:
-        """Reduce a bucket; after the last one launch the used flags, while it is reduced."""
+        """Launch the reduction of a bucket.
+
+        After the last bucket, launch the used flags, too.
+        """
         future = reduction.reduce(bucket)
         if reduction.is_complete:
             self._launch_used_flags(reduction)

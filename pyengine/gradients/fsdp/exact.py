@@ -72,7 +72,7 @@ class UnitBucket(Bucket):
         return self._exact.rounds(poison=poison)
 
     def publish(self, scale: Tensor | None, final: FinalPass) -> None:
-        """Read the norms of the rounded sums times `scale`; set `.grad` to this rank's shards.
+        """Read the norms of the rounded sums; set `.grad` to shards.
 
         The memory of `.grad` is this object's.
 
@@ -163,7 +163,10 @@ class ExactFSDPReducer(ShardedReducer):
                 self.unsharded.used[index] = self.unsharded.used[index] or is_used
 
     def _start(self, *, poison: bool) -> None:
-        """Launch the missing rounds: the first round of every unit, then the later ones."""
+        """Launch the missing rounds.
+
+        The first round of every unit precedes the later ones.
+        """
         for bucket in self._buckets[len(self._works) :]:
             self._works.append(bucket.rounds(poison=poison))
         while any(work.rounds_left for work in self._works):

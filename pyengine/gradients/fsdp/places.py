@@ -46,7 +46,7 @@ class ScatteredPlace(Place):
             shard.copy_(chunk)
 
     def _shards(self, flat: Tensor, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return each shard as views of the reduce-scatter input and of the unsharded tensor.
+        """Return each shard's view of the input and of the unsharded tensor.
 
         The last shards may be short or missing.
         """
@@ -86,7 +86,7 @@ def scattered_places(params: Sequence[Any], names: Mapping[int, str], data_ndim:
 
 
 def replicas_and_shards(params: Sequence[Any], data_ndim: int) -> tuple[int, int]:
-    """Return how many data-parallel ranks replicate a unit's parameters, and the number of shards."""
+    """Return the number of replicas and of shards of a unit."""
     replicas = shards = 1
     for axis in range(data_ndim if params else 0):
         size = int(params[0].device_mesh.size(axis))
@@ -98,7 +98,7 @@ def replicas_and_shards(params: Sequence[Any], data_ndim: int) -> tuple[int, int
 
 
 def whole_shape(param: Any, data_ndim: int) -> list[int]:
-    """Return the shape of a parameter as forwards on this rank see it, unsharded."""
+    """Return the shape of a parameter that forwards on this rank see."""
     shape = list(param.shape)
     coordinate = param.device_mesh.get_coordinate()
     for axis, placement in [*enumerate(param.placements)][data_ndim:]:
@@ -110,7 +110,7 @@ def whole_shape(param: Any, data_ndim: int) -> list[int]:
 
 
 def padded_numel(param: Any, data_ndim: int) -> int:
-    """Return the elements of a shard in the reduce-scatter, padded to equal rows."""
+    """Return the elements of a shard, padded for the reduce-scatter."""
     shape = whole_shape(param, data_ndim)
     _, shards = replicas_and_shards([param], data_ndim)
     for placement in param.placements[:data_ndim]:
@@ -120,7 +120,7 @@ def padded_numel(param: Any, data_ndim: int) -> int:
 
 
 def is_counted(param: Any) -> bool:
-    """Whether this rank counts its local tensor of a parameter in the norm.
+    """Whether this rank counts its shard in the norm.
 
     It is one of the ranks on the mesh that replicate this local tensor: the first.
     """
@@ -133,12 +133,15 @@ def is_counted(param: Any) -> bool:
 
 
 def is_first_on_mesh(param: Any) -> bool:
-    """Whether this rank is the first on every axis of a parameter's mesh."""
+    """Whether this rank is first on every axis of the mesh."""
     return not any(param.device_mesh.get_coordinate())
 
 
 def shard_of(whole: Tensor, param: Any) -> Tensor:
-    """Return this rank's shard of an unsharded tensor: a view where that is contiguous."""
+    """Return this rank's shard of an unsharded tensor.
+
+    It is a view where that is contiguous.
+    """
     coordinates = param.device_mesh.get_coordinate()
     for axis, placement in enumerate(param.placements):
         if placement.is_shard():

@@ -1,7 +1,7 @@
-"""FSDP2's private state: read here, and restored at the end; tested with torch 2.11 to 2.13.
+"""FSDP2's private state, read here and restored at the end.
 
-A window is driven through public methods only, except for two that torch has since 2.13: before that,
-`reduce_unused` and `reset_iter_state` do the same here.
+Tested with torch 2.11 to 2.13. A window is driven through public methods only, except for two that torch has
+since 2.13: before that, `reduce_unused` and `reset_iter_state` do the same here.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ def missing(module: Any) -> list[str]:
 
 
 def groups_of(module: Any) -> list[Any]:
-    """Return the parameter groups that a unit reduces, one for each of its meshes."""
+    """Return the parameter groups that a unit reduces.
+
+    There is one for each mesh.
+    """
     return _groups_of(module._get_fsdp_state())
 
 
@@ -118,7 +121,7 @@ def data_ndim(module: Any) -> int:
 
 
 def has_named_dims(module: Any) -> bool:
-    """Whether a unit was given a larger mesh, and the names of its data-parallel axes."""
+    """Whether a unit's mesh has more axes than the data-parallel ones."""
     return any(getattr(group.mesh_info, "is_spmd_mesh", False) for group in groups_of(module))
 
 
@@ -133,9 +136,10 @@ def has_run(module: Any) -> bool:
 
 
 def reduce_unused(module: Any) -> None:
-    """Let a unit reduce zeros for trained parameters without a gradient on this rank.
+    """Let a unit reduce zeros for parameters without a gradient.
 
-    Other ranks may have one. torch before 2.13 has no setter for it; `SavedSettings.restore` ends it.
+    They require a gradient, and another rank may have one. torch before 2.13 has no setter for it;
+    `SavedSettings.restore` ends it.
     """
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -189,12 +193,15 @@ def reset_iter_state(module: Any) -> None:
 
 
 def state_id(module: Any) -> int:
-    """Return an id that modules share if they were passed to `fully_shard` together."""
+    """Return an id of the FSDP state of a module.
+
+    Modules that were passed to `fully_shard` together share it.
+    """
     return id(module._get_fsdp_state())
 
 
 def reduce_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return the dtype in which a unit sums gradients; None if it trains nothing.
+    """Return the dtype of a unit's sums; None if it trains nothing.
 
     It is the dtype over micro-batches and over ranks.
     """

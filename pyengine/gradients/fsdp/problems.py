@@ -109,7 +109,7 @@ def _sum_problems(unit: Unit, settings: Settings) -> Iterator[str]:
 
 
 def _wire_problems(unit: Unit, dtype: torch.dtype, wire: Wire) -> Iterator[str]:
-    """Yield the reason why sums of one dtype cannot be sent over a wire of another."""
+    """Yield why sums of one dtype cannot use another wire."""
     text = f"reduces in {dtype}, and wire={wire}".replace("torch.", "")
     if dtype != wire.dtype and wire.dtype.itemsize >= dtype.itemsize:
         yield (

@@ -1,7 +1,7 @@
-"""FSDP2's gradients under the engine: its units reduce in the window's last backward only.
+"""FSDP2's gradients under the engine, reduced once a window.
 
-Until then sums are in the unsharded parameters' `.grad`. torch reduces the plain sum over ranks; 1/count is
-multiplied in afterwards, as for other owners.
+Before the window's last backward, sums are in the unsharded parameters' `.grad`. torch reduces the plain sum
+over ranks; 1/count is multiplied in afterwards, as for other owners.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class ShardedReducer(Reducer):
         self.unsharded.is_void = False
 
     def _warn_of_bare_backwards(self) -> None:
-        """Warn once if two backwards have run between windows: no step uses their gradients."""
+        """Warn once of two backwards between windows, without a step."""
         if self.is_clean and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -337,7 +337,10 @@ class FSDPReducer(ShardedReducer):
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:
-        """Reduce in the body's backward, or in a replayed one if the body has none."""
+        """Reduce in the body's backward.
+
+        If the body has none, a replayed backward reduces.
+        """
         if not self._replay.has_batch and not self.unsharded.has_run:
             self._replay.run(self.preserve_grads)  # raises
         for unit in self.units:

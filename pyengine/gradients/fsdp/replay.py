@@ -1,4 +1,7 @@
-"""A forward and backward of an old batch with zero gradients, which makes FSDP2 reduce."""
+"""A replayed forward and backward with zero gradients.
+
+It makes FSDP2 reduce outside of the caller's backward.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from pyengine.ops.device import runs_ahead
 
 
 class Replay:
-    """Keeps the inputs of the model's last forward, and runs that forward once more.
+    """Keeps the inputs of the model's last forward, to replay it.
 
     FSDP2 reduces in a backward and has no public call for it outside of one.
 
@@ -121,7 +124,7 @@ def copy_buffers(model: nn.Module) -> Callable[[], None]:
 
 
 def _forked_rng(device: torch.device) -> AbstractContextManager[None]:
-    """Restore the random generators of the host and of a device after the body."""
+    """Restore the random generators after the body."""
     if not runs_ahead(device):
         return torch.random.fork_rng([])
     return torch.random.fork_rng([device], device_type=device.type)

@@ -164,7 +164,7 @@ class ReduceScatterOverWire:
         )
 
     def _wire_of(self, parts: Tensor) -> Wire:
-        """Return the unit's wire; a new one if other parameters are reduced than before.
+        """Return the unit's wire, a new one for other parameters.
 
         Parameters are compared, not sizes: parameters that are trained in turn may have equal sizes.
         """

@@ -1,4 +1,4 @@
-"""The units of a sharded model, and torch's setters on them that a window uses."""
+"""The units of a sharded model, and torch's setters on them."""
 
 from __future__ import annotations
 

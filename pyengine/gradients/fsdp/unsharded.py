@@ -129,7 +129,9 @@ class Unsharded:
 
     @contextmanager
     def one_grad_dtype(self) -> Iterator[None]:
-        """Give all gradients of a unit one dtype in the body, the window's last backward.
+        """Give all gradients of a unit one dtype in the body.
+
+        The body is the window's last backward.
 
         FSDP requires this.
 
@@ -161,7 +163,7 @@ class Unsharded:
                 param.grad_dtype = dtype
 
     def is_missing(self, index: int) -> bool:
-        """Whether a parameter was never unsharded, or is frozen, so that it is not reduced."""
+        """Whether a parameter was never unsharded, or is frozen."""
         param = self._found.get(index)
         return param is None or not param.requires_grad
 
@@ -197,11 +199,11 @@ class Unsharded:
         The caller owns them.
         """
         self._restore_unconverted()
-        taken = {index: param.grad for index, param in self._found.items() if param.grad is not None}
-        for index in taken:
+        grads = {index: param.grad for index, param in self._found.items() if param.grad is not None}
+        for index in grads:
             self._found[index].grad = None
             self.used[index] = self.used[index] or (self._is_separate and not self.is_void)
-        return taken
+        return grads
 
     def save(self, names: Sequence[str]) -> Saved:
         """Return copies of the sums, without flags; see `Reducer.save`."""
