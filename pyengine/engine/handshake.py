@@ -23,7 +23,7 @@ from pyengine.gradients.settings import PARAM_DTYPES, Exact, Settings
 from pyengine.ops.exact import MAX_TERMS
 from pyengine.window.counter import share
 from pyengine.window.verdict import by_rank
-from pyengine.wire import FP32, Prepares, Wire
+from pyengine.wire import FP32, Wire
 
 
 def agree(
@@ -111,7 +111,7 @@ def prepare_wire(wire: Wire, comms: Iterable[Comm], everybody: Comm) -> None:
     Raises:
         ValueError: some rank cannot prepare; on every rank.
     """
-    if isinstance(wire, Prepares):
+    if wire.needs_prepare:
         problems = [text for comm in comms for text in wire.prepare(comm)]
         raise_problems(everybody.all_gather_object(problems))
 

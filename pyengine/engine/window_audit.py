@@ -21,7 +21,6 @@ from pyengine.step.grad_scaler import GradScaler
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header, LocalWindow
 from pyengine.window.shared_batch import SharedBatch
-from pyengine.wire.base import is_encoded
 
 
 class WindowAudit:
@@ -50,7 +49,7 @@ class WindowAudit:
         subjects, comms, leaves = _inventory(reducer, comm, module)
         # An encoded wire loses a share of a block or rank, not of an element: any reduced gradient may follow
         # from those of the micro-batches, as long as it is the same on every rank.
-        is_lossy = is_encoded(reducer.residuals.wire)
+        is_lossy = reducer.residuals.wire.is_encoded
         tolerance = math.inf if is_lossy else TOLERANCE
         self._auditor = Auditor(subjects, comms, leaves, tolerance=tolerance, every=every)
         self._world_sizes = [comms[subject.summed or 0].world_size for subject in subjects]

@@ -31,7 +31,8 @@ from pyengine.step.stepper import PlainStepper, Stepper
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
-from pyengine.wire.memory import Place, WireMemory
+from pyengine.wire.memory import Place
+from pyengine.wire.wire_memory import WireMemory
 
 # As in DDP: a small first bucket lets the network start early in the backward, also for a small model.
 FIRST_BUCKET_BYTES = 2**20

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from torch import Tensor
 
 from pyengine.wire import Wire
-from pyengine.wire.memory import WireMemory, keeps_residual
+from pyengine.wire.wire_memory import WireMemory
 
 
 class Residuals:
@@ -24,7 +24,7 @@ class Residuals:
 
     def __init__(self, owners: Sequence[tuple[WireMemory, Mapping[str, Hashable]]], wire: Wire) -> None:
         self.owners, self.wire = list(owners), wire
-        self.is_kept = keeps_residual(wire)
+        self.is_kept = wire.keeps_residual
 
     def save(self) -> dict[str, Tensor]:
         """Return copies of the residuals, without parameters that have none.

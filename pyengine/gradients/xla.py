@@ -28,7 +28,6 @@ from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
 from pyengine.window.nonfinite import flagged_in, is_not_finite
-from pyengine.wire.exchange import exchanges_parts
 
 
 def problems_of_device(device: torch.device, comm: Comm, settings: Settings) -> list[str]:
@@ -42,7 +41,7 @@ def problems_of_device(device: torch.device, comm: Comm, settings: Settings) -> 
             "allow: use 'fp32' on an XLA device, whose result is the same on every replica but depends on "
             "the number of replicas"
         )
-    if exchanges_parts(settings.wire) and not comm.can_exchange:
+    if settings.wire.needs_exchange and not comm.can_exchange:
         found.append(
             f"wire={settings.wire}: it exchanges chunks of a bucket between ranks, for which XLA "
             "programs have no collective here; use wire.BF16() or wire.FP32()"

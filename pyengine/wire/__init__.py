@@ -1,13 +1,13 @@
 """Wires: how a bucket crosses the network and is summed there."""
 
 from pyengine.comm.base import Comm, Work
-from pyengine.wire.base import Encodes, Prepares, Scatters, Wire
+from pyengine.wire.base import Wire
 from pyengine.wire.cast import BF16, FP16, FP32
 from pyengine.wire.encoded import FP8, Int8
 from pyengine.wire.error_feedback import ErrorFeedback
 from pyengine.wire.from_hook import FromHook
 from pyengine.wire.hierarchical import Hierarchical
-from pyengine.wire.memory import BucketMemory, KeepsMemory
+from pyengine.wire.memory import BucketMemory
 
 __all__ = [
     "BF16",
@@ -16,14 +16,10 @@ __all__ = [
     "FP32",
     "BucketMemory",
     "Comm",
-    "Encodes",
     "ErrorFeedback",
     "FromHook",
     "Hierarchical",
     "Int8",
-    "KeepsMemory",
-    "Prepares",
-    "Scatters",
     "Wire",
     "Work",
 ]

@@ -2,29 +2,104 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pyengine.comm.base import Comm, Work
+from pyengine.ops.codec import Codec
+from pyengine.wire.memory import BucketMemory
 
 
-class Wire(Protocol):
-    """Sums one flat bucket over ranks.
+@dataclass(frozen=True)
+class Encoding:
+    """How values are encoded.
 
     Attributes:
-        dtype: dtype on the network; the engine passes a flat buffer of this dtype.
-        folds_count: whether values are multiplied by 1/count before the cast to `dtype`. This keeps sums in
-            the range of float16, and residuals in units of means. Otherwise the engine does it after the sum.
+        codec: encodes them.
+        seed: of stochastic rounding; None rounds to nearest.
+    """
+
+    codec: Codec
+    seed: int | None = None
+
+
+class Wire(ABC):
+    """Base class of wires: how one flat bucket is summed over ranks.
+
+    A wire implements `dtype`, `all_reduce_` and `bytes_on_wire`. All other methods and attributes have
+    defaults, for a wire that sends every element as it is and keeps nothing between windows. Make a subclass
+    a frozen dataclass in a module: ranks send each other their wires, and compare how they print.
     """
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Dtype of the flat buffers that the engine passes."""
 
     @property
-    def folds_count(self) -> bool: ...
+    def folds_count(self) -> bool:
+        """Whether values are multiplied by 1/count before the cast to `dtype`.
 
+        This keeps sums in the range of float16, and residuals in units of means. Otherwise the engine
+        multiplies after the sum.
+        """
+        return False
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether the result is only close to the sum, so that a sum of zeros need not be 0.
+
+        Buckets of such a wire contain gradients only. Gradients that have its `dtype` already are encoded,
+        too. A wire around another one answers for that one.
+        """
+        return False
+
+    @property
+    def encoding(self) -> Encoding | None:
+        """How values are encoded, if their rounding error is known on each rank; see `ErrorFeedback`."""
+        return None
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether `for_bucket` keeps the rounding error of a window and adds it to the next one."""
+        return False
+
+    @property
+    def needs_exchange(self) -> bool:
+        """Whether it sends by `Comm.all_to_all` and `Comm.all_gather`, which XLA devices do not have."""
+        return self.is_encoded or self.encoding is not None
+
+    @property
+    def can_reduce_scatter(self) -> bool:
+        """Whether it implements `reduce_scatter`."""
+        return type(self).reduce_scatter is not Wire.reduce_scatter
+
+    @property
+    def needs_prepare(self) -> bool:
+        """Whether it implements `prepare`."""
+        return type(self).prepare is not Wire.prepare
+
+    def prepare(self, comm: Comm) -> list[str]:
+        """Set up the transport before the first bucket is sent, or return what is wrong.
+
+        Every rank of the transport calls this.
+        """
+        del comm
+        return []
+
+    def for_bucket(self, memory: BucketMemory) -> Wire:
+        """Return the wire that sends one bucket in all windows; this one, if it keeps nothing for a bucket.
+
+        Args:
+            memory: what it may keep from one window to the next; belongs to the bucket's owner.
+        """
+        del memory
+        return self
+
+    @abstractmethod
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
         """Launch the sum of a bucket over all ranks, in place; every rank gets the same bits.
 
@@ -38,16 +113,10 @@ class Wire(Protocol):
         Cost: `bytes_on_wire` sent by every rank.
         """
 
-    def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        """Return the number of bytes that one rank sends for a bucket of `numel` elements."""
-
-
-@runtime_checkable
-class Scatters(Wire, Protocol):
-    """A wire that can also reduce-scatter, for sharded gradients."""
-
     def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
-        """Sum over all ranks and keep the part of this rank. The host waits; on an accelerator the stream.
+        """Sum sharded gradients over all ranks, and keep the part of this rank.
+
+        The host waits; on an accelerator the stream.
 
         Args:
             out: `[n]`, of `dtype` or a wider dtype, written: the part of the sum for this rank.
@@ -56,30 +125,8 @@ class Scatters(Wire, Protocol):
 
         Cost: (W - 1) / W times the bytes of `parts` sent by every rank of W.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no reduce_scatter")
 
-
-@runtime_checkable
-class Encodes(Wire, Protocol):
-    """A wire that sends encoded values: its result is close to the sum, and a sum of zeros need not be 0.
-
-    Its buckets may contain gradients only. Gradients that have its `dtype` already are encoded, too.
-
-    Attributes:
-        is_encoded: whether this wire encodes; a wire around another one answers for that one.
-    """
-
-    @property
-    def is_encoded(self) -> bool: ...
-
-
-@runtime_checkable
-class Prepares(Wire, Protocol):
-    """A wire that sets up a transport before the first bucket is sent, for example groups within it."""
-
-    def prepare(self, comm: Comm) -> list[str]:
-        """Set up the transport, or return what is wrong; every rank of the transport calls this."""
-
-
-def is_encoded(wire: Wire) -> bool:
-    """Whether a wire sends encoded values; see `Encodes`."""
-    return isinstance(wire, Encodes) and wire.is_encoded
+    @abstractmethod
+    def bytes_on_wire(self, numel: int, world_size: int) -> int:
+        """Return the number of bytes that one rank sends for a bucket of `numel` elements."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pyengine.comm.base import Comm, Work
-from pyengine.wire.base import Wire, is_encoded
-from pyengine.wire.exchange import Encoding, Rounding, scatter_sum, sum_encoded
+from pyengine.wire.base import Encoding, Wire
+from pyengine.wire.exchange import Rounding, scatter_sum, sum_encoded
 from pyengine.wire.memory import BucketMemory
 
 _LAST = 2**64 - 1
@@ -20,7 +20,7 @@ _W = TypeVar("_W", bound=Wire)
 
 
 @dataclass(frozen=True)
-class OfBucket(Generic[_W]):
+class OfBucket(Wire, Generic[_W]):
     """A wire of one bucket, with the attributes of the user's wire.
 
     Attributes:
@@ -41,7 +41,11 @@ class OfBucket(Generic[_W]):
 
     @property
     def is_encoded(self) -> bool:
-        return is_encoded(self.wire)
+        return self.wire.is_encoded
+
+    @property
+    def needs_exchange(self) -> bool:
+        return self.wire.needs_exchange
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
         return self.wire.bytes_on_wire(numel, world_size)
@@ -52,20 +56,20 @@ class BucketWire(OfBucket[Wire]):
     """One float32 bucket over an encoding wire that keeps state for it.
 
     Attributes:
-        encoding: how values are encoded.
+        encodes_as: how values are encoded.
         keeps_residual: whether the encoding error is kept, and added to the values of the next sum.
     """
 
-    encoding: Encoding
+    encodes_as: Encoding
     keeps_residual: bool = False
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
         rounding = self._next_rounding(comm)
-        return sum_encoded(flat, comm, self.encoding.codec, rounding, memory=self.memory.payloads)
+        return sum_encoded(flat, comm, self.encodes_as.codec, rounding, memory=self.memory.payloads)
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
-        """Reduce-scatter a bucket of the size of the memory; see `Scatters.reduce_scatter`."""
-        scatter_sum(out, parts, comm, self.encoding.codec, self._next_rounding(comm))
+        """Reduce-scatter a bucket of the size of the memory; see `Wire.reduce_scatter`."""
+        scatter_sum(out, parts, comm, self.encodes_as.codec, self._next_rounding(comm))
 
     def _next_rounding(self, comm: Comm) -> Rounding:
         """Return the rounding of the next sum."""
@@ -76,7 +80,7 @@ class BucketWire(OfBucket[Wire]):
 
     def _seed(self, rank: int, stage: int) -> int | None:
         """Return a seed unique to this rank, bucket, window and encoding; None to round to nearest."""
-        seed = self.encoding.seed
+        seed = self.encodes_as.seed
         if seed is None:
             return None
         for word in (self.memory.turn, self.memory.number, rank, stage):

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from pyengine.comm.base import Comm, Work, ring_bytes
 from pyengine.ops.codec import Codec
-from pyengine.wire.base import Wire
+from pyengine.wire.base import Encoding, Wire
 from pyengine.wire.bucket_wire import OfBucket
-from pyengine.wire.exchange import Encoding, Parts, sum_narrow
-from pyengine.wire.memory import BucketMemory
-from pyengine.wire.payload_memory import PayloadMemory
+from pyengine.wire.exchange import Parts, sum_narrow
+from pyengine.wire.memory import BucketMemory, PayloadMemory
 from pyengine.wire.spelled import Spelled
 
 _log = logging.getLogger("pyengine.wire")
@@ -23,10 +22,7 @@ _log = logging.getLogger("pyengine.wire")
 _SUMS = ("wire", "fp32")
 
 
-class _Cast(Spelled):
-    dtype: ClassVar[torch.dtype]
-    folds_count: ClassVar[bool]
-
+class _Cast(Spelled, Wire):
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
         _log.debug("sum a bucket of %d elements in an all-reduce as %s", flat.numel(), self)
         return comm.all_reduce(flat)
@@ -52,7 +48,6 @@ class FP32(_Cast):
     """Send and sum in float32: 8 (W - 1) / W bytes an element. 1/count is applied after the sum."""
 
     dtype: ClassVar[torch.dtype] = torch.float32
-    folds_count: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,7 +59,6 @@ class _Narrow(_Cast):
     (u + W 2^-24) times the sum of absolute values.
     """
 
-    keeps_residual: ClassVar[bool] = False
     _format: ClassVar[str]
 
     sum: str = "wire"
@@ -106,10 +100,6 @@ class _Narrow(_Cast):
 class _NarrowBucket(OfBucket[_Narrow]):
     """One bucket over a dtype of two bytes that is summed in float32."""
 
-    @property
-    def encoding(self) -> Encoding | None:
-        return self.wire.encoding
-
     def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
         self.wire.reduce_scatter(out, parts, comm)
 
@@ -128,7 +118,6 @@ class BF16(_Narrow):
     """
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
-    folds_count: ClassVar[bool] = False
     _format: ClassVar[str] = "bf16"
 
 
@@ -159,9 +148,10 @@ def as_wire(wire: Wire | torch.dtype) -> Wire:
 
 def wire_problems(wire: Any) -> list[str]:
     """Describe what is wrong with a wire; a name, a type or another dtype is used to suggest one."""
-    made = not isinstance(wire, type) and callable(getattr(wire, "all_reduce_", None))
-    if made and isinstance(getattr(wire, "dtype", None), torch.dtype):
+    if isinstance(wire, Wire):
         return []
+    if callable(getattr(wire, "all_reduce_", None)) and not isinstance(wire, type):
+        return [f"wire={wire!r}: {type(wire).__name__} is no subclass of pe.wire.Wire: make it one"]
     name = (wire.__name__ if isinstance(wire, type) else str(wire)).removeprefix("torch.").upper()
     name = name.replace("BFLOAT", "BF").replace("FLOAT", "FP")
     base, *rest = name.split("-")  # as the command line spells them

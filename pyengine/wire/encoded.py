@@ -10,18 +10,17 @@ from torch import Tensor
 
 from pyengine.comm.base import Comm, Work
 from pyengine.ops.codec import Codec
-from pyengine.wire.base import Wire
+from pyengine.wire.base import Encoding, Wire
 from pyengine.wire.bucket_wire import BucketWire, without_memory
-from pyengine.wire.exchange import Encoding, Parts, scatter_sum, sum_encoded
-from pyengine.wire.memory import BucketMemory
-from pyengine.wire.payload_memory import PayloadMemory
+from pyengine.wire.exchange import Parts, scatter_sum, sum_encoded
+from pyengine.wire.memory import BucketMemory, PayloadMemory
 from pyengine.wire.spelled import Spelled
 
 _ROUNDINGS = ("nearest", "stochastic")
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class _Encoded(Spelled):
+class _Encoded(Spelled, Wire):
     """The engine passes buckets in float32; 1/count is applied after the sum.
 
     Ranks exchange encoded parts; each rank sums one in float32, encodes the sum and sends it to all: two
@@ -29,9 +28,7 @@ class _Encoded(Spelled):
     """
 
     dtype: ClassVar[torch.dtype] = torch.float32
-    folds_count: ClassVar[bool] = False
     is_encoded: ClassVar[bool] = True
-    keeps_residual: ClassVar[bool] = False
 
     block: int = 256
     rounding: str = "nearest"

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from pyengine.comm.base import Comm, Work
-from pyengine.wire.base import Wire
+from pyengine.wire.base import Encoding, Wire
 from pyengine.wire.bucket_wire import BucketWire, without_memory
-from pyengine.wire.exchange import Encoding, HasEncoding, Parts
+from pyengine.wire.cast import BF16, FP16
+from pyengine.wire.exchange import Parts
 from pyengine.wire.memory import BucketMemory
 
 
 @dataclass(frozen=True)
-class ErrorFeedback:
+class ErrorFeedback(Wire):
     """Keep the rounding error of another wire, and add it to the values of the next window.
 
     Every rank keeps one float32 residual for each element: the error of its values, and in its own part of a
@@ -48,20 +49,20 @@ class ErrorFeedback:
     wire: Wire
 
     def __post_init__(self) -> None:
-        if isinstance(self.wire, type) or not isinstance(self.wire, HasEncoding):
-            raise TypeError(
-                f"wire={self.wire!r}: need a wire whose rounding error is known on its rank: Int8(), FP8(), "
-                "BF16(sum='fp32') or FP16(sum='fp32')"
-            )
-        if self.wire.encoding is None:
+        if isinstance(self.wire, BF16 | FP16) and self.wire.encoding is None:
             raise ValueError(
                 f"wire={self.wire!r}: its all-reduce rounds on every rank, where the error is not known; "
                 f"use {type(self.wire).__name__}(sum='fp32')"
             )
+        if not isinstance(self.wire, Wire) or self.wire.encoding is None:
+            raise TypeError(
+                f"wire={self.wire!r}: need a wire whose rounding error is known on its rank: Int8(), FP8(), "
+                "BF16(sum='fp32') or FP16(sum='fp32')"
+            )
 
     @property
     def _encoding(self) -> Encoding:
-        assert isinstance(self.wire, HasEncoding) and self.wire.encoding is not None  # or it was refused
+        assert self.wire.encoding is not None  # or it was refused
         return self.wire.encoding
 
     def for_bucket(self, memory: BucketMemory) -> Wire:

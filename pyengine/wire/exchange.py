@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,8 +16,7 @@ from torch import Tensor
 from pyengine.comm.base import Comm, Work
 from pyengine.comm.staged import Staged
 from pyengine.ops.codec import Codec
-from pyengine.wire.base import Prepares, Wire, is_encoded
-from pyengine.wire.payload_memory import PayloadMemory
+from pyengine.wire.memory import PayloadMemory
 
 _log = logging.getLogger("pyengine.wire")
 
@@ -108,37 +106,6 @@ class _Identity(Codec):
 
 
 IDENTITY = _Identity("float32")
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """How values are encoded.
-
-    Attributes:
-        codec: encodes them.
-        seed: of stochastic rounding; None rounds to nearest.
-    """
-
-    codec: Codec
-    seed: int | None = None
-
-
-@runtime_checkable
-class HasEncoding(Wire, Protocol):
-    """A wire that encodes values.
-
-    Attributes:
-        encoding: how it encodes; None if it sums in another way.
-    """
-
-    @property
-    def encoding(self) -> Encoding | None: ...
-
-
-def exchanges_parts(wire: Wire) -> bool:
-    """Whether a wire of pyengine needs a transport with `can_exchange`."""
-    has_encoding = isinstance(wire, HasEncoding) and wire.encoding is not None
-    return has_encoding or is_encoded(wire) or isinstance(wire, Prepares)
 
 
 @dataclass(frozen=True)
@@ -288,10 +255,10 @@ def _narrow(flat: Tensor, comm: Comm, codec: Codec, memory: PayloadMemory) -> It
 def scatter_sum(
     out: Tensor, parts: Tensor, comm: Comm, codec: Codec, rounding: Rounding = TO_NEAREST
 ) -> None:
-    """Reduce-scatter in the encoding of a codec; see `Scatters.reduce_scatter`.
+    """Reduce-scatter in the encoding of a codec; see `Wire.reduce_scatter`.
 
     Args:
-        out, parts, comm: as for `Scatters.reduce_scatter`.
+        out, parts, comm: as for `Wire.reduce_scatter`.
         codec: encodes the values.
         rounding: of the values; the sum is not rounded.
     """

@@ -19,7 +19,7 @@ from pyengine.wire.memory import BucketMemory
 
 
 @dataclass(frozen=True, repr=False)
-class FromHook:
+class FromHook(Wire):
     """Average buckets over ranks by a communication hook of DDP, `(state, bucket) -> Future[Tensor]`.
 
     Any hook of `torch.distributed.algorithms.ddp_comm_hooks` works, for example PowerSGD's, or your own.
@@ -57,7 +57,6 @@ class FromHook:
     dtype: ClassVar[torch.dtype] = torch.float32
     folds_count: ClassVar[bool] = True
     is_encoded: ClassVar[bool] = True
-    keeps_residual: ClassVar[bool] = False
 
     hook: Callable[[Any, Any], Any]
     state: Any = None

@@ -13,25 +13,18 @@ from torch import Tensor
 from pyengine.comm.base import Comm, Hosts, Levels, Work
 from pyengine.comm.staged import Staged, rounds_of
 from pyengine.ops.codec import Codec
-from pyengine.wire.base import Prepares, Wire, is_encoded
+from pyengine.wire.base import Wire
 from pyengine.wire.bucket_wire import OfBucket, without_memory
 from pyengine.wire.cast import BF16, FP16, FP32, as_wire, wire_problems
-from pyengine.wire.exchange import (
-    IDENTITY,
-    Exchange,
-    HasEncoding,
-    Parts,
-    exchanges_parts,
-)
-from pyengine.wire.memory import BucketMemory, BucketPart, KeepsMemory, keeps_residual
-from pyengine.wire.payload_memory import PayloadMemory
+from pyengine.wire.exchange import IDENTITY, Exchange, Parts
+from pyengine.wire.memory import BucketMemory, BucketPart, PayloadMemory
 from pyengine.wire.spelled import Spelled
 
 _log = logging.getLogger("pyengine.wire")
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class Hierarchical(Spelled):
+class Hierarchical(Spelled, Wire):
     """Sum within each host, then only one part for each rank across hosts.
 
     So a slow network between hosts carries a bucket once for each host, not once for each rank.
@@ -78,7 +71,7 @@ class Hierarchical(Spelled):
             object.__setattr__(self, name, wire)
         object.__setattr__(self, "mesh", _rows(self.mesh))
         self._codec()
-        if isinstance(self.inter, Prepares):
+        if self._wires[1].needs_prepare:
             raise TypeError(f"inter={self.inter!r}: need a wire of one level, for example BF16() or Int8()")
 
     @property
@@ -87,11 +80,15 @@ class Hierarchical(Spelled):
 
     @property
     def is_encoded(self) -> bool:
-        return any(map(is_encoded, self._wires))
+        return any(wire.is_encoded for wire in self._wires)
 
     @property
     def keeps_residual(self) -> bool:
-        return keeps_residual(self.between_hosts)
+        return self.between_hosts.keeps_residual
+
+    @property
+    def needs_exchange(self) -> bool:
+        return True
 
     def prepare(self, comm: Comm) -> list[str]:
         try:
@@ -106,7 +103,7 @@ class Hierarchical(Spelled):
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
         inter = self.between_hosts
-        if isinstance(inter, KeepsMemory) and is_encoded(inter):
+        if inter.is_encoded:
             raise without_memory(self)
         return self.start(flat, comm, inter, PayloadMemory())
 
@@ -121,7 +118,7 @@ class Hierarchical(Spelled):
             route, rounds = "exchanges in the host", self._exchanged(flat, levels, inter, memory)
         _log.debug("sum a bucket of %d elements in two levels: %s", flat.numel(), route)
         inside = 0 if levels.inside.world_size == 1 else 2
-        across = 0 if levels.across.world_size == 1 else 2 if exchanges_parts(inter) else 1
+        across = 0 if levels.across.world_size == 1 else 2 if inter.needs_exchange else 1
         return Staged(rounds, inside + across, flat.device)
 
     def part_for(self, memory: BucketMemory, numel: int, comm: Comm) -> BucketPart:
@@ -167,7 +164,7 @@ class Hierarchical(Spelled):
             return None
         if isinstance(intra, BF16 | FP16):
             intra = replace(intra, sum="fp32")
-        if not isinstance(intra, HasEncoding) or intra.encoding is None or intra.encoding.seed is not None:
+        if intra.encoding is None or intra.encoding.seed is not None:
             raise ValueError(
                 f"intra={intra!r}: need FP32(), BF16(), FP16(), or Int8() or FP8() that round to nearest; "
                 "stochastic rounding and ErrorFeedback belong to inter"
@@ -219,8 +216,6 @@ class HierarchicalBucket(OfBucket["Hierarchical"]):
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
         inter = self.wire.between_hosts
-        if not isinstance(inter, KeepsMemory):
-            return self.wire.start(flat, comm, inter, self.memory.payloads)
         if inter.keeps_residual:
             # The whole residual, not only that of this rank's part: when it was kept, the part may have been
             # another one.

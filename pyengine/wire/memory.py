@@ -1,25 +1,17 @@
-"""State that wires keep for a bucket from one window to the next.
+"""What a wire keeps of one bucket from one window to the next.
 
-Residuals are saved by parameter, because bucket layouts change, and states are loaded on other world sizes.
+Residuals are kept by parameter, because bucket layouts change, and states are loaded on other world sizes.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from pyengine.ops.device import runs_ahead
-from pyengine.wire.base import Wire
-from pyengine.wire.payload_memory import PayloadMemory
-
-_log = logging.getLogger("pyengine.wire")
-
-_TURNS = 2**20  # turns of a window: more than a bucket has sums in one
 
 
 @dataclass(frozen=True)
@@ -53,6 +45,38 @@ class Place:
         if self.param.is_contiguous():
             return flat[self.offset : self.offset + self.numel].view(self.param.shape)
         return flat.as_strided(self.param.shape, self.param.stride(), begin)
+
+
+class PayloadMemory:
+    """Buffers of one bucket for the collectives of a sum.
+
+    A sum allocates them, and frees them after its last collective. A sum that fails never frees them, because
+    a collective may still use them; the next sum then gets new memory. On an accelerator nothing is kept: its
+    allocator has no page faults, and caches freed memory by stream.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int], Tensor] = {}
+
+    def allocate(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
+        """Return a buffer, uint8 `[num_bytes]`; the caller owns it until `free`.
+
+        Args:
+            name: purpose of the buffer within a sum.
+            num_bytes: size of the buffer.
+            device: device of the buffer.
+
+        Returns:
+            Zeros; or the buffer of this name and size that was freed last, with its values.
+        """
+        kept = self._kept.pop((name, num_bytes), None)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device) if kept is None else kept
+
+    def free(self, **buffers: Tensor) -> None:
+        """Keep buffers for the next sum: by name, uint8, used by no collective under way."""
+        for name, buffer in buffers.items():
+            if not runs_ahead(buffer.device):
+                self._kept[name, buffer.numel()] = buffer
 
 
 class BucketMemory:
@@ -148,104 +172,3 @@ class BucketPart(BucketMemory):
     @property
     def residual(self) -> Tensor:
         return self._whole.residual[self._bounds]
-
-
-@runtime_checkable
-class KeepsMemory(Wire, Protocol):
-    """A wire that keeps state for a bucket from one window to the next, in memory of the bucket's owner.
-
-    Attributes:
-        keeps_residual: whether the state includes a residual; otherwise it is the turn, or buffers.
-    """
-
-    @property
-    def keeps_residual(self) -> bool: ...
-
-    def for_bucket(self, memory: BucketMemory) -> Wire:
-        """Return the wire that sends this one bucket, in all windows."""
-
-
-def keeps_residual(wire: Wire) -> bool:
-    """Whether a wire keeps its rounding error."""
-    return isinstance(wire, KeepsMemory) and wire.keeps_residual
-
-
-class WireMemory:
-    """State of the wires of one owner of buckets."""
-
-    def __init__(self) -> None:
-        self._memory_of: dict[Hashable, BucketMemory] = {}
-        self._loaded: dict[Hashable, Tensor] = {}  # of parameters that are in no bucket yet
-        self._num_made = self._turn = 0
-
-    def wire_for(
-        self,
-        wire: Wire,
-        places: Sequence[Place],
-        numel: int,
-        device: torch.device,
-        *,
-        is_last: bool = False,
-    ) -> Wire:
-        """Return the wire of a new bucket; the residuals of its parameters move there.
-
-        Args:
-            wire: as passed by the user.
-            places: of the bucket's parameters.
-            numel, device: of the bucket.
-            is_last: whether it is the last bucket of a window.
-        """
-        if not isinstance(wire, KeepsMemory):
-            return wire
-        memory = BucketMemory(self._num_made, numel, device, places, is_last=is_last)
-        memory.turn = self._turn
-        if wire.keeps_residual:
-            memory.load(self.parts())
-        for place in places:
-            self._memory_of[place.key] = memory
-            self._loaded.pop(place.key, None)
-        self._num_made += 1
-        return wire.for_bucket(memory)
-
-    def begin(self, window: int) -> None:
-        """Begin a window, which has turns of its own."""
-        self._turn = window * _TURNS
-        for memory in self._memories():
-            memory.turn = self._turn
-
-    def parts(self) -> dict[Hashable, Tensor]:
-        """Return the residuals by parameter, float32 `[numel]`: views of the wires' memory, or copies."""
-        found = {key: memory.part(key) for key, memory in self._memory_of.items()}
-        return self._loaded | {key: part for key, part in found.items() if part is not None}
-
-    def load(self, parts: Mapping[Hashable, Tensor]) -> None:
-        """Overwrite all residuals, with zeros where `parts` has none; `parts` is copied, or kept."""
-        _log.debug("load the residuals of %d parameters", len(parts))
-        self._loaded = {key: part for key, part in parts.items() if key not in self._memory_of}
-        for memory in self._memories():
-            memory.clear()
-            memory.load(parts)
-
-    def drop(self, is_bad: Tensor) -> None:
-        """Set all residuals to zero if `is_bad`, 0-dim, is not 0; see `BucketMemory.drop`."""
-        for memory in self._memories():
-            memory.drop(is_bad)
-        if self._loaded and (runs_ahead(is_bad.device) or bool(is_bad != 0)):
-            # Not in place: the loaded tensors belong to the state.
-            self._loaded = {
-                key: torch.where(is_bad != 0, 0, part.to(is_bad.device)) for key, part in self._loaded.items()
-            }
-
-    def drop_of(self, key: Hashable, is_bad: Tensor) -> None:
-        """Do as `drop`, for the bucket of one parameter."""
-        self._memory_of[key].drop(is_bad)
-
-    def scale_(self, factor: Tensor) -> None:
-        """Multiply all residuals by `factor`, 0-dim."""
-        for memory in self._memories():
-            memory.scale_(factor)
-        if self._loaded and (runs_ahead(factor.device) or float(factor) != 1):
-            self._loaded = {key: part.to(factor.device) * factor for key, part in self._loaded.items()}
-
-    def _memories(self) -> list[BucketMemory]:
-        return list(dict.fromkeys(self._memory_of.values()))

@@ -35,9 +35,7 @@ def _terms(numel: int, world: int) -> list[Tensor]:
 
 def _bound(wire: pe.wire.Wire, numel: int) -> pe.wire.Wire:
     """Return the wire of a bucket."""
-    if isinstance(wire, pe.wire.KeepsMemory):
-        return wire.for_bucket(BucketMemory(0, numel, torch.device("cpu"), []))
-    return wire
+    return wire.for_bucket(BucketMemory(0, numel, torch.device("cpu"), []))
 
 
 def _sums() -> list[tuple[str, int, Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pyengine.wire.payload_memory import PayloadMemory
+from pyengine.wire.memory import PayloadMemory
 
 CPU = torch.device("cpu")
 

@@ -27,9 +27,9 @@ from pyengine.ops.plan import BucketPlan
 from pyengine.ops.pointers import DTYPE_CODES
 from pyengine.ops.trace import span
 from pyengine.wire import FP32, Wire
-from pyengine.wire.base import is_encoded
 from pyengine.wire.cast import as_wire, wire_problems
-from pyengine.wire.memory import Place, WireMemory, keeps_residual
+from pyengine.wire.memory import Place
+from pyengine.wire.wire_memory import WireMemory
 
 # Called when a bucket has been reduced: writes the result to the bucket's buffer, `[numel]`, and returns it.
 WriteBack = Callable[[], Tensor]
@@ -292,7 +292,7 @@ def _mean(state: HookState, bucket: Any) -> Future[torch.Tensor]:
 
     def start(comm: Comm) -> Launched:
         work, write_back = launch(state, bucket, comm, passes)
-        if keeps_residual(state.wire):
+        if state.wire.keeps_residual:
             return work, _if_finite(write_back, state.memory, bucket.parameters()[0])
         return work, write_back
 
@@ -411,7 +411,7 @@ def _launch_wide(state: HookState, bucket: Any, comm: Comm, passes: Passes) -> L
     flat: Tensor = bucket.buffer()
     one = torch.ones((), dtype=flat.dtype, device=flat.device)
     into, out_of = passes.before(one), passes.after(one)
-    if into is None and not is_encoded(state.wire):
+    if into is None and not state.wire.is_encoded:
         return comm.all_reduce(flat), lambda: flat if out_of is None else flat.mul_(out_of)
     buffer = state.wire_buffer(bucket)
     sent = buffer.flat(comm).copy_(flat if into is None else flat * into)

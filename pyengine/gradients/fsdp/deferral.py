@@ -14,7 +14,6 @@ from pyengine.gradients.fsdp.places import whole_shape
 from pyengine.gradients.fsdp.private import compute_dtype, reduce_dtype
 from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.settings import Settings
-from pyengine.wire.memory import keeps_residual
 
 # What a mode launches in each micro-batch; see [Note: order of collectives in a window] in engine/window.py.
 MODES = ("all", "outer", "none")
@@ -121,7 +120,7 @@ def _choice_problems(unit: Unit, choice: Choice, settings: Settings) -> Iterator
             "gradients in their type, and accumulator='fp32' asks for float32; keep float32 parameters, "
             "with MixedPrecisionPolicy(param_dtype=...)"
         )
-    if choice.mode != "all" and keeps_residual(settings.wire) and unit.narrows(settings.wire):
+    if choice.mode != "all" and settings.wire.keeps_residual and unit.narrows(settings.wire):
         yield (
             f"wire={settings.wire} for unit {unit.name!r}, which sends gradients before the window's count "
             f"is known (defer={choice.mode!r}), while residuals are of mean gradients: use defer='all', or "

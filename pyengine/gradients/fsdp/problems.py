@@ -22,8 +22,7 @@ from pyengine.gradients.fsdp.private import (
 from pyengine.gradients.fsdp.units import Unit, units_of
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import local
-from pyengine.wire import Scatters, Wire
-from pyengine.wire.base import Prepares, is_encoded
+from pyengine.wire import Wire
 
 
 def check_version(model: nn.Module) -> None:
@@ -104,7 +103,7 @@ def _sum_problems(unit: Unit, settings: Settings) -> Iterator[str]:
             "reduces in float16, in which sums overflow before they are multiplied by 1/count: give its "
             "MixedPrecisionPolicy reduce_dtype=torch.float32"
         )
-    elif dtype != settings.wire.dtype or is_encoded(settings.wire) or isinstance(settings.wire, Prepares):
+    elif dtype != settings.wire.dtype or settings.wire.is_encoded or not settings.wire.can_reduce_scatter:
         yield from _wire_problems(unit, dtype, settings.wire)
 
 
@@ -116,7 +115,7 @@ def _wire_problems(unit: Unit, dtype: torch.dtype, wire: Wire) -> Iterator[str]:
             f"{text}: need a wire of the dtype of its MixedPrecisionPolicy's reduce_dtype, or a narrower "
             f"one; pass the wire of that dtype, or reduce_dtype={wire.dtype}"
         )
-    elif not isinstance(wire, Scatters):
+    elif not wire.can_reduce_scatter:
         yield f"{text}, which has no reduce_scatter: pass the wire of {dtype}"
     elif unit.replicas > 1 and unit.shards == 1:
         yield (

@@ -13,9 +13,8 @@ from pyengine.comm import TorchDist
 from pyengine.comm.base import Comm, ring_bytes
 from pyengine.gradients.fsdp.places import ScatteredPlace
 from pyengine.ops.device import runs_ahead
-from pyengine.wire import Scatters, Wire
-from pyengine.wire.base import is_encoded
-from pyengine.wire.memory import KeepsMemory, WireMemory
+from pyengine.wire import Wire
+from pyengine.wire.wire_memory import WireMemory
 
 
 def _run(comm: Comm, launch: Callable[[bool], Any], what: str, *, group: Any, is_async: bool) -> Any:
@@ -60,7 +59,6 @@ class ShardWire:
 
     Attributes:
         wire, comm: as given.
-        keeps_memory: whether each unit needs a wire of its own; else all units share `wire`.
         memory: residuals of the units.
         before: returns the factor multiplied in on the way to the wire, float32 0-dim; None for 1. Set for
             each window.
@@ -69,7 +67,6 @@ class ShardWire:
     def __init__(self, wire: Wire, comm: Comm) -> None:
         self.wire, self.comm = wire, comm
         self.before: Callable[[], Tensor | None] = _nothing
-        self.keeps_memory = isinstance(wire, KeepsMemory)
         self.memory = WireMemory()
         self._over: dict[Any, TorchDist] = {}
 
@@ -83,10 +80,10 @@ class ShardWire:
             group: of ranks.
             parts: the input.
         """
-        if parts.dtype != self.wire.dtype or is_encoded(self.wire):
+        if parts.dtype != self.wire.dtype or self.wire.is_encoded:
             return True
         is_slow = not runs_ahead(parts.device) and _backend(group, parts.device) == "gloo"
-        return is_slow and type(inner).__name__ == "DefaultReduceScatter" and isinstance(self.wire, Scatters)
+        return is_slow and type(inner).__name__ == "DefaultReduceScatter" and self.wire.can_reduce_scatter
 
     def wire_of(self, places: Sequence[ScatteredPlace], parts: Tensor) -> Wire:
         """Return the wire of one unit, with memory for its parameters' residuals."""
@@ -94,17 +91,16 @@ class ShardWire:
         return self.memory.wire_for(self.wire, places, parts.numel(), parts.device)
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, group: Any, wire: Wire) -> None:
-        """Sum over a group; see `Scatters.reduce_scatter`.
+        """Sum over a group; see `Wire.reduce_scatter`.
 
         Values are cast where the wire is narrower.
 
         Args:
-            out, parts: as for `Scatters.reduce_scatter`. `parts` is overwritten where a factor is multiplied
+            out, parts: as for `Wire.reduce_scatter`. `parts` is overwritten where a factor is multiplied
                 in without a cast.
             group: of ranks.
             wire: of the unit.
         """
-        assert isinstance(wire, Scatters)  # problems_of_fsdp refuses others
         if group not in self._over:
             self._over[group] = TorchDist(group, parts.device)
             self._over[group].join(self.comm)
@@ -168,7 +164,7 @@ class ReduceScatterOverWire:
 
         Parameters are compared, not sizes: parameters that are trained in turn may have equal sizes.
         """
-        if not self._wire.keeps_memory:
+        if self._own_wire is not None and self._own_wire[0] is self._wire.wire:  # it keeps nothing
             return self._wire.wire
         params = self._reduced()
         ids = [id(param) for param in params]

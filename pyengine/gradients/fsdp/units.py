@@ -28,7 +28,6 @@ from pyengine.gradients.fsdp.traffic import (
     counted_all_reduce,
 )
 from pyengine.wire import Wire
-from pyengine.wire.base import is_encoded
 
 
 class Unit:
@@ -67,7 +66,7 @@ class Unit:
     def narrows(self, wire: Wire) -> bool:
         """Whether the wire encodes or casts the unit's gradients for the reduce-scatter."""
         dtype = reduce_dtype(self.module)
-        is_other = dtype is not None and (dtype != wire.dtype or is_encoded(wire))
+        is_other = dtype is not None and (dtype != wire.dtype or wire.is_encoded)
         return is_other and self.is_sharded and self.shards > 1
 
     def open(self, mode: str, *, keeps: bool) -> None:
