@@ -51,11 +51,6 @@ def by_dtype(tensors: Iterable[T]) -> list[list[T]]:
     return [*found.values()]
 
 
-def flat_zeros(comm: Comm, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros, `[numel]`, in the memory that the transport reduces fastest; see `Comm.allocate`."""
-    return comm.allocate(numel, dtype, device)
-
-
 class Work(Protocol):
     """A collective under way."""
 

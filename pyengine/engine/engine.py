@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ from pyengine.ops.device import flush, is_lazy
 from pyengine.window.counter import State
 from pyengine.window.shared_batch import SharedBatch
 from pyengine.window.verdict import check_agreement
+
+_log = logging.getLogger("pyengine.engine")
 
 
 class Engine:
@@ -79,6 +82,7 @@ class Engine:
             reducer.local_params(),
         )
         self._ownership = Ownership(reducer.params, self)
+        _log.debug("make a %s of %s", type(reducer).__name__, window.name)
         # The version of a parameter at the last backward past this engine.
         self._bare_version: int | None = None
         # The index of the window that was opened last.
@@ -172,6 +176,7 @@ class Engine:
             due: places that this rank has still to compute in the snapshot's open window; None if no window
                 is open.
         """
+        _log.debug("window %d: resume, %d micro-batches done", part.window, len(part.places))
         self.counter.go_to(part.window)
         self.window.reset(part if due is not None else None)
         self.kept_grads.load(part.carry, is_open=due is not None)

@@ -14,7 +14,6 @@ from torch import Tensor
 from pyengine.checkpoint.snapshot import Identity, Snapshot, is_whole
 from pyengine.data.rng import rng_problem
 from pyengine.engine.engine import Engine
-from pyengine.gradients.own import BucketReducer
 from pyengine.gradients.slots import local
 from pyengine.ops.exact_reference import BLOCK
 
@@ -170,7 +169,7 @@ class Form:
     def _order(self, s: Snapshot) -> Iterator[str]:
         reducer = self.engine.reducer
         trained = (index for index, name in enumerate(reducer.names) if name in self.sums)
-        if isinstance(reducer, BucketReducer) and not set(s.order).issubset(trained):
+        if not set(s.order).issubset(trained):
             yield f"order={s.order}, need indices of parameters that are trained"
 
     def _scaler(self, s: Snapshot) -> Iterator[str]:

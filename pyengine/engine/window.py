@@ -38,6 +38,7 @@ waiting for a device: another engine's buckets would have other sizes.
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -82,6 +83,8 @@ from pyengine.window.runs import Runs
 from pyengine.window.shared_batch import SharedBatch
 from pyengine.window.verdict import Evidence, Verdict
 from pyengine.window.verdict_queue import VerdictQueue
+
+_log = logging.getLogger("pyengine.engine")
 
 
 class Window:
@@ -453,6 +456,7 @@ class Window:
             yield header
         except BaseException as error:
             # Other ranks wait for the buckets that are still missing.
+            _log.debug("window %d: give up after %r", self.counter.index, error)
             self.gave_up = repr(error)
             self.reducer.give_up()
             self.batch_norms.start_exchange(self.comm, header)
@@ -787,6 +791,7 @@ class Window:
             if self.verdict is not None and not self.verdict.was_refused:
                 self._update_scale()  # the others update theirs when they step
             flush(self.device)
+        _log.debug("window %d: abandon, %s", self.counter.index, self.counter.state.value)
         self.batch_norms.close()
         header = self.header if self.verdict is None else self.verdict
         was_refused = header is not None and header.was_refused  # no window of all ranks

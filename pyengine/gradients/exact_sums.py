@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyengine.comm.base import Comm, Work, flat_zeros
+from pyengine.comm.base import Comm, Work
 from pyengine.comm.levels import spans_hosts
 from pyengine.comm.staged import Staged
 from pyengine.gradients.sums import Sum
@@ -62,12 +62,12 @@ class ExactOverRanks(ExactSum, Sum):
     ) -> None:
         whole = comm.world_size * BLOCK
         numel = -(-numel // whole) * whole
-        limbs = flat_zeros(comm, 2 * numel, dtype=torch.int32, device=device)
+        limbs = comm.allocate(2 * numel, torch.int32, device)
         super().__init__(plan, numel=numel, terms=terms.total, device=device, limbs=limbs)
         self._comm = comm
         self._exchanges = can_exchange(comm) and spans_hosts(comm)
         self.rounded: Tensor = self.hi.view(torch.float32)
-        self._merged_bins = flat_zeros(comm, self.bins.numel(), dtype=torch.uint8, device=device)
+        self._merged_bins = comm.allocate(self.bins.numel(), torch.uint8, device)
 
     def rounds(self, *, poison: bool = False) -> Staged:
         """Return the collectives that merge and round the sums.
@@ -156,7 +156,7 @@ class TermsOverRanks(ExactOverRanks):
         self._exchanges = False  # integers are rare here: one all-reduce, no further buffers
         self._full_plan, self._terms, self._form = plan, terms.total, _Form()
         self._one = torch.ones((), dtype=torch.float32, device=device)
-        self._has_integers = flat_zeros(comm, 1, dtype=torch.uint8, device=device)
+        self._has_integers = comm.allocate(1, torch.uint8, device)
         # This rank's term is in the memory of one limb, the terms received from other ranks in the other
         # limb.
         self._received = self.lo.view(torch.float32)

@@ -26,8 +26,3 @@ class Groups:
     comms: Sequence[Comm]
     counted: Sequence[bool] | None = None
     are_alike: bool = True
-
-    @classmethod
-    def of_one(cls, comm: Comm) -> Groups:
-        """Return the groups of an engine with a single group."""
-        return cls(comm, [comm])

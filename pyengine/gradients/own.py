@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -33,6 +34,8 @@ from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
 from pyengine.wire.memory import Place
 from pyengine.wire.wire_memory import WireMemory
+
+_log = logging.getLogger("pyengine.gradients")
 
 # As in DDP: a small first bucket lets the network start early in the backward, also for a small model.
 FIRST_BUCKET_BYTES = 2**20
@@ -174,6 +177,7 @@ class Transfers:
         # backward.
         comm = self._comm(transfer)
         tensors = transfer.bucket.sent_tensors() if comm.is_stream_ordered else []
+        _log.debug("launch bucket %d of %d%s", self._next, len(self.all), ", with nan" if poison else "")
         with span("launch bucket", self._next), comm.side_stream([]):
             inv_count = self._divisor.before_wire()
             transfer.work = transfer.bucket.send(inv_count, comm, poison=poison)
@@ -273,6 +277,7 @@ class BucketReducer(Reducer):
             cap_bytes=self._settings.cap_bytes,
             first_bytes=FIRST_BUCKET_BYTES,
         )
+        _log.debug("lay out %d parameters in %d buckets", len(order), len(self.layout.buckets))
         self._reserve()
         kind, watch, separate_sum = self._settings.kind, self._settings.raises, self._settings.drops
         made = []

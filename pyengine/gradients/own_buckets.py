@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyengine.comm.base import Comm, Work, flat_zeros
+from pyengine.comm.base import Comm, Work
 from pyengine.gradients.arrival import Watch
 from pyengine.gradients.bucket import Bucket, Mark, Observer, SlotGroup, grad_marks
 from pyengine.gradients.exact_sums import Terms, exact_over_ranks
@@ -495,7 +495,7 @@ def _flat(spec: BucketSpec, dtype: torch.dtype, device: torch.device, comm: Comm
     """Return a flat buffer of zeros, in `comm`'s memory if given."""
     if comm is None:
         return torch.zeros(spec.numel, dtype=dtype, device=device)
-    return flat_zeros(comm, spec.numel, dtype=dtype, device=device)
+    return comm.allocate(spec.numel, dtype, device)
 
 
 # The properties of a parameter that must not change.

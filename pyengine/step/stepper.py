@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch.optim import Optimizer
 from pyengine.ops.device import runs_ahead
 from pyengine.step.undo import Undo, allocate, is_torchs, runs_user_code
 from pyengine.window.final_pass import FinalPass
+
+_log = logging.getLogger("pyengine.step")
 
 
 class Stepper(Protocol):
@@ -41,6 +44,7 @@ class PlainStepper:
 
     def step(self, optimizer: Optimizer, final: FinalPass) -> None:
         if skips_on_device(optimizer):
+            _log.debug("step %s, which skips by itself", type(optimizer).__name__)
             fused: Any = optimizer
             fused.found_inf = final.found_inf
             try:
@@ -48,6 +52,7 @@ class PlainStepper:
             finally:
                 del fused.found_inf
         elif not self._steps_and_undoes(optimizer, final.found_inf) and not bool(final.found_inf):
+            _log.debug("step %s after the host has read the decision", type(optimizer).__name__)
             optimizer.step()
 
     def _steps_and_undoes(self, optimizer: Optimizer, found_inf: Tensor) -> bool:
@@ -58,6 +63,7 @@ class PlainStepper:
         copies = None if targets is None else allocate(targets)
         if targets is None or copies is None:
             return False
+        _log.debug("step %s, undone on the device where the step is skipped", type(optimizer).__name__)
         with self._undo.around(targets, copies, found_inf):
             optimizer.step()
         return True

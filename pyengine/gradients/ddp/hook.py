@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from pyengine.comm import TorchDist
-from pyengine.comm.base import Comm, Work, flat_zeros
+from pyengine.comm.base import Comm, Work
 from pyengine.comm.shared_memory import problems_of_sharing, share_memory, wrong_choice
 from pyengine.comm.staged import Staged
 from pyengine.gradients.ddp.bucket_norms import NormsOfBucket
@@ -99,7 +99,7 @@ class WireBuffer:
         The first `comm` that asks allocates it.
         """
         if self._flat is None:
-            self._flat = flat_zeros(comm, self.numel, dtype=self.wire.dtype, device=self.one.device)
+            self._flat = comm.allocate(self.numel, self.wire.dtype, self.one.device)
         return self._flat
 
 

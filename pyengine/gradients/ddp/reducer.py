@@ -8,6 +8,7 @@ and it does not matter where forwards ran.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -54,6 +55,8 @@ from pyengine.step.stepper import PlainStepper, Stepper
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
+
+_log = logging.getLogger("pyengine.gradients")
 
 
 class Reduction:
@@ -132,6 +135,7 @@ class Reduction:
         return exchange(self._owner.state, bucket, partial(self._start, bucket), failures=self.failures)
 
     def _start(self, bucket: Any, comm: Comm) -> Launched:
+        _log.debug("launch DDP's bucket %d%s", bucket.index(), ", with nan" if self.poison else "")
         total = None if self._owner.ddp_buckets is None else self._owner.ddp_buckets.of(bucket)
         norms = self._owner.norms.of(bucket)
         if isinstance(total, ExactDDPBucket):
@@ -316,7 +320,12 @@ class DDPReducer(Reducer):
             before = GradVersions(self.params)
             reduction.may_delay = True
             self._driver.prepare_for_backward(roots)
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                if reduction.failures:  # DDP raises the text of it, in an error of its own
+                    raise reduction.failures[0] from error
+                raise
             if not reduction.is_complete:
                 arrived = set(before.changed())
                 self._driver.mark_unreached(

@@ -6,6 +6,7 @@ over ranks; 1/count is multiplied in afterwards, as for other owners.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
 from pyengine.window.verdict import check_agreement
 from pyengine.wire import FP32, Wire
+
+_log = logging.getLogger("pyengine.gradients")
 
 _EXCEPTION_IN_BACKWARD = (
     "an exception has ended the window's last backward on this rank; FSDP cannot resume it, and other ranks "
@@ -334,6 +337,7 @@ class FSDPReducer(ShardedReducer):
         self._divisor = Divisor(header.inv_count, self._divisor_wire, header.inv_scale)
         self.wire.before = self._divisor.before_wire
         self.wire.memory.begin(header.position[0])
+        _log.debug("reduce %d units in the next backward", len(self.units))
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:
