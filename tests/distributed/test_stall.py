@@ -138,10 +138,8 @@ def test_a_dead_rank_is_the_same_error_on_every_other_rank(ranks, world, phase):
     ends = ranks(world).ends(40, _dies, phase)
     assert ends[1].exit_code == -signal.SIGKILL
     assert not any(end.error or end.is_silent for end in ends)
-    # torch adds its own words around an error that a callback of a future raised. Whether one did, or the
-    # launch of the next bucket, differs from rank to rank.
-    died = rf"a collective failed: rank 1 of {world} has died \(rank 1: process \d+ on .* from a checkpoint"
-    found = [re.search(died, end.value) for rank, end in enumerate(ends) if rank != 1]
+    died = rf"^a collective failed: rank 1 of {world} has died \(rank 1: process \d+ on .* from a checkpoint"
+    found = [re.match(died, end.value) for rank, end in enumerate(ends) if rank != 1]
     assert all(found) and len({match[0] for match in found if match}) == 1
 
 
