@@ -21,7 +21,7 @@ from cuda_cases import (
     unpack,
     unscale_norm,
 )
-from emulated_cuda import FORWARD, ORDERS
+from emulated_cuda import FORWARD, REVERSED, SHUFFLED
 from op_cases import (
     DTYPES,
     INF,
@@ -78,13 +78,6 @@ def test_a_condition_on_the_device_equals_the_cpu(device, dtype, only_if, layout
     assert_same(pack_and_unpack_if(device, *arguments), pack_and_unpack_if(Host(), *arguments))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", [pack, unpack])
-def test_a_scale_of_one_copies(device, op, dtype, one):
-    arguments = PLANS["odd offsets"], dtype, dtype, (0, 0), one
-    assert_same(op(device, *arguments), op(Host(), *arguments))
-
-
 @on_plans
 @shifted
 @pytest.mark.parametrize("first", FIRST)
@@ -114,9 +107,8 @@ def test_unscale_norm_equals_the_cpu(device, dtype, out, shifts, scale):
 
 # Two rounds of the 256 block lanes and a part of the third; only every 128th block is not zero, so that the
 # order of a few blocks decides the last bit.
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_long_sum_is_taken_in_the_order_of_the_cpu(device, dtype, seed, scale):
+@pytest.mark.parametrize("seed", range(2))
+def test_a_long_sum_is_taken_in_the_order_of_the_cpu(device, seed, scale):
     numel = 640 * 8192 + 77
     layout = BucketPlan([0, 1], [1, numel])
     x = torch.exp2(6 * torch.rand(numel, generator=torch.Generator().manual_seed(seed)))
@@ -128,7 +120,7 @@ def test_a_long_sum_is_taken_in_the_order_of_the_cpu(device, dtype, seed, scale)
             where.place(sums(layout)),
             where.place(flags(layout)),
         )
-        tensors = place_all(where, [None, x.to(dtype)])
+        tensors = place_all(where, [None, x])
         plan.unscale_norm(tensors, None, where.place(scale), sumsq=sumsq, nonfinite=seen)
         results.append((sumsq, seen))
     assert_same(*results)
@@ -169,7 +161,7 @@ def test_a_list_that_parameters_cannot_hold_is_refused(kernels, one):
         plan.pack_(torch.zeros(4001), torch.ones(4001).split(1), one)
 
 
-@pytest.mark.parametrize("numels", [[], [0], [0, 0, 0], [1], [0, 1, 0]], ids=str)
+@pytest.mark.parametrize("numels", [[], [0, 0], [0, 1, 0]], ids=str)
 def test_plans_of_next_to_nothing(device, numels):
     layout = make_plan(numels)
     ops = EveryOp(device, layout)
@@ -198,7 +190,7 @@ def test_a_slot_without_a_tensor_sums_to_zero_after_one_with(device, one):
     assert got == [[40_001, 5], [0, 5], [0, 0], [40_001, 5]]
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", [REVERSED, SHUFFLED])
 @pytest.mark.parametrize(
     "layout", [PLANS["odd offsets"], make_plan([600_001, 3])], ids=["sizes", "one large"]
 )
@@ -216,7 +208,7 @@ def test_the_order_of_blocks_and_threads_does_not_matter(kernels, layout, order)
 
 
 @pytest.mark.parametrize("dst", DTYPES)
-@pytest.mark.parametrize("position", [0, 777, 1553])
+@pytest.mark.parametrize("position", [0, 1553])
 def test_special_values_survive_at_any_position(device, dst, position, one):
     rows = torch.ones(len(SPECIAL), 1554)
     rows[:, position] = torch.tensor(SPECIAL)
@@ -235,18 +227,6 @@ def test_random_float_bits_are_cast_as_torch_casts_them(device, dtype, one):
     assert_same_bits(flat.cpu(), x.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_sum_is_within_rounding_of_the_exact_one(device, dtype, scale):
-    x, sumsq = random_values(200_003, dtype, seed=4), device.place(torch.zeros(1, dtype=torch.float64))
-    seen = device.place(torch.zeros(1, dtype=torch.uint8))
-    device.plan([0], [200_003]).unscale_norm(
-        [device.place(x)], None, device.place(scale), sumsq=sumsq, nonfinite=seen
-    )
-    want = (x.float() * scale).double().square().sum()
-    # 16 + 32 + 4 + 1 + 8 additions lie on the way of a term; torch's own sum may err by as much.
-    assert (sumsq.cpu()[0] - want).abs() <= 2 * 61 * 2**-53 * want
-
-
 def test_product_and_sum_are_rounded_one_by_one(device):
     # s·g = 1 + 2^-11 + 2^-24 rounds to 1 + 2^-11; a fused multiply-add would keep the 2^-24 that -1 - 2^-11
     # lays bare.
@@ -256,8 +236,8 @@ def test_product_and_sum_are_rounded_one_by_one(device):
     assert torch.equal(acc.cpu(), torch.zeros(40))
 
 
-@pytest.mark.parametrize("bad", [INF, -INF, NAN])
-@pytest.mark.parametrize("position", [0, 1, 7, 255, 8191, 8192, 16383, 16384, 20000, 32768, 32770])
+@pytest.mark.parametrize("bad", [-INF, NAN])
+@pytest.mark.parametrize("position", [0, 7, 255, 8191, 16384, 32770])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_slot_of_a_non_finite_value_is_flagged_and_no_other(device, dtype, position, bad, one):
     layout = make_plan([5, 32771, 0, 7])
@@ -275,7 +255,7 @@ def test_the_slot_of_a_non_finite_value_is_flagged_and_no_other(device, dtype, p
 
 
 @pytest.mark.parametrize(("wire", "value", "wire_scale", "flagged"), OVERFLOWS)
-@pytest.mark.parametrize("position", [0, 500, 999])
+@pytest.mark.parametrize("position", [0, 999])
 def test_a_sum_that_overflows_in_the_cast_is_flagged(device, wire, value, wire_scale, flagged, position, one):
     acc, seen = torch.ones(1000), device.place(torch.zeros(1, dtype=torch.uint8))
     acc[position] = value
@@ -305,10 +285,9 @@ def test_a_non_finite_scale_gives_the_cpu_s_sum_also_in_the_tail(device, value):
     assert_same(unscale_norm(device, *arguments), unscale_norm(Host(), *arguments))
 
 
-@pytest.mark.parametrize("value", [1.0, INF, NAN])
-def test_a_missing_tensor_packs_as_zeros_whatever_the_scale(device, value):
+def test_a_missing_tensor_packs_as_zeros_whatever_the_scale(device):
     flat = device.place(torch.full((40,), 7.0))
-    device.plan([0], [40]).pack_(flat, [None], device.place(torch.tensor(value)))
+    device.plan([0], [40]).pack_(flat, [None], device.place(torch.tensor(INF)))
     assert_same_bits(flat.cpu(), torch.zeros(40))
 
 
@@ -320,9 +299,7 @@ def walls(kernels, request):
     return Walled(kernels, request.param)
 
 
-@pytest.mark.parametrize(
-    "numel", [1, 2, 7, 8, 9, 15, 17, 255, 256, 257, 258, 260, 8191, 8193, 16383, 16385, 40_001]
-)
+@pytest.mark.parametrize("numel", [1, 7, 8, 9, 255, 258, 260, 8193, 16385])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_beyond_a_tensor_is_touched(walls, numel, dtype, monkeypatch, scale):
     monkeypatch.setattr(

@@ -58,11 +58,11 @@ def test_shared_memory_is_poisoned_before_every_block(toys):
         ("unloaded", "a kernel is launched that was not loaded before"),
     ],
 )
-def test_a_fault_is_named_and_the_next_kernel_runs(toys, name, words):
-    status, message, _ = run(toys, name)
+def test_a_fault_is_named_and_the_next_kernel_runs(library, name, words):
+    status, message, _ = run(library, name)
     assert status == -1
     assert re.search(words, message), message
-    assert run(toys, "any", 0)[0] == 0
+    assert run(library, "any", 0)[0] == 0
 
 
 def test_blocks_run_in_the_order_that_was_asked_for(library):
@@ -74,8 +74,8 @@ def test_blocks_run_in_the_order_that_was_asked_for(library):
     assert sorted(seen[SHUFFLED]) == seen[FORWARD] and seen[SHUFFLED] not in seen[:2]
 
 
-def test_a_launch_without_blocks_is_an_error_as_in_cuda(toys):
-    assert run(toys, "no_blocks")[0] == 9  # cudaErrorInvalidConfiguration
+def test_a_launch_without_blocks_is_an_error_as_in_cuda(library):
+    assert run(library, "no_blocks")[0] == 9  # cudaErrorInvalidConfiguration
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -11,7 +11,6 @@ from exact_oracle import (
     NUMEL,
     NUMELS,
     OFFSETS,
-    TERMS,
     deposit_all,
     make_sum,
     make_terms,
@@ -31,7 +30,7 @@ def assert_no_worse_than_float32(out: torch.Tensor, flats: list[torch.Tensor]) -
     assert (out.double() - exact).norm() <= (in_order.double() - exact).norm()
 
 
-@pytest.mark.parametrize("terms", [1, 2, 3, 12, 64, 256])
+@pytest.mark.parametrize("terms", [1, 12, 256])
 @pytest.mark.parametrize("name", ALL_DISTRIBUTIONS)
 def test_the_error_keeps_its_bound(name, terms):
     flats = make_terms(name, terms, min(terms, 40))
@@ -49,7 +48,7 @@ def test_the_error_keeps_its_bound(name, terms):
             assert abs(exact) > Fraction(2) ** 127
 
 
-@pytest.mark.parametrize("terms", TERMS[:7])
+@pytest.mark.parametrize("terms", [1, 3, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_terms_that_span_fewer_binades_than_limbs_have_bits_are_rounded_correctly(terms, dtype):
     random = torch.Generator().manual_seed(terms)
@@ -66,7 +65,7 @@ def test_terms_that_span_fewer_binades_than_limbs_have_bits_are_rounded_correctl
 
 
 # Below eight terms, rounding after each is as good as rounding once.
-@pytest.mark.parametrize("terms", [8, 12, 64, 256])
+@pytest.mark.parametrize("terms", [8, 256])
 @pytest.mark.parametrize("name", ["gradients", "spikes", "cancellation", "many_binades"])
 def test_the_sum_is_no_worse_than_adding_in_float32(name, terms):
     flats = make_terms(name, terms, terms)
@@ -76,8 +75,8 @@ def test_the_sum_is_no_worse_than_adding_in_float32(name, terms):
     assert_no_worse_than_float32(out, flats)
 
 
-@pytest.mark.parametrize("place", range(0, 27, 2))
-@pytest.mark.parametrize("terms", [12, 64, 256])
+@pytest.mark.parametrize("place", range(0, 27, 3))
+@pytest.mark.parametrize("terms", [12, 256])
 def test_the_sum_is_no_worse_wherever_a_block_lies_in_its_bin(terms, place):
     random = torch.Generator().manual_seed(place)
     flats = [torch.randn(NUMEL, generator=random) * 2.0**-place for _ in range(terms)]

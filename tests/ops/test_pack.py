@@ -52,7 +52,7 @@ def test_unpack_equals_the_reference(isa, src, dst, shift, scale):
     assert_same_bits(tensors, want)
 
 
-@pytest.mark.parametrize("only_if", [0.0, 1.0, INF, NAN])
+@pytest.mark.parametrize("only_if", [0.0, 1.0, NAN])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_if_it_is_not_zero_anything_is_written(isa, dtype, only_if, scale):
     plan, flag = make_plan(), torch.tensor(only_if)
@@ -69,7 +69,7 @@ def test_only_if_it_is_not_zero_anything_is_written(isa, dtype, only_if, scale):
     assert_same_bits(back, want_back)
 
 
-@pytest.mark.parametrize("only_if", [torch.tensor(1), torch.ones(1), True])
+@pytest.mark.parametrize("only_if", [torch.tensor(1), True])
 def test_a_wrong_condition_is_named(only_if, one):
     with pytest.raises((TypeError, ValueError), match="only_if is "):
         BucketPlan([0], [2]).pack_(torch.empty(2), [torch.ones(2)], one, only_if=only_if)
@@ -89,7 +89,7 @@ def test_pack_errs_by_one_product_and_one_cast(dst, scale):
 
 
 @pytest.mark.parametrize("dst", DTYPES)
-@pytest.mark.parametrize("position", [0, 777, 1553])
+@pytest.mark.parametrize("position", [0, 1553])
 def test_special_values_survive_at_any_position(isa, dst, position, one):
     rows = torch.ones(len(SPECIAL), 1554)
     rows[:, position] = torch.tensor(SPECIAL)
@@ -130,7 +130,7 @@ def test_nan_casts_to_the_same_bits_on_every_instruction_set(isa, dtype, one):
 
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize("dst", DTYPES)
-def test_large_flat_buffers_are_streamed_with_the_same_bits(isa, threads, dst, shift, scale):
+def test_large_flat_buffers_are_streamed_with_the_same_bits(isa, dst, shift, scale):
     numel = 5 * 2**20 + 7  # above 8 MiB in every dtype
     plan = BucketPlan([shift], [numel])
     x = random_values(numel, torch.bfloat16, seed=3)
@@ -149,18 +149,9 @@ def test_any_number_of_threads_gives_the_same_bits(threads, scale):
     assert_same_bits(flat, want)
 
 
-def test_gaps_between_slots_are_left_alone(isa, one):
-    flat = torch.full((64,), 7.0)
-    BucketPlan([1, 40], [17, 3]).pack_(flat, [torch.ones(17), torch.ones(3)], one)
-    want = torch.full((64,), 7.0)
-    want[1:18], want[40:43] = 1, 1
-    assert torch.equal(flat, want)
-
-
-@pytest.mark.parametrize("value", [1.0, INF, NAN])
-def test_a_missing_tensor_packs_as_zeros_whatever_the_scale(isa, value):
+def test_a_missing_tensor_packs_as_zeros_whatever_the_scale(isa):
     flat = torch.full((40,), 7.0)
-    BucketPlan([0], [40]).pack_(flat, [None], torch.tensor(value))
+    BucketPlan([0], [40]).pack_(flat, [None], torch.tensor(INF))
     assert_same_bits(flat, torch.zeros(40))
 
 
@@ -175,13 +166,6 @@ def test_offsets_beyond_two_to_the_31_are_reached(one):
     assert torch.equal(back[1], torch.arange(33.0)) and torch.equal(back[0], torch.ones(5))
 
 
-def test_a_shaped_parameter_is_read_in_storage_order(one):
-    parameter = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
-    flat = torch.empty(6)
-    BucketPlan([0], [6]).pack_(flat, [parameter], one)
-    assert torch.equal(flat, torch.arange(6.0))
-
-
 def test_a_tensor_subclass_is_read_too(one):
     class Marked(torch.Tensor):
         pass
@@ -189,18 +173,6 @@ def test_a_tensor_subclass_is_read_too(one):
     flat = torch.empty(4)
     BucketPlan([0], [4]).pack_(flat, [torch.ones(4).as_subclass(Marked)], one)
     assert torch.equal(flat, torch.ones(4))
-
-
-def test_pointers_are_reused_and_see_new_values(one):
-    plan, x, flat = BucketPlan([0], [3]), torch.ones(3), torch.empty(3)
-    pointers = plan.pointers([x])
-    x.fill_(5)
-    plan.pack_(flat, pointers, one)
-    assert torch.equal(flat, torch.full((3,), 5.0))
-
-
-def test_an_empty_plan_does_nothing(one):
-    BucketPlan([], []).pack_(torch.empty(0), [], one)
 
 
 @pytest.mark.parametrize(

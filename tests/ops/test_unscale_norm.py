@@ -53,10 +53,9 @@ def test_values_sums_and_flags_equal_the_reference(isa, dtype, shift, out, scale
     assert_same_bits(got[2], want[2])
 
 
-@pytest.mark.parametrize("numel", [16_384, 5 * 2**20 + 3])
-@pytest.mark.parametrize("out", [None, "in place", torch.bfloat16, torch.float32])
-def test_any_number_of_threads_gives_the_same_bits(isa, threads, numel, out, scale):
-    plan = make_plan([numel, 40_001, 1])
+@pytest.mark.parametrize("out", [None, torch.bfloat16])
+def test_any_number_of_threads_gives_the_same_bits(threads, out, scale):
+    plan = make_plan([5 * 2**20 + 3, 40_001, 1])
     got, want = run_both(plan, [random_values(n, torch.float32, seed=n) for n in plan.numels], out, scale)
     assert_same_bits(got[0], want[0])
     assert_same_bits(got[2], want[2])
@@ -73,14 +72,6 @@ def test_the_sum_does_not_depend_on_alignment_or_destination(isa, scale):
     plan.unscale_norm([aligned], [y[1:]], scale, sumsq=got[2], nonfinite=flags(plan))
     plan.unscale_norm([aligned], [y[:-1]], scale, sumsq=got[3], nonfinite=flags(plan))
     assert len({total.item() for total in got}) == 1
-
-
-def test_integers_sum_exactly(isa, one):
-    plan = make_plan()
-    tensors = [torch.arange(n).remainder(64).to(torch.bfloat16) for n in plan.numels]
-    got = sums(plan)
-    plan.unscale_norm(tensors, None, one, sumsq=got, nonfinite=flags(plan))
-    assert got.tolist() == [t.double().square().sum().item() for t in tensors]
 
 
 def add_halves(lanes):
@@ -111,7 +102,7 @@ def sum_in_plain_words(squares):
 @pytest.mark.parametrize(
     ("numel", "every"), [(99, 1), (3001, 1), (8192 + 300, 1), (200_003, 1), (640 * 8192 + 77, 128)]
 )
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_sum_is_taken_in_the_documented_order(numel, every, seed, scale):
     plan, got = BucketPlan([0], [numel]), torch.empty(1, dtype=torch.float64)
     # Exponents a few apart: most additions round, so another order gives other bits.
@@ -121,9 +112,10 @@ def test_the_sum_is_taken_in_the_documented_order(numel, every, seed, scale):
     assert got.item() == sum_in_plain_words((x * scale).double().square().tolist())
 
 
-@pytest.mark.parametrize("numel", [200_003, 257 * 8192 + 1])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_sum_is_within_rounding_of_the_exact_one(dtype, numel, scale):
+@pytest.mark.parametrize(
+    ("numel", "dtype"), [*((200_003, dtype) for dtype in DTYPES), (257 * 8192 + 1, torch.float32)]
+)
+def test_the_sum_is_within_rounding_of_the_exact_one(numel, dtype, scale):
     plan = BucketPlan([0], [numel])
     x = random_values(numel, dtype, seed=4)
     got = sums(plan)
@@ -142,19 +134,18 @@ def test_the_sum_is_of_the_stored_value(isa, one):
     assert got.item() == 20
 
 
-@pytest.mark.parametrize("large", [3.4e38, -3.4e38])
-def test_squares_of_the_largest_floats_do_not_overflow(isa, large, one):
+def test_squares_of_the_largest_floats_do_not_overflow(isa, one):
     plan, got, seen = (
         BucketPlan([0], [16_385]),
         torch.empty(1, dtype=torch.float64),
         torch.zeros(1, dtype=torch.uint8),
     )
-    plan.unscale_norm([torch.full((16_385,), large)], None, one, sumsq=got, nonfinite=seen)
+    plan.unscale_norm([torch.full((16_385,), -3.4e38)], None, one, sumsq=got, nonfinite=seen)
     assert seen.tolist() == [0] and torch.isfinite(got).all()
 
 
-@pytest.mark.parametrize("bad", [INF, -INF, NAN])
-@pytest.mark.parametrize("position", [0, 1, 16383, 16384, 20000, 32770])
+@pytest.mark.parametrize("bad", [-INF, NAN])
+@pytest.mark.parametrize("position", [0, 16383, 16384, 32770])
 @pytest.mark.parametrize("out", [None, "in place"])
 def test_the_slot_of_a_non_finite_value_is_flagged_and_no_other(isa, out, position, bad, one):
     plan = make_plan([5, 32771, 0, 7])
@@ -178,12 +169,11 @@ def test_a_cast_that_overflows_is_flagged(isa, one):
     assert got[1].tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("tiny", [-0.0, 1e-45, -1e-40])
-def test_minus_zero_and_denormals_are_kept(isa, tiny, one):
-    plan = BucketPlan([0], [35])
-    got, _ = run_both(plan, [torch.full((35,), tiny)], "in place", one)
-    assert_same_bits(got[2][0], torch.full((35,), tiny))
-    assert got[0].item() == 35 * torch.tensor(tiny).double().item() ** 2
+def test_minus_zero_and_denormals_are_kept(isa, one):
+    plan, tiny = BucketPlan([0], [36]), torch.tensor([-0.0, 1e-45, -1e-40]).repeat(12)
+    got, _ = run_both(plan, [tiny], "in place", one)
+    assert_same_bits(got[2][0], tiny)
+    assert got[0].item() == pytest.approx(tiny.double().square().sum().item(), rel=2**-50)
 
 
 def test_a_missing_tensor_counts_zero_and_a_missing_output_is_read_only(isa, one):
@@ -192,13 +182,6 @@ def test_a_missing_tensor_counts_zero_and_a_missing_output_is_read_only(isa, one
     plan.unscale_norm([None, x, x], [z, None, y], one, sumsq=got, nonfinite=flags(plan))
     assert got.tolist() == [0, 3, 3]
     assert (y.tolist(), z.tolist()) == ([1, 1, 1], [0, 0, 0])
-
-
-def test_pointers_serve_in_place(one):
-    plan, x = BucketPlan([0], [3]), torch.ones(3)
-    pointers, got = plan.pointers([x]), torch.empty(1, dtype=torch.float64)
-    plan.unscale_norm(pointers, pointers, torch.tensor(2.0), sumsq=got, nonfinite=flags(plan))
-    assert x.tolist() == [2, 2, 2] and got.item() == 12
 
 
 @pytest.mark.slow

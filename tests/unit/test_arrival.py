@@ -38,12 +38,12 @@ def test_a_set_is_complete_once_with_its_last_gradient(order):
     assert _complete(order) == [{0, 1, 2}]
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("order", [(0, 1), (2, 0)], ids=str)
 def test_a_set_that_lacks_one_is_not_complete(order):
-    assert _complete(order[:2]) == []
+    assert _complete(order) == []
 
 
-@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 2)], ids=str)
+@pytest.mark.parametrize("frozen", [(1,), (0, 2)], ids=str)
 def test_a_frozen_parameter_is_not_waited_for(frozen):
     trained = tuple(index for index in range(3) if index not in frozen)
     assert _complete(trained, frozen) == [set(trained)]

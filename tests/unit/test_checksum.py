@@ -10,8 +10,8 @@ from pyengine.audit.checksum import BlockSums, LaneSums, Part, differ, pieces, w
 
 CPU = torch.device("cpu")
 # One block and less, its ends, several blocks with a rest; and what fills no whole word.
-SIZES = [0, 1, 2, 3, 7, 1024, 1025, 2**15 - 1, 2**15, 2**15 + 1, 100_001]
-DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
+SIZES = [0, 1, 7, 1025, 2**15 + 1, 100_001]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 
 
 @pytest.fixture(params=["host", "accelerator"])
@@ -48,11 +48,11 @@ def test_one_bit_is_seen_wherever_it_flips(of, num):
             assert of(flipped) != whole
 
 
-@pytest.mark.parametrize("distance", [1, 384, 1024, 2**15 - 64, 2**15, 3 * 2**15])
+@pytest.mark.parametrize("distance", [1, 1024, 2**15 - 64, 2**15])
 def test_a_swap_is_seen_at_any_distance(of, distance):
     tensor = _made(4 * 2**15, torch.float32)
     whole = of(tensor)
-    for place in range(0, tensor.numel() - distance, 1571):
+    for place in range(0, tensor.numel() - distance, 4111):
         swapped = tensor.clone()
         swapped[[place, place + distance]] = tensor[[place + distance, place]]
         assert of(swapped) != whole

@@ -38,7 +38,7 @@ def test_behind_the_division_every_loss_is_a_mean_over_its_own_items():
     assert (a.grad.item() / 8, b.grad.item() / 8) == (1 / 8, 1 / 2)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 1.0])
+@pytest.mark.parametrize("value", [math.nan, 1.0])
 def test_a_loss_of_which_nothing_was_counted_is_left_out_whatever_it_is(value):
     a, b = _loss(6.0), _loss(value)
     loss = _known(ce=8.0, aux=0.0).weigh({"ce": a, "aux": 1 / (b - b)}, CPU)
@@ -71,7 +71,6 @@ def test_a_ratio_is_not_rounded_to_a_narrow_type(dtype):
         ({}, "got an empty dict"),
         ({"ce": torch.ones(2), "aux": 0}, r"loss\['ce'\]: got \[2\], need a 0-dim tensor"),
         ({"ce": torch.tensor(1), "aux": 0}, r"loss\['ce'\]: got torch.int64, need a 0-dim"),
-        ({"ce": 0, "aux": 1.5}, r"loss\['aux'\]: got 1.5"),
         ({"ce": 0, "aux": False}, r"loss\['aux'\]: got False"),
         ({"ce": 0, "aux": None}, r"loss\['aux'\]: got None"),
     ],

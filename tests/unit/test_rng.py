@@ -62,9 +62,6 @@ def xla(monkeypatch):
     ("key", "want"),
     [
         ((0, 0, 0), 0x817B4A4837C4037E672A09637A346B65),
-        ((42, 0, 0), 0xB2AA837A97511F7E20816AFCD2FF1AF2),
-        ((42, 0, 1), 0x742B95D7F172F3CCCD3CABED8BDAD019),
-        ((42, 1, 0), 0xEB75A3292DF8A8F912AD57EFDDC3F016),
         ((2**64 - 1, 123456, 11), 0x426F3C6E975AEE8F4FACFF1AEBE8B814),
     ],
 )
@@ -85,7 +82,7 @@ def test_every_generator_and_purpose_has_numbers_of_its_own():
 # --- seed_everything ---
 
 
-@pytest.mark.parametrize("seed", [0, 42, 2**32 - 1])
+@pytest.mark.parametrize("seed", [0, 2**32 - 1])
 def test_seed_everything_equals_the_plain_calls(seed):
     assert pe.seed_everything(seed) == seed
     got = draws()
@@ -93,7 +90,7 @@ def test_seed_everything_equals_the_plain_calls(seed):
     assert got == draws()
 
 
-@pytest.mark.parametrize("seed", [2**32, 2**40 + 5, 2**64 - 1])
+@pytest.mark.parametrize("seed", [2**32, 2**64 - 1])
 def test_a_long_seed_does_not_give_numpy_the_stream_of_python(seed):
     pe.seed_everything(seed)
     got = draws()
@@ -114,30 +111,21 @@ def test_every_cuda_device_is_seeded(monkeypatch, seed_all):
     assert seeds == [torch.initial_seed()]
 
 
-def test_torch_xla_is_never_imported(tmp_path):
+def test_seeding_imports_no_torch_xla_and_initialises_no_device(tmp_path):
     (tmp_path / "torch_xla").mkdir()
     (tmp_path / "torch_xla" / "__init__.py").write_text("raise SystemExit('imported')")
     code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import pyengine as pe; pe.seed_everything(1);"
-        "pe.seed_rank(1); context = pe.micro_batch_rng(1, step=0, index=0); context.__enter__();"
-        "context.__exit__(None, None, None); print('torch_xla' in sys.modules)"
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import torch, pyengine as pe;"
+        "pe.seed_everything(1); pe.seed_rank(1); context = pe.micro_batch_rng(1, step=0, index=0);"
+        "context.__enter__(); context.__exit__(None, None, None);"
+        "print('torch_xla' in sys.modules, torch.cuda.is_initialized())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-
-
-def test_seeding_initialises_no_device():
-    code = (
-        "import torch, pyengine as pe; pe.seed_everything(1); context = pe.micro_batch_rng(1, step=0, "
-        "index=0);context.__enter__(); context.__exit__(None, None, None); "
-        "print(torch.cuda.is_initialized())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert done.stdout.strip() == "False False"
 
 
 @pytest.mark.parametrize("seed_all", [pe.seed_everything, pe.seed_rank])
-@pytest.mark.parametrize("seed", [1.0, True, None, "1", [1]])
+@pytest.mark.parametrize("seed", [1.0, True])
 def test_a_seed_that_is_no_whole_number_is_named(seed, seed_all):
     with pytest.raises(TypeError, match=r"^seed=.* is a \w+: need a whole number"):
         seed_all(seed)
@@ -253,9 +241,8 @@ def _dropout_grads(indices: range, *, recomputes: bool = False) -> list[torch.Te
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_masks_are_the_same_on_whichever_rank(world, recomputes):
-    got = []
+def test_masks_are_the_same_on_whichever_rank(recomputes):
+    got, world = [], 3
     for rank in range(world):
         torch.manual_seed(rank)
         got += _dropout_grads(range(rank * 12 // world, (rank + 1) * 12 // world), recomputes=recomputes)
@@ -299,10 +286,9 @@ class Raw(Noisy):
         return torch.tensor(draws())
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_samples_do_not_depend_on_the_worker_and_change_with_the_epoch(workers):
+def test_samples_do_not_depend_on_the_worker_and_change_with_the_epoch():
     data = Noisy(42)
-    loader = DataLoader(data, batch_size=3, num_workers=workers, persistent_workers=True)
+    loader = DataLoader(data, batch_size=3, num_workers=2, persistent_workers=True)
     epochs = []
     for epoch in range(2):
         data.epoch.fill_(epoch)
