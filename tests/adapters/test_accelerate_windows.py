@@ -103,80 +103,27 @@ def test_windows_do_not_run_on_into_the_next_epoch(ranks):
     torch.testing.assert_close(answers[0][1], epoch * 2, **CLOSE)
 
 
-def _summed_losses(how: str) -> tuple:
+def _summed_losses() -> tuple:
     """Drop as many items of each micro-batch as rank and place say, so that counts differ."""
     with accelerated():
         model = Weights()
         memory, seen = Remembering(model), []
-        accelerator = Accelerator(cpu=True)
-        rank = accelerator.process_index
-        if how == "alone":
-            accelerator.gradient_accumulation_steps = ACCUMULATE
-            model, optimizer, data = accelerator.prepare(model, memory, loader(20))
-        else:
-            accelerator, model, optimizer, data = prepare(
-                accelerator, model, memory, loader(20), accumulate=ACCUMULATE
-            )
+        accelerator, model, optimizer, data = prepare(
+            Accelerator(cpu=True), model, memory, loader(20), accumulate=ACCUMULATE
+        )
         for place, (x,) in enumerate(data):
-            kept = x[: 1 + (place + rank) % 2]
+            kept = x[: 1 + (place + accelerator.process_index) % 2]
             with accelerator.accumulate(model):
                 seen.append(kept)
-                if how == "alone":
-                    accelerator.backward(model(kept).mean())
-                else:
-                    accelerator.backward(model(kept).sum(), count=len(kept))
+                accelerator.backward(model(kept).sum(), count=len(kept))
                 optimizer.step()
                 optimizer.zero_grad()
         return seen, memory.stepped_with
 
 
 def test_summed_losses_with_counts_give_the_mean_over_items(ranks):
-    answers = ranks(2).run(_summed_losses, "counted")
+    answers = ranks(2).run(_summed_losses)
     torch.testing.assert_close(answers[0][1], _expected(answers), **CLOSE)
-
-
-def test_accelerate_alone_weighs_small_and_large_micro_batches_alike(ranks):
-    answers = ranks(2).run(_summed_losses, "alone")
-    assert not torch.allclose(answers[0][1][0], _expected(answers)[0], rtol=0.01)
-
-
-def _two_models(how: str) -> tuple:
-    """One loop, a window of two micro-batches for one model and of three for the other."""
-    with accelerated():
-        models, memories = [Weights(), Weights()], []
-        memories = [Remembering(model) for model in models]
-        data, seen = loader(2 * 2 * 7), []
-        if how == "alone":
-            accelerators = [Accelerator(cpu=True, gradient_accumulation_steps=n) for n in (2, 3)]
-            prepared = [a.prepare(m, o, data) for a, m, o in zip(accelerators, models, memories, strict=True)]
-        else:
-            shared = Accelerator(cpu=True)
-            data = shared.prepare(data)
-            sets = [
-                prepare(shared, m, o, data, accumulate=n)
-                for m, o, n in zip(models, memories, (2, 3), strict=True)
-            ]
-            accelerators, prepared = [s[0] for s in sets], [s[1:] for s in sets]
-        for (x,) in prepared[0][2]:
-            seen.append(x)
-            for accelerator, (model, optimizer, _) in zip(accelerators, prepared, strict=True):
-                with accelerator.accumulate(model):
-                    accelerator.backward(model(x).mean())
-                    optimizer.step()
-                    optimizer.zero_grad()
-        return seen, [memory.stepped_with for memory in memories]
-
-
-def test_two_models_keep_windows_of_their_own(ranks):
-    answers = ranks(2).run(_two_models, "windows")
-    seen = [seen for seen, _ in answers]
-    for index, accumulate in enumerate((2, 3)):
-        torch.testing.assert_close(answers[0][1][index], mean_of_windows(seen, accumulate), **CLOSE)
-
-
-def test_accelerate_alone_gives_both_models_the_windows_of_the_last_accelerator(ranks):
-    ((_, (first, second)), _) = ranks(2).run(_two_models, "alone")
-    assert len(first) == len(second) == 3  # windows of two would have been four
 
 
 def _validate_and_break() -> int:

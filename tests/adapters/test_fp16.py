@@ -62,20 +62,18 @@ def _alone(init_scale: float) -> list:
         return after
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_accelerates_windows_step_with_the_unscaled_mean(ranks, world):
-    answers = ranks(world).run(_with_windows, SCALE, "", 4)
+def test_accelerates_windows_step_with_the_unscaled_mean(ranks):
+    answers = ranks(2).run(_with_windows, SCALE, "", 4)
     expected = mean_of_windows([seen for seen, *_ in answers], 4)
     for _, grads, after in answers:
         torch.testing.assert_close(grads, expected, **CLOSE)
-        assert after[-1][1] == 2 * SCALE  # grew after three windows, of which there are three or five
+        assert after[-1][1] == 2 * SCALE  # grew after three windows
 
 
-@pytest.mark.parametrize("norm_type", ["2", "1"])
-def test_clipping_comes_after_unscaling(ranks, norm_type):
-    answers = ranks(2).run(_with_windows, SCALE, norm_type, 4)
+def test_clipping_comes_after_unscaling(ranks):
+    answers = ranks(2).run(_with_windows, SCALE, "2", 4)
     expected = mean_of_windows([seen for seen, *_ in answers], 4)
-    clipped = [mean / (mean.norm(float(norm_type)) + 1e-6) for mean in expected]
+    clipped = [mean / (mean.norm() + 1e-6) for mean in expected]
     torch.testing.assert_close(answers[0][1], clipped, rtol=1e-6, atol=0)
 
 

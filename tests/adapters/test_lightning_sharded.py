@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("lightning", reason="needs pyengine[adapters]")
 
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy
 from test_lightning_strategy import fit
 
 from pyengine.adapters.lightning import LogSteps, ShardedWindowStrategy, WindowStrategy
@@ -93,20 +93,6 @@ def test_lightning_clips_the_mean_gradient_which_hooks_have_seen(ranks):
     (twin(seen).square().sum() / len(seen)).backward()
     for *_, hooked in answers:
         torch.testing.assert_close(hooked[0].double(), twin.scale.grad, **CLOSE)
-
-
-def test_lightning_alone_shrinks_the_short_last_window(ranks):
-    alone = ranks(2).run(_alone)
-    twin, seen = Net().double(), torch.cat([x for seen, _ in alone for x in seen]).double()
-    (twin(seen).square().sum() / len(seen)).backward()
-    torch.testing.assert_close(alone[0][1].double(), twin.scale.grad * 2 / ACCUMULATE, **CLOSE)
-
-
-def _alone() -> tuple:
-    module = Sharded(counts=False)
-    strategy = ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
-    _fit(module, 2, strategy=strategy)
-    return module.seen, module.hooked[0]
 
 
 @pytest.mark.parametrize("broken", [1, 4])

@@ -146,12 +146,13 @@ def _errors(kind: str, answers: list[tuple]) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("kind", ["tokens", "regression"])
-def test_every_window_steps_with_the_mean_over_its_own_items(ranks, tmp_path, kind, world):
-    answers = ranks(world).run(_train, WithWindows, kind, 6 * world, str(tmp_path))
+def test_every_window_steps_with_the_mean_over_its_own_items_which_is_logged(ranks, tmp_path, kind):
+    answers = ranks(2).run(_train, WithWindows, kind, 12, str(tmp_path))
     assert len(answers[0][1]) == 2  # of which the second is short
     assert max(_errors(kind, answers)) < CLOSE
+    logged = [log["loss"] for log in answers[0][2]]
+    assert logged == pytest.approx([loss for _, loss in _oracle(kind, answers)], rel=1e-5)
 
 
 def test_a_loss_of_ones_own_is_weighted_by_its_items(ranks, tmp_path):
@@ -175,27 +176,6 @@ def test_the_trainer_alone_multiplies_a_regression_loss_by_micro_batches_and_ran
     assert _errors("regression", answers) == pytest.approx([2 * 4 - 1, 2 * 2 - 1], rel=1e-4)
 
 
-def test_the_trainer_alone_counts_the_first_token_of_a_model_whose_loss_has_no_name(ranks, tmp_path):
-    answers = ranks(2).run(_train, Alone, "tokens", 12, str(tmp_path))
-    labels = [batch["labels"] for seen, *_ in answers for batch in seen[:ACCUMULATE]]
-    predicted, counted = (
-        sum(x.ne(-100).sum().item() for x in kept) for kept in ([x[:, 1:] for x in labels], labels)
-    )
-    assert counted > predicted
-    assert _errors("tokens", answers)[0] == pytest.approx(1 - predicted / counted, rel=1e-4)
-
-
-def test_one_process_without_a_group_trains_alike(tmp_path):
-    answer = _train(WithWindows, "tokens", 6, str(tmp_path))
-    assert max(_errors("tokens", [answer])) < CLOSE
-
-
-def test_the_logged_loss_is_the_mean_over_the_items_of_all_ranks(ranks, tmp_path):
-    answers = ranks(2).run(_train, WithWindows, "tokens", 12, str(tmp_path))
-    logged = [log["loss"] for log in answers[0][2]]
-    assert logged == pytest.approx([loss for _, loss in _oracle("tokens", answers)], rel=1e-5)
-
-
 def test_gradients_are_clipped_to_max_grad_norm_and_the_norm_is_logged(ranks, tmp_path):
     answers = ranks(2).run(_train, WithWindows, "tokens", 12, str(tmp_path), max_grad_norm=0.01)
     norms = [grad.norm().item() for grad, _ in _oracle("tokens", answers)]
@@ -203,11 +183,6 @@ def test_gradients_are_clipped_to_max_grad_norm_and_the_norm_is_logged(ranks, tm
     # PyTorch's clipping divides by norm + 1e-6.
     clipped = [0.01 * norm / (norm + 1e-6) for norm in norms]
     assert [grad.norm().item() for grad in answers[0][1]] == pytest.approx(clipped, rel=1e-5)
-
-
-def test_autocast_to_bf16_stays_near_the_right_gradient(ranks, tmp_path):
-    answers = ranks(2).run(_train, WithWindows, "tokens", 12, str(tmp_path), bf16=True)
-    assert max(_errors("tokens", answers)) < 2**-5  # products of 8-bit mantissas through a few layers
 
 
 class Scaled(transformers.Trainer):
@@ -280,17 +255,13 @@ def test_training_goes_on_when_train_is_called_again_and_gradients_travel_once_a
     assert ranks(2).run(_twice, str(tmp_path))[0] == [2, 2, True]  # a header and one bucket, two windows
 
 
-def test_one_process_without_a_group_trains_again_alike(tmp_path):
-    assert _twice(str(tmp_path)) == [0, 0, 0, 0, True]
-
-
 def test_unequal_numbers_of_batches_are_refused_where_the_trainers_loop_could_not_wait(ranks, tmp_path):
     uneven = {"accelerator_config": {"even_batches": False}}
     with pytest.raises(AssertionError, match="has even_batches=False, and the Trainer's loop ends"):
         ranks(2).run(_train, WithWindows, "tokens", 6, str(tmp_path), **uneven)
 
 
-@pytest.mark.parametrize("optim", ["lomo", "galore_adamw_layerwise", "apollo_adamw_layerwise"])
+@pytest.mark.parametrize("optim", ["lomo", "galore_adamw_layerwise"])
 def test_an_optimizer_that_steps_inside_the_backward_is_refused(tmp_path, optim):
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, optim=optim)
     with pytest.raises(ValueError, match="steps inside the backward"):
@@ -312,7 +283,7 @@ def test_evaluation_before_training_is_refused_on_several_ranks_and_told_what_to
     assert str(caught.value).count("eval_on_start=True") == 2  # on every rank
 
 
-def test_evaluation_before_training_is_fine_on_one_process(tmp_path):
+def test_one_process_without_a_group_may_be_evaluated_first(tmp_path):
     answer = _train(EvaluatesFirst, "tokens", 6, str(tmp_path))
     assert max(_errors("tokens", [answer])) < CLOSE
 
@@ -362,6 +333,5 @@ def _finds_a_batch_size(folder: str) -> list:
             GradientState._reset_state()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_auto_find_batch_size_trains_with_the_size_that_fits(ranks, tmp_path, world):
-    assert ranks(world).run(_finds_a_batch_size, str(tmp_path)) == [8 // (2 * world)] * world
+def test_auto_find_batch_size_trains_with_the_size_that_fits(ranks, tmp_path):
+    assert ranks(2).run(_finds_a_batch_size, str(tmp_path)) == [2, 2]
