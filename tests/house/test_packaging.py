@@ -48,20 +48,20 @@ def test_make_run_installs_what_train_and_the_build_need_and_nothing_else():
     assert set(_setting("BUILD_TOOLS")) == _listed("requires")
 
 
-@pytest.mark.parametrize("file", PINS)
-def test_a_package_is_pinned_in_one_file(file):
-    others = set().union(*(_pinned(other) for other in PINS if other != file))
-    assert _pinned(file) & others == set()
+def test_a_package_is_pinned_in_one_file():
+    pinned = [name for file in PINS for name in _pinned(file)]
+    assert sorted(pinned) == sorted(set(pinned))
 
 
-@pytest.mark.parametrize("extra", ["dev", "study", "telemetry", "adapters", "docs"])
-def test_what_tests_and_commands_need_is_pinned(extra):
-    assert _listed(extra) - set().union(*map(_pinned, PINS)) == set()
+def test_what_tests_and_commands_need_is_pinned():
+    needed = set().union(*map(_listed, ["dev", "study", "telemetry", "adapters", "docs"]))
+    assert needed - set().union(*map(_pinned, PINS)) == set()
 
 
-@pytest.mark.parametrize("setting", ["WHEEL_TESTS", "MATRIX_TESTS", "MATRIX_SMALL", "ISA_TESTS"])
-def test_a_choice_of_tests_in_the_makefile_exists(setting):
-    assert [test for test in _setting(setting) if not (ROOT / test).is_file()] == []
+def test_the_choices_of_tests_in_the_makefile_exist():
+    names = ("WHEEL_TESTS", "MATRIX_TESTS", "MATRIX_SMALL", "ISA_TESTS")
+    chosen = [test for name in names for test in _setting(name)]
+    assert [test for test in chosen if not (ROOT / test).is_file()] == []
 
 
 def test_make_matrix_begins_at_the_oldest_python_and_torch_of_the_project():
@@ -72,16 +72,8 @@ def test_make_matrix_begins_at_the_oldest_python_and_torch_of_the_project():
 
 def _planned(target: str, *settings: str) -> str:
     """Return what make would do for a target in a new checkout."""
-    return _run(
-        "make",
-        "--dry-run",
-        "--always-make",
-        "--no-print-directory",
-        target,
-        "VENV=new",
-        "CUDACXX=",
-        *settings,
-    )
+    options = ["--dry-run", "--always-make", "--no-print-directory"]
+    return _run("make", *options, target, "VENV=new", "CUDACXX=", *settings)
 
 
 def test_make_run_leaves_the_extras_of_tests_out_and_make_test_brings_them():

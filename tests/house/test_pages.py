@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from pages import PAGES, ROOT, name_of, prose, spans
 
@@ -29,9 +28,9 @@ PUBLIC = [
 ]
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_a_public_name_is_on_the_api_page(name):
-    assert re.search(rf"^\.\. auto(class|function):: (pyengine\.)?{re.escape(name)}$", API, re.MULTILINE)
+def test_every_public_name_is_on_the_api_page():
+    named = set(re.findall(r"^\.\. auto(?:class|function):: (?:pyengine\.)?(\S+)$", API, re.MULTILINE))
+    assert set(PUBLIC) - named == set()
 
 
 # ---- names of ours in backticks: `sync.flush()`, `GradSync(group=)` ----
@@ -78,15 +77,23 @@ def _used(span: str) -> Iterator[tuple[str, tuple[str, ...]]]:
 USED = sorted({(name_of(page), *used) for page in PAGES for span in spans(page) for used in _used(span)})
 
 
-@pytest.mark.parametrize(("page", "name", "keywords"), USED, ids=str)
-def test_a_name_of_ours_exists_and_takes_the_arguments(page, name, keywords):
+def _problem(name: str, keywords: tuple[str, ...]) -> str:
+    """Say what is not there; "" where the name exists and has the arguments."""
     owner, *names = name.split(".")
     found = OBJECTS[owner]
     for part in names:
-        assert part in dir(found) or part in getattr(found, "__annotations__", {})
+        if part not in dir(found) and part not in getattr(found, "__annotations__", {}):
+            return f"{name}: there is no {part}"
         # Some properties of an engine raise outside a window: that they exist is enough.
         found = inspect.getattr_static(found, part) if owner == "sync" else getattr(found, part, None)
-    assert not keywords or set(keywords) <= set(inspect.signature(found).parameters)
+    unknown = set(keywords) - set(inspect.signature(found).parameters) if keywords else set()
+    return f"{name} has no {unknown}" if unknown else ""
+
+
+def test_names_of_ours_exist_and_have_the_arguments():
+    assert USED
+    problems = [(page, _problem(name, keywords)) for page, name, keywords in USED]
+    assert [(page, problem) for page, problem in problems if problem] == []
 
 
 # ---- files in backticks: `docs/mesh.md`, `pyengine/comm/base.py: Comm` ----
@@ -102,12 +109,16 @@ FILES = sorted(
 )
 
 
-@pytest.mark.parametrize(("page", "path", "name"), FILES, ids=str)
-def test_a_file_on_a_page_exists_and_has_the_name(page, path, name):
-    assert (ROOT / path).exists(), f"{path} has moved: name the file that holds it now"
-    for part in filter(None, name.split(".")):
-        definition = rf"\b(class|def) {part}\b|^ *{part}(:.*)? = "
-        assert re.search(definition, (ROOT / path).read_text(), re.MULTILINE), f"{name} has left {path}"
+def _has(path: str, name: str) -> bool:
+    """Return whether a file exists and defines every part of a dotted name."""
+    if not (ROOT / path).exists():
+        return False
+    definitions = [rf"\b(class|def) {part}\b|^ *{part}(:.*)? = " for part in filter(None, name.split("."))]
+    return all(re.search(each, (ROOT / path).read_text(), re.MULTILINE) for each in definitions)
+
+
+def test_files_on_the_pages_exist_and_have_the_names():
+    assert FILES and [(page, path, name) for page, path, name in FILES if not _has(path, name)] == []
 
 
 # ---- messages on docs/errors.md ----
@@ -129,12 +140,13 @@ STRINGS = "\n".join(
 )
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_a_message_of_the_errors_page_is_in_the_sources(entry):
-    assert re.search(".*?".join(map(re.escape, entry.split("…"))), STRINGS)
+def test_messages_of_the_errors_page_are_in_the_sources():
+    patterns = {entry: ".*?".join(map(re.escape, entry.split("…"))) for entry in ENTRIES}
+    assert ENTRIES and [entry for entry, pattern in patterns.items() if not re.search(pattern, STRINGS)] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_a_paper_is_linked_by_its_own_number(page):
-    named = re.findall(r"arXiv:([\d.]+\d)", prose(page))
-    assert named == re.findall(r"\[arXiv:(\S+)\]\(https://arxiv\.org/abs/\1\)", prose(page))
+def test_papers_are_linked_by_their_own_number():
+    for page in PAGES:
+        named = re.findall(r"arXiv:([\d.]+\d)", prose(page))
+        linked = re.findall(r"\[arXiv:(\S+)\]\(https://arxiv\.org/abs/\1\)", prose(page))
+        assert named == linked, name_of(page)

@@ -7,7 +7,6 @@ import torch
 
 from pyengine.ops import codec as codec_module
 from pyengine.ops.codec import Codec
-from pyengine.ops.codec_reference import FORMATS
 
 SCALED = {"int8": 127.0, "e4m3": 448.0, "e5m2": 57344.0}
 CODECS = [Codec("int8", 32), Codec("e4m3", 256), Codec("e5m2", 64), Codec("bf16"), Codec("fp16")]
@@ -283,14 +282,6 @@ def test_parts_of_a_bucket_have_the_bits_of_the_whole(codec, seed):
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=_name)
-def test_a_seed_repeats_itself_and_another_differs(codec):
-    values = _values(1000, binades=2)
-    one, same, other = (_encoded(codec, values, seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=_name)
 def test_stochastic_rounding_is_right_on_average(codec):
     """A trial's variance is at most step^2 / 4, so a mean of N is further than 5 step / sqrt(4 N) from x once
     in two million; over these elements once in ten thousand, and the seeds are fixed.
@@ -362,7 +353,3 @@ BYTES, VALUES = torch.zeros(CODEC.num_bytes(32), dtype=torch.uint8), torch.zeros
 def test_what_does_not_fit_is_refused_by_name(call, kind, message):
     with pytest.raises(kind, match=message):
         call()
-
-
-def test_formats_are_numbered_as_in_the_core():
-    assert [form.code for form in FORMATS.values()] == list(range(5))

@@ -30,7 +30,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_cases import DTYPES, INF, NAN, SHIFTS, assert_same_bits, flags, random_values
 
-from pyengine.ops import exact_reference, native
 from pyengine.ops.exact import ExactSum
 from pyengine.ops.plan import BucketPlan
 
@@ -165,8 +164,8 @@ def test_every_size_and_alignment_equals_the_reference(isa, threads, dtype, shif
         assert_same_bits(got, expected)
 
 
-@pytest.mark.parametrize("numels", [[3 * 2**20 + 7], [100_000, 3, 65_536, 0, 70_001]])
-def test_large_sums_equal_the_reference_on_any_number_of_threads(threads, numels):
+def test_large_sums_equal_the_reference_on_any_number_of_threads(threads):
+    numels = [3 * 2**20 + 7, 3, 65_536, 0, 70_001]
     plan, numel = make_aligned_plan(numels)
     total, want = (make(64, plan=plan, numel=numel) for make in (make_sum, make_reference))
     terms = [[random_values(n, torch.bfloat16, seed=k) for n in numels] for k in range(2)]
@@ -339,16 +338,6 @@ def test_the_result_may_lie_in_the_memory_of_hi(isa, threads):
 
 
 # ---- the edge ----
-
-
-def test_blocks_are_as_large_in_python_as_in_the_core():
-    core = native.core()
-    assert core is None or core.EXACT_BLOCK == exact_reference.BLOCK == BLOCK
-
-
-@pytest.mark.parametrize(("terms", "width"), [(1, 31), (3, 29), (4, 29), (4096, 19)])
-def test_more_terms_leave_fewer_bits_each(terms, width):
-    assert make_sum(terms).width == width == width_of(terms)
 
 
 @pytest.mark.parametrize(

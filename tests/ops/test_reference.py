@@ -6,8 +6,6 @@ import sys
 import torch
 from op_cases import assert_same_bits, clone, flags, make_flat, make_plan, make_tensors, sums
 
-from pyengine.ops import native, reference
-
 # Blocking the import is what a build without the extension looks like from inside.
 WITHOUT_CORE = """
 import sys, warnings
@@ -47,8 +45,3 @@ def test_without_the_core_one_warning_at_first_use_and_the_same_bits(tmp_path):
     assert len(messages) == 1 and "pip install" in messages[0]
     for got, want in zip(run_every_op(), results, strict=True):
         assert_same_bits(got, want)
-
-
-def test_the_reference_adds_in_the_core_s_blocks():
-    core = native.core()
-    assert core is None or core.BLOCK_ELEMENTS == reference._BLOCK

@@ -69,25 +69,19 @@ def profiled(tmp_path_factory, _pool):
 
 
 @pytest.mark.parametrize("kind", ["own", "attach"])
-def test_every_backward_and_every_optimizer_step_is_a_range(profiled, kind):
-    assert len(profiled[kind]["backward"]) == 2 * WINDOWS
-    assert len(profiled[kind]["optimizer"]) == WINDOWS
+def test_every_backward_and_step_is_a_range_and_a_bucket_is_launched_in_a_last_backward(profiled, kind):
+    ranges = profiled[kind]
+    assert (len(ranges["backward"]), len(ranges["optimizer"])) == (2 * WINDOWS, WINDOWS)
+    for bucket in range(BUCKETS):
+        for launch, backward in zip(ranges[f"launch bucket {bucket}"], ranges["backward"][1::2], strict=True):
+            assert _within(launch, backward)
 
 
-@pytest.mark.parametrize("bucket", range(BUCKETS))
-@pytest.mark.parametrize("kind", ["own", "attach"])
-def test_every_bucket_is_launched_inside_a_windows_last_backward(profiled, kind, bucket):
-    launches = profiled[kind][f"launch bucket {bucket}"]
-    assert len(launches) == WINDOWS
-    for launch, backward in zip(launches, profiled[kind]["backward"][1::2], strict=True):
-        assert _within(launch, backward)
-
-
-@pytest.mark.parametrize("bucket", range(BUCKETS))
-def test_every_bucket_lands_inside_the_exposed_part(profiled, bucket):
-    landings = profiled["own"][f"wait for bucket {bucket}"]
-    for landing, exposed in zip(landings, profiled["own"]["exposed_sync"], strict=True):
-        assert _within(landing, exposed)
+def test_every_bucket_lands_inside_the_exposed_part(profiled):
+    for bucket in range(BUCKETS):
+        landings = profiled["own"][f"wait for bucket {bucket}"]
+        for landing, exposed in zip(landings, profiled["own"]["exposed_sync"], strict=True):
+            assert _within(landing, exposed)
 
 
 @pytest.mark.parametrize("kind", ["own", "attach"])

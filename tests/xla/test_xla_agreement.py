@@ -134,7 +134,7 @@ def _gather(rank: int) -> list[object]:
     return Xla(device()).all_gather_object({"rank": rank, "text": "x" * (10 * rank)})
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 4])
 def test_objects_of_any_size_reach_every_replica(replicas, world):
     everything = [{"rank": rank, "text": "x" * (10 * rank)} for rank in range(world)]
     assert replicas(world).run(_gather) == [everything] * world

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from xla_cases import ACCUMULATE, OPTIMIZERS, PLANS, Job, device, reference, train
+from xla_cases import ACCUMULATE, PLANS, Job, device, reference, train
 
 import pyengine as pe
 
@@ -24,23 +24,22 @@ def _check(outcomes, expected):
         assert other.norms == outcomes[0].norms
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
-    ("world", "plan"),
-    [(1, "short last window"), *((2, plan) for plan in PLANS), (4, "unequal"), (4, "one rank has nothing")],
+    ("world", "plan", "optimizer"),
+    [
+        (1, "short last window", "adamw"),
+        *((2, plan, "sgd") for plan in PLANS),
+        (4, "one rank has nothing", "adamw"),
+    ],
 )
 def test_replicas_equal_float64_on_the_global_batch(replicas, world, plan, optimizer):
     job = Job(PLANS[plan], optimizer)
     _check(replicas(world).run(train, job), reference(job, world))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_counts_that_are_tensors_give_the_same(replicas, world):
-    numbers, tensors = (Job(PLANS["unequal"], tensor_counts=given) for given in (False, True))
-    for one, other in zip(
-        replicas(world).run(train, numbers), replicas(world).run(train, tensors), strict=True
-    ):
-        assert all(map(torch.equal, one.params, other.params))
+def test_counts_that_are_tensors_give_the_same(replicas):
+    job = Job(PLANS["unequal"], tensor_counts=True)
+    _check(replicas(2).run(train, job), reference(job, 2))
 
 
 # bfloat16 and float16 keep 8 and 11 bits: gradients of about 1, and parameters of 0.3 after three steps of

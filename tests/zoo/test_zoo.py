@@ -74,7 +74,7 @@ def _unaudited(name: str) -> float:
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_the_audit_names_it_on_every_rank(seen, name):
+def test_the_audit_names_it_on_every_rank_where_numbers_are_wrong_in_silence(seen, name):
     first, *others = [rank.error for rank in seen(name)]
     assert first is not None
     assert all(str(other) == str(first) and other.findings == first.findings for other in others)
@@ -83,16 +83,11 @@ def test_the_audit_names_it_on_every_rank(seen, name):
     assert (finding.what, finding.names[:1] or ("",), finding.ranks) == (what, (named,), wrong)
     assert finding.cause.startswith(cause)
     assert finding.step - finding.since <= 1
-
-
-@pytest.mark.parametrize("name", BUGS)
-def test_nobody_else_says_anything_and_the_numbers_are_wrong(seen, name):
     assert max(rank.off for rank in seen(name)) > 0.01
 
 
-@pytest.mark.parametrize("name", BUGS)
-def test_a_bug_is_short_enough_to_be_read(name):
-    assert len((HERE / f"{name}.py").read_text().splitlines()) <= MOST_LINES
+def test_a_bug_is_short_enough_to_be_read():
+    assert max(len((HERE / f"{name}.py").read_text().splitlines()) for name in BUGS) <= MOST_LINES
 
 
 def test_the_page_has_every_bug_in_the_words_of_the_zoo():
