@@ -82,6 +82,22 @@ def emulated(kernels):
     device.check_margins()
 
 
+@pytest.fixture(params=[*levels(), "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def anywhere(request):
+    """The CPU ops on one instruction set, the emulated kernels, or a GPU."""
+    if request.param in ("emulated", "cuda"):
+        return (yield request.getfixturevalue("gpu" if request.param == "cuda" else "emulated"))
+    core = native.core()
+    before = core and core.isa()
+    if core is not None:
+        core.set_isa(request.param)
+    device = Device("cpu", BucketPlan)
+    yield device
+    device.check_margins()
+    if core is not None:
+        core.set_isa(before)
+
+
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     return request.getfixturevalue("gpu" if request.param == "cuda" else "emulated")

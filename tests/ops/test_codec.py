@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from codec_cases import INF, NAN, check_equals_plain_pytorch, draw
 
-from pyengine.ops import codec as codec_module
 from pyengine.ops.codec import Codec
 
 SCALED = {"int8": 127.0, "e4m3": 448.0, "e5m2": 57344.0}
 CODECS = [Codec("int8", 32), Codec("e4m3", 256), Codec("e5m2", 64), Codec("bf16"), Codec("fp16")]
 SIZES = [0, 1, 33, 1000]
-INF, NAN = float("inf"), float("nan")
 # Largest error by format: of max(abs(x), s * least) times this, rounded to nearest; int8 of s alone.
 RELATIVE = {
     "e4m3": (2.0**-6, 2.0**-4 + 2.0**-21),
@@ -23,12 +22,6 @@ RELATIVE = {
 
 def _name(codec):
     return f"{codec.format}-{codec.block}"
-
-
-def _values(numel, seed=0, binades=20):
-    generator = torch.Generator().manual_seed(seed)
-    exponents = torch.randint(-binades, 10, (numel,), generator=generator)
-    return torch.ldexp(torch.randn(numel, generator=generator), exponents)
 
 
 def _encoded(codec, values, **options):
@@ -62,7 +55,7 @@ def _bound(codec, values, scales, *, stochastic):
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("codec", CODECS, ids=_name)
 def test_no_element_is_further_away_than_stated(codec, numel, seed):
-    values = _values(numel).clamp(-60_000, 60_000)
+    values = draw(numel).clamp(-60_000, 60_000)
     payload = _encoded(codec, values, seed=seed)
     got = _decoded(codec, payload, numel).double()
     bound = _bound(codec, values, _scales(codec, payload, numel), stochastic=seed is not None)
@@ -73,7 +66,7 @@ def test_no_element_is_further_away_than_stated(codec, numel, seed):
 @pytest.mark.parametrize("name", SCALED)
 def test_the_largest_of_a_block_stays_itself(name, binades):
     codec = Codec(name, 64)
-    values = _values(640, binades=0) * 2.0**binades
+    values = draw(640, binades=0) * 2.0**binades
     values[::64] *= 8
     largest = values.view(-1, 64).abs().amax(1)
     for seed in (None, 3):
@@ -113,7 +106,7 @@ def test_zeros_and_denormals(codec):
 @pytest.mark.parametrize("position", [0, 96])
 @pytest.mark.parametrize("codec", CODECS, ids=_name)
 def test_what_is_not_finite_crosses_at_its_own_element(codec, position, value, seed):
-    values = _values(97).clamp(-60_000, 60_000)
+    values = draw(97).clamp(-60_000, 60_000)
     values[values.abs() == values.abs().max()] = 1.0  # so that no block's largest goes
     expected = _decoded(
         codec, _encoded(codec, values.index_fill(0, torch.tensor([position]), 0.0), seed=seed), 97
@@ -138,7 +131,7 @@ def test_what_is_not_finite_crosses_at_its_own_element(codec, position, value, s
 )
 def test_codes_are_those_of_torch_s_casts(name, dtype):
     codec = Codec(name, 32) if name in SCALED else Codec(name)
-    values = _values(32_000, binades=30)
+    values = draw(32_000, binades=30)
     if name in SCALED:
         values = values.clamp(-SCALED[name], SCALED[name])
         values[::32] = SCALED[name]  # scales are 1 then
@@ -167,53 +160,23 @@ def test_ties_go_to_even(codec):
     assert torch.equal(got, torch.cat([even, -even]))
 
 
-def _all_results(codec, numel, seed):
-    """Return all that the codec's methods write."""
-    values = torch.cat([_values(numel, binades=140), _special()])
-    numel += len(_special())
-    payloads = torch.stack([_encoded(codec, values * 2.0**-rank, seed=seed) for rank in range(3)])
-    found = [payloads]
-    for method, source in ((codec.encode_, values), (codec.sum_encode_, payloads)):
-        for residual in (None, _values(numel, seed=3)):
-            payload = torch.full_like(payloads[0], 0xAA)
-            method(payload, source, residual=residual, seed=seed, offset=2**32 - 40)
-            found += [payload] if residual is None else [payload, residual]
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        out = torch.empty(numel, dtype=dtype)
-        codec.sum_(out, payloads)
-        found.append(out)
-    return found
-
-
-def _special():
-    largest = torch.finfo(torch.float32).max
-    return torch.tensor([INF, -INF, NAN, 0.0, -0.0, 2.0**-149, largest, -3.39615e38, 65_519.0, 65_520.0])
-
-
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("numel", [0, 33, 1025])
 @pytest.mark.parametrize("codec", [*CODECS, Codec("e4m3", 32), Codec("int8", 1024)], ids=_name)
 def test_the_core_has_the_bits_of_plain_pytorch(isa, monkeypatch, codec, numel, seed):
-    _check_the_core(codec, numel, seed, monkeypatch)
+    check_equals_plain_pytorch(codec, numel, seed, torch.device("cpu"), monkeypatch)
 
 
 @pytest.mark.parametrize("codec", [Codec("e4m3", 64), Codec("fp16")], ids=_name)
 def test_threads_share_blocks(threads, monkeypatch, codec):
-    _check_the_core(codec, 70_001, 5, monkeypatch)
-
-
-def _check_the_core(codec, numel, seed, monkeypatch):
-    got = _all_results(codec, numel, seed)
-    monkeypatch.setattr(codec_module, "_runner", lambda device: None)
-    for one, other in zip(got, _all_results(codec, numel, seed), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    check_equals_plain_pytorch(codec, 70_001, 5, torch.device("cpu"), monkeypatch)
 
 
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("codec", CODECS, ids=_name)
 def test_the_residual_is_what_was_lost(codec, numel, seed):
-    values, before = _values(numel), _values(numel, seed=1, binades=30)
+    values, before = draw(numel), draw(numel, seed=1, binades=30)
     residual = before.clone()
     payload = _encoded(codec, values, residual=residual, seed=seed)
     wanted = values + before
@@ -227,7 +190,7 @@ def test_the_residual_is_what_was_lost(codec, numel, seed):
 @pytest.mark.parametrize("numel", [1, 1000])
 @pytest.mark.parametrize("codec", CODECS, ids=_name)
 def test_a_sum_is_that_of_the_decoded_in_their_order(codec, numel, world, seed):
-    parts = [_values(numel, seed=rank) for rank in range(world)]
+    parts = [draw(numel, seed=rank) for rank in range(world)]
     payloads = torch.stack([_encoded(codec, part) for part in parts])
     wanted = _decoded(codec, payloads[0], numel)
     for payload in payloads[1:]:
@@ -235,7 +198,7 @@ def test_a_sum_is_that_of_the_decoded_in_their_order(codec, numel, world, seed):
     got = torch.full((numel,), NAN)
     codec.sum_(got, payloads)
     assert torch.equal(got, wanted)
-    out, before = torch.full_like(payloads[0], 0xAA), _values(numel, seed=9)
+    out, before = torch.full_like(payloads[0], 0xAA), draw(numel, seed=9)
     residual = before.clone()
     codec.sum_encode_(out, payloads, residual=residual, seed=seed, offset=64)
     assert torch.equal(out, _encoded(codec, wanted, seed=seed, offset=64))
@@ -248,7 +211,7 @@ def test_a_sum_is_that_of_the_decoded_in_their_order(codec, numel, world, seed):
 
 @pytest.mark.parametrize("codec", CODECS, ids=_name)
 def test_payloads_may_lie_further_apart_than_they_are_long(codec):
-    payloads = torch.stack([_encoded(codec, _values(333, seed=rank)) for rank in range(3)])
+    payloads = torch.stack([_encoded(codec, draw(333, seed=rank)) for rank in range(3)])
     apart = torch.full((3, payloads.shape[1] + 8), 0xAA, dtype=torch.uint8)[:, : payloads.shape[1]]
     apart.copy_(payloads)
     outs = [torch.empty(333) for _ in range(2)], [torch.empty_like(payloads[0]) for _ in range(2)]
@@ -261,7 +224,7 @@ def test_payloads_may_lie_further_apart_than_they_are_long(codec):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("codec", CODECS, ids=_name)
 def test_narrow_sums_are_rounded_once(codec, dtype):
-    payloads = torch.stack([_encoded(codec, _values(333, seed=rank)) for rank in range(3)])
+    payloads = torch.stack([_encoded(codec, draw(333, seed=rank)) for rank in range(3)])
     wide, narrow = torch.empty(333), torch.empty(333, dtype=dtype)
     codec.sum_(wide, payloads)
     codec.sum_(narrow, payloads)
@@ -271,7 +234,7 @@ def test_narrow_sums_are_rounded_once(codec, dtype):
 @pytest.mark.parametrize("seed", [None, 123456789012345])
 @pytest.mark.parametrize("codec", CODECS, ids=_name)
 def test_parts_of_a_bucket_have_the_bits_of_the_whole(codec, seed):
-    values = _values(1024)
+    values = draw(1024)
     first = 512
     for offset in (0, 2**32 - 512):
         whole = _decoded(codec, _encoded(codec, values, seed=seed, offset=offset), 1024)
@@ -287,7 +250,7 @@ def test_stochastic_rounding_is_right_on_average(codec):
     in two million; over these elements once in ten thousand, and the seeds are fixed.
     """
     numel, trials = 192, 400
-    values = _values(numel, binades=3)
+    values = draw(numel, binades=3)
     decoded = torch.stack(
         [_decoded(codec, _encoded(codec, values, seed=seed), numel) for seed in range(trials)]
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from codec_cases import check_equals_plain_pytorch
 from emulated_cuda import FORWARD, REVERSED, SHUFFLED
 
 from pyengine.ops import codec as codec_module
@@ -52,53 +53,9 @@ def _emulate(kernels, monkeypatch):
     monkeypatch.setattr(codec_module, "_native", lambda layout: layout)
 
 
-def _values(numel, seed, shift=0):
-    generator = torch.Generator().manual_seed(seed)
-    exponents = torch.randint(-30, 8, (numel + shift,), generator=generator)
-    values = torch.ldexp(torch.randn(numel + shift, generator=generator), exponents)
-    if numel > 30:
-        values[shift + numel // 2], values[-1], values[shift] = float("inf"), float("nan"), -float("inf")
-    return values
-
-
-def _margin(numel, dtype=torch.float32):
-    """Memory with three elements more, which nobody may touch."""
-    return torch.full((numel + 3,), 7, dtype=dtype)
-
-
-def _results(codec, numel, shift, seed, device):
-    """Return all that the codec's methods write; addresses of float32 are moved by `shift` elements."""
-    values = _values(numel, 0, shift).to(device)[shift:]
-    payloads = torch.zeros(3, codec.num_bytes(numel), dtype=torch.uint8, device=device)
-    found = [payloads]
-    for rank, payload in enumerate(payloads):
-        codec.encode_(payload, _values(numel, rank, shift).to(device)[shift:], seed=seed, offset=5)
-    for with_residual in (False, True):
-        for method, source in ((codec.encode_, values), (codec.sum_encode_, payloads)):
-            memory = _margin(codec.num_bytes(numel), torch.uint8).to(device)
-            residual = (
-                2.0**-8 * _margin(numel + shift).normal_(generator=torch.Generator().manual_seed(1))
-            ).to(device)
-            options = {"residual": residual[3 + shift :]} if with_residual else {}
-            method(memory[:-3], source, seed=seed, offset=2**32 - 3, **options)
-            found += [memory, residual]
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        out = _margin(numel + shift, dtype).to(device)
-        codec.sum_(out[shift : shift + numel], payloads)
-        found.append(out)
-    return [tensor.cpu() for tensor in found]
-
-
-def _check(codec, numel, shift, seed, device, monkeypatch):
-    got = _results(codec, numel, shift, seed, device)
-    monkeypatch.setattr(codec_module, "_runner", lambda device: None)
-    for one, other in zip(got, _results(codec, numel, shift, seed, torch.device("cpu")), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-
-
 @pytest.mark.parametrize(("codec", "numel", "shift", "seed"), CASES, ids=str)
 def test_kernels_equal_plain_pytorch(device, monkeypatch, codec, numel, shift, seed):
-    _check(codec, numel, shift, seed, device, monkeypatch)
+    check_equals_plain_pytorch(codec, numel, seed, device, monkeypatch, shift)
 
 
 @pytest.mark.parametrize("order", [REVERSED, SHUFFLED])
@@ -107,6 +64,6 @@ def test_the_order_of_blocks_and_threads_does_not_matter(kernels, monkeypatch, c
     _emulate(kernels, monkeypatch)
     kernels.set_order(order)
     try:
-        _check(codec, 9001, 0, 3, torch.device("cpu"), monkeypatch)
+        check_equals_plain_pytorch(codec, 9001, 3, torch.device("cpu"), monkeypatch)
     finally:
         kernels.set_order(FORWARD)

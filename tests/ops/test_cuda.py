@@ -24,13 +24,8 @@ from cuda_cases import (
 from emulated_cuda import FORWARD, REVERSED, SHUFFLED
 from op_cases import (
     DTYPES,
-    INF,
-    NAN,
-    OVERFLOWS,
-    SPECIAL,
     assert_same_bits,
     flags,
-    make_flat,
     make_plan,
     random_values,
     sums,
@@ -202,93 +197,6 @@ def test_the_order_of_blocks_and_threads_does_not_matter(kernels, layout, order)
     finally:
         kernels.set_order(FORWARD)
     assert_same(ops.results, on_host(layout))
-
-
-# ---- values ----
-
-
-@pytest.mark.parametrize("dst", DTYPES)
-@pytest.mark.parametrize("position", [0, 1553])
-def test_special_values_survive_at_any_position(device, dst, position, one):
-    rows = torch.ones(len(SPECIAL), 1554)
-    rows[:, position] = torch.tensor(SPECIAL)
-    flat = device.place(torch.zeros(rows.numel(), dtype=dst))
-    plan = device.plan(range(0, rows.numel(), 1554), [1554] * len(SPECIAL))
-    plan.pack_(flat, place_all(device, rows.unbind()), device.place(one))
-    assert_same_bits(flat.cpu(), rows.view(-1).to(dst))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_random_float_bits_are_cast_as_torch_casts_them(device, dtype, one):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randint(-(2**31), 2**31, (300_001,), generator=generator).to(torch.int32).view(torch.float32)
-    flat = device.place(torch.empty(300_001, dtype=dtype))
-    device.plan([0], [300_001]).pack_(flat, [device.place(x)], device.place(one))
-    assert_same_bits(flat.cpu(), x.to(dtype))
-
-
-def test_product_and_sum_are_rounded_one_by_one(device):
-    # s·g = 1 + 2^-11 + 2^-24 rounds to 1 + 2^-11; a fused multiply-add would keep the 2^-24 that -1 - 2^-11
-    # lays bare.
-    acc, g = device.place(torch.full((40,), -(1 + 2.0**-11))), device.place(torch.full((40,), 1 + 2.0**-12))
-    scale, seen = device.place(torch.tensor(1 + 2.0**-12)), device.place(torch.zeros(1, dtype=torch.uint8))
-    device.plan([0], [40]).accumulate_(acc, [g], scale, first=False, nonfinite=seen)
-    assert torch.equal(acc.cpu(), torch.zeros(40))
-
-
-@pytest.mark.parametrize("bad", [-INF, NAN])
-@pytest.mark.parametrize("position", [0, 7, 255, 8191, 16384, 32770])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_slot_of_a_non_finite_value_is_flagged_and_no_other(device, dtype, position, bad, one):
-    layout = make_plan([5, 32771, 0, 7])
-    grads = [torch.ones(n, dtype=dtype) for n in layout.numels]
-    grads[1][position] = bad
-    plan, grads, one = device.plan(layout.offsets, layout.numels), place_all(device, grads), device.place(one)
-    acc, wire = device.place(make_flat(layout, torch.float32)), device.place(make_flat(layout, torch.float16))
-    sumsq, seen = device.place(sums(layout)), [device.place(flags(layout)) for _ in range(4)]
-    plan.accumulate_(acc, grads, one, first=True, nonfinite=seen[0])
-    plan.accumulate_(acc, grads, one, first=False, nonfinite=seen[1])
-    plan.accumulate_cast_(wire, acc, grads, one, one, first=True, nonfinite=seen[2])
-    plan.unscale_norm(grads, None, one, sumsq=sumsq, nonfinite=seen[3])
-    assert [s.tolist() for s in seen] == [[0, 1, 0, 0]] * 4
-    assert sumsq[[0, 2, 3]].tolist() == [5, 0, 7] and not sumsq[1].isfinite()
-
-
-@pytest.mark.parametrize(("wire", "value", "wire_scale", "flagged"), OVERFLOWS)
-@pytest.mark.parametrize("position", [0, 999])
-def test_a_sum_that_overflows_in_the_cast_is_flagged(device, wire, value, wire_scale, flagged, position, one):
-    acc, seen = torch.ones(1000), device.place(torch.zeros(1, dtype=torch.uint8))
-    acc[position] = value
-    out, scales = (
-        device.place(torch.zeros(1000, dtype=wire)),
-        place_all(device, [one, torch.tensor(wire_scale)]),
-    )
-    grads = [device.place(torch.ones(1000))]
-    device.plan([0], [1000]).accumulate_cast_(
-        out, device.place(acc), grads, *scales, first=False, nonfinite=seen
-    )
-    assert seen.tolist() == [flagged]
-
-
-def test_flags_are_added_to_never_cleared(device, one):
-    seen, one = device.place(torch.tensor([2, 1], dtype=torch.uint8)), device.place(one)
-    plan, grads = device.plan([0, 2], [2, 2]), place_all(device, [torch.tensor([1.0, NAN]), torch.ones(2)])
-    plan.accumulate_(device.place(torch.zeros(4)), grads, one, first=True, nonfinite=seen)
-    assert seen.tolist() == [3, 1]
-    plan.unscale_norm(grads, None, one, sumsq=device.place(sums(plan)), nonfinite=seen)
-    assert seen.tolist() == [3, 1]
-
-
-@pytest.mark.parametrize("value", [INF, NAN])
-def test_a_non_finite_scale_gives_the_cpu_s_sum_also_in_the_tail(device, value):
-    arguments = make_plan([21, 8, 0, 257]), torch.float32, None, (1, 0), torch.tensor(value)
-    assert_same(unscale_norm(device, *arguments), unscale_norm(Host(), *arguments))
-
-
-def test_a_missing_tensor_packs_as_zeros_whatever_the_scale(device):
-    flat = device.place(torch.full((40,), 7.0))
-    device.plan([0], [40]).pack_(flat, [None], device.place(torch.tensor(INF)))
-    assert_same_bits(flat.cpu(), torch.zeros(40))
 
 
 # ---- memory: on the emulator a touch beyond a tensor fails the launch ----
