@@ -440,7 +440,7 @@ def _prepared_again(how: str) -> tuple:
         return seen, memory.stepped_with
 
 
-@pytest.mark.parametrize("how", ["free_memory", "prepare of the module"])
+@pytest.mark.parametrize("how", ["clear", "prepare of the module"])
 def test_freed_memory_lets_another_model_be_prepared(ranks, how):
     answers = ranks(2).run(_prepared_again, how)
     torch.testing.assert_close(answers[0][1], mean_of_windows([seen for seen, _ in answers], 2), **CLOSE)

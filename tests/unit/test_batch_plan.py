@@ -86,6 +86,12 @@ def test_what_no_sharing_can_mend_is_refused_with_uneven_too(changes, error, mes
         pe.plan_batch(**options)
 
 
+def test_a_plan_does_not_change():
+    plan = pe.plan_batch(global_batch=8, micro_batch=4, world_size=2)
+    with pytest.raises(AttributeError):
+        plan.world_size = 4
+
+
 # --- steps_per_epoch ---
 
 
