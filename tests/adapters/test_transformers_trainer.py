@@ -277,7 +277,7 @@ class EvaluatesFirst(WithWindows):
         return super().train()
 
 
-def test_evaluation_before_training_is_refused_on_several_ranks_and_told_what_to_set(ranks, tmp_path):
+def test_evaluation_before_training_is_refused_on_several_ranks_with_the_argument_to_set(ranks, tmp_path):
     with pytest.raises(AssertionError, match="prepared for evaluation only") as caught:
         ranks(2).run(_train, EvaluatesFirst, "tokens", 12, str(tmp_path))
     assert str(caught.value).count("eval_on_start=True") == 2  # on every rank

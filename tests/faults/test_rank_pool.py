@@ -30,7 +30,7 @@ def test_a_rank_that_is_stopped_is_continued_once_the_others_have_ended(ranks):
 @pytest.mark.parametrize(
     ("how", "end"), [("killed", Ended(exit_code=-signal.SIGKILL)), ("silent", Ended(is_silent=True))]
 )
-def test_a_rank_that_dies_or_hangs_is_told_and_replaced(ranks, how, end):
+def test_a_rank_that_dies_or_hangs_is_reported_and_replaced(ranks, how, end):
     assert ranks(2).ends(5, _ends, how) == [Ended(how), end]
     assert ranks(2).run(_ends, "well") == ["well", "well"]
 

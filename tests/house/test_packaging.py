@@ -91,7 +91,7 @@ def test_make_run_leaves_cuda_out_only_where_there_is_no_device_and_nobody_asked
     assert (compiles in _planned("run", *settings)) is without_cuda
 
 
-def test_nothing_says_to_install_the_other_project_of_our_name():
+def test_no_file_installs_the_other_project_of_the_same_name():
     assert 'name = "pyengine-torch"' in PROJECT
     foreign = re.compile(r"\binstall(?: -{1,2}[\w-]+)* [\"']?pyengine\b(?!-torch)")
     folders = ("docs", "pyengine", "tests", "examples", "benchmarks", "csrc")

@@ -142,7 +142,7 @@ def test_codes_are_those_of_torch_s_casts(name, dtype):
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
-def test_every_code_means_what_torch_says(name, dtype):
+def test_every_code_decodes_to_torch_s_value(name, dtype):
     codec, codes = Codec(name, 256), torch.arange(256).to(torch.uint8)
     payload = torch.cat([torch.ones(1).view(torch.uint8), codes])
     torch.testing.assert_close(
@@ -210,7 +210,7 @@ def test_a_sum_is_that_of_the_decoded_in_their_order(codec, numel, world, seed):
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=_name)
-def test_payloads_may_lie_further_apart_than_they_are_long(codec):
+def test_payloads_may_have_a_row_stride_larger_than_their_length(codec):
     payloads = torch.stack([_encoded(codec, draw(333, seed=rank)) for rank in range(3)])
     apart = torch.full((3, payloads.shape[1] + 8), 0xAA, dtype=torch.uint8)[:, : payloads.shape[1]]
     apart.copy_(payloads)
@@ -262,7 +262,7 @@ def test_stochastic_rounding_is_right_on_average(codec):
 
 @pytest.mark.parametrize("numel", [0, 1, 4, 33, 4095])
 @pytest.mark.parametrize("codec", [Codec("int8", 32), Codec("e4m3", 256), Codec("bf16")], ids=_name)
-def test_a_payload_s_length_tells_its_elements(codec, numel):
+def test_the_number_of_elements_follows_from_a_payload_s_length(codec, numel):
     found = codec._layout_of("out", torch.empty(codec.num_bytes(numel), dtype=torch.uint8)).numel
     assert found == (numel if codec.block == 1 else -(-numel // 4) * 4)
 

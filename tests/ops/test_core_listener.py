@@ -78,7 +78,7 @@ def test_what_comes_behind_the_end_of_a_window_begins_another():
     both.agree()
 
 
-def test_what_came_before_a_gradient_was_set_to_none_is_kept_apart():
+def test_gradients_from_before_grad_was_set_to_none_are_kept_separately():
     params = _params()
     both = _Both(params)
     both.each(lambda probe: probe.arm(0))

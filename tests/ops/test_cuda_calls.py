@@ -118,7 +118,7 @@ def test_the_first_plan_on_a_device_loads_the_kernels_there(core):
     assert core.loaded_on == [1, 0]
 
 
-def test_plans_of_one_layout_share_what_lies_on_a_device(core, monkeypatch):
+def test_plans_of_one_layout_share_their_device_memory(core, monkeypatch):
     class Plan:
         made = 0
 
@@ -170,7 +170,7 @@ def test_a_list_for_one_call_is_uploaded_only_where_parameters_cannot_hold_it(
     assert torch.equal(_packed(core, found), torch.arange(float(num)))
 
 
-def test_a_list_for_many_calls_is_uploaded_once_and_says_when_it_is_there(core, fake):
+def test_a_list_for_many_calls_is_uploaded_once_and_records_an_event(core, fake):
     pointers = cuda.uploaded(_pointers(core, 257), _device(0))
     assert fake.events == ["made", "stream 7"] and core.uploads == [7]
     assert torch.equal(_packed(core, pointers), torch.arange(257.0))

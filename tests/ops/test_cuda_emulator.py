@@ -34,7 +34,7 @@ def test_shuffles_barriers_and_shared_memory_add_numbers(toys):
 
 
 @pytest.mark.parametrize(("who", "any_"), [(0, 1), (63, 1), (64, 0)])
-def test_a_barrier_tells_every_thread_of_any_predicate(toys, who, any_):
+def test_a_barrier_returns_to_every_thread_whether_any_predicate_holds(toys, who, any_):
     _, _, seen = run(toys, "any", who)
     assert seen[:64].eq(any_).all()
 

@@ -259,7 +259,7 @@ def test_a_block_with_a_non_finite_or_huge_element_is_poisoned_and_no_other(isa,
     assert_same_bits(out, clean)
 
 
-def test_flags_tell_of_this_term_alone_and_are_never_cleared(isa):
+def test_flags_are_set_by_this_term_alone_and_never_cleared(isa):
     total, seen = make_sum(8), torch.tensor([2, 0], dtype=torch.uint8)
     good, bad = [torch.ones(n) for n in NUMELS], [torch.full((NUMELS[0],), NAN), None]
     total.deposit_(bad, first=True, nonfinite=seen)
@@ -327,7 +327,7 @@ def test_the_result_is_the_exact_integer_rounded_once(isa, terms, dtype):
     assert_same_bits(out, torch.tensor(want, dtype=torch.float64).to(dtype))
 
 
-def test_the_result_may_lie_in_the_memory_of_hi(isa, threads):
+def test_the_result_may_be_written_to_the_memory_of_hi(isa, threads):
     plan, numel = make_aligned_plan([70_000, 5])
     total = make_sum(8, plan=plan, numel=numel)
     deposit_all(total, [[random_values(n, torch.float32, seed=n) for n in plan.numels]] * 2)

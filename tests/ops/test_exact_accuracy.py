@@ -77,7 +77,7 @@ def test_the_sum_is_no_worse_than_adding_in_float32(name, terms):
 
 @pytest.mark.parametrize("place", range(0, 27, 3))
 @pytest.mark.parametrize("terms", [12, 256])
-def test_the_sum_is_no_worse_wherever_a_block_lies_in_its_bin(terms, place):
+def test_the_sum_is_no_worse_at_any_position_of_a_block_in_its_bin(terms, place):
     random = torch.Generator().manual_seed(place)
     flats = [torch.randn(NUMEL, generator=random) * 2.0**-place for _ in range(terms)]
     total, out = make_sum(terms, plan=BucketPlan([0], [NUMEL])), torch.empty(NUMEL)

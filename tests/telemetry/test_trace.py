@@ -77,7 +77,7 @@ def test_every_backward_and_step_is_a_range_and_a_bucket_is_launched_in_a_last_b
             assert _within(launch, backward)
 
 
-def test_every_bucket_lands_inside_the_exposed_part(profiled):
+def test_every_bucket_is_copied_back_inside_the_exposed_part(profiled):
     for bucket in range(BUCKETS):
         landings = profiled["own"][f"wait for bucket {bucket}"]
         for landing, exposed in zip(landings, profiled["own"]["exposed_sync"], strict=True):

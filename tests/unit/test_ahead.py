@@ -23,7 +23,7 @@ def test_one_item_is_read_ahead():
 
 
 @pytest.mark.parametrize("asked", [0, 1, 2, 3, 5])
-def test_what_was_shown_is_taken_in_its_order(asked):
+def test_items_that_were_shown_are_returned_in_order(asked):
     read: list[int] = []
     source = Lookahead(_counted(3, read))
     assert source.peek(asked) == list(range(min(asked, 3)))
@@ -32,7 +32,7 @@ def test_what_was_shown_is_taken_in_its_order(asked):
     assert not source.has_next
 
 
-def test_the_last_item_shown_tells_whether_another_one_follows():
+def test_has_next_is_false_behind_the_last_item_shown():
     source = Lookahead(range(3))
     source.peek(2)
     source.pop()

@@ -85,7 +85,7 @@ def isa(request):
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_sums_are_those_of_the_ranks_in_their_order_wherever_they_lie(isa, world, dtype):
+def test_ranks_are_summed_in_their_order_in_any_memory(isa, world, dtype):
     with _arenas(world) as arenas:
         for numel in (1, 129, 400_003):
             parts = [
@@ -153,7 +153,7 @@ def test_collectives_run_in_their_order_and_their_futures_complete():
         assert works[1][3].get_future().done()  # asked for behind its end
 
 
-def test_what_takes_longer_says_so_and_may_be_waited_for_again():
+def test_a_wait_that_times_out_raises_and_can_be_repeated():
     with _arenas(2) as arenas:
         flats = [torch.ones(3) for _ in arenas]
         work = _reduce(arenas[0], flats[0])
@@ -324,7 +324,7 @@ def _in_fork(body: Callable[[], bool], meanwhile: Callable[[], object] = lambda:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_what_a_fork_frees_stays_with_the_ranks():
+def test_memory_that_a_fork_frees_stays_allocated_in_the_parent():
     with _arenas(2) as arenas:
         flats = [arena.allocate(5000, torch.float32).fill_(3.0) for arena in arenas]
 

@@ -80,7 +80,7 @@ def test_an_uneven_plan_has_no_accumulate_that_would_be_wrong_on_some_ranks():
         ({"world_size": 2.0}, TypeError, "world_size=2.0 is a float"),
     ],
 )
-def test_what_no_sharing_can_mend_is_refused_with_uneven_too(changes, error, message):
+def test_arguments_that_no_uneven_plan_fits_are_refused(changes, error, message):
     options = {"global_batch": 64, "micro_batch": 16, "world_size": 2, "uneven": True} | changes
     with pytest.raises(error, match=f"^{message}"):
         pe.plan_batch(**options)
@@ -125,7 +125,7 @@ def test_learning_rate_follows_the_rule_up_and_down(rule, to_batch, lr):
     assert pe.scale_lr(0.5, from_batch=256, to_batch=to_batch, rule=rule) == lr
 
 
-def test_a_step_beyond_what_was_shown_is_warned_of_where_it_is_asked_for():
+def test_a_ratio_beyond_what_papers_show_warns_at_the_caller_s_line():
     with pytest.warns(
         UserWarning, match=r"^to_batch=8448 is 33 × from_batch=256; the papers behind the rules"
     ) as caught:
@@ -134,7 +134,7 @@ def test_a_step_beyond_what_was_shown_is_warned_of_where_it_is_asked_for():
 
 
 @pytest.mark.parametrize(("from_batch", "to_batch"), [(256, 8192), (8448, 256)])
-def test_a_step_that_was_shown_or_goes_down_is_silent(from_batch, to_batch):
+def test_a_ratio_within_what_papers_show_gives_no_warning(from_batch, to_batch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pe.scale_lr(0.1, from_batch=from_batch, to_batch=to_batch, rule="linear")

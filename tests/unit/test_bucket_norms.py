@@ -53,7 +53,7 @@ def test_every_parameter_s_sum_of_squares_goes_to_its_place():
     assert final.nonfinite.tolist() == [0, 0, 0]
 
 
-def test_what_travelled_narrow_is_written_and_read_as_it_was_rounded():
+def test_a_bucket_reduced_in_a_narrow_type_has_the_norm_of_its_rounded_values():
     _, norms, first, second = three()
     read(norms, second)
     moved = torch.tensor([2.0, 4.0, float("inf"), 4.0], dtype=torch.bfloat16)
@@ -79,7 +79,7 @@ def test_without_a_bucket_of_this_window_nothing_is_handed_over():
     assert final.sumsq.tolist() == [0, 0, 0]
 
 
-def test_a_bucket_that_lands_late_is_of_its_own_window():
+def test_a_bucket_that_completes_late_belongs_to_its_own_window():
     _, norms, first, second = three()
     late = norms.of(second)
     assert late is not None
@@ -90,7 +90,7 @@ def test_a_bucket_that_lands_late_is_of_its_own_window():
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-def test_buckets_that_ddp_has_rebuilt_are_laid_out_anew(is_told):
+def test_buckets_that_ddp_has_rebuilt_get_a_new_layout(is_told):
     params, norms, first, second = three()
     read(norms, first)
     read(norms, second)
@@ -110,7 +110,7 @@ def test_a_bucket_of_a_parameter_that_is_not_known_is_left_alone():
     assert norms.of(strange) is None
 
 
-def test_on_an_accelerator_buckets_are_laid_out_before_the_first_lands(monkeypatch):
+def test_on_an_accelerator_buckets_get_their_layout_before_the_first_completes(monkeypatch):
     monkeypatch.setattr(bucket_norms, "runs_ahead", lambda device: True)
     params = [torch.empty(8), torch.empty(16), torch.empty(3)]
     norms = BucketNorms({param: index for index, param in enumerate(params)}, CPU)

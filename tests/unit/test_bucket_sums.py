@@ -36,7 +36,7 @@ def _filled(wire: torch.dtype, bad: int | None) -> tuple[Fp32DDPBucket, Tensor]:
 
 @pytest.mark.parametrize("bad", [None, 0, 2])
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
-def test_places_of_its_own_change_no_bit_and_no_flag(monkeypatch, wire, bad):
+def test_an_aligned_layout_changes_no_bit_and_no_flag(monkeypatch, wire, bad):
     packed, want = _filled(wire, bad)
     monkeypatch.setattr(buckets, "runs_ahead", lambda device: True)
     aligned, got = _filled(wire, bad)
@@ -48,7 +48,7 @@ def test_places_of_its_own_change_no_bit_and_no_flag(monkeypatch, wire, bad):
         assert one == other == (NUMELS[slot],)
 
 
-def test_what_is_aligned_as_it_is_stays_as_ddp_lays_it_out(monkeypatch):
+def test_buckets_that_are_aligned_keep_ddp_s_layout(monkeypatch):
     monkeypatch.setattr(buckets, "runs_ahead", lambda device: True)
     total = Fp32DDPBucket([nn.Parameter(torch.zeros(n, dtype=torch.bfloat16)) for n in (8, 64, 3)], range(3))
     assert total.plan is total._as_sent

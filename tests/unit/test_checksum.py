@@ -30,7 +30,7 @@ def _made(num: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num", SIZES)
-def test_equal_bits_have_equal_checksums_wherever_they_lie(of, num, dtype):
+def test_equal_bits_have_equal_checksums_at_any_address_and_stride(of, num, dtype):
     tensor = _made(num, dtype)
     unaligned = torch.cat([tensor[:1], tensor])[1:] if num else tensor.clone()
     strided = torch.stack([tensor, tensor], 1)[:, 0]
@@ -71,12 +71,12 @@ def test_zeros_of_other_signs_and_nans_are_bits_like_others(of):
     assert of(torch.tensor([torch.nan])) == of(torch.tensor([torch.nan]))
 
 
-def test_lengths_are_told_apart_by_what_is_there(of):
+def test_tensors_of_different_lengths_have_different_checksums(of):
     assert of(torch.ones(3)) != of(torch.ones(4))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8192])
-def test_sums_over_ranks_tell_whether_all_were_equal(world):
+def test_sums_over_ranks_show_whether_all_checksums_are_equal(world):
     checksums = torch.tensor([-(2**62), 12345, 7])
     alike = pieces(checksums) * world
     assert differ(alike, world).tolist() == [False] * 3

@@ -55,7 +55,7 @@ def test_pieces_are_whole_numbers_whose_squares_a_header_can_sum(far):
     assert all(piece == int(piece) and 0 <= piece < 2**PIECE_BITS for piece in pieces)
 
 
-def test_a_difference_says_who_has_what():
+def test_a_difference_names_the_claims_of_each_rank():
     text = difference([_claims().describe(), _claims(lr=0.2).describe()])
     assert text.startswith(
         "ranks have used the last window differently: rank 0: SGD(lr=0.1) of 2 parameters (number 0, 1), "

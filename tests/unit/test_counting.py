@@ -57,18 +57,18 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_what_is_no_count_is_said_with_its_micro_batch(wrong, message):
+def test_an_invalid_count_is_reported_with_its_micro_batch(wrong, message):
     _, (problem,) = _counted(3, wrong)
     assert problem.startswith(message)
 
 
 @pytest.mark.parametrize("given", [{"ce": 3}, {"ce": 3, "aux": 1, "z": 2}], ids=str)
-def test_a_missing_and_an_extra_name_are_said(given):
+def test_missing_and_extra_names_are_reported(given):
     _, (problem,) = _counted(given, names=["ce", "aux"])
     assert problem.startswith(f"count of micro-batch 4 has {list(given)}, and ['ce', 'aux'] elsewhere")
 
 
-def test_every_wrong_value_is_said_with_its_name():
+def test_every_wrong_value_is_reported_with_its_name():
     _, problems = _counted({"ce": -1, "aux": "1"}, {"ce": 1, "aux": math.inf})
     assert [problem.split(":")[0] for problem in problems] == [
         "count['aux'] of micro-batch 4",

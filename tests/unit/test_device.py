@@ -22,11 +22,11 @@ def test_any_accelerator_runs_ahead_and_has_events(name):
 
 
 @pytest.mark.parametrize("name", ["cpu", *ACCELERATORS])
-def test_one_process_without_a_group_needs_no_transport_wherever_its_parameters_lie(name):
+def test_one_process_without_a_group_needs_no_transport_on_any_device(name):
     assert isinstance(comm_for(torch.device(name), None), Local)
 
 
-def test_the_host_does_what_it_is_told_at_once():
+def test_the_host_neither_runs_ahead_nor_has_events():
     device = torch.device("cpu")
     assert (runs_ahead(device), has_events(device), is_lazy(device)) == (False, False, False)
 

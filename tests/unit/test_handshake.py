@@ -48,7 +48,7 @@ DEALT = [
 
 
 @pytest.mark.parametrize(("by_rank", "places"), DEALT, ids=str)
-def test_a_window_is_as_long_as_all_ranks_say_together(by_rank, places):
+def test_a_window_is_as_long_as_the_sum_over_ranks(by_rank, places):
     shares = agreed(by_rank)
     assert shares.places == places
     assert (shares.micro_batches, shares.total, shares.by_rank) == (sum(by_rank), sum(by_rank), by_rank)

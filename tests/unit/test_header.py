@@ -55,7 +55,7 @@ def test_counts_losses_and_micro_batches_are_summed(world):
     ],
     ids=str,
 )
-def test_one_rank_that_says_something_else_is_found(world, changes):
+def test_one_rank_with_other_claims_is_found(world, changes):
     assert _totals(_header([1], **changes), *[_header([1])] * (world - 1)).differ
 
 
@@ -70,7 +70,7 @@ COUNTS += [(2 * MAX_COUNT, False, False), (-1, False, False), (NAN, False, False
 
 @pytest.mark.parametrize("wrap", [float, torch.tensor], ids=["number", "tensor"])
 @pytest.mark.parametrize(("count", "any_sum", "exact_sum"), COUNTS)
-def test_a_count_that_makes_no_sense_is_left_out_and_told(wrap, count, any_sum, exact_sum):
+def test_an_invalid_count_is_left_out_and_reported(wrap, count, any_sum, exact_sum):
     for is_exact, is_valid in ((False, any_sum), (True, exact_sum)):
         header = _header([1, wrap(count)], is_exact=is_exact)
         totals = _totals(header)

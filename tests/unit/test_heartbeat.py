@@ -81,5 +81,5 @@ def test_a_line_is_the_users_own_innermost():
     assert line.endswith("users_function: done.wait()  # in threading.py, which is Python's library")
 
 
-def test_of_a_thread_that_has_ended_no_line_is_told():
+def test_a_thread_that_has_ended_has_no_line():
     assert line_of(-1) == "a thread that has ended"

@@ -15,7 +15,7 @@ def _kept() -> tuple[KeptGrads, Parameter, Parameter]:
     return KeptGrads(["first", "second"], [first, second]), first, second
 
 
-def test_what_the_caller_does_not_own_is_not_kept():
+def test_gradients_the_caller_does_not_own_are_not_kept():
     kept, *_ = _kept()
     kept.keep()
     assert not kept.is_pending
@@ -34,7 +34,7 @@ def test_kept_gradients_are_added_once():
     assert not kept.is_pending
 
 
-def test_what_an_optimizer_has_used_is_not_kept():
+def test_gradients_an_optimizer_has_used_are_not_kept():
     kept, first, second = _kept()
     second.grad = torch.tensor([5.0])
     kept.use([0], torch.tensor(0.0))

@@ -88,7 +88,7 @@ def test_groups_use_the_loopback_unless_another_interface_was_named(environment,
     assert environment["NCCL_SOCKET_IFNAME"] == given.get("NCCL_SOCKET_IFNAME", f"={launching._LOOPBACK}")
 
 
-def test_what_a_worker_starts_is_told_that_it_has_inherited_a_place(environment, tmp_path):
+def test_a_launch_inside_a_worker_is_refused_for_its_inherited_environment(environment, tmp_path):
     launching._set_environment(0, job(tmp_path))
     with pytest.raises(RuntimeError, match=r"MASTER_PORT expected.*`env -u TORCHELASTIC_RUN_ID`"):
         launch(len, workers=2, args=("abc",))

@@ -78,7 +78,7 @@ def test_frozen_parameters_have_no_slot():
         ),
     ],
 )
-def test_the_first_difference_says_who_has_what(second, needle):
+def test_the_first_difference_names_the_parameters_of_each_rank(second, needle):
     assert first_difference([_specs((2,), (3,)), second]) == needle
 
 

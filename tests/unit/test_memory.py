@@ -44,7 +44,7 @@ def test_residuals_follow_their_parameters_into_other_buckets():
     assert _kept(memory) == {"a": 1.0, "b": 2.0, "c": 3.0}
 
 
-def test_what_is_loaded_waits_for_its_bucket_and_is_there_meanwhile():
+def test_loaded_residuals_are_kept_until_their_bucket_is_made():
     memory, saved = WireMemory(), {"a": torch.full((3,), 7.0)}
     memory.load(saved)
     assert _kept(memory) == {"a": 7.0}

@@ -127,14 +127,14 @@ def test_two_tensors_that_are_written_share_nothing(plan, second):
     plan.pack_(flat, twice, ONE)  # read twice
 
 
-def test_a_term_may_not_lie_in_the_memory_of_its_exact_sum():
+def test_a_term_may_not_share_memory_with_its_exact_sum():
     plan = BucketPlan([0], [64])
     total = ExactSum(plan, numel=64, terms=2, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="limbs shares memory with"):
         total.deposit_([total.hi.view(torch.float32)], first=True, nonfinite=_flags(plan))
 
 
-def test_the_core_finds_a_thousand_tensors_apart_without_a_closer_look(monkeypatch):
+def test_the_core_alone_finds_that_a_thousand_tensors_share_no_memory(monkeypatch):
     if native.core() is None:
         pytest.skip("there is no native core")
     monkeypatch.setattr(overlap, "_refuse", lambda spans: pytest.fail(f"looked at {len(spans)} spans"))

@@ -9,7 +9,7 @@ from pyengine.wire.memory import PayloadMemory
 CPU = torch.device("cpu")
 
 
-def test_what_is_given_back_is_taken_again_by_its_name_and_size():
+def test_freed_memory_is_reused_by_name_and_size():
     memory = PayloadMemory()
     sent, received = memory.allocate("sent", 8, CPU), memory.allocate("received", 8, CPU)
     assert not sent.any() and not received.any()
@@ -19,7 +19,7 @@ def test_what_is_given_back_is_taken_again_by_its_name_and_size():
     assert memory.allocate("sent", 8, CPU) is sent
 
 
-def test_what_is_not_given_back_is_nobody_elses():
+def test_memory_that_is_not_freed_is_not_reused():
     memory = PayloadMemory()
     under_way = memory.allocate("sent", 8, CPU)
     under_way.fill_(7)

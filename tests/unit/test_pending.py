@@ -7,7 +7,7 @@ import pytest
 from pyengine.comm.watch.pending import Pending, listed
 
 
-def test_the_oldest_that_has_not_completed_is_told():
+def test_oldest_is_the_first_collective_that_has_not_completed():
     pending, done = Pending(), set()
     for name in ("a", "b", "c"):
         pending.add((0, 1), name, lambda name=name: name in done)
@@ -19,14 +19,14 @@ def test_the_oldest_that_has_not_completed_is_told():
     assert pending.launched == {(0, 1): 3}
 
 
-def test_groups_are_counted_apart():
+def test_each_group_has_its_own_count():
     pending = Pending()
     for ranks in ((0, 1), (0, 2), (0, 1)):
         pending.add(ranks, "one", lambda: False)
     assert pending.launched == {(0, 1): 2, (0, 2): 1}
 
 
-def test_what_a_body_waits_for_ends_with_it():
+def test_a_collective_that_a_body_runs_ends_with_the_body():
     pending = Pending()
     with pytest.raises(KeyError), pending.running((0, 1), "a gather"):
         assert pending.oldest().what == "a gather"

@@ -196,7 +196,7 @@ def test_what_is_no_tensor_where_an_op_needs_one_is_named():
 
 
 @pytest.mark.parametrize("offset", [2**40 + 1])
-def test_an_empty_slot_lies_within_what_a_plan_can_hold_too(offset):
+def test_an_empty_slot_has_an_offset_within_the_limit_too(offset):
     with pytest.raises(ValueError, match=f"slot 1 begins at element {offset}; needed at most 2"):
         BucketPlan([0, offset], [4, 0])
 

@@ -193,7 +193,7 @@ def _default() -> tuple[int, int, list[list[int]]]:
     return sampler.rank, sampler.world_size, list(build(20, rank=0, num_replicas=1))
 
 
-def test_the_default_group_says_what_is_not_given(ranks):
+def test_rank_and_world_size_default_to_the_default_group(ranks):
     found = ranks(2).run(_default)
     assert [place[:2] for place in found] == [(0, 2), (1, 2)]
     assert found[0][2] == found[1][2] == list(build(20))

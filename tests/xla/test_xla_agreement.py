@@ -92,7 +92,7 @@ class _CountsInGroup(torch.optim.SGD):
         (_CountsInGroup, "_CountsInGroup counts in its param_groups"),
     ],
 )
-def test_an_optimizer_whose_steps_cannot_be_taken_back_is_refused(replicas, optimizer, said):
+def test_an_optimizer_whose_steps_cannot_be_undone_is_refused(replicas, optimizer, said):
     (text,) = replicas(1).run(_refused, partial(_step, optimizer=optimizer), ValueError)
     assert said in text
 

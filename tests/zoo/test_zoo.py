@@ -100,7 +100,7 @@ def test_the_page_has_every_bug_in_the_words_of_the_zoo():
     assert sorted(rows) == sorted(due)
 
 
-def test_a_clean_window_is_not_told_off(ranks):
+def test_a_clean_window_raises_no_alarm(ranks):
     assert ranks(2).run(_clean) == [None, None]
 
 
