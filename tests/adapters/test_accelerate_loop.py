@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from test_accelerate_windows import accelerated, loader
+from test_accelerate_windows import accelerated, loader, loop
 from worlds import CLOSE, Remembering, Weights, mean_of_windows
 
 pytest.importorskip("accelerate", reason="needs pyengine[adapters]")
@@ -35,13 +35,7 @@ def _prepared(num: int = 16, **options):
 def _autocast() -> tuple:
     with accelerated():
         memory, accelerator, model, optimizer, data, _ = _prepared(mixed_precision="bf16")
-        seen = []
-        for (x,) in data:
-            with accelerator.accumulate(model):
-                seen.append(x)
-                accelerator.backward(model(x).mean())
-                optimizer.step()
-        return seen, memory.stepped_with
+        return loop(accelerator, model, optimizer, data), memory.stepped_with
 
 
 def test_autocast_to_bf16_stays_near_the_right_gradient(ranks):
@@ -114,10 +108,7 @@ def test_a_finite_window_moves_parameters_once_and_the_scheduler_once_a_process(
 def _saved(folder: str) -> bool:
     with accelerated():
         _, accelerator, model, optimizer, data, _ = _prepared()
-        for (x,) in data:
-            with accelerator.accumulate(model):
-                accelerator.backward(model(x).mean())
-                optimizer.step()
+        loop(accelerator, model, optimizer, data)
         accelerator.save_state(folder)
         weight = accelerator.unwrap_model(model).weight
         kept = weight.detach().clone()
@@ -133,10 +124,7 @@ def test_the_accelerator_saves_and_loads_what_it_prepared(ranks, tmp_path):
 def test_a_prepared_optimizer_can_be_pickled_and_its_copy_steps_nothing():
     with accelerated():
         _, accelerator, model, optimizer, data, _ = _prepared()
-        for (x,) in data:
-            with accelerator.accumulate(model):
-                accelerator.backward(model(x).mean())
-                optimizer.step()
+        loop(accelerator, model, optimizer, data)
         twin = pickle.loads(pickle.dumps(optimizer))
         assert torch.equal(twin.param_groups[0]["params"][0], optimizer.param_groups[0]["params"][0])
         with pytest.raises(RuntimeError, match="belongs to no engine"):
@@ -153,12 +141,8 @@ def _resized(sizes: list) -> tuple:
         for size in sizes:
             accelerator.gradient_accumulation_steps = size
             assert accelerator.gradient_accumulation_steps == size
-            seen, before = [], len(memory.stepped_with)
-            for (x,) in data:
-                with accelerator.accumulate(model):
-                    seen.append(x)
-                    accelerator.backward(model(x).mean())
-                    optimizer.step()
+            before = len(memory.stepped_with)
+            seen = loop(accelerator, model, optimizer, data)
             epochs.append((seen, memory.stepped_with[before:]))
         return epochs
 
@@ -415,7 +399,6 @@ def _prepared_again(how: str) -> tuple:
     with accelerated():
         memory, accelerator, model, optimizer, data, _ = _prepared()
         first = accelerator.sync
-        seen = []
         for turn in range(2):
             if turn:
                 model = optimizer = data = None
@@ -428,12 +411,7 @@ def _prepared_again(how: str) -> tuple:
                 else:
                     getattr(accelerator, how)()
                     model, optimizer, data = accelerator.prepare(fresh, memory, loader(16))
-            seen = []
-            for (x,) in data:
-                seen.append(x)
-                with accelerator.accumulate(model):
-                    accelerator.backward(model(x).mean())
-                    optimizer.step()
+            seen = loop(accelerator, model, optimizer, data)
         assert accelerator.sync is not first
         with pytest.raises(RuntimeError, match="has been closed"):
             first.step(memory)

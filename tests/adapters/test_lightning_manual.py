@@ -37,7 +37,6 @@ class Manual(LightningModule):
         self.steps = 0
 
     def configure_model(self):
-        """Shard the net where the strategy can hold it."""
         if isinstance(self.trainer.strategy, ShardedWindowStrategy) and not isinstance(self.net, FSDPModule):
             for part in (self.net.first, self.net.second, self.net):
                 fully_shard(part, mesh=self.device_mesh["data_parallel"])
@@ -48,7 +47,6 @@ class Manual(LightningModule):
         return self.seen[-1]
 
     def training_step(self, batch, batch_idx):
-        """Run a micro-batch; step where its window ends."""
         x, sync, optimizer = self.kept(batch, batch_idx), self.trainer.strategy.sync, self.optimizers()
         with sync.accumulate(last=self.trainer.is_last_batch):
             self.run(x, sync)
@@ -58,18 +56,15 @@ class Manual(LightningModule):
             optimizer.zero_grad()
 
     def run(self, x: Tensor, sync) -> None:
-        """Run the backward."""
         self.manual_backward(loss_of(self.net, x), count=len(x))
 
     def clip(self, sync, optimizer) -> None:
         """Do not."""
 
     def on_before_optimizer_step(self, optimizer):
-        """Count."""
         self.steps += 1
 
     def configure_optimizers(self):
-        """Return the optimizer."""
         return torch.optim.SGD(self.net.parameters(), lr=LR, momentum=MOMENTUM)
 
 
@@ -77,7 +72,6 @@ class Plain(Manual):
     """A loop that knows nothing of windows: each batch is one."""
 
     def training_step(self, batch, batch_idx):
-        """Run a backward, and step."""
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(loss_of(self.net, self.kept(batch, batch_idx)), count=len(self.seen[-1]))
@@ -88,7 +82,6 @@ class Toggles(Manual):
     """Says it as Lightning's loops for DDP do."""
 
     def training_step(self, batch, batch_idx):
-        """Synchronise in the last micro-batch only."""
         x, optimizer = self.kept(batch, batch_idx), self.optimizers()
         last = (batch_idx + 1) % ACCUMULATE == 0 or self.trainer.is_last_batch
         with optimizer.toggle_model(sync_grad=last):
@@ -116,7 +109,6 @@ class Several(Manual):
     """Runs two backwards of one graph."""
 
     def run(self, x, sync):
-        """Run them as one micro-batch."""
         losses = self.net(x).float().square()
         with sync.micro_batch(count=len(x)):
             self.manual_backward(losses[0].sum(), retain_graph=True)
@@ -127,7 +119,6 @@ class ClipsAsLightning(Manual):
     """Clips the gradients that Lightning sees."""
 
     def clip(self, sync, optimizer):
-        """Clip to a norm of 0.5."""
         self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
 
 
@@ -135,7 +126,6 @@ class Clips(Manual):
     """Clips by the engine."""
 
     def clip(self, sync, optimizer):
-        """Clip to a norm of 0.5."""
         sync.clip_grad_norm_(0.5)
 
 
@@ -197,7 +187,6 @@ class Two(LightningModule):
         self.seen: list[Tensor] = []
 
     def training_step(self, batch, batch_idx):
-        """Run a micro-batch of each."""
         (x,) = batch
         self.seen.append(x)
         last, syncs = self.trainer.is_last_batch, self.trainer.strategy.syncs
@@ -209,7 +198,6 @@ class Two(LightningModule):
                 optimizer.step()
 
     def configure_optimizers(self):
-        """Return one a net."""
         nets = (self.left, self.right)
         return [torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM) for net in nets]
 
@@ -251,7 +239,6 @@ class StepsEarly(Manual):
     """Steps in the middle of a window."""
 
     def training_step(self, batch, batch_idx):
-        """Step after the first micro-batch of three."""
         with self.trainer.strategy.sync.accumulate():
             self.run(self.kept(batch, batch_idx), None)
         self.optimizers().step()
@@ -261,7 +248,6 @@ class Bare(Manual):
     """Runs a backward past the engine."""
 
     def training_step(self, batch, batch_idx):
-        """Run it."""
         loss_of(self.net, batch[0]).backward()
         self.optimizers().step()
 
@@ -270,7 +256,6 @@ class Freezes(Manual):
     """Freezes a parameter behind the first forward."""
 
     def run(self, x, sync):
-        """Freeze it."""
         super().run(x, sync)
         self.net.scale.requires_grad_(False)
 
@@ -279,7 +264,6 @@ class OwnBackward(Manual):
     """Has a backward of its own."""
 
     def backward(self, loss):
-        """Run it."""
         loss.backward()
 
 
@@ -287,7 +271,6 @@ class SaysNoEngine(Two):
     """Does not say whose loss it is."""
 
     def manual_backward(self, loss, **options):
-        """Leave the engine out."""
         options.pop("sync")
         super().manual_backward(loss, **options)
 
@@ -296,7 +279,6 @@ class OneForBoth(Two):
     """Steps both nets at once."""
 
     def configure_optimizers(self):
-        """Return one optimizer of both."""
         return torch.optim.SGD(self.parameters(), lr=LR)
 
 
@@ -304,7 +286,6 @@ class AsksForSync(Two):
     """Asks for the one engine."""
 
     def training_step(self, batch, batch_idx):
-        """Ask."""
         self.trainer.strategy.sync  # noqa: B018
 
 
@@ -387,7 +368,6 @@ def _logged() -> list[str]:
         name, version, save_dir, root_dir, log_dir = "", "", "", "", ""
 
         def log_metrics(self, found, step):
-            """Keep their names."""
             metrics.extend(f"{name} {step}" for name in found if name.endswith("/count"))
 
         def __getattr__(self, name):

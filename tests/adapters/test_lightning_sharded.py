@@ -34,7 +34,6 @@ class Sharded(LightningModule):
         self.hooked: list[Tensor] = []
 
     def configure_model(self):
-        """Shard blocks, and the net with what is left."""
         if not isinstance(self.net, FSDPModule):
             for part in (self.net.first, self.net.second, self.net):
                 fully_shard(part, mesh=self.device_mesh["data_parallel"])
@@ -50,11 +49,9 @@ class Sharded(LightningModule):
         return math.nan if batch_idx == self.broken and self.global_rank == 0 else 1.0
 
     def on_before_optimizer_step(self, optimizer):
-        """Keep what a user would log."""
         self.hooked.append(self.net.scale.grad.full_tensor().clone())
 
     def configure_optimizers(self):
-        """Return the optimizer."""
         return torch.optim.SGD(self.parameters(), lr=LR, momentum=MOMENTUM)
 
 
@@ -118,7 +115,6 @@ class Saves(Callback):
         self.path = path
 
     def on_train_epoch_end(self, trainer, pl_module):
-        """Save."""
         if trainer.current_epoch == 0:
             trainer.save_checkpoint(self.path)
 
@@ -142,7 +138,6 @@ class Raises(Sharded):
     """Raises in its second micro-batch, once."""
 
     def training_step(self, batch, batch_idx):
-        """Raise on every rank."""
         if batch_idx == 1 and len(self.seen) < 2:
             raise ArithmeticError
         return super().training_step(batch, batch_idx)
@@ -173,7 +168,6 @@ class Parts(Sharded):
     """Shards two blocks, and nothing that holds both."""
 
     def configure_model(self):
-        """Shard them."""
         for part in (self.net.first, self.net.second):
             fully_shard(part, mesh=self.device_mesh["data_parallel"])
 

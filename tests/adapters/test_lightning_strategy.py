@@ -39,16 +39,13 @@ class Module(LightningModule):
         self.memory = Remembering(self.model)
 
     def training_step(self, batch, batch_idx):
-        """Return a mean loss."""
         self.seen.append(batch[0])
         return self.model(batch[0]).mean()
 
     def on_before_optimizer_step(self, optimizer):
-        """Keep the gradient that a user would log."""
         self.hooked.append(self.model.weight.grad.detach().clone().flatten())
 
     def configure_optimizers(self):
-        """Return the optimizer that remembers."""
         return self.memory
 
 
@@ -56,7 +53,6 @@ class Counted(Module):
     """Keeps one item or two of each micro-batch, and says how many."""
 
     def training_step(self, batch, batch_idx):
-        """Return a summed loss and its count."""
         kept = batch[0][: 1 + (batch_idx + dist.get_rank()) % 2]
         self.seen.append(kept)
         return {"loss": self.model(kept).sum(), "count": len(kept)}
@@ -70,7 +66,6 @@ class OwnBackward(Module):
     """Has a backward of its own."""
 
     def backward(self, loss):
-        """Run it."""
         loss.backward()
 
 
@@ -78,7 +73,6 @@ class StepsWithOptions(Module):
     """Gives its optimizer's step an argument of its own."""
 
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
-        """Step."""
         optimizer.step(closure=optimizer_closure, momentum_now=0.5)
 
 

@@ -14,7 +14,7 @@ from test_accelerate_sharded import sharding, tell_accelerate
 pytestmark = pytest.mark.slow
 pytest.importorskip("transformers", reason="needs pyengine[adapters]")
 
-from test_transformers_trainer import ACCUMULATE, CLOSE, LENGTH, VOCABULARY, dataset
+from test_transformers_trainer import ACCUMULATE, CLOSE, LENGTH, VOCABULARY, Watching, dataset
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 from pyengine.adapters.transformers import Trainer
@@ -36,23 +36,14 @@ def _momentum(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=LR, momentum=0.5)
 
 
-class Watching:
-    """Keeps the micro-batches, and steps by SGD."""
-
-    def training_step(self, model, inputs, *args):
-        """Keep this one."""
-        self.seen = [*getattr(self, "seen", []), {name: x.clone() for name, x in inputs.items()}]
-        return super().training_step(model, inputs, *args)
+class Sharded(Watching, Trainer):
+    """Ours, with SGD."""
 
     def create_optimizer(self, model=None):
         """Make an optimizer whose states begin with its first step."""
         if self.optimizer is None:
             self.optimizer = _momentum(self.model.parameters())
         return self.optimizer
-
-
-class Sharded(Watching, Trainer):
-    """Ours."""
 
 
 class Budgeted(Sharded):
@@ -129,7 +120,6 @@ class SharedLoad(Sharded):
     """Takes its model for one that was sharded while it was loaded."""
 
     def train(self, *args, **kwargs):
-        """Say so."""
         self.is_distributed_loading_by_transformers = True
         return super().train(*args, **kwargs)
 

@@ -60,7 +60,6 @@ class Plain(torch.nn.Module):
         torch.nn.init.ones_(self.table.weight)
 
     def forward(self, input_ids, labels):
-        """Return the loss first."""
         return (torch.nn.functional.cross_entropy(self.table(input_ids).transpose(1, 2), labels),)
 
 
@@ -68,7 +67,6 @@ class Watching:
     """Keeps the micro-batches of a Trainer."""
 
     def training_step(self, model, inputs, *args):
-        """Keep the inputs, and go on."""
         self.seen = [*getattr(self, "seen", []), {name: value.clone() for name, value in inputs.items()}]
         return super().training_step(model, inputs, *args)
 
@@ -94,14 +92,16 @@ class OwnLoss(Watching, Windows, transformers.Trainer):
 
 def _train(make: type, kind: str, num: int, folder: str, **options) -> tuple:
     """Train one epoch; return the micro-batches seen, the gradients stepped with, and what was logged."""
-    options = {"learning_rate": 0.0, "max_grad_norm": 0.0, "save_strategy": "no", **options}
+    options = {
+        "learning_rate": 0.0, "max_grad_norm": 0.0, "save_strategy": "no", "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": ACCUMULATE, **options,
+    }  # fmt: skip
     with launched():
         try:
             model = Plain() if kind == "plain" else _model(kind)
             memory = Remembering(model, lr=options["learning_rate"])
             args = TrainingArguments(
-                output_dir=folder, use_cpu=True, report_to="none", disable_tqdm=True,
-                per_device_train_batch_size=1, gradient_accumulation_steps=ACCUMULATE, num_train_epochs=1,
+                output_dir=folder, use_cpu=True, report_to="none", disable_tqdm=True, num_train_epochs=1,
                 logging_steps=1, lr_scheduler_type="constant", **options,
             )  # fmt: skip
             schedule = torch.optim.lr_scheduler.LambdaLR(memory, lambda _: 1.0)
@@ -189,7 +189,6 @@ class Scaled(transformers.Trainer):
     """Does on a CPU what Accelerate does on a GPU alone: fp16 with a loss scaler."""
 
     def create_accelerator_and_postprocess(self):
-        """Hand the scaler in."""
         super().create_accelerator_and_postprocess()
         self.accelerator.native_amp = True
         self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
@@ -214,12 +213,10 @@ class Resumed(Half):
     """Goes on from the last checkpoint, and tells with which scale."""
 
     def train(self):
-        """Train from there."""
         self.args.num_train_epochs = 2
         return super().train(resume_from_checkpoint=True)
 
     def training_step(self, *args):
-        """Note the scale of each micro-batch."""
         self.scales = [*getattr(self, "scales", []), self.sync.scaler.get_scale()]
         loss = super().training_step(*args)
         self.seen = self.scales
@@ -233,26 +230,20 @@ def test_training_resumed_in_fp16_goes_on_with_its_scale(tmp_path):
     assert scales == [2.0**9] * 8
 
 
-def _twice(folder: str) -> list[int]:
-    with launched():
-        try:
-            args = TrainingArguments(
-                output_dir=folder, use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True,
-                per_device_train_batch_size=1, gradient_accumulation_steps=2, num_train_epochs=1,
-            )  # fmt: skip
-            trainer = Trainer(model=_model("tokens"), args=args, train_dataset=dataset("tokens", 8))
-            trainer.train()
-            steps = []
-            trainer.sync.on_step(lambda record: steps.append(record.collectives))
-            trainer.train()
-            return [*steps, math.isfinite(trainer.state.log_history[-1]["train_loss"])]
-        finally:
-            AcceleratorState._reset_state(reset_partial_state=True)
-            GradientState._reset_state()
+class TrainsTwice(WithWindows):
+    """Is trained again, and shows what its second training sent."""
+
+    def train(self):
+        super().train()
+        sent = []
+        self.sync.on_step(lambda record: sent.append(record.collectives))
+        super().train()
+        self.seen = [*sent, math.isfinite(self.state.log_history[-1]["train_loss"])]
 
 
 def test_training_goes_on_when_train_is_called_again_and_gradients_travel_once_a_window(ranks, tmp_path):
-    assert ranks(2).run(_twice, str(tmp_path))[0] == [2, 2, True]  # a header and one bucket, two windows
+    sent, *_ = ranks(2).run(_train, TrainsTwice, "tokens", 12, str(tmp_path))[0]
+    assert sent == [2, 2, True]  # a header and one bucket, two windows
 
 
 def test_unequal_numbers_of_batches_are_refused_where_the_trainers_loop_could_not_wait(ranks, tmp_path):
@@ -272,7 +263,6 @@ class EvaluatesFirst(WithWindows):
     """Is evaluated before it is trained."""
 
     def train(self):
-        """Evaluate, and train."""
         self.evaluate(dataset("tokens", 4))
         return super().train()
 
@@ -305,33 +295,16 @@ class RunsOutOfMemory(WithWindows):
     """Has room for one row a micro-batch."""
 
     def training_step(self, model, inputs, *args):
-        """Fail as an accelerator does."""
         if len(inputs["input_ids"]) > 1:
             raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB")
         return super().training_step(model, inputs, *args)
 
 
-def _finds_a_batch_size(folder: str) -> list:
-    with launched():
-        try:
-            model = _model("tokens")
-            memory = Remembering(model, lr=0.0)
-            schedule = torch.optim.lr_scheduler.LambdaLR(memory, lambda _: 1.0)
-            args = TrainingArguments(
-                output_dir=folder, use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True,
-                per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=1,
-                auto_find_batch_size=True, max_grad_norm=0.0,
-            )  # fmt: skip
-            data = dataset("tokens", 8)
-            trainer = RunsOutOfMemory(
-                model=model, args=args, train_dataset=data, optimizers=(memory, schedule)
-            )
-            trainer.train()
-            return len(memory.stepped_with)
-        finally:
-            AcceleratorState._reset_state(reset_partial_state=True)
-            GradientState._reset_state()
-
-
 def test_auto_find_batch_size_trains_with_the_size_that_fits(ranks, tmp_path):
-    assert ranks(2).run(_finds_a_batch_size, str(tmp_path)) == [2, 2]
+    options = {
+        "auto_find_batch_size": True,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+    }
+    for _, grads, _ in ranks(2).run(_train, RunsOutOfMemory, "tokens", 8, str(tmp_path), **options):
+        assert len(grads) == 2  # of two sequences a rank, one after the other
