@@ -159,9 +159,7 @@ def test_offsets_beyond_two_to_the_31_are_reached(one):
             "acc is torch.bfloat16.*needed dtype torch.float32",
         ),
         ({"acc": torch.zeros(4)}, ValueError, "acc is .*at least 5 elements"),
-        ({"grads": [None]}, ValueError, "grads has 1 tensors; needed 2"),
         ({"nonfinite": torch.zeros(2)}, TypeError, "nonfinite is torch.float32.*needed dtype torch.uint8"),
-        ({"nonfinite": torch.zeros(3, dtype=torch.uint8)}, ValueError, "nonfinite has 3 elements; needed 2"),
         ({"scale": 1.0}, TypeError, "scale is float"),
     ],
 )

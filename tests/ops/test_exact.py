@@ -367,12 +367,10 @@ def test_a_device_may_be_named_in_any_way_that_torch_takes(device):
 @pytest.mark.parametrize(
     ("method", "arguments", "error", "words"),
     [
-        ("deposit_", {"tensors": [None]}, ValueError, "tensors has 1 tensors; needed 2"),
         ("deposit_", {"tensors": [None, torch.ones(3)]}, ValueError, r"\[1\] has 3 elements; needed 62"),
         ("deposit_", {"nonfinite": torch.zeros(2)}, TypeError, "nonfinite is torch.float32"),
         ("deposit_", {"nonfinite": torch.zeros(3, dtype=torch.uint8)}, ValueError, "needed 2, one a slot"),
         ("align_", {"bins": torch.zeros(5)}, TypeError, "bins is torch.float32.*needed dtype torch.uint8"),
-        ("align_", {"bins": torch.zeros(4, dtype=torch.uint8)}, ValueError, "bins is .*at least 5 elements"),
         ("align_", {"bins": torch.zeros(6, dtype=torch.uint8)}, ValueError, "bins has 6 elements; needed 5"),
         ("merge_", {"other": make_sum(4096)}, ValueError, "other is ExactSum.*needed one like ExactSum"),
         ("round_", {"out": torch.zeros(NUMEL).double()}, TypeError, "out is torch.float64"),

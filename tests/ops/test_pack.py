@@ -153,10 +153,14 @@ def test_a_tensor_subclass_is_read_too(one):
         ([0], [1, 2], "offsets has 1 entries and numels 2"),
         ([-1], [1], "slot 0 has offset -1"),
         ([4, 0], [2, 5], "slots 1 and 0 overlap: slot 1 ends at 5, slot 0 begins at 4"),
+        ([0], [2**62], r"needed at most 2\*\*40"),
+        ([2**70], [1], r"needed at most 2\*\*40"),
+        ([0, 2**40 + 1], [4, 0], f"slot 1 begins at element {2**40 + 1}; needed at most 2"),
+        ([0.5], [2], "integer"),
     ],
 )
 def test_an_impossible_layout_is_refused_in_words(offsets, numels, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError), match=words):
         BucketPlan(offsets, numels)
 
 
@@ -174,11 +178,6 @@ def test_an_impossible_layout_is_refused_in_words(offsets, numels, words):
         ([torch.ones(2), torch.ones(6)[::2]], ValueError, r"tensors\[1\].*stride \(2,\).*contiguous\(\)"),
         ([torch.ones(2), torch.ones(3).to_sparse()], ValueError, r"tensors\[1\].*to_dense"),
         ([torch.ones(2), 3.0], TypeError, r"tensors\[1\] is float; needed a torch.Tensor"),
-        (
-            [torch.ones(2), torch.ones(3, device="meta")],
-            ValueError,
-            r"tensors\[1\] is .* on meta; needed .* on cpu",
-        ),
         ([torch.ones(2, device="meta"), None], ValueError, "tensors are on meta; needed cpu"),
     ],
 )
@@ -191,7 +190,6 @@ def test_tensors_that_do_not_fit_are_named(tensors, error, words, one):
     ("flat", "scale", "error", "words"),
     [
         (torch.empty(4), torch.tensor(1.0), ValueError, r"flat is .*\(4,\).*at least 5 elements"),
-        (torch.empty(10)[::2], torch.tensor(1.0), ValueError, "flat is .*contiguous"),
         (torch.empty(5).double(), torch.tensor(1.0), TypeError, "flat is torch.float64"),
         (torch.empty(5), 1.0, TypeError, r"scale is float; .*torch.tensor\(1.0\)"),
         (torch.empty(5), torch.ones(1), ValueError, "scale is .*0-dim"),
