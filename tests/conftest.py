@@ -21,9 +21,9 @@ _PROBLEM = forced_isa.everywhere()
 
 
 def pytest_configure() -> None:
-    """Refuse to run on another instruction set than was asked for, and let Ctrl-C be heard.
+    """Refuse an instruction set other than the requested one, and restore the handler of SIGINT.
 
-    A shell has its background jobs ignore it, which processes inherit, and commands respect.
+    A shell starts background jobs with SIGINT ignored. Child processes inherit that, and commands respect it.
     """
     if _PROBLEM is not None:
         raise pytest.UsageError(_PROBLEM)
@@ -33,13 +33,13 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let combinations that show nothing new run in `make faults` alone."""
+    """Mark combinations of arguments that show nothing new: only `make faults` runs these."""
     leave_out(items)
 
 
 @pytest.hookimpl(optionalhook=True)  # where pytest-xdist is installed
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep the tests of one library together, where files are shared out."""
+    """Run all tests of one library in one worker under `--dist loadfile`."""
     return sharing.by_file_and_library(config, log) if config.option.dist == "loadfile" else None
 
 
@@ -52,5 +52,5 @@ def _pool() -> Iterator[RankPool]:
 
 @pytest.fixture
 def ranks(_pool: RankPool) -> Callable[[int], Ranks]:
-    """Give `ranks(world).run(fn, ...)`: run a module-level function on real gloo ranks."""
+    """Return a function: `ranks(world).run(fn, ...)` runs a module-level `fn` on real gloo ranks."""
     return lambda world: Ranks(_pool, world)

@@ -8,8 +8,9 @@ import pytest
 
 
 def rest(*values: Any) -> list[Any]:
-    """Return values of a test's argument that only `make faults` takes: further places of what the other
-    values show already. A tuple is the values of several arguments.
+    """Return values of a test's argument that only `make faults` runs, since the other values show the same.
+
+    A tuple holds the values of several arguments.
     """
     return [
         pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.exhaustive)

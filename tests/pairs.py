@@ -1,9 +1,9 @@
-"""Which combinations of a test's arguments run by default: as few as show each value in company.
+"""Which combinations of a test's arguments run by default: pairwise testing.
 
-What breaks, breaks with one value or with two that meet, seldom with three (Kuhn, Wallace, Gallo 2004). So
-of three arguments or more every two values meet in some combination. Of two arguments every value comes once
-where the test takes ranks, which costs a world of processes; elsewhere all combinations run. `make faults`
-runs all combinations of every test.
+Most faults need one value or a pair of values, few need three (Kuhn, Wallace, Gallo 2004). With three
+arguments or more, every pair of values occurs in some combination. With two arguments, every value occurs
+once if the test runs on ranks, which is expensive; otherwise all combinations run. `make faults` runs all
+combinations of every test.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def covering(cases: Sequence[Sequence[Hashable]]) -> set[int]:
     left, used = list(range(len(cases))), Counter[Hashable]()
 
     def worth(index: int) -> tuple[int, int, int]:
-        """Of those that show most, the one whose values have come least."""
+        """Prefer the case with most missing pairs, then the one whose values were used least."""
         news = len(missing.intersection(shown[index]))
         return news, -sum(used[value] for value in enumerate(cases[index])), -index
 
@@ -44,13 +44,13 @@ def covering(cases: Sequence[Sequence[Hashable]]) -> set[int]:
 
 
 def _shown(case: Sequence[Hashable]) -> list[Hashable]:
-    """Return what a case shows: pairs of values, or values."""
+    """Return the pairs of values of a case, with two arguments its values."""
     values = list(enumerate(case))
     return list(combinations(values, 2)) if len(case) >= _MANY else list(values)
 
 
 def leave_out(items: Sequence[pytest.Item]) -> None:
-    """Mark as exhaustive what others of the same test show, too."""
+    """Mark as exhaustive the combinations whose pairs other combinations of the test have."""
     tests: dict[tuple[str, bool], list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and not item.get_closest_marker("exhaustive"):
@@ -67,7 +67,7 @@ def leave_out(items: Sequence[pytest.Item]) -> None:
 
 
 def _values(item: pytest.Function) -> list[Hashable]:
-    """Return a value an axis: arguments that are given together are one."""
+    """Return one value for each axis; arguments parametrized together are one axis."""
     if not hasattr(item, "callspec"):
         return []
     params = dict(item.callspec.params)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 
 def left(find: Callable[[str], list[str]], what: str, seconds: float = 30.0) -> list[str]:
-    """Return what `living` or `marked` finds, once it is nothing or the seconds are over: helpers that end
-    with their pipes need a moment, on a busy machine more than 5 s.
+    """Return what `living` or `marked` finds after it finds nothing or the time is over.
+
+    Helper processes that end with their pipes need a moment, on a busy machine more than 5 s.
     """
     end = time.monotonic() + seconds
     while (found := find(what)) and time.monotonic() < end:
@@ -18,7 +19,7 @@ def left(find: Callable[[str], list[str]], what: str, seconds: float = 30.0) -> 
 
 
 def marked(mark: str) -> list[str]:
-    """Return the command lines of the processes that have not ended and have a word in their environment."""
+    """Return the command lines of the running processes with a word in their environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -30,7 +31,7 @@ def marked(mark: str) -> list[str]:
 
 
 def living(group: str) -> list[str]:
-    """Return the command lines of the processes of a group that have not ended."""
+    """Return the command lines of the running processes of a process group."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

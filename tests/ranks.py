@@ -2,8 +2,7 @@
 
 Starting a process with torch takes seconds, joining a process group milliseconds; so the processes live for
 the whole session and every run gets a process group of its own. `ranks(3).ends(fn, ...)` is for runs that are
-meant to go wrong: it tells how each rank ended, be it by a signal, and only the processes that died are
-replaced.
+expected to fail: it returns how each rank ended, for example by a signal. Only dead processes are replaced.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class Worker:
         return self._process.pid
 
     def send(self, job: tuple[Any, ...]) -> None:
-        """Give it a run, once it is ready."""
+        """Send a run, after the process is ready."""
         if not self._is_ready:
             self._is_ready = self.pipe.recv()
         self.pipe.send(sys.path)  # first, so that the test's module can be found
@@ -104,7 +103,7 @@ class Worker:
         os.kill(self._pid, signal.SIGCONT)
 
     def say_where(self) -> None:
-        """Have it write where each of its threads is, if it is not stopped."""
+        """Let the process write the stack of each of its threads, if it is not stopped."""
         os.kill(self._pid, signal.SIGUSR1)
 
     def kill(self) -> None:
@@ -139,7 +138,7 @@ class RankPool:
     def ends(
         self, group: tuple[str, int], within_s: float, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> list[Ended]:
-        """Do the same, however it goes on each rank; return how each has ended after so many seconds."""
+        """Do the same and accept failures; return how each rank has ended after so many seconds."""
         with self._started(group, (fn, args, kwargs), parting_s=0) as workers:
             return _Ends(workers).collect(within_s, until_death=False)
 
@@ -154,7 +153,7 @@ class RankPool:
     def _started(
         self, group: tuple[str, int], job: tuple[Any, ...], parting_s: float
     ) -> Iterator[list[Worker]]:
-        """Give every rank of a group its job; afterwards, replace who has died."""
+        """Send every rank of a group its job; afterwards replace the processes that died."""
         backend, world = group
         workers = self._take(world)
         store = os.path.join(self._stores.name, str(self._num_runs))
@@ -180,7 +179,7 @@ class RankPool:
 
 
 class _Ends:
-    """How the ranks of one run end, as they do."""
+    """Collects how the ranks of one run end."""
 
     def __init__(self, workers: list[Worker]) -> None:
         self._workers = workers
@@ -228,7 +227,7 @@ class _Ends:
 
 
 class Ranks:
-    """`world` ranks of a pool, which talk over `backend`."""
+    """`world` ranks of a pool, which communicate over `backend`."""
 
     def __init__(self, pool: RankPool, world: int, backend: str = "gloo") -> None:
         self._pool, self.world, self._backend = pool, world, backend
@@ -283,7 +282,7 @@ def _checked(ends: list[Ended]) -> list[Any]:
 
 
 def _told(end: Ended) -> str:
-    """Say what went wrong on a rank; nothing if nothing did."""
+    """Return what went wrong on a rank; "" if nothing did."""
     if end.exit_code is not None:
         return f"its process ended, exit code {end.exit_code}"
     return "gave no answer" if end.is_silent else end.error

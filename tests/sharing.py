@@ -1,5 +1,5 @@
-"""How pytest-xdist's processes share the tests out: by file, and those of an adapter's library as one, which
-every rank of a process imports for seconds.
+"""How pytest-xdist distributes the tests: by file, but all files of an adapter's library to one worker, since
+every rank of a worker imports the library, which takes seconds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 
 
 def scope(nodeid: str) -> str:
-    """Return what a test is shared out with: its file, or of an adapter its library."""
+    """Return the scope of a test: its file, for an adapter its library."""
     file = nodeid.partition("::")[0]
     folder, _, name = file.rpartition("/")
     return f"{folder}/{'_'.join(name.split('_')[:2])}" if folder.endswith("adapters") else file

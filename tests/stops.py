@@ -1,4 +1,4 @@
-"""Commands that are told to end at some moment, and what they leave behind."""
+"""Commands that get a signal at some moment, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from processes import left, marked
 LIMIT_S = 60
 _LOOK_S = 0.002
 BOTH = (signal.SIGINT, signal.SIGTERM)
-# Each runs for long enough to be stopped, but for `plan`.
+# Each but `plan` runs long enough to be stopped.
 COMMANDS = {
     "train": ("train", "--model", "gpt", "--json", "--steps", "5000"),
     "train, saved": ("train", "--model", "gpt", "--json", "--steps", "5000", "--checkpoints", "saved"),
