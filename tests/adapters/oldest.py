@@ -1,4 +1,4 @@
-"""The oldest releases that the extra `adapters` allows, as pip takes them."""
+"""The oldest releases that the extra `adapters` allows, as requirements for pip."""
 
 from __future__ import annotations
 

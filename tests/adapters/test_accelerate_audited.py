@@ -1,4 +1,4 @@
-"""`pe.audit` over Accelerate's own loop: nothing to say where all is well, and the name of what parts."""
+"""`pe.audit` over Accelerate's own loop: silent for a correct loop, and names what differs in a wrong one."""
 
 from __future__ import annotations
 

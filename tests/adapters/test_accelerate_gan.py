@@ -1,4 +1,4 @@
-"""A generator and a critic in one loop, with windows of their own, over Accelerate."""
+"""A generator and a critic in one Accelerate loop, each with windows of its own."""
 
 from __future__ import annotations
 

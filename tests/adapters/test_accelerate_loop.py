@@ -1,6 +1,4 @@
-"""The rest of Accelerate's words in a loop with windows: clipping, schedulers, skipped steps,
-and what is refused.
-"""
+"""Accelerate's API in a loop with windows: clipping, schedulers, skipped steps, and what is refused."""
 
 from __future__ import annotations
 

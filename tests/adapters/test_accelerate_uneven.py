@@ -1,5 +1,5 @@
-"""Accelerate with even_batches=False: a loop that cannot wait for other ranks is refused,
-and windows take its place.
+"""Accelerate with even_batches=False: a flat loop cannot wait for other ranks and is refused; `sync.windows`
+replaces it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Accelerate's own loop, changed in the line that prepares:
-right gradients where Accelerate alone is wrong.
-"""
+"""Accelerate's own loop with another `prepare`: right gradients where Accelerate alone is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Lightning Fabric's `setup` returns is taken as what it wraps."""
+"""`pe.attach` and `pe.GradSync` accept what Lightning Fabric's `setup` returns."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Manual optimization under Lightning: the module's own backwards and steps, in windows of one engine or
-several.
-"""
+"""Manual optimization under Lightning: the module's own backwards and steps, with one engine or several."""
 
 from __future__ import annotations
 

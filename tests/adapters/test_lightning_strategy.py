@@ -1,6 +1,4 @@
-"""Lightning's Trainer with the window strategy: right gradients where Lightning alone is wrong,
-hooks that see them.
-"""
+"""Lightning's Trainer with the window strategy: right gradients where Lightning alone is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of several units, and what one float64 process makes of it."""
+"""A model of several FSDP units, and its training in one float64 process."""
 
 from __future__ import annotations
 

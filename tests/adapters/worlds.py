@@ -1,5 +1,5 @@
-"""What tests of adapters share: items with known gradients, an optimizer that remembers,
-and a launcher's environment.
+"""Shared by the tests of adapters: items with known gradients, an optimizer that records gradients, and a
+launcher's environment.
 """
 
 from __future__ import annotations

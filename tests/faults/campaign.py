@@ -1,4 +1,4 @@
-"""Long campaigns of faults: what each has found, a JSON line, for `make faults` to gather."""
+"""Results of long campaigns of faults: one JSON line each, collected by `make faults`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong in a case: a trap in every phase, and what it does to its rank."""
+"""The trap at every phase of a case, and what a fault does to its rank."""
 
 from __future__ import annotations
 

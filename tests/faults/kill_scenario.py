@@ -1,4 +1,4 @@
-"""A short training run that passes a board's phases, in a window as in the writing of a checkpoint."""
+"""A short training run that passes a board's phases, in a window and in the writing of a checkpoint."""
 
 from __future__ import annotations
 

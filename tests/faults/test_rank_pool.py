@@ -1,4 +1,4 @@
-"""The pool of ranks tells how each of them ended, and replaces those that died."""
+"""The pool of ranks reports how each rank ended, and replaces dead ones."""
 
 from __future__ import annotations
 

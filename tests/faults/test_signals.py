@@ -1,4 +1,4 @@
-"""Commands get SIGINT and SIGTERM at random moments, their first seconds included."""
+"""Commands get SIGINT and SIGTERM at random moments, also in their first seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of docs/reliability.md is that of the newest result file."""
+"""The table of docs/reliability.md shows the newest result file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the code blocks of a page assume: names that they use and do not make."""
+"""The names that code blocks of a page use and do not define."""
 
 from __future__ import annotations
 

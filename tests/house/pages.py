@@ -1,4 +1,4 @@
-"""The pages that people read, and the code in them: fenced blocks and `spans`."""
+"""The documentation pages and the code in them: fenced blocks and `spans`."""
 
 from __future__ import annotations
 

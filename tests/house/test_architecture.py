@@ -1,5 +1,5 @@
-"""A folder of the package is a floor: it imports from itself and from the floors below it, never upwards.
-docs/architecture.md shows the same floors, and its worked examples are those that are tested.
+"""A folder of the package is a floor: it imports from itself and from floors below. docs/architecture.md
+shows the same floors, and its worked examples are tested ones.
 """
 
 from __future__ import annotations

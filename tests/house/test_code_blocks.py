@@ -1,4 +1,4 @@
-"""Code on the pages runs as it stands, and the commands on the pages exist."""
+"""Code blocks of the pages run, and commands on the pages exist."""
 
 from __future__ import annotations
 

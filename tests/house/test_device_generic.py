@@ -1,5 +1,5 @@
-"""The engine runs on any device that torch.distributed serves, under any default dtype and device of torch:
-no module names a device, but those listed here, and every new tensor gets a dtype and a device.
+"""The engine runs on any device of torch.distributed, under any default dtype and device of torch: no module
+names a device, except those listed here, and every new tensor gets a dtype and a device.
 """
 
 from __future__ import annotations

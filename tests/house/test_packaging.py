@@ -1,4 +1,4 @@
-"""What is installed for whom, under which name, and what the sdist holds."""
+"""What each extra and target installs, the name of the package, and what the sdist holds."""
 
 from __future__ import annotations
 

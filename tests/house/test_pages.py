@@ -1,6 +1,4 @@
-"""What the prose of the pages names exists: public names and their arguments, files and what is in them,
-messages, papers.
-"""
+"""Names in the prose of the pages exist: public names and their arguments, files, messages, papers."""
 
 from __future__ import annotations
 

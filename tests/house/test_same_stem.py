@@ -1,4 +1,4 @@
-"""Every op has one stem in every place, so that one word finds all of it."""
+"""Every op has one stem in all file names."""
 
 from pages import ROOT
 

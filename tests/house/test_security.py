@@ -1,4 +1,4 @@
-"""What SECURITY.md states; ruff (S) finds pickles, shells, `exec` and temporary files in our own sources."""
+"""Claims of SECURITY.md; ruff (S) finds pickles, shells, `exec` and temporary files in the sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stub of the extension says what csrc/python*.cpp bind; mypy (`make check`) believes the stub."""
+"""The stub of the extension matches what csrc/python*.cpp bind; mypy (`make check`) relies on the stub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values for codecs, and all that a codec's methods write: on any device the bits of plain PyTorch."""
+"""Values for codecs, and a comparison of all that a codec's methods write with plain PyTorch."""
 
 import torch
 

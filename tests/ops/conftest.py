@@ -1,4 +1,4 @@
-"""Fixtures that run an op on every instruction set, thread count and device, and put things back."""
+"""Fixtures that run an op on every instruction set, number of threads and device, and restore the setting."""
 
 import fcntl
 import os

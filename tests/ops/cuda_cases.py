@@ -1,4 +1,4 @@
-"""Places and layouts that the tests of the CUDA kernels share, and each op as a function of them."""
+"""Memory and layouts for the tests of the CUDA kernels, and each op as a function of them."""
 
 import ctypes
 import itertools

@@ -1,4 +1,4 @@
-"""Build CUDA sources for the CPU, with the stand-ins of cuda_emulator/, and run plans on them."""
+"""Build CUDA sources for the CPU against the headers of cuda_emulator/, and run plans on them."""
 
 import contextlib
 import ctypes

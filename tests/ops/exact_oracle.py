@@ -1,4 +1,4 @@
-"""What an exact sum has to be, in rational arithmetic from its definition, and terms to try it with."""
+"""The definition of an exact sum in rational arithmetic, and terms to test it with."""
 
 import math
 from collections.abc import Sequence

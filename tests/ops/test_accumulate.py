@@ -1,4 +1,4 @@
-"""accumulate_ and accumulate_cast_: sums of gradients in fp32, and the last one on to the wire."""
+"""accumulate_ and accumulate_cast_: sums of gradients in fp32, and the cast of the last sum to the wire."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Payloads of `Codec`: what they lose is within its bounds, and what is not finite stays where it is."""
+"""Payloads of `Codec`: errors are within the documented bounds, and inf and nan stay at their elements."""
 
 from __future__ import annotations
 

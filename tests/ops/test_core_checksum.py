@@ -1,4 +1,4 @@
-"""The core's checksum is the one that PyTorch's operators define, on every instruction set."""
+"""The core's checksum equals the definition in PyTorch operators, on every instruction set."""
 
 from __future__ import annotations
 

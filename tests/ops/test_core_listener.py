@@ -1,4 +1,4 @@
-"""The core's hook of a leaf notes what Python's notes: see pyengine/audit/probe.py."""
+"""The core's gradient hook records the same as the Python hook of pyengine/audit/probe.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA kernels as compiled code: no GPU needed, only nvcc."""
+"""Compiled CUDA kernels: needs nvcc, but no GPU."""
 
 import functools
 import os

@@ -1,5 +1,5 @@
-"""What Python adds to the CUDA kernels, with host memory for a device: kernels loaded beforehand, streams,
-memory for long lists.
+"""The Python side of the CUDA kernels, with host memory as the device: loading of kernels, streams, memory
+for long lists.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The emulator finds the faults that the tests of the CUDA kernels rely on it to find."""
+"""The emulator detects the faults that the tests of the CUDA kernels rely on it to detect."""
 
 import ctypes
 import re

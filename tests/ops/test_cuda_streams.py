@@ -1,4 +1,4 @@
-"""What only a GPU can show of the CUDA ops: graphs, streams that run at once, large memory."""
+"""CUDA ops in graphs, on concurrent streams and with large memory: needs a GPU."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""ExactSum: the same integers whatever the order, grouping and number of ranks, and one rounding of them."""
+"""ExactSum: the same integers for any order, grouping and number of ranks, rounded once."""
 
 import math
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""ExactSum against rational arithmetic and against sums in float32: how far off it is."""
+"""The error of ExactSum, against rational arithmetic and against sums in float32."""
 
 import math
 from fractions import Fraction

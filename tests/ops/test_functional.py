@@ -1,6 +1,4 @@
-"""pe.ops: the ops without an engine, on every device and without the core, compiled and not,
-against plain PyTorch.
-"""
+"""pe.ops without an engine: on every device, without the core, and compiled, against plain PyTorch."""
 
 import functools
 import shutil

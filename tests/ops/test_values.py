@@ -1,4 +1,4 @@
-"""Values that ops round, flag or leave as they are: on every instruction set, the emulator and a GPU."""
+"""How ops round, flag or keep special values: on every instruction set, the emulator and a GPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a public op writes has another version, as after PyTorch's own in-place ops."""
+"""A public op increments the version of each tensor that it writes, like PyTorch's in-place ops."""
 
 from collections.abc import Callable
 

@@ -1,5 +1,5 @@
-"""Records of steps as JSON lines, in TensorBoard and in Weights & Biases: on one rank,
-and going on after a restart.
+"""Step records as JSON lines, in TensorBoard and in Weights & Biases: written by one rank, continued after a
+restart.
 """
 
 from __future__ import annotations

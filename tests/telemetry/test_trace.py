@@ -1,5 +1,5 @@
-"""A Chrome trace shows backward, each bucket's reduction and the exposed part;
-nobody pays where nobody looks.
+"""A Chrome trace shows backward, each bucket's reduction and the exposed part; without a profiler nothing is
+recorded.
 """
 
 from __future__ import annotations

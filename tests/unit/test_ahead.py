@@ -1,4 +1,4 @@
-"""Micro-batches are read as far ahead as they are asked for, and no further than one otherwise."""
+"""`Lookahead` reads one micro-batch ahead, or as many as `peek` asks for."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Memory that ranks share, and reductions in it. The ranks are threads here, each with an arena of its own
-over one file; `tests/distributed/test_shared_memory.py` has processes.
+"""Memory that ranks share, and reductions in it. The ranks here are threads, each with its own arena over one
+file; `tests/distributed/test_shared_memory.py` uses processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When the last gradient of a set has come, in whatever order they come."""
+"""A set is complete with its last gradient, in any order of arrival."""
 
 from __future__ import annotations
 

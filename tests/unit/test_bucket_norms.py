@@ -1,4 +1,4 @@
-"""Norms of DDP's buckets, read as they land (pyengine/gradients/ddp/bucket_norms.py)."""
+"""Norms of DDP's buckets, read when each bucket completes (pyengine/gradients/ddp/bucket_norms.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums beside DDP's buckets: places of their own where alignment matters, and the same bits."""
+"""fp32 sums beside DDP's buckets: an aligned layout on accelerators, with the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checksum tells bits and their places apart, and nothing else."""
+"""A checksum depends on the bits of a tensor and on their positions, and on nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks must say alike, as a number: equal where they agree, and another one where they differ."""
+"""What ranks must agree on, as a number: equal if and only if the claims are equal."""
 
 from __future__ import annotations
 

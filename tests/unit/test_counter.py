@@ -1,4 +1,4 @@
-"""The counter."""
+"""`WindowCounter`: which backward syncs, and which micro-batches of a window are due."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a function gives for micro-batches is counted, or said to be no count, with its micro-batch."""
+"""Counts from a function of micro-batches; an invalid count is reported with its micro-batch."""
 
 from __future__ import annotations
 

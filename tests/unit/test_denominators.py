@@ -1,4 +1,4 @@
-"""Losses that are means over different things become one, with one divisor."""
+"""Losses that are means over different items become one loss with one divisor."""
 
 from __future__ import annotations
 

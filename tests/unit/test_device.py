@@ -1,4 +1,4 @@
-"""What a kind of device can do is asked in one place, and every accelerator gets the same answer."""
+"""ops/device.py: what a kind of device can do; all accelerators get the same answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `make aarch64` compares: every op of the core, run without torch, and the same wherever it runs."""
+"""What `make aarch64` compares: every op of the core, run without torch, with the same bits everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""1/count and the inverse loss scale come in once, each at one place."""
+"""1/count and the inverse loss scale are applied once, each at one place."""
 
 from __future__ import annotations
 

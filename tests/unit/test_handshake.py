@@ -1,4 +1,4 @@
-"""How ranks that have agreed deal a full window out."""
+"""How the handshake distributes the micro-batches of a full window over ranks."""
 
 from __future__ import annotations
 

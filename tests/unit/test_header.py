@@ -1,4 +1,4 @@
-"""What ranks find out of one another in a header."""
+"""The header: what ranks learn about each other's windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A heartbeat says where a thread of the user's stands, and comes back as it was sent."""
+"""A heartbeat holds the line of the user's thread, and survives a round trip through the store."""
 
 from __future__ import annotations
 

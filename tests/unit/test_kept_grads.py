@@ -1,4 +1,4 @@
-"""Gradients that stay with the caller count into one further window, once."""
+"""Gradients that stay in `.grad` are added to the next window, once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file that anybody may have written holds tensors and plain values, or is refused with the reason."""
+"""A file from an unknown writer holds tensors and plain values, or is refused with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What wires keep goes with parameters, from one layout of buckets to the next."""
+"""Residuals of wires follow their parameters from one bucket layout to the next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PYENGINE_NATIVE=1: the ops of one instruction set, the best of the machine that compiles them."""
+"""PYENGINE_NATIVE=1 compiles the ops for one instruction set, the best of the build machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What an op writes has memory of its own, or exactly that of the slot that it reads;
-anything else is refused.
-"""
+"""An op writes to memory of its own or exactly to the slot that it reads; any other overlap is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""At most one engine owns a parameter's gradient, for as long as it is there."""
+"""At most one live engine owns a parameter's gradient."""
 
 from __future__ import annotations
 

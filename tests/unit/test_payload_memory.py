@@ -1,4 +1,4 @@
-"""Memory that payloads travel in is kept from one sum to the next, and never used by two."""
+"""Memory of payloads is reused by the next sum, and never used by two sums at once."""
 
 from __future__ import annotations
 

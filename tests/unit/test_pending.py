@@ -1,4 +1,4 @@
-"""What is under way is known by group and number, and forgotten once it has completed."""
+"""Collectives in flight are known by group and number until they have completed."""
 
 from __future__ import annotations
 

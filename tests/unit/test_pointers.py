@@ -1,4 +1,4 @@
-"""Ops take tensors whose elements are what lies at their address, and say what is wrong with all others."""
+"""Ops accept tensors whose elements are stored at their address, and name the problem of others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of this machine are seen running, stopped and dead; those of others are not seen."""
+"""Processes of this machine are running, stopped or dead; the state of others is unknown."""
 
 from __future__ import annotations
 

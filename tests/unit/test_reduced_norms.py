@@ -1,4 +1,4 @@
-"""What buckets leave of a window when they land: norms and flags by parameter, in one operation a bucket."""
+"""Norms and flags by parameter, read from each reduced bucket in one operation."""
 
 from __future__ import annotations
 

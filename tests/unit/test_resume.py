@@ -1,4 +1,4 @@
-"""A state that was loaded and not gone on with is handed back as it was."""
+"""A loaded state that was not continued is returned unchanged by `state_dict`."""
 
 from __future__ import annotations
 

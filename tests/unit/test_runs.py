@@ -1,4 +1,4 @@
-"""Runs of micro-batches: where they end, and whose flags theirs are."""
+"""Runs of micro-batches: where a run ends, and which flags its micro-batches have."""
 
 from __future__ import annotations
 

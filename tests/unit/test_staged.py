@@ -1,4 +1,4 @@
-"""Several collectives as one work: started one by one, and what breaks one is told every time."""
+"""`Staged`: several collectives as one work, launched in turn; every wait raises an error of one."""
 
 from __future__ import annotations
 

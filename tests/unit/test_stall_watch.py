@@ -1,4 +1,4 @@
-"""A future that a watch guards ends with its collective, or with the ranks' verdict; whichever is first."""
+"""A guarded future ends with its collective or with the ranks' verdict, whichever is first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One file of a checkpoint, and what stands where one could be: a foreign header, a pipe, a link."""
+"""One file of a checkpoint, and what may be found in its place: a foreign header, a pipe, a link."""
 
 from __future__ import annotations
 

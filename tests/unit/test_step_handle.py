@@ -1,4 +1,4 @@
-"""`on_step` returns a handle as PyTorch's hooks do, and still decorates."""
+"""`on_step` returns a handle like PyTorch's hooks, and works as a decorator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine does with an accelerator's streams, as far as it can be told from the host."""
+"""What the engine does with an accelerator's streams, as far as the host can check it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step that must not be used is undone on the device: parameters and state keep their bits."""
+"""A step that must not be used is undone on the device: parameters and optimizer state keep their bits."""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
-"""A wrapped optimizer is an Optimizer: schedulers take it, its state is the wrapped one's,
-and it can be copied.
+"""A wrapped optimizer is an Optimizer: it works with schedulers, has the state of the wrapped one, and can be
+copied.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is refused, and how replicas agree when an engine is made."""
+"""What is refused on XLA, and how replicas agree when an engine is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an import needs: no torch_xla, and on an XLA host no native core."""
+"""An import needs no torch_xla, and XLA needs no native core."""
 
 from __future__ import annotations
 

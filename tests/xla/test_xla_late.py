@@ -1,4 +1,4 @@
-"""When the host hears of a window: nothing is read before somebody waits for it, and no error is lost."""
+"""When the host reads the outcome of a window: only after a wait, and no error is lost."""
 
 from __future__ import annotations
 

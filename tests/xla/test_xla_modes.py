@@ -1,6 +1,4 @@
-"""torch_xla's other ways to run: SPMD, where the compiler partitions one replica,
-and a reduction of a single replica.
-"""
+"""Other modes of torch_xla: SPMD, and a real reduction of one replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real replicas train as float64 does on the global batch, and end with the same bits as one another."""
+"""XLA replicas train as float64 does on the global batch, and all have the same bits."""
 
 from __future__ import annotations
 

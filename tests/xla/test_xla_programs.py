@@ -1,4 +1,4 @@
-"""What is recorded, compiled and executed: two programs, one reduction a window, nothing read."""
+"""What is recorded, compiled and executed: two programs, one reduction a window, no read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Windows that must not be used: skipped on every replica, optimizer state and all,
-without anybody reading why.
-"""
+"""Windows that must not be used are skipped on every replica with their optimizer state, without a read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved in the middle of a window and loaded into a new engine, a run goes on with the same bits."""
+"""A run saved in the middle of a window continues in a new engine with the same bits."""
 
 from __future__ import annotations
 
