@@ -60,13 +60,6 @@ class OwnScaler(torch.amp.GradScaler):
     """Has ways of its own."""
 
 
-class OwnBackward(Module):
-    """Has a backward of its own."""
-
-    def backward(self, loss):
-        loss.backward()
-
-
 class StepsWithOptions(Module):
     """Gives its optimizer's step an argument of its own."""
 
@@ -182,11 +175,7 @@ def _refusal(case: str) -> str:
     hooked = DDPStrategy if case.startswith("LogSteps") else WindowStrategy
     hooks = {"ddp_comm_hook": pe.comm_hook, "ddp_comm_wrapper": pe.comm_hook, "model_averaging_period": 4}
     options = {name: value for name, value in hooks.items() if case == f"{name}: got one"}
-    made = {
-        "overrides backward": OwnBackward,
-        "optimizer_step: got momentum_now": StepsWithOptions,
-    }
-    module = made.get(case, Module)()
+    module = StepsWithOptions() if case.startswith("optimizer_step") else Module()
     plugins = [MixedPrecision("16-mixed", "cpu", OwnScaler("cpu"))] if "OwnScaler" in case else []
     try:
         fit(module, hooked(**options), 4, callbacks=[LogSteps()], plugins=plugins)
@@ -196,7 +185,6 @@ def _refusal(case: str) -> str:
 
 
 REFUSED = [
-    "overrides backward",
     "optimizer_step: got momentum_now",
     "ddp_comm_hook: got one",
     "ddp_comm_wrapper: got one",

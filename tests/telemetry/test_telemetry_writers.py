@@ -149,6 +149,7 @@ def _history(path: Path) -> list[dict[str, float]]:
     return rows
 
 
+@pytest.mark.slow
 def test_weights_and_biases_works_offline_without_an_account(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="needs pyengine[telemetry]")
     for name, value in {"SILENT": "true", "CACHE_DIR": "cache", "CONFIG_DIR": "config"}.items():
