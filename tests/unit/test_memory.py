@@ -74,48 +74,30 @@ def test_every_window_has_turns_of_its_own():
     assert _bucket(memory, ("b", 0, 3)).memory.turn == wire.memory.turn - 3
 
 
-def _residual(value: float) -> tuple[WireMemory, Tensor]:
-    memory = WireMemory()
+def _filled() -> tuple[WireMemory, Tensor, Tensor]:
+    """Return a memory, the residual of a bucket, filled with 3, and a loaded state of 8 without a bucket."""
+    memory, state = WireMemory(), torch.full((3,), 8.0)
     residual = _bucket(memory, ("a", 0, 3)).memory.residual
-    residual.fill_(value)
-    return memory, residual
+    memory.load({"b": state})  # for example of a parameter that is frozen
+    return memory, residual.fill_(3.0), state
 
 
-def test_nothing_stays_of_a_window_that_is_not_used():
-    memory, residual = _residual(3.0)
+def test_a_window_that_is_not_used_leaves_no_residual():
+    memory, residual, state = _filled()
     memory.drop(torch.tensor(0.0))
-    assert residual.eq(3).all()
+    assert _kept(memory) == {"a": 3.0, "b": 8.0}
     memory.drop(torch.tensor(1.0))
-    assert residual.eq(0).all()
+    assert _kept(memory) == {"a": 0.0, "b": 0.0}
+    assert residual.eq(0).all() and state.eq(8).all()
 
 
 def test_residuals_are_multiplied_with_the_loss_scale():
-    memory, residual = _residual(3.0)
+    memory, residual, state = _filled()
     memory.scale_(torch.tensor(1.0))
-    assert residual.eq(3).all()
-    memory.scale_(torch.tensor(0.5))
-    assert residual.eq(1.5).all()
-
-
-def _only_loaded() -> tuple[WireMemory, Tensor]:
-    memory, state = WireMemory(), torch.full((3,), 8.0)
-    _bucket(memory, ("a", 0, 3))
-    memory.load({"b": state})  # of a parameter that is frozen, say
-    return memory, state
-
-
-def test_what_is_loaded_and_waits_for_its_bucket_follows_the_loss_scale():
-    memory, state = _only_loaded()
+    assert _kept(memory) == {"a": 3.0, "b": 8.0}
     memory.scale_(torch.tensor(0.25))
-    assert _kept(memory) == {"b": 2.0} and state.eq(8).all()
+    assert _kept(memory) == {"a": 0.75, "b": 2.0}
+    assert residual.eq(0.75).all() and state.eq(8).all()
     wire = _bucket(memory, ("b", 0, 3))
     memory.scale_(torch.tensor(2.0))
-    assert _kept(memory) == {"b": 4.0} and wire.memory.residual[:3].eq(4).all()
-
-
-def test_what_is_loaded_and_waits_for_its_bucket_does_not_stay_of_a_window_that_is_not_used():
-    memory, state = _only_loaded()
-    memory.drop(torch.tensor(0.0))
-    assert _kept(memory) == {"b": 8.0}
-    memory.drop(torch.tensor(1.0))
-    assert _kept(memory) == {"b": 0.0} and state.eq(8).all()
+    assert _kept(memory)["b"] == 4.0 and wire.memory.residual[:3].eq(4).all()

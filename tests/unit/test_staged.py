@@ -99,17 +99,13 @@ def _drive(
     return log, futures
 
 
-def test_the_hook_starts_a_buckets_later_collectives_behind_the_next_buckets_first():
-    log, _ = _drive([_Bucket(0, False), _Bucket(1, False), _Bucket(2, True)])
-    starts = [line.removeprefix("start ") for line in log if line.startswith("start")]
-    assert starts == ["a0", "b0", "a1", "c0", "b1", "c1"]
+@pytest.mark.parametrize(
+    ("num", "order"), [(2, "a0 b0 a1 c0 b1 c1"), (3, "a0 b0 a1 c0 b1 a2 c1 b2 c2")], ids=["two", "three"]
+)
+def test_the_hook_launches_a_bucket_s_next_collective_behind_the_first_of_a_later_bucket(num, order):
+    log, _ = _drive([_Bucket(0, False), _Bucket(1, False), _Bucket(2, True)], num=num)
+    assert [line.removeprefix("start ") for line in log if line.startswith("start")] == order.split()
     assert [line for line in log if line.startswith("end")] == ["end a", "end b", "end c"]
-
-
-def test_the_hook_starts_a_third_collective_behind_the_first_of_the_next_bucket_but_one():
-    log, _ = _drive([_Bucket(0, False), _Bucket(1, False), _Bucket(2, True)], num=3)
-    starts = [line.removeprefix("start ") for line in log if line.startswith("start")]
-    assert starts == ["a0", "b0", "a1", "c0", "b1", "a2", "c1", "b2", "c2"]
 
 
 def test_buckets_that_are_all_number_0_as_in_a_static_graphs_first_backward_come_to_their_end():
