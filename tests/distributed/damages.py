@@ -83,7 +83,6 @@ ANY_STATE: dict[str, Callable[[Content], Any]] = {
     **{f"no {name}": lambda fields, name=name: fields.pop(name) for name in FIELDS},
     **{f"{name}=None": _set(name, to=None) for name in FIELDS},
     **{f"{name} is a word": _set(name, to="x") for name in FIELDS},
-    **{f"{name} is another name": _rename(name, to=name + "_") for name in FIELDS},
     **{f"{name}=-1": _set(name, to=-1) for name in WHOLE},
     **{f"{name}=True": _set(name, to=True) for name in WHOLE},
     **{f"{name}=1.0": _set(name, to=1.0) for name in WHOLE},
