@@ -42,12 +42,12 @@ def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
 
 # ---- Engines ----
 
-_LOSSY = {
+_WIRES = {
+    "bf16": pe.wire.BF16(),
     "int8": pe.wire.Int8(),
     "fp8": pe.wire.FP8(),
     "feedback": pe.wire.ErrorFeedback(pe.wire.Int8(block=32)),
 }
-_WIRES = {"bf16": pe.wire.BF16(), **_LOSSY}
 
 
 def _engine(kind: str) -> tuple[nn.Module, nn.Module, pe.Sync]:
@@ -69,7 +69,7 @@ def _engine(kind: str) -> tuple[nn.Module, nn.Module, pe.Sync]:
     return model, forward, pe.GradSync(model, bucket_cap_mb=1e-3, **options)
 
 
-def _trained(kind: str, windows: int = 4, every: int = 1) -> int:
+def _trained(kind: str, every: int) -> int:
     """Train with a short last window, ranks that run out (not over shards), and clipping; return steps."""
     model, forward, sync = _engine(kind)
     records: list[pe.StepRecord] = []
@@ -78,7 +78,7 @@ def _trained(kind: str, windows: int = 4, every: int = 1) -> int:
     watch = sync.audit(every=every, module=model)
     dtype = next(model.parameters()).dtype
     early = 0 if kind in ("fsdp", "hsdp") else dist.get_rank()
-    for window in sync.windows(_batches(ACCUMULATE * windows - 1 - early, dtype)):
+    for window in sync.windows(_batches(ACCUMULATE * 4 - 1 - early, dtype)):
         for x in window:
             sync.backward(_loss(forward(x)), count=len(x))
         sync.clip_grad_norm_(0.5)
@@ -87,17 +87,18 @@ def _trained(kind: str, windows: int = 4, every: int = 1) -> int:
     return len(records)
 
 
-KINDS = ["own", "attach", "fsdp", "exact", "native", "bf16", "narrow"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_engines_are_not_told_off(ranks, kind):
-    assert ranks(2).run(_trained, kind) == [4, 4]
-
-
-@pytest.mark.parametrize("kind", _LOSSY)
-def test_what_a_lossy_wire_loses_is_no_fault(ranks, kind):
-    assert ranks(2).run(_trained, kind) == [4, 4]
+@pytest.mark.parametrize(
+    ("kind", "world", "every"),
+    [
+        ("own", 3, 3),
+        ("attach", 3, 1),
+        ("fsdp", 2, 1),
+        ("hsdp", 4, 1),
+        *((kind, 2, 1) for kind in ("exact", "native", "narrow", *_WIRES)),
+    ],
+)
+def test_an_engine_without_a_fault_raises_nothing(ranks, kind, world, every):
+    assert ranks(world).run(_trained, kind, every=every) == [4] * world
 
 
 @pytest.mark.parametrize("kind", ["own", "attach"])
@@ -118,15 +119,6 @@ def _penalised(kind: str) -> int:
         steps += bool(sync.step(optimizer))
     watch.remove()
     return steps
-
-
-@pytest.mark.parametrize("kind", ["own", "attach"])
-def test_three_ranks_and_rare_checks_are_not_told_off(ranks, kind):
-    assert ranks(3).run(_trained, kind, every=3) == [4] * 3
-
-
-def test_replicas_of_shards_are_not_told_off(ranks):
-    assert ranks(4).run(_trained, "hsdp") == [4] * 4
 
 
 def _local(param: nn.Parameter) -> Tensor:
@@ -246,17 +238,13 @@ _FAULTS = {
     ("kind", "fault", "world", "what", "wrong", "cause"),
     [
         ("own", "flip", 3, "parameter", (2,), "a flipped bit"),
-        ("attach", "flip", 3, "parameter", (2,), "a flipped bit"),
         ("hsdp", "flip", 4, "parameter", (), "a flipped bit"),
-        ("int8", "flip", 3, "parameter", (2,), "a flipped bit"),
         ("int8", "divisor", 2, "divisor", (), "was counted"),
         ("own", "moments", 3, "optimizer state", (0,), "the optimizer's state does not"),
         ("own", "rate", 2, "hyperparameters", (), "lr of group 0 differs (rank 0: 0.01; rank 1: 0.02)"),
         ("own", "unreduced", 2, "gradient", (), "not reduced"),
-        ("own", "divisor", 2, "divisor", (), "was counted"),
         ("attach", "divisor", 2, "divisor", (), "was counted"),
         ("fsdp", "divisor", 2, "divisor", (), "was counted"),
-        ("own", "twice", 2, "gradient", (), "scaled by 1/2"),
         ("attach", "twice", 2, "gradient", (), "scaled by 1/2"),
         ("fsdp", "twice", 2, "gradient", (), "scaled by 1/2"),
     ],
@@ -347,9 +335,8 @@ def _ddp_loop(clips: bool, tells: bool, every: int) -> int:
         return watch.step
 
 
-@pytest.mark.parametrize(("clips", "tells"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("every", [1, 3])
-def test_stock_ddp_is_not_told_off(ranks, clips, tells, every):
+@pytest.mark.parametrize(("clips", "tells", "every"), [(False, False, 3), (True, False, 1), (True, True, 1)])
+def test_stock_ddp_without_a_fault_raises_nothing(ranks, clips, tells, every):
     assert ranks(2).run(_ddp_loop, clips, tells, every) == [4, 4]
 
 
@@ -391,7 +378,7 @@ def _fsdp_loop(shape: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
-def test_stock_fsdp_is_not_told_off(ranks, shape):
+def test_stock_fsdp_without_a_fault_raises_nothing(ranks, shape):
     world = math.prod(shape)
     assert ranks(world).run(_fsdp_loop, shape) == [3] * world
 
@@ -521,27 +508,6 @@ def test_a_handle_leaves_nothing_behind():
     watch.remove()
     assert not watch._auditor.probe.is_armed
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
-
-
-@pytest.mark.exhaustive
-def test_a_minute_of_clean_windows_raises_no_alarm(ranks):
-    assert all(count == 3000 for count in ranks(2).run(_many_windows, 3000))
-
-
-def _many_windows(windows: int) -> int:
-    model = _net()
-    sync = pe.GradSync(model, accumulate=2)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
-    watch = sync.audit(every=1)
-    batches = _batches(2 * windows)
-    done = 0
-    for window in sync.windows(batches):
-        for x in window:
-            sync.backward(_loss(model(x)), count=len(x))
-        sync.step(optimizer)
-        done += 1
-    watch.remove()
-    return done
 
 
 def _left_out() -> str:

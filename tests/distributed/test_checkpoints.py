@@ -58,7 +58,7 @@ def test_a_file_comes_back_as_it_was(saved):
     assert [path.name for path in saved.parent.iterdir()] == ["one.pt"]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.05, 0.3, 0.7, 0.99, 0.9999])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.7, 0.9999])
 def test_a_truncated_file_is_refused(saved, share):
     content = saved.read_bytes()
     saved.write_bytes(content[: int(share * len(content))])
@@ -131,29 +131,19 @@ def test_the_newest_step_loads_and_two_are_kept(tmp_path):
     assert torch.equal(found.state["weights"], torch.full((100,), 9.0))
 
 
-def test_a_damaged_newest_step_is_passed_over_named_and_replaced(tmp_path):
-    checkpoints = pe.Checkpoints(tmp_path, keep=2)
-    for step in (1, 2):
-        checkpoints.save(step, _state(step, 0))
+@pytest.mark.parametrize("step", [12, 20])
+def test_a_damaged_newest_step_is_passed_over_named_and_replaced(tmp_path, step):
+    checkpoints = pe.Checkpoints(tmp_path)
+    for saved in (10, 20):
+        checkpoints.save(saved, _state(saved, 0))
     newest = max(tmp_path.iterdir())
     newest.write_bytes(newest.read_bytes()[:-1])
     again = pe.Checkpoints(tmp_path)
-    with pytest.warns(UserWarning, match=r"step 2 is not whole \(rank 0: .*truncated.*from an earlier step"):
-        assert again.load().step == 1
-    again.save(2, _state(2, 0))
-    assert pe.Checkpoints(tmp_path).load().step == 2
-
-
-def test_a_step_that_was_passed_over_goes_when_an_earlier_one_is_saved(tmp_path):
-    checkpoints = pe.Checkpoints(tmp_path)
-    for step in (10, 20):
-        checkpoints.save(step, _state(step, 0))
-    max(tmp_path.iterdir()).write_bytes(b"")
-    again = pe.Checkpoints(tmp_path)
-    with pytest.warns(UserWarning, match="step 20 is not whole"):
-        again.load()
-    again.save(12, _state(12, 0))
-    assert _steps(tmp_path) == [10, 12]
+    with pytest.warns(UserWarning, match=r"step 20 is not whole \(rank 0: .*truncated.*from an earlier step"):
+        assert again.load().step == 10
+    again.save(step, _state(step, 0))
+    assert _steps(tmp_path) == [10, step]
+    assert pe.Checkpoints(tmp_path).load().step == step
 
 
 def test_a_folder_without_a_whole_step_is_refused_with_the_reasons(tmp_path):
@@ -260,7 +250,7 @@ def _killed_in_mid_write(folder: Path, times: int) -> None:
 
 
 def test_a_kill_in_mid_write_loses_no_step_that_was_whole(tmp_path):
-    _killed_in_mid_write(tmp_path, 8)
+    _killed_in_mid_write(tmp_path, 4)
 
 
 @pytest.mark.exhaustive
@@ -290,7 +280,7 @@ def _trained(folder: str, steps: int, keep: int = 2) -> list[float]:
     return [*(v for p in model.parameters() for v in p.flatten().tolist()), float(start)]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_a_run_goes_on_to_the_same_bits(ranks, tmp_path, world):
     *undisturbed, _ = ranks(world).run(_trained, str(tmp_path / "one"), 4)[0]
     ranks(world).run(_trained, str(tmp_path / "other"), 2)

@@ -95,7 +95,6 @@ def _resumed(kind: str, recipe: str, states: States, bits: Bits) -> Bits:
         (2, 2, "attach", "prompt mean"),
         (4, 2, "own", "prompt mean"),
         (1, 3, "attach", "several heads"),
-        (2, 1, "own", "several heads"),
     ],
 )
 def test_a_window_goes_on_with_the_totals_it_began_with(ranks, kind, recipe, before, after):
