@@ -152,15 +152,8 @@ ANY_STATE: dict[str, Callable[[Content], Any]] = {
     "no state of torch's generator": lambda fields: fields["rng"].pop("torch"),
     "torch's generator is None": _set("rng", "torch", to=None),
     "torch's generator is short": _set("rng", "torch", to=lambda state: state[:1]),
-    "torch's generator is of another type": _set("rng", "torch", to=lambda state: state.float()),
-    "torch's generator is all zeros": _set("rng", "torch", to=torch.zeros_like),
     "Python's generator is a list": _set("rng", "random", to=list),
-    "Python's generator is short": _set("rng", "random", to=lambda state: (state[0], state[1][:3], state[2])),
     "numpy's generator is None": _set("rng", "numpy", to=None),
-    "numpy's generator is short": _set("rng", "numpy", to=lambda state: [state[0], state[1][:3], *state[2:]]),
-    "numpy's generator is beyond its words": _set(
-        "rng", "numpy", to=lambda state: [*state[:2], 10**6, *state[3:]]
-    ),
     "another accumulator": _set("identity", "accumulator", to="magic"),
     "accumulator=None": _set("identity", "accumulator", to=None),
     "terms of another type": _set("identity", "terms", to="3"),

@@ -88,20 +88,3 @@ def _fails_last(kind: str) -> list[bool]:
 @pytest.mark.parametrize("kind", ["own", "attach"])
 def test_a_rank_whose_callback_fails_in_a_loops_last_window_meets_the_others_behind_it(ranks, kind):
     assert ranks(2).run(_fails_last, kind) == [[True] * 4] * 2
-
-
-def _exchanged() -> str:
-    model = nn.Linear(2, 1)
-    sync = pe.GradSync(model, accumulate=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with sync.accumulate():
-        sync.backward(model(torch.ones(1, 2)).sum())
-    sync.step(optimizer)
-    model.weight = optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(1, 2))
-    with pytest.raises(ValueError) as error, sync.accumulate():
-        sync.backward(model(torch.ones(1, 2)).sum() + 0 * sum(p.sum() for p in sync._engine.reducer.params))
-    return str(error.value)
-
-
-def test_a_parameter_exchanged_in_model_and_optimizer_is_found_by_identity():
-    assert "parameter 'weight' has been exchanged since the engine was made" in _exchanged()

@@ -16,14 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 
-KINDS = ("own", "own-native", "own-exact", "attach", "attach-view")
-
-
-def _engine(kind: str, model: nn.Module) -> tuple[pe.Sync, nn.Module]:
-    if kind == "own-exact":
-        return pe.GradSync(model, accumulate=2, accumulator="exact"), model
-    return engine(kind, model, accumulate=2)
-
 
 def _window(sync: pe.Sync, forward: nn.Module) -> None:
     for k in range(2):
@@ -39,7 +31,7 @@ def _right(model: Integers) -> None:
 def _closed(kind: str, dtype: torch.dtype) -> None:
     model = Integers(dtype)
     untouched = {name: set(vars(p)) for name, p in model.named_parameters()}
-    sync, forward = _engine(kind, model)
+    sync, forward = engine(kind, model, accumulate=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     _window(sync, forward)
     sync.step(optimizer)
@@ -63,8 +55,10 @@ def _closed(kind: str, dtype: torch.dtype) -> None:
     assert not buffers & {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["own", "own-native", "own-exact"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("own", torch.bfloat16), ("own-native", torch.float32), ("own-exact", torch.float32)],
+)
 def test_a_closed_engine_leaves_the_model_as_it_was(ranks, kind, dtype):
     ranks(2).run(_closed, kind, dtype)
 
@@ -145,19 +139,19 @@ def _undone(kind: str, when: str, dtype: torch.dtype) -> None:
     assert all(map(torch.equal, [p.grad for p in model.parameters()], [p.grad for p in twin.parameters()]))
 
 
-@pytest.mark.parametrize("when", ["new", "open", "stepped"])
 @pytest.mark.parametrize(
-    "kind, dtype",
+    ("kind", "dtype", "when"),
     [
-        ("own", torch.float32),
-        ("own", torch.bfloat16),
-        ("own exact", torch.float32),
-        ("attach", torch.float32),
-        ("attach", torch.bfloat16),
-        ("attach exact", torch.float32),
+        ("own", torch.float32, "new"),
+        ("own", torch.bfloat16, "open"),
+        ("own exact", torch.float32, "stepped"),
+        ("attach", torch.float32, "open"),
+        ("attach", torch.bfloat16, "stepped"),
+        ("attach exact", torch.float32, "open"),
+        ("attach exact", torch.float32, "new"),
     ],
 )
-def test_detach_undoes_everything(ranks, kind, dtype, when):
+def test_close_undoes_everything(ranks, kind, dtype, when):
     ranks(2).run(_undone, kind, when, dtype)
 
 
@@ -183,9 +177,8 @@ def test_a_scaler_outlives_its_engine():
 
 
 def _second(kind: str, other: str) -> str:
-    _rank, _ = me()
     model = nn.Linear(4, 2)
-    sync, forward = _engine(kind, model)
+    sync, forward = engine(kind, model, accumulate=2)
     if other == "attach" and not isinstance(forward, DistributedDataParallel):
         forward = DistributedDataParallel(model)
     with pytest.raises(ValueError, match="belongs to an engine") as error:
@@ -198,8 +191,9 @@ def _second(kind: str, other: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("other", ["GradSync", "attach"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "other"), [("own", "GradSync"), ("own", "attach"), ("attach", "GradSync"), ("attach", "attach")]
+)
 def test_an_engine_over_parameters_of_a_live_one_is_refused_by_name(ranks, kind, other):
     for message in ranks(2).run(_second, kind, other):
         assert "parameter" in message and "weight' and 1 more belongs to an engine" in message
@@ -259,7 +253,6 @@ def test_backwards_of_one_engine_in_several_threads_are_refused():
     model = nn.Linear(2, 1)
     sync = pe.GradSync(model, accumulate=3)
     began, may_end = threading.Event(), threading.Event()
-    errors: list[str] = []
 
     def wait(grad: torch.Tensor) -> torch.Tensor:
         began.set()
@@ -271,23 +264,17 @@ def test_backwards_of_one_engine_in_several_threads_are_refused():
         x.register_hook(wait)
         sync.backward(model(x).sum())
 
-    def run() -> None:
-        for window in sync.windows([0, 1, 2]):
-            for index in window:
-                if index:
-                    sync.backward(model(torch.ones(1, 2)).sum())
-                    continue
-                thread = threading.Thread(target=slow)
-                thread.start()
-                began.wait(20)
-                try:
-                    sync.backward(model(torch.ones(1, 2)).sum())
-                except RuntimeError as error:
-                    errors.append(str(error))
-                may_end.set()
-                thread.join()
-            sync.unscale_()
-
-    run()
-    assert len(errors) == 1 and "another backward of this engine is running" in errors[0]
+    for window in sync.windows([0, 1, 2]):
+        for index in window:
+            if index:
+                sync.backward(model(torch.ones(1, 2)).sum())
+                continue
+            thread = threading.Thread(target=slow)
+            thread.start()
+            began.wait(20)
+            with pytest.raises(RuntimeError, match="another backward of this engine is running"):
+                sync.backward(model(torch.ones(1, 2)).sum())
+            may_end.set()
+            thread.join()
+        sync.unscale_()
     assert torch.equal(model.weight.grad, torch.ones(1, 2))  # the refused one left nothing

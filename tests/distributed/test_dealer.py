@@ -7,16 +7,16 @@ import time
 import pytest
 import torch
 from cases import me
-from test_batch_norm import _build
 from test_same_bits import Gpt, _digest
 from torch import nn
 
 import pyengine as pe
 
-SAMPLES, MICRO_BATCHES = 45, 12  # the last window is short
+SAMPLES, MICRO_BATCHES = 21, 12  # the last window is short
 
 
-def _train(slow: int, seconds: float) -> tuple[list[str], list[list[int]]]:
+def _train(slow: int) -> tuple[list[str], list[list[int]]]:
+    """Train; return digests and the micro-batches that this rank has taken. One rank is slow."""
     rank, _ = me()
     torch.manual_seed(0)
     model = Gpt(torch.float32)
@@ -31,7 +31,7 @@ def _train(slow: int, seconds: float) -> tuple[list[str], list[list[int]]]:
         for index, rows in window:
             taken[-1].append(index)
             if rank == slow:
-                time.sleep(seconds)
+                time.sleep(0.03)
             with pe.micro_batch_rng(7, step=step, index=index):
                 sync.backward(model(data[rows]), count=8 * len(rows))
         sync.clip_grad_norm_(1.0)
@@ -40,41 +40,17 @@ def _train(slow: int, seconds: float) -> tuple[list[str], list[list[int]]]:
     return digests, taken
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_micro_batch_is_computed_once_and_the_bits_are_those_of_one_rank(ranks, world):
-    alone = ranks(1).run(_train, -1, 0.0)[0][0]
-    results = ranks(world).run(_train, world - 1, 0.05)
-    for number, size in enumerate([12, 12, 12, 9]):
+    ((alone, _),) = ranks(1).run(_train, -1)
+    results = ranks(world).run(_train, world - 1)
+    for number, size in enumerate([12, 9]):
         assert sorted(index for _, taken in results for index in taken[number]) == list(range(size))
     for digests, _ in results:
         assert digests == alone
-
-
-def _statistics(dealt: bool) -> str:
-    rank, _ = me()
-    model, data = _build("plain")
-    sampler = pe.WindowSampler(4 * SAMPLES, seed=7, micro_batch=4, global_batch=4 * MICRO_BATCHES)
-    accumulate = MICRO_BATCHES if dealt else sampler.accumulate
-    sync = pe.GradSync(model, accumulate=accumulate, accumulator=pe.Exact(micro_batches=MICRO_BATCHES))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for window in sync.windows(pe.Dealer(sampler) if dealt else sampler):
-        for item in window:
-            rows = item[1] if dealt else item
-            time.sleep(0.01 * rank * dealt)
-            sync.backward(model(data[rows]), count=len(rows))
-        sync.step(optimizer)
-    return _digest(*model.parameters(), *model.buffers())
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_running_statistics_do_not_depend_on_who_was_dealt_what(ranks, world):
-    (alone,) = ranks(1).run(_statistics, False)
-    assert ranks(world).run(_statistics, True) == [alone] * world
-
-
-def test_a_slow_rank_takes_fewer(ranks):
-    (_, fast), (_, slow) = ranks(2).run(_train, 1, 0.2)
-    assert sum(map(len, slow)) < sum(map(len, fast))
+    if world == 2:
+        fast, slow = (sum(map(len, taken)) for _, taken in results)
+        assert slow < fast
 
 
 def _too_long() -> str:

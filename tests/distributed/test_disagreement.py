@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from cases import engine, me
-from marks import rest
 from torch import nn
 
 import pyengine as pe
@@ -99,9 +98,18 @@ def _uses_alone(kind: str, case: str, last: bool) -> str:
     return _error(body)
 
 
-@pytest.mark.parametrize("last", [False, True], ids=["next header", "end of loop"])
-@pytest.mark.parametrize("case", ["clip", "max_norm", "abandon", "second step", "lr", "parameter"])
-@pytest.mark.parametrize("kind", ["own", "attach"])
+@pytest.mark.parametrize(
+    ("kind", "case", "last"),
+    [
+        ("own", "clip", False),
+        ("own", "max_norm", True),
+        ("own", "abandon", False),
+        ("own", "parameter", True),
+        ("attach", "abandon", True),
+        ("attach", "second step", False),
+        ("attach", "lr", True),
+    ],
+)
 def test_a_window_used_in_another_way_on_one_rank_is_found_out_on_every_rank(ranks, kind, case, last):
     for message in ranks(3).run(_uses_alone, kind, case, last):
         assert message.startswith("RuntimeError: ranks ")
@@ -209,9 +217,10 @@ def _two_engines(
     return message, moved
 
 
-@pytest.mark.parametrize("before", [0, 2, *rest(1)])
-@pytest.mark.parametrize("sizes", [(4, 4), (4, 900)], ids=["equal shapes", "other shapes"])
-@pytest.mark.parametrize("wire, accumulator", [("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "exact")])
+@pytest.mark.parametrize(
+    ("sizes", "wire", "accumulator", "before"),
+    [((4, 4), "fp32", "fp32", 0), ((4, 900), "bf16", "fp32", 2), ((4, 900), "fp32", "exact", 0)],
+)
 def test_engines_that_run_in_another_order_on_one_rank_are_refused_on_every_rank(
     ranks, sizes, wire, accumulator, before
 ):
@@ -221,26 +230,6 @@ def test_engines_that_run_in_another_order_on_one_rank_are_refused_on_every_rank
             "RuntimeError: ranks have sent windows of different engines: rank 0: 2 parameters"
         )
         assert moved == [0.0] * 4
-
-
-def _interleaved() -> list[int]:
-    """Two engines take turns in every micro-batch, of which ranks have different numbers."""
-    rank, _ = me()
-    models = [nn.Linear(4, 2), nn.Linear(4, 3)]
-    syncs = [pe.GradSync(m, accumulate=2) for m in models]
-    for window in range(4):
-        count = 1 if (rank + window) % 2 else 2
-        for k in range(count):
-            for sync, model in zip(syncs, models, strict=True):
-                with sync.accumulate(last=k + 1 == count):
-                    sync.backward(model(torch.ones(1, 4)).sum())
-        for sync, model in zip(syncs, models, strict=True):
-            sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
-    return [sync.window for sync in syncs]
-
-
-def test_engines_that_take_turns_need_no_equal_numbers_of_micro_batches(ranks):
-    assert ranks(2).run(_interleaved) == [[3, 3]] * 2
 
 
 def _another_order() -> str:

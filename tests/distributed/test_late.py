@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 from cases import Integers, assert_same, comm_of_buckets, engine, grads, integers, me, mean_of_integers
-from marks import rest
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -80,9 +79,10 @@ def _train(
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world", [1, 3, *rest(2, 4)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "world", "dtype"),
+    [("own", 1, torch.bfloat16), ("own", 3, torch.float32), ("attach", 3, torch.bfloat16)],
+)
 def test_parameters_records_and_learning_rate_are_those_of_a_host_that_waits(ranks, kind, world, dtype):
     for late, waiting in zip(
         ranks(world).run(_train, kind, True, dtype), ranks(world).run(_train, kind, False, dtype), strict=True
@@ -124,10 +124,10 @@ def test_the_step_path_reads_nothing_and_each_record_comes_a_window_late(ranks, 
     assert ranks(2).run(_quiet, kind) == [[0, 1, 2, 3, 4]] * 2
 
 
-def _bad_count(kind: str) -> tuple[str, bool, bool]:
+def _bad_count() -> tuple[str, bool, bool]:
     rank, world = me()
     model = Integers(torch.float32)
-    sync, forward = _late(kind, model, accumulate=1)
+    sync, forward = _late("own", model, accumulate=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
     before = model.matrix.detach().clone()
 
@@ -150,17 +150,16 @@ def _bad_count(kind: str) -> tuple[str, bool, bool]:
     return message, untouched, torch.equal(model.matrix, before)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_bad_count_moves_nothing_and_is_an_error_on_every_rank_in_the_next_window(ranks, kind):
-    for message, untouched, still in ranks(3).run(_bad_count, kind):
+def test_a_bad_count_moves_nothing_and_is_an_error_on_every_rank_in_the_next_window(ranks):
+    for message, untouched, still in ranks(3).run(_bad_count):
         assert message.startswith("rank 2: count of micro-batch 0 is -1.0")
         assert untouched and not still
 
 
-def _only_one_rank_looks(kind: str) -> list[str]:
+def _only_one_rank_looks() -> list[str]:
     rank, _ = me()
     model = _model()
-    sync, forward = _late(kind, model, accumulate=1)
+    sync, forward = _late("attach", model, accumulate=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     reasons: list[str] = []
     sync.on_step(lambda record: reasons.append(record.reason))
@@ -174,9 +173,8 @@ def _only_one_rank_looks(kind: str) -> list[str]:
     return reasons
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_may_look_at_the_outcome_alone(ranks, kind):
-    for reasons in ranks(2).run(_only_one_rank_looks, kind):
+def test_one_rank_may_look_at_the_outcome_alone(ranks):
+    for reasons in ranks(2).run(_only_one_rank_looks):
         assert [bool(reason) for reason in reasons] == [False, True, False]
         assert "rank 0, micro-batch 0 (its loss)" in reasons[1]
 
@@ -203,10 +201,10 @@ def test_an_optimizer_whose_step_can_be_undone_is_heard_of_a_window_later(ranks)
     assert ranks(2).run(_other_optimizer, torch.optim.SGD)[0] == [-1, 0, -1, 1, -1, 2]
 
 
-def _abandoned(kind: str) -> list[int]:
+def _abandoned() -> list[int]:
     """A window is dropped between two good ones: the outcome of the one before it is still heard of."""
     model = _model()
-    sync, forward = _late(kind, model, accumulate=2)
+    sync, forward = _late("own", model, accumulate=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     heard: list[int] = []
     sync.on_step(lambda record: heard.append(record.step))
@@ -224,9 +222,8 @@ def _abandoned(kind: str) -> list[int]:
     return heard
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_abandoned_window_does_not_hide_the_outcome_of_the_one_before(ranks, kind):
-    assert ranks(2).run(_abandoned, kind) == [[0, 1]] * 2
+def test_an_abandoned_window_does_not_hide_the_outcome_of_the_one_before(ranks):
+    assert ranks(2).run(_abandoned) == [[0, 1]] * 2
 
 
 class _Recorder:
@@ -262,19 +259,25 @@ def _on_the_side(kind: str, dtype: torch.dtype, wire: pe.wire.Wire) -> tuple[int
     return recorder.runs, recorder.runs_in_backward
 
 
-@pytest.mark.parametrize("wire", [pe.wire.FP32(), pe.wire.BF16()], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "wire"),
+    [
+        ("own", torch.float32, pe.wire.FP32()),
+        ("own", torch.bfloat16, pe.wire.BF16()),
+        ("attach", torch.float32, pe.wire.BF16()),
+        ("attach", torch.bfloat16, pe.wire.FP32()),
+    ],
+)
 def test_where_streams_wait_every_bucket_starts_inside_the_last_backward(ranks, kind, dtype, wire):
     for runs, runs_in_backward in ranks(2).run(_on_the_side, kind, dtype, wire):
         assert runs == runs_in_backward >= (2 if kind == "own" else 1)  # DDP starts with one bucket
 
 
-def _runs_out_after_a_bad_window(kind: str) -> list[str]:
+def _runs_out_after_a_bad_window() -> list[str]:
     """Rank 0 has one window, a bad one, and hears of it while the others go on."""
     rank, _ = me()
     model = _model()
-    sync, forward = _late(kind, model, accumulate=1)
+    sync, forward = _late("attach", model, accumulate=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     reasons: list[str] = []
     sync.on_step(lambda record: reasons.append(record.reason))
@@ -285,7 +288,6 @@ def _runs_out_after_a_bad_window(kind: str) -> list[str]:
     return reasons
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_has_run_out_hears_of_a_bad_window_with_the_others(ranks, kind):
-    for reasons in ranks(2).run(_runs_out_after_a_bad_window, kind):
+def test_a_rank_that_has_run_out_hears_of_a_bad_window_with_the_others(ranks):
+    for reasons in ranks(2).run(_runs_out_after_a_bad_window):
         assert [bool(reason) for reason in reasons] == [True, False, False]

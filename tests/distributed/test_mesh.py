@@ -23,11 +23,25 @@ from meshes import (
     train,
 )
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def _cut(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Cut the two layers of a block over "tp"."""
+    return parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def _spoil(model: nn.Module, *, unless: bool) -> None:
@@ -38,13 +52,11 @@ def _spoil(model: nn.Module, *, unless: bool) -> None:
 
 
 def _tensor_parallel(dtype: torch.dtype, **options: Any) -> list[float]:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     mesh = mesh_of(dp=2, tp=2)
     model = Block(dtype)
     shards = [micro_batches(shard, dtype) for shard in range(2)]
     want, norms = in_one_process(model, shards)
-    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    _cut(model, mesh)
     shard = mesh.get_local_rank("dp")
     _spoil(model, unless=shard == 0)
     records = []
@@ -147,11 +159,11 @@ class _Both(nn.ModuleList):
         return torch.cat([stage(x) for stage in self], 1)
 
 
-def _stages(dtype: torch.dtype) -> list[float]:
+def _stages() -> list[float]:
     mesh = mesh_of(pp=2, dp=2)
     stage, shard = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
-    stages = [Block(dtype), nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).to(dtype)]
-    shards = [micro_batches(shard, dtype) for shard in range(2)]
+    stages = [Block(torch.float32), nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))]
+    shards = [micro_batches(shard, torch.float32) for shard in range(2)]
     want, norms = in_one_process(_Both(stages), shards)
     model = stages[stage]
     axes = pe.Axes(replicate="dp", shard="pp")
@@ -162,9 +174,8 @@ def _stages(dtype: torch.dtype) -> list[float]:
     return found
 
 
-@DTYPES
-def test_stages_hold_other_parameters_and_share_norm_and_clip_factor(ranks, dtype):
-    assert_alike(ranks(4).run(_stages, dtype))
+def test_stages_hold_other_parameters_and_share_norm_and_clip_factor(ranks):
+    assert_alike(ranks(4).run(_stages))
 
 
 class _Shared(nn.Module):
@@ -235,9 +246,8 @@ def _unequal_experts() -> None:
         assert torch.all(param.grad == want / world), name
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_with_unequal_numbers_of_experts_cut_what_they_share_alike(ranks, world):
-    ranks(world).run(_unequal_experts)
+def test_ranks_with_unequal_numbers_of_experts_cut_what_they_share_alike(ranks):
+    ranks(3).run(_unequal_experts)
 
 
 def _nan_in_an_expert() -> tuple[bool, str]:
@@ -263,11 +273,8 @@ def test_what_is_not_finite_in_one_group_is_skipped_in_all_of_them(ranks):
 
 def _resumed() -> None:
     """Stop a tensor-parallel run in the middle of a window, go on in another engine, as if it had not."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     mesh = mesh_of(dp=2, tp=2)
-    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    whole, stopped, resumed = (parallelize_module(Block(torch.float32), mesh["tp"], plan) for _ in range(3))
+    whole, stopped, resumed = (_cut(Block(torch.float32), mesh) for _ in range(3))
     data = micro_batches(mesh.get_local_rank("dp"), torch.float32)[:ACCUMULATE]
     options = {"accumulate": ACCUMULATE, "device_mesh": mesh, "axes": pe.Axes(replicate="dp")}
 
@@ -296,37 +303,28 @@ def test_a_run_on_a_mesh_goes_on_in_mid_window(ranks):
     ranks(4).run(_resumed)
 
 
-def _read_ahead() -> list[float]:
+def _read_ahead() -> tuple[float, float]:
     """Counts of a shared batch, read ahead, are shared, too."""
-    mesh, model = mesh_of(dp=2, tp=2), Block(torch.float32)
-    shards = [micro_batches(shard, torch.float32) for shard in range(2)]
-    want, norms = in_one_process(model, shards)
-    sync = pe.GradSync(model, accumulate=ACCUMULATE, device_mesh=mesh, axes=pe.Axes(replicate="dp"))
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
-    totals = []
-    for window in sync.windows(shards[mesh.get_local_rank("dp")], count=count_of):
-        totals += sync.totals.values()
+    mesh, model = mesh_of(dp=2, tp=2), nn.Linear(3, 1, bias=False)
+    sync = pe.GradSync(model, accumulate=2, device_mesh=mesh, axes=pe.Axes(replicate="dp"))
+    rows = 1 + mesh.get_local_rank("dp")
+    for window in sync.windows([torch.ones(rows, 3)] * 2, count=len):
         for x in window:
-            sync.backward(loss_of(model, x))
-        found.append(sync.clip_grad_norm_(0.1).item())
-        sync.step(optimizer)
-    assert sum(totals) == sum(count_of(x) for shard in shards for x in shard)
-    assert_trained(model, want, (found, norms))
-    return found
+            sync.backward(model(x).sum())
+        sync.unscale_()
+    return next(iter(sync.totals.values())), model.weight.grad[0, 0].item()
 
 
 def test_counts_read_ahead_are_taken_once_a_batch(ranks):
-    assert_alike(ranks(4).run(_read_ahead))
+    assert ranks(4).run(_read_ahead) == [(6.0, 1.0)] * 4
 
 
 def _clipped_by_elements() -> list[float]:
     """The largest element of all parts, and elements clipped in them."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     mesh, model, twin = mesh_of(dp=2, tp=2), Block(torch.float32), Block(torch.float64)
     x = torch.linspace(-1, 1, ROWS * 6).reshape(ROWS, 6)
     (loss_of(twin, x.double()) / ROWS).backward()
-    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    _cut(model, mesh)
     sync = pe.GradSync(model, device_mesh=mesh, axes=pe.Axes(replicate="dp"))
     for window in sync.windows([x]):
         for x in window:
@@ -347,10 +345,8 @@ def test_elements_of_all_parts_are_measured_and_clipped(ranks):
 
 def _kept() -> float:
     """Gradients that stay with the caller count into the next window, and its norm."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mesh, model = mesh_of(dp=2, tp=2), Block(torch.float32)
-    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    mesh = mesh_of(dp=2, tp=2)
+    model = _cut(Block(torch.float32), mesh)
     sync = pe.GradSync(model, accumulate=1, device_mesh=mesh, axes=pe.Axes(replicate="dp"))
     norms = []
     for window in sync.windows([torch.ones(ROWS, 6)] * 2):
@@ -417,15 +413,6 @@ class _Sequence(nn.Module):
 
 
 def _sequence_parallel() -> list[float]:
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
     mesh, model = mesh_of(dp=2, tp=2), _Sequence()
     shards = [micro_batches(shard, torch.float32) for shard in range(2)]
     want, norms = in_one_process(model, shards)

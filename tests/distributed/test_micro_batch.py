@@ -4,19 +4,16 @@ gradients, against one big batch.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
-from cases import WORLDS, Integers, assert_same, engine, grads, integers, me, mean_of_integers
-from marks import rest
+from cases import Integers, assert_same, engine, grads, integers, me, mean_of_integers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pyengine as pe
 
-KINDS = ("own", "own-native", "own-exact", "attach", "attach-view", "attach-unused", "attach-static")
 Forward = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -168,14 +165,19 @@ def _train(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "dtype"),
+    ("kind", "world", "dtype"),
     [
-        *itertools.product(WORLDS, [torch.float32]),
-        (2, torch.bfloat16),
-        *rest(*itertools.product([1, 3, 4], [torch.bfloat16])),
+        ("own", 1, torch.float32),
+        ("own", 3, torch.bfloat16),
+        ("own-native", 2, torch.float32),
+        ("own-exact", 4, torch.float32),
+        ("attach", 2, torch.bfloat16),
+        ("attach-view", 3, torch.float32),
+        ("attach-unused", 2, torch.float32),
+        ("attach-static", 3, torch.float32),
+        ("attach-exact", 2, torch.float32),
     ],
 )
-@pytest.mark.parametrize("kind", [*KINDS, "attach-exact"])
 def test_any_backwards_add_up_to_one_big_batch(ranks, kind, dtype, world):
     ranks(world).run(_train, kind, dtype)
 

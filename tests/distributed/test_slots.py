@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 from cases import Inject, engine, error_of, me
-from marks import rest
 from test_same_bits import Gpt, _digest, _wrap
 from torch import Tensor, nn
 
@@ -18,7 +17,7 @@ from pyengine.gradients.bucket import Bucket
 from pyengine.ops.exact import ExactSum
 from pyengine.ops.plan import BucketPlan
 
-MICRO_BATCHES, SLOTS, SAMPLES = 24, 12, 2 * (3 * 24 - 5)  # the last window ends inside a slot
+MICRO_BATCHES, SLOTS, SAMPLES = 24, 12, 2 * (2 * 24 - 5)  # the last window ends inside a slot
 KINDS = ("own", "attach", "attach-view", "attach-unused")
 
 
@@ -46,7 +45,7 @@ def _made(kind: str, model: nn.Module, accumulate: int, exact: pe.Exact) -> tupl
 
 
 def _train(kind: str, slots: int | None) -> list[str]:
-    """Train for three windows, and return a digest of everything after every step."""
+    """Train for two windows, and return a digest of everything after every step."""
     torch.manual_seed(0)
     model = Branches()
     data = torch.randn(SAMPLES, 7)
@@ -67,7 +66,7 @@ def _train(kind: str, slots: int | None) -> list[str]:
         loss = torch.tensor(losses[-1], dtype=torch.float64)
         digests.append(_digest(*model.parameters(), *buffers, norm, loss))
     sync.close()
-    assert len(digests) == 3
+    assert len(digests) == 2
     return digests
 
 
@@ -84,7 +83,7 @@ def _single(ranks, slots: int | None) -> list[str]:
     return _alone[slots]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, *rest(6)])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_world_size_that_divides_the_slots_gives_the_same_bits(ranks, world):
     assert ranks(world).run(_train_all, SLOTS) == [[_single(ranks, SLOTS)] * len(KINDS)] * world
 
@@ -116,7 +115,7 @@ def _train_sharded(kind: str) -> list[str]:
     return digests
 
 
-@pytest.mark.parametrize(("kind", "world"), [("fsdp", 2), ("hsdp", 4), *rest(("fsdp", 1), ("fsdp", 4))])
+@pytest.mark.parametrize(("kind", "world"), [("fsdp", 2), ("hsdp", 4)])
 def test_every_mesh_gives_the_same_bits(ranks, kind, world):
     (alone,) = ranks(1).run(_train_sharded, "own")
     assert ranks(world).run(_train_sharded, kind) == [alone] * world
@@ -131,7 +130,7 @@ def _gradient(model: nn.Module, sync: pe.Sync, data: Tensor) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("num", [12, 10, 7, 1])
+@pytest.mark.parametrize("num", [12, 7, 1])
 def test_a_slot_is_what_pytorch_adds_up_and_slots_are_added_exactly(num):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 20), nn.Tanh(), nn.Linear(20, 3))
@@ -289,7 +288,7 @@ def _flushed(kind: str) -> Tensor:
     return torch.cat([grad.flatten() for grad in grads])
 
 
-@pytest.mark.parametrize("kind", ["own", "attach", "fsdp", *rest("attach-unused")])
+@pytest.mark.parametrize("kind", ["own", "attach", "fsdp"])
 def test_what_a_flush_leaves_of_a_slot_is_one_term(ranks, kind):
     torch.manual_seed(0)
     model = nn.Linear(40, 3)
@@ -342,7 +341,7 @@ def _gone_on(folder: str, num: int) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("world", [3, 4, *rest(1, 2)])
+@pytest.mark.parametrize("world", [3, 4])
 def test_states_are_taken_between_slots_and_shared_out_in_whole_slots(ranks, tmp_path, world):
     for early, unlike in ranks(4).run(_part, str(tmp_path), 4):
         assert "inside a slot of 2 micro-batches" in early and "sync.is_slot_end" in early

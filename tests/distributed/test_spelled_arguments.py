@@ -55,20 +55,18 @@ def test_an_accumulator_may_be_spelled_as_torch_float32(ranks):
     ranks(2).run(_sums)
 
 
-def _one_micro_batch(kind: str) -> None:
-    model = nn.Linear(2, 1, bias=False)
-    forward = DistributedDataParallel(model) if kind == "attach" else model
-    sync = pe.attach(forward) if kind == "attach" else pe.GradSync(model)
+def _one_micro_batch() -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    sync = pe.attach(ddp)
     for window in sync.windows([torch.ones(1, 2)] * 3):
         for x in window:
-            sync.backward(forward(x).sum())
-        sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
+            sync.backward(ddp(x).sum())
+        sync.step(torch.optim.SGD(ddp.parameters(), lr=1.0))
     assert sync.window == 3
 
 
-@pytest.mark.parametrize("kind", ["own", "attach"])
-def test_a_window_is_one_micro_batch_unless_one_says_more(ranks, kind):
-    ranks(2).run(_one_micro_batch, kind)
+def test_a_window_over_ddp_is_one_micro_batch_by_default(ranks):
+    ranks(2).run(_one_micro_batch)
 
 
 # DDP's hooks.
@@ -78,6 +76,7 @@ HOOKS = {
     "comm_hook, group": lambda: (dist.group.WORLD, pe.comm_hook),
     "comm_hook, state": lambda: (pe.HookState(wire=torch.float32), pe.comm_hook),
     "comm_hook, bf16 state": lambda: (pe.HookState(wire=torch.bfloat16), pe.comm_hook),
+    "comm_hook, fp16 state": lambda: (pe.HookState(wire=torch.float16), pe.comm_hook),
     "comm_hook, state of a group": lambda: (pe.HookState(dist.group.WORLD), pe.comm_hook),
 }
 
@@ -101,15 +100,12 @@ def _hooked(case: str, view: bool) -> None:
             assert p.grad[0, 0] == (world - 1) / 2 + number
 
 
-@pytest.mark.parametrize("case", HOOKS)
-def test_a_hook_in_torchs_manner_gives_ddps_mean(ranks, case):
-    ranks(2).run(_hooked, case, False)
-
-
-@pytest.mark.parametrize("case", ["comm_hook, None", "comm_hook, bf16 state"])
-@pytest.mark.parametrize("world", [1, 4])
-def test_it_does_so_on_one_and_four_ranks_over_bucket_views(ranks, world, case):
-    ranks(world).run(_hooked, case, True)
+@pytest.mark.parametrize(
+    ("case", "world", "view"),
+    [*((case, 2, False) for case in HOOKS), ("comm_hook, None", 4, True), ("comm_hook, bf16 state", 1, True)],
+)
+def test_a_hook_in_torchs_manner_gives_ddps_mean(ranks, case, world, view):
+    ranks(world).run(_hooked, case, view)
 
 
 def _subgroup() -> float:

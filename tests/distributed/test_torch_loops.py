@@ -18,13 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 
-KINDS = ("own", "own-exact", "attach", "attach-view")
-# micro-batches of every window, by rank: unequal, of one, longer on another rank
-PLANS = {"equal": [[3, 3, 2]] * 4, "unequal": [[3, 1, 2], [1, 3, 1], [2, 2, 4], [4, 1, 1]]}
+# Micro-batches of every window, by rank: unequal, of one, longer on another rank.
+PLAN = [[3, 1, 2], [1, 3, 1], [2, 2, 4], [4, 1, 1]]
 
 
-def _seeds(rank: int, window: int, plan: list[list[int]]) -> list[int]:
-    return [100 * rank + 10 * window + k for k in range(plan[rank][window])]
+def _seeds(rank: int, window: int) -> list[int]:
+    return [100 * rank + 10 * window + k for k in range(PLAN[rank][window])]
 
 
 def _no_sync(sync: pe.Sync, forward: nn.Module, seeds: list[int]) -> None:
@@ -75,19 +74,19 @@ LOOPS: dict[str, Callable[[pe.Sync, nn.Module, list[int]], None]] = {
 }
 
 
-def _train(kind: str, loop: str, plan: list[list[int]], wrapped: bool) -> None:
+def _train(kind: str, loop: str, wrapped: bool) -> None:
     rank, world = me()
     model = Integers(torch.float32)
     sync, forward = engine(kind, model, accumulate=5)
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer = sync.wrap(sgd) if wrapped else None
-    if plan[rank][0] == 1:
+    if PLAN[rank][0] == 1:
         sync.set_requires_gradient_sync(True)  # else nothing would tell that it is no mistake
     for window in range(3):
-        LOOPS[loop](sync, forward, _seeds(rank, window, plan))
+        LOOPS[loop](sync, forward, _seeds(rank, window))
         assert sync.is_sync_step and sync.window == window
         sync.unscale_()
-        seeds = [seed for r in range(world) for seed in _seeds(r, window, plan)]
+        seeds = [seed for r in range(world) for seed in _seeds(r, window)]
         assert_same(grads(model), mean_of_integers(model, list(map(integers, seeds)), 3 * len(seeds)))
         if optimizer is None:
             sync.step(sgd)
@@ -96,18 +95,21 @@ def _train(kind: str, loop: str, plan: list[list[int]], wrapped: bool) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("kind", ["own", "attach"])
-def test_a_loop_of_torchs_manner_gives_the_mean_of_its_windows(ranks, kind, loop, plan):
-    ranks(2).run(_train, kind, loop, PLANS[plan], False)
-
-
 @pytest.mark.parametrize(
-    "kind, world", [("own", 1), ("own", 3), ("own", 4), ("own-exact", 3), ("attach-view", 3), ("attach", 4)]
+    ("kind", "world", "loop", "wrapped"),
+    [
+        ("own", 1, "no_sync", True),
+        ("own", 2, "one block", False),
+        ("own", 2, "flushed", False),
+        ("own-exact", 3, "setter", True),
+        ("attach", 2, "setter", False),
+        ("attach", 3, "late", False),
+        ("attach", 2, "flushed", True),
+        ("attach-view", 4, "no_sync", True),
+    ],
 )
-def test_it_does_so_on_every_number_of_ranks(ranks, kind, world):
-    ranks(world).run(_train, kind, "no_sync", PLANS["unequal"], True)
+def test_a_loop_of_torchs_manner_gives_the_mean_of_its_windows(ranks, kind, world, loop, wrapped):
+    ranks(world).run(_train, kind, loop, wrapped)
 
 
 def _plain() -> None:
@@ -159,7 +161,7 @@ def test_nothing_crosses_the_network_inside_no_sync(ranks, kind):
         assert [bool(names) for names in seen] == [False, False, True] * 3
 
 
-def _buffers(kind: str) -> None:
+def _buffers() -> None:
     """DDP broadcasts buffers once a window, also where no forward was known to be the last."""
     rank, world = me()
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -180,7 +182,7 @@ def _no_sync_over(sync: pe.Sync, forward: nn.Module, batches: list[torch.Tensor]
 
 
 def test_buffers_of_ddp_travel_in_such_a_loop_too(ranks):
-    ranks(2).run(_buffers, "attach")
+    ranks(2).run(_buffers)
 
 
 def _resumed(folder: str, *, stop: bool) -> list[torch.Tensor]:
@@ -303,30 +305,18 @@ def test_by_default_a_window_is_one_micro_batch_and_no_sync_says_so():
 
 
 @pytest.mark.parametrize("loop", ["windows", "accumulate"])
-@pytest.mark.parametrize("name", ["no_sync", "set_requires_gradient_sync"])
-def test_inside_a_loop_that_knows_the_last_micro_batch_both_are_refused(loop, name):
+def test_inside_a_loop_that_knows_the_last_micro_batch_both_are_refused(loop):
     model, sync = _engine(accumulate=2)
-
-    def refused() -> None:
-        with pytest.raises(RuntimeError, match=r"inside a micro-batch of sync.windows or sync.accumulate"):
-            if name == "no_sync":
-                with sync.no_sync():
-                    pass
-            else:
-                sync.set_requires_gradient_sync(True)
-        sync.backward(model(torch.ones(1, 2)).sum())
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    if loop == "windows":
-        for window in sync.windows([0, 1]):
-            for _ in window:
-                refused()
-            assert sync.step(optimizer)
-    else:
-        for _ in range(2):
-            with sync.accumulate():
-                refused()
-        assert sync.step(optimizer)
+    window = next(sync.windows([0, 1])) if loop == "windows" else range(2)
+    for _ in window:
+        with sync.accumulate() if loop == "accumulate" else nullcontext():
+            for call in (sync.no_sync().__enter__, lambda: sync.set_requires_gradient_sync(True)):
+                with pytest.raises(
+                    RuntimeError, match="inside a micro-batch of sync.windows or sync.accumulate"
+                ):
+                    call()
+            sync.backward(model(torch.ones(1, 2)).sum())
+    assert sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
 
 
 @pytest.mark.parametrize("loop", ["windows", "accumulate"])

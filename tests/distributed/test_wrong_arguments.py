@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from cases import me
-from marks import rest
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,6 +24,7 @@ def _error(fn, *args: object) -> str:
 SETTINGS = {
     "cap inf": ({"bucket_cap_mb": float("inf")}, "bucket_cap_mb=inf: need a size above 0"),
     "cap nan": ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb=nan: need a size above 0"),
+    "cap zero": ({"bucket_cap_mb": 0}, "bucket_cap_mb=0: need a size above 0"),
     "cap bool": ({"bucket_cap_mb": True}, "bucket_cap_mb=True: need a size above 0"),
     "cap huge": ({"bucket_cap_mb": 1e308}, "bucket_cap_mb=1e+308: need a size above 0"),
     "cap text": ({"bucket_cap_mb": "25"}, "bucket_cap_mb='25': need a size above 0"),
@@ -39,6 +37,7 @@ SETTINGS = {
     ),
     "wire none": ({"wire": None}, "wire=None: need a wire; use pe.wire.FP32()"),
     "wire unpicklable": ({"wire": lambda: 0}, "need a wire; use pe.wire.FP32()"),
+    "nonfinite name": ({"nonfinite": "ignore"}, "nonfinite='ignore': need one of 'skip', 'raise'"),
     "nonfinite list": ({"nonfinite": ["skip"]}, "nonfinite=['skip']: need one of 'skip', 'raise'"),
     "nonfinite array": ({"nonfinite": np.ones(2)}, "need one of 'skip', 'raise'"),
     "accumulator array": ({"accumulator": np.ones(2)}, "need one of 'fp32', 'native', 'exact'"),
@@ -51,6 +50,8 @@ SETTINGS = {
     "accumulate tensor": ({"accumulate": torch.tensor(2)}, "an int from 1 to 2**20, and not a Tensor"),
     "accumulate numpy": ({"accumulate": np.int64(2)}, "an int from 1 to 2**20, and not a int64"),
     "accumulate float": ({"accumulate": 2.0}, "an int from 1 to 2**20, and not a float"),
+    "accumulate bool": ({"accumulate": True}, "accumulate=True: need a whole number"),
+    "accumulate zero": ({"accumulate": 0}, "accumulate=0: need a whole number"),
     "accumulate huge": ({"accumulate": 10**12}, "accumulate=1000000000000: need a whole number"),
     "process_group": (
         {"process_group": "dp"},
@@ -59,27 +60,26 @@ SETTINGS = {
 }
 
 
-def _settings(case: str, on: int) -> str:
-    options = {"accumulate": 2, **(SETTINGS[case][0] if me()[0] >= on else {})}
-    return _error(lambda: pe.GradSync(nn.Linear(2, 2), **options))
-
-
-@pytest.mark.parametrize("case", SETTINGS)
-@pytest.mark.parametrize("on", [1, *rest(0)])
-def test_a_wrong_setting_on_all_ranks_or_on_one_is_named_on_every_rank(ranks, case, on):
-    for message in ranks(2).run(_settings, case, on):
-        assert message.startswith("ValueError") and SETTINGS[case][1] in message and "rank 1: " in message
-
-
-@pytest.mark.parametrize("case", [case for case in SETTINGS if not case.startswith(("cap", "process_group"))])
-def test_attach_names_them_too(ranks, case):
-    for message in ranks(2).run(_attached, case):
-        assert message.startswith("ValueError") and SETTINGS[case][1] in message and "rank 1: " in message
-
-
-def _attached(case: str) -> str:
+def _settings(kind: str, case: str) -> str:
+    """Make an engine with a wrong setting on rank 1; return the error."""
     options = {"accumulate": 2, **(SETTINGS[case][0] if me()[0] == 1 else {})}
-    return _error(lambda: pe.attach(DistributedDataParallel(nn.Linear(2, 2)), **options))
+    model: nn.Module = nn.Linear(2, 2)
+    if kind == "own":
+        return _error(lambda: pe.GradSync(model, **options))
+    ddp = DistributedDataParallel(model)
+    return _error(lambda: pe.attach(ddp, **options))
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        *(("own", case) for case in SETTINGS),
+        *(("attach", case) for case in ("wire name", "nonfinite list", "exact bool", "accumulate tensor")),
+    ],
+)
+def test_a_wrong_setting_on_one_rank_is_named_on_every_rank(ranks, kind, case):
+    for message in ranks(2).run(_settings, kind, case):
+        assert message.startswith("ValueError") and SETTINGS[case][1] in message and "rank 1: " in message
 
 
 def test_equal_sizes_of_another_type_are_the_same_setting(ranks):
@@ -125,25 +125,12 @@ def _window(model: nn.Module, sync: pe.Sync, count: object) -> None:
     sync.unscale_()
 
 
-@pytest.mark.parametrize(
-    "count",
-    ["4", True, 1 + 2j, [3], torch.tensor(True), torch.tensor(1j), torch.ones(2), np.bool_(True)],
-    ids=repr,
-)
+@pytest.mark.parametrize("count", ["4", torch.tensor(1j), torch.ones(2)], ids=repr)
 def test_a_count_that_is_no_number_is_refused_before_the_backward(count):
     model, sync = _engine()
     with pytest.raises((TypeError, ValueError), match="^count"):
         _window(model, sync, count)
     _window(model, sync, 2)
-    assert torch.equal(model.weight.grad, torch.full((1, 2), 0.5))
-
-
-@pytest.mark.parametrize(
-    "count", [2, 2.0, np.int64(2), np.float32(2), Fraction(2), torch.tensor(2)], ids=repr
-)
-def test_every_real_number_counts(count):
-    model, sync = _engine()
-    _window(model, sync, count)
     assert torch.equal(model.weight.grad, torch.full((1, 2), 0.5))
 
 
@@ -158,23 +145,13 @@ def _too_large(count: float) -> tuple[str, float]:
     return message, model.weight.grad[0, 0].item()
 
 
-@pytest.mark.parametrize("count", [1e308, 10**400, 2.0**53 + 2, torch.tensor(1e308, dtype=torch.float64)])
+@pytest.mark.parametrize("count", [10**400, 2.0**53 + 2, torch.tensor(1e308, dtype=torch.float64)])
 def test_a_count_too_large_to_be_added_up_is_named_on_every_rank(ranks, count):
     for message, grad in ranks(2).run(_too_large, count):
         assert (
             message.startswith("ValueError: rank 1: count of micro-batch 0 is") and "at most 2**53" in message
         )
         assert grad == 0.5
-
-
-def test_a_loss_without_a_graph_is_refused_before_it_is_counted():
-    model, sync = _engine()
-    with sync.accumulate():
-        with pytest.raises(ValueError, match="loss: requires no gradient"):
-            sync.backward(model(torch.ones(1, 2)).sum().detach())
-        sync.backward(model(torch.ones(1, 2)).sum(), count=2)
-    sync.unscale_()
-    assert torch.equal(model.weight.grad, torch.full((1, 2), 0.5))
 
 
 def test_an_exchanged_parameter_is_named():
@@ -312,18 +289,6 @@ def test_a_sharded_model_is_refused_with_what_it_got_and_what_works(ranks, case)
     for message in ranks(2).run(_sharded, case):
         assert message.startswith("ValueError") and "fully_shard" in message
         assert ("FullyShardedDataParallel" if case.startswith("FSDP1") else "DTensor") in message
-
-
-@pytest.mark.parametrize("max_norm", [float("nan"), -1.0, None, "1", True, torch.ones(2)], ids=repr)
-def test_a_norm_that_gradients_cannot_be_clipped_to_is_refused_and_the_window_goes_on(max_norm):
-    model, sync = _engine()
-    with sync.accumulate():
-        sync.backward(model(torch.ones(1, 2)).sum())
-    with pytest.raises((TypeError, ValueError), match="^max_norm"):
-        sync.clip_grad_norm_(max_norm)
-    sync.clip_grad_norm_(float("inf"))  # as torch's, to measure only
-    sync.unscale_()
-    assert torch.equal(model.weight.grad, torch.ones(1, 2))
 
 
 def test_a_callback_that_cannot_be_called_is_refused_before_any_step():
