@@ -19,17 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import pyengine as pe
 
-KINDS = ("flat", "nested", "hsdp", "replicate")
-# Worlds that tell something of each kind.
-WORLDS = [
-    ("flat", 1),
-    ("flat", 3),
-    ("nested", 2),
-    ("nested", 4),
-    ("hsdp", 4),
-    ("replicate", 1),
-    ("replicate", 3),
-]
+# Meshes and how many ranks each has.
+KINDS = [("flat", 3), ("nested", 2), ("hsdp", 4), ("replicate", 2)]
 # micro-batches by rank; accumulate is 3: windows are short, or padding, on some ranks
 PLAN = [7, 3, 5, 1]
 

@@ -12,15 +12,18 @@ import pickle
 import pytest
 import torch
 from cases import Inject, me
-from marks import rest
-from ranks import Ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 
 ACCUMULATE, WINDOWS = 2, 3
-SUMS = [("fp32", torch.float32), ("fp32", torch.bfloat16), ("exact", torch.float32)]
+SUMS = {
+    "fp32": ("fp32", torch.float32),
+    "narrow": ("fp32", torch.bfloat16),
+    "narrow, native": ("native", torch.bfloat16),
+    "exact": ("exact", torch.float32),
+}
 DDPS = {"plain": {}, "view": {"gradient_as_bucket_view": True}, "unused": {"find_unused_parameters": True}}
 
 
@@ -68,9 +71,10 @@ def _mean(dtype: torch.dtype, values: list[Tensor], count: int) -> Tensor | None
     return sum(v.double() for v in values).float().mul(inverse).to(dtype) if values else None
 
 
-def _windows(ddp: str, accumulator: str, dtype: torch.dtype, brings: list[bool], hooked: bool) -> None:
+def _windows(ddp: str, sums: str, brings: list[bool], hooked: bool) -> None:
     """`some` is used in the first place only; a hook adds 1 to each of its gradients, if it is there."""
     rank, world = me()
+    accumulator, dtype = SUMS[sums]
     model = Layers(dtype)
     calls = []
     sync, wrapped = _attach(model, ddp, accumulator)
@@ -109,23 +113,23 @@ def _windows(ddp: str, accumulator: str, dtype: torch.dtype, brings: list[bool],
         assert len(calls) == sum(place == 0 for _, place in data)
 
 
-@pytest.mark.parametrize("brings", [[False, False], [True, False], [False, True]], ids=str)
-@pytest.mark.parametrize(("accumulator", "dtype"), SUMS)
-@pytest.mark.parametrize("ddp", DDPS)
-@pytest.mark.parametrize("world", [2, *rest(1, 3)])
-def test_what_nobody_used_has_no_gradient_also_where_a_function_brings_none(
-    ranks, world, ddp, accumulator, dtype, brings
+@pytest.mark.parametrize(
+    ("world", "ddp", "sums", "brings", "hooked"),
+    [
+        (1, "plain", "fp32", [True, False], False),
+        (2, "view", "narrow", [False, False], False),
+        (2, "plain", "exact", [True, False], False),
+        (2, "view", "fp32", [False, True], False),
+        (3, "unused", "exact", [False, True], False),
+        (1, "view", "exact", [True, True], True),
+        (2, "plain", "narrow", [True, True], True),
+        (3, "unused", "fp32", [True, True], True),
+    ],
+)
+def test_hooks_see_only_real_gradients_and_what_nobody_used_or_a_function_leaves_out_has_none(
+    ranks, world, ddp, sums, brings, hooked
 ):
-    ranks(world).run(_windows, ddp, accumulator, dtype, brings, False)
-
-
-@pytest.mark.parametrize(("accumulator", "dtype"), SUMS)
-@pytest.mark.parametrize("ddp", DDPS)
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_hooks_of_the_users_see_no_gradients_but_those_of_their_backwards(
-    ranks, world, ddp, accumulator, dtype
-):
-    ranks(world).run(_windows, ddp, accumulator, dtype, [True, True], True)
+    ranks(world).run(_windows, ddp, sums, brings, hooked)
 
 
 class Chain(nn.Module):
@@ -144,18 +148,10 @@ def _raise(*_: object) -> None:
     raise KeyError("in a hook")
 
 
-def _break(model: Chain, how: str, layer: int):
-    weight = model.layers[layer].weight
-    if how == "gradient":
-        return weight.register_hook(_raise)
-    if how == "accumulated":
-        return weight.register_post_accumulate_grad_hook(_raise)
-    return torch.autograd.graph.get_gradient_edge(weight).node.register_hook(_raise)
-
-
-def _hook_raises(ddp: str, accumulator: str, dtype: torch.dtype, how: str, layer: int) -> list[bool]:
+def _hook_raises(ddp: str, sums: str, how: str, layer: int) -> list[bool]:
     """In windows 0 and 2 a hook raises in the last backward, on one rank."""
     rank, world = me()
+    accumulator, dtype = SUMS[sums]
     model = Chain(dtype)
     sync, wrapped = _attach(model, ddp, accumulator)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -166,7 +162,7 @@ def _hook_raises(ddp: str, accumulator: str, dtype: torch.dtype, how: str, layer
             loss = None
             with contextlib.suppress(KeyError), sync.accumulate():
                 loss = wrapped(torch.full((1, 3), float(rank + 1), dtype=dtype))
-                hook = _break(model, how, layer) if breaks else None
+                hook = getattr(model.layers[layer].weight, how)(_raise) if breaks else None
                 try:
                     sync.backward(loss)
                 finally:
@@ -180,15 +176,16 @@ def _hook_raises(ddp: str, accumulator: str, dtype: torch.dtype, how: str, layer
     return stepped
 
 
-@pytest.mark.parametrize("layer", [0, 2])
-@pytest.mark.parametrize("how", ["gradient", "accumulated"])
-@pytest.mark.parametrize(("accumulator", "dtype"), SUMS)
-@pytest.mark.parametrize("ddp", DDPS)
-def test_a_hook_that_raises_in_the_last_backward_voids_that_window_only(
-    ranks, ddp, accumulator, dtype, how, layer
-):
-    outcomes = ranks(2).run(_hook_raises, ddp, accumulator, dtype, how, layer)
-    assert outcomes == [[False, True, False, True, True]] * 2
+# Hooks that raise over other sums and kinds of DDP are cases of `tests/faults`.
+@pytest.mark.parametrize(
+    ("ddp", "sums", "how", "layer"),
+    [
+        ("view", "narrow", "register_post_accumulate_grad_hook", 0),
+        ("unused", "exact", "register_hook", 2),
+    ],
+)
+def test_a_hook_that_raises_in_the_last_backward_voids_that_window_only(ranks, ddp, sums, how, layer):
+    assert ranks(2).run(_hook_raises, ddp, sums, how, layer) == [[False, True, False, True, True]] * 2
 
 
 def _raises_behind_the_last_bucket(ddp: str, accumulator: str) -> None:
@@ -213,21 +210,22 @@ def _raises_behind_the_last_bucket(ddp: str, accumulator: str) -> None:
         window.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
-@pytest.mark.parametrize("ddp", DDPS)
+@pytest.mark.parametrize(("ddp", "accumulator"), [("plain", "exact"), ("view", "fp32")])
 def test_a_failure_behind_the_last_bucket_leaves_the_gradients_of_the_other_ranks(ranks, ddp, accumulator):
     ranks(2).run(_raises_behind_the_last_bucket, ddp, accumulator)
 
 
-def _named(ddp: str, accumulator: str, dtype: torch.dtype, where: tuple[int, int], saved: bool) -> str:
+def _named(ddp: str, sums: str, at: int, saved: bool) -> str:
+    """Bring nan from rank 1's micro-batch `at`; go on from a state behind the first one."""
     rank, _ = me()
+    accumulator, dtype = SUMS[sums]
     model = nn.Sequential(nn.Linear(3, 2, dtype=dtype), nn.Linear(2, 1, dtype=dtype))
     sync, wrapped = _attach(model, ddp, accumulator, nonfinite="raise")
     for place in range(ACCUMULATE):
         try:
             with sync.accumulate():
                 loss = wrapped(torch.ones(1, 3, dtype=dtype)).float().sum()
-                sync.backward(Inject.apply(loss, math.nan if (rank, place) == where else 1.0))
+                sync.backward(Inject.apply(loss, math.nan if (rank, place) == (1, at) else 1.0))
         except FloatingPointError as error:
             return str(error)
         if saved and place == 0:
@@ -237,18 +235,20 @@ def _named(ddp: str, accumulator: str, dtype: torch.dtype, where: tuple[int, int
     return "no error"
 
 
-@pytest.mark.parametrize("place", [0, 1])
-@pytest.mark.parametrize(("accumulator", "dtype"), [*SUMS, ("native", torch.bfloat16)])
-@pytest.mark.parametrize("ddp", DDPS)
-def test_a_backward_that_breaks_under_a_finite_loss_is_named_by_raise(ranks, ddp, accumulator, dtype, place):
-    for message in ranks(2).run(_named, ddp, accumulator, dtype, (1, place), False):
-        assert f"from rank 1, micro-batch {place}" in message, message
-
-
-@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
-def test_what_an_earlier_micro_batch_brought_is_named_also_behind_a_saved_state(ranks, accumulator):
-    for message in ranks(2).run(_named, "plain", accumulator, torch.float32, (1, 0), True):
-        assert "from rank 1, micro-batch 0" in message, message
+@pytest.mark.parametrize(
+    ("ddp", "sums", "at", "saved"),
+    [
+        ("plain", "fp32", 0, True),
+        ("plain", "exact", 0, True),
+        ("view", "narrow", 1, False),
+        ("unused", "exact", 1, False),
+        ("plain", "narrow, native", 0, False),
+        ("unused", "fp32", 1, False),
+    ],
+)
+def test_a_backward_that_breaks_under_a_finite_loss_is_named_by_raise(ranks, ddp, sums, at, saved):
+    for message in ranks(2).run(_named, ddp, sums, at, saved):
+        assert f"from rank 1, micro-batch {at}" in message, message
 
 
 def _frozen_later() -> None:
@@ -372,6 +372,6 @@ def _second_ddp(how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["hook", "a larger one", "no_sync"])
-def test_a_forward_through_another_ddp_that_would_reduce_is_refused(ranks: Ranks, how):
+def test_a_forward_through_another_ddp_that_would_reduce_is_refused(ranks, how):
     wanted = "no error" if how == "no_sync" else "call the ddp_model that pe.attach drives"
     assert all(text.startswith(wanted) for text in ranks(2).run(_second_ddp, how))

@@ -9,13 +9,13 @@ import torch
 from cases import WORLDS, me
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from wire_cases import BF16, ENCODED, FEEDBACK, FP16, INT8, STOCHASTIC, WIRES, sum_bound
+from wire_cases import BF16, ENCODED, FEEDBACK, INT8, STOCHASTIC, WIRES, sum_bound
 
 import pyengine as pe
 from pyengine.comm import TorchDist, comm_for
 from pyengine.wire.memory import BucketMemory
 
-NUMELS = (0, 1, 31, 32, 33, 100, 1000, 4096)
+NUMELS = (0, 1, 32, 33, 1000)
 
 
 def _comm() -> TorchDist:
@@ -103,9 +103,8 @@ def _windows() -> None:
                     assert torch.equal(flat, once), (wire, numel, window)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_from_the_second_window_on_a_sum_takes_no_memory_and_has_the_bits_of_the_first(ranks, world):
-    ranks(world).run(_windows)
+def test_from_the_second_window_on_a_sum_takes_no_memory_and_has_the_bits_of_the_first(ranks):
+    ranks(3).run(_windows)
 
 
 def _at_once() -> None:
@@ -127,21 +126,11 @@ def test_sums_of_one_bucket_that_are_under_way_at_once_have_memory_of_their_own(
     ranks(2).run(_at_once)
 
 
-def _bytes_an_element() -> list[int]:
-    return [wire.bytes_on_wire(2**20, 4) for wire in (pe.wire.FP32(), BF16, pe.wire.Int8(), pe.wire.FP8())]
-
-
 def test_a_wire_of_one_byte_sends_a_quarter_and_its_scales():
+    wires = (pe.wire.FP32(), BF16, pe.wire.Int8(), pe.wire.FP8(), pe.wire.ErrorFeedback(pe.wire.Int8()))
     # 2 (W - 1) / W elements of 4, 2 and 1 bytes; a scale of 4 bytes for 256 of the last.
-    assert _bytes_an_element() == [
-        6 * 2**20,
-        3 * 2**20,
-        2**20 * 3 // 2 * 260 // 256,
-        2**20 * 3 // 2 * 260 // 256,
-    ]
-    assert pe.wire.ErrorFeedback(pe.wire.Int8()).bytes_on_wire(1000, 3) == pe.wire.Int8().bytes_on_wire(
-        1000, 3
-    )
+    want = [6 * 2**20, 3 * 2**20, *[2**20 * 3 // 2 * 260 // 256] * 3]
+    assert [wire.bytes_on_wire(2**20, 4) for wire in wires] == want
 
 
 def _crossing() -> None:
@@ -160,9 +149,8 @@ def _crossing() -> None:
             assert bound.memory.residual.isfinite().all()
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_what_is_not_finite_crosses_every_wire_at_its_own_element(ranks, world):
-    ranks(world).run(_crossing)
+def test_what_is_not_finite_crosses_every_wire_at_its_own_element(ranks):
+    ranks(3).run(_crossing)
 
 
 def _conserves() -> None:
@@ -184,7 +172,7 @@ def _conserves() -> None:
         assert ((arrived + kept - sent).abs() <= size).all(), name
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 def test_error_feedback_loses_nothing(ranks, world):
     ranks(world).run(_conserves)
 
@@ -221,7 +209,7 @@ def test_a_wire_leaves_every_rank_its_part(ranks, world):
 def _by_chance() -> list[list[int]]:
     """Return this rank's seeds of some turns, and check that the mean of many sums is near."""
     _, world = me()
-    comm, numel, turns = _comm(), 64, 400
+    comm, numel, turns = _comm(), 64, 200
     bound = _bound(STOCHASTIC, numel)
     values = torch.linspace(-1.0, 1.0, numel)
     total, seeds = torch.zeros(numel, dtype=torch.float64), []
@@ -232,7 +220,7 @@ def _by_chance() -> list[list[int]]:
         bound.all_reduce_(flat, comm).wait()
         total += flat.double()
     # Each sum is off by at most world + 1 independent steps of world / 127, right on average: by Hoeffding's
-    # inequality 64 means of 400 are all within 6 deviations of that range, but for a chance of 1e-6.
+    # inequality 64 means of 200 are all within 6 deviations of that range, but for a chance of 1e-6.
     step = 1 / 127 * (1 + 2.0**-14)
     size = (world * step**2 + (world * step) ** 2) ** 0.5
     assert ((total / turns - world * values.double()).abs() <= 6 * size / turns**0.5).all()
@@ -267,15 +255,11 @@ def test_a_wire_that_keeps_something_says_what_it_lacks(ranks):
         (lambda: pe.wire.Int8(rounding="up"), "rounding='up': need 'nearest' or 'stochastic'"),
         (lambda: pe.wire.Int8(seed=-1), "seed=-1: need a whole number"),
         (lambda: pe.wire.FP8("e3m4"), "format='e3m4': need 'e4m3' or 'e5m2'"),
-        (lambda: pe.wire.ErrorFeedback(FP16), ""),
         (lambda: pe.wire.ErrorFeedback(pe.wire.FP16()), r"use FP16\(sum='fp32'\)"),
         (lambda: pe.wire.ErrorFeedback(pe.wire.FP32()), r"wire=FP32\(\): need a wire whose rounding error"),
         (lambda: pe.wire.ErrorFeedback(pe.wire.Int8), "need a wire whose rounding error"),
     ],
 )
 def test_an_argument_that_makes_no_wire_is_named(make, message):
-    if not message:
-        make()
-        return
     with pytest.raises((ValueError, TypeError), match=message):
         make()

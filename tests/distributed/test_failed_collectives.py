@@ -4,30 +4,29 @@ and nothing is stepped with what it left.
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
-from datetime import timedelta
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from cases import me
-from marks import rest
+from cases import comm_of_buckets, engine, me
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 
-KINDS = {
-    "fp32": (torch.float32, {}),
-    "bf16 wire": (torch.float32, {"wire": pe.wire.BF16()}),
-    "bf16 sums": (torch.bfloat16, {}),
-    "exact": (torch.float32, {"accumulator": "exact"}),
+CASES = {
+    "own": ("own", torch.float32, {}),
+    "own, int8": ("own", torch.float32, {"wire": pe.wire.Int8()}),
+    "attach, bf16 wire": ("attach", torch.float32, {"wire": pe.wire.BF16()}),
+    "attach, int8": ("attach", torch.float32, {"wire": pe.wire.Int8()}),
+    "attach, bf16 sums, unused": ("attach-unused", torch.bfloat16, {}),
+    "attach, exact, unused": ("attach-unused", torch.float32, {"accumulator": "exact"}),
 }
 
 
-class Broken:
+class _Broken:
     """A collective that fails some time after it was launched."""
 
     def __init__(self) -> None:
@@ -44,108 +43,68 @@ class Broken:
         return self._future
 
 
-def _break(state: pe.HookState, numel: int) -> None:
-    """Let every collective of at least `numel` elements fail from now on: buckets, not headers."""
-    comm = state.comm(torch.device("cpu"))
+def _break(comm: Any, numel: int, exchange: str = "all_to_all") -> None:
+    """Let every collective of at least `numel` elements fail from now on: buckets, not headers; and one of
+    the two exchanges of an encoded bucket.
+    """
     all_reduce = comm.all_reduce
-    comm.all_reduce = lambda flat: Broken() if flat.numel() >= numel else all_reduce(flat)
-    comm.all_to_all = lambda received, parts: Broken()
+    comm.all_reduce = lambda flat: _Broken() if flat.numel() >= numel else all_reduce(flat)
+    setattr(comm, exchange, lambda *_: _Broken())
 
 
-def _ddp(dtype: torch.dtype = torch.float32, **options: object) -> DistributedDataParallel:
+def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 30, dtype=dtype), nn.Linear(30, 1, dtype=dtype))
-    return DistributedDataParallel(model, **options)
+    return nn.Sequential(nn.Linear(40, 30, dtype=dtype), nn.Linear(30, 1, dtype=dtype))
 
 
 def _hook(wire: pe.wire.Wire) -> None:
-    ddp = _ddp()
+    ddp = DistributedDataParallel(_model())
     state = pe.HookState(wire=wire)
     ddp.register_comm_hook(state, pe.comm_hook)
-    _break(state, 100)
+    _break(state.comm(torch.device("cpu")), 100)
     with pytest.raises(RuntimeError, match="connection lost") as found:
         ddp(torch.ones(2, 40)).sum().backward()
     assert "Unable to cast" not in str(found.value)
 
 
-@pytest.mark.parametrize(
-    "wire", [pe.wire.FP32(), pe.wire.BF16(), pe.wire.Int8()], ids=["fp32", "bf16", "int8"]
-)
+@pytest.mark.parametrize("wire", [pe.wire.FP32(), pe.wire.BF16(), pe.wire.Int8()], ids=str)
 def test_the_hook_raises_what_broke_its_collective_as_stock_ddp_does(ranks, wire):
     ranks(2).run(_hook, wire)
 
 
-def _attached(kind: str, unused: bool, fused: bool) -> None:
-    dtype, options = KINDS[kind]
-    ddp = _ddp(dtype, find_unused_parameters=unused)
-    before = [p.detach().clone() for p in ddp.parameters()]
-    sync = pe.attach(ddp, accumulate=2, **options)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, fused=fused)
-    _break(sync._engine.reducer.state, 100)
+def _fails(case: str, exchange: str) -> None:
+    kind, dtype, options = CASES[case]
+    model = _model(dtype)
+    before = [p.detach().clone() for p in model.parameters()]
+    sync, forward = engine(kind, model, accumulate=2, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    _break(comm_of_buckets(sync), 30, exchange)
     x = torch.ones(2, 40, dtype=dtype)
     with pytest.raises(RuntimeError, match=r"^a collective failed: .*connection lost"):
         for window in sync.windows([x, x]):
             for batch in window:
-                sync.backward(ddp(batch).sum().float())
+                sync.backward(forward(batch).sum().float())
+            sync.unscale_()
     for _ in range(2):  # and it stays so
         with pytest.raises(RuntimeError, match="were not reduced: a collective failed on this rank"):
             sync.step(optimizer)
     with pytest.raises(RuntimeError, match="from a checkpoint"):
         next(sync.windows([x, x]))
-    assert all(torch.equal(p, q) for p, q in zip(ddp.parameters(), before, strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize("fused", [True, *rest(False)])
-@pytest.mark.parametrize("unused", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_attach_raises_and_never_steps_with_half_reduced_gradients(ranks, kind, unused, fused):
-    ranks(2).run(_attached, kind, unused, fused)
-
-
-def _times_out(kind: str) -> tuple[str, str, bool]:
-    """Rank 1 comes later to the backward than the group waits."""
-    rank, _ = me()
-    group = dist.new_group(timeout=timedelta(seconds=1))
-    ddp = _ddp(process_group=group)
-    before = [p.detach().clone() for p in ddp.parameters()]
-    if kind == "hook":
-        ddp.register_comm_hook(pe.HookState(wire=pe.wire.BF16(), process_group=group), pe.comm_hook)
-    elif kind == "attach":
-        sync = pe.attach(ddp, accumulate=1)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    errors = ["", ""]
-    loss = ddp(torch.ones(2, 40)).sum()
-    time.sleep(2.0 * (rank == 1))
-    try:
-        if kind == "attach":
-            with sync.accumulate():
-                sync.backward(loss)
-        else:
-            loss.backward()
-    except RuntimeError as error:
-        errors[0] = str(error)
-    if kind == "attach":
-        try:
-            sync.step(optimizer)
-        except RuntimeError as error:
-            errors[1] = str(error)
-    elif not errors[0]:
-        optimizer.step()
-    moved = any(not torch.equal(p, q) for p, q in zip(ddp.parameters(), before, strict=True))
-    return (*errors, moved)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["stock", "hook", "attach"])
-def test_a_rank_that_comes_too_late_raises_everywhere_and_nobody_steps(ranks, kind):
-    for first, _, moved in ranks(2).run(_times_out, kind):
-        assert first and not moved
+@pytest.mark.parametrize(
+    ("case", "exchange"),
+    [*((case, "all_to_all") for case in CASES), ("own, int8", "all_gather"), ("attach, int8", "all_gather")],
+)
+def test_a_failed_collective_raises_and_nothing_is_stepped_with_half_reduced_gradients(ranks, case, exchange):
+    ranks(2).run(_fails, case, exchange)
 
 
 def _cannot_start() -> str:
     """Rank 1 has no memory for the second collective of an exact sum."""
     rank, _ = me()
-    model = _ddp()
+    model = DistributedDataParallel(_model())
     sync = pe.attach(model, accumulate=2, accumulator="exact", stall_after_s=0.5)
     before = [p.detach().clone() for p in model.parameters()]
     if rank == 1:

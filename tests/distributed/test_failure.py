@@ -1,4 +1,7 @@
-"""Exceptions in the middle of a window: the engine stays usable and ranks never hang or drift apart."""
+"""Windows that a rank fails in, abandons or has no data for: ranks never hang or drift apart.
+
+Exceptions in every phase of a window are cases of `tests/faults`.
+"""
 
 from __future__ import annotations
 
@@ -6,102 +9,27 @@ import contextlib
 
 import pytest
 import torch
-from cases import Breaks, Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from cases import Breaks, engine, me
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 
-KINDS = ("own", "own-native", "attach", "attach-view", "attach-unused")
 
+class OneUnused(nn.Module):
+    """Two layers, between which a backward may break, and one that nobody uses."""
 
-def _abandons_in_mid_window(kind: str, where: str) -> None:
-    rank, world = me()
-    model = Integers(torch.float32)
-    sync, forward = engine(kind, model, accumulate=3)
-    if rank == 0:
-        with pytest.raises(KeyError):
-            _failing_window(sync, forward, where)
-    for window in sync.windows([integers(10 * rank + k) for k in range(3)]):
-        for x, t in window:
-            sync.backward(forward(x, t), count=3)
-        sync.unscale_()
-        batches = [integers(10 * r + k) for r in range(world) for k in range(3)]
-        assert_same(grads(model), mean_of_integers(model, batches, 9 * world))
-
-
-def _failing_window(sync: pe.Sync, forward: nn.Module, where: str) -> None:
-    if where == "accumulate":
-        for k in range(3):
-            with sync.accumulate():
-                sync.backward(forward(*integers(77 + k)))
-                if k == 1:
-                    raise KeyError(where)
-    for window in sync.windows([integers(77), integers(78)]):
-        for x, t in window:
-            sync.backward(forward(x, t))
-            raise KeyError(where)
-
-
-@pytest.mark.parametrize("where", ["accumulate", "windows"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_window_abandoned_on_one_rank_is_replaced_by_its_next(ranks, kind, where):
-    ranks(2).run(_abandons_in_mid_window, kind, where)
-
-
-class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 1)
+        self.first, self.second, self.unused = nn.Linear(3, 3), nn.Linear(3, 1), nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(Breaks.apply(self.first(x))).sum()
 
 
-def _breaks_in_the_last_backward(kind: str, accumulate: int) -> tuple[list[str], list[bool], list[Tensor]]:
-    rank, _ = me()
-    torch.manual_seed(0)
-    model = Two()
-    options = {"bucket_cap_mb": 1e-5} if kind.startswith("own") else {}
-    sync, forward = engine(kind, model, accumulate=accumulate, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
-    stepped = []
-    for number in range(3):
-        try:
-            for k in range(accumulate):
-                with sync.accumulate():
-                    Breaks.now = number == 1 and rank == 1 and k == accumulate - 1
-                    sync.backward(forward(torch.ones(2, 3) * (rank + 1)), count=2)
-            stepped.append(sync.step(optimizer))
-        except MemoryError:
-            stepped.append(False)
-    Breaks.now = False
-    return [r.reason for r in records if r.skipped], stepped, [p.detach().clone() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("kind", ["own", "own-exact", "attach", "attach-view"])
-def test_a_failed_last_backward_voids_the_window_on_every_rank(ranks, kind, accumulate):
-    (reasons, stepped, params), (_, stepped_1, params_1), (reasons_2, *_) = ranks(3).run(
-        _breaks_in_the_last_backward, kind, accumulate
-    )
-    assert stepped == stepped_1 == [True, False, True]
-    assert reasons == reasons_2 and len(reasons) == 1
-    assert reasons[0] == "rank 1 gave the window up: MemoryError('no room for a gradient')"
-    assert all(torch.equal(a, b) for a, b in zip(params, params_1, strict=True))
-
-
-class TwoAndOneUnused(Two):
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Linear(3, 3)
-
-
 def _breaks_beside_an_unused_layer() -> tuple[list[bool], list[bool]]:
     rank, _ = me()
-    model = TwoAndOneUnused()
+    model = OneUnused()
     sync, forward = engine("attach-unused", model, accumulate=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     stepped = []
@@ -172,22 +100,6 @@ def _steps_alone() -> str:
 def test_a_rank_that_drops_a_reduced_window_is_found_out_on_every_rank(ranks):
     for message in ranks(3).run(_steps_alone):
         assert "rank 0: 1 windows, 1 steps; rank 1: 1 windows, 0 steps; rank 2: 1 windows, 1 steps" in message
-
-
-def _interrupted() -> None:
-    model = nn.Linear(2, 1)
-    sync = pe.GradSync(model, accumulate=2)
-    with pytest.raises(KeyboardInterrupt), sync.accumulate():
-        sync.backward(model(torch.ones(1, 2)).sum())
-        raise KeyboardInterrupt
-    for window in sync.windows([torch.ones(1, 2)] * 2):
-        for x in window:
-            sync.backward(model(x).sum())
-        assert sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def test_a_keyboard_interrupt_leaves_the_engine_usable(ranks):
-    ranks(2).run(_interrupted)
 
 
 def _abandons_its_last(scaled: bool) -> tuple[int, list[float]]:
@@ -270,3 +182,21 @@ def test_a_scaler_belongs_to_one_engine():
     engines[0].scaler = scaler  # again is fine
     with pytest.raises(ValueError, match="make one GradScaler an engine"):
         engines[1].scaler = scaler
+
+
+def _skip_flags() -> list[bool]:
+    """As Accelerate's test_optimizer: clean, nan, nan, clean gradients."""
+    model = nn.Linear(1, 1)
+    sync = pe.GradSync(model, accumulate=1)
+    optimizer = sync.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    flags = []
+    for value in (1.0, float("nan"), float("nan"), 1.0):
+        with sync.accumulate():
+            sync.backward(model(torch.full((1, 1), value)).sum())
+            optimizer.step()
+        flags.append(optimizer.step_was_skipped)
+    return flags
+
+
+def test_a_wrapped_optimizer_reports_whether_its_step_was_skipped(ranks):
+    assert ranks(2).run(_skip_flags) == [[False, True, True, False]] * 2

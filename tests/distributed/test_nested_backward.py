@@ -94,7 +94,7 @@ def _errors(case: str, options: dict[str, object], accumulate: int, dtype: torch
     model = kind(tied=tied).to(dtype)
     truth = kind(tied=tied).double()
     truth.load_state_dict(model.state_dict())
-    sync = pe.GradSync(model, accumulate=accumulate, **options)
+    sync = pe.GradSync(model, accumulate=accumulate, bucket_cap_mb=1e-6, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     errors = []
     for window in range(3):
@@ -120,22 +120,30 @@ def _input(window: int, rank: int, micro_batch: int) -> Tensor:
     return torch.randn(8, WIDTH, generator=generator)
 
 
-@pytest.mark.parametrize("world, accumulate", [(1, 1), (2, 1), (3, 2)])
-@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
-@pytest.mark.parametrize("case", MODELS)
+EXACT = {"accumulator": "exact"}
+
+
+@pytest.mark.parametrize(
+    ("case", "world", "accumulate", "dtype", "options"),
+    [
+        ("checkpoints", 1, 1, torch.float32, EXACT),
+        ("checkpoints", 3, 2, torch.float32, {}),
+        ("checkpoints", 2, 1, torch.bfloat16, {"wire": pe.wire.BF16()}),
+        ("checkpoints, tied", 2, 1, torch.float32, {}),
+        ("checkpoints, tied", 3, 2, torch.float32, EXACT),
+        ("pieces", 3, 2, torch.float32, {}),
+        ("pieces", 2, 1, torch.float32, EXACT),
+        ("pieces", 2, 1, torch.bfloat16, {"wire": pe.wire.BF16()}),
+    ],
+    ids=str,
+)
 def test_gradients_that_come_twice_are_summed_before_their_bucket_leaves(
-    ranks, case, accumulator, world, accumulate
+    ranks, case, world, accumulate, dtype, options
 ):
-    options = {"accumulator": accumulator, "bucket_cap_mb": 1e-6}
-    for errors in ranks(world).run(_errors, case, options, accumulate, torch.float32):
-        assert max(errors) < 1e-5  # float32's rounding over sums of some hundred terms
-
-
-@pytest.mark.parametrize("case", MODELS)
-def test_gradients_of_narrow_parameters_that_come_twice_are_summed(ranks, case):
-    options = {"wire": pe.wire.BF16(), "bucket_cap_mb": 1e-6}
-    for errors in ranks(2).run(_errors, case, options, 1, torch.bfloat16):
-        assert max(errors) < 0.05  # of a few bfloat16 roundings of 2^-8
+    # Roundings of float32 over sums of some hundred terms, or a few of bfloat16, of 2^-8.
+    bound = 1e-5 if dtype == torch.float32 else 0.05
+    for errors in ranks(world).run(_errors, case, options, accumulate, dtype):
+        assert max(errors) < bound
 
 
 class Sometimes(nn.Module):

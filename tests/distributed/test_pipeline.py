@@ -121,9 +121,7 @@ def _run(mb: pe.MicroBatch, is_marked: bool, step) -> None:  # type: ignore[no-u
     [
         ("gpipe", 1, False, {}),
         ("1f1b", 1, True, {}),
-        ("interleaved", 1, False, {}),
         ("gpipe", 2, True, {"accumulator": "exact"}),
-        ("1f1b", 2, False, {}),
         ("interleaved", 2, False, {"accumulator": "exact"}),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,33 +14,40 @@ from torch import nn
 import pyengine as pe
 
 
-def _twice(sync: pe.Sync, model: nn.Module, data: Batch, n: int) -> int:
+def _twice(sync: pe.Sync, model: nn.Module, data: Batch, n: int) -> None:
     loss = loss_of(model, data)
     with sync.micro_batch(count=n):
         loss.backward(retain_graph=True)
         (2 * loss).backward()
-    return 3
 
 
-def _marked(sync: pe.Sync, model: nn.Module, data: Batch, n: int) -> int:
+def _beside_grad(sync: pe.Sync, model: nn.Module, data: Batch, n: int) -> None:
+    """What `torch.autograd.grad` computes is no gradient of the window, and is not refused either."""
+    loss = loss_of(model, data)
+    other = loss_of(model, data, extra=True) * torch.inf
+    scale, sometimes = model.scale, model.sometimes  # unsharded by the forward
+    torch.autograd.grad(other, [scale, sometimes])
+    torch.autograd.grad(loss, scale, retain_graph=True)
+    sync.backward(loss, count=n)
+
+
+def _marked(sync: pe.Sync, model: nn.Module, data: Batch, n: int) -> None:
     loss = loss_of(model, data)
     with sync.micro_batch(count=n) as mb:
         loss.backward(retain_graph=True)
         with mb.last_backward(loss):
             (2 * loss).backward()
-    return 3
 
 
-def _chunks(sync: pe.Sync, model: nn.Module, data: Batch, n: int) -> int:
+def _chunks(sync: pe.Sync, model: nn.Module, data: Batch, n: int) -> None:
     """As many forwards on every rank, of other rows."""
     with sync.micro_batch() as mb:
         for x, t in zip(*(part.tensor_split(2) for part in data), strict=True):
             loss_of(model, (x, t)).backward()
         mb.count = n
-    return 1
 
 
-def _cached(sync: pe.Sync, model: nn.Module, data: Batch, n: int) -> int:
+def _cached(sync: pe.Sync, model: nn.Module, data: Batch, n: int) -> None:
     """GradCache: once without a graph, then with the gradient of what that gave."""
     with sync.micro_batch(count=n) as mb:
         with torch.no_grad():
@@ -48,26 +55,24 @@ def _cached(sync: pe.Sync, model: nn.Module, data: Batch, n: int) -> int:
         (2 * leaf.requires_grad_()).backward()
         with mb.last_backward():
             loss_of(model, data).backward(leaf.grad)
-    return 2
 
 
-def _several(sync: pe.Sync, model: nn.Module, data: Batch, n: int) -> int:
+def _several(sync: pe.Sync, model: nn.Module, data: Batch, n: int) -> None:
     """Several losses over one graph."""
     x, t = data
     with sync.micro_batch(count=n):
         out = model(x).to(t.dtype)
         (out * t).sum().backward(retain_graph=True)
         (out * t * 2).sum().backward()
-    return 3
 
 
-def _one_line(sync: pe.Sync, model: nn.Module, data: Batch, n: int) -> int:
+def _one_line(sync: pe.Sync, model: nn.Module, data: Batch, n: int) -> None:
     loss = loss_of(model, data)
     sync.backward(torch.stack([loss, loss]), count=n, gradient=torch.ones(2))
-    return 2
 
 
-WAYS = (_twice, _marked, _chunks, _cached, _several, _one_line)
+# How often each adds the gradient of a micro-batch. Rank r has PLAN[r] micro-batches, each goes another way.
+WAYS = {_twice: 3, _beside_grad: 1, _marked: 3, _chunks: 1, _cached: 2, _several: 3, _one_line: 2}
 
 
 def _train(kind: str, options: dict[str, object]) -> None:
@@ -77,41 +82,42 @@ def _train(kind: str, options: dict[str, object]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     done = 0
     for window in sync.windows(range(PLAN[rank])):
-        first, ways = done, []
+        first = done
         for k in window:
-            ways.append(WAYS[(done + len(WAYS) * world) % len(WAYS)])
             n = items(rank, k)
-            ways[-1](sync, model, batch(100 * rank + k, n), n)
+            [*WAYS][done](sync, model, batch(100 * rank + k, n), n)
             done += 1
+        norm = sync.grad_norm()
         sync.unscale_()
         members = [(r, k) for r in range(world) for k in range(first, min(done, PLAN[r]))]
-        times = {k: _times(WAYS[k % len(WAYS)]) for k in range(first, done)}
-        batches = [batch(100 * r + k, items(r, k)) for r, k in members for _ in range(times[k])]
-        assert_same(whole_grads(model), right_grads(batches, sum(items(*m) for m in members)))
+        batches = [batch(100 * r + k, items(r, k)) for r, k in members for _ in range([*WAYS.values()][k])]
+        want = right_grads(batches, sum(items(*m) for m in members))
+        assert_same(whole_grads(model), want)
+        squares = sum(grad.double().square().sum() for grad in want.values() if grad is not None)
+        # Every product with 1/count was rounded to float32, behind the norm.
+        torch.testing.assert_close(norm, squares.sqrt(), rtol=2**-23, atol=0)
         assert sync.step(optimizer)
         for param in model.parameters():
             param.grad = None
-    assert done == max(PLAN[:world])
-
-
-def _times(way: Callable[..., int]) -> int:
-    return {_twice: 3, _marked: 3, _chunks: 1, _cached: 2, _several: 3, _one_line: 2}[way]
+    assert done == max(PLAN[:world]) == len(WAYS)
 
 
 @pytest.mark.parametrize(
     ("kind", "world", "options"),
     [
         ("flat", 1, {}),
-        ("nested", 3, {}),
-        ("nested", 2, {"narrow": True}),
+        ("flat", 3, {"nonfinite": "drop_micro_batch"}),
+        ("nested", 3, {"nonfinite": "raise"}),
+        ("nested", 4, {"narrow": True}),
         ("nested", 2, {"defer": "none"}),
         ("nested", 2, {"defer_budget_mb": 1.0}),
         ("nested", 3, {"accumulator": "exact"}),
         ("hsdp", 4, {}),
-        ("hsdp", 4, {"defer": "outer"}),
-        ("replicate", 3, {}),
+        ("hsdp", 4, {"defer": "outer", "narrow": True}),
+        ("replicate", 3, {"narrow": True}),
         ("replicate", 2, {"accumulator": "exact"}),
     ],
+    ids=str,
 )
 def test_any_backwards_over_a_sharded_model_add_up_to_one_big_batch(ranks, kind, world, options):
     ranks(world).run(_train, kind, options)

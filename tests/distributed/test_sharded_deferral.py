@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from cases import assert_same, me
-from marks import rest
 from sharded_cases import (
     Chain,
     all_batches,
@@ -26,10 +25,10 @@ from torch.distributed.fsdp import FSDPModule
 import pyengine as pe
 from pyengine.gradients.fsdp.private import groups_of
 
-KINDS = [("flat", 3), ("nested", 2), ("hsdp", 4), ("replicate", 2)]
 # What the chain's units have: gathered in fp32, its own two parameters, the first layer and the second.
 SUM_BYTES = 4 * (6 + (15 + 3 + 7) + (9 + 3))
 HALF = {"first": "none", "": "none"}
+ALL_OF_IT = {"defer_budget_mb": math.inf}
 
 
 class Calls:
@@ -55,7 +54,9 @@ class _Counted:
 
 
 def _window(kind: str, options: dict[str, Any], *, narrow: bool) -> tuple[int, int, int]:
-    """Return gathers, scatters and bytes held of a window, which has to come out right."""
+    """Return gathers, scatters and bytes held of a window, which has to come out right, behind another one
+    that was abandoned.
+    """
     _, world = me()
     model = shard(Chain(), kind, narrow=narrow)
     calls = Calls(model)
@@ -63,6 +64,10 @@ def _window(kind: str, options: dict[str, Any], *, narrow: bool) -> tuple[int, i
     records: list[pe.StepRecord] = []
     sync.on_step(records.append)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for window in sync.windows(own_batches(3)):
+        sync.backward(loss_of(model, next(iter(window))), count=3)
+        break
+    sync.abandon()
     for number, window in enumerate(sync.windows(own_batches(9))):
         before = calls.gathers, calls.scatters
         for data in window:
@@ -83,17 +88,20 @@ def _window(kind: str, options: dict[str, Any], *, narrow: bool) -> tuple[int, i
     return gathers, scatters, records[-1].held_bytes
 
 
-@pytest.mark.parametrize("narrow", [True, *rest(False)])
 @pytest.mark.parametrize(
-    "options",
-    [{"defer": "none"}, {"defer": HALF}, {"defer_budget_mb": 100 / 2**20}, {"defer_budget_mb": math.inf}],
+    ("kind", "world", "options"),
+    [
+        ("flat", 3, {"defer": {"": "none"}}),
+        ("nested", 2, {"defer": HALF}),
+        ("replicate", 2, {"defer": "none"}),
+        ("replicate", 2, ALL_OF_IT),
+        ("hsdp", 4, {"defer": "none"}),
+        ("hsdp", 4, {"defer_budget_mb": 100 / 2**20}),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize(("kind", "world"), KINDS)
-def test_every_choice_has_the_same_result(ranks, kind, world, options, narrow):
-    if kind == "flat" and options.get("defer") == HALF:
-        options = {"defer": {"": "none"}}
-    ranks(world).run(_window, kind, options, narrow=narrow)
+def test_every_choice_has_the_same_result(ranks, kind, world, options):
+    ranks(world).run(_window, kind, options, narrow=True)
 
 
 def test_shards_are_scattered_in_every_micro_batch_and_summed_over_replicas_once(ranks):
@@ -101,81 +109,47 @@ def test_shards_are_scattered_in_every_micro_batch_and_summed_over_replicas_once
         assert (scatters, held) == (9, 0) and gathers > 3
 
 
-def test_with_the_whole_budget_a_window_has_one_gather_and_one_reduction_a_unit(ranks):
-    for found in ranks(2).run(_window, "nested", {"defer_budget_mb": math.inf}, narrow=False):
-        assert found == (3, 3, 2 * SUM_BYTES)
-
-
 @pytest.mark.parametrize(
-    ("options", "want"),
+    ("options", "gathers_once", "want"),
     [
         # Units in order: the root (24 bytes gathered and as a sum), the first layer (100), the second (48).
-        ({"defer_budget_mb": 0}, (15, 9, 0)),
-        (
-            {"defer_budget_mb": 48 / 2**20},
-            (15, 9 - 2, 48),
-        ),  # the root gathered, which it is anyway, and its sum
-        ({"defer_budget_mb": SUM_BYTES / 2**20}, (3, 9, SUM_BYTES)),
-        ({"defer": "all"}, (15, 3, SUM_BYTES)),
+        ({"defer_budget_mb": 0}, False, (9, 0)),
+        ({"defer_budget_mb": 48 / 2**20}, False, (9 - 2, 48)),  # the root: gathered anyway, and its sum
+        ({"defer_budget_mb": SUM_BYTES / 2**20}, True, (9, SUM_BYTES)),
+        ({"defer": "all"}, False, (3, SUM_BYTES)),
+        (ALL_OF_IT, True, (3, 2 * SUM_BYTES)),
     ],
     ids=str,
 )
-def test_a_budget_buys_what_it_can(ranks, options, want):
+def test_a_budget_buys_what_it_can(ranks, options, gathers_once, want):
     for gathers, scatters, held in ranks(2).run(_window, "nested", options, narrow=False):
-        assert (scatters, held) == want[1:]
-        assert (gathers == 3) == (want[0] == 3)
+        assert (scatters, held) == want
+        assert (gathers == 3) == gathers_once  # one a unit
 
 
-def _breaks(options: dict[str, Any]) -> None:
-    sync, model = sharded("hsdp", **options)
-    for window in sync.windows(own_batches(3)):
-        for _ in window:
-            loss = loss_of(model, own_batches(1)[0])
-            sync.backward(loss, count=3)
-            break
-        break
-    sync.abandon()
-    assert_trains_a_window(sync, model)
-
-
-@pytest.mark.parametrize(
-    "options", [{"defer": "outer"}, {"defer": "none"}, {"defer_budget_mb": math.inf}], ids=str
-)
-def test_a_window_that_was_dropped_leaves_nothing(ranks, options):
-    ranks(4).run(_breaks, options)
-
-
-def _refused(options: dict[str, Any]) -> str:
+def _refused(*options: dict[str, Any]) -> str:
+    """Return what ranks are told that choose their options, or all of them the only ones."""
+    rank, _ = me()
     model = shard(Chain(), "nested")
     with pytest.raises((TypeError, ValueError)) as error:
-        pe.attach(model, accumulate=3, **options)
+        pe.attach(model, accumulate=3, **options[rank % len(options)])
     return str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("text", "options"),
     [
-        ({"defer": "some"}, "defer='some': need one of"),
-        ({"defer": {"third": "all"}}, "defer has 'third', which is no unit of the model"),
-        ({"defer": "outer"}, "defer='outer' for unit ''"),
-        ({"defer": "none", "defer_budget_mb": 1}, "the budget chooses the units to defer"),
-        ({"defer_budget_mb": -1}, "defer_budget_mb=-1: need a size"),
+        ("defer='some': need one of", [{"defer": "some"}]),
+        ("defer has 'third', which is no unit of the model", [{"defer": {"third": "all"}}]),
+        ("defer='outer' for unit ''", [{"defer": "outer"}]),
+        ("the budget chooses the units to defer", [{"defer": "none", "defer_budget_mb": 1}]),
+        ("defer_budget_mb=-1: need a size", [{"defer_budget_mb": -1}]),
+        ("ranks have different settings", [{"defer": "all"}, {"defer": "none"}]),
     ],
-    ids=str,
 )
-def test_what_cannot_be_deferred_so_is_refused(ranks, options, text):
-    for message in ranks(2).run(_refused, options):
+def test_what_cannot_be_deferred_so_is_refused(ranks, text, options):
+    for message in ranks(2).run(_refused, *options):
         assert text in message
-
-
-def _differs() -> str:
-    rank, _ = me()
-    return _refused({"defer": "none" if rank else "all"})
-
-
-def test_ranks_that_choose_differently_are_refused(ranks):
-    for message in ranks(2).run(_differs):
-        assert message.startswith("ranks have different settings")
 
 
 def _saves(kind: str, options: dict[str, Any]) -> list[str]:
@@ -210,9 +184,7 @@ def _saves(kind: str, options: dict[str, Any]) -> list[str]:
     [
         ("flat", 2, {"defer": "none"}, "unit '' has defer='none'"),
         ("nested", 2, {"defer": HALF}, "unit '' has defer='none'"),
-        ("replicate", 2, {"defer": "none"}, "unit '' has defer='none'"),
         ("hsdp", 4, {"defer": "outer"}, "unit '' has defer='outer'"),
-        ("nested", 2, {"defer_budget_mb": 0}, "unit '' has defer='none'"),
     ],
     ids=str,
 )

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from cases import Inject, assert_same, me
-from marks import rest
 from sharded_cases import (
+    KINDS,
     all_batches,
     assert_trains_a_window,
     batch,
@@ -20,22 +20,20 @@ from sharded_cases import (
     own_batches,
     right_grads,
     sharded,
-    train_a_window,
     whole_grads,
 )
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-import pyengine as pe
 from pyengine.comm.groups import set_timeout
 
-KINDS = [("flat", 1), ("nested", 2), ("replicate", 2), ("hsdp", 4)]
 NEWER = ("set_reduce_scatter_unused_params", "reset_iter_state")  # than torch 2.11
 
 
-def _ends_early(kind: str, *, narrow: bool) -> None:
+def _ends_early() -> None:
+    """A flush lets FSDP reduce in one more backward, whose forward shows in no buffer and no generator."""
     _, world = me()
-    sync, model = sharded(kind, narrow=narrow)
+    sync, model = sharded("nested", narrow=True)
     model.first.register_buffer("calls", torch.zeros(()))
     model.first.register_forward_hook(_count_call)
     for window in sync.windows(own_batches(3)):
@@ -57,38 +55,13 @@ def _count_call(module: nn.Module, *_: object) -> None:
     module.calls.add_(1)
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-@pytest.mark.parametrize(("kind", "world"), KINDS)
-def test_a_window_that_is_flushed_early_has_what_was_done(ranks, kind, world, narrow):
-    ranks(world).run(_ends_early, kind, narrow=narrow)
+def test_a_window_that_is_flushed_early_has_what_was_done(ranks):
+    ranks(2).run(_ends_early)
 
 
-def _skips(kind: str, value: float) -> tuple[bool, bool]:
+def _raises() -> str:
     rank, _ = me()
-    sync, model = sharded(kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
-    for window in sync.windows(own_batches(3)):
-        for number, data in enumerate(window):
-            loss = loss_of(model, data)
-            is_bad = rank == 0 and number == 1
-            sync.backward(Inject.apply(loss, value) if is_bad else loss, count=3)
-        sync.clip_grad_norm_(1.0)
-        stepped = bool(sync.step(optimizer))
-    assert not stepped and "first.weight" in records[-1].reason
-    return records[-1].skipped, all((param.full_tensor() == 1).all() for param in model.parameters())
-
-
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-@pytest.mark.parametrize(("kind", "world"), KINDS)
-def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks, kind, world, value):
-    assert ranks(world).run(_skips, kind, value) == [(True, True)] * world
-
-
-def _raises(kind: str) -> str:
-    rank, _ = me()
-    sync, model = sharded(kind, nonfinite="raise")
+    sync, model = sharded("nested", nonfinite="raise")
     with pytest.raises(FloatingPointError) as error:
         for window in sync.windows(own_batches(3)):
             for number, data in enumerate(window):
@@ -100,88 +73,34 @@ def _raises(kind: str) -> str:
 
 
 def test_the_policy_raise_names_rank_and_micro_batch(ranks):
-    for message in ranks(2).run(_raises, "nested"):
+    for message in ranks(2).run(_raises):
         assert "rank 1, micro-batch 2" in message
 
 
-class Breaks(torch.autograd.Function):
-    """Identity whose backward raises."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
-        raise MemoryError("no room for a gradient")
-
-
-def _broken_window(sync: pe.Sync, model: nn.Module, where: str, at: int) -> None:
+def _leaves_between() -> list[str]:
+    """Rank 0 leaves its first window behind its second forward, and goes on with the next one."""
     rank, _ = me()
-    for window in sync.windows(own_batches(3)):
-        for number, data in enumerate(window):
-            handle = contextlib.nullcontext()
-            if number == at and where == "forward":
-                handle = _hooked(model.second, _fail)
-            if number == at and where == "backward":
-                handle = _hooked(model.second, lambda module, args, output: Breaks.apply(output))
-            with handle:
-                loss = loss_of(model, data)
-                if number == at and where in ("between", f"between on rank {rank}"):
-                    raise KeyError(where)
-                sync.backward(loss, count=3)
-        if where == f"step on rank {rank}" or where == "step":
-            raise KeyError(where)
-        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-
-
-def _fail(*_: object) -> None:
-    raise MemoryError("no room")
-
-
-@contextlib.contextmanager
-def _hooked(module: nn.Module, hook):
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _goes_on(kind: str, where: str, at: int, *, narrow: bool) -> None:
-    sync, model = sharded(kind, narrow=narrow)
-    train_a_window(sync, model)
-    sync.abandon()
-    with pytest.raises((KeyError, MemoryError)):
-        _broken_window(sync, model, where, at)
-    assert_trains_a_window(sync, model)
-
-
-@pytest.mark.parametrize("at", [0, 2, *rest(1)])
-@pytest.mark.parametrize("where", ["between", "forward", "backward"])
-@pytest.mark.parametrize(("kind", "world"), KINDS[1:])
-def test_after_an_exception_on_every_rank_the_next_window_is_clean(ranks, kind, world, where, at):
-    ranks(world).run(_goes_on, kind, where, at, narrow=at == 1)
-
-
-def _finds_out(kind: str, where: str, at: int) -> str:
-    rank, _ = me()
-    sync, model = sharded(kind)
-    errors = []
+    sync, model = sharded("flat")
+    errors: list[str] = []
     while len(errors) < 3:
         try:
-            _broken_window(sync, model, where if not errors else "", at)
+            for window in sync.windows(own_batches(3)):
+                for number, data in enumerate(window):
+                    loss = loss_of(model, data)
+                    if (rank, number) == (0, 1) and not errors:
+                        raise KeyError
+                    sync.backward(loss, count=3)
+                sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
             break
         except (KeyError, RuntimeError) as error:
-            errors.append(f"{type(error).__name__}: {error}")
+            errors.append(str(error))
     assert_trains_a_window(sync, model)
-    return errors[0] if rank else errors[-1]
+    return errors
 
 
-@pytest.mark.parametrize("at", [0, 1])
-def test_a_rank_that_leaves_between_micro_batches_is_found_out_by_all(ranks, at):
-    for message in ranks(2).run(_finds_out, "flat", "between on rank 0", at):
-        assert "RuntimeError: ranks are at different points of their loops" in message
+def test_a_rank_that_leaves_between_micro_batches_is_found_out_by_all(ranks):
+    for rank, errors in enumerate(ranks(2).run(_leaves_between)):
+        assert "ranks are at different points of their loops" in errors[0 if rank else -1]
 
 
 def _uses_some(kind: str, *, narrow: bool) -> list[bool]:
@@ -201,12 +120,9 @@ def _uses_some(kind: str, *, narrow: bool) -> list[bool]:
         assert (want["sometimes"] is None) == (number == 1)
 
 
-@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize(("kind", "world"), KINDS)
-def test_a_parameter_used_once_on_one_rank_is_reduced_and_one_used_nowhere_has_none(
-    ranks, kind, world, narrow
-):
-    ranks(world).run(_uses_some, kind, narrow=narrow)
+def test_a_parameter_used_once_on_one_rank_is_reduced_and_one_used_nowhere_has_none(ranks, kind, world):
+    ranks(world).run(_uses_some, kind, narrow=kind in ("nested", "replicate"))
 
 
 def _raises_behind_the_reductions() -> list[bool]:
@@ -255,7 +171,7 @@ def _raise(grad: torch.Tensor) -> None:
 
 
 @pytest.mark.slow  # torch gives up what the ranks have left under way
-@pytest.mark.parametrize(("kind", "defer"), [("replicate", "all"), ("replicate", "none"), ("nested", "all")])
+@pytest.mark.parametrize(("kind", "defer"), [("replicate", "none"), ("nested", "all")])
 def test_a_backward_that_one_rank_leaves_in_its_middle_ends_by_an_error_on_every_rank(ranks, kind, defer):
     first, second = ranks(2).run(_is_left, kind, defer)
     assert len(first) == 2 and "a collective failed" in first[1]
@@ -271,14 +187,33 @@ def _as_of_2_11(fn: Callable[..., Any], *args: Any, lacks: Sequence[str] = NEWER
         fn(*args, **kwargs)
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-def test_an_fsdp_that_has_no_setter_for_unused_parameters_reduces_them(ranks, narrow):
-    ranks(2).run(_as_of_2_11, _uses_some, "nested", narrow=narrow)
+def test_an_fsdp_that_has_no_setter_for_unused_parameters_reduces_them(ranks):
+    ranks(2).run(_as_of_2_11, _uses_some, "nested", narrow=True)
+
+
+def _goes_on(where: str) -> None:
+    """Train a window behind one that an exception has ended, in a forward or a backward."""
+    sync, model = sharded("nested")
+
+    def breaks(*given: Any) -> torch.Tensor:
+        if where == "forward":
+            raise MemoryError
+        given[-1].register_hook(_raise)
+        return given[-1]
+
+    with pytest.raises(MemoryError):
+        for window in sync.windows(own_batches(3)):
+            for number, data in enumerate(window):
+                if number == 2:
+                    handle = model.second.register_forward_hook(breaks)
+                sync.backward(loss_of(model, data), count=3)
+    handle.remove()
+    assert_trains_a_window(sync, model)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_fsdp_that_cannot_reset_itself_goes_on_after_an_exception(ranks, where):
-    ranks(2).run(_as_of_2_11, _goes_on, "nested", where, 2, narrow=False)
+    ranks(2).run(_as_of_2_11, _goes_on, where)
 
 
 def _is_refused() -> None:

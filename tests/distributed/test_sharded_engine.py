@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from cases import assert_same, me
 from sharded_cases import (
+    KINDS,
     Chain,
     all_batches,
     assert_trains_a_window,
@@ -25,8 +26,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import pyengine as pe
 from pyengine.gradients.fsdp.private import groups_of
-
-KINDS = [("flat", 3), ("nested", 2), ("hsdp", 4), ("replicate", 2)]
 
 
 def _resumes(kind: str, *, narrow: bool, **options: str) -> None:
@@ -50,14 +49,17 @@ def _resumes(kind: str, *, narrow: bool, **options: str) -> None:
         assert_same(whole_grads(model), right_grads(all_batches([3] * world), 9 * world))
 
 
-@pytest.mark.parametrize(("narrow", "nonfinite"), [(False, "skip"), (True, "raise")])
-@pytest.mark.parametrize(("kind", "world"), KINDS)
-def test_a_state_of_an_open_window_goes_on(ranks, kind, world, narrow, nonfinite):
-    ranks(world).run(_resumes, kind, narrow=narrow, nonfinite=nonfinite)
-
-
-def test_a_state_of_sums_that_are_wider_than_gradients_goes_on(ranks):
-    ranks(2).run(_resumes, "nested", narrow=True, accumulator="native")
+@pytest.mark.parametrize(
+    ("kind", "world", "options"),
+    [
+        ("flat", 3, {"narrow": False}),
+        ("hsdp", 4, {"narrow": True, "nonfinite": "raise"}),
+        ("nested", 2, {"narrow": True, "accumulator": "native"}),  # whose sums are wider than gradients
+    ],
+    ids=str,
+)
+def test_a_state_of_an_open_window_goes_on(ranks, kind, world, options):
+    ranks(world).run(_resumes, kind, **options)
 
 
 def _keeps(kind: str) -> None:
@@ -81,7 +83,7 @@ def _keeps(kind: str) -> None:
     torch.testing.assert_close(norm, squares.sqrt(), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize(("kind", "world"), KINDS)
+@pytest.mark.parametrize(("kind", "world"), [("flat", 3), ("replicate", 2)])
 def test_gradients_that_are_left_count_into_the_next_window(ranks, kind, world):
     ranks(world).run(_keeps, kind)
 
@@ -104,7 +106,7 @@ def _clips(kind: str) -> None:
         sync.unscale_()
 
 
-@pytest.mark.parametrize(("kind", "world"), KINDS)
+@pytest.mark.parametrize(("kind", "world"), [("hsdp", 4), ("replicate", 2)])
 def test_the_inf_norm_and_values_are_clipped_over_shards(ranks, kind, world):
     ranks(world).run(_clips, kind)
 
@@ -134,15 +136,14 @@ def _steps(kind: str, *, fused: bool) -> None:
             assert (param.full_tensor() == 1).all()  # unused: no weight decay either
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(("kind", "world"), KINDS)
+@pytest.mark.parametrize(("kind", "world", "fused"), [("nested", 2, False), ("hsdp", 4, True)])
 def test_optimizers_step_shards_in_a_loop_that_is_not_nested(ranks, kind, world, fused):
     ranks(world).run(_steps, kind, fused=fused)
 
 
-def _no_sync(kind: str) -> None:
+def _no_sync() -> None:
     _, world = me()
-    sync, model = sharded(kind, accumulate=2)
+    sync, model = sharded("nested", accumulate=2)
     sync.set_requires_gradient_sync(True)
     for _ in range(2):
         first, last = own_batches(2)
@@ -155,9 +156,8 @@ def _no_sync(kind: str) -> None:
             param.grad = None
 
 
-@pytest.mark.parametrize(("kind", "world"), KINDS)
-def test_a_loop_of_torch_with_no_sync(ranks, kind, world):
-    ranks(world).run(_no_sync, kind)
+def test_a_loop_of_torch_with_no_sync(ranks):
+    ranks(2).run(_no_sync)
 
 
 def _is_let_go(kind: str) -> None:
@@ -272,30 +272,6 @@ REFUSED = {
 def test_what_cannot_be_driven_is_refused_on_every_rank(ranks, case):
     for message in ranks(2).run(_refused, case):
         assert REFUSED[case] in message
-
-
-def _counts_ahead(kind: str) -> None:
-    """Two losses over unequal numbers of micro-batches, each a mean over its own items."""
-    rank, world = me()
-    numbers = [3, 1, 2, 1][:world]
-    sync, model = sharded(kind)
-    for window in sync.windows(own_batches(numbers[rank]), count=lambda data: {"a": 3, "b": 1}):
-        for data in window:
-            loss = loss_of(model, data)
-            sync.backward({"a": loss, "b": 2 * loss})
-        sync.unscale_()
-    total = sum(numbers)
-    want = right_grads(all_batches(numbers), 3 * total)
-    got = whole_grads(model)
-    for name, value in want.items():
-        if value is not None:
-            # 1 / 3 of the sum, and twice the sum over a third of the items
-            torch.testing.assert_close(got[name], value * (1 + 2 * 3), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(("kind", "world"), KINDS)
-def test_counts_read_ahead_leave_padding_out(ranks, kind, world):
-    ranks(world).run(_counts_ahead, kind)
 
 
 def _loader_breaks(number: int) -> str:

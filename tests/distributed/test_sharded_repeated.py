@@ -62,9 +62,10 @@ def _bits(owner: str, reduce: torch.dtype | None, twice: bool) -> list[Tensor]:
     return [grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone() for grad in grads]
 
 
-@pytest.mark.parametrize("twice", [False, True])
-@pytest.mark.parametrize("reduce", [None, torch.float32])
-@pytest.mark.parametrize("owner", ["fsdp", "hsdp", "replicate"])
+@pytest.mark.parametrize(
+    ("owner", "reduce", "twice"),
+    [("fsdp", None, False), ("hsdp", torch.float32, True), ("replicate", None, True)],
+)
 def test_uses_of_a_parameter_are_added_alike_by_every_owner(ranks, owner, reduce, twice):
     want = ranks(2).run(_bits, "own", None, twice)[0]
     assert all(map(torch.equal, ranks(2).run(_bits, "ddp", None, twice)[0], want))
