@@ -368,5 +368,5 @@ def test_a_buffer_that_forwards_change_is_named_once(ranks):
 
 
 @pytest.mark.parametrize(("accumulator", "counts"), [("exact", False), ("fp32", True)])
-def test_nothing_is_said_without_need(ranks, accumulator, counts):
+def test_other_buffers_are_not_warned_of(ranks, accumulator, counts):
     assert ranks(1).run(_warnings, accumulator, counts)[0] == []

@@ -281,7 +281,7 @@ def _trained(folder: str, steps: int, keep: int = 2) -> list[float]:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_a_run_goes_on_to_the_same_bits(ranks, tmp_path, world):
+def test_a_resumed_run_ends_with_the_same_bits(ranks, tmp_path, world):
     *undisturbed, _ = ranks(world).run(_trained, str(tmp_path / "one"), 4)[0]
     ranks(world).run(_trained, str(tmp_path / "other"), 2)
     *continued, start = ranks(world).run(_trained, str(tmp_path / "other"), 4)[0]
@@ -315,7 +315,7 @@ def _of_another_save(path: Path) -> None:
         (_of_another_save, "its parts are of different saves"),
     ],
 )
-def test_a_step_counts_only_as_a_whole_and_all_ranks_take_the_same(
+def test_a_step_counts_only_as_a_whole_and_all_ranks_load_the_same(
     ranks, tmp_path, damage: Callable[[Path], None], reason
 ):
     ranks(2).run(_trained, str(tmp_path), 3)

@@ -172,7 +172,7 @@ def _scaled() -> None:
     _close(model, twin)
 
 
-def test_the_loss_scale_is_taken_out_before_anything_is_clipped(ranks):
+def test_the_loss_scale_is_removed_before_anything_is_clipped(ranks):
     ranks(2).run(_scaled)
 
 

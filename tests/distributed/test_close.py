@@ -126,11 +126,11 @@ def _undone(kind: str, when: str, dtype: torch.dtype) -> None:
             sync.backward(ddp(x).float().sum())
         if k == 1:
             sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         sync.close()
         sync.close()  # again does nothing
-    assert len(told) == (when == "open")
+    assert len(caught) == (when == "open")
     after = _settings(model, ddp)
     assert after == before, [pair for pair in zip(before, after, strict=False) if pair[0] != pair[1]][:3]
     twin = copy.deepcopy(model)
@@ -155,7 +155,7 @@ def test_close_undoes_everything(ranks, kind, dtype, when):
     ranks(2).run(_undone, kind, when, dtype)
 
 
-def test_a_window_that_was_never_stepped_is_told_when_the_engine_closes():
+def test_closing_an_engine_warns_of_a_window_that_was_never_stepped():
     model = nn.Linear(2, 1)
     sync = pe.GradSync(model, accumulate=3)
     with sync.accumulate():

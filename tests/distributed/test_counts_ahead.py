@@ -70,12 +70,12 @@ def test_every_recipe_is_the_gradient_of_the_whole_window(ranks, recipe, world):
 
 @pytest.mark.parametrize("kind", ["own-native", "own-exact", "attach", "attach-view"])
 @pytest.mark.parametrize("recipe", ["several heads", "prompt mean"])
-def test_every_owner_of_the_gradients_takes_weighed_losses(ranks, recipe, kind):
+def test_weighed_losses_over_every_owner_of_the_gradients(ranks, recipe, kind):
     ranks(3).run(_train, kind, recipe, torch.float32)
 
 
 @pytest.mark.parametrize("kind", ["own", "attach"])
-def test_narrow_parameters_and_a_narrow_wire_take_weighed_losses(ranks, kind):
+def test_weighed_losses_with_narrow_parameters_and_a_narrow_wire(ranks, kind):
     ranks(2).run(_train, kind, "several heads", torch.bfloat16, wire=pe.wire.BF16())
 
 

@@ -97,7 +97,7 @@ def _resumed(kind: str, recipe: str, states: States, bits: Bits) -> Bits:
         (1, 3, "attach", "several heads"),
     ],
 )
-def test_a_window_goes_on_with_the_totals_it_began_with(ranks, kind, recipe, before, after):
+def test_a_resumed_window_keeps_the_totals_it_began_with(ranks, kind, recipe, before, after):
     # Some ranks have done nothing, so that only others know the totals; DDP's forwards may be collective.
     least = int(kind == "attach")
     saved = ranks(before).run(_saved, kind, recipe, [1, least, 2, least] if before > 1 else [5])

@@ -42,7 +42,7 @@ def _trains(name: str) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("recipe", ["several heads", "prompt mean"])
-def test_a_sharded_model_takes_weighed_losses(ranks, recipe, world):
+def test_weighed_losses_over_a_sharded_model(ranks, recipe, world):
     ranks(world).run(_trains, recipe)
 
 

@@ -143,7 +143,7 @@ def test_one_loss_of_a_window_that_ends_early_is_divided_by_what_was_done(ranks,
 
 
 @pytest.mark.parametrize("how", ["skip the first", "two at once"])
-def test_a_window_of_which_it_cannot_be_told_what_was_done_is_refused_on_every_rank(ranks, how):
+def test_a_window_whose_backwards_do_not_follow_its_micro_batches_is_refused_on_every_rank(ranks, how):
     first, *others = ranks(3).run(_ends_early, how, _items)
     assert others == [first] * 2
     assert "rank 0: window ended after 2 backwards, and 3 micro-batches were handed out" in first

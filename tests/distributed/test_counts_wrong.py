@@ -92,7 +92,7 @@ class NamesOf(Give):
         return {"mtp": 1} if rank == 1 else {"ce": 1}
 
 
-def test_ranks_that_count_different_things_are_told_on_all(ranks):
+def test_ranks_that_count_different_things_are_refused_on_every_rank(ranks):
     first, *others = ranks(3).run(_refused, "own", NamesOf(0))
     assert all(other == first for other in others)
     assert "rank 0 counts ['ce']; rank 1 counts ['mtp']; rank 2 counts ['ce']" in first

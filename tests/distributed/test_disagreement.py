@@ -151,7 +151,7 @@ def _not_nested(case: str) -> str:
     return _error(sync.synchronize)
 
 
-def test_synchronize_tells_how_the_last_window_was_used(ranks):
+def test_synchronize_compares_how_ranks_used_the_last_window(ranks):
     assert ranks(2).run(_not_nested, "alike") == ["no error"] * 2
     for message in ranks(2).run(_not_nested, "lr"):
         assert (
@@ -285,7 +285,7 @@ def test_a_window_that_was_loaded_again_is_stepped_again_by_a_wrapped_optimizer(
         assert torch.allclose(before - model.weight, torch.full((2, 4), 0.1))
 
 
-def test_a_scaler_that_was_taken_off_may_serve_another_engine():
+def test_a_scaler_that_was_removed_may_serve_another_engine():
     scaler = pe.GradScaler("cpu")
     first, second = (pe.GradSync(nn.Linear(2, 1), accumulate=1) for _ in range(2))
     first.scaler = scaler
@@ -302,6 +302,6 @@ def _memory_formats() -> str:
     return _error(lambda: pe.GradSync(model, accumulate=1))
 
 
-def test_ranks_whose_parameters_lie_in_memory_in_another_order_are_refused(ranks):
+def test_ranks_whose_parameters_have_different_strides_are_refused(ranks):
     for message in ranks(2).run(_memory_formats):
         assert "rank 1 has 'weight' [4, 3, 3, 3] float32 with strides [27, 1, 9, 3]" in message

@@ -194,7 +194,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _told(
+def _warned(
     change: Callable[[Tensor], Tensor], *, count: int | None, is_block: bool, accumulate: int = 4
 ) -> list[str]:
     weight = nn.Parameter(torch.ones(3))
@@ -216,27 +216,21 @@ def _told(
     [(name, (None, 3)[number // 2 % 2], bool(number % 2)) for number, name in enumerate(DIVISIONS)],
 )
 def test_a_loss_divided_by_accumulate_is_warned_of_once(name, count, is_block):
-    (text,) = _told(DIVISIONS[name], count=count, is_block=is_block)
+    (text,) = _warned(DIVISIONS[name], count=count, is_block=is_block)
     assert text.startswith("leave the division by 4 out of the loss")
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_losses_are_not_warned_of(name):
-    assert _told(OTHERS[name], count=3, is_block=False) == []
+    assert _warned(OTHERS[name], count=3, is_block=False) == []
 
 
 def test_windows_of_one_micro_batch_have_no_division_to_warn_of():
-    assert _told(lambda loss: loss / 1, count=None, is_block=False, accumulate=1) == []
+    assert _warned(lambda loss: loss / 1, count=None, is_block=False, accumulate=1) == []
 
 
 def _by_all_micro_batches() -> list[str]:
-    weight = nn.Parameter(torch.ones(3))
-    with pe.GradSync([weight], accumulate=2) as sync, _heard() as texts:
-        for window in sync.windows(range(2)):
-            for _ in window:
-                sync.backward(weight.sum() / 6)
-            sync.step(torch.optim.SGD([weight], lr=0.0))
-    return texts
+    return _warned(lambda loss: loss / 6, count=None, is_block=False, accumulate=2)
 
 
 def test_a_loss_divided_by_the_micro_batches_of_all_ranks_is_warned_of(ranks):

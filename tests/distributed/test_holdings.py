@@ -92,7 +92,7 @@ def _norm_of_changed() -> float:
     return final.grad_norm().item()
 
 
-def test_a_norm_that_is_taken_again_counts_what_one_rank_has_changed(ranks):
+def test_a_norm_that_is_computed_again_counts_what_one_rank_has_changed(ranks):
     assert ranks(2).run(_norm_of_changed) == pytest.approx([math.sqrt(25 / 4 + 4)] * 2, rel=1e-6)
 
 

@@ -197,7 +197,7 @@ def test_an_optimizer_whose_step_cannot_be_undone_makes_the_host_wait(ranks):
     assert ranks(2).run(_other_optimizer, torch.optim.AdamW)[0] == [0, -1, 1, -1, 2, -1]
 
 
-def test_an_optimizer_whose_step_can_be_undone_is_heard_of_a_window_later(ranks):
+def test_the_record_of_an_optimizer_whose_step_can_be_undone_comes_a_window_later(ranks):
     assert ranks(2).run(_other_optimizer, torch.optim.SGD)[0] == [-1, 0, -1, 1, -1, 2]
 
 
@@ -288,6 +288,6 @@ def _runs_out_after_a_bad_window() -> list[str]:
     return reasons
 
 
-def test_a_rank_that_has_run_out_hears_of_a_bad_window_with_the_others(ranks):
+def test_a_rank_that_has_run_out_gets_the_record_of_a_bad_window_with_the_others(ranks):
     for reasons in ranks(2).run(_runs_out_after_a_bad_window):
         assert [bool(reason) for reason in reasons] == [True, False, False]

@@ -37,7 +37,7 @@ def _a_window(level: int) -> list[str]:
     return heard.lines
 
 
-def test_each_floor_says_what_it_decides(ranks):
+def test_each_floor_logs_what_it_decides(ranks):
     for lines in ranks(2).run(_a_window, logging.DEBUG):
         found = iter(lines)  # in this order
         for said in (
@@ -57,6 +57,6 @@ def test_each_floor_says_what_it_decides(ranks):
         assert any("window 0: header received" in line for line in lines)
 
 
-def test_nothing_is_said_where_the_level_is_off_and_nobody_sets_up_a_handler(ranks):
+def test_nothing_is_logged_where_the_level_is_off_and_nobody_sets_up_a_handler(ranks):
     assert ranks(2).run(_a_window, logging.INFO) == [[], []]
     assert not logging.getLogger("pyengine").handlers

@@ -36,8 +36,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-
 
 def _cut(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Cut the two layers of a block over "tp"."""
@@ -77,8 +75,7 @@ def _tensor_parallel(dtype: torch.dtype, **options: Any) -> list[float]:
     return found
 
 
-@DTYPES
-@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+@pytest.mark.parametrize(("dtype", "accumulator"), [(torch.bfloat16, "fp32"), (torch.float32, "exact")])
 def test_data_times_tensor_parallelism_equals_one_process(ranks, dtype, accumulator):
     assert_alike(ranks(4).run(_tensor_parallel, dtype, accumulator=accumulator))
 
@@ -87,7 +84,7 @@ OTHERS = [{"accumulator": "native"}, {"wire": pe.wire.BF16(), "bucket_cap_mb": 1
 
 
 @pytest.mark.parametrize("options", OTHERS, ids=["native", "bf16 wire, many buckets"])
-def test_other_sums_and_wires_take_dtensors_too(ranks, options):
+def test_dtensors_with_other_sums_and_wires(ranks, options):
     assert_alike(ranks(4).run(_tensor_parallel, torch.float32, **options))
 
 
@@ -121,8 +118,9 @@ def _experts(dtype: torch.dtype, by: str) -> list[float]:
     return found
 
 
-@DTYPES
-@pytest.mark.parametrize("by", ["mesh", "groups", "ddp"])
+@pytest.mark.parametrize(
+    ("dtype", "by"), [(torch.float32, "mesh"), (torch.bfloat16, "groups"), (torch.float32, "ddp")]
+)
 def test_experts_have_a_group_of_their_own(ranks, dtype, by):
     assert_alike(ranks(4).run(_experts, dtype, by))
 
@@ -146,8 +144,9 @@ def _context_parallel(dtype: torch.dtype, counts: str) -> list[float]:
     return found
 
 
-@DTYPES
-@pytest.mark.parametrize("counts", ["of the part", "of the sequence"])
+@pytest.mark.parametrize(
+    ("dtype", "counts"), [(torch.float32, "of the part"), (torch.bfloat16, "of the sequence")]
+)
 def test_parts_of_a_sequence_are_summed_and_the_divisor_counts_every_item_once(ranks, dtype, counts):
     assert_alike(ranks(4).run(_context_parallel, dtype, counts))
 
@@ -299,7 +298,7 @@ def _resumed() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
-def test_a_run_on_a_mesh_goes_on_in_mid_window(ranks):
+def test_a_run_on_a_mesh_resumes_in_mid_window(ranks):
     ranks(4).run(_resumed)
 
 
@@ -315,7 +314,7 @@ def _read_ahead() -> tuple[float, float]:
     return next(iter(sync.totals.values())), model.weight.grad[0, 0].item()
 
 
-def test_counts_read_ahead_are_taken_once_a_batch(ranks):
+def test_counts_read_ahead_count_once_a_batch(ranks):
     assert ranks(4).run(_read_ahead) == [(6.0, 1.0)] * 4
 
 
@@ -382,8 +381,7 @@ def _attached(dtype: torch.dtype, what: str) -> list[float]:
     return found
 
 
-@DTYPES
-@pytest.mark.parametrize("what", ["stages", "the same batch"])
+@pytest.mark.parametrize(("dtype", "what"), [(torch.float32, "stages"), (torch.bfloat16, "the same batch")])
 def test_ddp_over_one_axis_of_a_mesh(ranks, dtype, what):
     assert_alike(ranks(4).run(_attached, dtype, what))
 
@@ -451,6 +449,6 @@ def _engine_after_engine() -> tuple[list[int], list[int]]:
     return [num_groups("own") for _ in range(3)], [num_groups("ddp") for _ in range(3)]
 
 
-def test_later_engines_take_the_process_groups_that_earlier_ones_have_made(ranks):
+def test_later_engines_use_the_process_groups_that_earlier_ones_have_made(ranks):
     for own, beside_ddp in ranks(4).run(_engine_after_engine):
         assert len({*own, *beside_ddp}) == 1

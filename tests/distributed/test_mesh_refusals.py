@@ -105,7 +105,7 @@ def _outside() -> str:
     return _said(Block(torch.float32), device_mesh=mesh)
 
 
-def test_a_rank_outside_of_the_mesh_says_so_and_the_others_go_on(ranks):
+def test_a_rank_outside_of_the_mesh_raises_and_the_others_do_not(ranks):
     first, second, third = ranks(3).run(_outside)
     assert (first, second) == ("", "")
     assert "device_mesh: rank 2 is not in it (it has [0, 1])" in third
@@ -170,7 +170,7 @@ def test_ranks_that_share_a_batch_must_count_alike(ranks, case):
         assert "ranks that share a batch have counted differently: rank 0, batch 0: 2 micro-batches" in said
 
 
-def test_a_count_that_ranks_share_is_taken_once(ranks):
+def test_a_count_that_ranks_share_counts_once(ranks):
     # Two data shards of two micro-batches with a gradient of ones each, over counts of 2 * 3 + 2 * 4.
     for said, total in ranks(4).run(_counts, "the sum is right"):
         assert not said

@@ -147,13 +147,13 @@ def _train(kind: str, dtype: torch.dtype) -> None:
         return integers(100 * r + k, 1 + (r + k) % 3)
 
     for number, window in enumerate(sync.windows(range(total))):
-        told = []
+        local = []
         for k in window:
             x, t = batch(rank, k)
-            told.append(ways[(k + 4 * rank) % total](sync, forward, x, t, len(x)))
+            local.append(ways[(k + 4 * rank) % total](sync, forward, x, t, len(x)))
         sync.unscale_()
         everybody: list[list[int]] = [[] for _ in range(world)]
-        torch.distributed.all_gather_object(everybody, told)
+        torch.distributed.all_gather_object(everybody, local)
         ks = range(2 * number, min(2 * number + 2, total))
         members = [(r, k) for r in range(world) for k in ks]
         factors = [factor for factors in everybody for factor in factors]

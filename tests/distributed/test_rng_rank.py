@@ -16,6 +16,6 @@ def draw() -> tuple[float, float]:
     return alike, torch.rand(()).item()
 
 
-def test_ranks_draw_alike_after_seed_everything_and_apart_after_seed_rank(ranks):
+def test_ranks_draw_alike_after_seed_everything_and_differently_after_seed_rank(ranks):
     alike, apart = zip(*ranks(3).run(draw), strict=True)
     assert len(set(alike)) == 1 and len(set(apart)) == 3

@@ -221,8 +221,8 @@ def test_exact_sums_go_on_over_another_owner_of_the_gradients(ranks, stopped, en
 def _own(
     kind: str, accumulator: str, dtype: torch.dtype, stop: int | None, steps: Sequence[bytes] = ()
 ) -> Any:
-    """Train with dropout from the global generator; stop in window 1 after `stop` micro-batches,
-    or go on from there.
+    """Train two windows with dropout from the global generator; stop in the second one after `stop`
+    micro-batches, or continue from there.
     """
     rank, _ = me()
     torch.manual_seed(rank)
@@ -235,7 +235,7 @@ def _own(
         model.load_state_dict(state["model"])
         sync.load_state_dict(state["sync"])
         begin = 3 + len(content(state["sync"])["places"])
-    batches = [_tokens([index]) for index in range(begin, 9)]
+    batches = [_tokens([index]) for index in range(begin, 6)]
     at = begin
     for window in sync.windows(batches):
         for x in window:
@@ -255,7 +255,6 @@ def _own(
         ("own", "native", torch.float32),
         ("own", "exact", torch.bfloat16),
         ("attach", "fp32", torch.bfloat16),
-        ("attach", "native", torch.float32),
         ("attach", "exact", torch.float32),
     ],
 )

@@ -268,7 +268,7 @@ def _old(kind: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["exact", "attach"])
-def test_a_state_of_version_1_goes_on(ranks, kind):
+def test_a_state_of_version_1_loads(ranks, kind):
     assert all(ranks(2).run(_old, kind))
 
 

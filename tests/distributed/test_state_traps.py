@@ -258,10 +258,10 @@ def _late() -> int:
     sync.step(optimizer)
     sync.synchronize()
     assert (before, len(records)) == (2, 3)
-    return sync._engine.verdicts.steps_taken
+    return sync.state_dict()["steps"]
 
 
-def test_a_late_outcome_of_before_is_settled_before_loading(ranks):
+def test_a_late_outcome_is_read_before_loading(ranks):
     assert ranks(2).run(_late) == [1, 1]
 
 
@@ -348,7 +348,7 @@ def _same_names() -> list[float]:
     return [float(p.grad[0, 0]) for p in (a.weight, b.weight)]
 
 
-def test_parameters_of_one_name_are_told_apart(ranks):
+def test_parameters_of_one_name_are_different_parameters(ranks):
     assert ranks(1).run(_same_names) == [[1.0, 10.0]]
 
 

@@ -202,7 +202,7 @@ def _resumed(folder: str, *, stop: bool) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters()]
 
 
-def test_such_a_loop_goes_on_from_a_state(ranks, tmp_path):
+def test_such_a_loop_resumes_from_a_state(ranks, tmp_path):
     whole = ranks(2).run(_resumed, str(tmp_path), stop=True)
     for one, other in zip(whole, ranks(2).run(_resumed, str(tmp_path), stop=False), strict=True):
         assert all(map(torch.equal, one, other))
@@ -276,7 +276,7 @@ def _sharded(loop: str) -> None:
 
 
 @pytest.mark.parametrize("loop", ["no_sync", "setter"])
-def test_a_sharded_model_takes_such_loops(ranks, loop):
+def test_such_loops_over_a_sharded_model(ranks, loop):
     ranks(2).run(_sharded, loop)
 
 
@@ -298,7 +298,7 @@ def test_no_sync_in_the_windows_last_micro_batch_is_refused_and_the_window_goes_
     assert sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
 
 
-def test_by_default_a_window_is_one_micro_batch_and_no_sync_says_so():
+def test_no_sync_is_refused_where_a_window_is_one_micro_batch():
     model, sync = _engine()
     with sync.no_sync(), pytest.raises(RuntimeError, match="accumulate=1: .* of your longest window"):
         sync.backward(model(torch.ones(1, 2)).sum())
@@ -320,7 +320,7 @@ def test_inside_a_loop_that_knows_the_last_micro_batch_both_are_refused(loop):
 
 
 @pytest.mark.parametrize("loop", ["windows", "accumulate"])
-def test_a_loop_of_ours_while_sync_is_off_is_refused_and_takes_over_where_it_is_on(loop):
+def test_a_loop_of_ours_is_refused_while_sync_is_off_and_runs_where_it_is_on(loop):
     model, sync = _engine(accumulate=2)
     with sync.no_sync(), pytest.raises(RuntimeError, match=f"^{loop} while gradient sync is off"):
         sync.windows([0]) if loop == "windows" else sync.accumulate()
@@ -338,7 +338,7 @@ def test_a_bare_backward_in_a_longer_window_stays_an_error():
         sync.backward(model(torch.ones(1, 2)).sum())
 
 
-def test_a_window_that_nobody_stepped_is_told_by_the_next_backward():
+def test_a_backward_behind_a_window_that_nobody_stepped_is_refused():
     model, sync = _engine(accumulate=2)
     sync.set_requires_gradient_sync(True)
     sync.backward(model(torch.ones(1, 2)).sum())
@@ -360,7 +360,7 @@ def test_exact_sums_over_batch_norms_need_to_know_the_forward():
         sync.set_requires_gradient_sync(False)
 
 
-def test_a_closed_engine_takes_neither():
+def test_a_closed_engine_refuses_no_sync():
     _, sync = _engine()
     sync.close()
     with pytest.raises(RuntimeError, match="has been closed"), sync.no_sync():

@@ -233,7 +233,7 @@ def _odd_gradients(dtype: torch.dtype, odd: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("odd", ["sparse", "strided", "expanded", "negated"])
-def test_gradients_that_do_not_lie_as_their_parameters_are_summed_right(ranks, dtype, odd):
+def test_gradients_with_other_layouts_than_their_parameters_are_summed(ranks, dtype, odd):
     ranks(2).run(_odd_gradients, dtype, odd)
 
 

@@ -124,7 +124,7 @@ def _trains(kind: str, accumulator: str, device: str = "cpu") -> tuple[list[list
         ("fsdp", 2, "fp32"),
     ],
 )
-def test_hosts_tell_each_other_what_was_used(ranks, world, kind, accumulator):
+def test_hosts_exchange_which_parameters_were_used(ranks, world, kind, accumulator):
     for seen, by_hosts in ranks(world).run(_trains, kind, accumulator):
         assert seen == [[index in used for index in range(world + 2)] for used in _used_by(world)]
         assert by_hosts == [True] * WINDOWS
@@ -133,7 +133,7 @@ def test_hosts_tell_each_other_what_was_used(ranks, world, kind, accumulator):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("kind", KINDS)
-def test_hosts_tell_each_other_beside_nccl(ranks, kind):
+def test_hosts_exchange_used_flags_beside_nccl(ranks, kind):
     for seen, by_hosts in ranks(2).over("cpu:gloo,cuda:nccl").run(_trains, kind, "fp32", "cuda"):
         assert seen == [[index in used for index in range(4)] for used in _used_by(2)]
         assert by_hosts == [True] * WINDOWS

@@ -119,13 +119,13 @@ def test_a_gradient_that_somebody_else_writes_is_refused_on_every_rank(ranks, ki
 def _only_bare(kind: str) -> str:
     model = Integers(torch.float32)
     sync, forward = engine(kind, model, accumulate=2)
-    with pytest.raises(ValueError, match="the gradient of 'matrix'") as told:
+    with pytest.raises(ValueError, match="the gradient of 'matrix'") as raised:
         for window in sync.windows([integers(k) for k in range(2)]):
             for x, t in window:
                 forward(x, t).backward()
             sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
     assert all(bool((p == 1).all()) for p in model.parameters())
-    return str(told.value)
+    return str(raised.value)
 
 
 @pytest.mark.parametrize(("kind", "world"), [("own", 1), ("own-exact", 3), ("attach", 3)])
@@ -235,7 +235,7 @@ def _late(kind: str) -> None:
                     if k == late_in:
                         loss.backward()
 
-    # Before anything was sent, every rank is told.
+    # Before anything was sent, every rank raises.
     with pytest.raises(
         ValueError, match=r"all ranks: a gradient came after mb\.last_backward of micro-batch 0"
     ):
@@ -295,7 +295,7 @@ def test_wrong_calls_are_refused_and_change_nothing(ranks):
     ranks(1).run(_wrong_calls)
 
 
-def _records(told: str) -> list[float | None]:
+def _records(given: str) -> list[float | None]:
     rank, _ = me()
     model = Integers(torch.float32)
     sync = pe.GradSync(model, accumulate=2)
@@ -306,9 +306,9 @@ def _records(told: str) -> list[float | None]:
             with sync.micro_batch(count=2) as mb:
                 loss = model(x, t)
                 loss.backward()
-                if told == "all" or (told == "one rank" and rank == 0):
+                if given == "all" or (given == "one rank" and rank == 0):
                     mb.loss = 3.0
-                if told == "tensor":
+                if given == "tensor":
                     mb.loss = loss - loss + 3
         sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
     sync.synchronize()
@@ -316,13 +316,13 @@ def _records(told: str) -> list[float | None]:
 
 
 @pytest.mark.parametrize(
-    ("told", "loss"), [("all", 1.5), ("tensor", 1.5), ("none", None), ("one rank", None)]
+    ("given", "loss"), [("all", 1.5), ("tensor", 1.5), ("none", None), ("one rank", None)]
 )
-def test_the_record_tells_the_loss_where_every_block_has(ranks, told, loss):
-    assert ranks(2).run(_records, told) == [[loss, loss]] * 2
+def test_the_record_has_a_loss_where_every_block_has_one(ranks, given, loss):
+    assert ranks(2).run(_records, given) == [[loss, loss]] * 2
 
 
-def _resumed(is_told: bool) -> None:
+def _resumed(has_loss: bool) -> None:
     def made() -> tuple[Integers, pe.Sync]:
         model = Integers(torch.float32)
         return model, pe.GradSync(model, accumulate=2)
@@ -332,7 +332,7 @@ def _resumed(is_told: bool) -> None:
             with sync.accumulate(), sync.micro_batch(count=3) as mb:
                 loss = model(*integers(k))
                 loss.backward()
-                mb.loss = loss if is_told else None
+                mb.loss = loss if has_loss else None
 
     model, sync = made()
     run(sync, model, [0])
@@ -355,9 +355,9 @@ def _resumed(is_told: bool) -> None:
         sync.state_dict()
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_a_window_of_blocks_is_saved_and_gone_on_with(ranks, is_told):
-    ranks(2).run(_resumed, is_told)
+@pytest.mark.parametrize("has_loss", [True, False])
+def test_a_window_of_blocks_is_saved_and_resumed(ranks, has_loss):
+    ranks(2).run(_resumed, has_loss)
 
 
 class _Fused(torch.autograd.Function):

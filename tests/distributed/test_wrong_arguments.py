@@ -181,7 +181,7 @@ def _with_grad_dtype() -> object:
         (lambda: pe.GradSync(nn.Linear(1, 1), wire="bf16"), "use pe.wire.BF16(), of FP32()"),
     ],
 )
-def test_what_no_engine_takes_is_named_with_what_it_needs(make, needle):
+def test_parameters_and_wires_that_no_engine_supports_are_named_with_a_remedy(make, needle):
     with pytest.raises(ValueError) as found:
         make()
     assert needle in str(found.value)
@@ -200,7 +200,7 @@ def test_an_optimizer_that_cannot_step_with_a_windows_gradient_is_named(kind):
     "use",
     [lambda model, x: model(x), lambda model, x: model(x.float()), lambda model, x: model(x["input"])],
 )
-def test_a_window_that_is_taken_for_a_batch_says_so(use):
+def test_a_window_that_is_used_as_a_batch_names_the_inner_loop(use):
     model, sync = _engine()
     with pytest.raises((TypeError, AttributeError), match="for window in sync.windows"):
         for window in sync.windows([torch.ones(1, 2)]):
@@ -245,7 +245,7 @@ def _unequal_windows() -> str:
     return "no error"
 
 
-def test_ranks_that_cut_windows_by_other_numbers_are_told_these(ranks):
+def test_ranks_with_different_accumulate_are_refused_with_the_numbers(ranks):
     assert all("accumulate=[1, 2] by rank" in text for text in ranks(2).run(_unequal_windows))
 
 

@@ -132,7 +132,7 @@ def _all_zero() -> pe.StepRecord:
     return records[0]
 
 
-def test_a_window_that_counts_nothing_is_skipped_and_says_so(ranks):
+def test_a_window_that_counts_nothing_is_skipped_with_a_reason(ranks):
     for record in ranks(2).run(_all_zero):
         assert record.skipped and "count is 0" in record.reason and record.loss is None
 
