@@ -46,10 +46,6 @@ def _freeze(model: nn.Sequential) -> None:
     model[1].requires_grad_(False)
 
 
-def _new_layer(model: nn.Sequential) -> None:
-    model[1] = nn.Linear(2, 1)
-
-
 def _weight_norm(model: nn.Sequential) -> None:
     nn.utils.parametrizations.weight_norm(model[1])
 
@@ -108,7 +104,6 @@ def _clear_by_nodes(model: nn.Sequential) -> None:
 _CHANGES: dict[str, Callable[[nn.Sequential], None]] = {
     "load_state_dict(assign=True)": _assign,
     "a parameter": _replace,
-    "a layer": _new_layer,
     "weight_norm": _weight_norm,
     "swap_tensors": _swap,
     "a layer in use": _layer_in_use,
@@ -145,7 +140,7 @@ def _windows(door: str, what: str, accumulate: int, changed: int = -1) -> list[s
     return found
 
 
-@pytest.mark.parametrize("what", ["load_state_dict(assign=True)", "a parameter", "a layer", "weight_norm"])
+@pytest.mark.parametrize("what", ["load_state_dict(assign=True)", "a parameter", "weight_norm"])
 @pytest.mark.parametrize("door", ["GradSync", "attach"])
 def test_parameters_exchanged_after_the_engine_was_made_are_named(ranks: Ranks, door, what):
     name = "0.weight" if what.startswith("load") else "1.weight"

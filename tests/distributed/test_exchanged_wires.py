@@ -127,10 +127,11 @@ def test_sums_of_one_bucket_that_are_under_way_at_once_have_memory_of_their_own(
 
 
 def test_a_wire_of_one_byte_sends_a_quarter_and_its_scales():
-    wires = (pe.wire.FP32(), BF16, pe.wire.Int8(), pe.wire.FP8(), pe.wire.ErrorFeedback(pe.wire.Int8()))
+    wide, narrow = [pe.wire.FP32()], [pe.wire.BF16(), pe.wire.FP16(), BF16]
+    encoded = [pe.wire.Int8(), pe.wire.FP8(), pe.wire.ErrorFeedback(pe.wire.Int8())]
     # 2 (W - 1) / W elements of 4, 2 and 1 bytes; a scale of 4 bytes for 256 of the last.
-    want = [6 * 2**20, 3 * 2**20, *[2**20 * 3 // 2 * 260 // 256] * 3]
-    assert [wire.bytes_on_wire(2**20, 4) for wire in wires] == want
+    want = [6 * 2**20, *[3 * 2**20] * 3, *[2**20 * 3 // 2 * 260 // 256] * 3]
+    assert [wire.bytes_on_wire(2**20, 4) for wire in (*wide, *narrow, *encoded)] == want
 
 
 def _crossing() -> None:

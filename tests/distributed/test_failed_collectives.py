@@ -86,9 +86,11 @@ def _fails(case: str, exchange: str) -> None:
                 sync.backward(forward(batch).sum().float())
             sync.unscale_()
     for _ in range(2):  # and it stays so
-        with pytest.raises(RuntimeError, match="were not reduced: a collective failed on this rank"):
+        said = "were not reduced: a collective failed on this rank|connection lost"
+        with pytest.raises(RuntimeError, match=said):
             sync.step(optimizer)
-    with pytest.raises(RuntimeError, match="from a checkpoint"):
+    said = "from a checkpoint|never used" if kind == "own" else "from a checkpoint"
+    with pytest.raises(RuntimeError, match=said):
         next(sync.windows([x, x]))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 

@@ -26,7 +26,7 @@ import pyengine as pe
 from pyengine.comm.watch import roll_call
 from pyengine.comm.watch.process_state import ProcessId
 
-AFTER_S = 0.3
+AFTER_S = 0.2
 
 
 def _warned(caught: list[Any]) -> list[str]:
