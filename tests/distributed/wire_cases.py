@@ -8,21 +8,12 @@ import torch
 from torch import Tensor
 
 import pyengine as pe
-from pyengine.ops.codec import Codec
 
 INT8, E4M3, E5M2 = pe.wire.Int8(block=32), pe.wire.FP8(block=32), pe.wire.FP8("e5m2", block=32)
 BF16, FP16 = pe.wire.BF16(sum="fp32"), pe.wire.FP16(sum="fp32")
 STOCHASTIC = pe.wire.Int8(block=32, rounding="stochastic", seed=3)
-# What one rank's values go through, by wire.
-CODECS = {
-    "bf16": (BF16, Codec("bf16")),
-    "fp16": (FP16, Codec("fp16")),
-    "int8": (INT8, Codec("int8", 32)),
-    "e4m3": (E4M3, Codec("e4m3", 32)),
-    "e5m2": (E5M2, Codec("e5m2", 32)),
-}
-FEEDBACK = {name: pe.wire.ErrorFeedback(wire) for name, (wire, _) in CODECS.items()}
-WIRES = {name: wire for name, (wire, _) in CODECS.items()}
+WIRES = {"bf16": BF16, "fp16": FP16, "int8": INT8, "e4m3": E4M3, "e5m2": E5M2}
+FEEDBACK = {name: pe.wire.ErrorFeedback(wire) for name, wire in WIRES.items()}
 ENCODED = {name: WIRES[name] for name in ("int8", "e4m3", "e5m2")}
 
 
