@@ -166,6 +166,19 @@ def test_the_wrapped_optimizer_steps_after_flush_and_in_empty_windows(ranks, kin
     assert ranks(2).run(_wrapped_without_a_last_micro_batch, kind) == [(-1.0, -2.0)] * 2
 
 
+def test_is_sync_step_is_true_for_the_last_micro_batch_only():
+    model = nn.Linear(1, 1)
+    sync = pe.GradSync(model, accumulate=3)
+    flags = []
+    for _ in range(6):
+        with sync.accumulate():
+            flags.append(sync.is_sync_step)
+            sync.backward(model(torch.ones(1, 1)).sum())
+        if flags[-1]:
+            sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    assert flags == [False, False, True] * 2
+
+
 def _record(kind: str) -> list[pe.StepRecord]:
     rank, _ = me()
     model = nn.Linear(1, 1, bias=False)
