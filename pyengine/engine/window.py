@@ -203,6 +203,8 @@ class Window:
         self._is_launching = False
         # The exception that ended its last backward, as text; empty if none did.
         self.gave_up = ""
+        # The exception that ended its reduction, as text; empty if none did.
+        self.failure = ""
         # The outcome, None until it has been reduced; the host may not know it yet.
         self.verdict: Verdict | None = None
         # Why this rank cannot use the window, found after it was launched; empty if it can.
@@ -532,7 +534,11 @@ class Window:
         assert header is not None  # the counter says SENT
         changed = self.marks.changed()
         with self.clock.phase("exposed_sync"):
-            self.reducer.finish(self.final)
+            try:
+                self.reducer.finish(self.final)
+            except BaseException as error:
+                self.failure = str(error) or repr(error)
+                raise
             if self.audit is not None:
                 self.audit.sample(self.scaler)
             grads = (param.grad for param in self.reducer.params)
@@ -752,6 +758,11 @@ class Window:
             raise RuntimeError(
                 f"window {counter.index} was left after {counter.done} backwards and never sent: call "
                 "sync.flush() and sync.step to use it, or sync.abandon() to drop it"
+            )
+        if self.failure:
+            raise RuntimeError(
+                f"the gradients of window {counter.index} were not reduced on this rank ({self.failure}): "
+                "other ranks may have stepped; restart all ranks from a checkpoint"
             )
         if not self.is_closed:
             raise RuntimeError(
