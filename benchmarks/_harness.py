@@ -1,6 +1,4 @@
-"""What the scripts share: options, tables as text, dated result files. What they measure, and how,
-is in pyengine/cli/bench/.
-"""
+"""What the scripts share: options, tables as text, dated result files."""
 
 import argparse
 import dataclasses
@@ -10,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import _cuda
 import torch
 
-from pyengine.cli.bench.kernels import cuda
 from pyengine.cli.bench.kernels.case import Sizes
-from pyengine.cli.bench.kernels.on_cuda import OURS, Yardstick, measure_yardstick
-from pyengine.cli.bench.machine import card, hold_memory
+from pyengine.cli.machine import card, hold_memory
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -77,17 +74,17 @@ def print_roofs(threads: int, roofs: Mapping[str, float]) -> None:
 # ---- CUDA ----
 
 
-def measure_and_print_yardstick(options: Options) -> Yardstick:
+def measure_and_print_yardstick(options: Options) -> _cuda.Yardstick:
     """Measure what times are held against, and print it."""
-    yardstick = measure_yardstick(options.megabytes, options.seconds)
-    print(json.dumps(cuda.machine_card()))
+    yardstick = _cuda.measure_yardstick(options.megabytes, options.seconds)
+    print(json.dumps(_cuda.machine_card()))
     print({name: round(value, 1) for name, value in dataclasses.asdict(yardstick).items()})
     return yardstick
 
 
-def save_cuda(stem: str, yardstick: Yardstick, content: Mapping[str, Any]) -> str:
+def save_cuda(stem: str, yardstick: _cuda.Yardstick, content: Mapping[str, Any]) -> str:
     """Write the result file of a run on a CUDA device; return its path."""
-    head = {"machine": cuda.machine_card(), "yardstick": dataclasses.asdict(yardstick)}
+    head = {"machine": _cuda.machine_card(), "yardstick": dataclasses.asdict(yardstick)}
     return save(f"{stem}-cuda", head | dict(content))
 
 
@@ -99,7 +96,7 @@ def print_cuda_header() -> None:
 def print_cuda_row(row: dict[str, Any]) -> None:
     """Print a case, and its other contestants under it."""
     for name, mine in row["contestants"].items():
-        label = row["case"] if name == OURS else f"    {name}"
+        label = row["case"] if name == _cuda.OURS else f"    {name}"
         print(
             f"{label:52} {mine['min_us']:9.1f} {mine['p50_us']:9.1f} {mine['p99_us']:9.1f} "
             f"{mine['idle_p50_us']:9.1f} {mine['gb_per_s']:7.0f} {mine['share_of_copy']:8.1%}"

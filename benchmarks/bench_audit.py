@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 import pyengine as pe
 from pyengine.audit.auditor import Auditor
 from pyengine.audit.probe import Probe
-from pyengine.cli.bench.machine import card, hold_memory
 from pyengine.cli.bench.windows.models import MICRO_BATCHES, build
+from pyengine.cli.machine import card, hold_memory
 from pyengine.comm.launching import launch
 
 EVERY = {"none": 0, "every=1": 1, "every=100": 100}

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import _cuda
 import torch
 from _harness import (
     Options,
@@ -26,10 +27,9 @@ from _harness import (
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from pyengine.cli.bench.kernels import cuda, on_cuda
 from pyengine.cli.bench.kernels.case import Slots
-from pyengine.cli.bench.machine import card
-from pyengine.cli.bench.timing import measure, measure_roofs
+from pyengine.cli.bench.kernels.measure import measure_roofs, time_in_turn
+from pyengine.cli.machine import card
 
 MICRO_BATCHES = 4
 MAX_NORM = 1.0
@@ -160,9 +160,10 @@ def shapes(options: Options) -> list[Shape]:
         Shape("400 tensors", sizes.many),
         Shape("1000 of 1 KB", sizes.tiny),
     ]
+    large, size = _cuda.huge(sizes)
     more = [
-        Shape(f"8 tensors, {sizes.huge_size}", sizes.huge),
-        Shape("one 25 MiB bucket", sizes.bucket),
+        Shape(f"8 tensors, {size}", large),
+        Shape("one 25 MiB bucket", _cuda.bucket(sizes)),
     ]
     return [*found, *more] if sizes.is_cuda else found
 
@@ -174,10 +175,10 @@ def run_cuda(options: Options) -> None:
     rows = []
     for shape in shapes(options):
         roof_bytes = ROOF_BYTES * shape.slots.numel
-        sets = [build(shape) for _ in range(cuda.num_sets(roof_bytes))]
-        times = on_cuda.compete(sets, options.seconds)
+        sets = [build(shape) for _ in range(_cuda.num_sets(roof_bytes))]
+        times = _cuda.compete(sets, options.seconds)
         del sets
-        row = on_cuda.row(shape.name, roof_bytes, times, yardstick)
+        row = _cuda.row(shape.name, roof_bytes, times, yardstick)
         for name, mine in row["contestants"].items():
             mine["bytes_an_element"] = NUM_BYTES[name]
         rows.append(row)
@@ -200,7 +201,7 @@ def run_cpu(options: Options) -> None:
         runs = build(shape)
         roof = ROOF_BYTES * shape.slots.numel / roofs["copy"] / 1e9
         contestants = {}
-        for name, times in zip(runs, measure(list(runs.values()), options.seconds), strict=True):
+        for name, times in zip(runs, time_in_turn(list(runs.values()), options.seconds), strict=True):
             best, median = min(times), statistics.median(times)
             contestants[name] = {
                 "bytes_an_element": NUM_BYTES[name],

@@ -28,7 +28,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 import pyengine as pe
-from pyengine.cli.bench.machine import card
+from pyengine.cli.machine import card
 from pyengine.cli.study.axes import INK, STYLE
 from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.tasks.gpt import TextTask

@@ -13,12 +13,12 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
+import _cuda
 import torch
 
 from pyengine.cli.bench.kernels.case import Build, Sizes
-from pyengine.cli.bench.kernels.processor import OPS
-from pyengine.cli.bench.machine import card
-from pyengine.cli.bench.windows.device import card as device_card
+from pyengine.cli.bench.kernels.measure import OPS
+from pyengine.cli.machine import card
 
 # In the names of cases: those of many or small tensors, and of other sizes than the large one.
 _OTHERS = ("400", "1000", "MiB")
@@ -26,7 +26,7 @@ _OTHERS = ("400", "1000", "MiB")
 
 def large(sizes: Sizes) -> dict[str, Build]:
     """Return the cases of a few large tensors by name."""
-    builds = {_name(build): build for op in OPS.values() for build in op(sizes)}
+    builds = {_name(build): build for op in OPS for build in _cuda.cases(op, sizes)}
     return {name: build for name, build in builds.items() if not any(part in name for part in _OTHERS)}
 
 
@@ -59,7 +59,7 @@ def main() -> None:
                 torch.cuda.synchronize()
         done.append(name)
         if options.cases:  # now: a run that is stopped keeps what it has
-            machine = card(1) | dict(device_card(options.device))
+            machine = card(1) | (_cuda.machine_card() if options.device == "cuda" else {})
             content = {"machine": machine, "megabytes": options.megabytes, "cases": done}
             options.cases.write_text(json.dumps(content))
         print(name, flush=True)

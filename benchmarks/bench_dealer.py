@@ -15,8 +15,8 @@ import torch.distributed as dist
 from _harness import save
 
 import pyengine as pe
-from pyengine.cli.bench.machine import card
 from pyengine.cli.bench.windows.models import GPT, GPT_CONTEXT, GPT_VOCABULARY, Shape
+from pyengine.cli.machine import card
 from pyengine.comm.launching import launch
 
 MICRO_BATCHES = 12

@@ -16,7 +16,7 @@ from _harness import save
 from torch import nn
 
 import pyengine as pe
-from pyengine.cli.bench.machine import card
+from pyengine.cli.machine import card
 from pyengine.comm.launching import launch
 
 PHASES = ("make", "first window", "window", "close")

@@ -4,6 +4,7 @@ python benchmarks/bench_kernels.py pack exact [--device cuda] [--save].
 
 from typing import Any
 
+import _cuda
 from _harness import (
     Options,
     measure_and_print_yardstick,
@@ -15,10 +16,8 @@ from _harness import (
     save_cuda,
 )
 
-from pyengine.cli.bench.kernels.on_cuda import OURS, OnCuda
-from pyengine.cli.bench.kernels.processor import OPS, OnProcessor
-from pyengine.cli.bench.machine import card
-from pyengine.cli.bench.timing import measure_roofs
+from pyengine.cli.bench.kernels.measure import OPS, measure, measure_roofs
+from pyengine.cli.machine import card
 
 
 def main() -> None:
@@ -29,37 +28,37 @@ def main() -> None:
 
 
 def _report_cpu(op: str, options: Options) -> None:
-    bench = OnProcessor(measure_roofs(options.megabytes, options.seconds), options.seconds)
-    print_roofs(options.threads, bench.roofs)
+    roofs = measure_roofs(options.megabytes, options.seconds)
+    print_roofs(options.threads, roofs)
     print(f"{'case':44} {'min ms':>8} {'p50 ms':>8} {'p99 ms':>8} {'GB/s':>6} {'x roof':>6} {'x torch':>7}")
     rows = []
     for build in OPS[op](options.sizes):
-        row = bench.measure(build)
+        row = measure(build, roofs, options.seconds)
         rows.append(row)
         print(
             f"{row['case']:44} {row['min_ms']:8.3f} {row['p50_ms']:8.3f} {row['p99_ms']:8.3f} "
             f"{row['gb_per_s']:6.1f} {row['times_roof']:6.2f} {row['times_torch']:7.2f}"
         )
     if options.save:
-        content = {"machine": card(options.threads), "roofs_gb_per_s": bench.roofs, "rows": rows}
+        content = {"machine": card(options.threads), "roofs_gb_per_s": roofs, "rows": rows}
         print("wrote", save(op, content))
 
 
 def _report_cuda(op: str, options: Options) -> None:
-    bench = OnCuda(measure_and_print_yardstick(options), options.seconds)
+    yardstick = measure_and_print_yardstick(options)
     print_cuda_header()
     rows: list[dict[str, Any]] = []
     failed: list[str] = []
-    for build in OPS[op](options.sizes):
+    for build in _cuda.cases(op, options.sizes):
         try:
-            rows.append(bench.measure(build))
+            rows.append(_cuda.measure_case(build, yardstick, options.seconds))
         except (AssertionError, RuntimeError) as error:  # the other cases are still worth their time
             failed.append(f"{type(error).__name__}: {error}")
             print(f"not timed: {failed[-1]}")
         else:
             print_cuda_row(rows[-1])
             if options.save:  # now: a run that is stopped keeps what it has
-                save_cuda(op, bench.yardstick, {"rows": rows})
+                save_cuda(op, yardstick, {"rows": rows})
     _print_targets(rows)
     if failed:
         raise SystemExit(f"not timed, or pyengine and torch disagree: {'; '.join(failed)}")
@@ -70,12 +69,12 @@ def _print_targets(rows: list[dict[str, Any]]) -> None:
     10 us above the launch floor.
     """
     for row in rows:
-        ours = row["contestants"][OURS]
+        ours = row["contestants"][_cuda.OURS]
         if row["num_bytes"] >= 256 * 2**20:
             met = "met " if ours["share_of_copy"] >= 0.9 else "MISS"
             print(f"{met} 90 % of the copy rate: {ours['share_of_copy']:6.1%}  {row['case']}")
         if " 1000 " in row["case"]:
-            for name in (OURS, "raw lists"):
+            for name in (_cuda.OURS, _cuda.LISTS):
                 mine = row["contestants"][name]
                 met = "met " if mine["above_floor_us"] <= 10 else "MISS"
                 times = f"{mine['above_floor_us']:6.1f} us, from idle {mine['idle_above_floor_us']:6.1f}"

@@ -28,10 +28,10 @@ import torch.distributed as dist
 from _harness import save
 from _network import Link, hosts, sent_bytes, wait_for
 
-from pyengine.cli.bench.machine import card
 from pyengine.cli.bench.windows.measure import DTYPES, WARM_UP, Times, check_agreement, slowest, summary
 from pyengine.cli.bench.windows.models import build
 from pyengine.cli.bench.windows.variants import VARIANTS, Engine
+from pyengine.cli.machine import card
 
 DEFAULT = (
     *("floor", "no_sync_view", "no_sync_bf16", "no_sync_fp16", "no_sync_powersgd", "accelerate"),

@@ -36,7 +36,7 @@ from _launches import LAUNCHES, Launch, shortened
 from _network import Link, alone, can_make_hosts, hosts
 from _peers import CONTESTANTS
 
-from pyengine.cli.bench.machine import card
+from pyengine.cli.machine import card
 
 BUILD = Path(__file__).resolve().parents[1] / "build" / "bench"
 STALLED_S = 600  # a launch that has not moved for so long is ended

@@ -29,8 +29,8 @@ from _network import Link, hosts, sent_bytes, wait_for
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import pyengine as pe
-from pyengine.cli.bench.machine import card
 from pyengine.cli.bench.windows.models import GPT, GPT_CONTEXT, GPT_VOCABULARY
+from pyengine.cli.machine import card
 
 ACCUMULATE = 8
 STOCK = ("stock", "stock, gradient sync in the last")

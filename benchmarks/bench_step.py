@@ -7,9 +7,8 @@ ranks.
     python benchmarks/bench_step.py --cases gpt:fp32 --variants floor,engine,engine_exact,engine_exact_slots
 
 Two gloo ranks (`--world`) with one thread each. Variants take turns in the same processes, window by window,
-so that a change of the machine's mood hits all of them; a window's time is the slower rank's
-(pyengine/cli/bench/windows/measure.py). Without --rate and --memory, `python -m pyengine bench step` measures
-the same, and with --device cuda it does so on GPUs (benchmarks/gpu.py). `sync` is what a variant costs above
+so that whatever slows the machine down slows all of them down; a window's time is the slower rank's. Without
+--rate and --memory, `python -m pyengine bench step` measures the same. bench_windows.py is for GPUs. `sync` is what a variant costs above
 training without any communication (`floor`) outside unscale, clip and optimizer.
 """
 
@@ -33,10 +32,10 @@ from _harness import save
 from _megatron import Megatron
 from _network import Link, hosts, wait_for
 
-from pyengine.cli.bench.machine import card
 from pyengine.cli.bench.windows.measure import PHASES, WARM_UP, Outcome, Setting, measure, merged, rows
 from pyengine.cli.bench.windows.models import MICRO_BATCHES
 from pyengine.cli.bench.windows.variants import VARIANTS
+from pyengine.cli.machine import card
 
 CASES = ("gpt:fp32", "small:fp32", "gpt0:fp32", "gpt0:bf16", "small0:fp32", "small0:bf16")
 DEFAULT = (

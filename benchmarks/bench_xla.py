@@ -36,7 +36,7 @@ from replicas import Replicas
 from xla_cases import fill, waves
 
 import pyengine as pe
-from pyengine.cli.bench.machine import card
+from pyengine.cli.machine import card
 
 WARM_UP = 4
 MAX_NORM = 0.5

@@ -133,14 +133,12 @@ def _kernels(stem: str) -> Task:
 
 
 def _windows(case: str, *, graph: bool) -> Task:
-    model, dtype, accumulate = case.split(":")
-    out = LOGS / f"step-{case.replace(':', '-')}.json"
-    run = [PYTHON, "-m", "pyengine", "bench", "step", "--dtype", dtype, "--out", str(out)]
-    run += ["--graph"] if graph else []
-    real = ["--device", "cuda", "--model", model, "--accumulate", accumulate, "--rounds", "7"]
-    tiny = ["--device", "cpu", "--model", "small0", "--accumulate", "1", "--rounds", "3", "--workers", "1"]
+    _, dtype, _ = case.split(":")
+    more = ["--out", str(LOGS / f"step-{case.replace(':', '-')}.json"), *(["--graph"] if graph else [])]
+    script = [PYTHON, "benchmarks/bench_windows.py"]
+    tiny = [f"small0:{dtype}:1", "--device", "cpu", "--rounds", "3", "--world", "1"]
     variants = ["--variants", "engine,no_sync_view,by_hand"]
-    return Task(case, [*run, *real], [*run, *tiny, *variants], 240, then=merge_windows)
+    return Task(case, [*script, case, *more], [*script, *tiny, *variants, *more], 240, then=merge_windows)
 
 
 def _counters() -> Task:

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from _cuda import COPY, OURS
 from _harness import RESULTS
-
-from pyengine.cli.bench.kernels.on_cuda import COPY, OURS
 
 _DATED = re.compile(r"\d{4}-\d{2}-\d{2}-(.+)\.json")
 

@@ -1,4 +1,4 @@
-"""`make gpu` (benchmarks/gpu.py), as far as it goes without a GPU."""
+"""`make gpu` (benchmarks/gpu.py) and its scripts, as far as they run without a GPU."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from torch import Tensor
 
-from pyengine.cli.bench import arguments as bench_arguments
 from pyengine.cli.bench.kernels.case import Sizes
-from pyengine.cli.bench.windows.models import MODELS
-from pyengine.cli.main import build_parser
+from pyengine.cli.bench.windows import measure as windows
+from pyengine.cli.bench.windows import models
+from pyengine.cli.bench.windows.device import Processor
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
@@ -31,7 +33,11 @@ def load(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with mock.patch.dict(sys.modules, {name: module}):  # where dataclasses look for their annotations
+    # Scripts import their neighbours, and dataclasses look for their annotations in sys.modules.
+    with (
+        mock.patch.object(sys, "path", [str(ROOT / "benchmarks"), *sys.path]),
+        mock.patch.dict(sys.modules, {name: module}),
+    ):
         spec.loader.exec_module(module)
     return module
 
@@ -75,20 +81,16 @@ def test_every_file_that_a_command_names_is_there(gpu: Any) -> None:
     assert all((ROOT / part).exists() for part in named)
 
 
-def test_every_window_that_is_asked_for_is_an_argument_of_bench(gpu: Any) -> None:
-    found = [command[4:] for command in commands(gpu) if command[1:4] == ["-m", "pyengine", "bench"]]
+def test_every_window_that_is_asked_for_is_an_argument_of_its_script(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = load("bench_windows")
+    found = [command[2:] for command in commands(gpu) if "benchmarks/bench_windows.py" in command]
     assert len(found) == 2 * len(gpu.CASES)
-    with (
-        mock.patch("torch.cuda.is_available", lambda: True),
-        mock.patch("torch.cuda.device_count", lambda: 1),
-        mock.patch("pyengine.cli.bench.arguments.check_writable"),
-    ):
-        settings = [
-            bench_arguments.settings(build_parser().parse_args(["bench", *command])) for command in found
-        ]
-    names = {each.steps.setting.name for each in settings if each.steps}
-    assert {"gpt124:bf16", "gpt124:fp16:1", "small:fp32"} <= names
-    assert {case.split(":")[0] for case in gpu.CASES} <= {*MODELS}
+    for arguments in found:
+        monkeypatch.setattr(sys, "argv", ["bench_windows.py", *arguments])
+        model, dtype, micro_batches = script._options().case.split(":")
+        assert model in models.MODELS and dtype in windows.DTYPES and int(micro_batches)
 
 
 def test_only_the_first_cases_are_captured_and_all_are_where_a_rehearsal_is(gpu: Any) -> None:
@@ -230,6 +232,63 @@ def test_each_op_has_a_large_case_for_the_profiler() -> None:
     for part in ("pack fp32", "unpack", "acc +=", "wire =", "check+norm bf16", "deposit", "align", "encode"):
         assert any(part in name for name in names), part
     assert not any("1000" in name or "400" in name for name in names)
+
+
+# ---- windows ----
+
+
+TINY = models.Shape(width=8, layers=1, heads=2, vocabulary=16, context=4)
+
+
+def trained_by_hand(dtype: str) -> list[Tensor]:
+    """Return parameters after a window by hand, and after one of DDP's."""
+    load("bench_windows")  # names the variant
+    found = []
+    with mock.patch.dict(models._SHAPES, gpt=TINY):
+        for name in ("by_hand", "no_sync"):
+            setting = windows.Setting("gpt", dtype, (name,), rounds=1, micro_batches=2)
+            variant = setting.make(name, Processor())
+            variant.optimizer.param_groups[0]["lr"] = 0.125
+            variant.window()
+            found.append(torch.cat([p.detach().flatten().float() for p in variant.model.parameters()]))
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_a_window_by_hand_trains_as_ddp_does(ranks: Any, dtype: str) -> None:
+    for by_hand, of_ddp in ranks(2).run(trained_by_hand, dtype):
+        # Adam's first step is the rate times g / (|g| + 1e-8), which rounding of g changes where g is tiny.
+        is_close = (by_hand - of_ddp).abs() <= 1e-3 * 0.125
+        assert is_close.float().mean() > 0.95
+
+
+def captured(replay_works: bool) -> dict[str, float] | str:
+    """Capture by running once more; the replays run again, or do nothing."""
+    script = load("bench_windows")
+
+    def capture(run: Any, device: str) -> Any:
+        run()
+        return run if replay_works else lambda: None
+
+    setting = windows.Setting("gpt", "fp32", ("by_hand",), rounds=1, micro_batches=2)
+    with mock.patch.dict(models._SHAPES, gpt=TINY), mock.patch.object(script, "capture", capture):
+        try:
+            return script.replays(setting, "by_hand")
+        except RuntimeError as error:
+            return str(error)
+
+
+def test_a_graph_whose_replays_do_not_train_is_none(ranks: Any) -> None:
+    (found,) = ranks(1).run(captured, True)
+    assert found["graph_p50_ms"] > 0 and found["graph_host_p50_ms"] > 0
+    (why,) = ranks(1).run(captured, False)
+    assert "a replay does not train" in why and "parameters unchanged" in why
+
+
+def test_calls_are_counted_by_kind_without_the_profilers_own_wait() -> None:
+    calls = {"cudaLaunchKernel": 3, "cuLaunchKernelEx": 2, "cudaMemcpyAsync": 4, "cudaMemsetAsync": 1}
+    calls |= {"cudaEventSynchronize": 6, "cudaDeviceSynchronize": 9, "aten::cumsum": 9, "Memcpy HtoD": 9}
+    assert load("bench_windows").launches(calls) == {"launches": 5, "copies": 5, "waits": 6}
 
 
 def test_without_a_device_it_ends_at_once_and_leaves_what_there_was(

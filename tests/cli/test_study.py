@@ -12,7 +12,6 @@ import pytest
 from study_records import STEPS, analysed, asked, made
 from study_subjects import goes
 
-from pyengine.cli import cpu
 from pyengine.cli.main import build_parser, main
 from pyengine.cli.study import plots as study_plots
 from pyengine.cli.study.arguments import BUILT_IN, settings
@@ -76,7 +75,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
 
     Pictures take a second or more, so they are drawn only if asked for.
     """
-    monkeypatch.setattr(cpu, "cores", lambda: 2)
+    monkeypatch.setattr("pyengine.cli.study.run.num_cores", lambda: 2)
     draw = study_plots.draw
 
     def run(runner: Runner, *arguments: str, display: Any = None, pictures: bool = False) -> int:

@@ -71,7 +71,7 @@ def test_study_prints_and_writes_its_report_on_a_system_of_ascii(tmp_path: Path)
     """Of runs that are there already: none is started."""
     arguments = ["--workers", "1,2", "--batch", "64", "--repeats", "1", "--out", str(tmp_path)]
     options = study_settings(arguments)
-    store = Store(tmp_path, {**options.binding(), "machine": study.study_machine.card()})
+    store = Store(tmp_path, {**options.binding(), "machine": study.card()})
     for workers in options.workers:
         store.add(made(workers, 64))
     store.close()

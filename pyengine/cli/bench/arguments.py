@@ -1,4 +1,4 @@
-"""The arguments of `bench`, and the settings they become."""
+"""The arguments of `bench`, and its settings."""
 
 from __future__ import annotations
 
@@ -13,56 +13,57 @@ import torch
 
 from pyengine.cli.arguments import Conflict, check_workers, check_writable, finite_above_zero, whole
 from pyengine.cli.bench.kernels.case import Sizes
-from pyengine.cli.bench.kernels.processor import OPS
+from pyengine.cli.bench.kernels.measure import OPS
 from pyengine.cli.bench.windows.measure import DTYPES, Setting
 from pyengine.cli.bench.windows.models import MICRO_BATCHES, MODELS
-from pyengine.cli.bench.windows.variants import BY_NAME, VARIANTS
+from pyengine.cli.bench.windows.variants import VARIANTS
+from pyengine.cli.wires import WIRES
+
+# Their names say what they are: engine_int8_ef is `engine` over the wire int8-ef.
+_OVER_WIRES = {f"{kind}_{wire.replace('-', '_')}" for kind in ("engine", "attach") for wire in WIRES}
 
 DESCRIPTION = """\
-Measure on this machine what pyengine buys: `kernels` against torch's expressions and against the rate of the
-memory, `step` (whole windows: forward, backward, sync, unscale, clip, optimizer) against DDP and its friends,
-on real workers. Contestants are checked to compute the same, then take turns, so that a change of the
-machine's mood hits all of them. Both together take about two minutes on two idle cores."""
+Compare pyengine with plain PyTorch on this machine: `kernels` with torch's expressions and the rate of the
+memory, `step` (whole windows: forward, backward, sync, unscale, clip, optimizer) with DDP and Accelerate, on
+real worker processes. All contestants must compute the same values; then they take turns, so that whatever
+slows the machine down slows all of them down. Both parts take about two minutes on two idle cores."""
 
 EXAMPLES = (
     """\
 examples:
   python -m pyengine bench                                   every kernel, then windows of a GPT on 2 workers
-  python -m pyengine bench step --model small0               1000 small parameters: only the machinery
-  python -m pyengine bench step --workers 4 --rounds 20      more ranks, and less noise
+  python -m pyengine bench step --model small0               1000 small parameters, no computation
+  python -m pyengine bench step --workers 4 --rounds 20      more ranks, less noise
   python -m pyengine bench step --variants ddp,no_sync,engine,attach
-  python -m pyengine bench kernels --ops pack --megabytes 8  what fits into the caches
+  python -m pyengine bench kernels --ops pack --megabytes 8  sizes that fit into the caches
   python -m pyengine bench kernels --device cuda             the kernels on the GPU
-  python -m pyengine bench step --device cuda --model gpt124 --dtype bf16 --graph
-                                                             windows there, a rank a GPU over NCCL
-  python -m pyengine bench --json --out mine.json            one JSON object a line, and a result file
+  python -m pyengine bench step --device cuda --model gpt124 --dtype bf16
+                                                             windows on GPUs, a rank a GPU over NCCL
+  python -m pyengine bench --json --out mine.json            JSON lines, and a result file
 
 models:
   gpt, gpt100    a GPT with 17.4 M parameters; with 100 MB of fp32 gradients
   gpt124         a GPT of GPT-2's size, 124 M parameters; for a GPU
   small          500 linear layers of 64: 1000 small parameters
-  gpt0, small0   the same parameters with gradients that are there already: only the machinery is timed
+  gpt0, small0   the same parameters, with a backward that computes nothing
 
 variants:
 """
-    + "".join(f"  {name:<20}{variant.label}\n" for name, variant in BY_NAME.items())
-    + """  engine_bf16 and so on, attach_bf16 and so on: the same over every other wire of `train`
+    + "".join(
+        f"  {name:<20}{variant.label}\n" for name, variant in VARIANTS.items() if name not in _OVER_WIRES
+    )
+    + """  engine_bf16, attach_bf16 and so on: the same over every other wire of `train`
 """
     + """
 columns:
-  median, min    milliseconds a window, of the slowest worker
-  spread         largest minus smallest over the median: how restless the machine was; the sentences at the
-                 end say which orders are clear all the same
-  sync           what it costs above no communication at all, in the median; and its share of the window
-  host           on CUDA: milliseconds until the host has queued a window that found the device idle
-  calls          on CUDA: kernels launched, copies and fills, and waits for the device, a window
-  peak           on CUDA: MB of tensors at most, less what other variants hold
-  graph          with --graph: milliseconds a window as one CUDA graph, or why it is none
-  x roof         time over that of the memory for as many bytes: 1 is the roof (on CUDA that of a large copy),
-                 which what fits into caches beats
+  median, min    milliseconds a window, of the slowest worker; on CUDA between two events
+  spread         largest minus smallest window, over the median: the noise of the machine
+  sync           median time above that of a window without any communication; and its share of the window
+  x roof         time of the kernel over the time of the memory traffic alone (on CUDA that of a large copy);
+                 sizes that fit into the caches can be below 1
   x torch        times faster than torch's expression of the same work
 
-exit code: 0 measured, 1 a worker or a variant failed or contestants disagree, 2 the arguments are wrong
+exit code: 0 measured, 1 a worker or a variant failed, or contestants disagree, 2 wrong arguments
 """
 )
 
@@ -77,12 +78,8 @@ _DEFAULT_VARIANTS = (
     "engine_bf16",
     "attach",
 )
-# On CUDA with what is worth most first; it is the order of the table.
-_CUDA_VARIANTS = (
-    *("engine", "no_sync_view", "engine_bf16", "attach", "no_sync_bf16", "accelerate", "floor", "by_hand"),
-)
 _MEGABYTES = {"cpu": 64, "cuda": 256}
-# By part: argument, and what it is when not given.
+# The arguments of each part, and their defaults.
 _OF_STEP: dict[str, Any] = {
     "workers": None,
     "model": "gpt",
@@ -90,7 +87,6 @@ _OF_STEP: dict[str, Any] = {
     "variants": None,
     "rounds": 5,
     "accumulate": MICRO_BATCHES,
-    "graph": False,
     "device": "cpu",
 }
 _OF_KERNELS: dict[str, Any] = {"ops": tuple(OPS), "seconds": 0.3, "megabytes": None, "device": "cpu"}
@@ -101,14 +97,12 @@ class Steps:
     """Windows to measure.
 
     Attributes:
-        left_out: variants of the default that are not installed.
-        graph: whether windows are captured, too.
+        left_out: default variants whose package is not installed.
     """
 
     workers: int
     setting: Setting
     left_out: tuple[str, ...]
-    graph: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,7 +110,7 @@ class Kernels:
     """Kernels to measure.
 
     Attributes:
-        seconds: time budget of a case.
+        seconds: the time budget of a case.
     """
 
     ops: tuple[str, ...]
@@ -126,7 +120,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure; None leaves a part out.
+    """What to measure; a part that is None is left out.
 
     Attributes:
         json: print JSON lines instead of tables.
@@ -163,7 +157,6 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     add("--rounds", type=whole(3), metavar="N", help="of step: windows of each variant (default: 5)")
     add("--accumulate", type=whole(1), metavar="N", help="of step: micro-batches a window (default: 8)")
-    add("--graph", action="store_true", default=None, help="of step: windows as CUDA graphs, too")
     add("--ops", type=_several(OPS), metavar="A,B", help=f"of kernels (default: {','.join(OPS)})")
     add(
         "--seconds",
@@ -213,10 +206,8 @@ def _values(options: argparse.Namespace, part: str, defaults: dict[str, Any]) ->
 
 
 def _steps(options: argparse.Namespace, values: dict[str, Any]) -> Steps:
-    device, variants = values["device"], values["variants"]
+    device, variants = values["device"], values["variants"] or _DEFAULT_VARIANTS
     _check_device(device)
-    if variants is None:
-        variants = _CUDA_VARIANTS if device == "cuda" else _DEFAULT_VARIANTS
     missing = tuple(name for name in variants if not _is_installed(name))
     if missing and options.variants is not None:
         needs = " and ".join(str(VARIANTS[name].needs) for name in missing)
@@ -232,7 +223,7 @@ def _steps(options: argparse.Namespace, values: dict[str, Any]) -> Steps:
         device=device,
         micro_batches=values["accumulate"],
     )
-    return Steps(_workers(values["workers"], device), setting, missing, values["graph"])
+    return Steps(_workers(values["workers"], device), setting, missing)
 
 
 def _workers(wanted: int | None, device: str) -> int:

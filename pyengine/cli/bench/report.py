@@ -14,19 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pyengine.cli import output
-from pyengine.cli.bench.verdict import kernel, spread
+from pyengine.cli.bench.verdict import spread
 from pyengine.cli.bench.windows.measure import Times
 from pyengine.cli.bench.windows.variants import VARIANTS
 from pyengine.cli.output import add_numbers
 from pyengine.cli.terminal import print_json
-
-# Columns of windows that only some runs have: heading, key of the row that has it, and how it is written.
-_MORE = (
-    ("host ms", "host_p50_ms", "{host_p50_ms:.1f}"),
-    ("calls", "launches", "{launches:.0f} + {copies:.0f} + {waits:.0f}"),
-    ("peak MB", "peak_mb", "{peak_mb:.0f}"),
-    ("graph ms", "graph_p50_ms", "{graph_p50_ms:.1f}"),
-)
 
 
 class Report:
@@ -131,30 +123,25 @@ class Tables(output.Tables, Report):
         """Print the table."""
         rates = ", ".join(f"{name.replace('_', ' ')} {rate:.1f}" for name, rate in roofs.items())
         table = _table("kernels", ("median ms", "min ms", "x roof", "x torch"))
-        for each in map(kernel, rows):
-            numbers = f"{each.p50_ms:.3f}", f"{each.min_ms:.3f}"
-            table.add_row(escape(each.case), *numbers, f"{each.times_roof:.2f}", f"{each.times_torch:.2f}")
+        for row in rows:
+            numbers = f"{row['p50_ms']:.3f}", f"{row['min_ms']:.3f}"
+            ratios = f"{row['times_roof']:.2f}", f"{row['times_torch']:.2f}"
+            table.add_row(escape(row["case"]), *numbers, *ratios)
         self._console.print(table)
         self._say(f"memory: {rates}\n")
 
     def windows(self, case: str, times: Times, rows: Mapping[str, dict[str, Any]]) -> None:
-        """Print the table, and under it why what is missing is missing."""
-        more = [heading for heading, key, _ in _MORE if any(key in row for row in rows.values())]
-        table = _table(f"windows, {case}", ("median ms", "min ms", "spread", "sync ms", "sync", *more))
+        """Print the table."""
+        table = _table(f"windows, {case}", ("median ms", "min ms", "spread", "sync ms", "sync"))
         for name, row in rows.items():
             if "failed" in row:
                 table.add_row(escape(VARIANTS[name].label), "failed")
                 continue
             median, sync = row["window_p50_ms"], row.get("sync_p50_ms")
             cells = ["–", "–"] if sync is None else [f"{sync:.1f}", f"{sync / median:.0%}"]
-            cells += [form.format(**row) if key in row else "–" for head, key, form in _MORE if head in more]
             numbers = f"{median:.1f}", f"{row['window_min_ms']:.1f}", f"{spread(times[name]):.0%}"
             table.add_row(escape(VARIANTS[name].label), *numbers, *cells)
         self._console.print(table)
-        for name, row in rows.items():
-            for key, what in (("no_graph", "no graph"), ("not_counted", "not counted")):
-                if key in row:
-                    self._say(f"{what}, {VARIANTS[name].label}: {row[key]}")
 
     def conclude(self, sentences: Sequence[str], out: str | None) -> None:
         """Print it."""

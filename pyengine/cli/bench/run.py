@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -16,18 +16,12 @@ import torch.distributed as dist
 from pyengine.cli import terminal
 from pyengine.cli.bench import verdict as bench_verdict
 from pyengine.cli.bench.arguments import Kernels, Settings, Steps
-from pyengine.cli.bench.kernels.on_cuda import OnCuda, measure_yardstick
-from pyengine.cli.bench.kernels.processor import OPS, OnProcessor
-from pyengine.cli.bench.machine import card, hold_memory
+from pyengine.cli.bench.kernels.measure import OPS, measure, measure_roofs
 from pyengine.cli.bench.report import JsonLines, Report, Tables
-from pyengine.cli.bench.timing import measure_roofs
 from pyengine.cli.bench.windows import measure as windows
-from pyengine.cli.bench.windows.device import card as device_card
-from pyengine.cli.bench.windows.graph import replays
 from pyengine.cli.bench.windows.variants import VARIANTS
+from pyengine.cli.machine import card, hold_memory
 from pyengine.comm.launching import launch
-
-_GRAPH_S = 90.0  # for starting, capturing and replaying a variant
 
 
 def run(settings: Settings) -> int:
@@ -76,23 +70,14 @@ def _kernels(kernels: Kernels, report: Report) -> tuple[dict[str, Any], list[str
     rows = []
     try:
         with _one_thread():
-            head, measure = _yardstick(kernels)
+            roofs = measure_roofs(kernels.sizes.megabytes, kernels.seconds, kernels.sizes.device)
             for build in builds:
-                rows.append(measure(build))
+                rows.append(measure(build, roofs, kernels.seconds, kernels.sizes.device))
                 report.advance(len(rows))
     finally:
         report.end()
-    report.kernels(next(iter(head.values())), rows)
-    return head | {"rows": rows}, bench_verdict.on_kernels([bench_verdict.kernel(row) for row in rows])
-
-
-def _yardstick(kernels: Kernels) -> tuple[dict[str, dict[str, float]], Callable[..., dict[str, Any]]]:
-    """Measure what times are held against; return its entry of a result file, and what measures a case."""
-    if kernels.sizes.is_cuda:
-        yardstick = measure_yardstick(kernels.sizes.megabytes, kernels.seconds)
-        return {"yardstick": asdict(yardstick)}, OnCuda(yardstick, kernels.seconds).measure
-    roofs = measure_roofs(kernels.sizes.megabytes, kernels.seconds)
-    return {"roofs_gb_per_s": roofs}, OnProcessor(roofs, kernels.seconds).measure
+    report.kernels(roofs, rows)
+    return {"roofs_gb_per_s": roofs, "rows": rows}, bench_verdict.on_kernels(rows)
 
 
 @contextmanager
@@ -108,40 +93,12 @@ def _one_thread() -> Iterator[None]:
 
 def _steps(steps: Steps, report: Report, *, as_json: bool) -> tuple[dict[str, Any], list[str]]:
     """Measure on workers; return what goes into the result file, and what it shows."""
-    outcome, rows = measure_windows(steps, as_json=as_json)
-    for _ in add_graphs(steps, rows):
-        pass
+    outcome = windows.merged(launch(work, workers=steps.workers, args=(steps.setting, as_json)))
+    rows = windows.rows(outcome)
     report.windows(steps.setting.name, outcome.times, rows)
     said = bench_verdict.on_windows(outcome.times)
     said += [f"{VARIANTS[name].label} failed: {why}" for name, why in outcome.failed.items()]
     return {"cases": {steps.setting.name: rows}}, said
-
-
-def measure_windows(steps: Steps, *, as_json: bool) -> tuple[windows.Outcome, dict[str, dict[str, Any]]]:
-    """Measure on workers of this machine; return what they have found, and the rows of a result file."""
-    outcome = windows.merged(launch(work, workers=steps.workers, args=(steps.setting, as_json)))
-    return outcome, windows.rows(outcome)
-
-
-def add_graphs(steps: Steps, rows: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Capture windows, if asked to, and write into the rows what they take as graphs, or why they are none;
-    yield each variant when it is done.
-    """
-    for name, row in rows.items():
-        if steps.graph and "failed" not in row:
-            row |= _graph(steps, name)
-            yield name
-
-
-def _graph(steps: Steps, name: str) -> dict[str, Any]:
-    """Return how long a window of a variant takes as a CUDA graph, or why there is none."""
-    if why := VARIANTS[name].no_graph:
-        return {"no_graph": why}
-    try:
-        ranks = launch(replays, workers=steps.workers, args=(steps.setting, name), timeout_s=_GRAPH_S)
-    except (RuntimeError, TimeoutError) as error:
-        return {"no_graph": str(error).strip().splitlines()[-1]}
-    return {key: max(rank[key] for rank in ranks) for key in ranks[0]}
 
 
 def work(setting: windows.Setting, as_json: bool) -> windows.Outcome:
@@ -158,10 +115,9 @@ def work(setting: windows.Setting, as_json: bool) -> windows.Outcome:
 
 
 def _machine(settings: Settings) -> dict[str, Any]:
-    machine: dict[str, Any] = dict(card(1))
     steps, kernels = settings.steps, settings.kernels
-    for device in {steps.setting.device if steps else "cpu", kernels.sizes.device if kernels else "cpu"}:
-        machine |= device_card(device)
+    device = steps.setting.device if steps else kernels.sizes.device if kernels else "cpu"
+    machine: dict[str, Any] = dict(card(1, device))
     if steps:
         network = "NCCL" if steps.setting.device == "cuda" else "loopback"
         machine |= {"ranks": steps.workers, "network": network}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pyengine.cli.bench.kernels.on_cuda import OURS
 from pyengine.cli.bench.windows.measure import Times
 from pyengine.cli.bench.windows.variants import VARIANTS
 
@@ -35,17 +34,6 @@ class Ratio:
         return f"{self.middle:.2f} × as long ({self.low:.2f} to {self.high:.2f}{noise})"
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel's row, whatever device it is of: milliseconds, and how it stands."""
-
-    case: str
-    min_ms: float
-    p50_ms: float
-    times_roof: float
-    times_torch: float
-
-
 def ratio(times: Times, variant: str, other: str) -> Ratio:
     """Compare two variants round by round, so that slow drift of the machine drops out."""
     pairs = zip(times[variant], times[other], strict=True)
@@ -59,18 +47,6 @@ def spread(rounds: Sequence[dict[str, float]]) -> float:
     """Return the largest window minus the smallest, over the median."""
     windows = [each["window"] for each in rounds]
     return (max(windows) - min(windows)) / statistics.median(windows)
-
-
-def kernel(row: dict[str, Any]) -> Kernel:
-    """Read a row of a result file."""
-    if "contestants" not in row:
-        names = ("min_ms", "p50_ms", "times_roof", "times_torch")
-        return Kernel(row["case"], *(row[name] for name in names))
-    ours, theirs = row["contestants"][OURS], row["contestants"]["torch"]
-    times_torch = theirs["p50_us"] / ours["p50_us"]
-    return Kernel(
-        row["case"], ours["min_us"] / 1e3, ours["p50_us"] / 1e3, 1 / ours["share_of_copy"], times_torch
-    )
 
 
 def on_windows(times: Times) -> list[str]:
@@ -100,23 +76,21 @@ def on_windows(times: Times) -> list[str]:
     return said
 
 
-def on_kernels(kernels: Sequence[Kernel]) -> list[str]:
-    """Say how near the kernels are to the memory's rate, how they stand against torch,
-    and how noisy it was.
-    """
+def on_kernels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Compare the kernels with the memory's rate and with torch, and report the noise."""
     roof, torchs, noise = (
         statistics.median(values)
         for values in (
-            [each.times_roof for each in kernels],
-            [each.times_torch for each in kernels],
-            [each.p50_ms / each.min_ms for each in kernels],
+            [row["times_roof"] for row in rows],
+            [row["times_torch"] for row in rows],
+            [row["p50_ms"] / row["min_ms"] for row in rows],
         )
     )
-    slower = [each.case for each in kernels if each.times_torch < _SLOWER]
+    slower = [row["case"] for row in rows if row["times_torch"] < _SLOWER]
     return [
         (
-            f"Kernels: over {len(kernels)} cases the median is {roof:.2f} × the roof and {torchs:.1f} × as "
-            "fast as torch."
+            f"Kernels: over {len(rows)} cases the median is {roof:.2f} × the roof and {torchs:.1f} × as fast "
+            "as torch."
         ),
         f"Slower than torch: {'; '.join(slower) if slower else 'none'}.",
         f"Noise: a median call took {noise:.2f} × the best one.",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from pyengine.cli import cpu
+from pyengine.cli import machine
 from pyengine.cli.doctor.finding import Finding, fail, ok, warn
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -33,7 +33,7 @@ _SETTINGS = (
 
 def threads() -> Finding:
     """Compare torch's threads with the cores that this process may use."""
-    cores, quota = cpu.cores(), _quota()
+    cores, quota = machine.num_cores(), _quota()
     allowed = min(cores, quota) if quota else cores
     found = torch.get_num_threads()
     text = f"{found} of torch on {cores} cores" + (f", of which a quota allows {quota:g}" if quota else "")

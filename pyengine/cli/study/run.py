@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+import platform
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
+import torch
+
+import pyengine
 from pyengine.cli import stopping
-from pyengine.cli.study import machine as study_machine
+from pyengine.cli.machine import cpu_name, num_cores
 from pyengine.cli.study import plots as study_plots
 from pyengine.cli.study import report as study_report
 from pyengine.cli.study.analysis import analyse
@@ -55,7 +60,7 @@ def study(settings: Settings, execute: Execute, display: Display) -> int:
         display: hears of everything.
     """
     plans, impossible = _plans(settings)
-    machine = study_machine.card()
+    machine = card()
     store = Store(settings.folder, {**settings.binding(), "machine": machine})
     try:
         with display.live():
@@ -71,6 +76,20 @@ def study(settings: Settings, execute: Execute, display: Display) -> int:
     if not content.analysis.cells:
         return _NOTHING_MEASURED
     return _SOME_FAILED if content.analysis.ended else 0
+
+
+def card() -> dict[str, str | int]:
+    """Describe this machine: figures of one study are of one processor, and of the same versions."""
+    return {
+        "cpu": cpu_name(),
+        "cores": num_cores(),
+        "physical_cores": psutil.cpu_count(logical=False) or 0,
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "pyengine": pyengine.__version__,
+    }
 
 
 def _plans(settings: Settings) -> tuple[dict[Cell, Plan], dict[Cell, str]]:

@@ -1,1 +1,1 @@
-"""`<stem>.py` are the cases of an op; `processor.py` and `cuda.py` measure them."""
+"""`<stem>.py` has the cases of an op; `measure.py` times them."""

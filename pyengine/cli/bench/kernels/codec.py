@@ -1,12 +1,11 @@
-"""Codec against the casts and sums that a wire would be made of with torch alone.
+"""Codec against torch's casts and sums.
 
-The torch expressions compute the same codes to nearest with a scale a block, without a residual in the same
-pass. `e4m3` of torch is a cast of what the scales have been divided out of.
+The torch expressions compute the same codes, rounded to nearest, with one scale for each block; the residual
+needs passes of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -20,12 +19,12 @@ LARGEST = {"int8": 127.0, "e4m3": 448.0}
 
 
 class _Operands:
-    """One flat buffer, and its payloads of several ranks."""
+    """A flat buffer, and payloads of it from several ranks."""
 
     def __init__(self, slots: Slots, name: str) -> None:
         self.name, self.codec = name, Codec(name, BLOCK)
         self.numel = slots.numel // BLOCK * BLOCK
-        # Integers up to the largest that a code stands for: scales are 1, so that all contestants agree.
+        # The largest value of each block is the largest code: scales are 1, so that the contestants agree.
         self.values = (slots.empty(torch.float32)[: self.numel].normal_() * 30).round_().clamp_(-100, 100)
         self.values[::BLOCK] = LARGEST[name]
         num_bytes = self.codec.num_bytes(self.numel)
@@ -49,9 +48,14 @@ class _Operands:
         codes = codes.view(torch.int8 if self.name == "int8" else torch.float8_e4m3fn)
         return (codes.view(-1, BLOCK).to(torch.float32) * scales.unsqueeze(1)).view(-1)
 
+    def torch_sum(self, payloads: Tensor) -> Tensor:
+        first, *others = (self.torch_decode(payload) for payload in payloads)
+        for other in others:
+            first += other
+        return first
+
     def torch_sum_encode(self) -> tuple[Tensor, Tensor]:
-        return self.torch_encode(sum((self.torch_decode(p) for p in self.payloads[1:]),
-                                     start=self.torch_decode(self.payloads[0])))  # fmt: skip
+        return self.torch_encode(self.torch_sum(self.payloads))
 
     def holds(self, payload: Tensor, expected: tuple[Tensor, Tensor]) -> bool:
         scales, codes = (tensor.reshape(-1).view(torch.uint8) for tensor in expected)
@@ -88,13 +92,7 @@ def decode_case(name: str, slots: Slots, form: str, ranks: int) -> Case:
     b = _Operands(slots, form)
     payloads = b.payloads[:ranks]
 
-    def torch_run() -> Tensor:
-        first, *others = (b.torch_decode(payload) for payload in payloads)
-        for other in others:
-            first += other
-        return first
-
-    run: Callable[[], None] = partial(b.codec.sum_, b.decoded, payloads)
+    run, torch_run = partial(b.codec.sum_, b.decoded, payloads), partial(b.torch_sum, payloads)
     run()
     check(torch.equal(b.decoded, torch_run()), name)
     return Case(name, run, torch_run, payloads.nbytes, b.decoded.nbytes, "copy")

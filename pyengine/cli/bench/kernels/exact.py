@@ -1,8 +1,8 @@
 """ExactSum against adding in float32.
 
-The torch expression of a deposit is `torch._foreach_add_` on float32 sums, which is what an exact sum
-replaces: *x torch* below 1 is the price of order-free sums, not a slow kernel. `align_` and `round_` have no
-counterpart in a float32 sum; they are held against the torch expressions of the same work.
+A deposit is compared with `torch._foreach_add_` on float32 sums, which an exact sum replaces: *x torch* below
+1 is the cost of exactness, not a slow kernel. `align_` and `round_` have no counterpart in a float32 sum and
+are compared with torch expressions of the same work.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from pyengine.cli.bench.kernels.case import Build, Case, Sizes, Slots, check
-from pyengine.cli.bench.timing import Run
 from pyengine.ops.exact import ExactSum
 from pyengine.ops.exact_reference import BLOCK
 
@@ -22,12 +21,12 @@ TERMS = 64
 
 
 class _Operands:
-    """One layout: gradients in tensors of their own, an exact sum and a float32 one."""
+    """Gradients in separate tensors, their exact sum, and their float32 sum."""
 
     def __init__(self, slots: Slots, dtype: torch.dtype) -> None:
         self.plan, self.slots = slots.plan(), slots
         self.total = ExactSum(self.plan, numel=slots.numel, terms=TERMS, device=torch.device(slots.device))
-        # Integers up to 64: sums are exact in float32 too, so that all contestants must agree.
+        # Integers up to 64: float32 sums are exact too, so that the contestants must agree.
         self.grads = [(64 * grad).clamp(-64, 64).round() for grad in slots.tensors(dtype)]
         self.pointers = self.plan.pointers(self.grads)
         self.acc = slots.empty(F32).zero_()
@@ -53,15 +52,15 @@ def deposit_case(name: str, slots: Slots, dtype: torch.dtype, first: bool) -> Ca
     got = slots.empty(F32)
     b.total.round_(got)
     check(torch.equal(got, b.acc), name)
-    # More deposits than the sum has room for: integers wrap round, which costs what adding costs.
+    # There are more deposits than the sum has bits for: integers wrap around, at the cost of an addition.
     read = slots.numel * (b.grads[0].element_size() + (0 if first else 8))
     run = partial(b.deposit, first=first)
-    others: dict[str, Run] = {"raw lists": lambda: b.total.deposit_(b.grads, first=first, nonfinite=b.flags)}
-    return Case(name, run, torch_run, read, slots.numel * 8, "copy" if first else "update", others)
+    lists = partial(b.total.deposit_, b.grads, first=first, nonfinite=b.flags)
+    return Case(name, run, torch_run, read, slots.numel * 8, "copy" if first else "update", lists)
 
 
 def align_case(name: str, slots: Slots) -> Case:
-    """Every block moves one bin up, and is put back by a fill of the bins alone: limbs are as good as any."""
+    """Move every block one bin up; only the bins are restored between two calls."""
     b = _Operands(slots, F32)
     b.deposit(first=True)
     low, high = b.total.bins.clone(), b.total.bins + 1
@@ -98,7 +97,7 @@ def round_case(name: str, slots: Slots, dtype: torch.dtype) -> Case:
 
 
 def cases(sizes: Sizes) -> list[Build]:
-    # Each slot begins at a multiple of 64, as exact sums want it.
+    # Each slot begins at a multiple of 64, which exact sums require.
     large = sizes.large
     few, many, tiny = (Slots(n, numel // n // BLOCK * BLOCK, sizes.device)
                        for n, numel in ((8, large), (400, large), (1000, 1000 * 256)))  # fmt: skip

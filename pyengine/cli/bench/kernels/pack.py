@@ -7,8 +7,6 @@ from functools import partial
 import torch
 
 from pyengine.cli.bench.kernels.case import Build, Case, Sizes, Slots, check
-from pyengine.cli.bench.kernels.cuda import launches
-from pyengine.cli.bench.timing import Run
 
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -24,22 +22,14 @@ def pack_case(name: str, slots: Slots, src: torch.dtype, dst: torch.dtype, value
     def torch_scale_cast() -> None:
         torch._foreach_copy_(parts, tensors if value == 1 else torch._foreach_mul(tensors, value))
 
-    def per_chunk() -> None:
-        for piece, part in groups:
-            piece.pack_(flat, part, scale)
-
-    groups = launches(tensors, plan)
     run = torch_flatten if src == dst and value == 1 else torch_scale_cast
     plan.pack_(flat, pointers, scale)
     run()
-    if src == F32:  # torch rounds the product of 16-bit tensors once more
+    if src == F32:  # torch rounds the product of 16-bit tensors twice
         check(torch.equal(flat, want), name)
-    others: dict[str, Run] = {
-        "raw lists": lambda: plan.pack_(flat, tensors, scale),
-        "per-chunk launches": per_chunk,
-    }
     read, written = plan.flat_numel * tensors[0].element_size(), plan.flat_numel * flat.element_size()
-    return Case(name, lambda: plan.pack_(flat, pointers, scale), run, read, written, "copy", others)
+    ours, lists = partial(plan.pack_, flat, pointers, scale), partial(plan.pack_, flat, tensors, scale)
+    return Case(name, ours, run, read, written, "copy", lists)
 
 
 def unpack_case(name: str, slots: Slots, src: torch.dtype, dst: torch.dtype, value: float) -> Case:
@@ -50,27 +40,18 @@ def unpack_case(name: str, slots: Slots, src: torch.dtype, dst: torch.dtype, val
     def torch_scale_cast() -> None:
         torch._foreach_copy_(want, parts if value == 1 else torch._foreach_mul(parts, value))
 
-    def per_chunk() -> None:
-        for piece, part in groups:
-            piece.unpack_(part, flat, scale)
-
-    groups = launches(tensors, plan)
     plan.unpack_(pointers, flat, scale)
     torch_scale_cast()
     if src == F32 or value == 1:
         check(all(map(torch.equal, tensors, want)), name)
-    others: dict[str, Run] = {
-        "raw lists": lambda: plan.unpack_(tensors, flat, scale),
-        "per-chunk launches": per_chunk,
-    }
     read, written = plan.flat_numel * flat.element_size(), plan.flat_numel * tensors[0].element_size()
-    run = partial(plan.unpack_, pointers, flat, scale)
-    return Case(name, run, torch_scale_cast, read, written, "copy", others)
+    run, lists = partial(plan.unpack_, pointers, flat, scale), partial(plan.unpack_, tensors, flat, scale)
+    return Case(name, run, torch_scale_cast, read, written, "copy", lists)
 
 
 def cases(sizes: Sizes) -> list[Build]:
     few, many, tiny = sizes.few, sizes.many, sizes.tiny
-    builds: list[Build] = [
+    return [
         partial(pack_case, "pack fp32 -> fp32, 8 tensors", few, F32, F32, 1.0),
         partial(pack_case, "pack fp32 -> bf16 x scale, 8 tensors", few, F32, BF16, 0.125),
         partial(pack_case, "pack fp32 -> fp16 x scale, 8 tensors", few, F32, FP16, 0.125),
@@ -82,17 +63,4 @@ def cases(sizes: Sizes) -> list[Build]:
         partial(unpack_case, "unpack fp32 -> fp32 x scale, 8 tensors", few, F32, F32, 0.125),
         partial(unpack_case, "unpack bf16 -> fp32, 8 tensors", few, BF16, F32, 1.0),
         partial(unpack_case, "unpack bf16 -> fp32, 1000 of 1 KB", tiny, BF16, F32, 1.0),
-    ]
-    return [*builds, *_more_cases(sizes)] if sizes.is_cuda else builds
-
-
-def _more_cases(sizes: Sizes) -> list[Build]:
-    huge, size, bucket = sizes.huge, sizes.huge_size, sizes.bucket
-    odd = Slots(400, sizes.large // 400 // 2 * 2 - 1, sizes.device)
-    return [
-        partial(pack_case, f"pack fp32 -> fp32, 8 tensors, {size}", huge, F32, F32, 1.0),
-        partial(pack_case, f"pack fp32 -> bf16 x scale, 8 tensors, {size}", huge, F32, BF16, 0.125),
-        partial(unpack_case, f"unpack bf16 -> fp32, 8 tensors, {size}", huge, BF16, F32, 1.0),
-        partial(pack_case, "pack fp32 -> bf16 x scale, one 25 MiB bucket", bucket, F32, BF16, 0.125),
-        partial(pack_case, "pack fp32 -> bf16 x scale, 400 odd tensors", odd, F32, BF16, 0.125),
     ]

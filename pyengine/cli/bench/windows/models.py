@@ -1,6 +1,4 @@
-"""Models for the window benchmark: a small GPT that computes,
-and parameter sets whose backward costs nothing.
-"""
+"""Models of the window benchmark: a GPT, small layers, and both with a backward that costs nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ GPT_WIDTH, GPT_LAYERS, GPT_VOCABULARY, GPT_CONTEXT = 384, 8, 8192, 32
 
 @dataclass(frozen=True)
 class Shape:
-    """How large a GPT is, and how many sequences a micro-batch of it has."""
+    """The size of a GPT, and the sequences of a micro-batch."""
 
     width: int = GPT_WIDTH
     layers: int = GPT_LAYERS
@@ -28,14 +26,14 @@ class Shape:
     sequences: int = 1
 
 
-# Of the size of GPT-2, whose context is 1024; the vocabulary is rounded up to a multiple of 128, as is usual.
+# GPT-2 with half its context; the vocabulary is rounded up to a multiple of 128, as usual.
 GPT2 = Shape(width=768, layers=12, heads=12, vocabulary=50304, context=512, sequences=4)
 
 
 class GPT(gpt.GPT):
     """The GPT of `train` with a tied head: 17.4 M parameters in 100 tensors by default.
 
-    The loss is the model's output, so that every variant wraps all of the work.
+    Its output is the loss, so that every variant wraps all of the work.
     """
 
     def __init__(self, shape: Shape = Shape()) -> None:
@@ -59,7 +57,7 @@ class GPT(gpt.GPT):
 
 
 class Small(nn.Module):
-    """500 linear layers of 64: 1000 parameters of 16 KB and 256 B, really computed."""
+    """500 linear layers of 64: 1000 parameters of 16 KB and 256 B."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,10 +69,10 @@ class Small(nn.Module):
 
 
 class Premade(nn.Module):
-    """Parameters of another model whose gradients are there already: what is timed is the machinery alone.
+    """The parameters of a model with a backward that computes nothing: only the machinery is timed.
 
-    One autograd node a parameter, in the order of a real backward; every gradient is a fresh tensor, as in a
-    real one. Its elements are 0.001 times the mean of the micro-batch.
+    There is one autograd node a parameter, in the order of a real backward, and every gradient is a new
+    tensor, as in a real one. Its elements are 0.001 times the mean of the micro-batch.
     """
 
     def __init__(self, like: nn.Module, dtype: torch.dtype) -> None:
@@ -96,12 +94,12 @@ class _Premade(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        # Nobody reads the number on the host: it may be a device's.
+        # `grad` may be on a device: the host must not read it.
         return grad, torch.empty_like(ctx.like).copy_((1e-3 * grad).to(ctx.like.dtype))
 
 
 class Autocast(nn.Module):
-    """Parameters in float32, and forward in float16 where torch thinks it safe: what a GradScaler is for."""
+    """Parameters in float32, forward under autocast to float16: the case that needs a GradScaler."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -128,10 +126,10 @@ def build(
     micro_batches: int = MICRO_BATCHES,
     device: torch.device = _CPU,
 ) -> tuple[nn.Module, list[Tensor]]:
-    """Return the model of a case, the same on every rank, and this rank's micro-batches for it.
+    """Return a model, the same on every rank, and this rank's micro-batches for it.
 
-    "gpt0" and "small0" have gradients that are there already, "gpt100" has 100 MB of them in fp32, "gpt124"
-    has 124 M parameters. With float16 parameters are float32, and the forward runs under autocast.
+    "gpt0" and "small0" are `Premade`, "gpt100" has 100 MB of fp32 gradients, "gpt124" has 124 M parameters.
+    With float16 the parameters are float32, and the forward runs under autocast.
     """
     is_mixed = dtype == torch.float16
     held = torch.float32 if is_mixed else dtype
@@ -149,7 +147,7 @@ def _model(name: str, dtype: torch.dtype) -> nn.Module:
 
 def _micro_batch(name: str, dtype: torch.dtype, rank: int) -> Tensor:
     if name in _PREMADE:
-        return rank + torch.rand(2)  # what `Premade` multiplies its gradients by: ranks must differ
+        return rank + torch.rand(2)  # the factor of the gradients of `Premade`: ranks must differ
     if name == "small":
         return torch.randn(8, 64, dtype=dtype)
     shape = _SHAPES[name]

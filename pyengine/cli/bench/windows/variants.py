@@ -1,5 +1,4 @@
-"""The contestants of the window benchmark: each runs whole windows of the same model on the same
-micro-batches.
+"""The variants of the window benchmark, which train the same model on the same micro-batches.
 
 A window is forward and backward of A micro-batches, the reduction, unscaling, clipping and the optimizer.
 Every peer is used as its own documentation says, with the loss divided by A.
@@ -23,7 +22,7 @@ import pyengine as pe
 from pyengine.cli.wires import WIRES
 
 MAX_NORM = 0.5
-# What `optimizer` of a variant names.
+# By the name that `optimizer` of a variant is.
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": partial(torch.optim.AdamW, lr=1e-5, fused=True),
     "plain": partial(torch.optim.AdamW, lr=1e-5, fused=False),
@@ -32,17 +31,16 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Variant:
-    """One way to train; `window` returns seconds by phase: early, last, epilogue, optimizer.
+    """One way to train.
 
     Attributes:
-        label: what tables call it.
-        needs: module that has to be installed, if not torch's or ours.
-        is_synced: whether ranks end a window with the same gradient.
-        is_whole: whether that is the window's gradient, but for rounding; else a part of it comes later.
-        is_ours: whether it is an engine of pyengine's.
-        no_graph: why a whole window of it cannot be a CUDA graph, where that is known; else empty.
-        device: where its parameters are.
-        grad_norm: of the last window, before clipping.
+        label: its name in tables.
+        needs: the package that it requires, beside torch and pyengine.
+        is_synced: whether all ranks end a window with the same gradient.
+        is_whole: whether that is the window's whole gradient, up to rounding.
+        is_ours: whether it is an engine of pyengine.
+        device: the device of its parameters.
+        grad_norm: the gradient norm of the last window, before clipping.
     """
 
     label: ClassVar[str]
@@ -50,7 +48,6 @@ class Variant:
     is_synced: ClassVar[bool] = True
     is_whole: ClassVar[bool] = True
     is_ours: ClassVar[bool] = False
-    no_graph: ClassVar[str] = ""
     grad_norm: Tensor
 
     def __init__(self, model: nn.Module, micro_batches: list[Tensor], optimizer: str) -> None:
@@ -70,22 +67,22 @@ class Variant:
         self.scaler.scale(self.forward(x) / len(self.micro_batches)).backward()
 
     def epilogue(self) -> Tensor:
-        """Unscale and clip; return the norm before."""
+        """Unscale and clip; return the norm before clipping."""
         self.scaler.unscale_(self.optimizer)
         return nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
 
     def step(self) -> None:
-        """Step and clear."""
+        """Step the optimizer and clear the gradients."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
     def window(self) -> dict[str, float]:
-        """Train one window; return seconds by phase and of all, as the host sees them."""
+        """Train one window; return the host's seconds of each phase and of the window."""
         return by_phase(self.marks(time.perf_counter), lambda begin, end: end - begin)
 
     def marks(self, now: Callable[[], Any]) -> list[Any]:
-        """Train one window; return what `now` says when it begins, and behind each phase."""
+        """Train one window; return `now()` at its begin and after each phase."""
         marks = [now()]
         *early, last = self.micro_batches
         for x in early:
@@ -100,7 +97,7 @@ class Variant:
 
 
 def by_phase(marks: list[Any], seconds: Callable[[Any, Any], float]) -> dict[str, float]:
-    """Return what lies between the marks of a window, and the whole."""
+    """Return the seconds of each phase (early, last, epilogue, optimizer) and of the window."""
     names = ("early", "last", "epilogue", "optimizer")
     phases = {name: seconds(a, b) for name, a, b in zip(names, marks, marks[1:], strict=False)}
     return phases | {"window": seconds(marks[0], marks[-1])}
@@ -177,8 +174,8 @@ class NoSyncFP16(NoSyncBF16):
 class NoSyncPowerSGD(NoSync):
     """no_sync, bucket views, and torch's PowerSGD hook of rank 1, from the second window on.
 
-    In a single bucket: the hook starts its later rounds in the backend's threads, so with several buckets
-    ranks start them in different orders, and gloo ends the process.
+    In a single bucket: the hook launches its later rounds from the backend's threads, so that with several
+    buckets ranks launch them in different orders, and gloo ends the process.
     """
 
     label = "DDP + no_sync, views, PowerSGD"
@@ -203,7 +200,7 @@ class Accelerate(Variant):
         from accelerate.utils import GradientAccumulationPlugin
 
         for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()  # noqa: SLF001 - nothing public makes an Accelerator forget the one before
+            state._reset_state()  # noqa: SLF001 - no public call resets the state of an earlier one
         plugin = GradientAccumulationPlugin(num_steps=len(self.micro_batches), sync_with_dataloader=False)
         self.accelerator = Accelerator(cpu=self.device.type == "cpu", gradient_accumulation_plugin=plugin)
         self.forward, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
@@ -227,10 +224,6 @@ class Engine(Variant):
 
     label = "GradSync"
     is_ours = True
-    no_graph = (
-        "the host writes every window's header (its place and its counts) and waits for the outcome by an "
-        "event: replays would send one window's header again, and nobody would read what came of them"
-    )
     wire: pe.wire.Wire = pe.wire.FP32()
     accumulator = "fp32"
     shared_memory = False
@@ -239,7 +232,7 @@ class Engine(Variant):
         return pe.GradSync(self.model, **self.arguments())
 
     def arguments(self) -> dict[str, Any]:
-        """Return what is made the same way, whoever owns the gradients."""
+        """Return the keyword arguments that GradSync and attach share."""
         return {
             "accumulate": len(self.micro_batches),
             "wire": self.wire,
@@ -262,33 +255,6 @@ class Engine(Variant):
         self.sync.step(self.optimizer)
 
 
-class EngineNative(Engine):
-    """GradSync that sums in the parameters' own type, bf16 wire."""
-
-    label = "GradSync, native sums, bf16 wire"
-    wire = pe.wire.BF16()
-    accumulator = "native"
-
-
-class EngineExact(Engine):
-    """GradSync with exact sums: the same bits for every world size."""
-
-    label = "GradSync, exact sums"
-    accumulator = "exact"
-
-
-class EngineExactSlots(Engine):
-    """GradSync with exact sums over slots, one a rank: a deposit a window."""
-
-    label = "GradSync, exact sums, a slot a rank"
-    accumulator = "exact"
-
-    def arguments(self) -> dict[str, Any]:
-        world = dist.get_world_size()
-        slots = pe.Exact(micro_batches=world * len(self.micro_batches), slots=world)
-        return super().arguments() | {"accumulator": slots}
-
-
 class Attach(Engine):
     """pyengine.attach on DistributedDataParallel."""
 
@@ -300,52 +266,35 @@ class Attach(Engine):
         return pe.attach(self.ddp, **self.arguments())
 
 
-class AttachNative(Attach):
-    """attach that leaves the sums to DDP, in the parameters' own type, bf16 wire."""
+class _Slots(Engine):
+    """Exact sums over slots, one a rank: one deposit a window."""
 
-    label = "attach, native sums, bf16 wire"
-    wire = pe.wire.BF16()
-    accumulator = "native"
-
-
-class AttachExact(Attach):
-    """attach with exact sums."""
-
-    label = "attach, exact sums"
-    accumulator = "exact"
+    def arguments(self) -> dict[str, Any]:
+        world = dist.get_world_size()
+        slots = pe.Exact(micro_batches=world * len(self.micro_batches), slots=world)
+        return super().arguments() | {"accumulator": slots}
 
 
-class AttachExactSlots(EngineExactSlots, Attach):
-    """attach with exact sums over slots, one a rank."""
+def _kinds(name: str, base: type[Engine]) -> dict[str, type[Variant]]:
+    """Return an engine with other sums, in shared memory, and over every other wire, by name."""
 
-    label = "attach, exact sums, a slot a rank"
+    def kind(label: str, *bases: type[Engine], **settings: Any) -> type[Variant]:
+        label = f"{base.label}, {label}"
+        return type(base.__name__, (*bases, base), {"__doc__": label, "label": label, **settings})
 
-
-class EngineShared(Engine):
-    """GradSync in memory that the ranks of a host share."""
-
-    label = "GradSync, shared memory"
-    shared_memory = True
-
-
-class AttachShared(Attach):
-    """attach over memory that the ranks of a host share."""
-
-    label = "attach, shared memory"
-    shared_memory = True
-
-
-def _over(kind: type[Engine], wire: str) -> type[Variant]:
-    """Return a variant over a wire of this name."""
-    about = {
-        "__doc__": f"{kind.label} over {WIRES[wire]!r}.",
-        "label": f"{kind.label}, {wire} wire",
-        "wire": WIRES[wire],
+    return {
+        f"{name}_native_bf16": kind("native sums, bf16 wire", wire=WIRES["bf16"], accumulator="native"),
+        f"{name}_exact": kind("exact sums", accumulator="exact"),
+        f"{name}_exact_slots": kind("exact sums, a slot a rank", _Slots),
+        f"{name}_shared": kind("shared memory", shared_memory=True),
+    } | {
+        f"{name}_{wire.replace('-', '_')}": kind(f"{wire} wire", wire=WIRES[wire])
+        for wire in WIRES
+        if wire != "fp32"
     }
-    return type(kind.__name__, (kind,), about)
 
 
-BY_NAME: dict[str, type[Variant]] = {
+VARIANTS: dict[str, type[Variant]] = {
     "floor": Floor,
     "ddp": DDP,
     "no_sync": NoSync,
@@ -355,21 +304,7 @@ BY_NAME: dict[str, type[Variant]] = {
     "no_sync_powersgd": NoSyncPowerSGD,
     "accelerate": Accelerate,
     "engine": Engine,
-    "engine_native_bf16": EngineNative,
-    "engine_exact": EngineExact,
-    "engine_exact_slots": EngineExactSlots,
-    "engine_shared": EngineShared,
     "attach": Attach,
-    "attach_native_bf16": AttachNative,
-    "attach_exact": AttachExact,
-    "attach_exact_slots": AttachExactSlots,
-    "attach_shared": AttachShared,
+    **_kinds("engine", Engine),
+    **_kinds("attach", Attach),
 }
-# Every other wire as well: engine_int8_ef and attach_int8_ef are over "int8-ef".
-_OVER_WIRES = {
-    f"{name}_{wire.replace('-', '_')}": _over(kind, wire)
-    for name, kind in (("engine", Engine), ("attach", Attach))
-    for wire in WIRES
-    if wire != "fp32"
-}
-VARIANTS = BY_NAME | _OVER_WIRES

@@ -1,4 +1,4 @@
-"""A window over `BucketPlan` and torch's collectives alone, without an engine: what a CUDA graph can hold."""
+"""A window of `BucketPlan` and torch's collectives, without an engine, that a CUDA graph can capture."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pyengine.ops.plan import BucketPlan, add_up
 
 
 class ByHand(Variant):
-    """float32 sums in one buffer, one all-reduce behind the last backward, one norm, and a fused step that
-    skips what is not finite. The host reads nothing, so that every replay of a graph is a window.
+    """float32 sums in one buffer, one all-reduce after the last backward, one norm, and a fused step that is
+    skipped on the device where a gradient is not finite. The host reads nothing, so that every replay of a
+    graph is a window.
     """
 
     label = "BucketPlan by hand, no engine"
@@ -37,7 +38,7 @@ class ByHand(Variant):
         self.is_first = True
 
     def micro_batch(self, x: Tensor, *, last: bool) -> None:
-        """Run one forward and backward, and add its gradients up."""
+        """Run one forward and backward, and accumulate the gradients."""
         (self.forward(x) * (self.scale / len(self.micro_batches))).backward()
         grads = [param.grad for param in self.params]
         self.plan.accumulate_(self.sums, grads, self.one, first=self.is_first, nonfinite=self.flags)
@@ -48,7 +49,7 @@ class ByHand(Variant):
             dist.all_reduce(self.sums)
 
     def epilogue(self) -> Tensor:
-        """Put the norm together; unscaling and clipping are left to the one pass that writes gradients."""
+        """Return the norm; the pass of `step` that writes the gradients also unscales and clips them."""
         self.plan.unscale_norm(self.slots, None, self.one, sumsq=self.sumsq, nonfinite=self.flags)
         inv_scale = 1 / (self.scale * dist.get_world_size())
         norm = add_up(self.sumsq).sqrt().float() * inv_scale
@@ -57,7 +58,7 @@ class ByHand(Variant):
         return norm
 
     def step(self) -> None:
-        """Write gradients of the parameters' own type, step, and update the loss scale as a GradScaler."""
+        """Write gradients of the parameters' type, step, and update the loss scale as a GradScaler does."""
         self.plan.unpack_(self.grads, self.sums, self.factor)
         for param, result in zip(self.params, self.results, strict=True):
             param.grad = result

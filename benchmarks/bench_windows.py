@@ -1,0 +1,236 @@
+"""Whole windows on CUDA devices, a rank a device over NCCL, and how the host drives them.
+
+    python benchmarks/bench_windows.py gpt124:bf16:8 [--graph] [--out FILE]
+
+Window times are those of `python -m pyengine bench step --device cuda`. Then every variant runs once more in
+windows of its own: milliseconds until the host has launched a window of an idle device (`host`), kernels
+launched, copies and fills, and waits for the device, as the profiler counts them, and the largest memory
+(`peak`). With --graph a whole window is captured as one CUDA graph, or its row has the reason why not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import _cuda
+import torch
+from _by_hand import ByHand
+from table import tables
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from pyengine.cli.bench.windows.device import DEVICES, Processor
+from pyengine.cli.bench.windows.measure import Outcome, Setting, measure, merged, rows
+from pyengine.cli.bench.windows.variants import VARIANTS, Variant
+from pyengine.cli.machine import card
+from pyengine.comm.launching import launch
+
+VARIANTS["by_hand"] = ByHand
+# The most telling first.
+DEFAULT = "engine,no_sync_view,engine_bf16,attach,no_sync_bf16,accelerate,floor,by_hand"
+NO_GRAPH = (
+    "the host writes every window's header (its index and its counts) and waits for the outcome by an event: "
+    "a replay would send one window's header again, and no host would read its outcome"
+)
+_WARM_UP = 11  # windows that torch asks for before DDP is captured
+_TIMEOUT_S = 90.0
+
+Run = Callable[[], object]
+
+
+def main() -> None:
+    """Measure, print the tables, and write the result file if asked."""
+    options = _options()
+    model, dtype, micro_batches = options.case.split(":")
+    names = tuple(options.variants.split(","))
+    setting = Setting(
+        model, dtype, names, options.rounds, device=options.device, micro_batches=int(micro_batches)
+    )
+    found = rows(merged(launch(_times, workers=options.world, args=(setting,))))
+    for name, row in found.items():
+        if "failed" not in row:
+            found[name] = row | figures(setting, name, options.world, graph=options.graph)
+    machine = card(1, options.device) | (_cuda.machine_card() if options.device == "cuda" else {})
+    machine |= {"ranks": options.world, "network": "NCCL" if options.device == "cuda" else "loopback"}
+    content = {"machine": machine, "options": vars(options) | {"out": None}, "cases": {setting.name: found}}
+    for table in tables(content):
+        print("", *table, sep="\n")
+    if options.out:
+        options.out.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("case", help="model:dtype:micro-batches")
+    parser.add_argument("--variants", default=DEFAULT)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", choices=tuple(DEVICES), default="cuda")
+    parser.add_argument("--world", type=int, help="ranks (default: one a device)")
+    parser.add_argument("--graph", action="store_true", help="capture windows as CUDA graphs, too")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write a result file")
+    options = parser.parse_args()
+    options.world = options.world or max(1, torch.cuda.device_count())
+    return options
+
+
+def _times(setting: Setting) -> Outcome:
+    return measure(setting, lambda done: None)
+
+
+# ---- in windows of its own ----
+
+
+def figures(setting: Setting, name: str, world: int, *, graph: bool) -> dict[str, Any]:
+    """Return the figures of a variant beside its times, from processes of its own: a capture that fails
+    leaves torch's allocator in an undefined state.
+    """
+    found = _largest(count, setting, name, world, "not_counted")
+    if not graph:
+        return found
+    if VARIANTS[name].is_ours:
+        return found | {"no_graph": NO_GRAPH}
+    return found | _largest(replays, setting, name, world, "no_graph")
+
+
+def _largest(run: Callable[..., Any], setting: Setting, name: str, world: int, failed: str) -> dict[str, Any]:
+    """Run on every rank; return the largest value of each figure, or the reason of a failure as `failed`."""
+    try:
+        ranks = launch(run, workers=world, args=(setting, name), timeout_s=_TIMEOUT_S)
+    except (RuntimeError, TimeoutError) as error:
+        return {failed: str(error).strip().splitlines()[-1]}
+    return {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+
+
+def count(setting: Setting, name: str) -> dict[str, float]:
+    """Return the host's time of a window and, on CUDA, its memory and calls on this rank."""
+    with _warm(setting, name, graph=False) as (variant, device):
+        taken = [time_window(lambda: variant.marks(lambda: None), device)[1] for _ in range(setting.rounds)]
+        found: dict[str, float] = {"host_p50_ms": statistics.median(taken) * 1e3}
+        if setting.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            variant.marks(lambda: None)
+            device.synchronize()
+            found["peak_mb"] = torch.cuda.max_memory_allocated() / 2**20
+            found |= launches(_calls(variant, device))
+    return found
+
+
+@contextmanager
+def _warm(setting: Setting, name: str, *, graph: bool) -> Iterator[tuple[Variant, Processor]]:
+    device = DEVICES[setting.device]()
+    with device.entered(), side_stream(setting.device) if graph else nullcontext():
+        variant = setting.make(name, device)
+        for group in variant.optimizer.param_groups:
+            group["capturable"] = graph
+        for _ in range(_WARM_UP if graph else 2):
+            variant.marks(lambda: None)
+        device.synchronize()
+        yield variant, device
+
+
+def _calls(variant: Variant, device: Processor) -> Counter[str]:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        variant.marks(lambda: None)
+        device.synchronize()
+    return Counter({each.key: each.count for each in profiler.key_averages()})
+
+
+def launches(calls: Mapping[str, int]) -> dict[str, int]:
+    """Return how many kernels, copies and fills, and waits for the device there are among calls by name."""
+
+    def total(pattern: str) -> int:
+        return sum(number for name, number in calls.items() if re.match(pattern, name))
+
+    # cudaDeviceSynchronize is the profiler's own: it waits where it begins and ends.
+    return {
+        "launches": total(r"cu(da)?LaunchKernel"),
+        "copies": total(r"cu(da)?(Memcpy|Memset)"),
+        "waits": total(r"cu(da)?(Stream|Event)Synchronize"),
+    }
+
+
+# ---- as a CUDA graph ----
+
+
+def replays(setting: Setting, name: str) -> dict[str, float]:
+    """Capture a window of a variant on this rank, replay it, and return milliseconds.
+
+    Raises:
+        RuntimeError: the window cannot be captured, or its replays do not train.
+    """
+    with _warm(setting, name, graph=True) as (variant, device):
+        replay = capture(lambda: variant.marks(lambda: None), setting.device)
+        before = [parameter.detach().clone() for parameter in variant.model.parameters()]
+        replay()
+        _check(variant, before)
+        taken = [time_window(replay, device) for _ in range(setting.rounds)]
+    return {
+        "graph_p50_ms": statistics.median(seconds for seconds, _ in taken) * 1e3,
+        "graph_host_p50_ms": statistics.median(host for _, host in taken) * 1e3,
+    }
+
+
+@contextmanager
+def side_stream(device: str) -> Iterator[None]:
+    """Run on another stream than the default one, of which a graph captures nothing."""
+    if device == "cpu":
+        yield
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+
+
+def capture(run: Run, device: str) -> Run:
+    """Capture a call as a graph; return the call that replays it."""
+    if device == "cpu":
+        raise RuntimeError("a CUDA graph needs a CUDA device")
+    graph = torch.cuda.CUDAGraph()
+    # "thread_local": NCCL's watchdog queries events from a thread of its own meanwhile.
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        run()
+    return graph.replay
+
+
+def time_window(window: Run, device: Processor) -> tuple[float, float]:
+    """Return the seconds of a window on the device and on the host.
+
+    The host's is that of a first window, which finds the device idle and has nothing to wait for; the
+    device's that of a second one, which the host has launched behind it.
+    """
+    device.synchronize()
+    start = time.perf_counter()
+    window()
+    host = time.perf_counter() - start
+    begin = device.now()
+    window()
+    end = device.now()
+    device.synchronize()
+    return device.seconds(begin, end), host
+
+
+def _check(variant: Variant, before: list[Tensor]) -> None:
+    pairs = zip(variant.model.parameters(), before, strict=True)
+    has_moved = any(not bool((parameter == old).all()) for parameter, old in pairs)
+    norm = float(variant.grad_norm)
+    if not (has_moved and 0 < norm < float("inf")):
+        raise RuntimeError(
+            f"the window was captured, and a replay does not train: gradient norm {norm:g}, parameters "
+            f"{'changed' if has_moved else 'unchanged'}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Time the kernels of every op against torch's expressions and against the rate of the memory."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from pyengine.cli.bench.kernels import accumulate, codec, exact, pack, unscale_norm
+from pyengine.cli.bench.kernels.case import Build, Run, Sizes
+from pyengine.ops import native
+
+# By stem.
+OPS: Mapping[str, Callable[[Sizes], list[Build]]] = {
+    "pack": pack.cases,
+    "accumulate": accumulate.cases,
+    "unscale_norm": unscale_norm.cases,
+    "exact": exact.cases,
+    "codec": codec.cases,
+}
+
+_FLUSH_BYTES = 256 * 2**20  # larger than the L2 cache of any GPU
+
+
+def measure(build: Build, roofs: Mapping[str, float], seconds: float, device: str = "cpu") -> dict[str, Any]:
+    """Time a case and torch's expression of the same work; return the row of a result file.
+
+    Args:
+        roofs: GB/s, from `measure_roofs` on the same device.
+        seconds: time budget.
+
+    Raises:
+        Disagreement: the kernel and torch compute different values.
+    """
+    case = build()
+    ours, torchs = time_in_turn([case.run, case.torch_run], seconds, device)
+    best = min(ours)
+    return {
+        "case": case.name,
+        "min_ms": best * 1e3,
+        "p50_ms": statistics.median(ours) * 1e3,
+        "p99_ms": percentile(ours, 0.99) * 1e3,
+        "torch_min_ms": min(torchs) * 1e3,
+        "torch_p50_ms": statistics.median(torchs) * 1e3,
+        "gb_per_s": case.num_bytes / best / 1e9,
+        "roof": case.roof,
+        "times_roof": best / case.roof_seconds(roofs),
+        "times_torch": min(torchs) / best,
+        "rounds": len(ours),
+    }
+
+
+def measure_roofs(megabytes: int, seconds: float, device: str = "cpu") -> dict[str, float]:
+    """Return GB/s of reading, updating in place and copying: of one thread, on CUDA of a large copy.
+
+    Raises:
+        RuntimeError: there is no native core, whose loops are the roofs of a processor.
+    """
+    if device == "cuda":
+        source = torch.ones(4 * megabytes * 2**18, device=device)
+        (taken,) = time_in_turn([partial(torch.empty_like(source).copy_, source)], seconds, device)
+        rate = 2 * source.nbytes / min(taken) / 1e9
+        return {"read": rate, "update": rate, "copy": rate}
+    core = native.core()
+    if core is None:
+        raise RuntimeError(
+            "this installation has no native core, so its kernels are torch's own and there is nothing to "
+            "compare: build it (see python -m pyengine doctor); `bench step` measures whole windows without "
+            "it"
+        )
+    src, dst = torch.ones(megabytes * 2**18), torch.ones(megabytes * 2**18)
+    a, b, n = src.data_ptr(), dst.data_ptr(), src.numel()
+    runs: list[Run] = [
+        lambda: core.roof_read(a, n),
+        lambda: core.roof_update(b, n),
+        lambda: core.roof_stream_copy(b, a, n),
+        lambda: ctypes.memmove(b, a, 4 * n),
+    ]
+    read, update, stream, memmove = (4 * n / min(taken) / 1e9 for taken in time_in_turn(runs, seconds))
+    return {"read": read, "update": 2 * update, "copy": 2 * max(stream, memmove), "memcpy": 2 * memmove}
+
+
+def time_in_turn(runs: Sequence[Run], seconds: float, device: str = "cpu") -> list[list[float]]:
+    """Time the runs in turn until the budget is spent; return the seconds of each call."""
+    time_call = _EventTimer() if device == "cuda" else _time_on_host
+    return in_turn([partial(time_call, run) for run in runs], seconds, least=5)
+
+
+def in_turn(timers: Sequence[Callable[[], float]], seconds: float, *, least: int) -> list[list[float]]:
+    """Call timers in turn until the budget is spent, at least `least` rounds after one of warm-up; return
+    what each returned.
+    """
+    times: list[list[float]] = [[] for _ in timers]
+    for timer in timers:
+        timer()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[0]) < least:
+        for timer, taken in zip(timers, times, strict=True):
+            taken.append(timer())
+    return times
+
+
+def _time_on_host(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+class _EventTimer:
+    """Times a call by two CUDA events, behind a fill that is larger than the L2 cache.
+
+    The fill evicts what the call before has left in the cache, and it keeps the device busy while the host
+    launches the call, so that the events enclose the device's work alone.
+    """
+
+    def __init__(self) -> None:
+        self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+    def __call__(self, run: Run) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush.zero_()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
+def percentile(times: Sequence[float], share: float) -> float:
+    """Return the time that `share` of all calls stay below."""
+    return sorted(times)[int(share * (len(times) - 1))]
