@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 
 import pyengine as pe
 from pyengine.cli.machine import card
-from pyengine.cli.study.axes import INK, STYLE
+from pyengine.cli.study.plots import INK, STYLE
 from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.tasks.gpt import TextTask
 from pyengine.cli.wires import WIRES

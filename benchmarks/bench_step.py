@@ -8,8 +8,9 @@ ranks.
 
 Two gloo ranks (`--world`) with one thread each. Variants take turns in the same processes, window by window,
 so that whatever slows the machine down slows all of them down; a window's time is the slower rank's. Without
---rate and --memory, `python -m pyengine bench step` measures the same. bench_windows.py is for GPUs. `sync` is what a variant costs above
-training without any communication (`floor`) outside unscale, clip and optimizer.
+--rate and --memory, `python -m pyengine bench step` measures the same; bench_windows.py is for GPUs. `sync`
+is what a variant costs above training without any communication (`floor`) outside unscale, clip and
+optimizer.
 """
 
 from __future__ import annotations

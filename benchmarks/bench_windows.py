@@ -2,8 +2,8 @@
 
     python benchmarks/bench_windows.py gpt124:bf16:8 [--graph] [--out FILE]
 
-Window times are those of `python -m pyengine bench step --device cuda`. Then every variant runs once more in
-windows of its own: milliseconds until the host has launched a window of an idle device (`host`), kernels
+Window times are those of `python -m pyengine bench step --device cuda`. Further windows of each variant
+measure milliseconds until the host has launched a window of an idle device (`host`), kernels
 launched, copies and fills, and waits for the device, as the profiler counts them, and the largest memory
 (`peak`). With --graph a whole window is captured as one CUDA graph, or its row has the reason why not.
 """
@@ -11,13 +11,14 @@ launched, copies and fills, and waits for the device, as the profiler counts the
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,9 @@ def main() -> None:
         model, dtype, names, options.rounds, device=options.device, micro_batches=int(micro_batches)
     )
     found = rows(merged(launch(_times, workers=options.world, args=(setting,))))
-    for name, row in found.items():
-        if "failed" not in row:
-            found[name] = row | figures(setting, name, options.world, graph=options.graph)
+    names = [name for name, row in found.items() if "failed" not in row]
+    for name, row in figures(setting, names, options.world, graph=options.graph).items():
+        found[name] |= row
     machine = card(1, options.device) | (_cuda.machine_card() if options.device == "cuda" else {})
     machine |= {"ranks": options.world, "network": "NCCL" if options.device == "cuda" else "loopback"}
     content = {"machine": machine, "options": vars(options) | {"out": None}, "cases": {setting.name: found}}
@@ -88,55 +89,62 @@ def _times(setting: Setting) -> Outcome:
     return measure(setting, lambda done: None)
 
 
-# ---- in windows of its own ----
+# ---- in further windows ----
 
 
-def figures(setting: Setting, name: str, world: int, *, graph: bool) -> dict[str, Any]:
-    """Return the figures of a variant beside its times, from processes of its own: a capture that fails
-    leaves torch's allocator in an undefined state.
-    """
-    found = _largest(count, setting, name, world, "not_counted")
-    if not graph:
-        return found
-    if VARIANTS[name].is_ours:
-        return found | {"no_graph": NO_GRAPH}
-    return found | _largest(replays, setting, name, world, "no_graph")
-
-
-def _largest(run: Callable[..., Any], setting: Setting, name: str, world: int, failed: str) -> dict[str, Any]:
-    """Run on every rank; return the largest value of each figure, or the reason of a failure as `failed`."""
-    try:
-        ranks = launch(run, workers=world, args=(setting, name), timeout_s=_TIMEOUT_S)
-    except (RuntimeError, TimeoutError) as error:
-        return {failed: str(error).strip().splitlines()[-1]}
-    return {key: max(rank[key] for rank in ranks) for key in ranks[0]}
-
-
-def count(setting: Setting, name: str) -> dict[str, float]:
-    """Return the host's time of a window and, on CUDA, its memory and calls on this rank."""
-    with _warm(setting, name, graph=False) as (variant, device):
-        taken = [time_window(lambda: variant.marks(lambda: None), device)[1] for _ in range(setting.rounds)]
-        found: dict[str, float] = {"host_p50_ms": statistics.median(taken) * 1e3}
-        if setting.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            variant.marks(lambda: None)
-            device.synchronize()
-            found["peak_mb"] = torch.cuda.max_memory_allocated() / 2**20
-            found |= launches(_calls(variant, device))
+def figures(setting: Setting, names: Sequence[str], world: int, *, graph: bool) -> dict[str, dict[str, Any]]:
+    """Return the figures of variants beside their times."""
+    found = _on_ranks(counts, setting, names, world)
+    for name, row in found.items():
+        if graph and VARIANTS[name].is_ours:
+            row["no_graph"] = NO_GRAPH
+        elif graph:  # in other processes: a capture that fails leaves torch's allocator in an undefined state
+            row |= _on_ranks(replays, setting, (name,), world)[name]
     return found
 
 
-@contextmanager
-def _warm(setting: Setting, name: str, *, graph: bool) -> Iterator[tuple[Variant, Processor]]:
+def _on_ranks(
+    run: Callable[..., Any], setting: Setting, names: Sequence[str], world: int
+) -> dict[str, dict[str, Any]]:
+    """Run on every rank; return the largest value of each figure by variant, or a reason as `no_graph`."""
+    try:
+        ranks = launch(run, workers=world, args=(setting, tuple(names)), timeout_s=_TIMEOUT_S)
+    except (RuntimeError, TimeoutError) as error:
+        why = str(error).strip().splitlines()[-1]
+        return {name: {"not_counted" if run is counts else "no_graph": why} for name in names}
+    return {name: {key: max(rank[name][key] for rank in ranks) for key in ranks[0][name]} for name in names}
+
+
+def counts(setting: Setting, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return each variant's host time of a window and, on CUDA, its memory and calls, on this rank."""
     device = DEVICES[setting.device]()
-    with device.entered(), side_stream(setting.device) if graph else nullcontext():
-        variant = setting.make(name, device)
-        for group in variant.optimizer.param_groups:
-            group["capturable"] = graph
-        for _ in range(_WARM_UP if graph else 2):
-            variant.marks(lambda: None)
+    with device.entered():
+        return {name: _count(setting, name, device) for name in names}
+
+
+def _count(setting: Setting, name: str, device: Processor) -> dict[str, float]:
+    gc.collect()
+    held = torch.cuda.memory_allocated() if setting.device == "cuda" else 0  # by earlier variants
+    variant = _warm(setting, name, device, windows=2)
+    taken = [time_window(lambda: variant.marks(lambda: None), device)[1] for _ in range(setting.rounds)]
+    found: dict[str, float] = {"host_p50_ms": statistics.median(taken) * 1e3}
+    if setting.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        variant.marks(lambda: None)
         device.synchronize()
-        yield variant, device
+        found["peak_mb"] = (torch.cuda.max_memory_allocated() - held) / 2**20
+        found |= launches(_calls(variant, device))
+    return found
+
+
+def _warm(setting: Setting, name: str, device: Processor, *, windows: int) -> Variant:
+    variant = setting.make(name, device)
+    for group in variant.optimizer.param_groups:
+        group["capturable"] = windows == _WARM_UP
+    for _ in range(windows):
+        variant.marks(lambda: None)
+    device.synchronize()
+    return variant
 
 
 def _calls(variant: Variant, device: Processor) -> Counter[str]:
@@ -163,18 +171,24 @@ def launches(calls: Mapping[str, int]) -> dict[str, int]:
 # ---- as a CUDA graph ----
 
 
-def replays(setting: Setting, name: str) -> dict[str, float]:
-    """Capture a window of a variant on this rank, replay it, and return milliseconds.
+def replays(setting: Setting, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Capture a window of each variant on this rank, replay it, and return milliseconds.
 
     Raises:
-        RuntimeError: the window cannot be captured, or its replays do not train.
+        RuntimeError: a window cannot be captured, or its replays do not train.
     """
-    with _warm(setting, name, graph=True) as (variant, device):
-        replay = capture(lambda: variant.marks(lambda: None), setting.device)
-        before = [parameter.detach().clone() for parameter in variant.model.parameters()]
-        replay()
-        _check(variant, before)
-        taken = [time_window(replay, device) for _ in range(setting.rounds)]
+    device = DEVICES[setting.device]()
+    with device.entered(), side_stream(setting.device):
+        return {name: _replay(setting, name, device) for name in names}
+
+
+def _replay(setting: Setting, name: str, device: Processor) -> dict[str, float]:
+    variant = _warm(setting, name, device, windows=_WARM_UP)
+    replay = capture(lambda: variant.marks(lambda: None), setting.device)
+    before = [parameter.detach().clone() for parameter in variant.model.parameters()]
+    replay()
+    _check(variant, before)
+    taken = [time_window(replay, device) for _ in range(setting.rounds)]
     return {
         "graph_p50_ms": statistics.median(seconds for seconds, _ in taken) * 1e3,
         "graph_host_p50_ms": statistics.median(host for _, host in taken) * 1e3,

@@ -1,1 +1,1 @@
-"""The command line: a folder a command, and what they share."""
+"""The command line: a folder for each command, and shared modules."""

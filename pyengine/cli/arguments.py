@@ -1,31 +1,41 @@
-"""What the arguments of several commands share: types, checks, the error."""
+"""Arguments that several commands share: types, checks, settings made of options."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 from pyengine.comm.launching import check_number
 
+_Settings = TypeVar("_Settings")
+
 
 class Conflict(ValueError):
-    """Two arguments that cannot go together."""
+    """Arguments that are valid alone, and not together or on this machine."""
+
+
+def fill(settings: type[_Settings], options: argparse.Namespace, **values: Any) -> _Settings:
+    """Return the settings of a command: `values`, and the other fields from the options of the same names."""
+    names = [field.name for field in fields(settings) if field.name not in values]  # type: ignore[arg-type]
+    return settings(**values, **{name: getattr(options, name) for name in names})
 
 
 def check_writable(argument: str, file: Path) -> None:
-    """Raise `Conflict` if a file could not be written at the end; leave none behind."""
+    """Raise `Conflict` if a file cannot be written; do not create it."""
     existed = file.exists()
     try:
         file.open("ab").close()
     except OSError as error:
         raise Conflict(
-            f"argument {argument}: cannot write {file} ({error.strerror}): name a file, in a folder that is "
-            "there and yours"
+            f"argument {argument}: cannot write {file} ({error.strerror}): name a file in a folder that "
+            "exists and is writable"
         ) from None
     if not existed:
-        file.unlink(missing_ok=True)  # torchrun's workers all look
+        file.unlink(missing_ok=True)  # every worker of torchrun checks
 
 
 def check_workers(numbers: Collection[int]) -> None:
@@ -37,7 +47,7 @@ def check_workers(numbers: Collection[int]) -> None:
 
 
 def each(defaults: Mapping[str, float]) -> str:
-    """Describe a default that differs between models."""
+    """Describe a default that depends on the model."""
     return "default: " + ", ".join(f"{model} {value:g}" for model, value in defaults.items())
 
 
@@ -57,7 +67,7 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def number(text: str) -> float:
-    """Return a number; nan where it is none, which is in no range."""
+    """Return a number; nan, which is in no range, for any other text."""
     try:
         return float(text)
     except ValueError:
@@ -65,7 +75,7 @@ def number(text: str) -> float:
 
 
 def above_zero(text: str) -> float:
-    """Parse a number above 0, inf among them: a type for `add_argument`."""
+    """Parse a number above 0, which may be inf."""
     value = number(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"got {text}, need a number above 0")
@@ -73,7 +83,7 @@ def above_zero(text: str) -> float:
 
 
 def finite_above_zero(text: str) -> float:
-    """Parse a finite number above 0: a type for `add_argument`."""
+    """Parse a finite number above 0."""
     value = above_zero(text)
     if math.isinf(value):
         raise argparse.ArgumentTypeError(f"got {text}, need a finite number above 0")
@@ -84,7 +94,7 @@ def different_wholes(example: str) -> Callable[[str], tuple[int, ...]]:
     """Return a type for `add_argument`: several different whole numbers of at least 1.
 
     Args:
-        example: for the error message, with a remark if need be.
+        example: for the error message.
     """
 
     def parse(text: str) -> tuple[int, ...]:
@@ -94,5 +104,17 @@ def different_wholes(example: str) -> Callable[[str], tuple[int, ...]]:
                 f"got {text}, need different whole numbers of at least 1, {example}"
             )
         return numbers
+
+    return parse
+
+
+def different_names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """Return a type for `add_argument`: several different ones of the known names."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(text.split(","))
+        if not set(names) <= set(known) or len(set(names)) < len(names):
+            raise argparse.ArgumentTypeError(f"got {text}, need different ones of {', '.join(known)}")
+        return names
 
     return parse

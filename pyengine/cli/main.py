@@ -1,4 +1,4 @@
-"""Arguments to commands."""
+"""The entry point: parse the arguments, run a command, return the exit code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pyengine.cli.study import arguments as study
 from pyengine.cli.train import arguments as train
 from pyengine.cli.verify import arguments as verify
 
-# What the extras `train` and `study` bring: import name to package.
+# The packages of the extras `train` and `study`, by import name.
 _EXTRA = {
     "rich": "rich",
     "sklearn": "scikit-learn",
@@ -28,27 +28,29 @@ _EXTRA = {
     "jinja2": "jinja2",
     "psutil": "psutil",
 }
-_ON_TORCHRUNS_WORKERS = ("train", "plan")
+_UNDER_TORCHRUN = ("train", "plan")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code.
+    """Run the command line; return the exit code.
 
     Args:
-        argv: arguments without the program's name; None is this process's own.
+        argv: the arguments without the program's name; None: those of this process.
     """
-    terminal.show_everything()
+    terminal.replace_unencodable()
     parser = build_parser()
     options = parser.parse_args(argv)
     if options.command is None:
         parser.print_help()
         return 0
     refuse: Callable[[str], NoReturn] = options.error
-    if options.command not in _ON_TORCHRUNS_WORKERS and dist.is_torchelastic_launched():
-        refuse(f"torchrun has started this, but {options.command} starts its own workers: run it by python")
+    if options.command not in _UNDER_TORCHRUN and dist.is_torchelastic_launched():
+        refuse(f"{options.command} starts its own workers: run it with python, not with torchrun")
+    kept = "nothing was saved"
     try:
         settings = _COMMANDS[options.command][1].settings(options)
-        # Only now: what it imports takes long, or is not there.
+        kept = getattr(settings, "kept", kept)
+        # Imported late: it takes long, and may need a package that is not installed.
         run: Callable[[Any], int] = import_module(f"pyengine.cli.{options.command}.run").run
         with stopping.raised():
             code = run(settings)
@@ -63,40 +65,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         is_in_train = options.command != "study" and missing in ("rich", "sklearn", "numpy")
         extra = "train" if is_in_train else "study"
         print(
-            f"{options.command} needs {_EXTRA[missing]}, which is not installed: pip install '.[{extra}]' "
-            "in a clone of pyengine",
+            f"{options.command} needs {_EXTRA[missing]}, which is not installed: run "
+            f"pip install '.[{extra}]' in a clone of pyengine",
             file=sys.stderr,
         )
         return 1
     except OSError as error:
-        stopped = terminal.exit_code(error)
-        if stopped is None:
+        failed = terminal.exit_code(error)
+        if failed is None:
             raise
-        return stopped
+        return failed
     except (KeyboardInterrupt, SystemExit) as stop:
-        return stopping.told(stop, "every worker has ended, nothing was saved")
+        return stopping.report(stop, f"every worker has ended, {kept}")
+    finally:
+        terminal.show_cursor()
 
 
-# What each does, and its arguments (with the help's text); `run` of its folder runs it.
+# The summary and the arguments of each command; the module `run` of its folder runs it.
 _COMMANDS: dict[str, tuple[str, Any]] = {
-    "train": ("train small real models on this machine, and compare with plain DDP", train),
-    "verify": ("train on several world sizes and say whether the runs are identical", verify),
-    "plan": ("show how a global batch is split on any number of workers", plan),
-    "study": ("train on a grid of workers and batch sizes, and say what they buy", study),
-    "bench": ("measure kernels and whole windows here, against torch, DDP and its friends", bench),
-    "doctor": ("say what works here, what does not, and how to mend it", doctor),
+    "train": ("train small models on this machine and compare with plain DDP", train),
+    "verify": ("train on several world sizes and check that the runs are bitwise identical", verify),
+    "plan": ("show how a global batch is split over numbers of workers", plan),
+    "study": ("train over numbers of workers and batch sizes, and report the speed-up", study),
+    "bench": ("time kernels and whole windows against plain PyTorch and DDP", bench),
+    "doctor": ("check this machine and installation, and suggest remedies", doctor),
 }
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of every command; `error` of the parsed options ends with that command's usage."""
+    """Return the parser; `error` of the parsed options exits with the usage of their command."""
     parser = argparse.ArgumentParser(
         prog="python -m pyengine", description="Gradient synchronization and accumulation for PyTorch."
     )
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print one JSON object a line instead of text")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (summary, about) in _COMMANDS.items():
         command = commands.add_parser(
             name,
+            parents=[common],
             help=summary,
             description=about.DESCRIPTION,
             epilog=about.EXAMPLES,

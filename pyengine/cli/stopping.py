@@ -1,6 +1,6 @@
-"""SIGINT and SIGTERM: one line on stderr and 128 + the signal as exit code, from the first import on.
+"""SIGINT and SIGTERM end a command with one line on stderr and the exit code 128 + signal.
 
-`pyengine/__init__.py` imports this before what takes seconds, so it imports next to nothing itself.
+`pyengine/__init__.py` imports this module before the imports that take seconds, so it imports little itself.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
 def at_start() -> None:
-    """Let a signal end this process at once, as long as it has begun nothing and started nobody.
+    """Let a signal end this process at once, before it has started anything.
 
-    An exception would pass through imports that are half done, some of which swallow it. Workers of torchrun
-    end without a word, and in a collective too: torchrun speaks.
+    An exception would pass through unfinished imports, some of which swallow it. Workers of torchrun end
+    silently, also inside a collective: torchrun reports the signal.
     """
-    for number in _heeded():
-        signal.signal(number, signal.SIG_DFL if _is_torchruns() else _exit)
+    for number in _not_ignored():
+        signal.signal(number, signal.SIG_DFL if _is_torchrun_worker() else _exit)
 
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Raise KeyboardInterrupt or SystemExit in the body at a signal; a second one while it ends is ignored.
+    """Raise KeyboardInterrupt or SystemExit in the body at a signal; ignore further signals from then on.
 
-    Behind the body nothing is left to stop in a process that `at_start` was called in: signals are ignored
-    there, while the interpreter ends.
+    After the body, nothing is left to stop in a process that has called `at_start`: signals are ignored while
+    the interpreter exits.
     """
-    if _is_torchruns() or threading.current_thread() is not threading.main_thread():
+    if _is_torchrun_worker() or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in _heeded()}
+    before = {number: signal.getsignal(number) for number in _not_ignored()}
     for number in before:
         signal.signal(number, _raise)
     try:
@@ -47,46 +47,46 @@ def raised() -> Iterator[None]:
             signal.signal(number, signal.SIG_IGN if handler is _exit else handler)
 
 
-def told(stop: KeyboardInterrupt | SystemExit, text: str) -> int:
-    """Say in one line which signal has ended a command, and return its exit code.
+def report(stop: KeyboardInterrupt | SystemExit, text: str) -> int:
+    """Print one line with the signal that has ended a command; return the exit code.
 
     Raises:
-        SystemExit: it was no signal.
+        SystemExit: `stop` itself, if it was not caused by a signal.
     """
     code = 128 + signal.SIGINT if isinstance(stop, KeyboardInterrupt) else stop.code
     if not isinstance(code, int) or code - 128 not in {*_WORDS, signal.SIGHUP, signal.SIGQUIT}:
         raise stop
-    _say(signal.Signals(code - 128), text)
+    _print(signal.Signals(code - 128), text)
     return code
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
-    _ignore()
-    _say(signal.Signals(number), "nothing had begun")
+    _ignore_signals()
+    _print(signal.Signals(number), "nothing had begun")
     os._exit(128 + number)
 
 
 def _raise(number: int, frame: FrameType | None) -> NoReturn:
-    _ignore()
+    _ignore_signals()
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
-def _ignore() -> None:
+def _ignore_signals() -> None:
     for number in _WORDS:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _say(number: signal.Signals, text: str) -> None:
-    if _is_torchruns() and os.environ.get("RANK") != "0":
+def _print(number: signal.Signals, text: str) -> None:
+    if _is_torchrun_worker() and os.environ.get("RANK") != "0":
         return
     with suppress(OSError):  # a terminal that was closed
         print(f"{_WORDS.get(number, 'ended by ' + number.name)}: {text}", file=sys.stderr, flush=True)
 
 
-def _heeded() -> list[signal.Signals]:
-    """Return those that are not ignored: a shell's background jobs are not interrupted."""
+def _not_ignored() -> list[signal.Signals]:
+    """Return the signals that are not ignored; a shell's background jobs ignore SIGINT."""
     return [number for number in _WORDS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
-def _is_torchruns() -> bool:
+def _is_torchrun_worker() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ

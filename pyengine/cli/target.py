@@ -1,8 +1,9 @@
-"""Training functions of the user's own, named on the command line as MODULE:FUNCTION."""
+"""Training functions: built-in models, or a function of the user's, given as MODULE:FUNCTION."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -10,20 +11,35 @@ from pyengine.cli.arguments import Conflict
 
 
 class Enough(BaseException):
-    """Ends a training function after its last step; no Exception,
-    so that it passes through the user's handlers.
-    """
+    """Ends a training function after its last step; no Exception, so that the user's handlers ignore it."""
 
 
-def check_spelling(target: str) -> None:
-    """Raise Conflict if it is not MODULE:FUNCTION; imports nothing."""
-    module, _, function = target.partition(":")
+def add_to(parser: argparse.ArgumentParser, models: Sequence[str], default: str) -> None:
+    """Declare `--model` and `--train`."""
+    parser.add_argument("--model", choices=models, help=f"built-in model (default: {default})")
+    parser.add_argument(
+        "--train",
+        metavar="MODULE:FUNCTION",
+        help="train with this function (see below) instead of a built-in model",
+    )
+
+
+def check_spelling(options: argparse.Namespace) -> None:
+    """Raise `Conflict` if `--train` is given together with `--model` or is misspelled; import nothing."""
+    if options.model is not None:
+        raise Conflict(
+            f"argument --model: got {options.model} with --train {options.train}: leave one of them out"
+        )
+    module, _, function = options.train.partition(":")
     if not module or not function:
-        raise Conflict(f"argument --train: got {target}, need MODULE:FUNCTION, mine:train say (of mine.py)")
+        raise Conflict(
+            f"argument --train: got {options.train}, need MODULE:FUNCTION, for example mine:train for "
+            "the function train of mine.py"
+        )
 
 
 def check(target: str) -> None:
-    """Raise Conflict if the function is not there."""
+    """Raise `Conflict` if the function does not exist."""
     module, _, function = target.partition(":")
     try:
         found = getattr(import_module(module), function, None)

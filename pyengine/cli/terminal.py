@@ -1,4 +1,4 @@
-"""The stream that commands print to: what it cannot show, JSON lines, and that it may be closed or full."""
+"""The terminal: unencodable characters, JSON lines, and an output that is closed or full."""
 
 from __future__ import annotations
 
@@ -10,27 +10,33 @@ import sys
 from typing import Any
 
 _CLOSED = 141  # 128 + SIGPIPE, as a shell reports `command | head`
-_RAISING = ("strict", "surrogateescape")  # the second is what Python sets in the C locale
+_RAISING = ("strict", "surrogateescape")  # Python sets the second one in the C locale
 
 
-def show_everything() -> None:
-    """Let signs that stdout has no code for come out as `?`; every process that prints calls this."""
+def replace_unencodable() -> None:
+    """Print `?` for characters that the encoding of stdout lacks; every process that prints calls this."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in _RAISING:
             stream.reconfigure(errors="replace")
 
 
+def show_cursor() -> None:
+    """Show the cursor, which a worker that was ended inside its live line has left hidden."""
+    if sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h")
+
+
 def print_json(event: str, **values: Any) -> None:
-    """Print an object on a line of its own, for programs; `event` says what it is."""
+    """Print a JSON object on one line."""
     print(json.dumps({"event": event, **values}), flush=True)
 
 
 def read_json(text: str | bytes) -> Any:
-    """Return the JSON of a file that anybody may have written, for a terminal: signs of its strings that are
-    not printed, but move the cursor for example, are `?`.
+    """Return the JSON of an untrusted file, whose control characters, which could move the cursor of a
+    terminal, are replaced by `?`.
 
     Raises:
-        ValueError: the text is no JSON, or nested too deeply.
+        ValueError: the text is not JSON, or nested too deeply.
     """
     try:
         return _printable(json.loads(text))
@@ -47,15 +53,14 @@ def _printable(value: Any) -> Any:
 
 
 def flush() -> None:
-    """Write what is still to be written while it can be told that this fails."""
+    """Flush stdout while an error can still be reported."""
     sys.stdout.flush()
 
 
 def exit_code(error: OSError) -> int | None:
-    """Return the exit code of a command whose output nobody takes or nothing holds; None if the error is
-    another one.
+    """Return the exit code of a command whose output was closed or has no room; None for other errors.
 
-    Output is thrown away from then on, so that the interpreter does not stumble over it again.
+    Redirects stdout to the null device, so that the interpreter does not fail once more when it exits.
     """
     if isinstance(error, BrokenPipeError):
         code = _CLOSED

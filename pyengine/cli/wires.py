@@ -1,10 +1,10 @@
-"""The wires that commands and benchmarks know by name."""
+"""The wires of commands and benchmarks, by name."""
 
 from __future__ import annotations
 
 from pyengine.wire import BF16, FP8, FP16, FP32, ErrorFeedback, Int8, Wire
 
-# Rounded where their own rank sees it, which error feedback needs.
+# Wires that round on their own rank, which error feedback needs.
 _FED_BACK: dict[str, Wire] = {
     "bf16-sum-fp32": BF16(sum="fp32"),
     "fp16-sum-fp32": FP16(sum="fp32"),

@@ -20,13 +20,13 @@ BAD_TRAIN = [
         "got bf16 with --mode ddp, which has no wire: leave it out, or use",
     ),
     (("--model", "gpt", "--trace", "/"), "argument --trace: cannot write / ("),
-    (("--trace", "no/where.json"), "no/where-gpt.json (No such file or directory): name a file, in a folder"),
+    (("--trace", "no/where.json"), "no/where-gpt.json (No such file or directory): name a file in a folder"),
     (("--trace", "/proc/trace.json"), "argument --trace: cannot write /proc/trace-gpt.json ("),
     (
         ("--mode", "ddp", "--checkpoints", "runs"),
         "argument --checkpoints: got runs with --mode ddp, which has",
     ),
-    (("--checkpoints", "/proc/runs"), "argument --checkpoints: cannot make /proc/runs/gpt ("),
+    (("--checkpoints", "/proc/runs"), "argument --checkpoints: cannot create /proc/runs/gpt ("),
     (("--mode", "ddp", "--accumulator", "native"), "argument --accumulator: got native with --mode ddp"),
 ]
 BAD_VERIFY = [
@@ -95,6 +95,6 @@ def test_missing_extra_says_what_to_install(
     monkeypatch.setitem(sys.modules, module, None)  # Python's own way to make an import fail
     assert main(["train"]) == 1
     message = (
-        f"train needs {package}, which is not installed: pip install '.[train]' in a clone of pyengine\n"
+        f"train needs {package}, which is not installed: run pip install '.[train]' in a clone of pyengine\n"
     )
     assert capsys.readouterr().err == message

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from pyengine.cli.bench import arguments as bench_arguments
 from pyengine.cli.bench import run as bench
 from pyengine.cli.bench import verdict as bench_verdict
-from pyengine.cli.bench.report import Tables
 from pyengine.cli.bench.windows import measure as windows
 from pyengine.cli.bench.windows import models
 from pyengine.cli.bench.windows.variants import VARIANTS, Floor, NoSync
@@ -104,18 +103,6 @@ def test_table_py_shows_what_a_device_tells_of_windows_and_why_one_is_missing(
     assert "| engine |  |  |  |  |  |  |  | it broke |" in shown
 
 
-@pytest.mark.slow
-def test_the_table_of_a_run_has_a_line_for_each_variant(
-    saved: tuple[list[dict[str, Any]], Path], capsys: Capture
-) -> None:
-    lines = {line["variant"]: line for line in events(saved[0], "variant")}
-    measured = {name: times(*(ms / 1e3 for ms in line["windows_ms"])) for name, line in lines.items()}
-    Tables().windows("gpt0:fp32", measured, lines)
-    shown = [line for line in capsys.readouterr().out.splitlines() if line.strip()][2:]
-    assert [line.split("  ")[0] for line in shown] == [VARIANTS[name].label for name in lines]
-    assert all(f"{line['window_p50_ms']:.1f}" in row for line, row in zip(lines.values(), shown, strict=True))
-
-
 def test_kernels_get_a_table_and_leave_no_thread_setting_behind(capsys: Capture) -> None:
     assert main(["bench", "kernels", *SMALL]) == 0
     shown = capsys.readouterr().out
@@ -139,16 +126,16 @@ def test_kernels_that_disagree_with_torch_stop_the_run(
     )
 
 
-def test_a_failing_worker_ends_the_run_with_its_reason_and_what_was_measured_before_is_kept(
+def test_a_failing_worker_ends_the_run_and_what_was_measured_before_is_kept(
     tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    monkeypatch.setattr(bench, "launch", mock.Mock(side_effect=RuntimeError("worker 1 of 2 failed")))
     out = tmp_path / "mine.json"
     assert main(["bench", *SMALL, *STEP, "--out", str(out)]) == 1
     assert len(json.loads(out.read_text())["rows"]) == 11
     said = capfd.readouterr()
     assert "Kernels: over 11 cases" in said.out
-    assert "of 2 failed" in said.err and "nowhere0" in said.err
+    assert said.err == "worker 1 of 2 failed\n"
 
 
 class Undivided(NoSync):
@@ -198,8 +185,8 @@ def test_variants_with_other_gradients_stop_the_run_on_every_rank(
             ["kernels", "--variants", "ddp,engine"],
             "argument --variants: got ddp,engine with kernels, and it is",
         ),
-        (["--device", "cuda"], "argument --device: got cuda, and torch finds no CUDA device here"),
-        (["step", "--device", "cuda"], "argument --device: got cuda, and torch finds no CUDA device here"),
+        (["--device", "cuda"], "argument --device: got cuda, and torch finds no CUDA device"),
+        (["step", "--device", "cuda"], "argument --device: got cuda, and torch finds no CUDA device"),
         (["--variants", "ddp,accelerate"], "argument --variants: got accelerate, and accelerate is not"),
         (
             ["--out", "no/such/folder.json"],

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyengine.cli.bench import arguments as bench_arguments
-from pyengine.cli.bench.report import Tables
+from pyengine.cli.bench.report import Report
 from pyengine.cli.bench.windows import device as devices
 from pyengine.cli.bench.windows import measure as windows
 from pyengine.cli.bench.windows import models
@@ -243,7 +243,7 @@ def test_the_table_shows_times_and_who_failed(capsys: pytest.CaptureFixture[str]
     rows: dict[str, dict[str, Any]] = {"engine": row, "attach": {"failed": "it broke"}}
     times = {"engine": [{"window": 0.0125}]}
     with mock.patch.dict("os.environ", COLUMNS="160"):
-        Tables().windows("gpt124:bf16", times, rows)
+        Report().windows("gpt124:bf16", times, rows)
     _, _, engine, attach = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert engine.split() == ["GradSync", "12.5", "12.0", "0%", "2.5", "20%"]
     assert attach.split() == ["attach", "failed"]

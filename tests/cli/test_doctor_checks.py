@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import sys
 import tempfile
-import time
+from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -43,19 +46,21 @@ def a_compiler(folder: Path, *, exit_code: int) -> str:
     return str(path)
 
 
-def test_no_compiler_on_path(monkeypatch: Patch, tmp_path: Path) -> None:
-    monkeypatch.delenv("CXX", raising=False)
+@pytest.mark.parametrize(
+    ("cxx", "text", "remedy"),
+    [
+        ("", "none of c++, g++, clang++ on PATH", "apt install g++"),
+        ("/no/such/c++", "CXX=/no/such/c++ does not exist", "set CXX"),
+    ],
+)
+def test_no_compiler(monkeypatch: Patch, tmp_path: Path, cxx: str, text: str, remedy: str) -> None:
+    monkeypatch.setenv("CXX", cxx)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert_says(doctor_native.compiler(), "warn", "none of c++, g++, clang++ on PATH", "apt install g++")
-
-
-def test_cxx_that_is_not_there(monkeypatch: Patch) -> None:
-    monkeypatch.setenv("CXX", "/no/such/c++")
-    assert_says(doctor_native.compiler(), "warn", "CXX=/no/such/c++ is not there", "set CXX")
+    assert_says(doctor_native.compiler(), "warn", text, remedy)
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "status", "text"), [(1, "warn", "c++20 (error: what"), (0, "ok", "takes")]
+    ("exit_code", "status", "text"), [(1, "warn", "c++20 (error: what"), (0, "ok", "supports")]
 )
 def test_a_compiler_is_asked_for_c_20(
     monkeypatch: Patch, tmp_path: Path, exit_code: int, status: str, text: str
@@ -68,30 +73,23 @@ def test_a_compiler_is_asked_for_c_20(
 # --- The native core ---
 
 
-def without_core(monkeypatch: Patch, folder: Path, *files: str) -> Finding:
+@pytest.mark.parametrize(
+    ("file", "status", "text", "remedy"),
+    [
+        ("", "warn", "not built: plain PyTorch computes the same results", "pip install ."),
+        ("_core.cpython-39-x86_64-linux-gnu.so", "warn", "linux-gnu.so is for another Python", "pip install"),
+        (f"_core{EXTENSION_SUFFIXES[0]}", "fail", "does not load: undefined symbol", "--force-reinstall"),
+    ],
+)
+def test_a_core_that_is_missing_or_broken(
+    monkeypatch: Patch, tmp_path: Path, file: str, status: str, text: str, remedy: str
+) -> None:
     monkeypatch.setattr(native, "_core", None)
     monkeypatch.setattr(native, "_missing", ImportError("undefined symbol: oops"))
-    monkeypatch.setattr(doctor_native, "FOLDER", folder)
-    for name in files:
-        (folder / name).write_text("")
-    return doctor_native.core()
-
-
-def test_a_core_that_was_not_built(monkeypatch: Patch, tmp_path: Path) -> None:
-    finding = without_core(monkeypatch, tmp_path)
-    assert_says(finding, "warn", "not built: results are the same", "pip install .")
-
-
-def test_a_core_for_another_python(monkeypatch: Patch, tmp_path: Path) -> None:
-    finding = without_core(monkeypatch, tmp_path, "_core.cpython-39-x86_64-linux-gnu.so")
-    assert_says(
-        finding, "warn", "_core.cpython-39-x86_64-linux-gnu.so is for another Python", "pip install ."
-    )
-
-
-def test_a_core_that_does_not_load(monkeypatch: Patch, tmp_path: Path) -> None:
-    finding = without_core(monkeypatch, tmp_path, f"_core{EXTENSION_SUFFIXES[0]}")
-    assert_says(finding, "fail", "does not load: undefined symbol: oops", "--force-reinstall")
+    monkeypatch.setattr(doctor_native, "FOLDER", tmp_path)
+    if file:
+        (tmp_path / file).write_text("")
+    assert_says(doctor_native.core(), status, text, remedy)
 
 
 @pytest.fixture
@@ -106,7 +104,7 @@ def fake_core(monkeypatch: Patch) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("run", "text"),
     [
-        (lambda *_, **__: None, "unscale_norm gives [[0.0, 0.0], [[3.0], [1000.0]], [0, 0]]"),
+        (lambda *_, **__: None, "unscale_norm returned [[0.0, 0.0], [[3.0], [1000.0]], [0, 0]]"),
         (lambda self, *_, **__: self._native.no_such_op, "object has no attribute"),
     ],
     ids=["wrong result", "older core"],
@@ -133,31 +131,24 @@ def test_instructions_and_thread_pool_are_named(
 # --- CUDA ---
 
 
-def without_cuda(monkeypatch: Patch, driver: Path, built: str | None) -> Finding:
+@pytest.mark.parametrize(
+    ("driver", "built", "status", "text", "remedy"),
+    [
+        (False, None, "ok", "no CUDA device", ""),
+        (False, "13.0", "ok", "no CUDA device", ""),
+        (True, None, "warn", "is built without CUDA", "CUDA build of torch"),
+        (True, "13.0", "fail", "no device (CUDA_VISIBLE_DEVICES=7)", "driver to one for CUDA 13.0"),
+    ],
+)
+def test_no_device_is_fine_without_a_driver(
+    monkeypatch: Patch, tmp_path: Path, driver: bool, built: str | None, status: str, text: str, remedy: str
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", built)
-    monkeypatch.setattr(doctor_native, "NVIDIA", driver)
+    monkeypatch.setattr(doctor_native, "NVIDIA", tmp_path if driver else tmp_path / "none")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     (finding,) = doctor_native.cuda()
-    return finding
-
-
-@pytest.mark.parametrize("built", [None, "13.0"])
-def test_no_device_is_fine_where_there_is_no_driver(
-    monkeypatch: Patch, tmp_path: Path, built: str | None
-) -> None:
-    assert_says(without_cuda(monkeypatch, tmp_path / "none", built), "ok", "no CUDA device")
-
-
-def test_a_torch_without_cuda_beside_a_driver(monkeypatch: Patch, tmp_path: Path) -> None:
-    assert_says(
-        without_cuda(monkeypatch, tmp_path, None), "warn", "is built without CUDA", "CUDA build of torch"
-    )
-
-
-def test_a_driver_whose_devices_torch_does_not_see(monkeypatch: Patch, tmp_path: Path) -> None:
-    finding = without_cuda(monkeypatch, tmp_path, "13.0")
-    assert_says(finding, "fail", "no device (CUDA_VISIBLE_DEVICES=7)", "driver to one for CUDA 13.0")
+    assert_says(finding, status, text, remedy)
 
 
 @pytest.fixture
@@ -203,20 +194,18 @@ def test_torch_is_at_least_2_9(monkeypatch: Patch, number: str, status: str) -> 
     assert_says(doctor_torch.torch_itself(), status, number, "" if status == "ok" else "torch>=2.9")
 
 
-def test_a_torch_without_distributed(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(dist, "is_available", lambda: False)
-    assert_says(doctor_torch.backends(), "fail", "without distributed", "install torch")
-
-
-def test_a_torch_without_gloo(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
-    assert_says(doctor_torch.backends(), "fail", "no gloo", "install torch")
-
-
-def test_cuda_without_nccl(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    assert_says(doctor_torch.backends(), "warn", "no nccl", "NCCL")
+@pytest.mark.parametrize(
+    ("missing", "status", "text", "remedy"),
+    [
+        ("is_available", "fail", "without distributed", "install torch"),
+        ("is_gloo_available", "fail", "no gloo", "install torch"),
+        ("is_nccl_available", "warn", "no nccl", "NCCL"),
+    ],
+)
+def test_missing_backends(monkeypatch: Patch, missing: str, status: str, text: str, remedy: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: missing == "is_nccl_available")
+    monkeypatch.setattr(dist, missing, lambda: False)
+    assert_says(doctor_torch.backends(), status, text, remedy)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +226,7 @@ def test_torch_xla_fits_torch(
 
 @pytest.mark.parametrize(
     ("missing", "status", "text"),
-    [("rich", "warn", "other commands need rich too"), ("lightning", "ok", "not needed: lightning")],
+    [("rich", "warn", "other commands also need rich"), ("lightning", "ok", "not installed: lightning")],
 )
 def test_missing_packages_are_told_apart(monkeypatch: Patch, missing: str, status: str, text: str) -> None:
     monkeypatch.setattr(doctor_torch, "_version", lambda package: None if package == missing else "1.2")
@@ -257,31 +246,31 @@ def a_quota(folder: Path, version: int, quota: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "quota", "status", "text"),
+    ("version", "quota", "cores", "status", "text", "remedy"),
     [
-        (2, "max", "ok", "4 of torch on 4 cores"),
-        (1, "-1", "ok", "4 of torch on 4 cores"),
-        (2, "400000", "ok", "a quota allows 4"),
-        (2, "250000", "warn", "a quota allows 2.5"),
-        (1, "50000", "warn", "a quota allows 0.5"),
+        (2, "max", 4, "ok", "4 torch threads on 4 cores", ""),
+        (1, "-1", 4, "ok", "4 torch threads on 4 cores", ""),
+        (2, "400000", 4, "ok", "a quota of 4", ""),
+        (2, "250000", 4, "warn", "a quota of 2.5", "OMP_NUM_THREADS=2"),
+        (1, "50000", 4, "warn", "a quota of 0.5", "OMP_NUM_THREADS=1"),
+        (2, "max", 1, "warn", "4 torch threads on 1 cores", "OMP_NUM_THREADS=1"),
     ],
 )
-def test_threads_are_held_against_the_containers_quota(
-    monkeypatch: Patch, tmp_path: Path, version: int, quota: str, status: str, text: str
+def test_threads_are_compared_with_cores_and_quota(
+    monkeypatch: Patch,
+    tmp_path: Path,
+    version: int,
+    quota: str,
+    cores: int,
+    status: str,
+    text: str,
+    remedy: str,
 ) -> None:
     a_quota(tmp_path, version, quota)
     monkeypatch.setattr(doctor_machine, "CGROUP", tmp_path)
-    monkeypatch.setattr(doctor_machine.os, "sched_getaffinity", lambda pid: set(range(4)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    remedy = {"250000": "OMP_NUM_THREADS=2", "50000": "OMP_NUM_THREADS=1"}.get(quota, "")
     assert_says(doctor_machine.threads(), status, text, remedy)
-
-
-def test_threads_are_held_against_the_cores_of_this_process(monkeypatch: Patch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor_machine, "CGROUP", tmp_path)
-    monkeypatch.setattr(doctor_machine.os, "sched_getaffinity", lambda pid: {0})
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    assert_says(doctor_machine.threads(), "warn", "4 of torch on 1 cores", "OMP_NUM_THREADS=1")
 
 
 @pytest.mark.parametrize(("free", "status"), [(64 * 2**20, "warn"), (2**33, "ok")])
@@ -334,42 +323,22 @@ def test_settings_of_torch_and_its_backends_are_told(monkeypatch: Patch) -> None
 # --- Two workers ---
 
 
-def a_wrong_gradient() -> list[float]:
-    return [1.0, 2.0, 3.0]
-
-
-def no_gradient() -> list[float]:
-    raise OSError("the network is down")
-
-
-@pytest.fixture
-def here(monkeypatch: Patch) -> None:
-    """Workers that cost nothing: this process, again and again."""
-    monkeypatch.setattr(doctor_workers, "launch", lambda window, workers, timeout_s: [window()] * workers)
-
-
-def never_ends() -> list[float]:
-    time.sleep(1000)
-    return []
-
-
-def test_workers_with_the_right_gradient() -> None:
+def test_workers_with_the_right_gradient(monkeypatch: Patch, ranks: Callable[[int], Any]) -> None:
+    monkeypatch.setattr(doctor_workers, "launch", lambda fn, workers, timeout_s: ranks(workers).run(fn))
     assert doctor_workers.closed_form() == [0.75, 1.5, 2.25]
     assert_says(doctor_workers.workers(), "ok", "exact on both")
 
 
-@pytest.mark.usefixtures("here")
-def test_workers_with_a_wrong_gradient() -> None:
-    finding = doctor_workers.workers(a_wrong_gradient)
-    assert_says(finding, "fail", "[[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]], [0.75, 1.5, 2.25] is right", "report")
-
-
-@pytest.mark.usefixtures("here")
-def test_workers_that_fail() -> None:
-    finding = doctor_workers.workers(no_gradient)
-    assert_says(finding, "fail", "the network is down", "GLOO_SOCKET_IFNAME")
-
-
-def test_workers_that_never_end_are_ended() -> None:
-    finding = doctor_workers.workers(never_ends, patience_s=0.5)
-    assert_says(finding, "fail", "have not ended after 0.5 s", "GLOO_SOCKET_IFNAME")
+@pytest.mark.parametrize(
+    ("outcome", "text", "remedy"),
+    [
+        ([[1.0, 2.0]] * 2, "[[1.0, 2.0], [1.0, 2.0]], expected [0.75, 1.5, 2.25]", "report"),
+        (OSError("the network is down"), "the network is down", "GLOO_SOCKET_IFNAME"),
+        (TimeoutError(), "have not ended after 120 s", "GLOO_SOCKET_IFNAME"),
+    ],
+    ids=["wrong", "fails", "hangs"],
+)
+def test_workers_with_a_problem(monkeypatch: Patch, outcome: Any, text: str, remedy: str) -> None:
+    launch = mock.Mock(side_effect=[outcome])
+    monkeypatch.setattr(doctor_workers, "launch", launch)
+    assert_says(doctor_workers.workers(), "fail", text, remedy)

@@ -273,7 +273,7 @@ def captured(replay_works: bool) -> dict[str, float] | str:
     setting = windows.Setting("gpt", "fp32", ("by_hand",), rounds=1, micro_batches=2)
     with mock.patch.dict(models._SHAPES, gpt=TINY), mock.patch.object(script, "capture", capture):
         try:
-            return script.replays(setting, "by_hand")
+            return script.replays(setting, ("by_hand",))["by_hand"]
         except RuntimeError as error:
             return str(error)
 

@@ -99,7 +99,7 @@ def test_commands_that_start_workers_of_their_own_refuse_to_be_started_by_torchr
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
     with pytest.raises(SystemExit, match="2"):
         main([command])
-    said = f"error: torchrun has started this, but {command} starts its own workers: run it by python"
+    said = f"error: {command} starts its own workers: run it with python, not with torchrun"
     assert said in capsys.readouterr().err
 
 

@@ -52,9 +52,9 @@ def test_what_does_not_come_out_even_is_shared_and_its_waiting_named(capsys: Cap
     [
         (
             ("--workers", "3"),
-            "3 ranks have no equal parts of 256; nearest: 255 and 258; or give --micro-batch",
+            "256 is not a multiple of 3 ranks; nearest: 255 and 258; or give --micro-batch",
         ),
-        (("--workers", "300"), "300 ranks have no equal parts of 256; nearest: 300; or give --micro-batch"),
+        (("--workers", "300"), "256 is not a multiple of 300 ranks; nearest: 300; or give --micro-batch"),
         (("--workers", "2", "--micro-batch", "24"), "global_batch=256 is not a multiple of micro_batch=24"),
         (("--workers", "64", "--micro-batch", "8"), "only 32 of the ranks would have any"),
     ],

@@ -36,14 +36,14 @@ def test_a_signal_is_raised_in_the_body_and_a_second_one_ignored(number, capsys)
         finally:
             signal.raise_signal(number)
     assert raised.value.__context__ is None  # the second one did nothing
-    assert stopping.told(raised.value, "all is well") == 128 + number
+    assert stopping.report(raised.value, "all is well") == 128 + number
     assert capsys.readouterr().err == f"{stopping._WORDS[number]}: all is well\n"
     assert [signal.getsignal(each) for each in BOTH] == before
 
 
 def test_an_exit_of_another_kind_is_none_of_its_business():
     with pytest.raises(SystemExit, match="2"):
-        stopping.told(SystemExit(2), "")
+        stopping.report(SystemExit(2), "")
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from pyengine.cli.study import plots as study_plots
 from pyengine.cli.study.arguments import BUILT_IN, settings
 from pyengine.cli.study.grid import WARM_UP_STEPS
 from pyengine.cli.study.probe import Run, Trace, work
-from pyengine.cli.study.progress import JsonLines, Tables
+from pyengine.cli.study.report import Report
 from pyengine.cli.study.run import study
 from pyengine.cli.study.supervise import Limits, Outcome, Watch
 
@@ -78,11 +78,11 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
     monkeypatch.setattr("pyengine.cli.study.run.num_cores", lambda: 2)
     draw = study_plots.draw
 
-    def run(runner: Runner, *arguments: str, display: Any = None, pictures: bool = False) -> int:
+    def run(runner: Runner, *arguments: str, report: Any = None, pictures: bool = False) -> int:
         monkeypatch.setattr(study_plots, "draw", draw if pictures else lambda *_: [])
         grid = ("--workers", "1,2", "--batch", "8,16", "--repeats", "2", "--out", str(tmp_path / "out"))
         options = build_parser().parse_args(["study", *grid, *arguments])
-        return study(settings(options), runner, display or JsonLines())
+        return study(settings(options), runner, report or Report(as_json=True))
 
     return run
 
@@ -96,10 +96,11 @@ GRID = [(1, 8), (1, 16), (2, 8), (2, 16)]
 ONCE = [(workers, batch, seed) for seed in (0, 1) for workers, batch in GRID]
 
 
-def test_whole_grid_is_run_once_and_then_again_with_another_seed(make: Study) -> None:
+def test_whole_grid_is_run_once_and_then_again_with_another_seed(make: Study, tmp_path: Path) -> None:
     runner = Runner()
     assert make(runner) == 0
     assert runner.runs == ONCE
+    assert "NaN" not in (tmp_path / "out" / "runs.jsonl").read_text()
 
 
 def test_second_command_measures_nothing_and_reports_the_same(
@@ -178,40 +179,16 @@ def test_figures_are_printed_with_the_recommendation(make: Study, capsys: pytest
     assert recommendation["best"] == {"workers": 2, "batch": 16}
 
 
-def test_json_lines_have_no_nan(make: Study, tmp_path: Path) -> None:
-    make(Runner())
-    assert "NaN" not in (tmp_path / "out" / "runs.jsonl").read_text()
-
-
 def test_tables_name_runs_and_report(make: Study, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    make(Runner(w2_b8_r0="stalled"), display=Tables())
+    make(Runner(w2_b8_r0="stalled"), report=Report())
     out = capsys.readouterr().out
     assert "2 workers × batch 8, repeat 1: stalled: boom" in out
     assert "has the best time to" in out
     assert "runs that did not end well: 1" in out
     assert f"report: {tmp_path / 'out' / 'report.html'}" in out
-    table = [line for line in out.splitlines() if "speed-up" in line]
-    assert len(table[0]) <= 80
-    assert table[0].split() == [
-        "workers",
-        "batch",
-        "samples/s",
-        "speed-up",
-        "efficiency",
-        "waits",
-        "to",
-        "goal",
-        "best",
-    ]
-
-
-def test_report_needs_nothing_else(make: Study, tmp_path: Path) -> None:
-    make(Runner(), pictures=True)
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert re.findall(r"https?:|file:|<link|<script|@import|url\(", page) == []
-    assert re.findall(r'src="(?!data:image/png;base64,)', page) == []
-    assert page.count('src="data:image/png;base64,') == len(PICTURES)
-    assert "Nothing was measured" not in page
+    (headings,) = [line for line in out.splitlines() if "speed-up" in line]
+    assert len(headings) <= 80
+    assert " ".join(headings.split()) == "workers batch samples/s speed-up efficiency waits to goal best"
 
 
 def test_report_shows_text_as_it_is_and_runs_none_of_it(make: Study, tmp_path: Path) -> None:
@@ -239,18 +216,22 @@ def test_report_counts_runs_of_a_busy_machine(make: Study, tmp_path: Path) -> No
     assert "8 runs, 16.00 s in all; 4 of them began while other programs used more than 10.0 %" in page
 
 
-def test_pictures_are_written_and_old_ones_go(make: Study, tmp_path: Path) -> None:
+def test_the_page_has_every_picture_and_needs_no_other_file(make: Study, tmp_path: Path) -> None:
     make(Runner(), pictures=True)
     plots = tmp_path / "out" / "plots"
     assert {path.stem for path in plots.glob("*.png")} == PICTURES
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots.iterdir())
-    study_plots.draw(analysed([made(2, 64)]), plots)  # one worker is not there
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert re.findall(r"https?:|file:|<link|<script|@import|url\(", page) == []
+    assert re.findall(r'src="(?!data:image/png;base64,)', page) == []
+    assert page.count('src="data:image/png;base64,') == len(PICTURES)
+    assert "Nothing was measured" not in page
+    study_plots.draw(analysed([made(2, 64)]), plots)  # without one worker: the old picture goes
     assert {path.stem for path in plots.glob("*.png")} == PICTURES - {"speed_up"}
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--fixed", "per-worker"), ("--target", "0.9"), ("--workers", "1"), ("--threads", "2")],
+    [("--fixed", "per-worker", "--target", "0.9"), ("--workers", "1", "--threads", "2")],
     ids=lambda arguments: arguments[0],
 )
 def test_every_kind_of_study_has_a_report(make: Study, tmp_path: Path, arguments: tuple[str, ...]) -> None:
@@ -295,7 +276,7 @@ def test_real_study_goes_on_over_runs_that_fail_and_hang(
         (2, 16): "stalled",
     }
     assert runs[1, 16]["reason"] == "worker 0 of 1 failed (exit code 1): ValueError: boom"
-    assert runs[2, 16]["reason"] == "no sign of life for 20 s after step 0 (--stall-timeout)"
+    assert runs[2, 16]["reason"] == "no progress for 20 s after step 0 (--stall-timeout)"
     cells = {(line["workers"], line["batch"]): line for line in found if line["event"] == "cell"}
     assert list(cells) == [(1, 8), (2, 8)]
     assert cells[2, 8]["speed_up"]["mid"] > 0

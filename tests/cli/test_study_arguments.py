@@ -43,7 +43,7 @@ def test_defaults_are_those_of_the_help(capsys: pytest.CaptureFixture[str]) -> N
     assert (found.subject, found.target, found.fixed) == ("cnn", BUILT_IN.format("cnn"), "global")
     with pytest.raises(SystemExit):
         main(["study", "--help"])
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert all(
         word in text
         for word in ("default: 1,2,4,8", "default: 32,64,128,256", "study.watch(sync", "exit code")
@@ -69,5 +69,5 @@ def test_missing_package_says_what_to_install(
     monkeypatch.setitem(sys.modules, package, None)  # Python's own way to make an import fail
     assert main(["study"]) == 1
     assert capsys.readouterr().err == (
-        f"study needs {package}, which is not installed: pip install '.[study]' in a clone of pyengine\n"
+        f"study needs {package}, which is not installed: run pip install '.[study]' in a clone of pyengine\n"
     )

@@ -61,8 +61,8 @@ def test_example_of_the_help_runs(measure: Measure, tmp_path: Path, monkeypatch:
 
 
 WRONG = [
-    ("watches_nothing", "ended after 0 of 12 steps: it has to call study.watch"),
-    ("ends_early", "ended after 1 of 12 steps"),
+    ("watches_nothing", "returned after 0 of 12 steps: call study.watch"),
+    ("ends_early", "returned after 1 of 12 steps"),
     ("watches_twice", "study.watch was called twice"),
     ("never_starts_the_clock", "study.on_step was called before study.watch"),
     ("says_nothing_on_rank_0", "quality returned None on rank 0"),

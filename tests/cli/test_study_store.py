@@ -63,7 +63,7 @@ def test_line_in_the_middle_that_cannot_be_read_is_named(folder: Path) -> None:
     path = folder / "runs.jsonl"
     first, _, last = path.read_text().splitlines()
     path.write_text(f"{first}\n{{\n{last}\n")
-    with pytest.raises(Conflict, match=r"line 2 of its runs\.jsonl cannot be read .*remove the line"):
+    with pytest.raises(Conflict, match=r"line 2 of its runs\.jsonl cannot be read .*delete the line"):
         Store(folder, SHARED)
 
 
@@ -79,7 +79,7 @@ def test_run_that_was_tried_again_counts_as_the_last_time(folder: Path) -> None:
     [
         (
             {"dataset_size": 200},
-            "holds a study with dataset size 100, and this one has 200: use another folder",
+            "contains a study with dataset size 100, and this one has 200: use another folder",
         ),
         (
             {"machine": {"cpu": "some", "cores": 8}},
@@ -124,10 +124,10 @@ def odd(**changes: object) -> str:
         ("null", "a NoneType, not an object"),
         ("", "Expecting value"),
         ("\x00", "Expecting value"),
-        ("{}", "not a run: look at 'accumulate', 'accuracy', 'batch'"),
-        (odd(event="study"), "not a run: look at 'event'"),
-        (odd(seconds="missing"), "not a run: look at 'seconds'"),
-        (odd(more=1), "not a run: look at 'more'"),
+        ("{}", "not a run: see 'accumulate', 'accuracy', 'batch'"),
+        (odd(event="study"), "not a run: see 'event'"),
+        (odd(seconds="missing"), "not a run: see 'seconds'"),
+        (odd(more=1), "not a run: see 'more'"),
         (odd(seconds=7), "'seconds' is 7"),
         (odd(seconds=[]), "'seconds' has 0 entries"),
         (odd(accuracy=[1, 2]), r"'accuracy' is \[1, 2\]"),
@@ -135,7 +135,7 @@ def odd(**changes: object) -> str:
         (odd(workers="two"), "'workers' is two"),
         (odd(workers=0), "'workers' is 0"),
         (odd(status="fine"), "'status' is fine"),
-        (odd(cpu_share=[]), "'cpu_share' has 0 entries, 1 would be right"),
+        (odd(cpu_share=[]), "'cpu_share' has 0 entries, expected 1"),
         ("[" * 100000, "nested too deeply"),
     ],
     ids=lambda text: text[:20],
@@ -144,7 +144,7 @@ def test_a_line_of_odd_shape_is_named(folder: Path, line: str, reason: str) -> N
     path = folder / "runs.jsonl"
     path.write_text(f"{path.read_text()}{line}\n")
     with pytest.raises(
-        Conflict, match=rf"line 4 of its runs\.jsonl cannot be read \({reason}.*remove the line"
+        Conflict, match=rf"line 4 of its runs\.jsonl cannot be read \({reason}.*delete the line"
     ):
         Store(folder, SHARED)
 
@@ -166,7 +166,7 @@ def test_a_first_line_of_odd_shape_asks_for_another_folder(tmp_path: Path) -> No
 def test_a_place_that_no_study_can_be_written_to_is_named(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder" / "runs.jsonl").mkdir(parents=True)
-    with pytest.raises(Conflict, match=r"^argument --out: cannot write .*: name a folder"):
+    with pytest.raises(Conflict, match=r"^argument --out: cannot write .*: name a writable folder"):
         Store(tmp_path / place, SHARED)
 
 

@@ -96,8 +96,8 @@ class _Clock:
     [
         (20, (), f"its workers had not all started after 120 s{LONGER}", 120),
         (200, (), f"its workers had not all started after 200 s{LONGER}", 200),
-        (20, (90,), "no sign of life for 20 s after step 0 (--stall-timeout)", 110),
-        (20, (90, 105), "no sign of life for 20 s after step 0 (--stall-timeout)", 125),
+        (20, (90,), "no progress for 20 s after step 0 (--stall-timeout)", 110),
+        (20, (90, 105), "no progress for 20 s after step 0 (--stall-timeout)", 125),
     ],
 )
 def test_start_of_the_workers_is_no_stall(

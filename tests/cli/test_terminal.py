@@ -46,7 +46,7 @@ def test_a_result_file_moves_no_cursor():
 
 def test_a_study_says_what_a_foreign_one_is_of_without_its_escapes(tmp_path):
     (tmp_path / "runs.jsonl").write_text('{"event": "study", "machine": "\\u001b[2J"}\n')
-    with pytest.raises(Conflict, match=r"holds a study with machine \?\[2J, and this one has here"):
+    with pytest.raises(Conflict, match=r"contains a study with machine \?\[2J, and this one has here"):
         Store(tmp_path, {"machine": "here"})
 
 
@@ -137,4 +137,4 @@ def test_study_on_a_full_disk_says_that_what_was_measured_stays(
     assert main(["study", "--workers", "1", "--out", str(tmp_path)]) == 3
     said = capsys.readouterr().err
     assert "the study ended early: [Errno 28] No space left on device" in said
-    assert f"what was measured is in {tmp_path}, and the same command goes on" in said
+    assert f"what was measured is in {tmp_path}, and the same command resumes" in said

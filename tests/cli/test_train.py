@@ -16,7 +16,7 @@ from pyengine.cli.main import build_parser
 from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.train.arguments import settings
 from pyengine.cli.train.compare import Row, compare
-from pyengine.cli.train.trace import WINDOWS
+from pyengine.cli.train.run import TRACED_WINDOWS
 
 ACCUMULATE = 3
 STEPS = 3
@@ -111,7 +111,7 @@ def test_a_trace_shows_backward_buckets_and_what_is_exposed(
     said = events(lines, "trace")
     assert [Path(line["path"]).name for line in said] == names
     for line in said:
-        assert line["windows"] == WINDOWS
+        assert line["windows"] == TRACED_WINDOWS
         profile = json.loads(Path(line["path"]).read_text())
         assert profile["distributedInfo"]["rank"] == 0
         ranges = Counter(
@@ -119,13 +119,12 @@ def test_a_trace_shows_backward_buckets_and_what_is_exposed(
             for event in profile["traceEvents"]
             if event.get("ph") == "X" and event["name"].startswith("pyengine: ")
         )
-        assert ranges["pyengine: backward"] == WINDOWS * ACCUMULATE
-        assert ranges["pyengine: exposed_sync"] >= WINDOWS
-        assert ranges["pyengine: optimizer"] == WINDOWS
+        assert ranges["pyengine: backward"] == TRACED_WINDOWS * ACCUMULATE
+        assert ranges["pyengine: exposed_sync"] >= TRACED_WINDOWS
+        assert ranges["pyengine: optimizer"] == TRACED_WINDOWS
         buckets = [row["buckets"] for row in events(lines, "comparison") if row["model"] == line["model"]]
-        assert [ranges[f"pyengine: launch bucket {n}"] for n in range(buckets[0] + 1)] == [WINDOWS] * buckets[
-            0
-        ] + [0]
+        found = [ranges[f"pyengine: launch bucket {n}"] for n in range(buckets[0] + 1)]
+        assert found == [TRACED_WINDOWS] * buckets[0] + [0]
 
 
 def encoded() -> list[Row]:

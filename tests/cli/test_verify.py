@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -94,7 +95,7 @@ def test_windows_cut_in_slots_are_identical(checked: Verify) -> None:
     [
         (("--accumulator", "fp32"), "argument --slots: got 4 with --accumulator fp32"),
         (("--micro-batches", "6"), "argument --slots: 4 does not divide the 6 micro-batches"),
-        (("--workers", "1,2,3"), "argument --slots: 4 cannot be dealt to 3 workers in whole slots"),
+        (("--workers", "1,2,3"), "argument --slots: 4 is not a multiple of 3 workers"),
     ],
 )
 def test_slots_that_cannot_be_are_refused(arguments: tuple[str, ...], message: str) -> None:
@@ -134,7 +135,7 @@ def test_a_model_is_identical_over_every_owner_of_its_gradients(checked: Verify)
 
 
 def test_a_function_that_wraps_its_model_by_itself_is_told_how_not_to(checked: Verify) -> None:
-    with pytest.raises(RuntimeError, match="wraps its model by itself: let it call"):
+    with pytest.raises(RuntimeError, match="wraps its model itself: let it call"):
         checked("--wrap", "own,fsdp", "--workers", "1", "--train", "subjects:plain_sums")
 
 
@@ -221,11 +222,16 @@ def test_command_prints_runs_and_verdict_and_says_it_by_its_exit_code(
     assert main(["verify", *arguments[:1], "subjects:right", *arguments[2:]]) == 0
 
 
+@pytest.mark.slow
 def test_new_processes_record_what_the_session_s_ranks_do(execute: Execute) -> None:
     run = Run("", 1, steps=2, micro_batches=12, accumulator="exact", bucket_cap_mb=25.0, wrap="own", last=1)
     assert on_workers(["subjects:right"], run) == execute(["subjects:right"], run)
 
 
-def test_run_that_fails_is_neither_identical_nor_different(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "--train", "subjects:raises", "--workers", "1"]) == 2
+def test_run_that_fails_is_neither_identical_nor_different(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = mock.Mock(side_effect=RuntimeError("worker 0 of 1 failed: ValueError: boom"))
+    monkeypatch.setattr("pyengine.cli.verify.run.on_workers", failed)
+    assert main(["verify", "--train", "subjects:right", "--workers", "1"]) == 2
     assert "ValueError: boom" in capsys.readouterr().err

@@ -1,1 +1,1 @@
-"""`bench`, and what the scripts of benchmarks/ measure with it: kernels one by one, and whole windows."""
+"""`bench`: time kernels and whole windows; benchmarks/ uses the same cases and variants."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +10,14 @@ from typing import Any
 
 import torch
 
-from pyengine.cli.arguments import Conflict, check_workers, check_writable, finite_above_zero, whole
+from pyengine.cli.arguments import (
+    Conflict,
+    check_workers,
+    check_writable,
+    different_names,
+    finite_above_zero,
+    whole,
+)
 from pyengine.cli.bench.kernels.case import Sizes
 from pyengine.cli.bench.kernels.measure import OPS
 from pyengine.cli.bench.windows.measure import DTYPES, Setting
@@ -123,8 +129,7 @@ class Settings:
     """What to measure; a part that is None is left out.
 
     Attributes:
-        json: print JSON lines instead of tables.
-        out: result file to write, if any.
+        out: the result file to write.
     """
 
     steps: Steps | None
@@ -136,46 +141,55 @@ class Settings:
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add = parser.add_argument
-    add("part", nargs="?", choices=PARTS, help="measure only this (default: both)")
+    add("part", nargs="?", choices=PARTS, help="the part to measure (default: both)")
     add(
         "--workers",
         type=whole(1),
         metavar="N",
-        help="of step: processes, one rank each (default: 2, on CUDA one a device)",
+        help="of step: worker processes, one rank each (default: 2, on CUDA one a device)",
     )
-    add("--model", choices=MODELS, help="of step (default: gpt)")
+    add("--model", choices=MODELS, help="of step: the model (default: gpt)")
     add(
         "--dtype",
         choices=tuple(DTYPES),
-        help="of step: type of the parameters (default: fp32); fp16: fp32 under autocast",
+        help="of step: dtype of the parameters (default: fp32); fp16: fp32 under autocast",
     )
     add(
         "--variants",
-        type=_several(VARIANTS),
+        type=different_names(VARIANTS),
         metavar="A,B",
-        help=f"of step (default: {','.join(_DEFAULT_VARIANTS)})",
+        help=f"of step: what to train with (default: {','.join(_DEFAULT_VARIANTS)})",
     )
     add("--rounds", type=whole(3), metavar="N", help="of step: windows of each variant (default: 5)")
     add("--accumulate", type=whole(1), metavar="N", help="of step: micro-batches a window (default: 8)")
-    add("--ops", type=_several(OPS), metavar="A,B", help=f"of kernels (default: {','.join(OPS)})")
+    add(
+        "--ops",
+        type=different_names(OPS),
+        metavar="A,B",
+        help=f"of kernels: the ops (default: {','.join(OPS)})",
+    )
     add(
         "--seconds",
         type=finite_above_zero,
         metavar="X",
         help="of kernels: time budget of a case (default: 0.3)",
     )
-    add("--megabytes", type=whole(1), metavar="N", help="of kernels: of fp32 (default: 64, on CUDA 256)")
+    add(
+        "--megabytes",
+        type=whole(1),
+        metavar="N",
+        help="of kernels: MiB of fp32 in a large case (default: 64, on CUDA 256)",
+    )
     add("--device", choices=tuple(_MEGABYTES), help="where to measure (default: cpu)")
-    add("--json", action="store_true", help="one JSON object a line on stdout instead of tables")
-    add("--out", type=Path, metavar="FILE", help="write a result file, as those of benchmarks/results")
+    add("--out", type=Path, metavar="FILE", help="write a result file like those of benchmarks/results")
 
 
 def settings(options: argparse.Namespace) -> Settings:
-    """Turn parsed arguments into settings.
+    """Return the settings of parsed arguments.
 
     Raises:
-        Conflict: an argument of the part that is left out, a variant or device that is not here, or a file
-            that cannot be.
+        Conflict: an argument of the part that is left out, a variant or device that is not available, or a
+            file that cannot be written.
     """
     out: Path | None = options.out
     if out is not None:
@@ -190,7 +204,7 @@ def settings(options: argparse.Namespace) -> Settings:
 
 
 def _values(options: argparse.Namespace, part: str, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a part; nothing if it is left out."""
+    """Return the arguments of a part; none if it is left out."""
     given = {name: getattr(options, name) for name in defaults if getattr(options, name) is not None}
     if options.part in (part, None):
         return defaults | given
@@ -200,7 +214,7 @@ def _values(options: argparse.Namespace, part: str, defaults: dict[str, Any]) ->
         got = ",".join(value) if isinstance(value, tuple) else value
         raise Conflict(
             f"argument --{name}: got {got} with {options.part}, and it is an argument of {part}: leave one "
-            "of the two out"
+            "of them out"
         )
     return {}
 
@@ -212,8 +226,8 @@ def _steps(options: argparse.Namespace, values: dict[str, Any]) -> Steps:
     if missing and options.variants is not None:
         needs = " and ".join(str(VARIANTS[name].needs) for name in missing)
         raise Conflict(
-            f"argument --variants: got {','.join(missing)}, and {needs} is not installed here: install it, "
-            "or leave it out"
+            f"argument --variants: got {','.join(missing)}, and {needs} is not installed: install it, or "
+            "leave it out"
         )
     setting = Setting(
         values["model"],
@@ -227,7 +241,7 @@ def _steps(options: argparse.Namespace, values: dict[str, Any]) -> Steps:
 
 
 def _workers(wanted: int | None, device: str) -> int:
-    """Return how many ranks there are: over NCCL one a device."""
+    """Return the number of ranks: over NCCL one a device."""
     if device == "cpu":
         workers = wanted or 2
         check_workers([workers])
@@ -236,7 +250,7 @@ def _workers(wanted: int | None, device: str) -> int:
     if wanted is not None and wanted > found:
         raise Conflict(
             f"argument --workers: got {wanted} with --device cuda, and NCCL needs a device each: "
-            f"need at most {found}, which is how many there are"
+            f"need at most {found}, the number of devices"
         )
     return wanted or found
 
@@ -254,16 +268,4 @@ def _kernels(values: dict[str, Any]) -> Kernels:
 
 def _check_device(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
-        raise Conflict("argument --device: got cuda, and torch finds no CUDA device here: need cpu")
-
-
-def _several(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """Return a type for `add_argument`: different names out of the known ones."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        names = tuple(text.split(","))
-        if not set(names) <= set(known) or len(set(names)) < len(names):
-            raise argparse.ArgumentTypeError(f"got {text}, need different ones of {', '.join(known)}")
-        return names
-
-    return parse
+        raise Conflict("argument --device: got cuda, and torch finds no CUDA device: need cpu")

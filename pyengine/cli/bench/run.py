@@ -1,4 +1,4 @@
-"""`bench`: what pyengine buys on this machine, kernel by kernel and in whole windows."""
+"""`bench`: time kernels and whole windows on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyengine.cli import terminal
 from pyengine.cli.bench import verdict as bench_verdict
 from pyengine.cli.bench.arguments import Kernels, Settings, Steps
 from pyengine.cli.bench.kernels.measure import OPS, measure, measure_roofs
-from pyengine.cli.bench.report import JsonLines, Report, Tables
+from pyengine.cli.bench.report import Report
 from pyengine.cli.bench.windows import measure as windows
 from pyengine.cli.bench.windows.variants import VARIANTS
 from pyengine.cli.machine import card, hold_memory
@@ -26,45 +26,41 @@ from pyengine.comm.launching import launch
 
 def run(settings: Settings) -> int:
     """Measure, report, and write the result file; return the exit code."""
-    report: Report = JsonLines() if settings.json else Tables()
+    report = Report(as_json=settings.json)
     content = {"machine": _machine(settings), "options": _options(settings)}
     report.start(content["machine"], list(_parts(settings)))
     sentences: list[str] = []
-    failed: RuntimeError | None = None
+    problems: list[str] = []
     try:
-        if settings.kernels:  # first: without a native core this part ends the run at once
-            found, said = _kernels(settings.kernels, report)
-            content, sentences = content | found, sentences + said
+        if settings.kernels:  # first: without a native core this part raises at once
+            found, conclusions = _kernels(settings.kernels, report)
+            content, sentences = content | found, sentences + conclusions
         if settings.steps:
-            found, said = _steps(settings.steps, report, as_json=settings.json)
-            content, sentences = content | found, sentences + said
-    except RuntimeError as error:  # what was measured before is still worth its time
-        failed = error
-    finally:
-        # A worker that was ended in the middle of its live line has left the cursor hidden behind it.
-        sys.stdout.write("\x1b[?25h" if sys.stdout.isatty() else "")
-    unwritten = _write(settings.out, content) if sentences and settings.out else None
+            found, conclusions = _steps(settings.steps, report, as_json=settings.json)
+            content, sentences = content | found, sentences + conclusions
+    except RuntimeError as error:  # the part before is reported
+        problems.append(str(error))
     if sentences:
-        written = settings.out is not None and not unwritten
-        report.conclude(sentences, str(settings.out) if written else None)
-    problems = [problem for problem in (failed, unwritten) if problem is not None]
+        written = settings.out if settings.out and _write(settings.out, content, problems) else None
+        report.conclude(sentences, str(written) if written else None)
     for problem in problems:
         print(problem, file=sys.stderr)
     cases = content.get("cases", {}).values()
     return int(bool(problems) or any("failed" in row for rows in cases for row in rows.values()))
 
 
-def _write(out: Path, content: dict[str, Any]) -> str | None:
-    """Write the result file; return why it could not be."""
+def _write(out: Path, content: dict[str, Any], problems: list[str]) -> bool:
+    """Write the result file, or add a problem; return whether it was written."""
     try:
         out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        return f"cannot write {out} ({error.strerror}): only what stands above is left of the measurement"
-    return None
+        problems.append(f"cannot write {out} ({error.strerror}): the results above are not saved")
+        return False
+    return True
 
 
 def _kernels(kernels: Kernels, report: Report) -> tuple[dict[str, Any], list[str]]:
-    """Measure in this process; return what goes into the result file, and what it shows."""
+    """Measure in this process; return the content of the result file, and sentences."""
     builds = [build for op in kernels.ops for build in OPS[op](kernels.sizes)]
     report.begin("kernels", len(builds))
     rows = []
@@ -92,21 +88,19 @@ def _one_thread() -> Iterator[None]:
 
 
 def _steps(steps: Steps, report: Report, *, as_json: bool) -> tuple[dict[str, Any], list[str]]:
-    """Measure on workers; return what goes into the result file, and what it shows."""
+    """Measure on workers; return the content of the result file, and sentences."""
     outcome = windows.merged(launch(work, workers=steps.workers, args=(steps.setting, as_json)))
     rows = windows.rows(outcome)
     report.windows(steps.setting.name, outcome.times, rows)
-    said = bench_verdict.on_windows(outcome.times)
-    said += [f"{VARIANTS[name].label} failed: {why}" for name, why in outcome.failed.items()]
-    return {"cases": {steps.setting.name: rows}}, said
+    sentences = bench_verdict.on_windows(outcome.times)
+    sentences += [f"{VARIANTS[name].label} failed: {why}" for name, why in outcome.failed.items()]
+    return {"cases": {steps.setting.name: rows}}, sentences
 
 
 def work(setting: windows.Setting, as_json: bool) -> windows.Outcome:
-    """Measure windows on this rank; the first one shows how far they are."""
-    terminal.show_everything()
-    if dist.get_rank() > 0:
-        return windows.measure(setting, lambda done: None)
-    report: Report = JsonLines() if as_json else Tables()
+    """Measure windows on this rank; the first one reports the progress."""
+    terminal.replace_unencodable()
+    report = Report(as_json=as_json, is_silent=dist.get_rank() > 0)
     report.begin(f"windows, {setting.name}", setting.rounds + windows.WARM_UP)
     try:
         return windows.measure(setting, report.advance)
@@ -130,11 +124,11 @@ def _options(settings: Settings) -> dict[str, Any]:
 
 
 def _parts(settings: Settings) -> Iterator[str]:
-    """Say what is to be measured and how long it takes, as far as that is known before."""
+    """Yield a sentence on each part: what is measured, and how long it takes."""
     if settings.kernels:
         kernels = settings.kernels
         number = sum(len(OPS[op](kernels.sizes)) for op in kernels.ops)
-        seconds = f"{kernels.seconds:g} s each and their making"
+        seconds = f"{kernels.seconds:g} s each and their setup"
         yield f"kernels: {number} cases on {kernels.sizes.device}, {seconds}"
     if settings.steps:
         steps, setting = settings.steps, settings.steps.setting

@@ -1,4 +1,4 @@
-"""What a benchmark has shown, in plain sentences that do not claim more than its noise allows."""
+"""Sentences on the results of `bench`, which claim no more than the noise allows."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from pyengine.cli.bench.windows.measure import Times
 from pyengine.cli.bench.windows.variants import VARIANTS
 
-_BUSY = 0.3  # a spread above it says that something else runs here
-_ENOUGH = 5  # rounds: by chance all of them agree once in 16
-_SLOWER = 0.95  # times faster than torch, below which a kernel is called slower
+_BUSY = 0.3  # a larger spread means that something else is running
+_ENOUGH = 5  # rounds, which agree by chance once in 16
+_SLOWER = 0.95  # times faster than torch: a kernel below is reported as slower
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """One variant's windows over another's of the same rounds.
+    """The windows of one variant over those of another one in the same rounds.
 
     Attributes:
-        is_clear: whether there are enough rounds and nearly all (all of fewer than ten) agree which one is
-            faster.
+        is_clear: whether there are enough rounds, of which nearly all (all of fewer than ten) agree on the
+            faster variant.
     """
 
     low: float
@@ -35,9 +35,9 @@ class Ratio:
 
 
 def ratio(times: Times, variant: str, other: str) -> Ratio:
-    """Compare two variants round by round, so that slow drift of the machine drops out."""
+    """Compare two variants round by round, so that slow drift of the machine cancels."""
     pairs = zip(times[variant], times[other], strict=True)
-    ratios = sorted(mine["window"] / theirs["window"] for mine, theirs in pairs)
+    ratios = sorted(one["window"] / two["window"] for one, two in pairs)
     odd_ones = min(sum(each < 1 for each in ratios), sum(each > 1 for each in ratios))
     is_clear = len(ratios) >= _ENOUGH and odd_ones <= len(ratios) // 10
     return Ratio(ratios[0], statistics.median(ratios), ratios[-1], is_clear)
@@ -50,9 +50,7 @@ def spread(rounds: Sequence[dict[str, float]]) -> float:
 
 
 def on_windows(times: Times) -> list[str]:
-    """Say which variant was fastest, how the fastest of ours stands against the others,
-    and how noisy it was.
-    """
+    """Name the fastest variant, compare pyengine's fastest one with its peers, and report the noise."""
     medians = {
         name: statistics.median(each["window"] for each in rounds)
         for name, rounds in times.items()
@@ -63,17 +61,17 @@ def on_windows(times: Times) -> list[str]:
     ranking = sorted(medians, key=medians.__getitem__)
     ours = next((name for name in ranking if VARIANTS[name].is_ours), None)
     peers = [name for name in ranking if not VARIANTS[name].is_ours]
-    said = [_fastest(times, ranking, medians[ranking[0]])] if len(ranking) > 1 else []
+    found = [_fastest(times, ranking, medians[ranking[0]])] if len(ranking) > 1 else []
     if ours is not None and peers:
         against = "; ".join(f"{_label(peer)} {ratio(times, peer, ours)}" for peer in peers)
-        said.append(f"Against {_label(ours)} in the same rounds a window took: {against}.")
+        found.append(f"Against {_label(ours)} in the same rounds a window took: {against}.")
     typical = statistics.median(spread(rounds) for rounds in times.values())
     if typical > _BUSY:
-        said.append(
+        found.append(
             f"Windows of one variant differ by {typical:.0%} between rounds, so something else was running: "
-            "small differences mean nothing here; more --rounds, or an idle machine."
+            "small differences mean nothing. Use more --rounds, or an idle machine."
         )
-    return said
+    return found
 
 
 def on_kernels(rows: Sequence[Mapping[str, Any]]) -> list[str]:

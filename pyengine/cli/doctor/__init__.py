@@ -1,1 +1,1 @@
-"""`doctor`: what works here, what does not, and how to mend it."""
+"""`doctor`: check this machine and this installation."""

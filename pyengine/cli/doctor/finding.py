@@ -1,4 +1,4 @@
-"""What a check of `doctor` has found."""
+"""The result of a check of `doctor`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class Finding:
     """One fact about this machine or installation.
 
     Attributes:
-        name: of the thing looked at.
-        status: "ok"; "warn", if it works but slower or not everywhere; "fail", if it does not work.
-        text: what was found.
-        remedy: how to mend it; empty if there is nothing to mend.
+        name: of the check.
+        status: "ok"; "warn": works, but slower or not everywhere; "fail": does not work.
+        text: the result.
+        remedy: what to do; empty for "ok".
     """
 
     name: str
@@ -24,15 +24,15 @@ class Finding:
 
 
 def ok(name: str, text: str) -> Finding:
-    """Return a finding that needs nothing."""
+    """Return a finding without a problem."""
     return Finding(name, "ok", text)
 
 
 def warn(name: str, text: str, remedy: str) -> Finding:
-    """Return a finding of something that works, but slower or not everywhere."""
+    """Return a finding that works, but slower or not everywhere."""
     return Finding(name, "warn", text, remedy)
 
 
 def fail(name: str, text: str, remedy: str) -> Finding:
-    """Return a finding of something that does not work."""
+    """Return a finding that does not work."""
     return Finding(name, "fail", text, remedy)

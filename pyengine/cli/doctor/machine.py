@@ -1,4 +1,4 @@
-"""Checks of the machine: cores and threads, shared memory, files, names, settings."""
+"""Checks of the machine: threads, shared memory, files, host name, environment variables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyengine.cli.doctor.finding import Finding, fail, ok, warn
 
 CGROUP = Path("/sys/fs/cgroup")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - its size is read, nothing is written
-_SMALL_SHARED_MEMORY = 2**30  # Docker gives 64 MiB, a DataLoader's workers fill that with a few batches
+_SMALL_SHARED_MEMORY = 2**30  # Docker's 64 MiB hold a few batches of a DataLoader
 _FEW_FILES = 1024
 _LITTLE_SPACE = 100 * 2**20
 _SETTINGS = (
@@ -36,19 +36,19 @@ def threads() -> Finding:
     cores, quota = machine.num_cores(), _quota()
     allowed = min(cores, quota) if quota else cores
     found = torch.get_num_threads()
-    text = f"{found} of torch on {cores} cores" + (f", of which a quota allows {quota:g}" if quota else "")
+    text = f"{found} torch threads on {cores} cores" + (f", with a quota of {quota:g}" if quota else "")
     if found > max(1, allowed):
         return warn(
             "threads",
-            f"{text}: they get in each other's way",
-            f"OMP_NUM_THREADS={max(1, int(allowed))}, or torch.set_num_threads; with several ranks, their "
-            "share of it",
+            f"{text}: more threads than cores slow each other down",
+            f"OMP_NUM_THREADS={max(1, int(allowed))}, or torch.set_num_threads; with several "
+            "ranks divided by their number",
         )
     return ok("threads", text)
 
 
 def shared_memory() -> Finding:
-    """Look at /dev/shm, through which a DataLoader's workers hand over batches."""
+    """Check /dev/shm, through which a DataLoader's workers pass batches."""
     if not SHARED_MEMORY.exists():
         return ok("shared memory", f"no {SHARED_MEMORY} on this system, which does not need it")
     usage = shutil.disk_usage(SHARED_MEMORY)
@@ -56,14 +56,14 @@ def shared_memory() -> Finding:
     if usage.free < _SMALL_SHARED_MEMORY:
         return warn(
             "shared memory",
-            f"{text}: a DataLoader's workers may die of a bus error",
-            "docker run --shm-size=8g (or --ipc=host), or clear out what lies there",
+            f"{text}: a DataLoader's workers may end with a bus error",
+            "docker run --shm-size=8g (or --ipc=host), or delete files there",
         )
     return ok("shared memory", text)
 
 
 def files() -> Finding:
-    """Look at the limit of open files, and for a temporary folder."""
+    """Check the limit of open files, and the temporary folder."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     try:
         folder = tempfile.gettempdir()
@@ -72,35 +72,38 @@ def files() -> Finding:
     free = shutil.disk_usage(folder).free
     text = f"{limit} may be open; {folder} has {free / 2**20:.0f} MiB free"
     if limit != resource.RLIM_INFINITY and limit < _FEW_FILES:
-        return warn("files", f"{text}: few for tensors between processes", "ulimit -n 65536 before the start")
+        return warn(
+            "files", f"{text}: few for tensors that processes share", "run ulimit -n 65536 before the start"
+        )
     if free < _LITTLE_SPACE:
-        return warn("files", f"{text}: little for logs and results of workers", "clear it out, or set TMPDIR")
+        return warn(
+            "files", f"{text}: little for logs and results of workers", "delete files there, or set TMPDIR"
+        )
     return ok("files", text)
 
 
 def host() -> Finding:
-    """Look whether this machine's name has an address, which gloo asks for."""
+    """Check that the host name resolves to an address, which gloo needs."""
     name = socket.gethostname()
     try:
         address = socket.getaddrinfo(name, None)[0][4][0]
     except OSError as error:
         return warn(
             "host",
-            f"{name} has no address ({error}): gloo takes the loopback, which other machines cannot reach",
-            f"put {name} into /etc/hosts, or set GLOO_SOCKET_IFNAME to a network interface (ip link lists "
-            "them)",
+            f"{name} has no address ({error}): gloo uses the loopback interface, which is local",
+            f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME to a network interface (see ip link)",
         )
     return ok("host", f"{name} is {address}")
 
 
 def settings() -> Finding:
-    """Tell the environment variables that change what torch and its backends do."""
+    """Report the environment variables that change torch or its backends."""
     found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)}
     return ok("settings", ", ".join(f"{name}={value}" for name, value in found.items()) or "none")
 
 
 def _quota() -> float | None:
-    """Return the cores that the container's quota allows; None without one."""
+    """Return the cores of the container's quota; None without a quota."""
     new, old = CGROUP / "cpu.max", CGROUP / "cpu" / "cpu.cfs_quota_us"
     if new.exists():
         quota, period = new.read_text().split()

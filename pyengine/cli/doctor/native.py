@@ -1,6 +1,4 @@
-"""Checks of what is compiled: the compiler, the native core,
-its kernels on the CPU and on each CUDA device.
-"""
+"""Checks of native code: the compiler, the native core, its kernels on the CPU and on CUDA devices."""
 
 from __future__ import annotations
 
@@ -17,21 +15,21 @@ from pyengine.ops import native
 from pyengine.ops.plan import BucketPlan
 
 FOLDER = Path(native.__file__).parent
-NVIDIA = Path("/dev/nvidiactl")  # is there if the kernel driver is
+NVIDIA = Path("/dev/nvidiactl")  # exists if the driver is loaded
 _COMPILERS = ("c++", "g++", "clang++")  # in CMake's order
-# No kernel for the device, another result, a core that is older than the Python around it.
+# No kernel for the device, a wrong result, a core of another version than the Python sources.
 _WRONG = (RuntimeError, ArithmeticError, AttributeError, TypeError)
 _CXX20 = "#include <span>\n#include <concepts>\nint main() { return std::span<int>{}.size(); }\n"
 
 
 def compiler() -> Finding:
-    """Look for a compiler that takes C++20; only building needs it."""
+    """Check for a C++20 compiler, which only builds need."""
     name = os.environ.get("CXX") or next(filter(shutil.which, _COMPILERS), None)
     if name is None or shutil.which(name) is None:
-        missing = f"CXX={name} is not there" if name else f"none of {', '.join(_COMPILERS)} on PATH"
+        missing = f"CXX={name} does not exist" if name else f"none of {', '.join(_COMPILERS)} on PATH"
         return warn(
             "compiler",
-            f"{missing}: the native core cannot be built here, nor can torch.compile on a CPU",
+            f"{missing}: neither the native core nor torch.compile on a CPU can be built",
             "apt install g++ (Debian, Ubuntu), xcode-select --install (macOS), or set CXX",
         )
     command = [name, "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
@@ -39,36 +37,36 @@ def compiler() -> Finding:
     if done.returncode:
         return warn(
             "compiler",
-            f"{name} does not take C++20 ({(done.stderr.splitlines() or ['no message'])[0]})",
+            f"{name} does not support C++20 ({(done.stderr.splitlines() or ['no message'])[0]})",
             "set CXX to GCC 10, Clang 13 or newer before building",
         )
-    return ok("compiler", f"{shutil.which(name)} takes C++20")
+    return ok("compiler", f"{shutil.which(name)} supports C++20")
 
 
 def core() -> Finding:
-    """Look whether the native core loads, what it makes of this CPU, and whether it computes right."""
+    """Check that the native core loads and computes correctly, and report its instruction set."""
     if native._core is None:
         return _without_core(str(native._missing))
     try:
         _compute(torch.device("cpu"))
     except _WRONG as error:
-        return fail("core", f"it loads, and then: {error}", _REBUILD)
+        return fail("core", f"loads, then fails: {error}", _REBUILD)
     pool = native._core.thread_pool()
     cuda = "with" if native._core.has_cuda else "without"
     text = f"loads; {native._core.isa()} instructions, {cuda} CUDA kernels, threads of {pool}"
     if pool != "torch" and torch.__version__ >= (2, 10):  # type: ignore[operator]  # takes tuples
-        return warn("core", f"{text}: it did not find torch's thread pool", _REBUILD)
+        return warn("core", f"{text}: torch's thread pool was not found", _REBUILD)
     return ok("core", text)
 
 
 def cuda() -> list[Finding]:
-    """Look at CUDA's devices, and run a kernel on each."""
+    """Check the CUDA devices by running a kernel on each."""
     if not torch.cuda.is_available():
         return [_without_cuda()]
     return [_device(index) for index in range(torch.cuda.device_count())]
 
 
-_REBUILD = "build it again where pyengine's sources are: pip install --force-reinstall --no-deps ."
+_REBUILD = "rebuild it in a clone of pyengine: pip install --force-reinstall --no-deps ."
 
 
 def _without_core(error: str) -> Finding:
@@ -79,8 +77,8 @@ def _without_core(error: str) -> Finding:
     others = f"; {', '.join(files)} is for another Python" if files else ""
     return warn(
         "core",
-        f"not built{others}: results are the same, from plain PyTorch, slower",
-        "pip install . where pyengine's sources are, with a C++20 compiler and PYENGINE_NO_EXT unset",
+        f"not built{others}: plain PyTorch computes the same results, slower",
+        "pip install . in a clone of pyengine, with a C++20 compiler and PYENGINE_NO_EXT unset",
     )
 
 
@@ -99,7 +97,7 @@ def _without_cuda() -> Finding:
             "cuda",
             f"there is an NVIDIA driver, and torch sees no device{hidden}",
             f"unset CUDA_VISIBLE_DEVICES, or update the driver to one for CUDA {torch.version.cuda} "
-            "(nvidia-smi tells)",
+            "(see nvidia-smi)",
         )
     return ok("cuda", "no CUDA device here")
 
@@ -115,7 +113,7 @@ def _device(index: int) -> Finding:
         return fail(
             name,
             f"{text}: {error}",
-            f"torch is built for {' '.join(torch.cuda.get_arch_list())}, which has to hold sm_{arch}; build "
+            f"torch is built for {' '.join(torch.cuda.get_arch_list())}, which must include sm_{arch}; build "
             f"the core for it: PYENGINE_CUDA=1 PYENGINE_CUDA_ARCHS={arch} pip install --force-reinstall "
             "--no-deps .",
         )
@@ -130,7 +128,7 @@ def _device(index: int) -> Finding:
 
 
 def _compute(device: torch.device) -> None:
-    """Run an op whose result is known exactly; raise ArithmeticError if it is another."""
+    """Run an op with a known result; raise ArithmeticError if it differs."""
     sizes = [3, 1000]
     plan = BucketPlan([0, 32], sizes)
     tensors = [torch.full((size,), float(size), device=device) for size in sizes]
@@ -140,4 +138,4 @@ def _compute(device: torch.device) -> None:
     got = [sumsq.tolist(), [tensor.unique().tolist() for tensor in tensors], flags.tolist()]
     want = [[size * (size / 2) ** 2 for size in sizes], [[size / 2] for size in sizes], [0, 0]]
     if got != want:
-        raise ArithmeticError(f"unscale_norm gives {got}, {want} is right")
+        raise ArithmeticError(f"unscale_norm returned {got}, expected {want}")

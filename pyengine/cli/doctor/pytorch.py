@@ -12,12 +12,12 @@ import torch.distributed as dist
 from pyengine.cli.doctor.finding import Finding, fail, ok, warn
 
 _PYTHON, _TORCH = (3, 10), (2, 9)
-_COMMAND_LINE = ("rich", "scikit-learn", "numpy")  # what pyengine[train] brings
+_COMMAND_LINE = ("rich", "scikit-learn", "numpy")  # packages of pyengine[train]
 _BESIDE = ("accelerate", "lightning", "transformers", "tensorboard", "wandb")
 
 
 def python() -> Finding:
-    """Look at Python's version."""
+    """Check the version of Python."""
     text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info < _PYTHON:
         return fail("python", text, "install Python 3.10 or newer")
@@ -25,7 +25,7 @@ def python() -> Finding:
 
 
 def torch_itself() -> Finding:
-    """Look at torch's version and what it is built for."""
+    """Check the version of torch, and report its build."""
     built = torch.version.cuda and f"CUDA {torch.version.cuda}"
     text = f"{torch.__version__}, built for {built or torch.version.hip or 'CPU'}"
     if torch.__version__ < _TORCH:  # type: ignore[operator]  # TorchVersion takes tuples
@@ -34,7 +34,7 @@ def torch_itself() -> Finding:
 
 
 def backends() -> Finding:
-    """Look for the backends of torch.distributed."""
+    """Check the backends of torch.distributed."""
     if not dist.is_available():
         return fail(
             "backends", "torch is built without distributed", "install torch from pytorch.org or PyPI"
@@ -50,40 +50,40 @@ def backends() -> Finding:
     if torch.cuda.is_available() and not there["nccl"]:
         return warn(
             "backends",
-            f"{text}; no nccl, so CUDA gradients travel through the host",
+            f"{text}; no nccl, so CUDA gradients are reduced through the host",
             "install a build of torch with NCCL (on Linux every CUDA build has it)",
         )
     return ok("backends", text)
 
 
 def xla() -> Finding:
-    """Look whether torch_xla fits torch; it is not imported, which would take seconds and patch torch."""
+    """Check that torch_xla is for this torch, without importing it, which takes seconds and patches torch."""
     found = _version("torch_xla")
     if found is None:
         return ok("torch_xla", "not installed; only XLA devices need it")
-    theirs, ours = _minor(found), _minor(torch.__version__)
-    if theirs != ours:
+    needed, installed = _minor(found), _minor(torch.__version__)
+    if needed != installed:
         return warn(
             "torch_xla",
-            f"{found} is for torch {theirs} and cannot be imported with {torch.__version__}",
-            f"pip install 'torch_xla=={ours}.*', or 'torch=={theirs}.*'",
+            f"{found} is for torch {needed} and cannot be imported with {torch.__version__}",
+            f"pip install 'torch_xla=={installed}.*', or 'torch=={needed}.*'",
         )
     return ok("torch_xla", found)
 
 
 def packages() -> Finding:
-    """Look for the packages that the command line needs, and for those that work beside pyengine."""
+    """Check the packages that the command line needs, and report optional ones."""
     found = {name: _version(name) for name in (*_COMMAND_LINE, *_BESIDE)}
     there = ", ".join(f"{name} {number}" for name, number in found.items() if number) or "none"
     missing = [name for name in _COMMAND_LINE if found[name] is None]
     if missing:
         return warn(
             "packages",
-            f"{there}; train and the other commands need {', '.join(missing)} too",
+            f"{there}; train and other commands also need {', '.join(missing)}",
             "pip install '.[train]' in a clone of pyengine",
         )
     absent = [name for name in _BESIDE if found[name] is None]
-    return ok("packages", f"{there}; not installed, and not needed: {', '.join(absent)}" if absent else there)
+    return ok("packages", f"{there}; optional, not installed: {', '.join(absent)}" if absent else there)
 
 
 def _version(package: str) -> str | None:

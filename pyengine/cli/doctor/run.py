@@ -1,6 +1,6 @@
-"""`doctor`: what of this machine and installation works, what does not, and how to mend it.
+"""`doctor`: check this machine and this installation.
 
-Needs no package beside torch: a doctor that cannot come is none.
+Imports no package except torch, so that it runs where packages are missing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _INDENT = 21
 
 
 def run(settings: Settings) -> int:
-    """Run every check and print what it finds; return the exit code."""
+    """Run every check and print the findings; return the exit code."""
     show = _print_json if settings.json else _print_lines
     findings = []
     for finding in examine(CHECKS):
@@ -52,13 +52,13 @@ def run(settings: Settings) -> int:
 
 
 def examine(checks: dict[str, Check]) -> Iterator[Finding]:
-    """Yield what the checks find; one that raises is a finding too, and the others go on."""
+    """Yield the findings of all checks; a check that raises is a finding as well."""
     for name, check in checks.items():
         try:
             found = check()
-        except Exception as error:  # noqa: BLE001 - a broken machine breaks in ways nobody has thought of
+        except Exception as error:  # noqa: BLE001 - a broken machine can raise anything
             text = f"the check itself failed: {type(error).__name__}: {error}"
-            found = fail(name, text, "report it, with this output")
+            found = fail(name, text, "report this output as a bug")
         yield from found if isinstance(found, list) else [found]
 
 

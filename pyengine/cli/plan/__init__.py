@@ -1,1 +1,1 @@
-"""`plan`: a global batch on several numbers of workers."""
+"""`plan`: split a global batch over several numbers of workers."""

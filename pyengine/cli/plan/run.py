@@ -1,4 +1,4 @@
-"""`plan`: one global batch on several numbers of workers, and what its learning rate is."""
+"""`plan`: split a global batch over several numbers of workers, and scale the learning rate."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from rich.console import Console
 from rich.table import Table
 
+from pyengine.cli import report
 from pyengine.cli.arguments import Conflict
-from pyengine.cli.output import add_numbers
 from pyengine.cli.plan.arguments import Settings
-from pyengine.cli.terminal import print_json
+from pyengine.cli.report import add_numbers
 from pyengine.data.batch_plan import BatchPlan, Rule, plan_batch, scale_lr
 
 
@@ -21,12 +20,12 @@ class Row:
     """One global batch on one number of workers.
 
     Attributes:
-        micro_batch: None if the global batch has no whole part for each rank.
-        accumulate: micro-batches a window, by rank; empty if it cannot be run.
-        idle: part of a window that ranks with one micro-batch less wait, 0 to 1.
+        micro_batch: None if the global batch is not a multiple of the workers.
+        accumulate: micro-batches a window, by rank; empty if the row cannot be run.
+        idle: share of the window in which ranks with one micro-batch less wait, 0 to 1.
         lr_linear, lr_sqrt: learning rates of this global batch.
-        steps_per_epoch: None if the dataset's size is not known, or it cannot be run.
-        problem: why it cannot be run; empty if it can.
+        steps_per_epoch: None without the size of the dataset, or if the row cannot be run.
+        problem: why the row cannot be run; empty if it can.
     """
 
     global_batch: int
@@ -46,7 +45,7 @@ def run(settings: Settings) -> int:
         warnings.simplefilter("always")
         rows = make_rows(settings)
     cautions = list(dict.fromkeys(str(warning.message) for warning in caught))
-    (_print_json if settings.json else _print_table)(rows, cautions, settings)
+    Report(as_json=settings.json).plan(rows, cautions, settings)
     return int(any(row.problem for row in rows))
 
 
@@ -87,8 +86,7 @@ def _plan(global_batch: int, micro_batch: int | None, workers: int) -> BatchPlan
         lower = global_batch // workers * workers
         nearest = f"{lower} and {lower + workers}" if lower else f"{workers}"
         raise ValueError(
-            f"{workers} ranks have no equal parts of {global_batch}; nearest: {nearest}; or give "
-            "--micro-batch"
+            f"{global_batch} is not a multiple of {workers} ranks; nearest: {nearest}; or give --micro-batch"
         )
     return plan_batch(global_batch=global_batch, micro_batch=micro_batch, world_size=workers, uneven=True)
 
@@ -100,25 +98,24 @@ def _lr(global_batch: int, rule: Rule, settings: Settings) -> float:
         raise Conflict(f"argument --lr: {error}") from None
 
 
-def _print_json(rows: Sequence[Row], cautions: Sequence[str], settings: Settings) -> None:
-    for row in rows:
-        print_json("plan", **asdict(row))
-    for caution in cautions:
-        print_json("caution", text=caution)
+class Report(report.Report):
+    """Reports the rows."""
 
-
-def _print_table(rows: Sequence[Row], cautions: Sequence[str], settings: Settings) -> None:
-    console = Console()
-    table = Table(caption=_caption(settings), caption_justify="left")
-    names = ["global\nbatch", "workers", "micro-\nbatch", "accumulate", "lr\nlinear", "lr\nsqrt"]
-    add_numbers(table, [*names, "steps"] if settings.dataset_size else names)
-    for before, row in zip([None, *rows], rows, strict=False):
-        if before and before.global_batch != row.global_batch:
-            table.add_section()
-        table.add_row(*_cells(row)[: len(table.columns)])
-    console.print(table)
-    for text in [*_sentences(rows), *cautions]:
-        console.print(text, highlight=False, markup=False)
+    def plan(self, rows: Sequence[Row], cautions: Sequence[str], settings: Settings) -> None:
+        """All rows are made; `cautions` are the warnings of making them."""
+        table = Table(caption=_caption(settings), caption_justify="left")
+        names = ["global\nbatch", "workers", "micro-\nbatch", "accumulate", "lr\nlinear", "lr\nsqrt"]
+        add_numbers(table, [*names, "steps"] if settings.dataset_size else names)
+        for before, row in zip([None, *rows], rows, strict=False):
+            self._emit("plan", **asdict(row))
+            if before and before.global_batch != row.global_batch:
+                table.add_section()
+            table.add_row(*_cells(row)[: len(table.columns)])
+        for caution in cautions:
+            self._emit("caution", text=caution)
+        self._console.print(table)
+        for text in [*_sentences(rows), *cautions]:
+            self._console.print(text, highlight=False, markup=False)
 
 
 def _caption(settings: Settings) -> str:
@@ -135,7 +132,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _sentences(rows: Sequence[Row]) -> list[str]:
-    """Return what the table cannot say: what is equal, what does not come out even, what cannot be run."""
+    """Return sentences on equal splits, uneven splits, and rows that cannot be run."""
     found = []
     for batch in dict.fromkeys(row.global_batch for row in rows):
         parts = [

@@ -1,1 +1,1 @@
-"""`study`: what more workers and larger batches buy, run by run."""
+"""`study`: the speed-up of more workers and larger batches."""

@@ -1,4 +1,4 @@
-"""From runs to figures: pure functions over records."""
+"""Compute the figures of a study from the records of its runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pyengine.cli.study.grid import WARM_UP_STEPS, Cell
 from pyengine.cli.study.store import Record
 
-# A step is a stall if it is both: so many robust standard deviations above the median, and so many times the
-# median.
+# A stall is so many robust standard deviations above the median, and so many times the median.
 STALL_SIGMAS = 10.0
 STALL_RATIO = 3.0
 _SIGMA = 1.4826  # median absolute deviation to standard deviation, for a normal distribution
@@ -19,24 +18,24 @@ _SIGMA = 1.4826  # median absolute deviation to standard deviation, for a normal
 
 @dataclass(frozen=True)
 class Range:
-    """A figure of a cell over its repeats: median, smallest and largest."""
+    """Median, smallest and largest value of a figure over the repeats of a cell."""
 
     mid: float
     low: float
     high: float
 
     def over(self, divisor: float) -> Range:
-        """Return it divided."""
+        """Return the range divided by a number."""
         return Range(self.mid / divisor, self.low / divisor, self.high / divisor)
 
     def overlaps(self, other: Range) -> bool:
-        """Return whether some value is in both."""
+        """Return whether the ranges have a value in common."""
         return self.low <= other.high and other.low <= self.high
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A step that took far longer than its neighbours."""
+    """A step that took far longer than the others of its run."""
 
     record: Record
     step: int
@@ -46,11 +45,11 @@ class Stall:
 
 @dataclass(frozen=True)
 class Curve:
-    """Accuracy of one run over its time.
+    """The accuracy of one run over its time.
 
     Attributes:
-        steps: taken before each accuracy.
-        seconds: of training until then; evaluations left out, a stall counted as a usual step.
+        steps: before each evaluation.
+        seconds: of training until then, without evaluations; a stall counts as a median step.
     """
 
     steps: list[int]
@@ -60,22 +59,22 @@ class Curve:
 
 @dataclass(frozen=True)
 class Figures:
-    """What the repeats of a cell measured; every Range over its runs that are done.
+    """The figures of a cell; each Range is over its runs that are done.
 
     Attributes:
-        samples_s: samples a second; stalls and the first WARM_UP_STEPS steps left out.
+        samples_s: samples a second, without stalls and the first WARM_UP_STEPS steps.
         samples_s_with_stalls: the same with stalls.
-        batches_s: optimizer steps a second, stalls left out.
-        speed_up: throughput over that of one worker's cell; None if that cell has none.
+        batches_s: optimizer steps a second, without stalls.
+        speed_up: throughput over that of one worker; None if that was not measured.
         efficiency: speed-up over workers.
-        sync_share: of a step, 0 to 1: waiting for, or working on, the reduction; mean over workers.
-        memory_bytes: most that a worker held, largest worker.
-        cpu_share: cores that a worker kept busy, mean over workers.
-        accuracy: the best one of a run; None without accuracies.
+        sync_share: share of a step that waits for, or computes, the reduction, 0 to 1; mean over workers.
+        memory_bytes: peak memory of the largest worker.
+        cpu_share: busy cores of a worker, mean over workers.
+        accuracy: best of a run; None without evaluations.
         accuracy_s: seconds of training until then.
-        goal_s: seconds of training until the goal; None if some run did not reach it, or there is none.
-        is_oversubscribed: whether its workers' threads are more than the machine's cores.
-        runs: how many there are.
+        goal_s: seconds of training until the goal; None without a goal, or if a run did not reach it.
+        is_oversubscribed: whether the workers have more threads than the machine has cores.
+        runs: number of runs.
     """
 
     cell: Cell
@@ -100,7 +99,7 @@ class Recommendation:
     """The best configuration, if it is beyond noise.
 
     Attributes:
-        best: None if another configuration is within noise of it, or nothing shows the noise.
+        best: None if another configuration is within noise, or the noise is unknown.
         text: one sentence.
     """
 
@@ -110,16 +109,15 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class Analysis:
-    """Everything that tables, plots and the recommendation are made of.
+    """The data of tables, plots and the recommendation.
 
     Attributes:
         fixed: "global" or "per-worker".
         cells: that were measured, in order.
-        stalls: all of them.
-        ended: runs that did not end well.
-        curves: of each measured cell's runs, those without accuracies left out.
-        goal: accuracy whose time is compared; None if nothing was evaluated.
-        goal_from: the cell that sets it; None if the user did.
+        ended: runs that did not succeed.
+        curves: of the runs with accuracies, by cell.
+        goal: accuracy to compare times at; None without evaluations.
+        goal_from: the cell that sets the goal; None if the user does.
         cores: of the machine.
     """
 
@@ -134,23 +132,23 @@ class Analysis:
 
     @property
     def workers(self) -> list[int]:
-        """Worker counts that were measured."""
+        """The numbers of workers that were measured."""
         return sorted({cell.workers for cell in self.cells})
 
     @property
     def batches(self) -> list[int]:
-        """Batches that were measured."""
+        """The batches that were measured."""
         return sorted({cell.batch for cell in self.cells})
 
     def row(self, batch: int) -> list[Figures]:
-        """Return the cells of a batch, small worlds first."""
+        """Return the cells of a batch, few workers first."""
         return [figures for cell, figures in sorted(self.cells.items()) if cell.batch == batch]
 
 
 def analyse(
     records: Iterable[Record], *, fixed: str, threads: int, cores: int, goal: float | None
 ) -> Analysis:
-    """Turn records into figures.
+    """Compute the figures.
 
     Args:
         records: of one study, in any order.
@@ -220,8 +218,8 @@ def recommend(analysis: Analysis) -> Recommendation:
 def stalls(record: Record) -> list[Stall]:
     """Return the steps after the warm-up that are far above the others.
 
-    Far is both: more than STALL_SIGMAS robust standard deviations (1.4826 × median absolute deviation) above
-    the median, and more than STALL_RATIO medians. The ratio keeps runs quiet whose steps hardly vary.
+    A stall is more than STALL_SIGMAS robust standard deviations (1.4826 × median absolute deviation) above
+    the median, and more than STALL_RATIO medians, so that runs with steady steps have no stalls.
     """
     measured = record.seconds[WARM_UP_STEPS:]
     usual_s = statistics.median(measured)
@@ -246,7 +244,7 @@ def curve(record: Record) -> Curve:
 
 
 def time_to(curve: Curve, goal: float) -> float | None:
-    """Return the seconds until an accuracy was first measured at the goal or above; None if it never was."""
+    """Return the seconds until the first accuracy of at least the goal; None if there is none."""
     return next((at for at, got in zip(curve.seconds, curve.accuracy, strict=True) if got >= goal), None)
 
 
@@ -294,12 +292,12 @@ def _figures(
 
 
 def throughput(record: Record) -> float:
-    """Return samples a second; warm-up and stalls left out."""
+    """Return samples a second, without warm-up and stalls."""
     return _rate(record, _kept(record))
 
 
 def sync_share(record: Record) -> float:
-    """Return the share of the steps in which workers only waited for, or worked on, the reduction."""
+    """Return the share of the steps in which workers only waited for, or computed, the reduction."""
     kept = _kept(record)
     return sum(record.sync_s[step] for step in kept) / sum(record.seconds[step] for step in kept)
 
@@ -327,12 +325,12 @@ def _of(values: Sequence[float]) -> Range | None:
 
 
 def percent(share: float) -> str:
-    """Return a share in percent, with a space that does not break."""
+    """Return a share in percent, with a non-breaking space."""
     return f"{100 * share:.1f}\u00a0%" if share < 1 else f"{100 * share:.0f}\u00a0%"
 
 
 def duration(value: float) -> str:
-    """Return seconds with a unit that suits them."""
+    """Return seconds with a suitable unit."""
     if value >= 60:
         return f"{value / 60:.1f}\u00a0min"
     return f"{value:.2f}\u00a0s" if value >= 1 else f"{1e3 * value:.3g}\u00a0ms"

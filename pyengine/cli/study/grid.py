@@ -1,4 +1,4 @@
-"""The grid of a study: which runs it is made of, and how each shares its batch out."""
+"""The grid of a study, and the split of the batch in each cell."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pyengine.cli.study.arguments import Settings
 from pyengine.data.batch_plan import plan_batch
 
-WARM_UP_STEPS = 3  # allocations, lazy initialisation, and the second window's re-ordering of buckets
+WARM_UP_STEPS = 3  # allocations, lazy initialization, and the second window's new order of buckets
 _LEAST_STEPS = WARM_UP_STEPS + 9
 
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """A number of workers and a batch, as on the command line."""
+    """A number of workers and a batch of the command line."""
 
     workers: int
     batch: int
@@ -25,11 +25,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a cell's workers do.
+    """The work of a cell.
 
     Attributes:
-        global_batch: samples a step, of all workers.
-        micro_batch: samples a backward; `accumulate` of them are a worker's share of a step.
+        global_batch: samples of a step, over all workers.
+        micro_batch: samples of a backward; a worker has `accumulate` of them in a step.
         steps: optimizer steps of a run.
     """
 
@@ -40,24 +40,24 @@ class Plan:
 
     @property
     def worker_batch(self) -> int:
-        """Samples a step and worker."""
+        """The samples of a worker in a step."""
         return self.micro_batch * self.accumulate
 
 
 class Impossible(ValueError):
-    """A cell that cannot be run as asked for; says why."""
+    """A cell that cannot be run, with the reason."""
 
 
 def cells(settings: Settings) -> list[Cell]:
-    """Return the grid, small worlds first."""
+    """Return the grid, few workers first."""
     return [Cell(workers, batch) for workers in settings.workers for batch in settings.batches]
 
 
 def plan(cell: Cell, settings: Settings) -> Plan:
-    """Share a cell's batch out, and count its steps: every cell trains on the same number of samples.
+    """Split the batch of a cell, and count its steps: all cells train on the same number of samples.
 
     Raises:
-        Impossible: the batch does not come out even, or is larger than the data.
+        Impossible: the batch is not a multiple of the workers, or larger than the data.
     """
     worker_batch = cell.batch if settings.fixed == "per-worker" else _share(cell.batch, cell.workers)
     micro_batch = min(worker_batch, settings.micro_batch or worker_batch)

@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.patches import Patch
+from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator, PercentFormatter
 
 from pyengine.cli.study.analysis import Analysis, Curve, Figures, Range
-from pyengine.cli.study.axes import (
-    INK,
-    STYLE,
-    batch_axis,
-    legend,
-    lines,
-    looks,
-    panels,
-    single,
-    speed_up_axis,
-    workers_axis,
-)
 from pyengine.cli.study.grid import Cell
 
+INK = "#222222"
+STYLE: dict[Any, Any] = {  # the stubs of rc_context list every name
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#9a9a9a",
+    "axes.labelcolor": INK,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e4e4e4",
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "legend.title_fontsize": 9,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
+}
+_SHADE = "#efece4"
+_MARKERS = "osD^vPX*"
+_DPI = 130
 _DASHED, _DOTTED = (0, (5, 4)), (0, (1.5, 2))
 _ABSENT = "#e4e1da"
 
 
+Colour = tuple[float, ...]
+
+
 @dataclass(frozen=True)
 class Plot:
-    """A picture and what it shows."""
+    """A picture with its title and caption."""
 
     title: str
     caption: str
@@ -42,11 +59,11 @@ class Plot:
 
 
 def draw(analysis: Analysis, folder: Path) -> list[Plot]:
-    """Draw everything there is data for.
+    """Draw every plot that has data.
 
     Args:
         analysis: with at least one cell.
-        folder: for the files, made if it is not there; pictures of an earlier report are replaced.
+        folder: for the files, created if missing; earlier plots are replaced.
     """
     folder.mkdir(parents=True, exist_ok=True)
     plots = []
@@ -65,23 +82,23 @@ def _speed_up(analysis: Analysis) -> Figure | None:
     speed_ups = [figures.speed_up for figures in analysis.cells.values() if figures.speed_up]
     if not speed_ups:
         return None
-    figure, axes = single()
-    lines(axes, analysis, lambda figures: figures.speed_up)
+    figure, axes = _single()
+    _lines(axes, analysis, lambda figures: figures.speed_up)
     most = max(2, analysis.workers[-1])
     axes.plot([1, most], [1, most], color=INK, linestyle=_DASHED, linewidth=1.2, label="ideal", zorder=1)
-    speed_up_axis(axes, min(each.low for each in speed_ups), max(most, *(each.high for each in speed_ups)))
-    workers_axis(axes, analysis)
-    legend(axes, analysis)
+    _speed_up_axis(axes, min(each.low for each in speed_ups), max(most, *(each.high for each in speed_ups)))
+    _workers_axis(axes, analysis)
+    _legend(axes, analysis)
     return figure
 
 
 def _throughput(analysis: Analysis) -> Figure:
-    figure, axes = single()
-    lines(axes, analysis, lambda figures: figures.samples_s)
+    figure, axes = _single()
+    _lines(axes, analysis, lambda figures: figures.samples_s)
     axes.set_ylabel("throughput (samples/s)")
     _from_zero(axes)
-    workers_axis(axes, analysis)
-    legend(axes, analysis)
+    _workers_axis(axes, analysis)
+    _legend(axes, analysis)
     return figure
 
 
@@ -94,19 +111,19 @@ def _accuracy_over_steps(analysis: Analysis) -> Figure | None:
 
 
 def _accuracy(analysis: Analysis, label: str, along: Callable[[Curve], Sequence[float]]) -> Figure | None:
-    """Draw a panel a batch, a colour a number of workers, and a line a run."""
+    """Draw a panel for each batch, with a line for each run, colored by the number of workers."""
     if not analysis.curves:
         return None
     batches = sorted({cell.batch for cell in analysis.curves})
-    figure, each = panels(len(batches), _COLUMNS.get(len(batches), 3), width=4.6)
+    figure, each = _panels(len(batches), _COLUMNS.get(len(batches), 3), width=4.6)
     for batch, axes in zip(batches, each, strict=True):
-        for workers, (colour, _) in looks(analysis.workers).items():
+        for workers, (colour, _) in _looks(analysis.workers).items():
             for number, curve in enumerate(analysis.curves.get(Cell(workers, batch), [])):
                 name = str(workers) if number == 0 else None
                 axes.plot(along(curve), curve.accuracy, color=colour, linewidth=1.6, alpha=0.85, label=name)
         if analysis.goal is not None:
             axes.axhline(analysis.goal, color=INK, linestyle=_DOTTED, linewidth=1.2)
-        axes.set_title(f"{batch_axis(analysis)} {batch}")
+        axes.set_title(f"{_batch_axis(analysis)} {batch}")
         axes.set(xlabel=label, ylabel="accuracy")
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         axes.set_xlim(left=0)
@@ -115,13 +132,13 @@ def _accuracy(analysis: Analysis, label: str, along: Callable[[Curve], Sequence[
 
 
 def _heat_map(analysis: Analysis) -> Figure:
-    """Draw throughput and, where there is one, the time to the goal: workers over batch."""
+    """Draw throughput and, if it was reached, the time to the goal: workers over batch."""
     maps = [("throughput (samples/s)", lambda figures: figures.samples_s, "{:,.0f}", "cividis")]
     if any(figures.goal_s for figures in analysis.cells.values()):
         maps.append(
             (f"time to {analysis.goal:.1%} (s)", lambda figures: figures.goal_s, "{:.3g}", "cividis_r")
         )
-    figure, each = panels(len(maps), len(maps))
+    figure, each = _panels(len(maps), len(maps))
     for (title, pick, form, colours), axes in zip(maps, each, strict=True):
         _map(axes, analysis, pick, form, colours)
         axes.set_title(title)
@@ -131,7 +148,7 @@ def _heat_map(analysis: Analysis) -> Figure:
 def _map(
     axes: Axes, analysis: Analysis, pick: Callable[[Figures], Range | None], form: str, colours: str
 ) -> None:
-    """Draw a tile a cell, its figure in it; light is good."""
+    """Draw a tile with its figure for each cell; light is good."""
     all_cells = {*analysis.cells, *(record.cell for record in analysis.ended)}
     workers = sorted({cell.workers for cell in all_cells})
     batches = sorted({cell.batch for cell in all_cells})
@@ -155,7 +172,7 @@ def _map(
     axes.set(xlim=(-0.5, len(batches) - 0.5), ylim=(-0.5, len(workers) - 0.5))
     axes.set_xticks(range(len(batches)), map(str, batches))
     axes.set_yticks(range(len(workers)), map(str, workers))
-    axes.set(xlabel=batch_axis(analysis), ylabel="workers")
+    axes.set(xlabel=_batch_axis(analysis), ylabel="workers")
 
 
 def _why_absent(analysis: Analysis, cell: Cell) -> str:
@@ -171,19 +188,19 @@ def _is_dark(colour: tuple[float, float, float]) -> bool:
 
 
 def _resources(analysis: Analysis) -> Figure:
-    """Draw what a step and a worker cost."""
-    figure, (share, memory, cpu) = panels(3, 3, width=4.2)
-    lines(share, analysis, lambda figures: figures.sync_share)
+    """Draw the waiting share, memory and cores."""
+    figure, (share, memory, cpu) = _panels(3, 3, width=4.2)
+    _lines(share, analysis, lambda figures: figures.sync_share)
     share.set_title("share of a step that waits\nfor gradients")
     share.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    lines(memory, analysis, lambda figures: figures.memory_bytes.over(2**20))
+    _lines(memory, analysis, lambda figures: figures.memory_bytes.over(2**20))
     memory.set_title("peak memory of the\nlargest worker (MiB)")
-    lines(cpu, analysis, lambda figures: figures.cpu_share)
-    cpu.set_title("cores that a worker\nkeeps busy")
+    _lines(cpu, analysis, lambda figures: figures.cpu_share)
+    cpu.set_title("busy cores\nof a worker")
     for axes in (share, memory, cpu):
         _from_zero(axes)
-        workers_axis(axes, analysis)
-    legend(memory, analysis)
+        _workers_axis(axes, analysis)
+    _legend(memory, analysis)
     return figure
 
 
@@ -191,27 +208,115 @@ def _from_zero(axes: Axes) -> None:
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
 
 
-_COLUMNS = {1: 1, 2: 2, 4: 2}  # by number of panels; else 3
-_RANGE = "Median of the repeats; bars reach from the smallest to the largest."
+# ---- axes ----
+
+
+def _single() -> tuple[Figure, Axes]:
+    """Return a figure with one panel."""
+    figure = Figure(figsize=(7.6, 4.8), dpi=_DPI, layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _panels(count: int, columns: int, *, width: float = 5.2) -> tuple[Figure, Sequence[Axes]]:
+    """Return a figure with several panels, row by row."""
+    rows = -(-count // columns)
+    figure = Figure(figsize=(max(width * columns, 6.4), 3.9 * rows), dpi=_DPI, layout="constrained")
+    return figure, [figure.add_subplot(rows, columns, number + 1) for number in range(count)]
+
+
+def _looks(values: Iterable[int]) -> dict[int, tuple[Colour, str]]:
+    """Return a color and a marker for each value, from dark to light (also for color-blind readers)."""
+    values = list(values)
+    palette = matplotlib.colormaps["viridis"]
+    shades = [palette(0.82 * number / max(1, len(values) - 1)) for number in range(len(values))]
+    return {
+        value: (shade, _MARKERS[number % len(_MARKERS)])
+        for number, (value, shade) in enumerate(zip(values, shades, strict=True))
+    }
+
+
+def _lines(axes: Axes, analysis: Analysis, pick: Callable[[Figures], Range | None]) -> None:
+    """Draw a line for each batch over workers, with bars from the smallest to the largest repeat."""
+    for batch, (colour, marker) in _looks(analysis.batches).items():
+        found = [(figures.cell.workers, pick(figures)) for figures in analysis.row(batch)]
+        points = [(workers, figure) for workers, figure in found if figure is not None]
+        axes.errorbar(
+            [workers for workers, _ in points],
+            [figure.mid for _, figure in points],
+            yerr=[[f.mid - f.low for _, f in points], [f.high - f.mid for _, f in points]],
+            color=colour,
+            marker=marker,
+            markersize=7,
+            linewidth=1.8,
+            capsize=4,
+            elinewidth=1.2,
+            label=str(batch),
+        )
+
+
+def _workers_axis(axes: Axes, analysis: Analysis) -> None:
+    """Scale the axis of workers by powers of two, and shade where they share cores."""
+    axes.set_xscale("log", base=2)
+    _ticks(axes.xaxis, analysis.workers)
+    axes.set_xlim(0.85, analysis.workers[-1] * 1.18)
+    axes.set_xlabel("workers")
+    cells = analysis.cells.values()
+    shared = [figures.cell.workers for figures in cells if figures.is_oversubscribed]
+    alone = [figures.cell.workers for figures in cells if not figures.is_oversubscribed]
+    if shared:
+        edge = (min(shared) * max(alone)) ** 0.5 if alone else 0.85
+        axes.axvspan(edge, analysis.workers[-1] * 1.18, color=_SHADE, zorder=0, linewidth=0)
+
+
+def _speed_up_axis(axes: Axes, low: float, high: float) -> None:
+    """Scale the axis of speed-ups by powers of two, from below `low` to above `high`."""
+    axes.set_yscale("log", base=2)
+    axes.set_ylim(min(0.9, low * 0.85), high * 1.15)
+    _ticks(axes.yaxis, [2.0**power for power in range(-6, 16)])
+    axes.set_ylabel("speed-up over one worker (×)")
+
+
+def _legend(axes: Axes, analysis: Analysis) -> None:
+    """Add a legend of the batches, the ideal line and the shade."""
+    handles, labels = axes.get_legend_handles_labels()
+    if any(figures.is_oversubscribed for figures in analysis.cells.values()):
+        handles.append(Patch(color=_SHADE))
+        labels.append(f"workers share the {analysis.cores} cores")
+    axes.legend(handles, labels, title=_batch_axis(analysis), loc="best", alignment="left")
+
+
+def _batch_axis(analysis: Analysis) -> str:
+    """Return the label of batches."""
+    return "global batch" if analysis.fixed == "global" else "batch a worker"
+
+
+def _ticks(axis: Axis, values: Sequence[float]) -> None:
+    axis.set_major_locator(FixedLocator(values))
+    axis.set_major_formatter(FixedFormatter([f"{value:g}" for value in values]))
+    axis.set_minor_locator(NullLocator())
+
+
+_COLUMNS = {1: 1, 2: 2, 4: 2}  # by number of panels, else 3
+_RANGE = "Median of the repeats; bars from the smallest to the largest."
 _PICTURES: list[tuple[Callable[[Analysis], Figure | None], str, str]] = [
     (
         _speed_up,
         "Speed-up",
         (
             f"Throughput over that of one worker with the same batch. {_RANGE} Where workers share cores, "
-            "this is not how hardware scales."
+            "the speed-up is not that of more hardware."
         ),
     ),
-    (_throughput, "Throughput", f"Samples a second, stalls and first steps left out. {_RANGE}"),
+    (_throughput, "Throughput", f"Samples a second, without stalls and first steps. {_RANGE}"),
     (
         _accuracy_over_time,
         "Accuracy over time",
         (
-            "A line a run; time is that of training alone, evaluations left out. Dots: the accuracy whose "
-            "time is compared."
+            "One line a run, over the time of training without evaluations. Dotted: the accuracy at which "
+            "times are compared."
         ),
     ),
     (_accuracy_over_steps, "Accuracy over steps", "The same over optimizer steps."),
-    (_heat_map, "Batch × workers", "Light is good; grey says why there is no figure."),
-    (_resources, "What a step and a worker cost", _RANGE),
+    (_heat_map, "Batch × workers", "Light is good; gray cells have no figure."),
+    (_resources, "Waiting, memory and cores", _RANGE),
 ]

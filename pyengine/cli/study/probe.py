@@ -1,6 +1,4 @@
-"""What a training function under `study` is given: `watch` times every optimizer step and takes the
-accuracy.
-"""
+"""The argument of a training function under `study`: times every optimizer step, and evaluates."""
 
 from __future__ import annotations
 
@@ -26,13 +24,13 @@ Quality = Callable[[], float | torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as its workers are told of it.
+    """The settings of a run.
 
     Attributes:
         target: the training function, "module:function".
         threads: torch's threads in each worker.
-        evaluate_every: steps from one accuracy to the next.
-        beats: file to which rank 0 appends a line a step.
+        evaluate_every: steps between two evaluations.
+        beats: file to which rank 0 appends a line after each step.
     """
 
     target: str
@@ -50,16 +48,16 @@ class Run:
 
 @dataclass
 class Trace:
-    """What one worker measured.
+    """The measurements of one worker.
 
     Attributes:
-        seconds: of each step, from the end of the one before (evaluations left out) to its own end.
-        sync_s: seconds of each step in which this worker only waited for, or worked on, the reduction.
+        seconds: of each step, from the end of the previous one, without evaluations.
+        sync_s: seconds of each step in which this worker only waited for, or computed, the reduction.
         losses: of each step.
         accuracy: (steps taken, accuracy).
-        bytes_on_wire: that the last step sent.
-        cpu_s: processor seconds during the steps, all threads.
-        peak_rss_bytes: most memory the process ever held.
+        bytes_on_wire: bytes sent in the last step.
+        cpu_s: CPU seconds of all threads during the steps.
+        peak_rss_bytes: largest memory of the process.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -75,12 +73,12 @@ class Probe:
     """Times a training function.
 
     Args:
-        run: what the function is to do.
+        run: the settings of the run.
 
     Attributes:
         workers, global_batch, micro_batch, accumulate, steps, dataset_size, seed: of this run, for the
             function to follow; `global_batch` = `workers` × `accumulate` × `micro_batch`.
-        trace: what has been measured.
+        trace: the measurements so far.
     """
 
     def __init__(self, run: Run) -> None:
@@ -98,13 +96,12 @@ class Probe:
         self._beat(done=0)
 
     def watch(self, sync: Sync | None, *, quality: Quality | None = None) -> None:
-        """Time every step of the engine from here on, and end training after the last one; call it once.
+        """Time every step from now on, and end the function after the last one; call it once.
 
         Args:
             sync: the engine; None if the loop calls `on_step` itself.
-            quality: returns the accuracy on data that was not trained on, larger is better. Called on every
-                rank, without gradients, outside of the timed steps; rank 0's number counts, other ranks may
-                return None.
+            quality: returns the accuracy on test data; larger is better. Called on every rank under no_grad,
+                between the timed steps; the value of rank 0 counts, other ranks may return None.
 
         Raises:
             RuntimeError: at a second call.
@@ -114,16 +111,16 @@ class Probe:
         """
         if self._is_watching:
             raise RuntimeError(
-                "study.watch was called twice: it follows one engine; watch the one to be timed"
+                "study.watch was called twice, and it times one engine: watch the one to be timed"
             )
         self._is_watching, self._quality = True, quality
         self._evaluate()
-        self._go_on()
+        self._start_clock()
         if sync is not None:
             sync.on_step(self.on_step)
 
     def on_step(self, record: StepRecord) -> None:
-        """Note a step that has just ended; `watch` has the engine call it."""
+        """Record a step that has just ended; `watch` registers it with the engine."""
         now, cpu, trace = time.perf_counter(), time.process_time(), self.trace
         if not self._is_watching:
             raise RuntimeError("study.on_step was called before study.watch, which starts the clock")
@@ -139,7 +136,7 @@ class Probe:
         if done == self.steps:
             trace.peak_rss_bytes = _peak_rss_bytes()
             raise Enough
-        self._go_on()
+        self._start_clock()
 
     def _evaluate(self) -> None:
         if self._quality is None:
@@ -148,16 +145,16 @@ class Probe:
             accuracy = self._quality()
         if dist.get_rank() == 0:
             if accuracy is None:
-                raise RuntimeError("quality returned None on rank 0: it has to return the accuracy there")
+                raise RuntimeError("quality returned None on rank 0: return the accuracy there")
             self.trace.accuracy.append((len(self.trace.seconds), float(accuracy)))
             self._beat(done=len(self.trace.seconds), accuracy=float(accuracy))
-        dist.barrier()  # who evaluates longer must not make the next step look longer
+        dist.barrier()  # a slow evaluation on one rank must not count as the next step
 
-    def _go_on(self) -> None:
+    def _start_clock(self) -> None:
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
 
     def _beat(self, **values: float) -> None:
-        """Tell whoever supervises the run that it lives; about 10 microseconds."""
+        """Append a line for the supervising process; takes about 10 microseconds."""
         if dist.get_rank() == 0:
             with self._beats.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(values) + "\n")
@@ -167,23 +164,23 @@ def work(run: Run) -> Trace:
     """Run the training function on this rank.
 
     Raises:
-        RuntimeError: it ended before the study ended it.
+        RuntimeError: the function has returned before its last step.
     """
-    terminal.show_everything()
+    terminal.replace_unencodable()
     torch.set_num_threads(run.threads)
     probe = Probe(run)
     with suppress(Enough):
         load(run.target)(probe)
     if len(probe.trace.seconds) < run.steps:
         raise RuntimeError(
-            f"{run.target} ended after {len(probe.trace.seconds)} of {run.steps} steps: it has to call "
-            "study.watch(sync, quality=...) before its loop, and to go on until study ends it"
+            f"{run.target} returned after {len(probe.trace.seconds)} of {run.steps} steps: call "
+            "study.watch(sync, quality=...) before the loop, and train until study ends the function"
         )
     return probe.trace
 
 
 def _peak_rss_bytes() -> int:
-    # On Linux ru_maxrss also remembers the process this one was forked from; VmHWM is of the program alone.
+    # On Linux ru_maxrss includes the process that this one was forked from; VmHWM does not.
     status = Path("/proc/self/status")
     if status.exists():
         (line,) = [line for line in status.read_text().splitlines() if line.startswith("VmHWM:")]

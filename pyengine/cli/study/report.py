@@ -1,21 +1,35 @@
-"""The report of a study: one HTML page that needs nothing else, pictures included."""
+"""The reports of a study: on the terminal while it runs, and one self-contained HTML page."""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
+from rich.box import SIMPLE_HEAD
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
 
+from pyengine.cli import report
+from pyengine.cli.report import add_numbers
 from pyengine.cli.study.analysis import (
     STALL_RATIO,
     STALL_SIGMAS,
     Analysis,
     Figures,
+    Range,
     Stall,
     duration,
     percent,
@@ -24,7 +38,6 @@ from pyengine.cli.study.analysis import (
 from pyengine.cli.study.arguments import Settings
 from pyengine.cli.study.grid import WARM_UP_STEPS, Cell
 from pyengine.cli.study.plots import Plot
-from pyengine.cli.study.progress import HEADINGS, MORE_HEADINGS, row
 from pyengine.cli.study.store import Record
 from pyengine.cli.study.supervise import log_path
 
@@ -32,9 +45,122 @@ _TEMPLATE = Path(__file__).with_name("report.html.jinja")
 _BUSY = 0.1  # of the machine, used by others
 
 
+class Report(report.Report):
+    """Reports runs while they go on, then the figures and a recommendation."""
+
+    def __init__(self, *, as_json: bool = False, is_silent: bool = False) -> None:
+        super().__init__(as_json=as_json, is_silent=is_silent)
+        columns = (
+            BarColumn(bar_width=16),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[text]}"),
+        )
+        # Twice a second: the workers may need every core.
+        self._progress = self._make_progress(*columns, refresh_per_second=2)
+        self._task = self._progress.add_task("", total=None, text="")
+        self._run = ""
+
+    def live(self) -> AbstractContextManager[object]:
+        """Show the live line while the context is open."""
+        return self._progress
+
+    def plan(self, *, runs: int, kept: int, impossible: dict[Cell, str]) -> None:
+        """The study begins: so many runs to make, so many kept, and the cells that cannot be run."""
+        self._progress.update(self._task, total=runs + kept, completed=kept)
+        if self._emit("plan", runs=runs, kept=kept):
+            self._say(f"{runs + kept} runs{f', {kept} of them done before' if kept else ''}")
+        for cell, reason in impossible.items():
+            if self._emit("impossible", **asdict(cell), reason=reason):
+                self._say(f"left out: {cell}: {reason}")
+
+    def begin(self, cell: Cell, repeat: int) -> None:
+        """A run begins."""
+        self._run = f"{cell}, repeat {repeat + 1}"
+        self._progress.update(self._task, text=f"{self._run}: starting")
+
+    def step(self, done: int, steps: int, accuracy: float | None) -> None:
+        """The run has taken so many steps."""
+        suffix = f", accuracy {percent(accuracy)}" if accuracy is not None and math.isfinite(accuracy) else ""
+        self._progress.update(self._task, text=f"{self._run}: step {done}/{steps}{suffix}")
+
+    def ran(self, record: Record) -> None:
+        """A run has ended; runs.jsonl has its steps."""
+        names = ("workers", "batch", "repeat", "status", "reason", "steps", "wall_s")
+        self._progress.update(self._task, advance=1)
+        if self._emit("run", **{name: getattr(record, name) for name in names}):
+            how = (
+                f"done in {duration(record.wall_s)}"
+                if record.is_done
+                else f"{record.status}: {record.reason}"
+            )
+            self._say(f"{record.cell}, repeat {record.repeat + 1}: {how}")
+
+    def conclude(self, analysis: Analysis, page: Path) -> None:
+        """All runs have ended; `page` is the HTML report."""
+        for cell, figures in analysis.cells.items():
+            self._emit("cell", **asdict(cell), **{k: v for k, v in asdict(figures).items() if k != "cell"})
+        found = recommend(analysis)
+        self._emit("recommendation", best=found.best and asdict(found.best), text=found.text)
+        self._emit("report", goal=analysis.goal, stalls=len(analysis.stalls), page=str(page))
+        if analysis.cells:
+            self._console.print(_table(analysis))
+        self._say(f"{found.text}\n\nreport: {page}")
+
+
+# HEADINGS fit into 80 columns; the page has all.
+HEADINGS = ("workers", "batch", "samples/s", "speed-up", "efficiency", "waits", "to goal", "best")
+MORE_HEADINGS = ("batches/s", "memory", "cores")
+
+
+def row(figures: Figures) -> tuple[str, ...]:
+    """Return the medians of a cell as text, in the order of HEADINGS and MORE_HEADINGS."""
+    return (
+        f"{figures.cell.workers}{' *' if figures.is_oversubscribed else ''}",
+        str(figures.cell.batch),
+        f"{figures.samples_s.mid:,.0f}",
+        _text(figures.speed_up, lambda value: f"{value:.2f}x"),
+        _text(figures.efficiency, percent),
+        percent(figures.sync_share.mid),
+        _text(figures.goal_s, duration),
+        _text(figures.accuracy, percent),
+        f"{figures.batches_s.mid:,.1f}",
+        f"{figures.memory_bytes.mid / 2**20:,.0f} MiB",
+        f"{figures.cpu_share.mid:.2f}",
+    )
+
+
+def _text(figure: Range | None, form: Callable[[float], str]) -> str:
+    return "–" if figure is None else form(figure.mid)
+
+
+def _left_out(analysis: Analysis) -> list[str]:
+    counts = {"stalls left out": len(analysis.stalls), "runs that did not end well": len(analysis.ended)}
+    return [f"{what}: {count}" for what, count in counts.items() if count]
+
+
+def _table(analysis: Analysis) -> Table:
+    shared = any(figures.is_oversubscribed for figures in analysis.cells.values())
+    goal = f"goal: {percent(analysis.goal)}" if analysis.goal is not None else ""
+    notes = "; ".join(
+        note for note in (goal, "* workers that share cores" * shared, *_left_out(analysis)) if note
+    )
+    table = Table(
+        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, caption=notes or None, caption_justify="left"
+    )
+    add_numbers(table, HEADINGS)
+    for figures in analysis.cells.values():
+        table.add_row(*row(figures)[: len(HEADINGS)])
+    return table
+
+
+# ---- the page ----
+
+
 @dataclass(frozen=True)
 class Content:
-    """What a report is made of."""
+    """The content of the page."""
 
     settings: Settings
     machine: dict[str, str | int]
@@ -44,8 +170,8 @@ class Content:
     plots: Sequence[Plot]
 
 
-def write(content: Content, path: Path) -> None:
-    """Write the page; the one that was there is replaced at once, never half."""
+def write_page(content: Content, path: Path) -> None:
+    """Write the page, and replace an earlier one atomically."""
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

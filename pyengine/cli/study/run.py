@@ -1,4 +1,4 @@
-"""`study`: what more workers and larger batches buy on this machine, measured with real local workers."""
+"""`study`: train over numbers of workers and batch sizes on this machine, and report the speed-up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import psutil
 import torch
 
 import pyengine
-from pyengine.cli import stopping
 from pyengine.cli.machine import cpu_name, num_cores
 from pyengine.cli.study import plots as study_plots
 from pyengine.cli.study import report as study_report
@@ -21,58 +20,50 @@ from pyengine.cli.study.analysis import analyse
 from pyengine.cli.study.arguments import Settings
 from pyengine.cli.study.grid import Cell, Impossible, Plan, cells, plan
 from pyengine.cli.study.probe import Run
-from pyengine.cli.study.progress import Display, JsonLines, Tables
+from pyengine.cli.study.report import Report
 from pyengine.cli.study.store import Record, Store
 from pyengine.cli.study.supervise import Limits, Outcome, Watch, execute, log_path
 from pyengine.cli.target import check
 
 _SOME_FAILED, _NOTHING_MEASURED, _NOT_WRITTEN = 1, 2, 3
 
-# Makes a run: what it is, when to end it, where its log goes, who hears of its steps.
+# Makes a run, within limits, with a log file; the last argument is called after steps.
 Execute = Callable[[Run, Limits, Path, Watch], Outcome]
 
 
 def run(settings: Settings) -> int:
     """Study, write the report, and return the exit code."""
     check(settings.target)
-    display = JsonLines() if settings.json else Tables()
+    report = Report(as_json=settings.json)
     try:
-        return study(settings, execute, display)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        what = f"what was measured is in {settings.folder}, and the same command goes on"
-        return stopping.told(stop, f"every worker has ended; {what}")
+        return study(settings, execute, report)
     except OSError as error:
         if error.filename is None:
-            raise  # not a file of the study: its output, say
-        print(
-            f"the study ended early: {error}; what was measured is in {settings.folder}, and the same "
-            "command goes on",
-            file=sys.stderr,
-        )
+            raise  # not of a file of the study but, for example, of stdout
+        print(f"the study ended early: {error}; {settings.kept}", file=sys.stderr)
         return _NOT_WRITTEN
 
 
-def study(settings: Settings, execute: Execute, display: Display) -> int:
-    """Make the runs that are missing, and write the report over all of them; return the exit code.
+def study(settings: Settings, execute: Execute, report: Report) -> int:
+    """Make the missing runs, and write the page of all runs; return the exit code.
 
     Args:
-        execute: how a run is made.
-        display: hears of everything.
+        execute: makes a run.
     """
     plans, impossible = _plans(settings)
     machine = card()
     store = Store(settings.folder, {**settings.binding(), "machine": machine})
     try:
-        with display.live():
-            _make_runs(settings, plans, impossible, store, execute, display)
+        with report.live():
+            _make_runs(settings, plans, impossible, store, execute, report)
         wanted = {(cell.workers, cell.batch, repeat) for cell in plans for repeat in range(settings.repeats)}
         records = [record for key, record in store.records.items() if key in wanted]
     finally:
         store.close()
     content = _content(settings, machine, records, impossible)
     page = settings.folder / "report.html"
-    study_report.write(content, page)
-    display.conclude(content.analysis, page)
+    study_report.write_page(content, page)
+    report.conclude(content.analysis, page)
     if not content.analysis.cells:
         return _NOTHING_MEASURED
     return _SOME_FAILED if content.analysis.ended else 0
@@ -108,26 +99,26 @@ def _make_runs(
     impossible: dict[Cell, str],
     store: Store,
     execute: Execute,
-    display: Display,
+    report: Report,
 ) -> None:
-    """Go through the whole grid once, then again: what drifts over hours then meets every cell alike."""
+    """Make a run of every cell, then repeat: drift over hours affects all cells alike."""
     wanted = [(cell, repeat) for repeat in range(settings.repeats) for cell in plans]
     missing = [(cell, repeat) for cell, repeat in wanted if not _is_kept(store, cell, repeat, settings.retry)]
-    display.plan(runs=len(missing), kept=len(wanted) - len(missing), impossible=impossible)
+    report.plan(runs=len(missing), kept=len(wanted) - len(missing), impossible=impossible)
     limits = Limits(settings.stall_timeout_s, settings.run_timeout_s)
     (settings.folder / "logs").mkdir(exist_ok=True)
     for cell, repeat in missing:
-        display.begin(cell, repeat)
+        report.begin(cell, repeat)
         steps, log = plans[cell].steps, settings.folder / log_path(cell, repeat)
-        watch = _watch(display, steps)
+        watch = _watch(report, steps)
         outcome = execute(_run(settings, cell, plans[cell], repeat), limits, log, watch)
         record = _record(cell, repeat, plans[cell], outcome)
         store.add(record)
-        display.ran(record)
+        report.ran(record)
 
 
-def _watch(display: Display, steps: int) -> Watch:
-    return lambda done, accuracy: display.step(done, steps, accuracy)
+def _watch(report: Report, steps: int) -> Watch:
+    return lambda done, accuracy: report.step(done, steps, accuracy)
 
 
 def _is_kept(store: Store, cell: Cell, repeat: int, retry: bool) -> bool:
@@ -203,5 +194,5 @@ def _rounded(values: Sequence[float]) -> list[float]:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no nan; a loss that is none is not there."""
+    """Return None for nan, which JSON lacks."""
     return value if value is not None and math.isfinite(value) else None

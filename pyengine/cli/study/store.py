@@ -1,34 +1,33 @@
-"""Results on disk: one JSON object a line, appended when a run ends,
-so that nothing measured is ever lost.
-"""
+"""The file of a study's results: one JSON object a line, appended as soon as a run ends."""
 
 from __future__ import annotations
 
 import fcntl
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pyengine.cli.arguments import Conflict
-from pyengine.cli.study import line as study_line
 from pyengine.cli.study.grid import Cell
 from pyengine.cli.terminal import read_json
 
 Key = tuple[int, int, int]
 _Read = TypeVar("_Read")
+_Test = Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
 class Record:
-    """One run, done or not; `supervise.Outcome` and `probe.Trace` say what the fields are.
+    """The results of a run; `supervise.Outcome` and `probe.Trace` describe the other fields.
 
     Attributes:
         status: "done", "failed", "stalled" or "timed out".
         seconds: of each step, on rank 0.
         sync_s: of each step, mean over workers.
-        cpu_share: processor seconds over seconds, by worker: 1 is one core, all the time.
+        cpu_share: busy cores, by worker.
         peak_rss_bytes: by worker.
     """
 
@@ -53,33 +52,32 @@ class Record:
 
     @property
     def key(self) -> Key:
-        """What identifies the run in its folder."""
+        """The key of the run in its folder."""
         return self.workers, self.batch, self.repeat
 
     @property
     def cell(self) -> Cell:
-        """Where it stands in the grid."""
+        """The cell of the grid."""
         return Cell(self.workers, self.batch)
 
     @property
     def is_done(self) -> bool:
-        """Whether it was measured to its end."""
+        """Whether the run has succeeded."""
         return self.status == "done"
 
 
 class Store:
-    """The file `runs.jsonl` of a folder: a first line that says what all runs share, then one line a run.
+    """The file `runs.jsonl` of a folder: a line with the settings that all runs share, then a line a run.
 
-    A last line that was torn by a crash is dropped, and cut off before anything is appended. A run that was
-    tried again counts as it was the last time.
+    An incomplete last line, after a crash, is removed. The last line of a run counts.
 
     Args:
-        folder: made if it is not there.
-        shared: what all runs of the folder have to have in common, settings and machine; JSON values.
+        folder: created if missing.
+        shared: settings and machine, which must be the same for all runs; JSON values.
 
     Raises:
-        Conflict: the folder cannot be written or holds a study of something else, another study is writing to
-            it, or a line in the middle cannot be read.
+        Conflict: the folder cannot be written, contains a study with other settings, is in use by another
+            study, or has a line that cannot be read.
     """
 
     def __init__(self, folder: Path, shared: dict[str, Any]) -> None:
@@ -90,7 +88,7 @@ class Store:
         except OSError as error:
             raise Conflict(
                 f"argument --out: cannot write {error.filename or self.path} ({error.strerror}): name a "
-                "folder, in one that is yours"
+                "writable folder"
             ) from None
         self._lock()
         self.records: dict[Key, Record] = {}
@@ -98,22 +96,22 @@ class Store:
         if not lines:
             self._append({"event": "study", **shared})
             return
-        self._check(self._understood(1, lines[0], study_line.parse), shared)
+        self._check(self._read_line(1, lines[0], _parse), shared)
         for number, line in enumerate(lines[1:], start=2):
-            record = self._understood(number, line, _record)
+            record = self._read_line(number, line, _record)
             self.records[record.key] = record
 
     def add(self, record: Record) -> None:
-        """Append a run, all the way to the disk's cache.
+        """Append a run.
 
         Raises:
-            OSError: the disk is full, say; the runs before are as they were.
+            OSError: for example a full disk; earlier runs are unchanged.
         """
         self._append({"event": "run", **asdict(record)})
         self.records[record.key] = record
 
     def close(self) -> None:
-        """Let others write."""
+        """Release the file."""
         self._file.close()
 
     def _lock(self) -> None:
@@ -134,11 +132,11 @@ class Store:
             self._file.truncate(len(whole))
         return whole.split(b"\n")[:-1]
 
-    def _understood(self, number: int, line: bytes, read: Callable[[bytes], _Read]) -> _Read:
+    def _read_line(self, number: int, line: bytes, read: Callable[[bytes], _Read]) -> _Read:
         try:
             return read(line)
         except ValueError as error:
-            remedy = "remove the line, and its run will be made again" if number > 1 else "use another folder"
+            remedy = "delete the line, and its run is repeated" if number > 1 else "use another folder"
             raise Conflict(
                 f"argument --out: got {self.path.parent}, and line {number} of its {self.path.name} cannot "
                 f"be read ({error}): {remedy}"
@@ -149,13 +147,13 @@ class Store:
         for name in wanted:
             if first.get(name) != wanted[name]:
                 raise Conflict(
-                    f"argument --out: got {self.path.parent}, which holds a study with "
+                    f"argument --out: got {self.path.parent}, which contains a study with "
                     f"{name.replace('_', ' ')} {_text(first.get(name))}, and this one has "
                     f"{_text(wanted[name])}: use another folder"
                 )
 
     def _append(self, line: dict[str, Any]) -> None:
-        """Append a line; one that does not fit on the disk leaves no part behind."""
+        """Append a line; remove an incomplete one if the disk is full."""
         end, rest = self.path.stat().st_size, memoryview(json.dumps(line).encode() + b"\n")
         try:
             while rest:
@@ -166,8 +164,8 @@ class Store:
 
 
 def _record(text: bytes) -> Record:
-    line = study_line.parse(text)
-    study_line.check_run(line)
+    line = _parse(text)
+    _check_run(line)
     fields = {name: value for name, value in line.items() if name != "event"}
     fields["accuracy"] = [(step, value) for step, value in line["accuracy"]]
     return Record(**fields)
@@ -177,3 +175,91 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {part}" for name, part in value.items())
     return str(value)
+
+
+# ---- what a line has to contain ----
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    """Return the object of a line.
+
+    Raises:
+        ValueError: the line is not a JSON object.
+    """
+    found = read_json(line)
+    if not isinstance(found, dict):
+        raise ValueError(f"a {type(found).__name__}, not an object")  # noqa: TRY004 - the content of a file
+    return found
+
+
+def _check_run(line: dict[str, Any]) -> None:
+    """Raise ValueError if a line is not that of a run, or a value is not possible."""
+    fields = line.keys() - {"event"}
+    if line.get("event") != "run" or fields != _FIELDS.keys():
+        parts = sorted(fields ^ _FIELDS.keys()) or ["event"]
+        raise ValueError(f"not a run: see {', '.join(map(repr, parts[:3]))}")
+    for name, is_right in _FIELDS.items():
+        if not is_right(line[name]):
+            raise ValueError(f"{name!r} is {str(line[name])[:40]}")
+    if line["status"] == "done":
+        _check_lengths(line)
+
+
+def _check_lengths(line: dict[str, Any]) -> None:
+    for names, number in (
+        (("seconds", "sync_s", "losses"), line["steps"]),
+        (("cpu_share", "peak_rss_bytes"), line["workers"]),
+    ):
+        for name in names:
+            if len(line[name]) != number:
+                raise ValueError(f"{name!r} has {len(line[name])} entries, expected {number}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_count(value: Any) -> bool:
+    return _is_whole(value) and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_time(value: Any) -> bool:
+    return _is_number(value) and value >= 0
+
+
+def _is_optional(value: Any) -> bool:
+    return value is None or _is_number(value)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and _is_whole(value[0]) and _is_optional(value[1])
+
+
+def _list_of(is_right: _Test) -> _Test:
+    return lambda value: isinstance(value, list) and all(map(is_right, value))
+
+
+_FIELDS: dict[str, _Test] = {
+    "workers": _is_count,
+    "batch": _is_count,
+    "repeat": _is_whole,
+    "status": lambda value: value in ("done", "failed", "stalled", "timed out"),
+    "reason": lambda value: isinstance(value, str),
+    "steps": _is_whole,
+    "global_batch": _is_count,
+    "micro_batch": _is_count,
+    "accumulate": _is_count,
+    "wall_s": _is_time,
+    "busy": _is_number,
+    "seconds": _list_of(_is_time),
+    "sync_s": _list_of(_is_time),
+    "losses": _list_of(_is_optional),
+    "accuracy": _list_of(_is_pair),
+    "cpu_share": _list_of(_is_number),
+    "peak_rss_bytes": _list_of(_is_whole),
+    "bytes_on_wire": _is_whole,
+}

@@ -1,4 +1,4 @@
-"""The built-in training functions of `study`: the models of `train`, on as many samples as asked for."""
+"""The built-in training functions of `study`: the models of `train`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pyengine.data.batch_plan import scale_lr
 from pyengine.data.sampler import WindowSampler
 from pyengine.engine.grad_sync import GradSync
 
-_BATCH = 64  # that the learning rates below are for
-_WARM_UP = 0.1  # share of a run's steps in which the learning rate rises
+_BATCH = 64  # of the learning rates below
+_WARM_UP = 0.1  # share of the steps
 
 
 def gpt(study: Probe) -> None:
@@ -44,7 +44,7 @@ def _train(task: Task, study: Probe, *, lr: float) -> None:
         seed=study.seed,
         micro_batch=study.micro_batch,
         global_batch=study.global_batch,
-        drop_last=True,  # every step is of the same size, so that steps can be compared
+        drop_last=True,  # steps of the same size can be compared
     )
     study.watch(sync, quality=partial(_accuracy, task, model))
     for epoch in itertools.count():

@@ -1,6 +1,4 @@
-"""One run in processes of its own, under supervision: a crash,
-a hang or an out-of-memory kill ends only the run.
-"""
+"""Run in separate processes under supervision: a crash, a hang or an OOM kill ends only the run."""
 
 from __future__ import annotations
 
@@ -23,22 +21,21 @@ from pyengine.cli.study.grid import Cell
 from pyengine.cli.study.probe import Run, Trace, work
 from pyengine.comm.launching import launch, signals_blocked
 
-_LOOK_S = 0.25  # between two looks at a run
-_BUSY_S = 0.3  # for which the machine is watched before a run
-_START_S = 120.0  # in which workers may import torch and meet, however short the limit between two steps is
+_POLL_S = 0.25  # between two checks of a run
+_BUSY_S = 0.3  # for which the load of the machine is measured before a run
+_START_S = 120.0  # for importing torch and joining the group, whatever the limit of a step is
 
-# Hears (steps done, last accuracy or None) of a run under way.
+# Called with (steps done, last accuracy or None).
 Watch = Callable[[int, float | None], None]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When a run is ended from outside.
+    """The limits after which a run is ended.
 
     Attributes:
-        stall_s: seconds without a step, from when the workers have met. They have two minutes for that, or
-            these seconds if they are more.
-        run_s: seconds in all.
+        stall_s: seconds without a step. Workers may take two minutes to start, or `stall_s` if it is more.
+        run_s: seconds of the whole run.
     """
 
     stall_s: float
@@ -51,11 +48,11 @@ class Outcome:
 
     Attributes:
         status: "done", "failed", "stalled" or "timed out".
-        reason: why, if not done.
-        steps: optimizer steps taken.
+        reason: why the run is not done; empty if it is.
+        steps: optimizer steps so far.
         traces: by rank; empty if not done.
         wall_s: seconds from the start of the processes to their end.
-        busy: share of the machine's processors that others used just before, 0 to 1.
+        busy: share of the CPU that others used just before, 0 to 1.
     """
 
     status: str
@@ -67,16 +64,16 @@ class Outcome:
 
 
 def log_path(cell: Cell, repeat: int) -> Path:
-    """Return where a run's log lies in the study's folder."""
+    """Return the path of a run's log in the study's folder."""
     return Path("logs", f"{cell.workers}-workers-batch-{cell.batch}-repeat-{repeat + 1}.txt")
 
 
 def execute(run: Run, limits: Limits, log: Path, watch: Watch) -> Outcome:
-    """Run on new local workers, whatever happens to them.
+    """Run on local workers; return how the run ended.
 
     Args:
         run: its `beats` is replaced.
-        log: file for what the workers print and raise.
+        log: file for the output and the errors of the workers.
         watch: called after steps, a few times a second.
     """
     busy = psutil.cpu_percent(_BUSY_S) / 100
@@ -86,7 +83,7 @@ def execute(run: Run, limits: Limits, log: Path, watch: Watch) -> Outcome:
         child = mp.get_context("spawn").Process(target=_child, args=(run, str(result), str(log), os.getpid()))
         begin = time.perf_counter()
         try:
-            with signals_blocked():  # the child does not unblock them: `_end` ends it
+            with signals_blocked():  # the child keeps them blocked: `_end` ends it
                 child.start()
             status, reason = _supervise(child, beats, limits, watch)
         finally:
@@ -100,7 +97,7 @@ def execute(run: Run, limits: Limits, log: Path, watch: Watch) -> Outcome:
 
 
 def _answer(result: Path, exit_code: int | None) -> tuple[str, str, list[Trace]]:
-    """Return status, reason and traces of a run that has ended by itself."""
+    """Return status, reason and traces of a run that was not ended."""
     if not result.exists():
         return "failed", f"its launcher ended with exit code {exit_code} and no result", []
     answer = pickle.loads(result.read_bytes())  # noqa: S301 - SECURITY.md: a run of this process
@@ -108,11 +105,11 @@ def _answer(result: Path, exit_code: int | None) -> tuple[str, str, list[Trace]]
 
 
 class Beats:
-    """The file to which a run appends a line a step, read as it grows.
+    """The file to which a run appends a line after each step.
 
     Attributes:
-        done: steps taken.
-        accuracy: the last one taken, or None.
+        done: steps so far.
+        accuracy: the last one, or None.
     """
 
     def __init__(self, path: Path) -> None:
@@ -121,13 +118,13 @@ class Beats:
         self._offset = 0
 
     def read(self) -> bool:
-        """Read on; return whether there was anything new."""
+        """Read new lines; return whether there were any."""
         if not self.path.exists():
             return False
         with self.path.open("rb") as file:
             file.seek(self._offset)
             new = file.read()
-        whole = new[: new.rfind(b"\n") + 1]  # a line may be half written
+        whole = new[: new.rfind(b"\n") + 1]  # the last line may be incomplete
         for line in map(json.loads, whole.splitlines()):
             self.done, self.accuracy = line["done"], line.get("accuracy", self.accuracy)
         self._offset += len(whole)
@@ -135,12 +132,12 @@ class Beats:
 
 
 def _supervise(child: mp.process.BaseProcess, beats: Beats, limits: Limits, watch: Watch) -> tuple[str, str]:
-    """Wait for a run's end; return ("done", "") if it ended by itself."""
+    """Wait until a run ends; return ("done", "") if no limit was exceeded."""
     begin = time.monotonic()
     moved = None
     start_s = max(limits.stall_s, _START_S)
     while child.is_alive():
-        child.join(_LOOK_S)
+        child.join(_POLL_S)
         now = time.monotonic()
         if beats.read():
             moved = now
@@ -149,7 +146,7 @@ def _supervise(child: mp.process.BaseProcess, beats: Beats, limits: Limits, watc
             reason = f"its workers had not all started after {start_s:g} s"
             return "stalled", f"{reason}; a larger --stall-timeout gives them more"
         if moved is not None and now - moved > limits.stall_s:
-            reason = f"no sign of life for {limits.stall_s:g} s after step {beats.done} (--stall-timeout)"
+            reason = f"no progress for {limits.stall_s:g} s after step {beats.done} (--stall-timeout)"
             return "stalled", reason
         if now - begin > limits.run_s:
             return "timed out", f"not done after {limits.run_s:g} s, at step {beats.done} (--run-timeout)"
@@ -157,22 +154,21 @@ def _supervise(child: mp.process.BaseProcess, beats: Beats, limits: Limits, watc
 
 
 def _end(child: mp.process.BaseProcess) -> None:
-    """End every process of a run, also those that it left behind."""
+    """End every process of a run, orphans included."""
     if child.pid is None:
         return
     try:
-        os.killpg(child.pid, signal.SIGKILL)  # the child leads a session of its own
+        os.killpg(child.pid, signal.SIGKILL)  # the child leads its own session
     except (ProcessLookupError, PermissionError):
-        child.kill()  # it had not got so far, or nobody is left
+        child.kill()  # it has no session yet, or has ended
     child.join()
 
 
 def _child(run: Run, result: str, log: str, parent: int) -> None:
-    """Launch the workers, and leave their traces, or a sentence on what went wrong, in a file."""
+    """Launch the workers, and write their traces, or the error, to a file."""
     os.setsid()
-    tempfile.tempdir = str(
-        Path(result).parent
-    )  # what is ended by force leaves its files where they are taken away
+    # Processes that are killed leave their temporary files in a folder that the study deletes.
+    tempfile.tempdir = str(Path(result).parent)
     with Path(log).open("w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -180,8 +176,8 @@ def _child(run: Run, result: str, log: str, parent: int) -> None:
     try:
         answer: list[Trace] | str = launch(work, workers=run.workers, args=(run,))
     except RuntimeError as error:
-        answer = _in_short(str(error))
-        terminal.show_everything()
+        answer = _shorten(str(error))
+        terminal.replace_unencodable()
         print(error, flush=True)
     part = Path(f"{result}.part")
     part.write_bytes(pickle.dumps(answer))
@@ -189,13 +185,13 @@ def _child(run: Run, result: str, log: str, parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End the whole session when the study itself has gone."""
+    """End the whole session when the study's process has ended."""
     while os.getppid() == parent:
         time.sleep(1)
     os.killpg(0, signal.SIGKILL)
 
 
-def _in_short(message: str) -> str:
-    """Return first and last line of an error with its traceback."""
+def _shorten(message: str) -> str:
+    """Return the first and the last line of an error with its traceback."""
     lines = [line for line in message.splitlines() if line.strip()]
     return lines[0] if len(lines) == 1 else f"{lines[0]}: {lines[-1].strip()}"

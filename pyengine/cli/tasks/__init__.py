@@ -1,1 +1,1 @@
-"""Small real models with their data, for every command that trains."""
+"""Small models with their data, for every command that trains."""

@@ -1,6 +1,4 @@
-"""What a task is to the training loop: a model, its data cut by rank,
-and a loss that is a sum with its count.
-"""
+"""The interface of a task: a model, its data by rank, and a loss that is a sum with its count."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ class Task(Protocol):
 
     Attributes:
         name: as on the command line.
-        unit: what is counted: "tokens" or "images".
-        num_samples: what `batch` can choose from.
+        unit: of counts: "tokens" or "images".
+        num_samples: number of samples that `batch` indexes.
     """
 
     name: str
@@ -28,21 +26,19 @@ class Task(Protocol):
     num_samples: int
 
     def build(self) -> nn.Module:
-        """Return a freshly initialised model, fp32."""
+        """Return a new model, fp32."""
 
     def batch(self, rows: Tensor) -> Batch:
-        """Return a micro-batch of chosen samples, int64 `[micro_batch]`."""
+        """Return the micro-batch of samples by index, int64 `[micro_batch]`."""
 
     def batches(self, *, rank: int, world_size: int, micro_batch: int, seed: int) -> Iterator[Batch]:
-        """Yield this rank's micro-batches without end; the same for the same arguments,
-        on every machine and rank.
-        """
+        """Yield this rank's micro-batches without end; they depend on the arguments alone."""
 
     def short(self, batch: Batch, rank: int) -> Batch:
-        """Cut a micro-batch to fewer items, another number on every rank: the uneven end of a data set."""
+        """Shorten a micro-batch, by another number of items on each rank, as at the end of a dataset."""
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """Return the loss summed over the micro-batch's items, and their number."""
+        """Return the sum of the loss over the items of the micro-batch, and their number."""
 
     def quality(self, model: nn.Module) -> dict[str, float]:
-        """Return what the trained model is worth on data it has not seen, by name."""
+        """Return metrics on held-out data, by name."""

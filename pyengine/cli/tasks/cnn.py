@@ -1,6 +1,4 @@
-"""A small convolutional network with batch norm, trained on scikit-learn's 8 x 8 images of handwritten
-digits.
-"""
+"""A small convolutional network with batch norm, on scikit-learn's 8 x 8 images of digits."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ class ConvNet(nn.Module):
 
 
 class DigitsTask:
-    """Name the digit."""
+    """Classify digits."""
 
     name = "cnn"
     unit = "images"
@@ -56,7 +54,7 @@ class DigitsTask:
         self.num_samples = len(train)
 
     def build(self) -> nn.Module:
-        """Return a fresh network."""
+        """Return a new network."""
         return ConvNet()
 
     def batch(self, rows: Tensor) -> Batch:
@@ -64,9 +62,7 @@ class DigitsTask:
         return self._images[rows], self._labels[rows]
 
     def batches(self, *, rank: int, world_size: int, micro_batch: int, seed: int) -> Iterator[Batch]:
-        """Yield epoch after epoch, shuffled, every image on one rank;
-        an epoch's rest of a micro-batch is left out.
-        """
+        """Yield shuffled epochs, each image on one rank, without an incomplete last micro-batch."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             order = torch.randperm(len(self._labels), generator=generator)
@@ -76,7 +72,7 @@ class DigitsTask:
                     yield self.batch(piece)
 
     def short(self, batch: Batch, rank: int) -> Batch:
-        """Keep the first few images."""
+        """Keep the first images."""
         x, y = batch
         keep = max(1, len(y) // (4 + 2 * rank))
         return x[:keep], y[:keep]
@@ -90,7 +86,7 @@ class DigitsTask:
 
     @torch.no_grad()
     def quality(self, model: nn.Module) -> dict[str, float]:
-        """Return the share of test images named right."""
+        """Return the accuracy on test images."""
         images, labels = self._test
         model.eval()
         right = (model(images).argmax(1) == labels).float().mean()

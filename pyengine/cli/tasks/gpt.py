@@ -16,7 +16,7 @@ VOCAB = 256  # bytes
 CONTEXT = 64
 _TEXT_BYTES = 2 * 2**20
 _HELD_OUT_BYTES = 64 * 2**10
-_IGNORED = -100  # cross_entropy's own mark for targets that do not count
+_IGNORED = -100  # the default ignore_index of cross_entropy
 
 
 class Block(nn.Module):
@@ -66,7 +66,7 @@ class GPT(nn.Module):
         self.head = None if is_tied else nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits of the next token at every place."""
+        """Return the logits of the next token at every position."""
         places = torch.arange(x.shape[1], device=x.device)
         out = self.norm(self.blocks(self.tokens(x) + self.places(places)))
         return linear(out, self.tokens.weight if self.head is None else self.head.weight)
@@ -84,25 +84,25 @@ class TextTask:
         self.num_samples = (len(self._text) - 1) // CONTEXT
 
     def build(self) -> nn.Module:
-        """Return a fresh GPT."""
+        """Return a new GPT."""
         model = GPT()
         for embedding in (model.tokens, model.places):
             nn.init.normal_(embedding.weight, std=0.02)
         return model
 
     def batch(self, rows: Tensor) -> Batch:
-        """Return pieces that do not overlap."""
+        """Return pieces of text, which do not overlap."""
         return _pieces(self._text, rows * CONTEXT)
 
     def batches(self, *, rank: int, world_size: int, micro_batch: int, seed: int) -> Iterator[Batch]:
-        """Yield random pieces; every rank draws all ranks' places and takes its own."""
+        """Yield random pieces; every rank draws the positions of all ranks and uses its own."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             places = torch.randint(len(self._text) - CONTEXT, (world_size, micro_batch), generator=generator)
             yield _pieces(self._text, places[rank])
 
     def short(self, batch: Batch, rank: int) -> Batch:
-        """Let only the first few targets of each piece count, as in a padded batch."""
+        """Ignore all but the first targets of each piece, as in a padded batch."""
         x, y = batch
         y = y.clone()
         y[:, CONTEXT // (4 + 2 * rank) :] = _IGNORED
@@ -117,7 +117,7 @@ class TextTask:
 
     @torch.no_grad()
     def quality(self, model: nn.Module) -> dict[str, float]:
-        """Return the loss, and the share of bytes named right, on text that training never reads."""
+        """Return loss and accuracy on held-out text."""
         places = torch.arange(0, len(self._held_out) - CONTEXT, 8 * CONTEXT)
         x, y = _pieces(self._held_out, places)
         logits = model(x).float().flatten(0, 1)
@@ -139,7 +139,7 @@ def _standard_library() -> Tensor:
             break
     if len(text) < 2 * _HELD_OUT_BYTES:
         raise RuntimeError(
-            f"{folder} holds {len(text)} bytes of Python sources, need {2 * _HELD_OUT_BYTES}: this Python "
-            "was installed without them; install its library package, or use --model cnn"
+            f"{folder} has {len(text)} bytes of Python sources, need {2 * _HELD_OUT_BYTES}: install the "
+            "library package of this Python, or use --model cnn"
         )
     return torch.frombuffer(text[:_TEXT_BYTES], dtype=torch.uint8)

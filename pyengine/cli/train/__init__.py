@@ -1,1 +1,1 @@
-"""`train`: small real models on local workers, compared with plain DDP."""
+"""`train`: small models on local workers, compared with plain DDP."""

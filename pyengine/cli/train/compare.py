@@ -1,24 +1,23 @@
-"""The chosen mode against plain DDP on the same data: what is sent, how long it takes,
-and whether it is right.
-"""
+"""Compare a mode with plain DDP on the same data: traffic, time, and the error of the gradient."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyengine.cli.tasks.base import Batch, Task
-from pyengine.cli.train import gradient as train_gradient
 from pyengine.cli.train import modes as train_modes
 from pyengine.cli.train.arguments import Settings
-from pyengine.cli.train.modes import Mode
+from pyengine.cli.train.modes import Mode, pop_gradient
 
 _TIMED_WINDOWS = 5
 _WARMUP_WINDOWS = 1
@@ -26,14 +25,14 @@ _WARMUP_WINDOWS = 1
 
 @dataclass(frozen=True)
 class Row:
-    """One mode, measured in this run.
+    """The figures of one mode in this run.
 
     Attributes:
-        buckets: what its gradients travel in.
+        buckets: gradient buckets.
         collectives: gradient collectives a window, the engine's header included.
-        bytes_sent: bytes this rank sent for them.
+        bytes_sent: bytes that this rank sent in them.
         step_s: median seconds of a step.
-        full_window: relative difference of a window's gradient from the one-big-batch gradient.
+        full_window: relative difference of a window's gradient from that of one big batch.
         short_window: the same for a window with fewer micro-batches and unequal counts.
     """
 
@@ -48,14 +47,14 @@ class Row:
 
 
 def compare(task: Task, settings: Settings) -> list[Row]:
-    """Run the mode (for plain DDP: the engine) and plain DDP on the same windows; return one row each.
+    """Run the mode (for plain DDP: the engine) and plain DDP on the same windows; return a row for each.
 
-    Every rank must call it; the differences are rank 0's, whose gradients are every rank's.
+    Collective: every rank must call it. All ranks have the same gradients, so any rank's differences count.
     """
     names = ("engine" if settings.mode == "ddp" else settings.mode, "ddp")
     data = _Windows(task, settings)
-    right = _right(task, settings, data)
-    checked = [_check(train_modes.make(name, task, settings), data, right) for name in names]
+    wanted = _big_batch_gradients(task, settings, data)
+    checked = [_check(train_modes.make(name, task, settings), data, wanted) for name in names]
     timed = [train_modes.make(name, task, settings, counted=False) for name in names]
     seconds = _median_seconds(timed, data)
     return [
@@ -65,24 +64,24 @@ def compare(task: Task, settings: Settings) -> list[Row]:
 
 
 class _Windows:
-    """The same data for every mode, and another than training's."""
+    """Windows that are the same for every mode, and not those of training."""
 
     def __init__(self, task: Task, settings: Settings) -> None:
         self.task, self._settings = task, settings
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
 
-    def take(self, num: int) -> list[list[Batch]]:
+    def first(self, num: int) -> list[list[Batch]]:
         """Return this rank's first windows."""
         stream = self._stream(self._rank)
         return [list(itertools.islice(stream, self._settings.accumulate)) for _ in range(num)]
 
     def full(self) -> list[list[Batch]]:
-        """Return one window, by rank."""
+        """Return one window for each rank."""
         return [self._first(rank) for rank in range(self._world_size)]
 
     def short(self) -> list[list[Batch]]:
-        """Return a window as at the end of a data set, by rank: fewer micro-batches,
-        the last one cut unevenly.
+        """Return a window for each rank as at the end of a dataset: fewer micro-batches, the last one
+        shorter, by another number on each rank.
         """
         num = -(-self._settings.accumulate // 2)
         windows = [self._first(rank)[:num] for rank in range(self._world_size)]
@@ -97,22 +96,34 @@ class _Windows:
         return self.task.batches(rank=rank, world_size=self._world_size, micro_batch=size, seed=seed)
 
 
-def _right(task: Task, settings: Settings, data: _Windows) -> list[Tensor]:
-    """Return the one-big-batch gradients of the full and the short window."""
+def _big_batch_gradients(task: Task, settings: Settings, data: _Windows) -> list[Tensor]:
+    """Return the gradients of the full and the short window as one big batch each."""
     model = train_modes.build(task, settings)
     joined = [list(itertools.chain.from_iterable(window)) for window in (data.full(), data.short())]
-    return [train_gradient.of_one_big_batch(task, model, batches) for batches in joined]
+    return [_big_batch_gradient(task, model, batches) for batches in joined]
 
 
-def _check(mode: Mode, data: _Windows, right: list[Tensor]) -> dict[str, Any]:
-    """Return how far the gradients of a full and of a short window are off, and what a window sends."""
-    mode.model.eval()  # as the big batch's model is
+def _big_batch_gradient(task: Task, model: nn.Module, batches: Sequence[Batch]) -> Tensor:
+    """Return the gradient of the mean over all items: one backward of a float64 copy of the model.
+
+    The copy is in eval mode: batch statistics depend on the split, and with them no split equals one batch.
+    """
+    exact = copy.deepcopy(model).double().eval()
+    joined = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+    loss, count = task.loss(exact, joined)
+    (loss / count).backward()
+    return pop_gradient(exact)
+
+
+def _check(mode: Mode, data: _Windows, wanted: list[Tensor]) -> dict[str, Any]:
+    """Return the errors of a full and of a short window's gradient, and the traffic of a window."""
+    mode.model.eval()  # as the model of the big batch
     full, short = (
-        train_gradient.difference(mode.gradient(window[dist.get_rank()]), wanted)
-        for window, wanted in zip((data.full(), data.short()), right, strict=True)
+        _relative_difference(mode.gradient(window[dist.get_rank()]), gradient)
+        for window, gradient in zip((data.full(), data.short()), wanted, strict=True)
     )
     mode.model.train()
-    (record,) = mode.steps(data.take(1)[0])
+    (record,) = mode.steps(data.first(1)[0])
     return {
         "label": mode.label,
         "buckets": mode.buckets,
@@ -123,10 +134,14 @@ def _check(mode: Mode, data: _Windows, right: list[Tensor]) -> dict[str, Any]:
     }
 
 
+def _relative_difference(got: Tensor, wanted: Tensor) -> float:
+    return float((got - wanted).norm() / wanted.norm())
+
+
 def _median_seconds(modes: list[Mode], data: _Windows) -> list[float]:
-    """Time the modes in turn, window by window, so that what disturbs the machine disturbs all of them."""
+    """Time the modes in turn, window by window, so that a slow machine slows all of them down."""
     seconds: list[list[float]] = [[] for _ in modes]
-    for window in data.take(_WARMUP_WINDOWS + _TIMED_WINDOWS):
+    for window in data.first(_WARMUP_WINDOWS + _TIMED_WINDOWS):
         for mode, taken in zip(modes, seconds, strict=True):
             dist.barrier()
             start = time.perf_counter()

@@ -1,26 +1,30 @@
-"""Who moves the gradients: pyengine in one of its two forms, or plain DDP."""
+"""The modes of `train`: pyengine in its two forms, and plain DDP."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
 
 from pyengine.cli.tasks.base import Batch, Task
-from pyengine.cli.train import gradient as train_gradient
-from pyengine.cli.train import optimizer as train_optimizer
 from pyengine.cli.train.arguments import Settings
-from pyengine.cli.train.plain_ddp import PlainDDP, num_buckets
 from pyengine.cli.wires import WIRES
+from pyengine.comm import TorchDist
 from pyengine.engine.attach import attach
 from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.sync import Sync
 from pyengine.step.step_record import StepRecord
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_WARM_UP_STEPS = 10
 
 
 class Mode(Protocol):
@@ -28,7 +32,7 @@ class Mode(Protocol):
 
     Attributes:
         model: the bare module.
-        label: what tables call it.
+        label: the name of the mode in tables.
     """
 
     model: nn.Module
@@ -36,17 +40,17 @@ class Mode(Protocol):
 
     @property
     def buckets(self) -> int:
-        """Buckets that the gradients travel in."""
+        """Return the number of gradient buckets."""
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What has a state, by name."""
+        """Return the objects that a checkpoint has to contain, by name."""
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
-        """Train on the micro-batches, a window a step; yield what happened in each."""
+        """Train on the micro-batches, a window a step; yield the record of each step."""
 
     def gradient(self, batches: Sequence[Batch]) -> Tensor:
-        """Return the gradient of one window, however short, flat; does not step."""
+        """Return the flat gradient of one window, of any length, without a step."""
 
 
 def build(task: Task, settings: Settings) -> nn.Module:
@@ -56,12 +60,10 @@ def build(task: Task, settings: Settings) -> nn.Module:
 
 
 def make(mode: str, task: Task, settings: Settings, *, counted: bool = True) -> Mode:
-    """Build the model and who moves its gradients.
+    """Build the model in a mode.
 
     Args:
-        mode: as on the command line.
-        counted: whether plain DDP is to count what it sends, which costs it a little time. pyengine always
-            counts.
+        counted: whether plain DDP counts what it sends, which costs a little time; pyengine always counts.
     """
     model = build(task, settings)
     if mode == "ddp":
@@ -69,26 +71,47 @@ def make(mode: str, task: Task, settings: Settings, *, counted: bool = True) -> 
     return OnDDP(task, model, settings) if mode == "ddp-hook" else OnEngine(task, model, settings)
 
 
+def make_optimizer(
+    task: Task, model: nn.Module, settings: Settings
+) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    """Return fused AdamW, and a schedule that warms up and then decreases linearly to a tenth."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr[task.name], fused=True)
+    return optimizer, LambdaLR(optimizer, partial(_lr_factor, steps=settings.steps[task.name]))
+
+
+def _lr_factor(step: int, steps: int) -> float:
+    return min(1.0, (step + 1) / _WARM_UP_STEPS) * (1 - 0.9 * step / steps)
+
+
+def pop_gradient(model: nn.Module) -> Tensor:
+    """Return all gradients as one flat float64 vector, and clear them."""
+    params = list(model.parameters())
+    flat = torch.cat([param.grad.double().reshape(-1) for param in params if param.grad is not None])
+    for param in params:
+        param.grad = None
+    return flat
+
+
 class _Windowed:
-    """The loop over windows that both forms of pyengine share."""
+    """The loop over windows of both forms of pyengine."""
 
     def __init__(
         self, task: Task, model: nn.Module, settings: Settings, *, module: nn.Module, sync: Sync
     ) -> None:
         self.model, self._task, self._clip = model, task, settings.clip
         self._module, self._sync = module, sync
-        self._optimizer, self._schedule = train_optimizer.make(task.name, model, settings)
+        self._optimizer, self._schedule = make_optimizer(task, model, settings)
         self._records: list[StepRecord] = []
         sync.on_step(self._records.append)
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What has a state, by name."""
+        """Return the objects that a checkpoint has to contain, by name."""
         names = ("model", "optimizer", "schedule", "sync")
         return dict(zip(names, (self.model, self._optimizer, self._schedule, self._sync), strict=True))
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
-        """Train; yield what happened in each window."""
+        """Train; yield the record of each window."""
         for window in self._sync.windows(batches):
             self._backward(window)
             self._sync.clip_grad_norm_(self._clip)
@@ -96,11 +119,11 @@ class _Windowed:
             yield self._records.pop()
 
     def gradient(self, batches: Sequence[Batch]) -> Tensor:
-        """Return the gradient of one window, however short, flat; does not step."""
+        """Return the flat gradient of one window without a step."""
         for window in self._sync.windows(batches):
             self._backward(window)
             self._sync.unscale_()
-        return train_gradient.take(self.model)
+        return pop_gradient(self.model)
 
     def _backward(self, window: Iterable[Batch]) -> None:
         for batch in window:
@@ -121,7 +144,7 @@ class OnEngine(_Windowed):
 
 
 class OnDDP(_Windowed):
-    """`attach`: DDP's buckets, driven by the engine."""
+    """`attach`: the engine reduces DDP's buckets."""
 
     label = "pyengine on DDP"
 
@@ -133,5 +156,117 @@ class OnDDP(_Windowed):
 
     @property
     def buckets(self) -> int:
-        """Buckets that DDP has made."""
-        return num_buckets(self._ddp)
+        """Return the number of DDP's buckets."""
+        return _num_buckets(self._ddp)
+
+
+class PlainDDP:
+    """DDP with accumulation as it is usually written: loss / accumulate, an all-reduce in every backward.
+
+    Args:
+        counted: count collectives and bytes in a hook that does what DDP does without a hook.
+    """
+
+    label = "plain DDP"
+
+    def __init__(self, task: Task, model: nn.Module, settings: Settings, *, counted: bool) -> None:
+        self.model, self._task = model, task
+        self._clip, self._accumulate = settings.clip, settings.accumulate
+        self._ddp = DistributedDataParallel(model)
+        self._meter = _Meter()
+        if counted:
+            self._ddp.register_comm_hook(self._meter, _all_reduce_and_count)
+        self._optimizer, self._schedule = make_optimizer(task, model, settings)
+        self._step = 0
+
+    @property
+    def buckets(self) -> int:
+        """Return the number of DDP's buckets."""
+        return _num_buckets(self._ddp)
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """Return nothing: plain DDP saves no checkpoints."""
+        return {}
+
+    def steps(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
+        """Train; yield the record of each window."""
+        source = iter(batches)
+        while window := [batch for _, batch in zip(range(self._accumulate), source, strict=False)]:
+            self._meter.restart()
+            totals = torch.stack([self._backward(batch) for batch in window]).sum(0)
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+            self._optimizer.step()
+            self._schedule.step()
+            self._optimizer.zero_grad()
+            dist.all_reduce(totals)  # for the record only: not a gradient, not counted
+            yield self._record(window, float(norm), *totals.tolist())
+
+    def gradient(self, batches: Sequence[Batch]) -> Tensor:
+        """Return the flat gradient of one window without a step."""
+        for batch in batches:
+            self._backward(batch)
+        return pop_gradient(self.model)
+
+    def _backward(self, batch: Batch) -> Tensor:
+        loss, count = self._task.loss(self._ddp, batch)
+        with self._meter.backward():
+            (loss / count / self._accumulate).backward()
+        return torch.tensor([float(loss.detach()), count], dtype=torch.float64)
+
+    def _record(self, window: list[Batch], norm: float, loss: float, count: float) -> StepRecord:
+        meter, self._step = self._meter, self._step + 1
+        return StepRecord(
+            step=self._step - 1,
+            micro_batches=len(window) * dist.get_world_size(),
+            count=count,
+            loss=loss / count,
+            grad_norm=norm,
+            skipped=False,
+            reason="",
+            bytes_on_wire=meter.comm.traffic.bytes_sent,
+            collectives=meter.comm.traffic.collectives,
+            backward_s=meter.backward_s,
+            exposed_sync_s=meter.exposed_sync_s,
+            step_s=time.perf_counter() - meter.start,
+        )
+
+
+def _num_buckets(ddp: DistributedDataParallel) -> int:
+    return len(ddp.reducer._get_zeros_like_grad_buckets())  # noqa: SLF001 - DDP has no public count
+
+
+class _Meter:
+    """Counts what DDP sends in a window as pyengine does, and times how long backwards wait for it."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a window."""
+        self.comm = TorchDist(None, torch.device("cpu"))
+        self.backward_s = self.exposed_sync_s = 0.0
+        self.start = time.perf_counter()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Time a backward, and its part after the last bucket was ready, in which it only waits."""
+        self.computed: float | None = None
+        start = time.perf_counter()
+        yield
+        end = time.perf_counter()
+        self.backward_s += end - start
+        self.exposed_sync_s += end - (self.computed or end)
+
+
+def _all_reduce_and_count(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses string annotations
+    """Do what DDP does without a hook: average over ranks."""
+    if bucket.is_last():
+        state.computed = time.perf_counter()
+    flat = bucket.buffer().div_(state.comm.world_size)
+    return state.comm.all_reduce(flat).get_future().then(partial(_value, flat))
+
+
+def _value(flat: Tensor, future: Any) -> Tensor:
+    future.value()  # raises the error of a failed collective
+    return flat

@@ -1,104 +1,55 @@
-"""What a training run shows: a live line and tables for people, JSON lines for programs,
-nothing on other ranks.
-"""
+"""The report of `train`: a live line while training, a table afterwards."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.filesize import decimal
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.table import Table
 
-from pyengine.cli import output
-from pyengine.cli.output import add_numbers
-from pyengine.cli.terminal import print_json
+from pyengine.cli import report
+from pyengine.cli.report import add_numbers
 from pyengine.cli.train.compare import Row
 from pyengine.step.step_record import StepRecord
 
-_LINES = 10  # a run that is not on a terminal prints about this many
+_LINES = 10  # that a run prints, about, if stdout is not a terminal
 
 
-class Report:
-    """Hears what happens on one rank, and shows nothing: for every rank but the first."""
-
-    def start(self, model: str, unit: str, *, steps: int, about: dict[str, Any]) -> None:
-        """Hear that training begins."""
-
-    def step(self, record: StepRecord) -> None:
-        """Hear of one optimizer step."""
-
-    def finish(self, quality: dict[str, float]) -> None:
-        """Hear that training has ended, and what the model is worth."""
-
-    def compare(self, rows: list[Row]) -> None:
-        """Hear how the mode compares with plain DDP, which is the last row."""
-
-    def trace(self, path: Path, *, windows: int) -> None:
-        """Hear where a trace has been written."""
-
-
-class JsonLines(Report):
-    """One object a line on stdout; `event` says which."""
+class Report(report.Report):
+    """Reports one model after the other."""
 
     def start(self, model: str, unit: str, *, steps: int, about: dict[str, Any]) -> None:
-        """Print the settings."""
-        self._print = partial(print_json, model=model)
-        self._losses: list[float | None] = []
-        self._print("start", unit=unit, steps=steps, **about)
-
-    def step(self, record: StepRecord) -> None:
-        """Print the record."""
-        self._losses.append(record.loss)
-        self._print("step", **asdict(record))
-
-    def finish(self, quality: dict[str, float]) -> None:
-        """Print first and last loss and the quality."""
-        self._print("trained", first_loss=self._losses[0], last_loss=self._losses[-1], **quality)
-
-    def compare(self, rows: list[Row]) -> None:
-        """Print each row."""
-        for row in rows:
-            self._print("comparison", **asdict(row))
-
-    def trace(self, path: Path, *, windows: int) -> None:
-        """Print the path."""
-        self._print("trace", path=str(path), windows=windows)
-
-
-class Tables(output.Tables, Report):
-    """A live line while training, a table afterwards."""
-
-    def start(self, model: str, unit: str, *, steps: int, about: dict[str, Any]) -> None:
-        """Print a heading and begin the live line."""
+        """Training begins."""
         self._model, self._unit, self._steps = model, unit, steps
-        self._losses: list[float] = []
-        self._sent = 0
-        details = ", ".join(f"{name} {_plain(value)}" for name, value in about.items())
-        self._console.print(f"[bold]{model}[/bold]: {details}", highlight=False)
+        self._losses: list[float | None] = []
+        self._sent, self._before = 0, time.perf_counter()
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=10),
             MofNCompleteColumn(),
             TextColumn("{task.fields[text]}"),
         )
-        self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
-        self._task = self._progress.add_task(model, total=steps, text="")
-        self._progress.start()
-        self._before = time.perf_counter()
+        self._progress = self._make_progress(*columns)
+        if self._emit("start", model=model, unit=unit, steps=steps, **about):
+            details = ", ".join(f"{name} {_plain(value)}" for name, value in about.items())
+            self._console.print(f"[bold]{model}[/bold]: {details}", highlight=False)
+            self._task = self._progress.add_task(model, total=steps, text="")
+            self._progress.start()
 
     def step(self, record: StepRecord) -> None:
-        """Move the live line; where there is no terminal, print one now and then."""
+        """One optimizer step has ended."""
+        self._losses.append(record.loss)
+        if not self._emit("step", model=self._model, **asdict(record)):
+            return
         now = time.perf_counter()
         rate, self._before = record.count / (now - self._before), now
         self._sent += record.bytes_on_wire
-        self._losses.append(record.loss if record.loss is not None else float("nan"))
         text = (
-            f"loss {self._losses[-1]:.3f}  {rate:,.0f} {self._unit}/s  "
+            f"loss {_loss(record.loss)}  {rate:,.0f} {self._unit}/s  "
             f"sync {1e3 * record.exposed_sync_s:.1f} ms  sent {_bytes(self._sent)}"
         )
         self._progress.update(self._task, advance=1, text=text)
@@ -107,17 +58,24 @@ class Tables(output.Tables, Report):
             self._say(f"step {done}/{self._steps}  {text}")
 
     def finish(self, quality: dict[str, float]) -> None:
-        """End the live line and say what was learnt."""
+        """Training has ended, with this quality of the model."""
+        first, last = self._losses[0], self._losses[-1]
+        if not self._emit("trained", model=self._model, first_loss=first, last_loss=last, **quality):
+            return
         self._progress.stop()
-        parts = [f"loss {self._losses[0]:.3f} → {self._losses[-1]:.3f}"]
+        parts = [f"loss {_loss(first)} → {_loss(last)}"]
         for name, value in quality.items():
             number = f"{100 * value:.1f} %" if name == "accuracy" else f"{value:.3f}"
             parts.append(f"{_QUALITY[name]} {number}")
         self._console.print("learnt: " + ", ".join(parts) + "\n", highlight=False)
 
     def compare(self, rows: list[Row]) -> None:
-        """Print the table and one sentence on what was saved."""
-        table = Table(title=f"{self._model}: the same windows both ways, measured in this run")
+        """The mode was compared with plain DDP, which is the last row."""
+        for row in rows:
+            is_text = self._emit("comparison", model=self._model, **asdict(row))
+        if not is_text:
+            return
+        table = Table(title=f"{self._model}: the same windows in both modes, measured in this run")
         table.add_column("", no_wrap=True)
         add_numbers(table, ("collectives", "sent a rank", "median step", "error", "error, short"))
         for row in rows:
@@ -130,15 +88,16 @@ class Tables(output.Tables, Report):
         self._console.print(_sentence(rows[0], rows[-1]) + "\n", highlight=False)
 
     def trace(self, path: Path, *, windows: int) -> None:
-        """Print the path."""
-        self._say(f"trace of {windows} windows: {path} (open it in Perfetto or chrome://tracing)\n")
+        """A trace was written."""
+        if self._emit("trace", model=self._model, path=str(path), windows=windows):
+            self._say(f"trace of {windows} windows: {path} (open it in Perfetto or chrome://tracing)\n")
 
 
 _LEGEND = (
-    "collectives, sent: counted as one window's gradients are handed to all-reduce; bytes as a ring moves "
-    "them. error: how far the window's gradient is from one float64 backward over the whole global batch, "
-    "relative; short: a window with fewer micro-batches and unequal counts. plain DDP: mean loss / "
-    "accumulate, and an all-reduce in every backward."
+    "collectives, sent: of one window's gradients, with the bytes of a ring all-reduce. error: relative "
+    "distance of the window's gradient from one float64 backward over the whole global batch; short: of a "
+    "window with fewer micro-batches and unequal counts. plain DDP: mean loss / accumulate, and an "
+    "all-reduce in every backward."
 )
 _QUALITY = {"held_out_loss": "held-out loss", "accuracy": "test accuracy"}
 
@@ -150,12 +109,16 @@ def _sentence(ours: Row, ddp: Row) -> str:
             f"{_bytes(ddp.bytes_sent)}) in {ours.collectives} collectives instead of {ddp.collectives}"
         )
     else:
-        traffic = "nothing, as one rank has nobody to talk to"
+        traffic = "nothing, since there is one rank"
     return (
         f"A window of {ours.label} sent {traffic}; a step took {_seconds(ours.step_s)} instead of "
         f"{_seconds(ddp.step_s)}. In the short window plain DDP's gradient was off by "
         f"{_percent(ddp.short_window)}, {ours.label}'s by {_percent(ours.short_window)}."
     )
+
+
+def _loss(value: float | None) -> str:
+    return f"{float('nan') if value is None else value:.3f}"
 
 
 def _plain(value: int | str) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoints of `train`: every few steps, behind the last one, and behind the one in which a signal came."""
+"""Checkpoints of `train`: every few steps, after the last step, and after the step of a signal."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Saving:
-    """One model's training in a folder; every rank makes this and calls its methods alike.
+    """The checkpoints of one model's training; every rank calls the same methods in the same order.
 
     Args:
-        folder: of the checkpoints; None saves nothing, and leaves signals to what they do.
-        every: steps between two saves.
-        parts: what is saved and loaded, by name: objects with `state_dict` and `load_state_dict`.
+        folder: of the checkpoints; None saves nothing and handles no signals.
+        every: steps between two checkpoints.
+        parts: the objects to save and to load, with `state_dict` and `load_state_dict`, by name.
         steps: of the whole training.
 
     Attributes:
-        start: steps that the newest checkpoint had taken; 0 without one.
-        stopped: the signal that ended the training; 0 if none has.
+        start: the step of the newest checkpoint, from which training continues; 0 without one.
+        stopped: the signal that has ended the training; 0 for none.
     """
 
     def __init__(self, folder: Path | None, *, every: int, parts: Mapping[str, Any], steps: int) -> None:
         self.start = self.stopped = 0
         self._every, self._parts, self._steps = every, parts, steps
         self._checkpoints = None if folder is None else Checkpoints(folder)
-        self._came = 0
+        self._signal = 0
         found = self._checkpoints.load() if self._checkpoints else None
         if found is not None:
             self.start = found.step
@@ -44,14 +44,14 @@ class Saving:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Note signals in the body, for `must_stop`; one that comes behind its last step does what it did."""
+        """Defer signals in the body to `must_stop`; raise one that arrives after the last step again."""
         if self._checkpoints is None:
             yield
             return
         before = {number: signal.getsignal(number) for number in _SIGNALS}
 
         def note(number: int, frame: FrameType | None) -> None:
-            self._came = self._came or number
+            self._signal = self._signal or number
 
         for number in before:
             signal.signal(number, note)
@@ -60,20 +60,20 @@ class Saving:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            if self._came and not self.stopped:
-                signal.raise_signal(self._came)
+            if self._signal and not self.stopped:
+                signal.raise_signal(self._signal)
 
     def must_stop(self, step: int) -> bool:
-        """Save if it is time; return whether some rank has got a signal.
+        """Save a checkpoint if one is due; return whether a rank has received a signal.
 
         Args:
-            step: how many have been taken.
+            step: the number of steps so far.
         """
         if self._checkpoints is None:
             return False
-        came = torch.tensor(self._came)
-        dist.all_reduce(came, dist.ReduceOp.MAX)  # all stop behind the same step
-        self.stopped = int(came)
+        received = torch.tensor(self._signal)
+        dist.all_reduce(received, dist.ReduceOp.MAX)  # all ranks stop after the same step
+        self.stopped = int(received)
         if self.stopped or step % self._every == 0 or step == self._steps:
             self._checkpoints.save(step, {name: part.state_dict() for name, part in self._parts.items()})
         return bool(self.stopped)

@@ -1,1 +1,1 @@
-"""`verify`: the same few steps on several world sizes, compared bit by bit."""
+"""`verify`: the same few steps on several world sizes, bit by bit."""

@@ -1,4 +1,4 @@
-"""Where two runs part: first by their digests, then, from the tensors of that step, element by element."""
+"""Compare runs: first by digests, then the tensors of the first step that differs by elements."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Tensors = Mapping[tuple[str, str], Tensor]  # by kind and name
 
 @dataclass(frozen=True)
 class Difference:
-    """The first entry in which a run is not the reference.
+    """The first entry of a run that differs from the reference.
 
     Attributes:
-        rank: the lowest on which it differs.
-        agrees: whether all ranks of the run have the same there.
+        rank: the lowest rank on which it differs.
+        agrees: whether the entry is the same on all ranks of the run.
         counts: (entries that differ, entries) of that step and rank, by kind.
-        texts: the entry in the reference and in the run; digests, except for kind "window".
+        texts: the entry in the reference and in the run: digests, except for the kind "window".
     """
 
     step: int
@@ -36,14 +36,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Elements:
-    """Two tensors, compared bit by bit.
+    """How two tensors differ, bit by bit.
 
     Attributes:
-        index: of the first element that differs, flat.
-        values: in the reference and in the run; None where there is no tensor, or one of another shape or
-            type.
-        differ, total: elements.
-        largest: difference of two elements.
+        index: flat index of the first element that differs.
+        values: this element in the reference and in the run; None if a tensor is missing, or shapes or dtypes
+            differ.
+        differ, total: numbers of elements.
+        largest: largest difference of two elements.
     """
 
     index: int
@@ -56,14 +56,14 @@ class Elements:
 
 @dataclass(frozen=True)
 class Change:
-    """How a run's whole gradient differs from the reference's.
+    """How a run's whole gradient differs from that of the reference.
 
     Attributes:
-        relative: norm of the difference over the reference's norm.
-        factor: by which the reference comes nearest to the run; of the norms where they are known, since
-            gradients may be clipped.
-        rest: norm of what the factor leaves, over the run's norm.
-        epsilon: of the narrowest type in it.
+        relative: norm of the difference over the norm of the reference.
+        factor: the ratio of the norms before clipping where they are recorded, else the least-squares factor
+            from the reference to the run.
+        rest: norm of the residual of the least-squares factor, over the norm of the run.
+        epsilon: the largest epsilon of the dtypes.
     """
 
     relative: float
@@ -73,7 +73,7 @@ class Change:
 
 
 def first_difference(reference: Trace, ranks: Sequence[Trace]) -> Difference | None:
-    """Return where the ranks of a run first differ from the reference; None if they nowhere do."""
+    """Return where the ranks of a run first differ from the reference; None if they do not."""
     found = []
     for rank, trace in enumerate(ranks):
         for position, key in enumerate({**reference.entries, **trace.entries}):
@@ -106,7 +106,7 @@ def _counts(reference: Trace, trace: Trace, step: int) -> dict[str, tuple[int, i
 
 
 def compare(ours: Tensor | None, theirs: Tensor | None) -> Elements | None:
-    """Compare a tensor of the reference with a run's; None if they are the same."""
+    """Compare a tensor of the reference with that of a run; return None if they are equal."""
     if ours is None or theirs is None or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
         return Elements(0, None, (_about(ours), _about(theirs)), 0, 0, 0.0)
     ours, theirs = ours.reshape(-1), theirs.reshape(-1)
@@ -130,7 +130,7 @@ def _about(tensor: Tensor | None) -> str:
 
 
 def change(ours: Tensors, theirs: Tensors) -> Change | None:
-    """Compare whole gradients; None if one of them is empty, zero or not finite."""
+    """Compare whole gradients; return None if one of them is empty, zero or not finite."""
     keys = [
         key for key in ours if key[0] == "gradient" and key in theirs and ours[key].shape == theirs[key].shape
     ]

@@ -1,4 +1,4 @@
-"""What a training function under `verify` is given: `watch` records every optimizer step as digests."""
+"""The argument of a training function under `verify`: records every optimizer step as digests."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from pyengine.gradients.settings import Exact
 from pyengine.ops.device import HOST
 from pyengine.step.step_record import StepRecord
 
-# In the order in which a step makes them.
+# In the order of a step.
 KINDS = ("window", "buffer", "gradient", "norm", "parameter", "state")
 START = -1  # the step before the first
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run: how many workers, and how training is to be set up in them.
+    """The settings of a run.
 
     Attributes:
-        label: what tables call it.
+        label: the name in tables.
         wrap: one of `WRAPS`.
-        last: step after which training ends.
-        keep: folder for the tensors of that step; None keeps digests only.
-        slots: in how many slots exact sums cut a window; None: every micro-batch is one.
+        last: the step after which training ends.
+        keep: folder for the tensors of that step; None: only digests.
+        slots: slots of exact sums in a window; None: one for each micro-batch.
     """
 
     label: str
@@ -53,15 +53,15 @@ class Run:
 
 @dataclass
 class Trace:
-    """What one rank saw.
+    """The records of one rank.
 
     Attributes:
         entries: digest (kind "window": text) by step, kind and name.
         steps: optimizer steps recorded.
         threads: torch's threads at the end.
-        takes_bucket_cap: whether the function asked for `bucket_cap_mb`.
-        is_wrapped: whether it had its model wrapped by `wrap`.
-        stopped: the error that ended the function before its last step; empty if none did.
+        takes_bucket_cap: whether the function has read `bucket_cap_mb`.
+        is_wrapped: whether the function has called `wrap`.
+        stopped: the error that ended the function before its last step; empty without one.
     """
 
     entries: dict[tuple[int, str, str], str] = field(default_factory=dict)
@@ -73,14 +73,14 @@ class Trace:
 
 
 class Probe:
-    """Watches a training function.
+    """Records a training function.
 
     Args:
-        run: what the function is to do.
+        run: the settings of the run.
 
     Attributes:
-        steps, micro_batches, slots, accumulator: of the command line, for functions that want to follow it.
-        trace: what has been recorded.
+        steps, micro_batches, slots, accumulator: of the command line, for the function to follow.
+        trace: the records so far.
     """
 
     def __init__(self, run: Run) -> None:
@@ -94,21 +94,21 @@ class Probe:
 
     @property
     def bucket_cap_mb(self) -> float:
-        """For `GradSync` or DDP; asking for it adds a run with small buckets."""
+        """The bucket size for `GradSync` or DDP; a function that reads it also runs with small buckets."""
         self.trace.takes_bucket_cap = True
         return self._run.bucket_cap_mb
 
     def wrap(
         self, model: nn.Module, *, accumulate: int, accumulator: str | Exact = "exact"
     ) -> tuple[Sync, nn.Module]:
-        """Wrap a model as the run says (`--wrap`); without it the gradients lie in buckets of the engine's.
+        """Wrap a model as `--wrap` asks, by default in an engine that owns its buckets.
 
         Args:
             model: bare; make the optimizer afterwards.
             accumulate, accumulator: as for `pe.attach`.
 
         Returns:
-            The engine, and what to call for a forward.
+            The engine, and the module whose forward to call.
         """
         self.trace.is_wrapped = True
         return wrapped(
@@ -120,21 +120,20 @@ class Probe:
         )
 
     def watch(self, model: nn.Module, *, optimizer: Optimizer, sync: Sync | None = None) -> None:
-        """Record the model as it is, and then every step of the optimizer; call it once, before the loop.
+        """Record the model now, and every step of the optimizer; call it once, before the loop.
 
         Args:
-            model: what is trained, bare, in DDP or sharded.
-            optimizer: its step hooks tell when a step begins (gradients are read) and ends (everything else
-                is).
-            sync: the engine, whose step records hold the norm and the number of items; None if there is none.
+            model: the model in training, bare, in DDP or sharded.
+            optimizer: gradients are recorded before its steps, everything else after them.
+            sync: the engine, whose step records have the norm and the number of items; None without one.
 
         Raises:
             RuntimeError: at a second call.
         """
         if self._is_watching:
             raise RuntimeError(
-                "verify.watch was called twice: it follows one model and one optimizer; watch the one to "
-                "be compared, or put several models into a ModuleDict"
+                "verify.watch was called twice, and it records one model and one optimizer: watch the one to "
+                "compare, or put several models into a ModuleDict"
             )
         self._is_watching = True
         self._model = model.module if isinstance(model, DistributedDataParallel) else model

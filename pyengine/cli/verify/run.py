@@ -1,4 +1,4 @@
-"""`verify`: the same few steps on several world sizes, compared bit by bit."""
+"""`verify`: train the same few steps on several world sizes, and compare the runs bit by bit."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from pyengine.cli.verify.arguments import Settings
 from pyengine.cli.verify.cause import Facts, causes
 from pyengine.cli.verify.compare import Difference, change, compare, first_difference
 from pyengine.cli.verify.probe import Probe, Run, Trace
-from pyengine.cli.verify.report import Finding, JsonLines, Report, Tables
+from pyengine.cli.verify.report import Finding, Report
 from pyengine.cli.verify.wraps import WRAPS, needs
 from pyengine.comm.launching import launch
 
 _BUCKET_CAP_MB, _SMALL_BUCKET_CAP_MB = 25.0, 0.05
-_COULD_NOT_TELL = 2
+_FAILED = 2
 
-# Runs functions ("module:function") one after the other on all workers of one run: their traces, by rank.
+# Runs functions ("module:function") in turn on the workers of a run, and returns their traces by rank.
 Execute = Callable[[Sequence[str], Run], list[list[Trace]]]
 
 
 @dataclass(frozen=True)
 class Done:
-    """A run that has ended: its traces by rank."""
+    """A run that has ended, with its traces by rank."""
 
     run: Run
     ranks: list[Trace]
@@ -42,20 +42,20 @@ def run(settings: Settings) -> int:
     """Verify every subject; return the exit code."""
     for target in settings.subjects.values():
         check(target)
-    report = JsonLines() if settings.json else Tables()
+    report = Report(as_json=settings.json)
     try:
         with report.live():
             return 0 if verify(settings, on_workers, report) else 1
     except RuntimeError as error:
         print(error, file=sys.stderr)
-        return _COULD_NOT_TELL
+        return _FAILED
 
 
 def verify(settings: Settings, execute: Execute, report: Report) -> bool:
-    """Run everything, report it, and return whether all runs of every subject are identical.
+    """Run and report everything; return whether all runs of every subject are identical.
 
     Args:
-        execute: how a run is made.
+        execute: makes a run.
 
     Raises:
         RuntimeError: a run failed, or recorded nothing.
@@ -86,7 +86,7 @@ def verify(settings: Settings, execute: Execute, report: Report) -> bool:
 
 
 def on_workers(targets: Sequence[str], run: Run) -> list[list[Trace]]:
-    """Run the functions on new local workers."""
+    """Run the functions on local workers."""
     return launch(_work, workers=run.workers, args=(list(targets), run))
 
 
@@ -97,8 +97,8 @@ def trace(targets: Sequence[str], run: Run) -> list[Trace]:
 
 
 def _work(targets: Sequence[str], run: Run) -> list[Trace]:
-    terminal.show_everything()
-    os.dup2(2, 1)  # what functions print stays out of the tables and the JSON lines
+    terminal.replace_unencodable()
+    os.dup2(2, 1)  # keeps the output of the functions out of tables and JSON lines
     return trace(targets, run)
 
 
@@ -108,9 +108,8 @@ def _trace(target: str, run: Run) -> Trace:
         load(target)(probe)
     except Enough:
         pass
-    except (
-        RuntimeError
-    ) as error:  # an engine whose ranks part says so itself: what was recorded tells where and why
+    except RuntimeError as error:
+        # The engine itself raises where ranks differ; the trace until then has the place and the cause.
         if probe.trace.steps == 0:
             raise
         probe.trace.stopped = str(error)
@@ -132,13 +131,13 @@ def _check_steps(name: str, run: Run, ranks: Sequence[Trace]) -> None:
 def _check_wrap(name: str, settings: Settings, ranks: Sequence[Trace]) -> None:
     if settings.wraps != WRAPS[:1] and not all(trace.is_wrapped for trace in ranks):
         raise RuntimeError(
-            f"--wrap {','.join(settings.wraps)}, and {name} wraps its model by itself: let it call "
+            f"--wrap {','.join(settings.wraps)}, and {name} wraps its model itself: let it call "
             "sync, forward = verify.wrap(model, accumulate=..., accumulator='exact')"
         )
 
 
 def _runs(settings: Settings) -> list[Run]:
-    """Return the runs in order; the first one is the reference."""
+    """Return all runs in order, the reference first."""
     base = Run(
         "",
         0,
@@ -173,53 +172,47 @@ def _workers(world: int) -> str:
 
 
 def _conclude(name: str, settings: Settings, execute: Execute, report: Report, done: Sequence[Done]) -> bool:
-    """Explain the first run that differs, if there is one; return whether there is none."""
+    """Report the first run that differs, if any, with its cause; return whether all are identical."""
     reference = done[0]
     for other in done:
         first = first_difference(reference.ranks[0], other.ranks)
         if first is not None:
-            look = _Look(settings.subjects[name], list(settings.subjects).index(name), execute)
-            report.conclude(name, look.at(reference, other, first), done[0].ranks[0])
+            finding = _find_cause(settings.subjects[name], execute, reference, other, first)
+            report.conclude(name, finding, reference.ranks[0])
             return False
-    report.conclude(name, None, done[0].ranks[0])
+    report.conclude(name, None, reference.ranks[0])
     return True
 
 
-@dataclass(frozen=True)
-class _Look:
-    """Repeats two runs up to the step in which they part, and compares their tensors."""
+def _find_cause(target: str, execute: Execute, reference: Done, other: Done, first: Difference) -> Finding:
+    """Repeat two runs up to the step in which they first differ, and compare their tensors."""
+    with tempfile.TemporaryDirectory(prefix="pyengine-") as folder:
+        wanted, repeats = _tensors(target, execute, reference, 0, first, Path(folder) / "reference")
+        got, other_repeats = _tensors(target, execute, other, first.rank, first, Path(folder) / "run")
+        key = first.kind, first.name
+        elements = None if first.kind == "window" else compare(wanted.get(key), got.get(key))
+        gradient = change(wanted, got)
+    facts = Facts(
+        first,
+        repeats=other is not reference and _is_repeat(reference.run, other.run),
+        came_back=repeats and other_repeats,
+        threads=tuple(trace.threads for trace in (*reference.ranks, *other.ranks)),
+        micro_batches=reference.run.micro_batches,
+        gradient=gradient,
+    )
+    return Finding(reference.run.label, other.run.label, first, elements, causes(facts))
 
-    target: str
-    index: int
-    execute: Execute
 
-    def at(self, reference: Done, other: Done, first: Difference) -> Finding:
-        with tempfile.TemporaryDirectory(prefix="pyengine-") as folder:
-            ours, same = self._tensors(reference, 0, first, Path(folder) / "ours")
-            theirs, same_too = self._tensors(other, first.rank, first, Path(folder) / "theirs")
-            key = first.kind, first.name
-            elements = None if first.kind == "window" else compare(ours.get(key), theirs.get(key))
-            gradient = change(ours, theirs)
-        facts = Facts(
-            first,
-            repeats=other is not reference and _is_repeat(reference.run, other.run),
-            came_back=same and same_too,
-            threads=tuple(trace.threads for trace in (*reference.ranks, *other.ranks)),
-            micro_batches=reference.run.micro_batches,
-            gradient=gradient,
-        )
-        return Finding(reference.run.label, other.run.label, first, elements, causes(facts))
-
-    def _tensors(
-        self, done: Done, rank: int, first: Difference, folder: Path
-    ) -> tuple[dict[tuple[str, str], Tensor], bool]:
-        """Return a rank's tensors of the step, and whether its entry in question came back."""
-        folder.mkdir()
-        again = self.execute([self.target], replace(done.run, last=first.step, keep=str(folder)))[rank][0]
-        key = first.step, first.kind, first.name
-        path = folder / f"{rank}.pt"
-        tensors: dict[tuple[str, str], Tensor] = torch.load(path, weights_only=True) if path.exists() else {}
-        return tensors, again.entries.get(key) == done.ranks[rank].entries.get(key)
+def _tensors(
+    target: str, execute: Execute, done: Done, rank: int, first: Difference, folder: Path
+) -> tuple[dict[tuple[str, str], Tensor], bool]:
+    """Return a rank's tensors of the step, and whether the entry that differs has the same bits as before."""
+    folder.mkdir()
+    again = execute([target], replace(done.run, last=first.step, keep=str(folder)))[rank][0]
+    key = first.step, first.kind, first.name
+    path = folder / f"{rank}.pt"
+    tensors: dict[tuple[str, str], Tensor] = torch.load(path, weights_only=True) if path.exists() else {}
+    return tensors, again.entries.get(key) == done.ranks[rank].entries.get(key)
 
 
 def _is_repeat(one: Run, other: Run) -> bool:

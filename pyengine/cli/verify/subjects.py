@@ -1,6 +1,4 @@
-"""The built-in training functions of `verify`: the models of `train`, with dropout,
-in windows dealt by index.
-"""
+"""The built-in training functions of `verify`: the models of `train`, with dropout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who owns the gradients of a run: the ways in which `verify` wraps a model."""
+"""The ways in which `verify` wraps a model: who owns the gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WRAPS = ("own", "ddp", "fsdp", "hsdp")
 
 
 def needs(wrap: str, workers: int) -> str:
-    """Say why a number of workers cannot be wrapped so; empty if it can."""
+    """Return why a wrap does not support a number of workers; empty if it does."""
     if wrap == "hsdp" and workers % 2:
         return "2 replicas of shards need an even number of workers"
     return ""
@@ -24,14 +24,14 @@ def needs(wrap: str, workers: int) -> str:
 def wrapped(
     wrap: str, model: nn.Module, *, accumulate: int, accumulator: str | Exact, bucket_cap_mb: float
 ) -> tuple[Sync, nn.Module]:
-    """Return an engine over a model, and what to call for a forward.
+    """Return an engine over a model, and the module whose forward to call.
 
     Args:
-        wrap: "own": buckets of the engine's; "ddp"; "fsdp": every layer of a ModuleList is sharded over all
-            workers, and the model; "hsdp": the same, as 2 replicas.
-        model: bare; an optimizer is made over its parameters afterwards.
+        wrap: "own": the engine's buckets; "ddp"; "fsdp": every layer of a ModuleList and the model are
+            sharded over all workers; "hsdp": the same, in 2 replicas.
+        model: bare; make the optimizer afterwards.
         accumulate, accumulator: as for `pe.attach`.
-        bucket_cap_mb: of own and of DDP's buckets.
+        bucket_cap_mb: size of the engine's and of DDP's buckets.
     """
     if wrap == "own":
         own = GradSync(model, accumulate=accumulate, accumulator=accumulator, bucket_cap_mb=bucket_cap_mb)

@@ -1,0 +1,46 @@
+"""Reports of commands: tables and sentences for people, JSON lines for programs, nothing on other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, ProgressColumn
+from rich.table import Table
+
+from pyengine.cli.terminal import print_json
+
+
+class Report:
+    """The base of every command's report: a method an event, which prints it in one of two forms.
+
+    Args:
+        as_json: print JSON lines in place of text.
+        is_silent: print nothing, which every rank but the first does.
+    """
+
+    def __init__(self, *, as_json: bool = False, is_silent: bool = False) -> None:
+        self._as_json, self._is_silent = as_json, is_silent
+        self._console = Console(quiet=as_json or is_silent)
+
+    def _emit(self, event: str, **values: Any) -> bool:
+        """Print an event as a JSON line with `--json`; return whether text is printed instead."""
+        if self._as_json and not self._is_silent:
+            print_json(event, **values)
+        return not (self._as_json or self._is_silent)
+
+    def _say(self, text: str) -> None:
+        """Print a sentence on one line, however long it is."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _make_progress(self, *columns: ProgressColumn, **options: Any) -> Progress:
+        """Return a live line, which is shown on terminals only."""
+        is_shown = self._console.is_terminal and not self._console.quiet
+        return Progress(*columns, console=self._console, disable=not is_shown, **options)
+
+
+def add_numbers(table: Table, names: Iterable[str]) -> None:
+    """Add columns of numbers to a table."""
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
