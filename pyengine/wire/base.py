@@ -90,6 +90,11 @@ class Wire(ABC):
         del comm
         return []
 
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether it implements `for_bucket`."""
+        return type(self).for_bucket is not Wire.for_bucket
+
     def for_bucket(self, memory: BucketMemory) -> Wire:
         """Return the wire that sends one bucket in all windows; this one, if it keeps nothing for a bucket.
 

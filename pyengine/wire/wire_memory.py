@@ -42,18 +42,17 @@ class WireMemory:
             numel, device: of the bucket.
             is_last: whether it is the last bucket of a window.
         """
+        if not wire.keeps_memory:
+            return wire
         memory = BucketMemory(self._num_made, numel, device, places, is_last=is_last)
         memory.turn = self._turn
-        of_bucket = wire.for_bucket(memory)
-        if of_bucket is wire:  # it keeps nothing
-            return wire
         if wire.keeps_residual:
             memory.load(self.parts())
         for place in places:
             self._memory_of[place.key] = memory
             self._loaded.pop(place.key, None)
         self._num_made += 1
-        return of_bucket
+        return wire.for_bucket(memory)
 
     def begin(self, window: int) -> None:
         """Begin a window, which has turns of its own."""

@@ -56,7 +56,7 @@ def test_what_does_not_come_out_even_is_shared_and_its_waiting_named(capsys: Cap
         ),
         (("--workers", "300"), "256 is not a multiple of 300 ranks; nearest: 300; or give --micro-batch"),
         (("--workers", "2", "--micro-batch", "24"), "global_batch=256 is not a multiple of micro_batch=24"),
-        (("--workers", "64", "--micro-batch", "8"), "only 32 of the ranks would have any"),
+        (("--workers", "64", "--micro-batch", "8"), "only 32 of the ranks would have a micro-batch"),
     ],
 )
 def test_a_row_that_cannot_be_run_says_why_and_fails(

@@ -90,8 +90,15 @@ class Store:
                 f"argument --out: cannot write {error.filename or self.path} ({error.strerror}): name a "
                 "writable folder"
             ) from None
-        self._lock()
         self.records: dict[Key, Record] = {}
+        try:
+            self._load(shared)
+        except Conflict:
+            self._file.close()
+            raise
+
+    def _load(self, shared: dict[str, Any]) -> None:
+        self._lock()
         lines = self._read()
         if not lines:
             self._append({"event": "study", **shared})
@@ -118,7 +125,6 @@ class Store:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._file.close()
             raise Conflict(
                 f"argument --out: got {self.path.parent}, and another study is writing there: wait for it, "
                 "or use another folder"

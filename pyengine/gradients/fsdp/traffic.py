@@ -164,7 +164,7 @@ class ReduceScatterOverWire:
 
         Parameters are compared, not sizes: parameters that are trained in turn may have equal sizes.
         """
-        if self._own_wire is not None and self._own_wire[0] is self._wire.wire:  # it keeps nothing
+        if not self._wire.wire.keeps_memory:
             return self._wire.wire
         params = self._reduced()
         ids = [id(param) for param in params]
