@@ -49,13 +49,6 @@ class Measured:
         """Return ms; a KeyError where a variant does not tell the phase."""
         return statistics.median(self.rows[name]["times"][phase])
 
-    def lowest(self, name: str) -> float:
-        return min(self.rows[name]["times"]["window"])
-
-    def spread(self, name: str) -> float:
-        """Return half of what the middle half of the windows differs by, over their median."""
-        return half_range(self.rows[name]["times"]["window"]) / self.median(name)
-
     def ratios(self, name: str, other: str) -> list[float]:
         """Return one window's time over the other's, round by round: slow drift of the machine drops out."""
         mine, theirs = self.rows[name]["times"]["window"], self.rows[other]["times"]["window"]
@@ -71,11 +64,6 @@ class Measured:
         """
         phase = "sync" if "epilogue" in self.rows[name]["times"] else "window"
         return statistics.median(self._over_floor(name, phase))
-
-    def by_micro_batch(self, name: str) -> float | None:
-        """Return the ms that each but the last costs above the floor's; None where there is no other."""
-        num = self.launch["accumulate"] - 1
-        return statistics.median(self._over_floor(name, "early")) / num if num else None
 
     def _over_floor(self, name: str, phase: str) -> list[float]:
         mine, floor = self.rows[name]["times"][phase], self.rows["floor"]["times"][phase]

@@ -1,4 +1,4 @@
-"""Plots of the results of `bench_peers.py`: docs/numbers.svg, README's, and docs/numbers-growth.svg.
+"""Plots of the results of `bench_peers.py`: docs/numbers.svg and docs/numbers-growth.svg.
 
 They stand on a light card of their own, so that pages with dark grounds show them as they are. A plot's last
 line tells from which figures it was drawn, by which a test knows one that is older than its files.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -62,11 +61,3 @@ def line(results: dict[str, Measured], name: str, of: Slope) -> list[tuple[float
     """Return what grows and the ms of exposed sync, at every point in which a variant took part."""
     measured = [first(results, name, launches) for launches in of.points.values()]
     return [(of.x(one), one.exposed(name)) for one in measured if one is not None]
-
-
-def slope(results: dict[str, Measured], name: str, of: Slope) -> float | None:
-    """Return the slope of the line of least squares; None with less than two points."""
-    points = line(results, name, of)
-    if len(points) < 2:
-        return None
-    return statistics.linear_regression(*map(list, zip(*points, strict=True))).slope

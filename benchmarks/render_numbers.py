@@ -1,10 +1,9 @@
-"""Write tables of README.md and docs/numbers.md, and plots, from the newest files of `bench_peers.py`.
+"""Write the tables of docs/numbers.md, and plots, from the newest files of `bench_peers.py`.
 
     python benchmarks/render_numbers.py
 
-A page marks what is written here: between `numbers:begin NAME` and `numbers:end` stands what block NAME makes
-of the files; where they are not all there, it stays as it is. tests/house/test_numbers.py holds pages and
-plots to the files.
+The page marks what is written here: block NAME writes between `numbers:begin NAME` and `numbers:end`. Where
+its files are missing, the old text stays. tests/house/test_numbers.py compares page and plots with the files.
 """
 
 from __future__ import annotations
@@ -16,22 +15,57 @@ from pathlib import Path
 
 from _ahead import LEAST_WINDOWS, Comparison, comparisons, explained
 from _peer_results import CONTROL, Measured, first, newest
-from _slopes import SLOPES, slope
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/numbers.md")
+PAGES = ("docs/numbers.md",)
 _BLOCK = re.compile(r"(<!-- numbers:begin (\S+) -->\n)(.*?)(<!-- numbers:end -->)", re.DOTALL)
-_README = (
+_OVERVIEW = (
     *("ddp", "no_sync_view", "no_sync_view_again", "accelerate", "fabric", "trainer", "zero0", "zero1"),
     *("megatron", "fsdp2_deferred", "replicate_deferred", "no_sync_bf16", "no_sync_powersgd"),
-    *("engine", "attach", "engine_bf16", "attach_bf16", "engine_int8_ef"),
+    *("engine", "attach", "attach_fsdp2", "engine_bf16", "attach_bf16", "engine_int8_ef"),
     *("engine_exact_slots", "engine_shared", "attach_shared"),
+)
+_ROWS = (
+    *("floor", "ddp", "no_sync", "accelerate", "fabric", "trainer", "megatron", "replicate_deferred"),
+    *("no_sync_bf16", "no_sync_powersgd", "engine", "attach", "engine_native_bf16", "attach_native_bf16"),
+    *("engine_bf16", "attach_bf16", "engine_int8_ef", "engine_shared", "attach_shared"),
 )
 _LOOPBACK = ("base", "wires", "deepspeed")
 _GBIT = ("gbit", "gbit-wires", "gbit-deepspeed")
+# Tables of a block: a column's title, and its launches; the first in which a variant took part counts.
+TABLES = {
+    "networks": {
+        "2 workers, 1 Gbit/s": _GBIT,
+        "2 workers, 100 Mbit/s": ("slow",),
+        "4 workers, loopback": ("workers-4",),
+        "4 workers, 1 Gbit/s": ("gbit-workers-4",),
+    },
+    "windows": {
+        "1 micro-batch": ("every-1",),
+        "4 micro-batches": ("every-4",),
+        "8": _LOOPBACK,
+        "16": ("every-16",),
+    },
+    "sizes": {
+        "5.1 M, loopback": ("5m",),
+        "17.4 M": _LOOPBACK,
+        "26.1 M": ("26m",),
+        "5.1 M, 1 Gbit/s": ("gbit-5m",),
+        "17.4 M, 1 Gbit/s": _GBIT,
+        "26.1 M, 1 Gbit/s": ("gbit-26m",),
+    },
+    "models": {"CNN": ("cnn",), "1000 small parameters": ("small",)},
+    "machinery": {
+        "GPT fp32": ("gpt0",),
+        "1000 small fp32": ("small0",),
+        "GPT bf16": ("gpt0-bf16",),
+        "GPT bf16, 1 Gbit/s": ("gbit-gpt0-bf16",),
+    },
+}
 NO = "–"
 
 Results = dict[str, Measured]
+Columns = dict[str, tuple[str, ...]]
 
 
 def main() -> None:
@@ -65,10 +99,7 @@ def rendered(page: str, results: Results) -> str:
 
 
 def _made(name: str, results: Results) -> str:
-    if name.startswith("launch-"):
-        lines = launch_table(results[name[7:]]) if name[7:] in results else []
-    else:
-        lines = BLOCKS[name](results)
+    lines = table(TABLES[name], results) if name in TABLES else BLOCKS[name](results)
     return "\n".join([*lines, ""]) if lines else ""
 
 
@@ -76,7 +107,7 @@ def _made(name: str, results: Results) -> str:
 
 
 def machine(results: Results) -> list[str]:
-    """Say where and when the numbers were taken."""
+    """Return where and when the numbers were taken."""
     if not results:
         return []
     dates = sorted({one.date for one in results.values()})
@@ -87,10 +118,7 @@ def machine(results: Results) -> list[str]:
     cards = "; ".join([usual, *(f"{', '.join(launches[card])} on {card}" for card in others)])
     seconds = sum(one.content["seconds"] for one in results.values())
     taken = f"Taken on {' and '.join(dates)} in {seconds / 60:.0f} minutes; {cards}. "
-    carried = (
-        "One thread a worker. Other machines have other milliseconds: ratios, bytes and errors carry over."
-    )
-    return [taken + carried]
+    return [taken + "One thread a worker. Other machines have other milliseconds."]
 
 
 def _card(one: Measured) -> str:
@@ -100,102 +128,27 @@ def _card(one: Measured) -> str:
     ).replace("trimming off", "malloc keeps its pages")
 
 
-def control(results: Results) -> list[str]:
-    """Return what the control pair read in every launch."""
-    lines = _head("launch", "second over first", "noise of a comparison", "windows")
-    for one in _timed(results):
-        if not set(CONTROL) <= set(one.rows):
-            continue
-        found = one.ratio(*reversed(CONTROL))
-        num = len(one.rows[CONTROL[0]]["times"]["window"])
-        title = f"`{one.launch['name']}`: {_title(one)}"
-        lines.append(_line(title, f"{found:.2f}", f"{one.noise:.0%}", num))
-    return lines if len(lines) > 2 else []
-
-
-def _timed(results: Results) -> list[Measured]:
-    return [one for one in results.values() if one.launch["kind"] == "time"]
-
-
-def _title(one: Measured) -> str:
-    about, launch = one.content["about"], one.launch
-    size = f" of {about['parameters'] / 1e6:.1f} M" if launch["model"].startswith("gpt-") else ""
-    num = launch["accumulate"]
-    split = f"{num} micro-batch{'es' * (num > 1)}, {launch['world']} workers"
-    return f"{about['work']}{size}, {split}, {about['network']}"
-
-
 # ---- tables ----
 
 
-def launch_table(one: Measured) -> list[str]:
-    """Return all figures of a launch."""
-    heads = ["window ms", "least", "±", "× floor", "exposed sync ms", "a micro-batch ms", "unscale + clip ms"]
-    is_counted = any("collectives" in row for row in one.rows.values())
-    lines = _head(_title(one), *heads, "sent MB", *(["collectives"] if is_counted else []))
-    order = sorted(one.rows, key=lambda name: (name != "floor", one.is_ours(name), -one.median(name)))
-    for name in order:
-        lines.append(
-            _line(_label(one, name), *_figures(one, name), *([_calls(one.rows[name])] if is_counted else []))
-        )
-    for name in one.content["missing"]:
-        lines.append(_line(_label(one, name), "not installed", *[NO] * (len(heads) + is_counted)))
-    file = f"../benchmarks/results/{one.path.name}"
-    return [*lines, "", f"[File]({file}): `python benchmarks/bench_peers.py --only {one.launch['name']}`"]
-
-
-def _figures(one: Measured, name: str) -> list[str]:
-    row, is_floor = one.rows[name], name == "floor"
-    early = one.by_micro_batch(name)
-    return [
-        f"{one.median(name):.0f}",
-        f"{one.lowest(name):.0f}",
-        f"{one.spread(name):.0%}",
-        NO if is_floor else f"{one.ratio(name, 'floor'):.2f}",
-        NO if is_floor else f"{one.exposed(name):.0f}",
-        NO if is_floor or early is None else f"{early:.1f}",
-        f"{one.median(name, 'epilogue'):.1f}" if "epilogue" in row["times"] else NO,
-        f"{row['sent_mb']:.1f}" if "sent_mb" in row else NO,
-    ]
-
-
-def _calls(row: dict[str, int]) -> str:
-    single = row.get("point_to_point", 0)
-    return f"{row['collectives']}" + (f" + {single} sends and receives" if single else "")
-
-
-def _label(one: Measured, name: str) -> str:
-    return f"**{one.label(name)}**" if one.is_ours(name) else one.label(name)
-
-
-def readme(results: Results) -> list[str]:
-    """Return the README's table: windows as multiples of DDP + no_sync with views in the same launch."""
+def overview(results: Results) -> list[str]:
+    """Return the first table: windows, bytes, memory and errors of the base's variants."""
+    launches = (*_LOOPBACK, *_GBIT, "truth", "memory")
+    if not set(launches) <= set(results):
+        return []
     columns = {"window, loopback": _LOOPBACK, "window, 1 Gbit/s": _GBIT}
     lines = _head("", *columns, "sent MB", "peak MB", "gradient error")
-    if not {"base", "wires", "gbit", "gbit-wires", "truth", "memory"} <= set(results):
-        return []
-    for name in _README:
+    for name in _OVERVIEW:
         one = first(results, name, _LOOPBACK)
         if one is None:
             continue
-        windows = [
-            f"{found.ratio(name, CONTROL[0]):.2f}" if (found := first(results, name, launches)) else NO
-            for launches in columns.values()
-        ]
+        windows = [_window(results, name, names) for names in columns.values()]
         sent = one.rows[name].get("sent_mb")
         lines.append(
             _line(_label(one, name), *windows, NO if sent is None else f"{sent:.1f}", *_kept(results, name))
         )
-    base, gbit = results["base"], results["gbit"]
-    one, other = (f"{found.median(CONTROL[0]):.0f}" for found in (base, gbit))
-    floors = " and ".join(f"{found.median('floor'):.0f}" for found in (base, gbit))
-    note = (
-        f"{_title(base)[:-10]}; median window as a multiple of that of DDP + `no_sync` with bucket views, "
-        f"which takes {one} ms on loopback and {other} over 1 Gbit/s (without communication {floors}); what "
-        f"a rank sends in a window; what its process holds at most; distance of a window's gradient from "
-        f"float64's."
-    )
-    return [machine(results)[0], "", note, "", *lines]
+    links = ", ".join(_link(name, results[name]) for name in launches)
+    return [*lines, _noise(columns, results, NO, NO, NO), "", f"Files: {links}."]
 
 
 def _kept(results: Results, name: str) -> tuple[str, str]:
@@ -206,106 +159,83 @@ def _kept(results: Results, name: str) -> tuple[str, str]:
     )
 
 
-def truth(results: Results) -> list[str]:
-    """Return errors of gradients and losses at the end."""
-    if "truth" not in results:
-        return []
-    one = results["truth"]
-    lines = _head(_title(one), "gradient error", f"loss after {one.launch['rounds']} windows")
-    for name, row in sorted(one.rows.items(), key=lambda item: item[1].get("error", -1)):
-        error = f"{row['error']:.1e}" if "error" in row else NO
-        lines.append(_line(_label(one, name), error, f"{row['end_loss']:.3f}"))
-    return lines
+def table(columns: Columns, results: Results) -> list[str]:
+    """Return the windows of launches side by side; columns without a file are left out.
 
-
-def memory(results: Results) -> list[str]:
-    """Return what a process holds at most."""
-    if "memory" not in results:
-        return []
-    one = results["memory"]
-    lines = _head(_title(one), "peak MB", "lowest and highest", "over the floor")
-    floor = one.rows["floor"]["peak_mb"]
-    for name, row in sorted(one.rows.items(), key=lambda item: item[1]["peak_mb"]):
-        peak, peaks = row["peak_mb"], row["peaks_mb"]
-        between = f"{min(peaks):.0f}–{max(peaks):.0f}"
-        lines.append(_line(_label(one, name), f"{peak:.0f}", between, f"{peak - floor:+.0f}"))
-    return lines
-
-
-def growth(results: Results) -> list[str]:
-    """Return the slopes of exposed sync over what grows."""
-    columns = [
-        one for one in SLOPES if all(any(n in results for n in names) for names in one.points.values())
-    ]
+    A row is a variant that took part in half of the columns or more.
+    """
+    columns = {title: names for title, names in columns.items() if names[0] in results}
     if not columns:
         return []
-    lines = _head("exposed sync grows by", *(one.title for one in columns))
-    for name in (
-        "ddp",
-        "no_sync_view",
-        "no_sync_view_again",
-        "accelerate",
-        "engine",
-        "attach",
-        "engine_bf16",
-    ):
-        measured = first(results, name, list(results))
-        if measured is None:
-            continue
-        values = [slope(results, name, one) for one in columns]
-        label = _label(measured, name)
-        lines.append(_line(label, *(NO if value is None else f"{value:.1f}" for value in values)))
-    return lines
+    lines = _head("", *(_link(title, results[names[0]]) for title, names in columns.items()))
+    baseline, control = CONTROL
+    for name in (baseline, control, *_ROWS):
+        found = first(results, name, [one for names in columns.values() for one in names])
+        cells = [_window(results, name, names) for names in columns.values()]
+        if found is not None and 2 * cells.count(NO) <= len(cells):
+            lines.append(_line(_label(found, name), *cells))
+    return [*lines, _noise(columns, results)]
+
+
+def _window(results: Results, name: str, launches: tuple[str, ...]) -> str:
+    """Return a window over the baseline's in the same launch; of the baseline its ms."""
+    found = first(results, name, launches)
+    if found is None:
+        return NO
+    return f"{found.median(name):.0f} ms" if name == CONTROL[0] else f"{found.ratio(name, CONTROL[0]):.2f}"
+
+
+def _noise(columns: Columns, results: Results, *others: str) -> str:
+    """Return the row of the noise: the largest of a column's launches, and the cells of other columns."""
+    noise = [max(results[one].noise for one in names if one in results) for names in columns.values()]
+    return _line("noise", *(f"{each:.0%}" for each in noise), *others)
+
+
+def _link(title: str, one: Measured) -> str:
+    return f"[{title}](../benchmarks/results/{one.path.name})"
+
+
+def _label(one: Measured, name: str) -> str:
+    return f"**{one.label(name)}**" if one.is_ours(name) else one.label(name)
 
 
 def ahead(results: Results) -> list[str]:
-    """Return the comparisons of the same bytes in which a peer was ahead by more than the noise, and why."""
+    """Return in how many comparisons of the same bytes a peer was ahead by more than the noise, and why."""
     found = comparisons(results)
     if not found:
         return []
     lost = [one for one in found if one.is_lost]
     won = sum(one.is_won for one in found)
-    said = f"Of {len(found)} comparisons with a peer that sends the same, in launches of {LEAST_WINDOWS} "
-    said += f"windows or more, pyengine is ahead in {won} by more than the noise of their launch, a peer in "
-    said += f"{len(lost)}; the others are level."
+    counted = (
+        f"Of {len(found)} comparisons with a peer that sends the same bytes, in launches of {LEAST_WINDOWS} "
+        f"windows or more, pyengine is faster by more than the noise in {won}, a peer in {len(lost)}."
+    )
     if not lost:
-        return [said]
-    lines = [_line("", "ours", "takes so many times as long as", "noise", "why"), "|---|---|---|---:|---|"]
-    alike: dict[tuple[str, str, str], list[Comparison]] = {}
+        return [counted]
+    lines = [_line("why", "ours", "launches", "slower by"), "|---|---|---|---:|"]
+    alike: dict[str, list[Comparison]] = {}
     for one in lost:
-        alike.setdefault((one.launch, one.ours, explained(one)), []).append(one)
-    for (launch, ours, why), behind in alike.items():
-        measured = results[launch]
-        peers = "; ".join(f"{one.ratio:.2f} × {measured.label(one.peer)}" for one in behind)
-        lines.append(_line(_title(measured), _label(measured, ours), peers, f"{measured.noise:.0%}", why))
-    return [said, "", *lines]
+        alike.setdefault(explained(one), []).append(one)
+    for why, behind in alike.items():
+        ours = dict.fromkeys(results[one.launch].label(one.ours) for one in behind)
+        launches = dict.fromkeys(_link(f"`{one.launch}`", results[one.launch]) for one in behind)
+        least, most = (f"{find(one.ratio for one in behind) - 1:.0%}" for find in (min, max))
+        span = least if least == most else f"{least} to {most}"
+        lines.append(_line(why, "; ".join(ours), ", ".join(launches), span))
+    return [counted, "", *lines]
 
 
 def plot(results: Results) -> list[str]:
-    """Return the README's picture."""
+    """Return the picture of exposed sync."""
     if not {"gbit", "gbit-wires"} <= set(results):
         return []
-    return [f"![What synchronisation adds to a window, {_title(results['gbit'])}](docs/numbers.svg)"]
-
-
-def growth_plot(results: Results) -> list[str]:
-    """Return the picture of `growth`."""
-    return (
-        ["![Exposed sync over parameters, accumulation and workers](numbers-growth.svg)"]
-        if growth(results)
-        else []
-    )
+    return ["![What synchronization adds to a window](numbers.svg)"]
 
 
 BLOCKS: dict[str, Callable[[Results], list[str]]] = {
     "machine": machine,
-    "control": control,
-    "readme": readme,
+    "overview": overview,
     "plot": plot,
-    "truth": truth,
-    "memory": memory,
-    "growth": growth,
-    "growth-plot": growth_plot,
     "ahead": ahead,
 }
 
