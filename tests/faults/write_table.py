@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,17 @@ def merged(rows: Iterable[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Return the table of the page."""
-    head = "| fault | how it was made | tries | what happened |\n|---|---|---|---|\n"
-    return head + "".join(
-        f"| {row['fault']} | {row['made_by']} | {row['tries']} | {row['outcome']} |\n" for row in rows
-    )
+def table(rows: Iterable[Row]) -> str:
+    """Return the table of the page: by outcome the faults that ended so; the file has how each was made."""
+    by_outcome: dict[str, dict[str, int]] = {}
+    for row in rows:
+        tries = by_outcome.setdefault(row["outcome"], {})
+        tries[row["fault"]] = tries.get(row["fault"], 0) + row["tries"]
+    lines = ["| what happened | after (tries) |", "|---|---|"]
+    for outcome, tries in by_outcome.items():
+        faults = "; ".join(f"{fault} ({number})" for fault, number in tries.items())
+        lines.append(f"| {outcome} | {faults} |")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def parts(page: str) -> tuple[str, str, str]:
