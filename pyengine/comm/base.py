@@ -143,7 +143,15 @@ class Comm(ABC):
 
     @abstractmethod
     def all_gather_object(self, value: object) -> list[Any]:
-        """Return the values of all ranks, by rank. It waits and pickles: for set-up and error reports."""
+        """Return the values of all ranks, by rank; read only. It waits and pickles: for set-up and errors."""
+
+    def max_of(self, *values: int) -> list[int]:
+        """Return the largest of each value on any rank. It waits.
+
+        Args:
+            values: whole numbers of 64 bits, as many on every rank.
+        """
+        return [max(each) for each in zip(*self.all_gather_object(values), strict=True)]
 
     @abstractmethod
     def broadcast_(self, tensors: list[Tensor]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import pickle
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -264,9 +266,29 @@ class TorchDist(Comm):
                 work = _all_gather_single(gathered, part, group=self.group, async_op=True)
         return self._launched(work, f"an all-gather of {gathered.nbytes} bytes")
 
+    def max_of(self, *values: int) -> list[int]:
+        flat = torch.tensor(values, dtype=torch.int64, device=self.device if self.is_stream_ordered else HOST)
+        self.run(
+            lambda is_async: dist.all_reduce(flat, dist.ReduceOp.MAX, group=self.group, async_op=is_async),
+            f"an agreement on {flat.nbytes} bytes",
+        )
+        return flat.tolist()
+
     def all_gather_object(self, value: object) -> list[Any]:
+        """Return the values of all ranks, by rank; read only.
+
+        Cost: an all-reduce of 40 bytes, which compares hashes: ranks mostly agree. Where they do not, an
+        all-gather of the longest pickle.
+        """
+        if self.world_size == 1:
+            return [value]
+        data = pickle.dumps(value)
+        words = struct.unpack("<qq", hashlib.blake2b(data, digest_size=16).digest())
+        *most, longest = self.max_of(*words, *(~word for word in words), len(data))
+        if most[:2] == [~word for word in most[2:]]:  # the largest is the smallest
+            return [value] * self.world_size
         if self._host_watch is not None:
-            return _gather_objects(self, value)
+            return _gather_pickles(self, data, longest)
         values: list[Any] = [None] * self.world_size
         with as_current(self.device), self.roll_call.named():  # NCCL sends objects through device memory
             dist.all_gather_object(values, value, group=self.group)
@@ -279,25 +301,21 @@ class TorchDist(Comm):
                 _broadcast_piece_(self, piece)
 
 
-def _gather_objects(comm: TorchDist, value: object) -> list[Any]:
-    """Gather objects in two collectives that the stall watch can end; torch's own cannot be ended."""
-    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    numels = _gather(comm, torch.tensor([mine.numel()], dtype=torch.int64, device=HOST))
-    sizes = [int(numel) for numel in numels]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=HOST)
-    padded[: mine.numel()] = mine
-    rows = _gather(comm, padded)
-    return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]  # noqa: S301 - SECURITY.md
+def _gather_pickles(comm: TorchDist, data: bytes, longest: int) -> list[Any]:
+    """Gather objects in a collective that the stall watch can end; torch's own cannot be ended.
 
-
-def _gather(comm: TorchDist, mine: Tensor) -> list[Tensor]:
-    """Return every rank's tensor of one shape, on the CPU, by rank."""
+    Args:
+        comm: transport.
+        data: pickle of this rank's object.
+        longest: bytes of the longest pickle of any rank; pickle ignores what follows its end.
+    """
+    mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
     rows = [torch.empty_like(mine) for _ in range(comm.world_size)]
     comm.run(
         lambda is_async: dist.all_gather(rows, mine, group=comm.group, async_op=is_async),
         "a gather of objects",
     )
-    return rows
+    return [pickle.loads(row.numpy().tobytes()) for row in rows]  # noqa: S301 - SECURITY.md
 
 
 def _broadcast_piece_(comm: TorchDist, piece: list[Tensor]) -> None:

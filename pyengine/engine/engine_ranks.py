@@ -56,7 +56,7 @@ class Membership:
     """
 
     described: str
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[Sequence[int], ...]
     batch: SharedBatch
     num_batches: int
     unmatched: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class Membership:
     @classmethod
     def plain(cls, *, rank: int, world_size: int) -> Membership:
         """Return that of a rank whose parameters are those of all ranks, and whose batch is its own."""
-        return cls("", (tuple(range(world_size)),), SharedBatch(rank, 1, True), world_size)
+        return cls("", (range(world_size),), SharedBatch(rank, 1, True), world_size)
 
 
 def memberships_differ(memberships: Sequence[Membership], specs: Sequence[Sequence[ParamSpec]]) -> list[str]:
@@ -87,10 +87,13 @@ def memberships_differ(memberships: Sequence[Membership], specs: Sequence[Sequen
                     f"{specs[0][0].name!r}): patterns are of whole names, as fnmatch has them"
                 )
             ]
-    members: dict[tuple[int, ...], dict[int, list[ParamSpec]]] = {}
+    members: dict[Sequence[int], dict[int, list[ParamSpec]]] = {}
+    in_group: dict[tuple[int, int], list[ParamSpec]] = {}  # ranks that sent the same share one list
     for rank, (membership, mine) in enumerate(zip(memberships, specs, strict=True)):
         for index, ranks in enumerate(membership.groups):
-            members.setdefault(ranks, {})[rank] = [spec for spec in mine if spec.group == index]
+            if (id(mine), index) not in in_group:
+                in_group[id(mine), index] = [spec for spec in mine if spec.group == index]
+            members.setdefault(ranks, {})[rank] = in_group[id(mine), index]
     return [text for ranks, have in members.items() if (text := _difference(ranks, have))]
 
 
@@ -409,7 +412,7 @@ class EngineRanks:
         batch = SharedBatch(mesh.index(count), len(sharing), sharing[-1] == dist.get_rank())
         return batch, mesh.size(count)
 
-    def _transport(self, ranks: tuple[int, ...]) -> Comm:
+    def _transport(self, ranks: Sequence[int]) -> Comm:
         """Return a transport over ranks of the engine."""
         if len(ranks) == self.comm.world_size:
             return self.comm
@@ -418,7 +421,7 @@ class EngineRanks:
         comm.join(self.comm)
         return comm
 
-    def _beside_ddp(self, ranks: tuple[int, ...], *, shared_memory: bool) -> Comm:
+    def _beside_ddp(self, ranks: Sequence[int], *, shared_memory: bool) -> Comm:
         """Return a transport for gradients over ranks of the engine that DDP does not use."""
         if len(ranks) == 1 or not self.comm.is_stream_ordered:
             return self.for_buckets(self._transport(ranks), shared_memory=shared_memory)

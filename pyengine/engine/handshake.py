@@ -50,21 +50,25 @@ def agree(
         ValueError: names the rank and the argument, or the first parameter that differs and who has what.
     """
     problems = [*settings.problems(), *problems]
-    # Neither a wrong argument nor a wire has to be picklable: `shared` compares what they print.
-    sent = None if problems else (replace(settings, wire=FP32()), settings.shared(), own_host())
-    mine = (problems, sent, list(specs), membership, uuid4().int % 2**32)
-    everybody = _same_version(comm.all_gather_object((pyengine.__version__, *mine)))
+    # First what is mostly the same on all ranks, so that the transport sends only hashes. Neither a wrong
+    # argument nor a wire has to be picklable: `shared` compares what they print.
+    sent = None if problems else (replace(settings, wire=FP32()), settings.shared())
+    everybody = _same_version(comm.all_gather_object((pyengine.__version__, problems, sent, list(specs))))
     raise_problems([texts for texts, *_ in everybody])
+    specs_of = [specs for *_, specs in everybody]
+    is_plain = membership == Membership.plain(rank=comm.rank, world_size=comm.world_size)
+    places = comm.all_gather_object((own_host(), None if is_plain else membership))
+    (engine_id,) = comm.max_of(uuid4().int % 2**32)
     world_size = len(everybody)
     members: list[Membership] = [
         member or Membership.plain(rank=rank, world_size=world_size)
-        for rank, (*_, member, _) in enumerate(everybody)
+        for rank, (_, member) in enumerate(places)
     ]
-    differences = memberships_differ(members, [specs for _, _, specs, *_ in everybody])
+    differences = memberships_differ(members, specs_of)
     if differences:
         raise ValueError(differences[0])
-    everybodys, shared, hosts = map(list, zip(*[sent for _, sent, *_ in everybody], strict=True))
-    comm.host_of = dict(zip(comm.ranks, hosts, strict=True))
+    everybodys, shared = map(list, zip(*[sent for _, sent, _ in everybody], strict=True))
+    comm.host_of = {rank: host for rank, (host, _) in zip(comm.ranks, places, strict=True)}
     if len(set(shared)) > 1:
         values = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(shared))
         raise ValueError(f"ranks have different settings: {values}. Pass the same ones on every rank")
@@ -77,11 +81,10 @@ def agree(
             f"accumulate={windows} by rank, and rank {first[batches[unlike[0]]]} shares its batch with rank "
             f"{unlike[0]}: pass the same on both"
         )
-    shares = _shares(
-        [everybodys[rank] for rank in first], engine_id=everybody[0][-1], parts=most_parts(members)
-    )
-    names = [[spec.name for spec in specs] for _, _, specs, *_ in everybody]
-    return replace(shares, batches=batches, are_alike=all(other == names[0] for other in names))
+    shares = _shares([everybodys[rank] for rank in first], engine_id=engine_id, parts=most_parts(members))
+    names = [spec.name for spec in specs_of[0]]
+    are_alike = all(other is specs_of[0] or [spec.name for spec in other] == names for other in specs_of[1:])
+    return replace(shares, batches=batches, are_alike=are_alike)
 
 
 def _same_version(everybody: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

@@ -145,6 +145,8 @@ def first_difference(params: Sequence[Sequence[ParamSpec]], ranks: Sequence[int]
         params: descriptions, by rank.
         ranks: the numbers of these ranks; empty for all ranks.
     """
+    if all(specs == params[0] for specs in params):
+        return None
     lengths = {rank: len(specs) for rank, specs in enumerate(params)}
     for index in range(max(lengths.values())):
         specs = [_describe(specs[index]) if index < len(specs) else "no such parameter" for specs in params]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,26 +14,41 @@ from pyengine.engine.handshake import Shares, agree, resized
 from pyengine.gradients.settings import Exact, Settings
 
 
-class Said(Exception):
-    """A rank has said what it has to say."""
+def _comms(world: int) -> list[Any]:
+    """Return transports of ranks that are threads."""
+    values: list[Any] = [None] * world
+    barrier = Barrier(world, timeout=30)
+
+    def gather(rank: int, value: object) -> list[Any]:
+        values[rank] = value
+        barrier.wait()
+        found = list(values)
+        barrier.wait()
+        return found
+
+    def max_of(rank: int, *numbers: int) -> list[int]:
+        return [max(each) for each in zip(*gather(rank, numbers), strict=True)]
+
+    return [
+        SimpleNamespace(
+            rank=rank,
+            world_size=world,
+            ranks=range(world),
+            all_gather_object=partial(gather, rank),
+            max_of=partial(max_of, rank),
+        )
+        for rank in range(world)
+    ]
 
 
 def agreed(by_rank: list[int], **options: Any) -> Shares:
     """Return what ranks with these numbers of micro-batches agree on."""
-    said: list[Any] = []
-
-    def gather(words: Any) -> list[Any]:
-        if len(said) == len(by_rank):
-            return said
-        said.append(words)
-        raise Said
-
-    comm = SimpleNamespace(world_size=len(by_rank), ranks=range(len(by_rank)), all_gather_object=gather)
-    ranks = [Settings(accumulate, **options) for accumulate in by_rank]
-    for settings in ranks:
-        with suppress(Said):
-            agree(comm, [], settings, [])
-    first, *others = [agree(comm, [], settings, []) for settings in ranks]
+    with ThreadPoolExecutor(len(by_rank)) as pool:
+        first, *others = pool.map(
+            lambda comm, accumulate: agree(comm, [], Settings(accumulate, **options), []),
+            _comms(len(by_rank)),
+            by_rank,
+        )
     assert all(other == first for other in others)
     return first
 
@@ -111,6 +128,6 @@ def test_ranks_with_other_versions_of_the_package_are_named():
     def gather(words: Any) -> list[Any]:
         return [(version, *words[1:]) for version in ("0.1.0", "0.2.0", "0.2.0")]
 
-    comm = SimpleNamespace(world_size=3, ranks=range(3), all_gather_object=gather)
+    comm = SimpleNamespace(rank=0, world_size=3, ranks=range(3), all_gather_object=gather)
     with pytest.raises(ValueError, match="same version of pyengine.*rank 0 has 0.1.0; rank 1 has 0.2.0"):
         agree(comm, [], Settings(1), [])
