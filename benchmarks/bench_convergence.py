@@ -32,7 +32,7 @@ from pyengine.cli.machine import card
 from pyengine.cli.study.plots import INK, STYLE
 from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.tasks.gpt import TextTask
-from pyengine.cli.wires import WIRES
+from pyengine.wire.named import WIRES
 from pyengine.comm.launching import launch
 
 PLOT = Path(__file__).resolve().parents[1] / "docs" / "convergence.svg"

@@ -68,3 +68,7 @@ __all__ = [
     "wire",
     "worker_init",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

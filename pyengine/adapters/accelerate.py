@@ -23,11 +23,11 @@ from pyengine.adapters.backward import backward
 from pyengine.adapters.engine_for import engine_for
 from pyengine.engine.sync import Sync
 from pyengine.gradients.fsdp.deferral import Defer, Deferral
-from pyengine.gradients.settings import Settings, as_accumulator
+from pyengine.gradients.settings import Accumulator, NonFinite, Settings, as_accumulator
 from pyengine.step.grad_scaler import GradScaler
 from pyengine.window.header import Count
-from pyengine.wire import FP32, Wire
-from pyengine.wire.cast import as_wire
+from pyengine.wire import FP32
+from pyengine.wire.named import WireLike, as_wire
 
 try:
     from accelerate import Accelerator
@@ -49,9 +49,9 @@ def prepare(
     accelerator: Accelerator,
     *objects: Any,
     accumulate: int,
-    wire: Wire | torch.dtype = FP32(),  # noqa: B008 - frozen
-    accumulator: str | torch.dtype = "fp32",
-    nonfinite: str = "skip",
+    wire: WireLike = FP32(),  # noqa: B008 - frozen
+    accumulator: Accumulator | torch.dtype = "fp32",
+    nonfinite: NonFinite = "skip",
     defer: Defer = "all",
     defer_budget_mb: float | None = None,
 ) -> tuple[Any, ...]:

@@ -21,12 +21,12 @@ from pyengine.adapters.engine_for import engine_for
 from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.sync import Sync
 from pyengine.gradients.fsdp.deferral import Defer, Deferral
-from pyengine.gradients.settings import Settings, as_accumulator
+from pyengine.gradients.settings import Accumulator, NonFinite, Settings, as_accumulator
 from pyengine.step.grad_scaler import copy_of
 from pyengine.step.step_record import StepRecord
 from pyengine.telemetry.base import numbers
-from pyengine.wire import FP32, Wire
-from pyengine.wire.cast import as_wire
+from pyengine.wire import FP32
+from pyengine.wire.named import WireLike, as_wire
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -68,9 +68,9 @@ class Windows(_Mixed):
         syncs: the engines by the name of a submodule; the engine of the whole module is under "".
     """
 
-    wire: Wire | torch.dtype = FP32()
-    accumulator: str | torch.dtype = "fp32"
-    nonfinite = "skip"
+    wire: WireLike = FP32()
+    accumulator: Accumulator | torch.dtype = "fp32"
+    nonfinite: NonFinite = "skip"
     accumulate: Accumulate = 1
     syncs: Mapping[str, Sync] = {}
     _optimization: Optimization

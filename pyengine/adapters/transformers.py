@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from pyengine.engine.sync import Sync
 from pyengine.step.step_record import StepRecord
 from pyengine.window.header import Count
-from pyengine.wire import FP32, Wire
-from pyengine.wire.cast import as_wire
+from pyengine.wire import FP32
+from pyengine.wire.named import WireLike, as_wire
 
 try:
     import transformers
@@ -34,7 +34,7 @@ except ImportError as error:
 
 from pyengine.adapters.accelerate import WindowAccelerator
 from pyengine.gradients.fsdp.deferral import Defer, Deferral
-from pyengine.gradients.settings import Settings, as_accumulator
+from pyengine.gradients.settings import Accumulator, NonFinite, Settings, as_accumulator
 
 if TYPE_CHECKING:
     _Mixed = transformers.Trainer  # the class that the mixin extends
@@ -56,9 +56,9 @@ class Windows(_Mixed):
         sync: the engine, from `on_train_begin` on: `on_step`.
     """
 
-    wire: Wire | torch.dtype = FP32()
-    accumulator: str | torch.dtype = "fp32"
-    nonfinite = "skip"
+    wire: WireLike = FP32()
+    accumulator: Accumulator | torch.dtype = "fp32"
+    nonfinite: NonFinite = "skip"
     defer: Defer = "all"
     defer_budget_mb: float | None = None
     _listens_to: Sync | None = None

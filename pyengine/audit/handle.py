@@ -133,6 +133,10 @@ class Audit:
         ]
         auditor.begin()
 
+    def __repr__(self) -> str:
+        checks = f"{-(-self.step // self._every)} of {self.step} windows checked"
+        return f"Audit({len(self._names)} tensors, every={self._every}, {checks})"
+
     def count(self, items: float | Tensor, *, divided_by: float = 1.0, names: str = "*") -> None:
         """Set, before a micro-batch's backward, what its loss is summed over.
 

@@ -17,6 +17,7 @@ from pyengine.comm.base import Comm
 from pyengine.engine.engine import make_engine
 from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
 from pyengine.engine.handshake import prepare_wire, sparse_modules, without_fabric
+from pyengine.engine.misnamed import explained
 from pyengine.engine.sync import Sync
 from pyengine.gradients.ddp.hook import HookState
 from pyengine.gradients.ddp.private import (
@@ -35,20 +36,21 @@ from pyengine.gradients.fsdp.problems import check_version, managed_parameters, 
 from pyengine.gradients.fsdp.reducer import FSDPReducer, Managed
 from pyengine.gradients.fsdp.units import units_of
 from pyengine.gradients.layout import ParamSpec
-from pyengine.gradients.settings import Exact, Settings, as_accumulator
+from pyengine.gradients.settings import Accumulator, Exact, NonFinite, Settings, as_accumulator
 from pyengine.gradients.two_owners import TwoOwners
 from pyengine.ops.device import is_lazy
-from pyengine.wire import FP32, Wire
-from pyengine.wire.cast import as_wire
+from pyengine.wire import FP32
+from pyengine.wire.named import WireLike, as_wire
 
 
+@explained
 def attach(
     ddp_model: nn.Module,
     *,
     accumulate: int = 1,
-    wire: Wire | torch.dtype = FP32(),  # noqa: B008 - frozen
-    accumulator: str | Exact | torch.dtype = "fp32",
-    nonfinite: str = "skip",
+    wire: WireLike = FP32(),  # noqa: B008 - frozen
+    accumulator: Accumulator | Exact | torch.dtype = "fp32",
+    nonfinite: NonFinite = "skip",
     defer: Defer = "all",
     defer_budget_mb: float | None = None,
     stall_after_s: float | None = 30.0,

@@ -21,16 +21,17 @@ from pyengine.engine.handshake import (
     without_fabric,
     wrapped_problems,
 )
+from pyengine.engine.misnamed import explained
 from pyengine.engine.sync import Sync
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.layout import Layout, ParamSpec
 from pyengine.gradients.own import BucketReducer
-from pyengine.gradients.settings import Exact, Settings, as_accumulator
+from pyengine.gradients.settings import Accumulator, Exact, NonFinite, Settings, as_accumulator
 from pyengine.gradients.xla import XlaReducer, problems_of_device
 from pyengine.ops.device import bucket_cap_mb as default_bucket_cap_mb
 from pyengine.ops.device import is_lazy
-from pyengine.wire import FP32, Wire
-from pyengine.wire.cast import as_wire
+from pyengine.wire import FP32
+from pyengine.wire.named import WireLike, as_wire
 
 
 class GradSync(Sync):
@@ -43,8 +44,8 @@ class GradSync(Sync):
         params_or_module: a module, or its parameters, or `(name, parameter)` pairs. All that require a
             gradient.
         accumulate: micro-batches a window, per rank.
-        wire: how a bucket travels: `pe.wire.FP32()`, `BF16()`, `Int8()` and so on (docs/wires.md); or the
-            dtype of one of the first.
+        wire: how a bucket is sent: `pe.wire.FP32()`, `BF16()`, `Int8()` and so on (docs/wires.md); the name
+            of one, "bf16" or "int8-ef" for example; or torch.float32, torch.bfloat16, torch.float16.
         accumulator: "fp32", or torch.float32, sums in fp32 whatever the parameters' type; "native" sums in
             their own type; "exact" gives the same bits for every world size (docs/reproducible.md), over the
             fp32 wire only, with whole-numbered counts; given a module, not its parameters, it keeps
@@ -78,15 +79,16 @@ class GradSync(Sync):
     `accumulator="fp32"` need 4 bytes an element for the sum and their own size for the wire.
     """
 
+    @explained
     def __init__(
         self,
         params_or_module: nn.Module | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
         *,
         accumulate: int = 1,
-        wire: Wire | torch.dtype = FP32(),  # noqa: B008 - frozen
-        accumulator: str | Exact | torch.dtype = "fp32",
+        wire: WireLike = FP32(),  # noqa: B008 - frozen
+        accumulator: Accumulator | Exact | torch.dtype = "fp32",
         bucket_cap_mb: float | None = None,
-        nonfinite: str = "skip",
+        nonfinite: NonFinite = "skip",
         stall_after_s: float | None = 30.0,
         process_group: dist.ProcessGroup | None = None,
         device_mesh: DeviceMesh | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,6 +81,12 @@ def agree(
         raise ValueError(
             f"accumulate={windows} by rank, and rank {first[batches[unlike[0]]]} shares its batch with rank "
             f"{unlike[0]}: pass the same on both"
+        )
+    if max(windows) - min(windows) > 1 and comm.rank == 0 and not isinstance(settings.accumulator, Exact):
+        warnings.warn(
+            f"accumulate={windows} by rank: windows end where each rank has its own number, and the mean is "
+            "over all micro-batches; where that is not meant, pass the same accumulate on every rank",
+            stacklevel=5,
         )
     shares = _shares([everybodys[rank] for rank in first], engine_id=engine_id, parts=most_parts(members))
     names = [spec.name for spec in specs_of[0]]

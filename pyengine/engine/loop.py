@@ -14,7 +14,7 @@ from pyengine.data.dealer import Dealer, Dealt
 from pyengine.engine.ahead import Counting, CountOf, Lookahead, check_uncounted, meet, share_numbers
 from pyengine.engine.engine import Engine
 from pyengine.ops.device import runs_ahead
-from pyengine.window.counter import State
+from pyengine.window.counter import State, WindowCounter
 
 Batch = TypeVar("Batch")
 
@@ -24,8 +24,14 @@ _NEVER = -1  # instead of a number: the rank has no batch, not even an old one
 class MicroBatches(Iterator[Batch]):
     """The micro-batches of one window; an error that explains it where it is used as a batch."""
 
-    def __init__(self, micro_batches: Iterator[Batch]) -> None:
-        self._micro_batches = micro_batches
+    def __init__(self, micro_batches: Iterator[Batch], counter: WindowCounter) -> None:
+        self._micro_batches, self._counter, self._index = micro_batches, counter, counter.index
+
+    def __repr__(self) -> str:
+        counter = self._counter
+        if counter.index != self._index or counter.state is State.IDLE:
+            return f"<window {self._index}, which is over>"
+        return f"<window {self._index}, {counter.handed} of {counter.accumulate} micro-batches handed out>"
 
     def __next__(self) -> Batch:
         return next(self._micro_batches)

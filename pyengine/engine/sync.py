@@ -25,7 +25,7 @@ from pyengine.engine.window_audit import WindowAudit
 from pyengine.ops.device import HOST, flush
 from pyengine.step.grad_scaler import GradScaler, taken_over
 from pyengine.step.step_handle import StepHandle
-from pyengine.step.step_record import StepCallback
+from pyengine.step.step_record import StepCallback, StepRecord
 from pyengine.step.window_optimizer import OptimizerCheck, WindowOptimizer, check_step
 from pyengine.window.counter import State, check_accumulate
 from pyengine.window.denominators import Loss
@@ -78,6 +78,17 @@ class Sync:
         if engine is not None:
             engine.close()
             self._check = OptimizerCheck([])
+
+    def __repr__(self) -> str:
+        name, engine = type(self).__name__, self._open_engine
+        if engine is None:
+            return f"{name}(closed)"
+        wire, counter = engine.reducer.residuals.wire, engine.counter
+        return (
+            f"{name}({len(engine.reducer.params)} parameters, accumulate={counter.accumulate}, "
+            f"world_size={engine.comm.world_size}, wire={wire}, accumulator={engine.identity.accumulator!r}, "
+            f"window={counter.index})"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -138,7 +149,9 @@ class Sync:
             RuntimeError: with `count`, some rank begins this window again in the middle of it.
         """
         self._begin_loop("windows")
-        return map(MicroBatches, windows(self._engine, loader, count))
+        engine = self._engine
+        cut = windows(engine, loader, count)
+        return (MicroBatches(micro_batches, engine.counter) for micro_batches in cut)
 
     def accumulate(self, *, last: bool = False) -> AbstractContextManager[None]:
         """Wrap one micro-batch of a loop that cannot be nested: forward, backward, and a step that may be a
@@ -509,6 +522,17 @@ class Sync:
     def abandon(self) -> None:
         """Drop the current window on this rank, for example after an exception; the next one starts clean."""
         self._engine.window.abandon()
+
+    @property
+    def last_record(self) -> StepRecord | None:
+        """The record of the last optimizer step; None before the first one.
+
+        On an accelerator that of the last step whose outcome the host has read; `synchronize` reads all.
+
+        Cost: on an accelerator it waits for the device's clock.
+        """
+        make = self._engine.window.make_record
+        return None if make is None else make()
 
     def on_step(self, callback: StepCallback) -> StepHandle:
         """Call `callback(record)` after every optimizer step; usable as a decorator.

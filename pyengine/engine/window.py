@@ -44,7 +44,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from threading import Lock
 from typing import Any
 
@@ -172,6 +172,8 @@ class Window:
         self._run = shares.run  # micro-batches of a run, see `Runs`
         self.scaler: GradScaler | None = None
         self.audit: WindowAudit | None = None
+        # Makes the record of the last step whose numbers the host knows.
+        self.make_record: Callable[[], StepRecord] | None = None
         # What the user has been warned of already.
         self.warned: set[str] = set()
         self._running = Lock()
@@ -714,10 +716,8 @@ class Window:
         index, grad_norm = self.counter.index, Readback(norm.reshape(1))
         clock.stop()
 
-        def emit(totals: Totals, skips: bool) -> None:
-            if not callbacks:
-                return  # the seconds would wait for the device
-            record = StepRecord(
+        def record(totals: Totals, skips: bool) -> StepRecord:
+            return StepRecord(
                 step=index,
                 micro_batches=totals.micro_batches,
                 count=totals.count,
@@ -733,7 +733,12 @@ class Window:
                 held_bytes=held_bytes,
                 dropped=totals.dropped,
             )
-            call_all([partial(callback, record) for callback in callbacks])
+
+        def emit(totals: Totals, skips: bool) -> None:
+            self.make_record = make = cache(partial(record, totals, skips))
+            if callbacks:  # else nobody waits for the device's seconds
+                made = make()
+                call_all([partial(callback, made) for callback in callbacks])
 
         return emit
 

@@ -56,6 +56,10 @@ class WindowAudit:
         self._samples: Samples | None = None
         self._window = -1
 
+    def __repr__(self) -> str:
+        checks = self._window // self._every + 1
+        return f"WindowAudit(every={self._every}, {checks} of {self._window + 1} windows checked)"
+
     def remove(self) -> None:
         """End the audit.
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Real
+from typing import Literal, get_args
 
 import torch
 
 from pyengine.comm.shared_memory import wrong_choice
 from pyengine.window.counter import check_accumulate
 from pyengine.wire import FP32, Wire
-from pyengine.wire.cast import wire_problems
+from pyengine.wire.named import wire_problems
 
 # Dtypes of parameters that are trained. A new dtype of a wire is none of these by itself.
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # By kind of sum, the dtype that sums gradients of narrower dtypes.
 SUM_DTYPES = {"fp32": torch.float32}
-KINDS = (*SUM_DTYPES, "native", "exact")
-NONFINITE_POLICIES = ("skip", "raise", "drop_micro_batch")
+Accumulator = Literal["fp32", "native", "exact"]
+NonFinite = Literal["skip", "raise", "drop_micro_batch"]
+KINDS = get_args(Accumulator)
+NONFINITE_POLICIES = get_args(NonFinite)
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Exact:
     __repr__ = __str__
 
 
-def as_accumulator(accumulator: str | Exact | torch.dtype) -> str | Exact:
+def as_accumulator(accumulator: Accumulator | Exact | torch.dtype) -> Accumulator | Exact:
     """Return "fp32" for torch.float32, other values unchanged."""
     return "fp32" if accumulator is torch.float32 else accumulator  # type: ignore[return-value]
 
@@ -80,8 +83,8 @@ class Settings:
 
     accumulate: int
     wire: Wire = FP32()  # noqa: RUF009 - frozen
-    accumulator: str | Exact = "fp32"
-    nonfinite: str = "skip"
+    accumulator: Accumulator | Exact = "fp32"
+    nonfinite: NonFinite = "skip"
     bucket_cap_mb: float = 25
     deferral: str = ""
     stall_after_s: float | None = 30.0

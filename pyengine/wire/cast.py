@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -133,32 +133,3 @@ class FP16(_Narrow):
     dtype: ClassVar[torch.dtype] = torch.float16
     folds_count: ClassVar[bool] = True
     _format: ClassVar[str] = "fp16"
-
-
-_OF_DTYPE: dict[torch.dtype, Wire] = {kind.dtype: kind() for kind in (FP32, BF16, FP16)}
-# Names of wires, by what a user may pass in place of them.
-_CALLED = {"FP32": "FP32", "BF16": "BF16", "FP16": "FP16", "INT8": "Int8", "FP8": "FP8"}
-_CALLED |= {"FP8_E4M3FN": "FP8", "FP8_E5M2": "FP8", "ERRORFEEDBACK": "ErrorFeedback"}
-
-
-def as_wire(wire: Wire | torch.dtype) -> Wire:
-    """Return the wire of a dtype, `BF16()` for torch.bfloat16; return anything else unchanged."""
-    return _OF_DTYPE.get(wire, wire) if isinstance(wire, torch.dtype) else wire  # type: ignore[arg-type]
-
-
-def wire_problems(wire: Any) -> list[str]:
-    """Describe what is wrong with a wire; a name, a type or another dtype is used to suggest one."""
-    if isinstance(wire, Wire):
-        return []
-    if callable(getattr(wire, "all_reduce_", None)) and not isinstance(wire, type):
-        return [f"wire={wire!r}: {type(wire).__name__} is no subclass of pe.wire.Wire: make it one"]
-    name = (wire.__name__ if isinstance(wire, type) else str(wire)).removeprefix("torch.").upper()
-    name = name.replace("BFLOAT", "BF").replace("FLOAT", "FP")
-    base, *rest = name.split("-")  # as the command line spells them
-    meant = _CALLED.get(base, "FP32")
-    call = "ErrorFeedback(pe.wire.Int8())" if meant == "ErrorFeedback" else f"{meant}()"
-    if rest[-1:] == ["EF"]:
-        call = f"ErrorFeedback(pe.wire.{call})"
-    text = f"wire={wire!r}: need a wire; use pe.wire.{call}, of FP32(), BF16(), FP16(), Int8(), FP8() and"
-    names = "; names are for the command line" if isinstance(wire, str) else ""
-    return [f"{text} ErrorFeedback(...), or a dtype of the first three, torch.bfloat16 for example{names}"]

@@ -15,9 +15,10 @@ from pyengine.comm.staged import Staged, rounds_of
 from pyengine.ops.codec import Codec
 from pyengine.wire.base import Wire
 from pyengine.wire.bucket_wire import OfBucket, without_memory
-from pyengine.wire.cast import BF16, FP16, FP32, as_wire, wire_problems
+from pyengine.wire.cast import BF16, FP16, FP32
 from pyengine.wire.exchange import IDENTITY, Exchange, Parts
 from pyengine.wire.memory import BucketMemory, BucketPart, PayloadMemory
+from pyengine.wire.named import WireLike, as_wire, wire_problems
 from pyengine.wire.spelled import Spelled
 
 _log = logging.getLogger("pyengine.wire")
@@ -41,7 +42,7 @@ class Hierarchical(Spelled, Wire):
 
     Args:
         intra: wire within a host: `FP32()`, `BF16()`, `FP16()`, or `Int8()` and `FP8()` that round to
-            nearest; or the dtype of one of the first three.
+            nearest; or the name or dtype of one of them.
         inter: wire across hosts: any wire of one level. `ErrorFeedback(...)` keeps the rounding error of the
             host's sum here.
         mesh: ranks by host: a DeviceMesh of two dimensions, the last of which is within hosts; or rows of
@@ -59,8 +60,8 @@ class Hierarchical(Spelled, Wire):
 
     dtype: ClassVar[torch.dtype] = torch.float32
 
-    intra: Wire | torch.dtype = FP32()  # noqa: RUF009 - frozen
-    inter: Wire | torch.dtype = FP32()  # noqa: RUF009 - frozen
+    intra: WireLike = FP32()  # noqa: RUF009 - frozen
+    inter: WireLike = FP32()  # noqa: RUF009 - frozen
     mesh: Any = None
 
     def __post_init__(self) -> None:
@@ -154,7 +155,7 @@ class Hierarchical(Spelled, Wire):
 
     @property
     def _wires(self) -> tuple[Wire, Wire]:
-        assert not isinstance(self.intra, torch.dtype) and not isinstance(self.inter, torch.dtype)
+        assert isinstance(self.intra, Wire) and isinstance(self.inter, Wire)
         return self.intra, self.inter
 
     def _codec(self) -> Codec | None:

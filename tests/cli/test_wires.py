@@ -8,7 +8,7 @@ import pyengine as pe
 from pyengine.cli.bench.windows.variants import VARIANTS, Attach, Engine
 from pyengine.cli.main import build_parser, main
 from pyengine.cli.train.arguments import settings
-from pyengine.cli.wires import WIRES
+from pyengine.wire.named import WIRES
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pages import ROOT
 
-from pyengine.cli.wires import WIRES
+from pyengine.wire.named import WIRES
 
 RESULTS = ROOT / "benchmarks" / "results"
 pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="the sdist has no result files")

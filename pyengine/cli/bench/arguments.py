@@ -23,7 +23,7 @@ from pyengine.cli.bench.kernels.measure import OPS
 from pyengine.cli.bench.windows.measure import DTYPES, Setting
 from pyengine.cli.bench.windows.models import MICRO_BATCHES, MODELS
 from pyengine.cli.bench.windows.variants import VARIANTS
-from pyengine.cli.wires import WIRES
+from pyengine.wire.named import WIRES
 
 # Their names say what they are: engine_int8_ef is `engine` over the wire int8-ef.
 _OVER_WIRES = {f"{kind}_{wire.replace('-', '_')}" for kind in ("engine", "attach") for wire in WIRES}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pyengine.cli.arguments import Conflict, above_zero, check_workers, check_writable, each, fill, whole
 from pyengine.cli.tasks.base import MODELS
-from pyengine.cli.wires import WIRES
+from pyengine.wire.named import WIRES
 
 DESCRIPTION = """\
 Train on worker processes of this machine, one window of micro-batches an optimizer step. Then run the same

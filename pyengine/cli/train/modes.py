@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pyengine.cli.tasks.base import Batch, Task
 from pyengine.cli.train.arguments import Settings
-from pyengine.cli.wires import WIRES
+from pyengine.wire.named import WIRES
 from pyengine.comm import TorchDist
 from pyengine.engine.attach import attach
 from pyengine.engine.grad_sync import GradSync

@@ -27,8 +27,8 @@ from pyengine.ops.plan import BucketPlan
 from pyengine.ops.pointers import DTYPE_CODES
 from pyengine.ops.trace import span
 from pyengine.wire import FP32, Wire
-from pyengine.wire.cast import as_wire, wire_problems
 from pyengine.wire.memory import Place
+from pyengine.wire.named import WireLike, as_wire, wire_problems
 from pyengine.wire.wire_memory import WireMemory
 
 # Called when a bucket has been reduced: writes the result to the bucket's buffer, `[numel]`, and returns it.
@@ -129,7 +129,7 @@ class HookState:
         self,
         process_group: dist.ProcessGroup | None = None,
         *,
-        wire: Wire | torch.dtype = FP32(),  # noqa: B008 - frozen
+        wire: WireLike = FP32(),  # noqa: B008 - frozen
         shared_memory: bool = False,
     ) -> None:
         self.group = _checked(process_group)

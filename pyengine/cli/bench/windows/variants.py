@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
-from pyengine.cli.wires import WIRES
+from pyengine.wire.named import WIRES
 
 MAX_NORM = 0.5
 # By the name that `optimizer` of a variant is.

@@ -1,0 +1,57 @@
+"""Answers to arguments under another name, or without one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# What other libraries call an argument.
+_ELSEWHERE = {
+    "gradient_accumulation_steps": "accumulate",
+    "accumulation_steps": "accumulate",
+    "accumulate_grad_batches": "accumulate",
+    "grad_accum_steps": "accumulate",
+    "group": "process_group",
+    "mesh": "device_mesh",
+    "bucket_cap": "bucket_cap_mb",
+    "comm_dtype": "wire",
+    "reduce_dtype": "wire",
+}
+
+
+def explained(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a call with wrong arguments raise TypeError that names the right ones."""
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(_answer(signature, args, kwargs) or str(error)) from None
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _answer(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the answer to what does not fit; empty if something is missing."""
+    kinds = signature.parameters.values()
+    positional = [each.name for each in kinds if each.kind is each.POSITIONAL_OR_KEYWORD]
+    named = [each.name for each in kinds if each.kind is each.KEYWORD_ONLY]
+    if len(args) > len(positional):
+        value = args[len(positional)]
+        meant = "accumulate" if isinstance(value, int) and "accumulate" in named else named[0]
+        return f"got {value!r} without a name after {positional[-1]}: pass it by name, {meant}={value!r}"
+    for name in kwargs.keys() - {*positional, *named}:
+        close = [_ELSEWHERE[name]] if name in _ELSEWHERE else get_close_matches(name, named, 1)
+        if close and close[0] in named:
+            return f"{name}={kwargs[name]!r}: this argument is {close[0]}= here"
+        return f"{name}={kwargs[name]!r}: there is no such argument; there are {', '.join(named)}"
+    return ""
