@@ -1,0 +1,34 @@
+"""A user's script, as a type checker sees it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import assert_type
+
+import pyengine as pe
+
+
+def train(steps: int) -> list[float]:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses: list[float] = []
+    with pe.GradSync(model, accumulate=4, wire="bf16", accumulator="fp32", nonfinite="skip") as sync:
+        assert_type(sync, pe.GradSync)
+        for window in sync.windows([torch.ones(2, 4)] * steps):
+            for batch in window:
+                sync.backward(model(batch).sum(), count=len(batch))
+            assert_type(sync.clip_grad_norm_(1.0), Tensor)
+            sync.step(optimizer)
+            if sync.last_record is not None and sync.last_record.loss is not None:
+                losses.append(sync.last_record.loss)
+    return losses
+
+
+def attach(model: nn.Module) -> pe.Sync:
+    return pe.attach(DistributedDataParallel(model), accumulate=8, wire=pe.wire.Int8(), accumulator="exact")
+
+
+if __name__ == "__main__":
+    assert_type(pe.launch(train, workers=2, args=(8,)), list[list[float]])
