@@ -254,7 +254,7 @@ WRONG = {
     "feedback inside": ({"intra": FEEDBACK}, ValueError, "intra=ErrorFeedback"),
     "chance inside": ({"intra": pe.wire.Int8(rounding="stochastic")}, ValueError, "belong to inter"),
     "two levels": ({"inter": pe.wire.Hierarchical()}, TypeError, "need a wire of one level"),
-    "no wire": ({"inter": "bf16"}, TypeError, "inter: wire='bf16': need a wire"),
+    "no wire": ({"inter": "bf17"}, TypeError, "inter: wire='bf17': need a wire"),
     "no mesh": ({"mesh": 2}, TypeError, "mesh=2: need a DeviceMesh of two dimensions"),
     "one row": ({"mesh": [0, 1]}, TypeError, "need a DeviceMesh of two dimensions"),
     "ragged": ({"mesh": [[0, 1], [2]]}, TypeError, "rows of ranks of equal length"),

@@ -141,12 +141,8 @@ STATES = {
         TypeError,
         "process_group=torch.bfloat16 is a dtype",
     ),
-    "wire name": (
-        lambda: pe.HookState(wire="bf16"),
-        ValueError,
-        "wire='bf16': need a wire; use pe.wire.BF16()",
-    ),
-    "wire class": (lambda: pe.HookState(wire=pe.wire.FP16), ValueError, "use pe.wire.FP16()"),
+    "wire name": (lambda: pe.HookState(wire="bf17"), ValueError, "wire='bf17': need a wire"),
+    "wire class": (lambda: pe.HookState(wire=pe.wire.FP16), ValueError, "an instance, for example FP16()"),
     "wire dtype": (lambda: pe.HookState(wire=torch.int8), ValueError, "wire=torch.int8: need a wire"),
 }
 

@@ -28,15 +28,15 @@ SETTINGS = {
     "cap bool": ({"bucket_cap_mb": True}, "bucket_cap_mb=True: need a size above 0"),
     "cap huge": ({"bucket_cap_mb": 1e308}, "bucket_cap_mb=1e+308: need a size above 0"),
     "cap text": ({"bucket_cap_mb": "25"}, "bucket_cap_mb='25': need a size above 0"),
-    "wire name": ({"wire": "bf16"}, "wire='bf16': need a wire; use pe.wire.BF16()"),
-    "wire class": ({"wire": pe.wire.FP16}, "need a wire; use pe.wire.FP16()"),
-    "wire dtype": ({"wire": torch.float64}, "wire=torch.float64: need a wire; use pe.wire.FP32()"),
+    "wire name": ({"wire": "bf17"}, "wire='bf17': need a wire, for example pe.wire.BF16()"),
+    "wire class": ({"wire": pe.wire.FP16}, "wire=FP16 is a class: pass an instance"),
+    "wire dtype": ({"wire": torch.float64}, "wire=torch.float64: need a wire"),
     "wire dtype exact": (
         {"wire": torch.bfloat16, "accumulator": "exact"},
         "wire=BF16(): need wire.FP32() with accumulator='exact'",
     ),
-    "wire none": ({"wire": None}, "wire=None: need a wire; use pe.wire.FP32()"),
-    "wire unpicklable": ({"wire": lambda: 0}, "need a wire; use pe.wire.FP32()"),
+    "wire none": ({"wire": None}, "wire=None: need a wire"),
+    "wire unpicklable": ({"wire": lambda: 0}, "need a wire, for example"),
     "nonfinite name": ({"nonfinite": "ignore"}, "nonfinite='ignore': need one of 'skip', 'raise'"),
     "nonfinite list": ({"nonfinite": ["skip"]}, "nonfinite=['skip']: need one of 'skip', 'raise'"),
     "nonfinite array": ({"nonfinite": np.ones(2)}, "need one of 'skip', 'raise'"),
@@ -177,8 +177,7 @@ def _with_grad_dtype() -> object:
     [
         (_made_on_meta, "parameters are on the meta device"),
         (_with_grad_dtype, "parameter 'weight' is torch.bfloat16 and has grad_dtype=torch.float32"),
-        (lambda: pe.GradSync(nn.Linear(1, 1), wire="int8-ef"), "use pe.wire.ErrorFeedback(pe.wire.Int8())"),
-        (lambda: pe.GradSync(nn.Linear(1, 1), wire="bf16"), "use pe.wire.BF16(), of FP32()"),
+        (lambda: pe.GradSync(nn.Linear(1, 1), wire="int4"), "one of the names fp32, bf16, fp16, "),
     ],
 )
 def test_parameters_and_wires_that_no_engine_supports_are_named_with_a_remedy(make, needle):
