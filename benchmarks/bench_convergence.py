@@ -32,8 +32,8 @@ from pyengine.cli.machine import card
 from pyengine.cli.study.plots import INK, STYLE
 from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.tasks.gpt import TextTask
-from pyengine.wire.named import WIRES
 from pyengine.comm.launching import launch
+from pyengine.wire.named import WIRES
 
 PLOT = Path(__file__).resolve().parents[1] / "docs" / "convergence.svg"
 ACCUMULATE, MICRO_BATCH, SMOOTH = 2, 4, 20

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from pyengine.cli.arguments import Conflict, above_zero, check_workers, check_writable, each, fill, whole
 from pyengine.cli.tasks.base import MODELS
+from pyengine.gradients.settings import Accumulator
 from pyengine.wire.named import WIRES
 
 DESCRIPTION = """\
@@ -63,7 +64,7 @@ class Settings:
     lr: dict[str, float]
     dtype: str
     wire: str
-    accumulator: str
+    accumulator: Accumulator
     clip: float
     seed: int
     traces: dict[str, Path]

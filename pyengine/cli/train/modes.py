@@ -16,12 +16,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pyengine.cli.tasks.base import Batch, Task
 from pyengine.cli.train.arguments import Settings
-from pyengine.wire.named import WIRES
 from pyengine.comm import TorchDist
 from pyengine.engine.attach import attach
 from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.sync import Sync
 from pyengine.step.step_record import StepRecord
+from pyengine.wire.named import WIRES
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _WARM_UP_STEPS = 10

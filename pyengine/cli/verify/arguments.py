@@ -9,6 +9,7 @@ from pyengine.cli import target
 from pyengine.cli.arguments import Conflict, check_workers, different_names, different_wholes, fill, whole
 from pyengine.cli.tasks.base import MODELS
 from pyengine.cli.verify.wraps import WRAPS, needs
+from pyengine.gradients.settings import Accumulator
 
 DESCRIPTION = """\
 Train for a few steps on several world sizes, and check that the runs are bitwise identical: parameters,
@@ -74,7 +75,7 @@ class Settings:
     steps: int
     micro_batches: int
     slots: int | None
-    accumulator: str
+    accumulator: Accumulator
     wraps: tuple[str, ...]
     json: bool
 

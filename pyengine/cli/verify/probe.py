@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from pyengine.cli.target import Enough
 from pyengine.cli.verify.wraps import wrapped
 from pyengine.engine.sync import Sync
-from pyengine.gradients.settings import Exact
+from pyengine.gradients.settings import Accumulator, Exact
 from pyengine.ops.device import HOST
 from pyengine.step.step_record import StepRecord
 
@@ -43,7 +43,7 @@ class Run:
     workers: int
     steps: int
     micro_batches: int
-    accumulator: str
+    accumulator: Accumulator
     bucket_cap_mb: float
     wrap: str
     last: int
@@ -99,7 +99,7 @@ class Probe:
         return self._run.bucket_cap_mb
 
     def wrap(
-        self, model: nn.Module, *, accumulate: int, accumulator: str | Exact = "exact"
+        self, model: nn.Module, *, accumulate: int, accumulator: Accumulator | Exact = "exact"
     ) -> tuple[Sync, nn.Module]:
         """Wrap a model as `--wrap` asks, by default in an engine that owns its buckets.
 

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyengine.engine.attach import attach
 from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.sync import Sync
-from pyengine.gradients.settings import Exact
+from pyengine.gradients.settings import Accumulator, Exact
 
 WRAPS = ("own", "ddp", "fsdp", "hsdp")
 
@@ -22,7 +22,7 @@ def needs(wrap: str, workers: int) -> str:
 
 
 def wrapped(
-    wrap: str, model: nn.Module, *, accumulate: int, accumulator: str | Exact, bucket_cap_mb: float
+    wrap: str, model: nn.Module, *, accumulate: int, accumulator: Accumulator | Exact, bucket_cap_mb: float
 ) -> tuple[Sync, nn.Module]:
     """Return an engine over a model, and the module whose forward to call.
 
