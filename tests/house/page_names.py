@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyengine as pe
@@ -67,6 +68,43 @@ def ddp() -> Iterator[Names]:
         names |= {"get_batch": lambda split: next(iter(names["loader"])), "max_steps": 2}
         names |= {"scaler": torch.amp.GradScaler("cpu")}
         yield names | {"ddp_model": DistributedDataParallel(names["model"])}
+
+
+class Classifier(nn.Linear):
+    """Returns logits; with labels a loss, as Transformers' Trainer needs it."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        logits = super().forward(x)
+        return logits if labels is None else {"loss": cross_entropy(logits, labels), "logits": logits}
+
+
+@contextmanager
+def loops_before_and_after() -> Iterator[Names]:
+    """What the loops of other libraries need: full windows of 4, on ranks that have different data."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    environ = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
+    environ |= {"ACCELERATE_USE_CPU": "true"}
+    with loop() as names, patch.dict(os.environ, environ | {"GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}):
+        names |= {"model": Classifier(), "nullcontext": nullcontext, "clip_grad_norm_": clip_grad_norm_}
+        rows = [{"x": torch.randn(4), "labels": torch.randint(3, ())} for _ in range(48)]
+        pairs = [(row["x"], row["labels"]) for row in rows]
+        own = torch.Generator().manual_seed(dist.get_rank())
+        batches = [(torch.randn(2, 4, generator=own), torch.randint(3, (2,), generator=own)) for _ in rows]
+        batch = iter(batches)
+        names |= {"rows": rows, "train_loader": DataLoader(pairs, batch_size=2), "loader": batches[:12]}
+        names |= {"get_batch": lambda split: next(batch), "max_steps": 3}
+        names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
+        names["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(names["optimizer"], 0.5)
+        yield names | {"ddp_model": DistributedDataParallel(names["model"])}
+    with suppress(ImportError):
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 @contextmanager
@@ -202,7 +240,7 @@ NAMES = {
     "docs/adapters.md": (adapters, 1),
     "docs/counts.md": (counts, 2),
     "docs/mesh.md": (experts, 4),
-    "docs/migrate.md": (ddp, 2),
+    "docs/migrate.md": (loops_before_and_after, 2),
     "docs/reproducible.md": (exact, 2),
     "docs/study.md": (study, 2),
     "docs/telemetry.md": (engine, 2),

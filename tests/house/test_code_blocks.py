@@ -25,7 +25,10 @@ SESSIONS = sorted({block.page for block in PYTHON if block.is_doctest})
 SCRIPTS = [block for block in PYTHON if "pe.launch(" in block.code]
 RUN = [block for block in PYTHON if not block.is_doctest and block not in SCRIPTS]
 # May be missing here, and then the block is compiled only; tests/xla makes the call of torch_xla.
-OPTIONAL = ["torch_xla", "transformers", "wandb"]
+OPTIONAL = ["accelerate", "lightning", "torch_xla", "transformers", "wandb"]
+# Loops that are meant to train the same parameters stand one behind the other.
+BEFORE = [block for block in PYTHON if block.code.startswith("# before\n")]
+AFTER = [block for block in PYTHON if block.code.startswith("# after\n")]
 # Sphinx reads these, and fails on what it does not know; or they are not ours to run.
 OTHERS = {"{toctree}", "{eval-rst}", "yaml", "text"}
 
@@ -52,6 +55,17 @@ def test_a_block_runs_with_what_its_page_assumes(ranks, tmp_path, block):
     first, *others = ranks(world).run(_run, block, tmp_path)
     has_stages = "PipelineStage(" in block.code
     assert has_stages or all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("before", BEFORE, ids=str)
+def test_the_loop_after_trains_the_parameters_of_the_loop_before(ranks, tmp_path, before):
+    after = next(block for block in AFTER if block.page == before.page and block.line > before.line)
+    for module in OPTIONAL:
+        if re.search(rf"\b{module}\b", before.code):
+            pytest.importorskip(module)
+    (was, *_), (now, *_) = (ranks(2).run(_run, block, tmp_path) for block in (before, after))
+    # Sums of 8 gradients of size 1, times the learning rate, in another order: 16 roundings of 2^-24 a step.
+    torch.testing.assert_close(now, was, rtol=0, atol=3 * 16 * 2**-24)
 
 
 def _run(block: Block, folder: Path) -> torch.Tensor:
