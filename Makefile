@@ -23,7 +23,7 @@
 # make gpu     on a machine with a CUDA device, with PYTHON as it is: all it is needed for, in steps of ten minutes
 #              (benchmarks/gpu.py); STEP=tests is one of them, DRY=1 rehearses them on the processor
 # make bench   set up, with the peers in an environment of their own, then measure what a user would take instead,
-#              side by side, and write docs/numbers.md, its plots and README's table (an hour on two quiet cores;
+#              side by side, and write docs/numbers.md and its plots (an hour on two quiet cores;
 #              ARGS=--short is minutes; goes on where it was stopped); make numbers only writes the pages anew
 # make clean   remove everything that was built or installed here
 #

@@ -1,4 +1,4 @@
-"""Print result files as the Markdown tables of README and docs: python benchmarks/table.py [FILE ...].
+"""Print result files as the Markdown tables of docs: python benchmarks/table.py [FILE ...].
 
 Without arguments: the newest file of every kind under `results/`.
 """

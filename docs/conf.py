@@ -7,7 +7,7 @@ from pyengine import __version__
 project = "pyengine"
 release = __version__
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "benchmarks/README.md"]
+include_patterns = ["docs/*.md", "benchmarks/README.md", "examples/README.md"]
 include_patterns += ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
 

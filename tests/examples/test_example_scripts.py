@@ -38,6 +38,12 @@ def test_an_example_has_at_most_sixty_lines_and_says_how_it_is_run(script):
     assert _command(script.name)[-1] == f"examples/{script.name}"
 
 
+def test_the_page_of_the_examples_says_how_each_is_run():
+    page = (EXAMPLES / "README.md").read_text()
+    commands = [ast.get_docstring(ast.parse(script.read_text())).splitlines()[0] for script in SCRIPTS]
+    assert [command for command in commands if f"| `{command.rpartition(': ')[2]}` |" not in page] == []
+
+
 @pytest.mark.slow
 def test_launch_starts_the_workers_of_an_example():
     assert "6 optimizer steps for 22 micro-batches" in _run("wrap_unnested.py")

@@ -61,13 +61,14 @@ def experts() -> Iterator[Names]:
 
 
 @contextmanager
-def ddp() -> Iterator[Names]:
-    """The model in DDP as well, and what a loop around `no_sync` needs."""
+def models() -> Iterator[Names]:
+    """A critic of what the model returns, and optimizers beside the model's."""
     with loop() as names:
-        names |= {"nullcontext": nullcontext, "clip_grad_norm_": nn.utils.clip_grad_norm_}
-        names |= {"get_batch": lambda split: next(iter(names["loader"])), "max_steps": 2}
-        names |= {"scaler": torch.amp.GradScaler("cpu")}
-        yield names | {"ddp_model": DistributedDataParallel(names["model"])}
+        weight, bias = names["model"].parameters()
+        critic = nn.Linear(3, 1)
+        names |= {"critic": critic, "critic_optimizer": torch.optim.SGD(critic.parameters(), lr=0.1)}
+        names |= {"optimizer": torch.optim.SGD([weight], lr=0.1)}
+        yield names | {"other_optimizer": torch.optim.SGD([bias], lr=0.1)}
 
 
 class Classifier(nn.Linear):
@@ -98,6 +99,7 @@ def loops_before_and_after() -> Iterator[Names]:
         names |= {"rows": rows, "train_loader": DataLoader(pairs, batch_size=2), "loader": batches[:12]}
         names |= {"get_batch": lambda split: next(batch), "max_steps": 3}
         names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
+        names["scaler"] = torch.amp.GradScaler("cpu")
         names["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(names["optimizer"], 0.5)
         yield names | {"ddp_model": DistributedDataParallel(names["model"])}
     with suppress(ImportError):
@@ -236,9 +238,10 @@ def adapters() -> Iterator[Names]:
 
 # Page: (what it assumes, number of ranks). The other pages have `loop` on two ranks.
 NAMES = {
-    "README.md": (ddp, 2),
+    "README.md": (loops_before_and_after, 2),
     "docs/adapters.md": (adapters, 1),
     "docs/counts.md": (counts, 2),
+    "docs/faq.md": (models, 2),
     "docs/mesh.md": (experts, 4),
     "docs/migrate.md": (loops_before_and_after, 2),
     "docs/reproducible.md": (exact, 2),

@@ -55,11 +55,11 @@ def test_shares_of_the_roof_are_those_of_the_result_files():
     assert shown and shown <= measured
 
 
-def test_kernels_of_the_readme_are_those_of_the_result_files():
-    rows = [row for kind in KERNELS for row in _linked("README.md", kind)["rows"]]
+def test_times_of_kernels_are_those_of_the_result_files():
+    rows = [row for kind in KERNELS for row in _linked("docs/kernels.md", kind)["rows"]]
     timed = [row for row in rows if row.get("times_roof") and row.get("times_torch")]
     measured = [[f"{row['times_roof']:.2f}", _short(row["times_torch"])] for row in timed]
-    shown = _table("README.md", "× torch")
+    shown = _table("docs/kernels.md", "× torch")
     assert shown and {name: cells for name, cells in shown.items() if cells not in measured} == {}
 
 

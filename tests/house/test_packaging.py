@@ -102,6 +102,7 @@ def test_no_file_installs_the_other_project_of_the_same_name():
 
 def test_the_version_is_one():
     assert f'version = "{pyengine.__version__}"' in PROJECT
+    assert f"\nversion: {pyengine.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout, so nothing to compare with")
