@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -108,7 +109,8 @@ def test_the_version_is_one():
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout, so nothing to compare with")
 def test_the_sdist_holds_every_tracked_file_that_a_build_or_a_test_needs(tmp_path):
     _run(sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(tmp_path))
-    packed = set((tmp_path / "pyengine_torch.egg-info" / "SOURCES.txt").read_text().splitlines())
+    listed = (tmp_path / "pyengine_torch.egg-info" / "SOURCES.txt").read_text().splitlines()
+    packed = {os.path.normpath(path) for path in listed}
     tracked = {
         path for path in _run("git", "ls-files", *IN_SDIST, "Makefile").splitlines() if (ROOT / path).exists()
     }

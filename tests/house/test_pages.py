@@ -80,7 +80,7 @@ def _problem(name: str, keywords: tuple[str, ...]) -> str:
     owner, *names = name.split(".")
     found = OBJECTS[owner]
     for part in names:
-        if part not in dir(found) and part not in getattr(found, "__annotations__", {}):
+        if part not in {*dir(found), *getattr(found, "__dict__", {}), *getattr(found, "__annotations__", {})}:
             return f"{name}: there is no {part}"
         # Some properties of an engine raise outside a window: that they exist is enough.
         found = inspect.getattr_static(found, part) if owner == "sync" else getattr(found, part, None)
