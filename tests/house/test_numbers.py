@@ -15,7 +15,7 @@ sys.path.append(str(BENCHMARKS))
 
 import render_numbers
 from _launches import LAUNCHES
-from _peer_results import newest
+from _peer_results import CONTROL, newest
 from _plots import PLOTS, digest
 
 RESULTS = newest(BENCHMARKS / "results")
@@ -41,3 +41,17 @@ def test_a_plot_shows_the_newest_files(plot):
     assert path.exists() == bool(plot.figures(RESULTS))
     if path.exists():
         assert path.read_text().endswith(f"{digest(plot, RESULTS)}\n"), "`make numbers` draws the plot"
+
+
+def test_the_readme_has_the_figures_of_the_newest_files():
+    base, gbit, wires = (RESULTS[name] for name in ("base", "gbit", "gbit-wires"))
+    sent = [base.rows[name]["sent_mb"] for name in ("engine", "ddp")]
+    figures = [
+        "{:.0f} MB instead of {:.0f} MB".format(*sent),
+        f"{base.ratio('engine', CONTROL[0]):.2f} times on loopback",
+        f"{gbit.ratio('engine', CONTROL[0]):.2f} times over 1 Gbit/s",
+        f"{wires.ratio('engine_bf16', CONTROL[0]):.2f} times as long with a bf16 wire",
+        f"{wires.ratio('engine_int8_ef', CONTROL[0]):.2f} times with int8 and error feedback",
+    ]
+    readme = (ROOT / "README.md").read_text()
+    assert [figure for figure in figures if figure not in readme] == []
