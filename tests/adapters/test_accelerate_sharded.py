@@ -292,7 +292,7 @@ def _shares_batches(**sizes: int):
 
 
 _REFUSED = {
-    "has fsdp_version=1, and FSDP1 reduces gradients by itself": _fsdp1,
+    "has fsdp_version=1, and FSDP1 reduces gradients itself": _fsdp1,
     "has cpu_offload, and gradients are needed": _refuses({"cpu_offload": True}),
     "sums gradients in torch.bfloat16": _refuses(mixed_precision="bf16"),
     "or a narrower one; pass wire=torch.bfloat16": _refuses(mixed_precision="bf16", accumulator="native"),
