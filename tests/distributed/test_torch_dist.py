@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import me
+from torch import nn
 
+import pyengine as pe
 from pyengine.comm import torch_dist
 from pyengine.comm.torch_dist import TorchDist
 
@@ -96,3 +99,37 @@ def _current_devices() -> list[str]:
 
 def test_collectives_without_a_device_of_their_own_go_through_the_parameters_device(ranks):
     assert ranks(1).run(_current_devices) == [["cuda:1", "cuda:0"]]
+
+
+def _agreements() -> tuple[list[object], list[object], int]:
+    rank, world = me()
+    comm, gathers = TorchDist(None, torch.device("cpu")), []
+    real = dist.all_gather_object
+    dist.all_gather_object = lambda *args, **options: (gathers.append(1), real(*args, **options))[1]
+    try:
+        alike = comm.all_gather_object({"of": world})
+        before = len(gathers)
+        differ = comm.all_gather_object("x" * rank)
+    finally:
+        dist.all_gather_object = real
+    assert comm.max_of(rank, -rank, 2**62) == [world - 1, 0, 2**62]
+    return alike, differ, before
+
+
+def test_objects_are_sent_only_where_ranks_differ(ranks):
+    for alike, differ, before in ranks(3).run(_agreements):
+        assert (alike, differ, before) == ([{"of": 3}] * 3, ["", "x", "xx"], 0)
+
+
+def _unequal(by_rank: list[int]) -> list[str]:
+    rank, _ = me()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pe.GradSync(nn.Linear(1, 1), accumulate=by_rank[rank]).close()
+    return [str(one.message) for one in caught if "by rank" in str(one.message)]
+
+
+def test_unequal_numbers_of_micro_batches_are_warned_of_once(ranks):
+    assert ranks(2).run(_unequal, [2, 3]) == [[], []]  # as `plan_batch` splits an odd number
+    (text,), other = ranks(2).run(_unequal, [2, 8])
+    assert "accumulate=[2, 8] by rank" in text and other == []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import get_args
+
 import pytest
 import torch
 from torch import nn
 
 import pyengine as pe
-from pyengine.wire.named import WIRES
+from pyengine.wire.named import WIRES, WireName
 
 
 @pytest.mark.parametrize(
@@ -38,6 +41,16 @@ def test_a_wire_goes_by_the_name_of_the_command_line(name):
             "window=0)"
         )
     assert repr(sync) == "GradSync(closed)"
+
+
+def test_type_checkers_know_every_name_of_a_wire():
+    assert get_args(WireName) == tuple(WIRES)
+
+
+def test_a_wire_that_is_no_subclass_is_named():
+    wire = SimpleNamespace(dtype=torch.float32, all_reduce_=lambda flat, comm: None)
+    with pytest.raises(ValueError, match="SimpleNamespace is no subclass of pe.wire.Wire: make it one"):
+        pe.GradSync(nn.Linear(1, 1), wire=wire)
 
 
 def test_windows_and_records_say_where_the_loop_is():
