@@ -1,8 +1,9 @@
 """A pool of worker processes that tests borrow: `ranks(3).run(fn, ...)` runs `fn` on three real ranks.
 
-Starting a process with torch takes seconds, joining a process group milliseconds; so the processes live for
-the whole session and every run gets a process group of its own. `ranks(3).ends(fn, ...)` is for runs that are
-expected to fail: it returns how each rank ended, for example by a signal. Only dead processes are replaced.
+Importing torch takes seconds, joining a process group milliseconds. So a server imports torch once and forks
+the processes, which live for the whole session, and every run gets a process group of its own.
+`ranks(3).ends(fn, ...)` is for runs that are expected to fail: it returns how each rank ended, for example by
+a signal. Only dead processes are replaced.
 """
 
 from __future__ import annotations
@@ -24,10 +25,18 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import psutil
+
 TIMEOUT_S = 90
 _POLL_S = 0.05  # how often a run that may stop processes looks for them
 _SAYING_S = 0.2  # how long a process may take to write where it is
 _PARTING_S = 1.0  # how long a rank that is done waits for those that are not
+# What tests import most, and what torch imports late. None of it starts a thread, which a fork would lose.
+_PRELOADED = [
+    "numpy", "torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel", "torch.nn.parallel", "torch.testing", "pytest",
+    "pyengine.engine.attach", "pyengine.engine.grad_sync", "pyengine.audit.handle",
+]  # fmt: skip
 
 
 class RankError(AssertionError):
@@ -63,7 +72,8 @@ class Worker:
 
     def __init__(self) -> None:
         self.rank: int | None = None
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
         self.pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
@@ -83,8 +93,7 @@ class Worker:
     @property
     def is_stopped(self) -> bool:
         """Whether a signal holds the process."""
-        state = os.waitid(os.P_PID, self._pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
-        return state is not None and state.si_code == os.CLD_STOPPED
+        return psutil.Process(self._pid).status() == psutil.STATUS_STOPPED
 
     @property
     def _pid(self) -> int:
