@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import multiprocessing as mp
 import os
 import signal
 import sys
@@ -25,18 +24,13 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import forked
 import psutil
 
 TIMEOUT_S = 90
 _POLL_S = 0.05  # how often a run that may stop processes looks for them
 _SAYING_S = 0.2  # how long a process may take to write where it is
 _PARTING_S = 1.0  # how long a rank that is done waits for those that are not
-# What tests import most, and what torch imports late. None of it starts a thread, which a fork would lose.
-_PRELOADED = [
-    "numpy", "torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel", "torch.nn.parallel", "torch.testing", "pytest",
-    "pyengine.engine.attach", "pyengine.engine.grad_sync", "pyengine.audit.handle",
-]  # fmt: skip
 
 
 class RankError(AssertionError):
@@ -72,8 +66,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.rank: int | None = None
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context = forked.context()
         self.pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
-from command import TRAIN
 
 _TINY = ("--steps", "3", "--accumulate", "3", "--micro-batch", "2")
 
 
 @cache
 def _run(folder: Path, arguments: tuple[str, ...]) -> list[dict[str, Any]]:
-    command = [*TRAIN, *_TINY, "--json", *arguments]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300, cwd=folder)
+    done = forked.python("-m", "pyengine", "train", *_TINY, "--json", *arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

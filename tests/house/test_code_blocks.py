@@ -6,12 +6,12 @@ import doctest
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import forked
 import pytest
 import torch
 from page_names import NAMES, loop
@@ -138,7 +138,7 @@ def test_a_block_that_starts_workers_is_a_script(tmp_path, block):
     given += "def train():\n    return dist.get_rank()\n\n\n"
     checked = "    assert results == [0, 1]\n" if "results = " in block.code else ""
     script.write_text(given + block.code + checked)
-    subprocess.run([sys.executable, script], check=True, timeout=300)
+    forked.python(str(script), cwd=tmp_path).check_returncode()
 
 
 # ---- commands, in blocks and in backticks ----

@@ -47,6 +47,17 @@ def one():
     return torch.tensor(1.0)
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks choose
+def pytest_collection_modifyitems(items):
+    """Mark what runs on the emulator as slow: compiling the kernels for it takes a minute of two cores."""
+    for item in items:
+        params = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if "kernels" in item.fixturenames or any(
+            param == "emulated" for param in params if isinstance(param, str)
+        ):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture
 def scale():
     return torch.tensor(0.3)

@@ -7,6 +7,8 @@ import pytest
 import torch
 from emulated_cuda import EMULATOR, FORWARD, ORDERS, REVERSED, SHUFFLED, build
 
+pytestmark = pytest.mark.slow  # it is compiled first
+
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):

@@ -1,0 +1,78 @@
+"""Run Python programs as `subprocess.run` would, in a fork of a process that has imported torch.
+
+A program that starts two workers imports torch three times otherwise: 14 s of a core. The workers that
+`pe.launch` starts are forks of the same server. What concerns the start of a process itself (signals of the
+terminal, torchrun, imports) needs `subprocess`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+# What tests import most, and what torch imports late. None of it starts a thread, which a fork would lose.
+_PRELOADED = [
+    "numpy", "psutil", "pytest", "torch", "torch._dynamo", "torch.distributed.checkpoint",
+    "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.nn.parallel", "torch.testing",
+    "pyengine.audit.handle", "pyengine.engine.attach", "pyengine.engine.grad_sync",
+]  # fmt: skip
+
+
+def context() -> Any:
+    """Return the multiprocessing context whose processes are forks of one server per test session."""
+    made = mp.get_context("forkserver")
+    made.set_forkserver_preload(_PRELOADED)
+    return made
+
+
+def python(*command: str, cwd: Path, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run `python *command` to its end; return its exit code and what it printed.
+
+    Args:
+        command: a script with its arguments, or "-m" and a module with them.
+        cwd: its working directory.
+        timeout_s: after which it is killed, and the test fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        printed = [Path(folder) / name for name in ("stdout", "stderr")]
+        process = context().Process(target=_run, args=(command, cwd, printed))
+        process.start()
+        process.join(timeout_s)
+        if process.exitcode is None:
+            process.kill()
+            raise subprocess.TimeoutExpired(
+                command, timeout_s, printed[0].read_text(), printed[1].read_text()
+            )
+        return subprocess.CompletedProcess(command, process.exitcode, *(path.read_text() for path in printed))
+
+
+def _run(command: tuple[str, ...], cwd: Path, printed: list[Path]) -> None:
+    for fd, path in zip((1, 2), printed, strict=True):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
+    os.chdir(cwd)
+    sys.stdin = open(os.devnull)  # noqa: SIM115 - until the end of the process
+    _launch_forks()
+    if command[0] == "-m":
+        sys.argv = [command[1], *command[2:]]
+        sys.path[0] = str(cwd)
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(command)
+        sys.path[0] = str(Path(command[0]).resolve().parent)
+        runpy.run_path(command[0], run_name="__main__")
+
+
+def _launch_forks() -> None:
+    """Let `pe.launch` fork its workers from the server, too."""
+    from pyengine.comm import launching
+
+    forkserver._forkserver.ensure_running = lambda: None  # it would start another; the address is inherited
+    choose = launching._start_method
+    launching._start_method = lambda fn, args: {"spawn": "forkserver"}.get(method := choose(fn, args), method)
