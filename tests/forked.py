@@ -17,6 +17,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+from pyengine.comm import launching
+
 # What tests import most, and what torch imports late. None of it starts a thread, which a fork would lose.
 _PRELOADED = [
     "numpy", "psutil", "pytest", "torch", "torch._dynamo", "torch.distributed.checkpoint",
@@ -54,11 +56,10 @@ def python(*command: str, cwd: Path, timeout_s: float = 300) -> subprocess.Compl
 
 
 def _run(command: tuple[str, ...], cwd: Path, printed: list[Path]) -> None:
-    for fd, path in zip((1, 2), printed, strict=True):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
+    _print_to(printed)
     os.chdir(cwd)
     sys.stdin = open(os.devnull)  # noqa: SIM115 - until the end of the process
-    _launch_forks()
+    _fork_workers(printed)
     if command[0] == "-m":
         sys.argv = [command[1], *command[2:]]
         sys.path[0] = str(cwd)
@@ -69,10 +70,25 @@ def _run(command: tuple[str, ...], cwd: Path, printed: list[Path]) -> None:
         runpy.run_path(command[0], run_name="__main__")
 
 
-def _launch_forks() -> None:
-    """Let `pe.launch` fork its workers from the server, too."""
-    from pyengine.comm import launching
+def _print_to(files: list[Path]) -> None:
+    """Redirect stdout and stderr, which are those of the server."""
+    for fd, path in zip((1, 2), files, strict=True):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
 
+
+def _fork_workers(printed: list[Path]) -> None:
+    """Let `pe.launch` fork its workers from the server."""
     forkserver._forkserver.ensure_running = lambda: None  # it would start another; the address is inherited
-    choose = launching._start_method
-    launching._start_method = lambda fn, args: {"spawn": "forkserver"}.get(method := choose(fn, args), method)
+    start = launching.start_processes
+
+    def fork(fn: Any, args: tuple[Any, ...], *, start_method: str, **settings: Any) -> Any:
+        if start_method == "spawn":
+            fn, args, start_method = _work, (printed, fn, args), "forkserver"
+        return start(fn, args, start_method=start_method, **settings)
+
+    launching.start_processes = fork
+
+
+def _work(index: int, printed: list[Path], fn: Any, args: tuple[Any, ...]) -> None:
+    _print_to(printed)
+    fn(index, *args)
