@@ -32,8 +32,8 @@ from pyengine.step.stepper import PlainStepper, Stepper
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
+from pyengine.wire.bucket_wire import WireMemory
 from pyengine.wire.memory import Place
-from pyengine.wire.wire_memory import WireMemory
 
 _log = logging.getLogger("pyengine.gradients")
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from torch import Tensor
 
 from pyengine.wire import Wire
-from pyengine.wire.wire_memory import WireMemory
+from pyengine.wire.bucket_wire import WireMemory
 
 
 class Residuals:

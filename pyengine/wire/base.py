@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +16,19 @@ from pyengine.wire.memory import BucketMemory
 
 @dataclass(frozen=True)
 class Encoding:
-    """How values are encoded.
-
-    Attributes:
-        codec: encodes them.
-        seed: of stochastic rounding; None rounds to nearest.
-    """
+    """How values are encoded."""
 
     codec: Codec
-    seed: int | None = None
+    seed: int | None = None  # of stochastic rounding; None rounds to nearest
+
+
+class Spelled:
+    """A frozen dataclass whose repr has no default arguments. Ranks compare this repr."""
+
+    def __repr__(self) -> str:
+        mine: Any = self
+        given = [(f.name, getattr(self, f.name)) for f in fields(mine) if getattr(self, f.name) != f.default]
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given)})"
 
 
 class Wire(ABC):

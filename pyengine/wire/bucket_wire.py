@@ -1,7 +1,9 @@
-"""A wire of one bucket, with the state that it keeps from one window to the next."""
+"""Wires of single buckets, with the state that they keep from one window to the next."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -9,26 +11,24 @@ import torch
 from torch import Tensor
 
 from pyengine.comm.base import Comm, Work
+from pyengine.ops.device import runs_ahead
 from pyengine.wire.base import Encoding, Wire
 from pyengine.wire.exchange import Rounding, scatter_sum, sum_encoded
-from pyengine.wire.memory import BucketMemory
+from pyengine.wire.memory import BucketMemory, Place
+
+_log = logging.getLogger("pyengine.wire")
 
 _LAST = 2**64 - 1
-
+_TURNS = 2**20  # turns of a window: more than a bucket has sums in one
 
 _W = TypeVar("_W", bound=Wire)
 
 
 @dataclass(frozen=True)
 class OfBucket(Wire, Generic[_W]):
-    """A wire of one bucket, with the attributes of the user's wire.
+    """A wire of one bucket, with the attributes of the user's wire."""
 
-    Attributes:
-        wire: as passed by the user.
-        memory: of the bucket.
-    """
-
-    wire: _W
+    wire: _W  # as passed by the user
     memory: BucketMemory
 
     @property
@@ -53,26 +53,21 @@ class OfBucket(Wire, Generic[_W]):
 
 @dataclass(frozen=True)
 class BucketWire(OfBucket[Wire]):
-    """One float32 bucket over an encoding wire that keeps state for it.
-
-    Attributes:
-        encodes_as: how values are encoded.
-        keeps_residual: whether the encoding error is kept, and added to the values of the next sum.
-    """
+    """One bucket over a wire that exchanges parts."""
 
     encodes_as: Encoding
-    keeps_residual: bool = False
+    keeps_residual: bool = False  # adds the encoding error to the values of the next sum
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
         rounding = self._next_rounding(comm)
         return sum_encoded(flat, comm, self.encodes_as.codec, rounding, memory=self.memory.payloads)
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
-        """Reduce-scatter a bucket of the size of the memory; see `Wire.reduce_scatter`."""
+        if not self.wire.is_encoded:
+            return self.wire.reduce_scatter(out, parts, comm)
         scatter_sum(out, parts, comm, self.encodes_as.codec, self._next_rounding(comm))
 
     def _next_rounding(self, comm: Comm) -> Rounding:
-        """Return the rounding of the next sum."""
         seeds = self._seed(comm.rank, 0), self._seed(comm.rank, 1)
         self.memory.next_turn()
         is_kept = self.keeps_residual and comm.world_size > 1
@@ -102,3 +97,76 @@ def without_memory(wire: Wire) -> RuntimeError:
         f"wire={wire}: it keeps state for every bucket from one window to the next, and was given no memory "
         "for it: a wire around it needs for_bucket(memory), too, and has to use the wire that this returns"
     )
+
+
+class WireMemory:
+    """State of the wires of one owner of buckets."""
+
+    def __init__(self) -> None:
+        self._memory_of: dict[Hashable, BucketMemory] = {}
+        self._loaded: dict[Hashable, Tensor] = {}  # of parameters that are in no bucket yet
+        self._num_made = self._turn = 0
+
+    def wire_for(
+        self,
+        wire: Wire,
+        places: Sequence[Place],
+        numel: int,
+        device: torch.device,
+        *,
+        is_last: bool = False,
+    ) -> Wire:
+        """Return the wire of a new bucket; the residuals of its parameters move there."""
+        if not wire.keeps_memory:
+            return wire
+        memory = BucketMemory(self._num_made, numel, device, places, is_last=is_last)
+        memory.turn = self._turn
+        if wire.keeps_residual:
+            memory.load(self.parts())
+        for place in places:
+            self._memory_of[place.key] = memory
+            self._loaded.pop(place.key, None)
+        self._num_made += 1
+        return wire.for_bucket(memory)
+
+    def begin(self, window: int) -> None:
+        """Start a window, which has turns of its own."""
+        self._turn = window * _TURNS
+        for memory in self._memories():
+            memory.turn = self._turn
+
+    def parts(self) -> dict[Hashable, Tensor]:
+        """Return the residuals by parameter, float32 `[numel]`: views of the wires' memory, or copies."""
+        found = {key: memory.part(key) for key, memory in self._memory_of.items()}
+        return self._loaded | {key: part for key, part in found.items() if part is not None}
+
+    def load(self, parts: Mapping[Hashable, Tensor]) -> None:
+        """Overwrite all residuals, with zeros where `parts` has none; `parts` is copied, or kept."""
+        _log.debug("load the residuals of %d parameters", len(parts))
+        self._loaded = {key: part for key, part in parts.items() if key not in self._memory_of}
+        for memory in self._memories():
+            memory.clear()
+            memory.load(parts)
+
+    def drop(self, is_bad: Tensor) -> None:
+        """Set all residuals to zero if `is_bad`, 0-dim, is not 0; see `BucketMemory.drop`."""
+        for memory in self._memories():
+            memory.drop(is_bad)
+        if self._loaded and (runs_ahead(is_bad.device) or bool(is_bad != 0)):
+            # Not in place: the loaded tensors belong to the state.
+            self._loaded = {
+                key: torch.where(is_bad != 0, 0, part.to(is_bad.device)) for key, part in self._loaded.items()
+            }
+
+    def drop_of(self, key: Hashable, is_bad: Tensor) -> None:
+        self._memory_of[key].drop(is_bad)
+
+    def scale_(self, factor: Tensor) -> None:
+        """Multiply all residuals by `factor`, 0-dim."""
+        for memory in self._memories():
+            memory.scale_(factor)
+        if self._loaded and (runs_ahead(factor.device) or float(factor) != 1):
+            self._loaded = {key: part.to(factor.device) * factor for key, part in self._loaded.items()}
+
+    def _memories(self) -> list[BucketMemory]:
+        return list(dict.fromkeys(self._memory_of.values()))

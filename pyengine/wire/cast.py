@@ -11,11 +11,10 @@ from torch import Tensor
 
 from pyengine.comm.base import Comm, Work, ring_bytes
 from pyengine.ops.codec import Codec
-from pyengine.wire.base import Encoding, Wire
-from pyengine.wire.bucket_wire import OfBucket
-from pyengine.wire.exchange import Parts, sum_narrow
+from pyengine.wire.base import Encoding, Spelled, Wire
+from pyengine.wire.bucket_wire import BucketWire
+from pyengine.wire.exchange import Parts, sum_encoded
 from pyengine.wire.memory import BucketMemory, PayloadMemory
-from pyengine.wire.spelled import Spelled
 
 _log = logging.getLogger("pyengine.wire")
 
@@ -77,17 +76,13 @@ class _Narrow(_Cast):
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
         """Return the wire of one bucket."""
-        return self if self.encoding is None else _NarrowBucket(self, memory)
+        return self if self.encoding is None else BucketWire(self, memory, self.encoding)
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
-        return self.start(flat, comm, PayloadMemory())
-
-    def start(self, flat: Tensor, comm: Comm, memory: PayloadMemory) -> Work:
-        """Launch as `all_reduce_`, with the memory of a bucket if the sum needs some."""
         encoding = self.encoding
         if encoding is None:
             return super().all_reduce_(flat, comm)
-        return sum_narrow(flat, comm, encoding.codec, memory=memory)
+        return sum_encoded(flat, comm, encoding.codec, memory=PayloadMemory())
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
         """Return the bytes that one rank sends: 4 (W - 1) / W an element; whole parts with `sum="fp32"`."""
@@ -95,16 +90,6 @@ class _Narrow(_Cast):
         if encoding is None:
             return super().bytes_on_wire(numel, world_size)
         return Parts(encoding.codec, numel, world_size).bytes_sent
-
-
-class _NarrowBucket(OfBucket[_Narrow]):
-    """One bucket over a dtype of two bytes that is summed in float32."""
-
-    def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
-        self.wire.reduce_scatter(out, parts, comm)
-
-    def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
-        return self.wire.start(flat, comm, self.memory.payloads)
 
 
 @dataclass(frozen=True, repr=False)

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from pyengine.comm.base import Comm, Work
 from pyengine.ops.codec import Codec
-from pyengine.wire.base import Encoding, Wire
+from pyengine.wire.base import Encoding, Spelled, Wire
 from pyengine.wire.bucket_wire import BucketWire, without_memory
 from pyengine.wire.exchange import Parts, scatter_sum, sum_encoded
 from pyengine.wire.memory import BucketMemory, PayloadMemory
-from pyengine.wire.spelled import Spelled
 
 _ROUNDINGS = ("nearest", "stochastic")
 
@@ -43,7 +42,6 @@ class _Encoded(Spelled, Wire):
 
     @property
     def encoding(self) -> Encoding:
-        """How values are encoded."""
         return Encoding(self._codec(), self.seed if self.rounding == "stochastic" else None)
 
     def for_bucket(self, memory: BucketMemory) -> Wire:

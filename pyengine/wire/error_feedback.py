@@ -66,14 +66,12 @@ class ErrorFeedback(Wire):
         return self.wire.encoding
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
-        """Return the wire of one bucket, whose residual is in `memory`."""
         return BucketWire(self, memory, self._encoding, keeps_residual=True)
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
         raise without_memory(self)
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
-        """Raise RuntimeError: only the wire of `for_bucket` has a residual."""
         raise without_memory(self)
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:

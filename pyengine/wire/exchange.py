@@ -25,16 +25,10 @@ _ROUNDS = 2  # an all-to-all and an all-gather
 
 @dataclass(frozen=True)
 class Parts:
-    """How a bucket is split: one part for each rank, of whole blocks; the last may be short or empty.
-
-    Attributes:
-        codec: encodes the parts.
-        numel: number of elements of the bucket.
-        world_size: number of parts.
-    """
+    """How a bucket is split: one part for each rank, of whole blocks; the last may be short or empty."""
 
     codec: Codec
-    numel: int
+    numel: int  # of the bucket
     world_size: int
 
     @property
@@ -54,25 +48,23 @@ class Parts:
         return _ROUNDS * (self.world_size - 1) * self.num_bytes
 
     def bounds(self, rank: int) -> slice:
-        """Return the elements of the part of a rank."""
         start = min(rank * self.size, self.numel)
         return slice(start, min(start + self.size, self.numel))
 
     def numel_of(self, rank: int) -> int:
-        """Return the number of elements of the part of a rank."""
         bounds = self.bounds(rank)
         return int(bounds.stop - bounds.start)
 
+    # Views of a buffer of payloads, uint8 `[world_size * num_bytes]`.
+
     def padded_payload(self, rows: Tensor, rank: int) -> Tensor:
-        """Return the payload of a part with its padding, a view of uint8 `[world_size * num_bytes]`."""
         return rows[rank * self.num_bytes :][: self.num_bytes]
 
     def payload(self, rows: Tensor, rank: int) -> Tensor:
-        """Return the payload of a part, a view of uint8 `[world_size * num_bytes]`."""
         return self.padded_payload(rows, rank)[: self.codec.num_bytes(self.numel_of(rank))]
 
     def payloads_of(self, rows: Tensor, rank: int) -> Tensor:
-        """Return the payloads of one part from all ranks, uint8 `[world_size, bytes]`, a view of `rows`."""
+        """Return the payloads of one part from all ranks, uint8 `[world_size, bytes]`."""
         return rows.view(self.world_size, -1)[:, : self.codec.num_bytes(self.numel_of(rank))]
 
 
@@ -110,16 +102,11 @@ IDENTITY = _Identity("float32")
 
 @dataclass(frozen=True)
 class Rounding:
-    """Arguments of the encodings of one sum, besides the values.
+    """Arguments of the encodings of one sum, besides the values."""
 
-    Attributes:
-        residual: float32 `[numel]`, added to the values and replaced by the rounding error; None drops the
-            error.
-        seeds: of stochastic rounding, for the values of this rank and for the sum of its part; None rounds
-            to nearest.
-    """
-
+    # float32 `[numel]`, added to the values and replaced by the rounding error; None drops the error.
     residual: Tensor | None = None
+    # Of stochastic rounding, for the values of this rank and for the sum of its part; None rounds to nearest.
     seeds: tuple[int | None, int | None] = (None, None)
 
     def residual_of(self, bounds: slice) -> Tensor | None:
@@ -130,22 +117,12 @@ TO_NEAREST = Rounding()
 
 
 class Exchange:
-    """The buffers of one sum in two exchanges.
-
-    Args:
-        parts: of the bucket.
-        device: device of the bucket.
-        memory: allocates the buffers.
-
-    Attributes:
-        parts: as given.
-        sent, received: uint8 `[world_size * num_bytes]`, a payload for each part. The padding of short parts
-            is sent, too, so it is zeros.
-    """
+    """The buffers of one sum in two exchanges."""
 
     def __init__(self, parts: Parts, device: torch.device, memory: PayloadMemory) -> None:
         self.parts, self._memory = parts, memory
         num_bytes = parts.world_size * parts.num_bytes
+        # A payload for each part. The padding of short parts is sent, too, so it is zeros.
         self.sent = memory.allocate("sent", num_bytes, device)
         self.received = memory.allocate("received", num_bytes, device)
 
@@ -163,10 +140,7 @@ class Exchange:
         return comm.all_to_all(self.received, self.sent)
 
     def send_round(self, flat: Tensor, comm: Comm) -> Iterator[Work]:
-        """Launch the all-gather of this rank's payload in `sent`, then decode all parts into the bucket.
-
-        Frees the buffers.
-        """
+        """All-gather this rank's payload in `sent`; decode all parts into the bucket, free the buffers."""
         yield comm.all_gather(self.received, self.parts.padded_payload(self.sent, comm.rank))
         for rank in range(comm.world_size):
             self.parts.codec.decode_(flat[self.parts.bounds(rank)], self.parts.payload(self.received, rank))
@@ -184,19 +158,20 @@ def sum_encoded(
     """Launch the sum of a bucket over ranks, in place, in the encoding of a codec.
 
     Args:
-        flat: float32 `[numel]`, contiguous.
-        comm: transport.
-        codec: encodes the values and the sum.
-        rounding: see `Rounding`.
-        memory: of the bucket.
+        flat: `[numel]`, contiguous, float32; or bfloat16 or float16, with a codec of this dtype.
+        rounding: of float32 values, and of their sum.
 
-    Cost: `Parts.bytes_sent` bytes. For each element 4 bytes read and a code written; W codes read and one
-    written of every W; a code read and 4 bytes written. Two codes an element of `memory`.
+    Cost: `Parts.bytes_sent` bytes. For each float32 element 4 bytes read and a code written; W codes read and
+    one written of every W; a code read and 4 bytes written. Two codes an element of `memory`. A narrow bucket
+    is sent as it is: W elements read and one written of every W. A copy of the bucket in `memory`, and
+    another one if W does not divide the bucket.
     """
     if comm.world_size == 1:
         return Staged(iter(()), 0, flat.device)
     _log.debug("sum a bucket of %d elements in two exchanges as %s", flat.numel(), codec)
-    return Staged(_encoded(flat, comm, codec, rounding, memory), _ROUNDS, flat.device)
+    is_wide = flat.dtype == torch.float32
+    rounds = _encoded(flat, comm, codec, rounding, memory) if is_wide else _narrow(flat, comm, codec, memory)
+    return Staged(rounds, _ROUNDS, flat.device)
 
 
 def _encoded(
@@ -214,24 +189,6 @@ def _encoded(
         offset=mine.start,
     )
     yield from exchange.send_round(flat, comm)
-
-
-def sum_narrow(flat: Tensor, comm: Comm, codec: Codec, *, memory: PayloadMemory) -> Work:
-    """Launch the sum of a bucket over ranks, in place; the bucket has the dtype of the encoding.
-
-    Args:
-        flat: bfloat16 or float16 `[numel]`, contiguous.
-        comm: transport.
-        codec: of this dtype, without scales.
-        memory: of the bucket.
-
-    Cost: `Parts.bytes_sent` bytes; W elements read and one written of every W. A copy of the bucket in
-    `memory`, and another one if W does not divide the bucket.
-    """
-    if comm.world_size == 1:
-        return Staged(iter(()), 0, flat.device)
-    _log.debug("sum a bucket of %d elements in two exchanges as %s", flat.numel(), codec)
-    return Staged(_narrow(flat, comm, codec, memory), _ROUNDS, flat.device)
 
 
 def _narrow(flat: Tensor, comm: Comm, codec: Codec, memory: PayloadMemory) -> Iterator[Work]:
@@ -255,13 +212,7 @@ def _narrow(flat: Tensor, comm: Comm, codec: Codec, memory: PayloadMemory) -> It
 def scatter_sum(
     out: Tensor, parts: Tensor, comm: Comm, codec: Codec, rounding: Rounding = TO_NEAREST
 ) -> None:
-    """Reduce-scatter in the encoding of a codec; see `Wire.reduce_scatter`.
-
-    Args:
-        out, parts, comm: as for `Wire.reduce_scatter`.
-        codec: encodes the values.
-        rounding: of the values; the sum is not rounded.
-    """
+    """Reduce-scatter as `Wire.reduce_scatter`, with encoded values; the sum is not rounded."""
     if comm.world_size == 1:
         out.copy_(parts)
         return

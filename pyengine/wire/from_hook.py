@@ -17,6 +17,8 @@ from pyengine.wire.base import Wire
 from pyengine.wire.bucket_wire import OfBucket, without_memory
 from pyengine.wire.memory import BucketMemory
 
+_log = logging.getLogger("pyengine.wire")
+
 
 @dataclass(frozen=True, repr=False)
 class FromHook(Wire):
@@ -102,17 +104,11 @@ class FromHook(Wire):
         )
 
 
-_log = logging.getLogger("pyengine.wire")
-
-
 class _HookedBucket(OfBucket[FromHook]):
-    """One bucket over a hook."""
-
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
         return Staged(self._run(flat, comm), 0, flat.device)
 
     def _run(self, flat: Tensor, comm: Comm) -> Iterator[Work]:
-        """Run the hook to its end."""
         _log.debug("sum a bucket of %d elements by %s", flat.numel(), self.wire)
         bad = (~torch.isfinite(flat)).any().to(torch.uint8).reshape(1)
         flat.masked_fill_(bad != 0, 0).mul_(comm.world_size)
@@ -127,36 +123,25 @@ class _HookedBucket(OfBucket[FromHook]):
 
 
 class HookBucket:
-    """A bucket with the methods of `dist.GradBucket`, which Python code cannot construct.
-
-    Args:
-        flat: float32 `[numel]`, to be averaged over ranks.
-        memory: of the bucket.
-    """
+    """A bucket with the methods of `dist.GradBucket`, which Python code cannot construct."""
 
     def __init__(self, flat: Tensor, memory: BucketMemory) -> None:
         self._flat, self._memory = flat, memory
 
     def index(self) -> int:
-        """Return the number of the bucket, unique in the engine."""
         return self._memory.number
 
     def buffer(self) -> Tensor:
-        """Return the bucket, `[numel]`."""
         return self._flat
 
     def set_buffer(self, flat: Tensor) -> None:
-        """Set what `buffer` returns."""
         self._flat = flat
 
     def is_last(self) -> bool:
-        """Whether it is the window's last bucket."""
         return self._memory.is_last
 
     def gradients(self) -> list[Tensor]:
-        """Return views of the bucket, in the shapes of its parameters."""
         return [place.of(self._flat) for place in self._memory.places]
 
     def parameters(self) -> list[Tensor]:
-        """Return the parameters, or the parts of them on this rank."""
         return [place.param for place in self._memory.places if place.param is not None]

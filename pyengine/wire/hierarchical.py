@@ -13,13 +13,12 @@ from torch import Tensor
 from pyengine.comm.base import Comm, Hosts, Levels, Work
 from pyengine.comm.staged import Staged, rounds_of
 from pyengine.ops.codec import Codec
-from pyengine.wire.base import Wire
+from pyengine.wire.base import Spelled, Wire
 from pyengine.wire.bucket_wire import OfBucket, without_memory
 from pyengine.wire.cast import BF16, FP16, FP32
 from pyengine.wire.exchange import IDENTITY, Exchange, Parts
 from pyengine.wire.memory import BucketMemory, BucketPart, PayloadMemory
 from pyengine.wire.named import WireLike, as_wire, wire_problems
-from pyengine.wire.spelled import Spelled
 
 _log = logging.getLogger("pyengine.wire")
 
@@ -72,20 +71,20 @@ class Hierarchical(Spelled, Wire):
             object.__setattr__(self, name, wire)
         object.__setattr__(self, "mesh", _rows(self.mesh))
         self._codec()
-        if self._wires[1].needs_prepare:
+        if self.wires[1].needs_prepare:
             raise TypeError(f"inter={self.inter!r}: need a wire of one level, for example BF16() or Int8()")
 
     @property
     def folds_count(self) -> bool:
-        return self._wires[0].folds_count or self._wires[1].folds_count
+        return self.wires[0].folds_count or self.wires[1].folds_count
 
     @property
     def is_encoded(self) -> bool:
-        return any(wire.is_encoded for wire in self._wires)
+        return any(wire.is_encoded for wire in self.wires)
 
     @property
     def keeps_residual(self) -> bool:
-        return self.between_hosts.keeps_residual
+        return self.wires[1].keeps_residual
 
     @property
     def needs_exchange(self) -> bool:
@@ -99,17 +98,16 @@ class Hierarchical(Spelled, Wire):
         return []
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
-        """Return the wire of one bucket."""
-        return HierarchicalBucket(self, memory)
+        return _HierarchicalBucket(self, memory)
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
-        inter = self.between_hosts
+        inter = self.wires[1]
         if inter.is_encoded:
             raise without_memory(self)
         return self.start(flat, comm, inter, PayloadMemory())
 
     def start(self, flat: Tensor, comm: Comm, inter: Wire, memory: PayloadMemory) -> Work:
-        """Launch as `all_reduce_`, with `inter` for the part of this rank, in the memory of the bucket."""
+        """Launch as `all_reduce_`, with `inter` for the part of this rank."""
         levels = comm.levels(self.mesh)
         if levels.inside.world_size == 1:
             route, rounds = "one rank a host", _across(flat, levels, inter, memory)
@@ -121,12 +119,6 @@ class Hierarchical(Spelled, Wire):
         inside = 0 if levels.inside.world_size == 1 else 2
         across = 0 if levels.across.world_size == 1 else 2 if inter.needs_exchange else 1
         return Staged(rounds, inside + across, flat.device)
-
-    def part_for(self, memory: BucketMemory, numel: int, comm: Comm) -> BucketPart:
-        """Return the part of a bucket's memory for what this rank sums across hosts."""
-        inside = comm.levels(self.mesh).inside
-        bounds = self._parts(numel, inside.world_size).bounds(inside.rank)
-        return BucketPart(memory, bounds, index=inside.rank, num_parts=inside.world_size)
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
         """Return the bytes that one rank sends, for whole parts.
@@ -143,24 +135,17 @@ class Hierarchical(Spelled, Wire):
                 "StepRecord.bytes_on_wire"
             )
         num_inside = len(self.mesh[0]) if world_size > 1 else 1
-        parts = self._parts(numel, num_inside)
-        return parts.bytes_sent + self.between_hosts.bytes_on_wire(
-            parts.numel_of(0), world_size // num_inside
-        )
+        parts = self.parts(numel, num_inside)
+        return parts.bytes_sent + self.wires[1].bytes_on_wire(parts.numel_of(0), world_size // num_inside)
 
     @property
-    def between_hosts(self) -> Wire:
-        """The wire `inter`."""
-        return self._wires[1]
-
-    @property
-    def _wires(self) -> tuple[Wire, Wire]:
+    def wires(self) -> tuple[Wire, Wire]:
         assert isinstance(self.intra, Wire) and isinstance(self.inter, Wire)
         return self.intra, self.inter
 
     def _codec(self) -> Codec | None:
         """Return the encoding within a host; None for float32 without one."""
-        intra = self._wires[0]
+        intra = self.wires[0]
         if isinstance(intra, FP32):
             return None
         if isinstance(intra, BF16 | FP16):
@@ -172,13 +157,13 @@ class Hierarchical(Spelled, Wire):
             )
         return intra.encoding.codec
 
-    def _parts(self, numel: int, num_inside: int) -> Parts:
+    def parts(self, numel: int, num_inside: int) -> Parts:
         return Parts(self._codec() or IDENTITY, numel, num_inside)
 
     def _exchanged(self, flat: Tensor, levels: Levels, inter: Wire, memory: PayloadMemory) -> Iterator[Work]:
         """Exchange parts within the host; in between, sum the part of this rank across hosts."""
         index, inside = levels.inside.rank, levels.inside
-        parts = self._parts(flat.numel(), inside.world_size)
+        parts = self.parts(flat.numel(), inside.world_size)
         codec, mine = parts.codec, flat[parts.bounds(index)]
         exchange = Exchange(parts, flat.device, memory)
         yield exchange.send_parts(flat, inside)
@@ -212,17 +197,17 @@ def _in_shared_memory(flat: Tensor, levels: Levels, inter: Wire, memory: Payload
         yield inside.share_part(flat, part)
 
 
-class HierarchicalBucket(OfBucket["Hierarchical"]):
-    """One bucket over a wire of two levels, whose `inter` may keep state for it."""
-
+class _HierarchicalBucket(OfBucket["Hierarchical"]):
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
-        inter = self.wire.between_hosts
+        inter = self.wire.wires[1]
         if inter.keeps_residual:
             # The whole residual, not only that of this rank's part: when it was kept, the part may have been
             # another one.
             flat += self.memory.residual
             self.memory.residual.zero_()
-        part = self.wire.part_for(self.memory, flat.numel(), comm)
+        inside = comm.levels(self.wire.mesh).inside
+        bounds = self.wire.parts(flat.numel(), inside.world_size).bounds(inside.rank)
+        part = BucketPart(self.memory, bounds, index=inside.rank, num_parts=inside.world_size)
         return self.wire.start(flat, comm, inter.for_bucket(part), part.payloads)
 
 

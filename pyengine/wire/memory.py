@@ -16,18 +16,12 @@ from pyengine.ops.device import runs_ahead
 
 @dataclass(frozen=True)
 class Place:
-    """Position of a parameter in a bucket.
+    """Position of a parameter in a bucket, in elements."""
 
-    Attributes:
-        key: identifies the parameter in any bucket.
-        offset, numel: in elements.
-        param: the parameter, or the part of it on this rank; None for elements of no parameter.
-    """
-
-    key: Hashable
+    key: Hashable  # identifies the parameter in any bucket
     offset: int
     numel: int
-    param: Tensor | None = None
+    param: Tensor | None = None  # or the part of it on this rank; None for elements of no parameter
 
     def read(self, flat: Tensor) -> Tensor:
         """Return the residual of the parameter, `[numel]` in storage order: a view, or a copy."""
@@ -59,21 +53,15 @@ class PayloadMemory:
         self._kept: dict[tuple[str, int], Tensor] = {}
 
     def allocate(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
-        """Return a buffer, uint8 `[num_bytes]`; the caller owns it until `free`.
+        """Return a buffer, uint8 `[num_bytes]`, which the caller owns until `free`.
 
-        Args:
-            name: purpose of the buffer within a sum.
-            num_bytes: size of the buffer.
-            device: device of the buffer.
-
-        Returns:
-            Zeros; or the buffer of this name and size that was freed last, with its values.
+        It is zeros, or the buffer of this name and size that was freed last, with its values.
         """
         kept = self._kept.pop((name, num_bytes), None)
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device) if kept is None else kept
 
     def free(self, **buffers: Tensor) -> None:
-        """Keep buffers for the next sum: by name, uint8, used by no collective under way."""
+        """Keep buffers for the next sum; no collective uses them any more."""
         for name, buffer in buffers.items():
             if not runs_ahead(buffer.device):
                 self._kept[name, buffer.numel()] = buffer
@@ -155,15 +143,10 @@ class BucketMemory:
 
 
 class BucketPart(BucketMemory):
-    """Memory of one part of a bucket. Made for every sum, which advances the turn of the whole.
-
-    Args:
-        whole: memory of the bucket; the residual of the part is a view of its residual.
-        bounds: elements of the part.
-        index, num_parts: of the parts; each part has a bucket number of its own.
-    """
+    """Memory of one part of a bucket. Made for every sum, which advances the turn of the whole."""
 
     def __init__(self, whole: BucketMemory, bounds: slice, *, index: int, num_parts: int) -> None:
+        # Each part has a bucket number of its own.
         number = whole.number * num_parts + index
         super().__init__(number, bounds.stop - bounds.start, whole._device, [])  # noqa: SLF001 - of the same class
         self.turn, self.payloads = whole.next_turn(), whole.payloads

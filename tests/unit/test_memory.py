@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 import pyengine as pe
-from pyengine.wire.bucket_wire import BucketWire
+from pyengine.wire.bucket_wire import BucketWire, WireMemory
 from pyengine.wire.memory import Place
-from pyengine.wire.wire_memory import WireMemory
 
 CPU = torch.device("cpu")
 FEEDBACK = pe.wire.ErrorFeedback(pe.wire.Int8())

@@ -27,9 +27,9 @@ from pyengine.ops.plan import BucketPlan
 from pyengine.ops.pointers import DTYPE_CODES
 from pyengine.ops.trace import span
 from pyengine.wire import FP32, Wire
+from pyengine.wire.bucket_wire import WireMemory
 from pyengine.wire.memory import Place
 from pyengine.wire.named import WireLike, as_wire, wire_problems
-from pyengine.wire.wire_memory import WireMemory
 
 # Called when a bucket has been reduced: writes the result to the bucket's buffer, `[numel]`, and returns it.
 WriteBack = Callable[[], Tensor]

@@ -14,7 +14,7 @@ from pyengine.comm.base import Comm, ring_bytes
 from pyengine.gradients.fsdp.places import ScatteredPlace
 from pyengine.ops.device import runs_ahead
 from pyengine.wire import Wire
-from pyengine.wire.wire_memory import WireMemory
+from pyengine.wire.bucket_wire import WireMemory
 
 
 def _run(comm: Comm, launch: Callable[[bool], Any], what: str, *, group: Any, is_async: bool) -> Any:
