@@ -28,9 +28,9 @@ from pyengine.comm.groups import group_beside_ddp, group_of
 from pyengine.comm.shared_memory import problems_of_sharing, share_memory
 from pyengine.gradients.fsdp.places import is_counted
 from pyengine.gradients.fsdp.units import Unit
-from pyengine.gradients.groups import Groups
 from pyengine.gradients.layout import ParamSpec, first_difference
 from pyengine.gradients.local_part import is_dtensor
+from pyengine.gradients.own import Groups
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import local
 from pyengine.ops.device import HOST

@@ -866,7 +866,7 @@ class Window:
         if self._has_begun and self.counter.state is State.OPEN:
             changed = self.marks.changed()
             return (self.marks.describe(changed, "between micro-batches"), True) if changed else None
-        if strays := self.marks.written_outside_grad():
+        if strays := self.reducer.written_outside_grad():
             return self.marks.describe(strays, "between windows"), True
         if self.reducer.has_replaced_grad or is_lazy(self.device):
             return None

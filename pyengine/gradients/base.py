@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -15,12 +15,44 @@ from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
 from pyengine.gradients.bucket import Accumulator, Observer
-from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.slots import Saved
 from pyengine.step.stepper import Stepper
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
-from pyengine.wire import FP32
+from pyengine.wire import FP32, Wire
+from pyengine.wire.bucket_wire import WireMemory
+
+
+class Residuals:
+    """The residuals that wires keep between windows, of one or more owners of buckets."""
+
+    def __init__(self, owners: Sequence[tuple[WireMemory, Mapping[str, Hashable]]], wire: Wire) -> None:
+        # The memory of each owner, and in it the key of each parameter by name.
+        self.owners, self.wire = list(owners), wire
+        self.is_kept = wire.keeps_residual
+
+    def save(self) -> dict[str, Tensor]:
+        """Return copies of the residuals by name, float32 `[numel]` in storage order."""
+        saved = {}
+        for memory, key_of in self.owners:
+            parts = memory.parts()
+            saved.update({name: parts[key].clone() for name, key in key_of.items() if key in parts})
+        return saved
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Overwrite all residuals, with zeros where `saved` has none."""
+        for memory, key_of in self.owners:
+            memory.load({key: saved[name] for name, key in key_of.items() if name in saved})
+
+    def drop_if(self, is_unused: Tensor) -> None:
+        """Zero the last window's residuals if it must not be used: if `is_unused`, 0-dim, is not 0."""
+        for memory, _ in self.owners:
+            memory.drop(is_unused)
+
+    def scale_(self, factor: Tensor) -> None:
+        """Multiply all residuals by `factor`, 0-dim, by which gradients grow from now on."""
+        for memory, _ in self.owners:
+            memory.scale_(factor)
 
 
 class Reducer(ABC):

@@ -47,13 +47,9 @@ Mark = tuple[int, int] | None
 
 
 class Accumulator(ABC):
-    """The sums of some parameters' gradients over the micro-batches of a window.
+    """The sums of some parameters' gradients over the micro-batches of a window."""
 
-    Attributes:
-        indices: the parameters' indices, in the reducer's order.
-    """
-
-    indices: Sequence[int]
+    indices: Sequence[int]  # of the parameters, in the reducer's order
 
     @abstractmethod
     def begin(self) -> None:
@@ -65,30 +61,15 @@ class Accumulator(ABC):
 
     @abstractmethod
     def blame(self) -> Callable[[int], list[int] | None]:
-        """Return a function: the micro-batches whose gradient was not finite.
-
-        Its argument is a slot.
-
-        The function returns None where micro-batches are not checked. It outlives the window. Calling it
-        waits for the device.
-        """
+        """Return a function as `Reducer.blame` does, whose argument is a slot."""
 
     @abstractmethod
     def save(self, names: Sequence[str]) -> Saved:
-        """Return copies of the sums of this window's earlier micro-batches; see `Reducer.save`.
-
-        Args:
-            names: of the parameters, in slot order.
-        """
+        """Return copies of the sums as `Reducer.save` does; `names` are in slot order."""
 
     @abstractmethod
     def load(self, saved: Saved, names: Sequence[str], *, done: int) -> None:
-        """Restore the sums that `save` returned, in a new window.
-
-        Args:
-            saved, done: as for `Reducer.load`.
-            names: of the parameters, in slot order.
-        """
+        """Restore the sums as `Reducer.load` does; `names` are in slot order."""
 
 
 class Bucket(Accumulator):
@@ -102,12 +83,6 @@ class Bucket(Accumulator):
         indices: the parameters' indices, in the reducer's order.
         plan: the slots of the gradients in the sum.
         total: the sum, over that plan.
-
-    Attributes:
-        indices: as given.
-        device: of the parameters.
-        used: by slot, whether this rank has a gradient in this window.
-        flagged: by micro-batch of this window, uint8 `[slots]`: 1 where the gradient was not finite.
     """
 
     def __init__(self, params: Sequence[Any], indices: Sequence[int], plan: BucketPlan, total: Sum) -> None:
@@ -122,7 +97,8 @@ class Bucket(Accumulator):
         self.total.begin()
 
     def _reset(self) -> None:
-        self.used = [False] * len(self.params)
+        self.used = [False] * len(self.params)  # by slot, whether this rank has a gradient in this window
+        # By micro-batch of this window, uint8 `[slots]`: 1 where the gradient was not finite.
         # A report may read the flags after the next window has begun, so rows are not reused.
         self.flagged: list[Tensor] = []
         self._new_rows: Iterator[Tensor] = iter(())
@@ -179,11 +155,7 @@ class Bucket(Accumulator):
         self._row = None
 
     def deposit(self, grads: Sequence[Tensor | None]) -> None:
-        """Accumulate gradients that are not in `.grad`; the owner updates `used`.
-
-        Args:
-            grads: one entry a slot, `[numel]`, read; None adds nothing.
-        """
+        """Accumulate gradients that are not in `.grad`, one a slot, `[numel]`; the owner updates `used`."""
         self.total.deposit_(grads, first=self.is_empty, nonfinite=self._start_row())
         self._set_first(False)
         self._row = None
@@ -202,10 +174,7 @@ class Bucket(Accumulator):
         return blame
 
     def slot_state(self, slot: int) -> dict[str, Tensor]:
-        """Return the sum of one slot as a checkpoint holds it.
-
-        See `Saved`. After `resume` the memory of the sum.
-        """
+        """See `Sum.slot_state`."""
         return self.total.slot_state(self.plan.offsets[slot], self.plan.numels[slot])
 
     def save(self, names: Sequence[str]) -> Saved:
@@ -225,7 +194,6 @@ class Bucket(Accumulator):
         self.flagged = [*saved_flags(saved, names, done, self.device)]
 
     def _accumulate(self, group: SlotGroup) -> None:
-        """Move a group's gradients from `.grad` into the sum."""
         flags = self._start_row()[group.start : group.stop]
         group.total.deposit_(group.pop(self.used), first=group.is_first, nonfinite=flags)
         group.is_first = False
@@ -254,17 +222,8 @@ class SlotGroup:
     """Neighbouring slots that are accumulated by one call.
 
     Args:
-        plan: of the whole bucket.
-        params: of the whole bucket, in slot order.
-        total: the bucket's sum.
+        plan, params, total: of the whole bucket.
         slots: the group's slots.
-
-    Attributes:
-        start, stop: of `slots`.
-        params: of the group.
-        plan: the group's slots, in flat buffers of the whole bucket.
-        total: the sum, over the group's slots.
-        is_first: whether these slots have no gradient of this window yet.
     """
 
     def __init__(self, plan: BucketPlan, params: Sequence[Parameter], total: Sum, slots: range) -> None:
@@ -273,18 +232,14 @@ class SlotGroup:
         mine = slice(self.start, self.stop)
         self.plan = BucketPlan(plan.offsets[mine], plan.numels[mine])
         self.total = total.over(self.plan)
-        self.is_first = True
+        self.is_first = True  # whether these slots have no gradient of this window yet
         self._is_contiguous = all(param.is_contiguous() for param in self.params)
 
     def pop(self, used: list[bool]) -> Pointers:
         """Return the gradients in slot order and set `.grad` to None.
 
-        Args:
-            used: by slot of the bucket; set to True where there is a gradient.
-
-        Returns:
-            Autograd's own memory, which the result keeps alive. A copy of gradients that are sparse, have
-                other strides or are negated.
+        The gradients are autograd's own memory, which the result keeps alive, or copies as those of
+        `slot_gradient`. `used`, by slot of the bucket, is set to True where there is a gradient.
         """
         grads = [param.grad for param in self.params]
         for index, grad in enumerate(grads, start=self.start):

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyengine.comm.base import by_dtype
 from pyengine.gradients.base import Reducer
-from pyengine.gradients.bucket import packed
 from pyengine.gradients.norms import SlotNorms
+from pyengine.gradients.published import norms_by_dtype
 from pyengine.gradients.slots import slot_gradient
 from pyengine.ops.device import is_lazy, runs_ahead
 
@@ -20,9 +19,7 @@ from pyengine.ops.device import is_lazy, runs_ahead
 class Dropping:
     """Checks a micro-batch, and drops it if it is not finite.
 
-    Args:
-        reducer: owns the gradients; `.grad` of its `grad_holders` holds only the current micro-batch's
-            gradient until `collect`.
+    `.grad` of the reducer's `grad_holders` holds only the current micro-batch's gradient until `collect`.
 
     Cost: a read of every gradient of a micro-batch; on an accelerator, where the host does not wait for the
     result, another read and a write.
@@ -32,33 +29,23 @@ class Dropping:
         params = reducer.params
         self._names, self._params = reducer.names, params
         self._reducer = reducer
-        has_own_holders = reducer.grad_holders() is not None
         self._device = params[0].device
         self._one = torch.ones((), dtype=torch.float32, device=self._device)
-        index = {param: place for place, param in enumerate(params)}
         self._norms: list[tuple[list[Parameter], SlotNorms]] = []
-        if not has_own_holders and not is_lazy(self._device):
-            for group in map(list, by_dtype(params)):
-                plan = packed([param.numel() for param in group])
-                self._norms.append((group, SlotNorms(plan, [index[p] for p in group], self._device)))
+        if reducer.grad_holders() is None and not is_lazy(self._device):
+            self._norms = norms_by_dtype(params, {id(param): index for index, param in enumerate(params)})
         self.begin()
 
     def begin(self) -> None:
-        """Start a window."""
         self._flags: dict[int, Tensor] = {}
         self._bad_losses: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def check(self, index: int, loss: Tensor | None) -> bool | Tensor:
-        """Drop a micro-batch unless its gradients and loss are finite.
+        """Drop a micro-batch unless its gradients and 0-dim loss are finite; return whether it is dropped.
 
-        Args:
-            index: of the micro-batch, among this rank's in the window.
-            loss: 0-dim; None where the caller gave none.
-
-        Returns:
-            Whether the micro-batch is dropped: a bool; a 0-dim tensor where the host runs ahead of the
-                device.
+        The result is a bool, or a 0-dim tensor where the host runs ahead of the device. `index` is that of
+        the micro-batch among this rank's in the window.
         """
         flags = self._flags[index] = self._nonfinite_flags()
         bad = flags.any()
@@ -77,11 +64,9 @@ class Dropping:
         return is_bad
 
     def reports(self) -> Callable[[], dict[int, list[str]]]:
-        """Return a function that describes the dropped micro-batches of this window.
+        """Return a function that returns, by dropped micro-batch of this window, what was not finite.
 
-        Returns:
-            A function that returns, by micro-batch, what was not finite. It outlives the window. Calling it
-                waits for the device.
+        It outlives the window. Calling it waits for the device.
         """
         names, flagged, losses = self._names, self._flags, self._bad_losses
 
@@ -97,7 +82,6 @@ class Dropping:
         return report
 
     def _nonfinite_flags(self) -> Tensor:
-        """Return which gradients are not finite, uint8 `[params]`."""
         if not self._norms:
             none = torch.zeros((), dtype=torch.bool, device=self._device)
             grads = [None if one is None else one.grad for one in self._grad_holders()]

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyengine.comm.base import Comm, Work
 from pyengine.comm.levels import spans_hosts
 from pyengine.comm.staged import Staged
+from pyengine.gradients.slots import slots_of
 from pyengine.gradients.sums import Sum
 from pyengine.ops.exact import ExactSum
 from pyengine.ops.exact_reference import BLOCK, POISONED
@@ -20,15 +21,10 @@ from pyengine.ops.pointers import Pointers, TensorList
 
 @dataclass(frozen=True)
 class Terms:
-    """How many terms the exact sum of a full window has.
+    """How many terms the exact sum of a full window has."""
 
-    Attributes:
-        total: over all ranks.
-        most: of the rank with the most terms, where every rank runs the micro-batches assigned to it.
-    """
-
-    total: int
-    most: int
+    total: int  # over all ranks
+    most: int  # of the rank with the most terms, where every rank runs the micro-batches assigned to it
 
 
 class ExactOverRanks(ExactSum, Sum):
@@ -38,17 +34,6 @@ class ExactOverRanks(ExactSum, Sum):
     rounded chunk once, as float32. That is 1.5 times the bytes of a float32 all-reduce. Within one host,
     where bytes are cheap and copies are not, and where the transport has no all-to-all, the integers are
     all-reduced. Where ranks reduce in shared memory, the sum is in that memory and is added up in place.
-
-    Args:
-        plan: as for `ExactSum`.
-        terms: of a full window.
-        numel: elements that are needed; rounded up to whole blocks for every rank.
-        device: of the sum.
-        comm: the transport that reduces it.
-
-    Attributes:
-        rounded: float32 `[numel]`, in the memory of `hi`. Holds the rounded sum after `rounds`, until the
-            next deposit, which has to be a first one.
     """
 
     def __init__(
@@ -60,12 +45,15 @@ class ExactOverRanks(ExactSum, Sum):
         device: torch.device,
         comm: Comm,
     ) -> None:
-        whole = comm.world_size * BLOCK
+        whole = comm.world_size * BLOCK  # whole blocks for every rank
         numel = -(-numel // whole) * whole
         limbs = comm.allocate(2 * numel, torch.int32, device)
         super().__init__(plan, numel=numel, terms=terms.total, device=device, limbs=limbs)
         self._comm = comm
         self._exchanges = can_exchange(comm) and spans_hosts(comm)
+        self._num_rounds = 3 if self._exchanges else 2
+        # Float32 `[numel]`, in the memory of `hi`. Holds the rounded sum after `rounds`, until the next
+        # deposit, which has to be a first one.
         self.rounded: Tensor = self.hi.view(torch.float32)
         self._merged_bins = comm.allocate(self.bins.numel(), torch.uint8, device)
 
@@ -73,9 +61,7 @@ class ExactOverRanks(ExactSum, Sum):
         """Return the collectives that merge and round the sums.
 
         The first round all-reduces the largest bin of every block. The later rounds add the integers.
-
-        Args:
-            poison: make the sum nan on every rank.
+        `poison` makes the sum nan on every rank.
 
         Cost: an all-reduce of a byte a block. Then, with W ranks that exchange chunks, two all-to-alls of 4
         bytes an element and an all-gather of 4, which take 1.5 times the bytes of a float32 all-reduce, and
@@ -83,7 +69,7 @@ class ExactOverRanks(ExactSum, Sum):
         an all-reduce of 8 bytes an element; 8 read, and 4 written. Before it 2 bytes a block are read, and
         where a bin grows 4 read and 8 written an element.
         """
-        return Staged(self._rounds(poison=poison), 3 if self._exchanges else 2, self.hi.device)
+        return Staged(self._rounds(poison=poison), self._num_rounds, self.hi.device)
 
     def _rounds(self, *, poison: bool) -> Iterator[Work]:
         if poison:
@@ -114,7 +100,6 @@ class ExactOverRanks(ExactSum, Sum):
         yield comm.all_gather(self.rounded, own)
 
     def round_tensors(self) -> list[Tensor]:
-        """Return every tensor that `rounds` uses."""
         return [self.limbs, self.bins, self._merged_bins]
 
 
@@ -126,21 +111,17 @@ class _Form:
 
 
 class TermsOverRanks(ExactOverRanks):
-    """An exact sum of one term a rank, sent as float.
-
-    The rank that sums the terms turns them into integers.
+    """An exact sum of one term a rank, sent as float; the rank that sums the terms turns them into integers.
 
     So ranks send no more than in a float32 all-reduce, and the bits are those of `ExactOverRanks`. In a
     window in which a rank has more than one term, or continues from a checkpoint, all ranks merge integers.
 
     The flags of a deposit do not show a finite term of 2^126 or more. The sum, which is nan there, shows it.
 
-    Args:
-        plan, numel, terms, device: as for `ExactOverRanks`.
-        comm: the transport that reduces the sum. It has an all-to-all, and the host waits for its
-            collectives.
-
-    Bytes an element: those of `ExactOverRanks`, and 8.02 / W more with W ranks.
+    The first round, an all-reduce of a byte, finds out whether every rank holds a term. Then there are an
+    all-to-all and an all-gather of 4 bytes an element: the bytes of a float32 all-reduce. 4 bytes an element
+    are read, and with W ranks 8 / W read or written of the integers. Memory is 8.02 / W bytes an element more
+    than that of `ExactOverRanks`.
     """
 
     def __init__(
@@ -153,6 +134,7 @@ class TermsOverRanks(ExactOverRanks):
         comm: Comm,
     ) -> None:
         super().__init__(plan, numel=numel, terms=terms, device=device, comm=comm)
+        self._num_rounds = 3
         self._exchanges = False  # integers are rare here: one all-reduce, no further buffers
         self._full_plan, self._terms, self._form = plan, terms.total, _Form()
         self._one = torch.ones((), dtype=torch.float32, device=device)
@@ -164,7 +146,7 @@ class TermsOverRanks(ExactOverRanks):
         self._mine = slice(comm.rank * size, (comm.rank + 1) * size)
         part = _between(plan, self._mine)
         self._part = ExactSum(part, numel=size, terms=terms.total, device=device)
-        self._rows = [part.pointers(_slots(row, part)) for row in self._received.view(-1, size)]
+        self._rows = [part.pointers(slots_of(row, part)) for row in self._received.view(-1, size)]
         self._ignored_flags = torch.zeros(len(part.numels), dtype=torch.uint8, device=device)
 
     def begin(self) -> None:
@@ -192,20 +174,6 @@ class TermsOverRanks(ExactOverRanks):
         else:
             self._plan.accumulate_(self.rounded, tensors, self._one, first=True, nonfinite=nonfinite)
 
-    def rounds(self, *, poison: bool = False) -> Staged:
-        """Return the collectives that exchange and sum the terms.
-
-        The first one finds out whether every rank holds a term.
-
-        Args:
-            poison: make the sum nan on every rank.
-
-        Cost: an all-reduce of a byte, then an all-to-all and an all-gather of 4 bytes an element: the bytes
-        of a float32 all-reduce. 4 bytes an element are read, and with W ranks 8 / W read or written of the
-        integers. Where a rank holds integers, the rounds of `ExactOverRanks` within a host.
-        """
-        return Staged(self._rounds(poison=poison), 3, self.hi.device)
-
     def _rounds(self, *, poison: bool) -> Iterator[Work]:
         self._has_integers.fill_(self._form.is_integers)
         yield self._comm.all_reduce_max(self._has_integers)
@@ -232,7 +200,7 @@ class TermsOverRanks(ExactOverRanks):
         self.resume()
         ignored_flags = torch.zeros(len(self._full_plan.numels), dtype=torch.uint8, device=term.device)
         self.over(self._full_plan).deposit_(
-            _slots(term, self._full_plan), first=True, nonfinite=ignored_flags
+            slots_of(term, self._full_plan), first=True, nonfinite=ignored_flags
         )
 
 
@@ -246,18 +214,12 @@ def exact_over_ranks(
 
 
 def can_exchange(comm: Comm) -> bool:
-    """Whether each rank can sum one chunk for all ranks.
-
-    False where ranks reduce in shared memory.
-    """
+    """Whether each rank can sum one chunk for all ranks: not where ranks reduce in shared memory."""
     return comm.world_size > 1 and comm.can_exchange and not comm.has_own_memory
 
 
 def _between(plan: BucketPlan, bounds: slice) -> BucketPlan:
-    """Return the slots, or pieces of slots, between two elements.
-
-    Offsets count from the first of these elements.
-    """
+    """Return the slots, or pieces of slots, between two elements, with offsets from the first of these."""
     found = []
     for offset, numel in zip(plan.offsets, plan.numels, strict=True):
         start, stop = max(offset, bounds.start), min(offset + numel, bounds.stop)
@@ -265,7 +227,3 @@ def _between(plan: BucketPlan, bounds: slice) -> BucketPlan:
             found.append((start - bounds.start, stop - start))
     offsets, numels = zip(*found or [(0, 0)], strict=True)
     return BucketPlan(offsets, numels)
-
-
-def _slots(flat: Tensor, plan: BucketPlan) -> list[Tensor]:
-    return [flat[at : at + numel] for at, numel in zip(plan.offsets, plan.numels, strict=True)]

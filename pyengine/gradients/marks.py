@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.gradients.base import Reducer
+from pyengine.gradients.slots import dense, local
 
 _grad, _version = attrgetter("grad"), attrgetter("_version")
 _MAX_NAMED = 3
@@ -24,9 +25,6 @@ class GradVersions:
 
     PyTorch increments a tensor's version with every write. The core writes by address, which does not change
     the version.
-
-    Args:
-        params: the parameters.
 
     Cost: about 0.4 µs a parameter, and as much again for `changed`: the host reads about eight cache lines a
     parameter, which a micro-batch has evicted. Nothing is read on the device. No gradient is kept alive.
@@ -60,9 +58,6 @@ class GradVersions:
 class GradMarks:
     """Compares the gradients with those that the engine has recorded last.
 
-    Args:
-        reducer: owns the gradients.
-
     Cost: a `GradVersions`, and a call of its `changed`.
     """
 
@@ -73,20 +68,15 @@ class GradMarks:
         self.record()
 
     def record(self) -> None:
-        """Record the gradients as they are now."""
         self._then = GradVersions(self._params)
         self._reducer.clear_written_outside_grad()
 
     def changed(self) -> list[int]:
         """Return the indices of parameters whose gradient has changed since `record`."""
-        return sorted({*self.written(), *self.written_outside_grad()})
+        return sorted({*self.written(), *self._reducer.written_outside_grad()})
 
     def watch_hooks(self, refuse: Callable[[str, Tensor], object]) -> None:
-        """Refuse hooks that remove a gradient inside a backward.
-
-        Args:
-            refuse: a method, called with the reason and the parameter, for the first such parameter of a
-                window; referenced weakly.
+        """Call the method `refuse`, once a window, for a hook that removes a gradient inside a backward.
 
         Cost: 0.1 µs a parameter; a hook for each parameter that already has a post-accumulate hook.
         """
@@ -115,40 +105,24 @@ class GradMarks:
         ]
 
     def release(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-    def written_outside_grad(self) -> Sequence[int]:
-        """Return the indices of gradients not written to `.grad`."""
-        return self._reducer.written_outside_grad()
 
     def written(self) -> list[int]:
         """Return the indices of parameters whose `.grad` has changed since `record`."""
         return self._then.changed()
 
     def any_nonzero(self, indices: Sequence[int]) -> Tensor | None:
-        """Return whether any of these gradients is not zero.
-
-        Returns:
-            bool, 0-dim, on the gradients' device; None where there is no gradient.
-
-        Cost: a read of these gradients.
-        """
+        """Return whether any of these gradients is not zero, bool 0-dim; None where there is no gradient."""
         grads = [grad for grad in (self._params[index].grad for index in indices) if grad is not None]
-        return torch.stack([_dense(grad).any() for grad in grads]).any() if grads else None
+        return torch.stack([dense(local(grad)).any() for grad in grads]).any() if grads else None
 
     def describe(self, indices: Sequence[int], when: str) -> str:
-        """Return a message about changed gradients, with the remedy.
-
-        Args:
-            indices: of the parameters.
-            when: the time of the change, for the message.
-        """
+        """Return a message about gradients changed at the time `when`, with the remedy."""
         more = f" and {len(indices) - _MAX_NAMED} more" if len(indices) > _MAX_NAMED else ""
         names = ", ".join(repr(self._names[index]) for index in indices[:_MAX_NAMED])
-        outside = self.written_outside_grad()
+        outside = self._reducer.written_outside_grad()
         gone = all(self._params[index].grad is None and index not in outside for index in indices)
         remedy = "delete zero_grad" if gone else REMEDY
         found = "removed" if gone else "written to"
@@ -158,9 +132,3 @@ class GradMarks:
             "Put several backwards into `with sync.micro_batch():`. Every window starts from zero gradients. "
             "With Accelerate call accelerator.backward, with Lightning self.manual_backward"
         )
-
-
-def _dense(grad: Tensor) -> Tensor:
-    """Return this rank's local gradient as a strided tensor."""
-    here: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
-    return here.detach().to_dense() if here.layout is not torch.strided else here.detach()

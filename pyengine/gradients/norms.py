@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
@@ -15,16 +14,7 @@ from pyengine.window.final_pass import FinalPass
 
 
 class SlotNorms:
-    """One pass for sums of squares and finite flags of gradients.
-
-    Args:
-        plan: slots of the gradients.
-        params: the slots' parameters, as registration indices.
-        device: of the gradients.
-
-    Attributes:
-        params: int64 `[slots]`, as given.
-    """
+    """One pass for sums of squares and finite flags of gradients; `params` are registration indices."""
 
     def __init__(self, plan: BucketPlan, params: Sequence[int], device: torch.device) -> None:
         self._plan = plan
@@ -42,51 +32,23 @@ class SlotNorms:
         """Read the slots once; write norms and finite flags to `final`.
 
         Args:
-            sources: one entry a slot, `[slot.numel]`, read.
-            out: written, in its own dtype; may be `sources`. None writes nothing.
+            sources: one entry a slot, `[slot.numel]`.
+            out: written with the products, in its own dtype; may be `sources`. None writes nothing.
             scale: float32, 0-dim.
-            final: its `sumsq` and `nonfinite` are written at `params`.
-
-        Cost: reads one element; writes one if `out` is given.
         """
         self._plan.unscale_norm(sources, out, scale, sumsq=self._sumsq, nonfinite=self._nonfinite.zero_())
         final.sumsq.index_copy_(0, self.params, self._sumsq)
         final.nonfinite.index_copy_(0, self.params, self._nonfinite)
 
     def scale_(self, tensors: TensorList | Pointers, scale: Tensor) -> None:
-        """Multiply the slots in place by `scale`, float32, 0-dim.
-
-        Cost: reads and writes one element.
-        """
+        """Multiply the slots in place by `scale`, float32, 0-dim."""
         self._plan.unscale_norm(tensors, tensors, scale, sumsq=self._sumsq, nonfinite=self._nonfinite)
 
     def flags(self, sources: TensorList | Pointers, one: Tensor) -> Tensor:
-        """Return which slots are not finite.
-
-        The result is uint8 `[slots]`, owned by the caller.
-
-        Args:
-            sources: as for `read`.
-            one: float32, 0-dim, 1.
-
-        Cost: reads one element.
-        """
+        """Return which slots are not finite, uint8 `[slots]`; `one` is float32, 0-dim, 1."""
         flags = torch.zeros_like(self._nonfinite)
         self._plan.unscale_norm(sources, None, one, sumsq=self._sumsq, nonfinite=flags)
         return flags
-
-
-@dataclass(frozen=True)
-class NormSlots:
-    """The slots that `ReducedNorms` reads of one bucket.
-
-    Attributes:
-        plan: the slots.
-        params: registration indices of the slots' parameters.
-    """
-
-    plan: BucketPlan
-    params: Sequence[int]
 
 
 class ReducedNorms:
@@ -95,44 +57,32 @@ class ReducedNorms:
     Each bucket is read as soon as its reduction has completed.
 
     Args:
-        buckets: the slots of each bucket.
-        device: of the gradients.
+        buckets: of each bucket the slots, and the registration indices of their parameters.
 
     Cost: on an accelerator one launch a bucket, and three a window.
     """
 
-    def __init__(self, buckets: Sequence[NormSlots], device: torch.device) -> None:
-        ends = list(accumulate((len(bucket.plan.numels) for bucket in buckets), initial=0))
-        self._plans = [bucket.plan for bucket in buckets]
+    def __init__(self, buckets: Sequence[tuple[BucketPlan, Sequence[int]]], device: torch.device) -> None:
+        self._plans = [plan for plan, _ in buckets]
+        ends = list(accumulate((len(plan.numels) for plan in self._plans), initial=0))
         self._spans = [slice(*span) for span in pairwise(ends)]
         self._sumsq = torch.zeros(ends[-1], dtype=torch.float64, device=device)
         self._nonfinite = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
-        params = [param for bucket in buckets for param in bucket.params]
+        params = [index for _, indices in buckets for index in indices]
         self._params = torch.tensor(params, dtype=torch.int64, device=device)
 
     def begin(self) -> None:
-        """Start a window: clear the finite flags."""
         self._nonfinite.zero_()
 
     def read(
         self, index: int, sources: TensorList | Pointers, out: TensorList | Pointers | None, scale: Tensor
     ) -> None:
-        """Read a bucket once, times `scale`.
-
-        Args:
-            index: of the bucket.
-            sources: one entry a slot of the bucket's plan, `[numel]`, read.
-            out: written where it has a tensor, in its own dtype; may be `sources`. None writes nothing.
-            scale: float32, 0-dim.
-
-        Cost: one launch; reads one element, and writes one if `out` is given.
-        """
+        """Read bucket `index` once, times `scale`; otherwise as `SlotNorms.read`. Cost: one launch."""
         span = self._spans[index]
         self._plans[index].unscale_norm(
             sources, out, scale, sumsq=self._sumsq[span], nonfinite=self._nonfinite[span]
         )
 
     def copy_to(self, final: FinalPass) -> None:
-        """Copy the results to `sumsq` and `nonfinite` of `final`."""
         final.sumsq.index_copy_(0, self._params, self._sumsq)
         final.nonfinite.index_copy_(0, self._params, self._nonfinite)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,16 +15,14 @@ from torch.nn import Parameter
 from pyengine.comm.base import Comm, Work
 from pyengine.comm.staged import Staged
 from pyengine.gradients.arrival import Arrivals, Watch, may_nest, watching
-from pyengine.gradients.base import Reducer
+from pyengine.gradients.base import Reducer, Residuals
 from pyengine.gradients.bucket import Observer
 from pyengine.gradients.exact_sums import Terms
-from pyengine.gradients.groups import Groups
 from pyengine.gradients.layout import ParamSpec, backward_order, build
 from pyengine.gradients.local_part import local_parts, release
-from pyengine.gradients.main_grad import written
+from pyengine.gradients.main_grad import remove_main_grad, written
 from pyengine.gradients.norms import ReducedNorms
 from pyengine.gradients.own_buckets import OwnBucket, own_bucket
-from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.used_anywhere import UsedAnywhere, UsedFlags
 from pyengine.ops.device import has_events, recorded_event
@@ -41,16 +40,26 @@ _log = logging.getLogger("pyengine.gradients")
 FIRST_BUCKET_BYTES = 2**20
 
 
+@dataclass(frozen=True)
+class Groups:
+    """The transports of one engine."""
+
+    everybody: Comm
+    # Over the ranks of each group, by `ParamSpec.group`. Their traffic counts as traffic of `everybody`.
+    comms: Sequence[Comm]
+    # By parameter, whether this rank counts it in the norm; None: all ranks hold the same parameters.
+    counted: Sequence[bool] | None = None
+    # Whether all ranks have parameters of the same names in the same groups, so that they can agree on one
+    # order of buckets.
+    are_alike: bool = True
+
+
 class HeldTensors:
-    """Tensors kept alive while a side stream may read them.
+    """Tensors kept alive while a side stream, the current one, may read them.
 
     The allocator may reuse their memory on the backward's stream once the side stream has finished reading,
     or once the backward's stream has waited for the side stream's collective. `record_stream` would cost a
     microsecond a gradient, and an event each that the allocator has to query.
-
-    Args:
-        tensors: read by work queued on the current stream, a side stream.
-        device: of the tensors.
     """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
@@ -58,28 +67,22 @@ class HeldTensors:
         self._event = recorded_event(device, enable_timing=False) if has_events(device) else None
 
     def is_done(self) -> bool:
-        """Whether the side stream has finished reading the tensors; does not wait."""
+        """Whether the side stream has finished reading; does not wait."""
         return self._event is not None and self._event.query()
 
 
 class Transfer:
-    """The reduction of one bucket in one window.
+    """The reduction of one bucket in one window."""
 
-    Attributes:
-        bucket: the bucket that is reduced.
-        is_complete: whether the running backward has accumulated every gradient of the bucket.
-        is_waiting: whether the bucket waits for the end of the backward, since a gradient may be accumulated
-            again.
-        held: tensors that a side stream reads for the reduction.
-        work: the sum over ranks, once it has been launched.
-    """
-
-    work: Work
+    work: Work  # the sum over ranks, once it has been launched
 
     def __init__(self, bucket: OwnBucket, *, is_waiting: bool) -> None:
         self.bucket = bucket
+        # Whether the running backward has accumulated every gradient of the bucket.
         self.is_complete = False
+        # Whether the bucket waits for the end of the backward, since a gradient may be accumulated again.
         self.is_waiting = is_waiting
+        # Tensors that a side stream reads for the reduction.
         self.held: HeldTensors | None = None
 
 
@@ -92,16 +95,6 @@ class Transfers:
     complete. Ranks with other buckets than this rank's may launch them in another order and would deadlock;
     there the first collectives of all buckets precede every second one, and these every third one. No bucket
     is launched before the header has arrived, and none at all if ranks disagree in the header.
-
-    Args:
-        buckets: in the order of the layout.
-        header: of the window.
-        divisor: its factor is multiplied in on the way to the wire.
-        groups: the ranks over which each bucket is summed.
-        waiting: indices of buckets that wait for the end of the backward.
-
-    Attributes:
-        header: as given.
     """
 
     def __init__(
@@ -123,15 +116,18 @@ class Transfers:
             return
         transfer.is_complete = True
         transfer.bucket.seal()
-        while self._next < len(self.all) and self._may_launch(self.all[self._next]):
+        # The backward never waits for the header: where the header has not arrived, the bucket is launched
+        # with a later one.
+        while (
+            self._next < len(self.all)
+            and self.all[self._next].is_complete
+            and self.header.is_ready()
+            and not self.header.is_refused()
+        ):
             self._launch(poison=False)
 
     def launch_rest(self, *, poison: bool) -> None:
-        """Launch every bucket that has not been launched.
-
-        Args:
-            poison: fill the buckets with nan, which voids the window.
-        """
+        """Launch every bucket that has not been launched; `poison` fills them with nan."""
         if self.header.is_refused():
             return
         while self._next < len(self.all):
@@ -141,7 +137,7 @@ class Transfers:
             self._launch_later_rounds(self.all)
 
     def late(self) -> list[tuple[OwnBucket, int]]:
-        """Return the slots that were written to after `complete`."""
+        """Return the slots that were written to after their bucket was complete."""
         complete = [transfer.bucket for transfer in self.all if transfer.is_complete]
         return [(bucket, slot) for bucket in complete for slot in bucket.late()]
 
@@ -163,14 +159,6 @@ class Transfers:
                 with self._comm(transfer).side_stream(transfer.held.tensors):
                     transfer.held = None
 
-    def _may_launch(self, transfer: Transfer) -> bool:
-        """Whether a bucket may be launched now.
-
-        The backward never waits for the header: where the header has not arrived, the bucket is launched with
-        a later one.
-        """
-        return transfer.is_complete and self.header.is_ready() and not self.header.is_refused()
-
     def _launch(self, *, poison: bool) -> None:
         transfer = self.all[self._next]
         # 1/count is computed from the header. On a side stream, waiting for the header does not stall the
@@ -183,16 +171,12 @@ class Transfers:
             transfer.work = transfer.bucket.send(inv_count, comm, poison=poison)
             if comm.is_stream_ordered:
                 transfer.held = HeldTensors(tensors, transfer.bucket.device)
-        self._release_held()
+        for earlier in self.all[: self._next]:
+            if earlier.held is not None and earlier.held.is_done():
+                earlier.held = None
         self._next += 1
         if self._groups.are_alike:
             self._launch_later_rounds(self.all[: self._next - 1])
-
-    def _release_held(self) -> None:
-        """Release tensors that side streams have finished reading."""
-        for transfer in self.all[: self._next]:
-            if transfer.held is not None and transfer.held.is_done():
-                transfer.held = None
 
     def _comm(self, transfer: Transfer) -> Comm:
         return self._groups.comms[transfer.bucket.spec.group]
@@ -216,14 +200,7 @@ class BucketReducer(Reducer):
     Reductions are launched in bucket order on every rank, whichever bucket is complete first, so that
     collectives always match. The first window uses the reverse of the registration order. Rank 0 records the
     order in which its gradients arrive, and before the second window all ranks lay their buckets out in that
-    order.
-
-    Args:
-        specs: descriptions of `params`, in registration order.
-        params: all parameters; frozen ones are left alone.
-        groups: the ranks over which each gradient is summed.
-        settings: wire, kind of sum and size of buckets.
-        terms: of a full window.
+    order. Frozen parameters are left alone.
     """
 
     overlaps = True
@@ -278,8 +255,9 @@ class BucketReducer(Reducer):
             first_bytes=FIRST_BUCKET_BYTES,
         )
         _log.debug("lay out %d parameters in %d buckets", len(order), len(self.layout.buckets))
-        self._reserve()
-        kind, watch, separate_sum = self._settings.kind, self._settings.raises, self._settings.drops
+        for group, comm in enumerate(self._groups.comms):
+            numels = [bucket.numel for bucket in self.layout.buckets if bucket.group == group]
+            comm.reserve([numel * self._wire.dtype.itemsize for numel in numels])
         made = []
         for bucket in self.layout.buckets:
             mine = [self._local_params[slot.param] for slot in bucket.slots]
@@ -289,34 +267,24 @@ class BucketReducer(Reducer):
             wire = self._memory.wire_for(self._wire, places, bucket.numel, mine[0].device, is_last=is_last)
             made.append(
                 own_bucket(
-                    kind,
                     bucket,
                     mine,
+                    self._settings,
                     wire=wire,
                     terms=self._terms,
-                    watch=watch,
                     comm=self._groups.comms[bucket.group],
-                    separate_sum=separate_sum,
                 )
             )
         for each in made:
             each.observers = self._observers
         self._buckets = made
-        self._norms = ReducedNorms([bucket.norm_slots for bucket in made], self.params[0].device)
-        self._slot_indices = [slot.param for bucket in self.layout.buckets for slot in bucket.slots]
-        self._slot_locals = [self._local_params[param] for param in self._slot_indices]
-        self._in_group = {group: self._params_of_group(group) for group in self._used}
-        self._slot_of = {
-            slot.param: (bucket.index, position)
-            for bucket in self.layout.buckets
-            for position, slot in enumerate(bucket.slots)
+        self._norms = ReducedNorms([(bucket.plan, bucket.indices) for bucket in made], self.params[0].device)
+        self._slot_locals = [param for bucket in made for param in bucket.params]
+        # By registration index, in the order of the buckets, the index of the parameter's bucket.
+        self._bucket_of = {index: bucket.spec.index for bucket in made for index in bucket.indices}
+        self._in_group = {
+            group: [bucket for bucket in made if bucket.spec.group == group] for group in self._used
         }
-
-    def _reserve(self) -> None:
-        """Ask each transport to reserve memory for its buckets."""
-        for group, comm in enumerate(self._groups.comms):
-            mine = [bucket.numel for bucket in self.layout.buckets if bucket.group == group]
-            comm.reserve([numel * self._wire.dtype.itemsize for numel in mine])
 
     def local_params(self) -> Sequence[Parameter]:
         return self._local_params
@@ -326,12 +294,6 @@ class BucketReducer(Reducer):
 
     def buckets(self) -> Sequence[OwnBucket]:
         return self._buckets
-
-    def open(self) -> None:
-        """Do nothing: the first backward overwrites old sums.
-
-        So a zero_grad before it does no harm.
-        """
 
     def begin(self) -> None:
         if self._agreed is not None and not self._order_is_final:
@@ -363,7 +325,7 @@ class BucketReducer(Reducer):
             return self._buckets
         if self._arrivals is None:
             return []
-        repeated = {self._slot_of[param][0] for param in self._repeated}
+        repeated = {self._bucket_of[param] for param in self._repeated}
         return [bucket for index, bucket in enumerate(self._buckets) if index not in repeated]
 
     def observe(self, observer: Observer) -> None:
@@ -373,7 +335,8 @@ class BucketReducer(Reducer):
 
     def written_outside_grad(self) -> Sequence[int]:
         """Return the parameters whose layer has added to `main_grad` itself."""
-        return [self._slot_indices[i] for i in written(self._slot_locals)]
+        indices = [*self._bucket_of]
+        return [indices[i] for i in written(self._slot_locals)]
 
     def clear_written_outside_grad(self) -> None:
         if written(self._slot_locals):
@@ -393,7 +356,7 @@ class BucketReducer(Reducer):
 
     @contextmanager
     def overlap(self, header: Header, roots: Sequence[Tensor]) -> Iterator[None]:
-        waiting = {self._slot_of[param][0] for param in self._repeated}
+        waiting = {self._bucket_of[param] for param in self._repeated}
         if self._arrivals is None and (not roots or any(map(may_nest, roots))):
             # Not known yet whether a gradient arrives more than once.
             waiting = set(range(len(self._buckets)))
@@ -432,15 +395,15 @@ class BucketReducer(Reducer):
     def release(self, *, keeps_grad: bool) -> None:
         self._drop_transfers()
         for bucket in self._buckets:
-            bucket.release()
+            remove_main_grad(bucket.params)
         release(self._local_params)
         self._buckets = []
-        for param in map(self.params.__getitem__, self._slot_of):
+        for param in map(self.params.__getitem__, self._bucket_of):
             param.grad = param.grad.clone() if keeps_grad and param.grad is not None else None
 
     def order(self) -> list[int]:
         if self._comm.world_size > 1 and self._order_is_final:
-            return [*self._slot_of]
+            return [*self._bucket_of]
         if not self._has_launched:
             return []
         return backward_order(self._specs) if self._arrivals is None else self._arrivals.order
@@ -449,17 +412,13 @@ class BucketReducer(Reducer):
         self._order_is_final = True
         expected, seen = backward_order(self._specs), set(order)
         order = [*order, *(index for index in expected if index not in seen)]
-        if order != [*self._slot_of]:
+        if order != [*self._bucket_of]:
             # Drop the views of the old buffers before new buffers are allocated.
             self.release(keeps_grad=False)
             self._lay_out(order)
 
     def _prepare(self, header: Header, *, waiting: Collection[int] = ()) -> Transfers:
-        """Prepare the reductions of a window.
-
-        Args:
-            waiting: indices of buckets that wait for the end of the backward.
-        """
+        """Prepare the reductions of a window; the buckets `waiting` wait for the end of the backward."""
         self._drop_transfers()  # left over from a window that was given up
         self._used_flags = {}
         self._divisor = Divisor(header.inv_count, self._wire, header.inv_scale)
@@ -497,23 +456,18 @@ class BucketReducer(Reducer):
         """
         for group, used in self._used.items():
             if group not in self._used_flags:
-                buckets = [bucket for bucket in self._buckets if bucket.spec.group == group]
-                mine = [each or poison for bucket in buckets for each in bucket.used]
+                mine = [each or poison for bucket in self._in_group[group] for each in bucket.used]
                 self._used_flags[group] = used.all_reduce(mine)
 
     def _drop_unused(self) -> list[int]:
         """Set `.grad` of unused parameters to None; return their indices."""
         dropped = []
         for group, flags in self._used_flags.items():
-            indices, params = self._in_group[group]
+            buckets = self._in_group[group]
+            indices = [index for bucket in buckets for index in bucket.indices]
+            params = [param for bucket in buckets for param in bucket.params]
             dropped += [indices[place] for place in flags.drop_unused(params)]
         return dropped
-
-    def _params_of_group(self, group: int) -> tuple[list[int], list[Parameter]]:
-        """Return a group's registration indices and local tensors."""
-        buckets = [bucket for bucket in self.layout.buckets if bucket.group == group]
-        indices = [slot.param for bucket in buckets for slot in bucket.slots]
-        return indices, [self._local_params[index] for index in indices]
 
     def _raise_if_late(self, transfers: Transfers) -> None:
         """Raise if a bucket has changed after it may have been launched.

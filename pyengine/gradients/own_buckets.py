@@ -15,9 +15,9 @@ from pyengine.gradients.bucket import Bucket, Mark, Observer, SlotGroup, grad_ma
 from pyengine.gradients.exact_sums import Terms, exact_over_ranks
 from pyengine.gradients.layout import BucketSpec
 from pyengine.gradients.local_part import LocalPart
-from pyengine.gradients.main_grad import pop_written, remove_main_grad, set_main_grad
-from pyengine.gradients.norms import NormSlots, ReducedNorms, SlotNorms
-from pyengine.gradients.settings import sum_dtype
+from pyengine.gradients.main_grad import pop_written, set_main_grad
+from pyengine.gradients.norms import ReducedNorms, SlotNorms
+from pyengine.gradients.settings import Settings, sum_dtype
 from pyengine.gradients.slots import Saved, slots_of, views_of
 from pyengine.gradients.sums import FLAT_SUMS, InPlaceSum, Sum
 from pyengine.ops.plan import BucketPlan
@@ -25,9 +25,7 @@ from pyengine.wire import Wire
 
 
 class OwnBucket(Bucket):
-    """A bucket whose buffers this object owns.
-
-    The buffers have `[spec.numel]` elements, on the parameters' device.
+    """A bucket whose buffers, `[spec.numel]`, this object owns.
 
     The sum and `.grad` are valid until the next window's first backward overwrites them.
 
@@ -36,16 +34,8 @@ class OwnBucket(Bucket):
     ranks has arrived.
 
     Args:
-        spec: slots, dtype and group of the bucket.
-        params: of the bucket, in slot order.
-        total: the sum, over the layout's slots.
         wire_buffer: where the sum over ranks arrives, of the wire's type.
         result: what `.grad` views, of the parameters' type; may be `wire_buffer`.
-
-    Attributes:
-        spec: as given.
-        norm_slots: the slots that `from_wire` reads.
-        observers: called with this rank's own sums before their all-reduce; see `Observer`.
     """
 
     observers: Sequence[Observer] = ()
@@ -58,10 +48,9 @@ class OwnBucket(Bucket):
         self.one = torch.ones((), dtype=torch.float32, device=self.device)
         self._all_slots = SlotGroup(self.plan, params, total, range(len(params)))
         self._wire, self._result = wire_buffer, result
-        self._wire_slots = self.plan.pointers(slots_of(wire_buffer, spec.slots))
+        self._wire_slots = self.plan.pointers(slots_of(wire_buffer, self.plan))
         is_one = result is wire_buffer
-        self._slots = self._wire_slots if is_one else self.plan.pointers(slots_of(result, spec.slots))
-        self.norm_slots = NormSlots(self.plan, self.indices)
+        self._slots = self._wire_slots if is_one else self.plan.pointers(slots_of(result, self.plan))
         self._descriptions = [_description(param) for param in self.params]
         self._has_fused = False  # whether a layer adds to `main_grad` itself
         self.bind()
@@ -76,9 +65,6 @@ class OwnBucket(Bucket):
 
         A cast or move of the model and back leaves a parameter as it was, but gives the views of `.grad`
         other memory. Then the views are made again.
-
-        Raises:
-            ValueError: a parameter has another dtype, device or shape than when the bucket was made.
         """
         for param, slot, made in zip(self.params, self.spec.slots, self._descriptions, strict=True):
             param.grad = None
@@ -100,10 +86,7 @@ class OwnBucket(Bucket):
         self._has_fused = bool(pop_written(self.params)) or self._has_fused
 
     def seal(self) -> None:
-        """Record the gradients once the last backward has accumulated all of them.
-
-        The backward may still be running.
-        """
+        """Record the gradients; the last backward, which may still run, has accumulated all of them."""
         self._sealed = grad_marks(self.params)
 
     def late(self) -> list[int]:
@@ -114,23 +97,18 @@ class OwnBucket(Bucket):
 
     @abstractmethod
     def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
-        """Launch the sum over ranks.
+        """Accumulate the last backward's gradients, and launch the sum over ranks.
 
         Args:
             inv_count: float32, 0-dim, multiplied in on the way to the wire; None for 1.
-            comm: over the bucket's ranks.
             poison: send nan, so that no rank uses the window.
-
-        Cost: accumulates the last backward's gradients, in the pass that casts them where there is one; then
-        the wire's cost for the bucket.
         """
 
     def _all_reduce(self, wire: Wire, comm: Comm, scale: Tensor | None, *, poison: bool) -> Work:
-        """Launch the all-reduce of the wire buffer."""
         if poison:
             self._wire.fill_(torch.nan)
         for observe in self.observers:
-            observe(self.indices, slots_of(self._wire, self.spec.slots), scale)
+            observe(self.indices, slots_of(self._wire, self.plan), scale)
         return wire.all_reduce_(self._wire, comm)
 
     def sent_tensors(self) -> list[Tensor]:
@@ -141,13 +119,8 @@ class OwnBucket(Bucket):
     def from_wire(self, scale: Tensor | None, norms: ReducedNorms) -> None:
         """Publish the reduced buffer as `.grad`; read its norms.
 
-        Parameters that no rank has used get a `.grad`, too; the reducer sets it to None afterwards.
-
-        Args:
-            scale: float32, 0-dim, multiplied in; None for 1.
-            norms: of all buckets, made from their `norm_slots`.
-
-        Cost: reads an element of the wire; writes `.grad` unless that is the same memory and `scale` is None.
+        Parameters that no rank has used get a `.grad`, too; the reducer sets it to None afterwards. Cost:
+        reads an element of the wire; writes `.grad` unless that is the same memory and `scale` is None.
         """
         is_published = self._slots is self._wire_slots and scale is None
         scale = self.one if scale is None else scale
@@ -155,10 +128,6 @@ class OwnBucket(Bucket):
         for param, grad in zip(self.params, self._grads, strict=True):
             if param.grad is not grad:
                 param.grad = grad
-
-    def release(self) -> None:
-        """Remove everything but `.grad` from the parameters."""
-        remove_main_grad(self.params)
 
     def _unseal(self) -> None:
         """Record which gradients have changed since `seal`, before they leave `.grad`."""
@@ -179,8 +148,6 @@ class FlatBucket(OwnBucket):
 
     Args:
         dtype: of the sum.
-        wire: over which the bucket is reduced.
-        comm: the transport.
         sets_main_grad: whether layers may add to the sum themselves, through `main_grad`.
     """
 
@@ -192,7 +159,7 @@ class FlatBucket(OwnBucket):
         *,
         wire: Wire,
         comm: Comm,
-        sets_main_grad: bool = True,
+        sets_main_grad: bool,
     ) -> None:
         device, travels = params[0].device, wire.dtype == dtype
         flat = _flat(spec, dtype, device, comm if travels else None)
@@ -240,17 +207,11 @@ class FlatBucket(OwnBucket):
 
 
 class ExactBucket(OwnBucket):
-    """Gradients of any type summed exactly, as integers.
-
-    The integers are on a grid that the largest values set.
+    """Gradients of any type summed exactly, as integers on a grid that the largest values set.
 
     Bytes an element: 8.02 for the sum (and 2 for narrow gradients), 12 moved by the first micro-batch and 20
     by later ones with fp32 gradients; on the wire those of `ExactOverRanks.rounds`. `.grad` of float32
     parameters is the memory of the sum.
-
-    Args:
-        terms: of a full window.
-        comm: the transport that reduces the bucket.
     """
 
     def __init__(self, spec: BucketSpec, params: Sequence[Parameter], *, terms: Terms, comm: Comm) -> None:
@@ -261,7 +222,6 @@ class ExactBucket(OwnBucket):
         super().__init__(spec, params, self._exact, rounded, result)
 
     def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
-        """Launch `ExactOverRanks.rounds`, after which `rounded` is the sum."""
         del inv_count, comm  # finish() divides the rounded sum; the sum has its transport already
         self._unseal()
         self.collect()
@@ -282,10 +242,8 @@ class InPlaceBucket(OwnBucket):
 
     Autograd's in-place add increments the version of a slot's view, which shows that the slot has arrived.
 
-    Args:
-        wire, comm: the wire and the transport that reduce the bucket.
-        watch: check every micro-batch for gradients that are not finite, so that a report can name it: one
-            more read each.
+    `watch` checks every micro-batch for gradients that are not finite, so that a report can name it: one more
+    read each.
     """
 
     def __init__(
@@ -452,42 +410,29 @@ class InPlaceBucket(OwnBucket):
 
 
 def own_bucket(
-    kind: str,
     spec: BucketSpec,
     params: Sequence[Parameter],
+    settings: Settings,
     *,
     wire: Wire,
     terms: Terms,
-    watch: bool,
     comm: Comm,
-    separate_sum: bool = False,
 ) -> OwnBucket:
-    """Make one bucket of the layout.
-
-    Args:
-        kind: one of `KINDS`.
-        spec: of the bucket.
-        params: of the bucket, in slot order.
-        wire: over which the bucket is reduced.
-        terms: of a full window.
-        watch: whether every micro-batch is checked for inf and nan.
-        comm: the transport.
-        separate_sum: whether `.grad` holds only the current micro-batch's gradient until `collect`. The sum
-            is then in separate memory, in fp32 at least, and no layer gets a `main_grad`.
-    """
-    if kind == "exact":
+    """Make one bucket of the layout, which is reduced over `wire`, the wire of this bucket."""
+    if settings.kind == "exact":
         return ExactBucket(spec, params, terms=terms, comm=comm)
-    dtype = sum_dtype(kind, spec.dtype)
+    dtype = sum_dtype(settings.kind, spec.dtype)
     # A DTensor's `.grad` wraps the view: an in-place add of autograd would not show in the view's version.
     has_parts = any(isinstance(param, LocalPart) for param in params)
-    if dtype != spec.dtype or separate_sum or has_parts:
+    if dtype != spec.dtype or settings.drops or has_parts:
+        # With `drops`, `.grad` holds only the current micro-batch's gradient until `collect`, so no layer may
+        # add to the sum.
         dtype = dtype if dtype != spec.dtype else torch.float32
-        return FlatBucket(spec, params, dtype, wire=wire, comm=comm, sets_main_grad=not separate_sum)
-    return InPlaceBucket(spec, params, wire=wire, comm=comm, watch=watch)
+        return FlatBucket(spec, params, dtype, wire=wire, comm=comm, sets_main_grad=not settings.drops)
+    return InPlaceBucket(spec, params, wire=wire, comm=comm, watch=settings.raises)
 
 
 def plan_of(spec: BucketSpec) -> BucketPlan:
-    """Return the plan of a bucket's slots."""
     return BucketPlan([slot.offset for slot in spec.slots], [slot.numel for slot in spec.slots])
 
 

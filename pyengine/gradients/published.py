@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ from pyengine.comm.base import by_dtype
 from pyengine.gradients.bucket import packed
 from pyengine.gradients.marks import GradVersions
 from pyengine.gradients.norms import SlotNorms
-from pyengine.gradients.slots import dense_strides, local
+from pyengine.gradients.slots import dense, dense_strides, local
 from pyengine.ops.device import is_lazy
 from pyengine.ops.pointers import DTYPE_CODES, keeps_elements_elsewhere
 from pyengine.window.final_pass import FinalPass
@@ -24,15 +24,10 @@ from pyengine.window.nonfinite import is_not_finite
 
 
 class Published:
-    """The gradients in `.grad` of an engine's parameters.
-
-    Each method reads them as they are at its call.
+    """The gradients in `.grad` of an engine's parameters, as they are at each call.
 
     The user may have written to them, or replaced them by other tensors. These methods read and scale the
     tensors that an optimizer would step with.
-
-    Args:
-        names, params: in registration order.
     """
 
     def __init__(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
@@ -47,16 +42,9 @@ class Published:
         self.record()
 
     def _lay_out(self, params: Sequence[Parameter]) -> None:
-        """Add parameters to the fused calls.
-
-        Frozen parameters are left out until they have a gradient: they would make the plans longer for
-        nothing.
-        """
+        """Add parameters to the fused calls. Frozen ones, which make plans longer, follow with a gradient."""
         known = [param for group, _ in self._groups for param in group]
-        self._groups = []
-        for group in by_dtype([*known, *params]):
-            plan = packed([local(param).numel() for param in group])
-            self._groups.append((group, SlotNorms(plan, [self._index[id(p)] for p in group], self._device)))
+        self._groups = norms_by_dtype([*known, *params], self._index)
         added = set(map(id, params))
         self._rest = [param for param in self._rest if id(param) not in added]
 
@@ -77,11 +65,7 @@ class Published:
 
     @torch.no_grad()
     def read(self, final: FinalPass, scale: Tensor | None = None) -> None:
-        """Write norms and finite flags to `final`; scale the gradients.
-
-        Args:
-            final: its `sumsq` and `nonfinite` are written.
-            scale: float32, 0-dim; None writes nothing.
+        """Write norms and finite flags to `final`; multiply the gradients by `scale`, float32, 0-dim.
 
         Cost: reads one element; with `scale` writes one. A copy of tensors that the core cannot address.
 
@@ -104,10 +88,7 @@ class Published:
 
     @torch.no_grad()
     def scale_(self, scale: Tensor) -> None:
-        """Multiply every gradient by `scale`, float32, 0-dim.
-
-        Cost: reads and writes one element.
-        """
+        """Multiply every gradient by `scale`, float32, 0-dim."""
         if is_lazy(self._device):  # the compiler fuses this with the next use of the gradients
             for param in self._params:
                 if param.grad is not None:
@@ -122,10 +103,7 @@ class Published:
                         grad.mul_(scale)
 
     def _copied(self, indices: Sequence[int]) -> list[Tensor | None]:
-        """Return gradients as plain float32 tensors on the device.
-
-        Raises ValueError with the name of a gradient whose elements cannot be read.
-        """
+        """Return gradients as plain float32 tensors on the device; refuse those that cannot be read."""
         copies: list[Tensor | None] = []
         for index in indices:
             param = self._params[index]
@@ -136,15 +114,12 @@ class Published:
                     f"elements before its norm is computed: it is a {type(param.grad).__name__} of "
                     f"{grad.numel()} on this rank"
                 )
-            dense = None if grad is None else _dense(grad).to(self._device, torch.float32)
-            copies.append(None if dense is None else dense.clone(memory_format=torch.contiguous_format))
+            wide = None if grad is None else dense(grad).to(self._device, torch.float32)
+            copies.append(None if wide is None else wide.clone(memory_format=torch.contiguous_format))
         return copies
 
     def _addresses_now(self) -> list[int]:
-        """Return the addresses of the gradients.
-
-        Empty on a lazy device, whose tensors have none.
-        """
+        """Return the addresses of the gradients; empty on a lazy device, whose tensors have none."""
         if is_lazy(self._device):
             return []
         try:
@@ -154,24 +129,18 @@ class Published:
 
     @torch.no_grad()
     def largest(self) -> Tensor:
-        """Return the largest absolute value of this rank's gradients.
+        """Return the largest absolute value of this rank's gradients, float64 0-dim.
 
-        Returns:
-            float64 0-dim on their device; nan if a gradient holds nan, 0 without gradients.
-
-        Cost: reads one element.
+        It is nan if a gradient holds nan, and 0 without gradients.
         """
-        grads = [_dense(grad) for grad in local_grads(self._params) if grad is not None and grad.numel()]
+        grads = [dense(grad) for grad in local_grads(self._params) if grad is not None and grad.numel()]
         if not grads:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return get_total_norm(grads, math.inf).double()  # every dtype represents a maximum exactly
 
     @torch.no_grad()
     def norms(self) -> Tensor:
-        """Return the 2-norm of every local gradient, 0 without one.
-
-        Returns:
-            float64 `[parameters]`, on their device.
+        """Return the 2-norm of every local gradient, float64 `[parameters]`; 0 without one.
 
         Cost: reads one element, and copies it to float64.
         """
@@ -181,12 +150,20 @@ class Published:
 
     @torch.no_grad()
     def clip_values_(self, value: float) -> None:
-        """Clip every element to [-value, value], in place.
-
-        Cost: reads and writes one element.
-        """
+        """Clip every element to [-value, value], in place."""
         held: list[Any] = [SimpleNamespace(grad=grad) for grad in local_grads(self._params)]
         clip_grad_value_(held, value)
+
+
+def norms_by_dtype(
+    params: Sequence[Parameter], index: Mapping[int, int]
+) -> list[tuple[list[Parameter], SlotNorms]]:
+    """Return a `SlotNorms` for the parameters of each dtype; `index` has registration indices by id."""
+    found = []
+    for group in by_dtype(params):
+        plan = packed([local(param).numel() for param in group])
+        found.append((group, SlotNorms(plan, [index[id(param)] for param in group], params[0].device)))
+    return found
 
 
 def _address(grad: Tensor | None) -> int:
@@ -196,10 +173,6 @@ def _address(grad: Tensor | None) -> int:
 def local_grads(params: Sequence[Parameter]) -> list[Tensor | None]:
     """Return this rank's local tensor of every gradient, or None."""
     return [None if param.grad is None else local(param.grad) for param in params]
-
-
-def _dense(grad: Tensor) -> Tensor:
-    return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def _flat(grad: Tensor | None) -> Tensor | None:

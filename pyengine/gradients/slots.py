@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.gradients.layout import Slot
+from pyengine.ops.plan import BucketPlan
 
 # By parameter name, the tensors of its sum in storage order: "sum", float32 or the parameter's dtype
 # `[numel]`; or of an exact sum "limbs", int32 `[2, blocks, 64]`, and "bins", uint8 `[blocks]`. With them
@@ -26,6 +27,11 @@ def local(tensor: Any) -> Tensor:
     return part
 
 
+def dense(grad: Tensor) -> Tensor:
+    """Return a gradient as a strided tensor."""
+    return grad if grad.layout is torch.strided else grad.to_dense()
+
+
 def as_gradient(part: Tensor, param: Any) -> Tensor:
     """Return a local gradient as DTensor if `param` is one."""
     if not hasattr(param, "to_local"):
@@ -36,9 +42,10 @@ def as_gradient(part: Tensor, param: Any) -> Tensor:
     return whole
 
 
-def slots_of(flat: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
+def slots_of(flat: Tensor, plan: BucketPlan) -> list[Tensor]:
     """Return a flat buffer's slots as views `[slot.numel]`."""
-    return [flat[slot.offset : slot.offset + slot.numel] for slot in slots]
+    slots = zip(plan.offsets, plan.numels, strict=True)
+    return [flat[offset : offset + numel] for offset, numel in slots]
 
 
 def views_of(flat: Tensor, params: Sequence[Parameter], slots: Sequence[Slot]) -> list[Tensor]:
@@ -54,22 +61,13 @@ def views_of(flat: Tensor, params: Sequence[Parameter], slots: Sequence[Slot]) -
 
 
 def load_slot_state(parts: Mapping[str, Tensor], kept: Mapping[str, Tensor] | None) -> None:
-    """Overwrite a slot's sum with the saved one, or zeros.
-
-    Args:
-        parts: the tensors of the sum, written.
-        kept: saved tensors of the same shapes and dtypes, or None.
-    """
+    """Overwrite a slot's sum, `parts`, with the saved one, or zeros."""
     for name, part in parts.items():
         part.zero_() if kept is None else part.copy_(kept[name])
 
 
 def saved_flags(saved: Saved, names: Sequence[str], done: int, device: torch.device) -> Tensor:
-    """Return the saved flags of the finished micro-batches.
-
-    Returns:
-        uint8 `[done, len(names)]`, owned by the caller.
-    """
+    """Return the saved flags of the finished micro-batches, uint8 `[done, len(names)]`."""
     rows = torch.zeros(done, len(names), dtype=torch.uint8, device=device)
     for index, name in enumerate(names):
         if "nonfinite" in saved.get(name, {}):
@@ -78,27 +76,21 @@ def saved_flags(saved: Saved, names: Sequence[str], done: int, device: torch.dev
 
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:
-    """Return the parameter's strides if it is dense.
-
-    For example channels_last. Otherwise the contiguous strides.
-    """
+    """Return the parameter's strides if it is dense, for example channels_last; else contiguous strides."""
     return torch.empty_like(param.detach(), device="meta").stride()
 
 
 def slot_gradient(param: Parameter) -> Tensor | None:
     """Return `param.grad` in the slot's order, or None.
 
-    Returns:
-        In the gradient's dtype: 1-D `[numel]`, or the gradient itself where it is contiguous. Autograd's own
-            memory, valid until `.grad` is replaced. A copy of gradients that are sparse, have other strides
-            or are negated.
+    It is 1-D, or the gradient itself where that is contiguous: autograd's own memory, valid until `.grad` is
+    replaced. Gradients that are sparse, have other strides or are negated are copied.
     """
-    grad = param.grad
-    if grad is None:
+    if param.grad is None:
         return None
-    if grad.layout is not torch.strided:
-        grad = grad.to_dense()
-    grad = grad.resolve_neg()  # autograd negates lazily, for example the imaginary part of a conjugate
+    grad = dense(
+        param.grad
+    ).resolve_neg()  # autograd negates lazily, for example the imaginary part of a conjugate
     if grad.is_contiguous() and param.is_contiguous():
         return grad
     like = torch.empty_like(param.detach(), dtype=grad.dtype)

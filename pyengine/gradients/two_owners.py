@@ -14,14 +14,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
-from pyengine.gradients.base import Reducer
+from pyengine.gradients.base import Reducer, Residuals
 from pyengine.gradients.bucket import Accumulator, Observer
 from pyengine.gradients.ddp.reducer import DDPReducer
 from pyengine.gradients.exact_sums import Terms
-from pyengine.gradients.groups import Groups
 from pyengine.gradients.layout import ParamSpec
-from pyengine.gradients.own import BucketReducer
-from pyengine.gradients.residuals import Residuals
+from pyengine.gradients.own import BucketReducer, Groups
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import Saved
 from pyengine.step.stepper import PlainStepper, Stepper

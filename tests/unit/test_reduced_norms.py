@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyengine as pe
-from pyengine.gradients.norms import NormSlots, ReducedNorms
+from pyengine.gradients.norms import ReducedNorms
 from pyengine.ops.plan import BucketPlan
 from pyengine.window.final_pass import FinalPass
 
@@ -18,8 +18,8 @@ ONE = torch.tensor(1.0)
 
 def _landed(bad: int | None = None) -> FinalPass:
     """Read parameters 3 and 0, and then 2; 1 and 4 are in no bucket."""
-    first = NormSlots(BucketPlan([0, 4], [2, 1]), [3, 0])
-    second = NormSlots(BucketPlan([0], [2]), [2])
+    first = (BucketPlan([0, 4], [2, 1]), [3, 0])
+    second = (BucketPlan([0], [2]), [2])
     norms, final = ReducedNorms([first, second], CPU), FinalPass(5, CPU)
     final.sumsq[4] = 7  # another owner's
     values = {3: torch.tensor([1.0, 2.0]), 0: torch.tensor([3.0]), 2: torch.tensor([4.0, 4.0])}
@@ -30,8 +30,8 @@ def _landed(bad: int | None = None) -> FinalPass:
     for *one, other in (nothing, [values[3], values[0], values[2]]):
         final.reset()
         norms.begin()
-        norms.read(1, second.plan.pointers([other]), None, ONE)
-        norms.read(0, first.plan.pointers(one), None, ONE)
+        norms.read(1, second[0].pointers([other]), None, ONE)
+        norms.read(0, first[0].pointers(one), None, ONE)
         norms.copy_to(final)
     return final
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyengine.gradients.bucket import packed
-from pyengine.gradients.norms import NormSlots, ReducedNorms
+from pyengine.gradients.norms import ReducedNorms
 from pyengine.ops.device import runs_ahead
 from pyengine.window.final_pass import FinalPass
 
@@ -100,7 +100,7 @@ class BucketNorms:
         for bucket in buckets:
             params = bucket.parameters()
             plan = packed([param.numel() for param in params])
-            slots.append(NormSlots(plan, [self._index[param] for param in params]))
+            slots.append((plan, [self._index[param] for param in params]))
         norms = ReducedNorms(slots, self._device)
         self._norms.append(norms)
         for index, bucket in enumerate(buckets):

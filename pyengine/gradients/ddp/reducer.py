@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyengine.comm.base import Comm
 from pyengine.comm.watch.promise import Promise
 from pyengine.gradients.arrival import Watch, watching
-from pyengine.gradients.base import Reducer
+from pyengine.gradients.base import Reducer, Residuals
 from pyengine.gradients.bucket import Accumulator, Observer
 from pyengine.gradients.ddp.bucket_norms import BucketNorms
 from pyengine.gradients.ddp.buckets import (
@@ -46,7 +46,6 @@ from pyengine.gradients.ddp.private import OnlyDDP, ReducerDriver, publish, redu
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.marks import GradVersions
 from pyengine.gradients.published import Published
-from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.settings import Settings, sum_dtype
 from pyengine.gradients.slots import Saved
 from pyengine.gradients.used_anywhere import UsedAnywhere, UsedFlags

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
 from pyengine.gradients.arrival import graph_leaves
-from pyengine.gradients.base import Reducer
+from pyengine.gradients.base import Reducer, Residuals
 from pyengine.gradients.fsdp.deferral import Choice
 from pyengine.gradients.fsdp.private import has_run, reduce_dtype, reset_iter_state
 from pyengine.gradients.fsdp.replay import Replay, copy_buffers
@@ -30,7 +30,6 @@ from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.fsdp.unsharded import Unsharded
 from pyengine.gradients.marks import REMEDY
 from pyengine.gradients.published import Published
-from pyengine.gradients.residuals import Residuals
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import Saved
 from pyengine.gradients.used_anywhere import UsedAnywhere, UsedFlags
