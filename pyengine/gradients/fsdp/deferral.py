@@ -22,15 +22,10 @@ Defer = str | Mapping[str, str]
 
 @dataclass(frozen=True)
 class Deferral:
-    """The deferral that the arguments of `attach` ask for.
+    """The deferral that the arguments of `attach` ask for."""
 
-    Attributes:
-        defer: a mode for all units, or modes by the name of a unit; units without one have "all".
-        budget_mb: MiB that deferral may hold on a rank; None: as `defer` says.
-    """
-
-    defer: Defer = "all"
-    budget_mb: float | None = None
+    defer: Defer = "all"  # a mode for all units, or modes by the name of a unit; units without one have "all"
+    budget_mb: float | None = None  # MiB that deferral may hold on a rank; None: as `defer` says
 
     def __str__(self) -> str:
         given = self.defer if isinstance(self.defer, str) else dict(self.defer)
@@ -39,19 +34,14 @@ class Deferral:
 
 @dataclass(frozen=True)
 class Choice:
-    """How one unit communicates in a window.
+    """How one unit communicates in a window."""
 
-    Attributes:
-        mode: "all": gradients are reduced in the last micro-batch only, and held unsharded until then.
-            "outer": reduce-scattered in every micro-batch, and all-reduced over replicas in the last. "none":
-            reduced in every micro-batch.
-        keeps: whether parameters stay unsharded from the window's first forward to its last backward.
-        held_bytes: bytes that a rank holds for that.
-    """
-
+    # "all": gradients are reduced in the last micro-batch only, and held unsharded until then. "outer":
+    # reduce-scattered in every micro-batch, and all-reduced over replicas in the last. "none": reduced in
+    # every micro-batch.
     mode: str
-    keeps: bool
-    held_bytes: int
+    keeps: bool  # parameters stay unsharded from the window's first forward to its last backward
+    held_bytes: int  # that a rank holds for that
 
 
 def choose(units: Sequence[Unit], deferral: Deferral) -> list[Choice]:

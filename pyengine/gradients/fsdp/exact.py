@@ -20,7 +20,7 @@ from pyengine.gradients.exact_sums import Terms, exact_over_ranks
 from pyengine.gradients.fsdp.places import is_first_on_mesh, shard_of
 from pyengine.gradients.fsdp.reducer import Managed, ShardedReducer
 from pyengine.gradients.norms import SlotNorms
-from pyengine.gradients.slots import Saved, as_gradient
+from pyengine.gradients.slots import Saved, as_gradient, slots_of
 from pyengine.gradients.used_anywhere import UsedFlags
 from pyengine.ops.device import send
 from pyengine.ops.exact_reference import BLOCK
@@ -34,15 +34,6 @@ from pyengine.wire import FP32
 class UnitBucket(Bucket):
     """The exact sum of one unit's gradients, unsharded.
 
-    Args:
-        params: the unit's sharded parameters; at least one.
-        indices: of the parameters, in registration order.
-        terms: of a full window.
-        comm: over all ranks.
-
-    Attributes:
-        num_bytes: that this object holds.
-
     Bytes an element: 8.02 on every rank, and 2 more where parameters are narrow.
     """
 
@@ -50,19 +41,16 @@ class UnitBucket(Bucket):
         self, params: Sequence[Parameter], indices: Sequence[int], *, terms: Terms, comm: Comm
     ) -> None:
         plan, device = aligned([param.numel() for param in params], BLOCK), params[0].device
-        self._exact = exact_over_ranks(
-            plan, numel=max(BLOCK, plan.flat_numel), terms=terms, device=device, comm=comm
-        )
+        self._exact = exact_over_ranks(plan, terms=terms, device=device, comm=comm)
         super().__init__(params, indices, plan, self._exact)
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._norms = SlotNorms(plan, self.indices, device)
         flat = self._exact.rounded
         if params[0].dtype != torch.float32:
             flat = torch.empty(flat.numel(), dtype=params[0].dtype, device=device)
-        slots = list(zip(plan.offsets, plan.numels, strict=True))
-        self._rounded = [self._exact.rounded[start : start + numel] for start, numel in slots]
         is_cast = flat is not self._exact.rounded
-        self._slots = [flat[start : start + numel] for start, numel in slots] if is_cast else self._rounded
+        self._rounded = slots_of(self._exact.rounded, plan)
+        self._slots = slots_of(flat, plan) if is_cast else self._rounded
         self.num_bytes = sum(t.nbytes for t in self._exact.round_tensors()) + flat.nbytes * is_cast
 
     def rounds(self, *, poison: bool) -> Staged:
@@ -72,28 +60,14 @@ class UnitBucket(Bucket):
         return self._exact.rounds(poison=poison)
 
     def publish(self, scale: Tensor | None, final: FinalPass) -> None:
-        """Read the norms of the rounded sums; set `.grad` to shards.
-
-        The memory of `.grad` is this object's.
-
-        Args:
-            scale: float32 0-dim; None for 1.
-            final: its `sumsq` and `nonfinite` are written.
-
-        Cost: reads 4 bytes and writes an element.
-        """
+        """Read the norms of the rounded sums, times `scale`; set `.grad` to shards, in this memory."""
         self._norms.read(self._rounded, self._slots, self._one if scale is None else scale, final)
         for param, slot in zip(self.params, self._slots, strict=True):
             param.grad = as_gradient(shard_of(slot.view(param.shape), param), param)
 
 
 class ExactFSDPReducer(ShardedReducer):
-    """Gradients of a sharded model, summed exactly; nothing overlaps with a backward.
-
-    Args:
-        managed: the sharded model and the engine's arguments.
-        terms: of a full window.
-    """
+    """Gradients of a sharded model, summed exactly; nothing overlaps with a backward."""
 
     def __init__(self, managed: Managed, *, terms: Terms) -> None:
         super().__init__(managed, watches=False, widens=False)
@@ -163,10 +137,7 @@ class ExactFSDPReducer(ShardedReducer):
                 self.unsharded.used[index] = self.unsharded.used[index] or is_used
 
     def _start(self, *, poison: bool) -> None:
-        """Launch the missing rounds.
-
-        The first round of every unit precedes the later ones.
-        """
+        """Launch the missing rounds; the first round of every unit precedes the later ones."""
         for bucket in self._buckets[len(self._works) :]:
             self._works.append(bucket.rounds(poison=poison))
         while any(work.rounds_left for work in self._works):

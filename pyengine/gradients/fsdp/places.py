@@ -22,18 +22,12 @@ class ScatteredPlace(Place):
 
     The input has one chunk for each rank. The parameter has a padded shard in every chunk, at the same
     `offset` from the start of the chunk.
-
-    Attributes:
-        shape: of the parameter, as forwards on this rank see it.
-        dim: dimension along which it is sharded.
-        shards: number of chunks.
-        padded: elements of a shard, including its padding.
     """
 
-    shape: tuple[int, ...]
-    dim: int
-    shards: int
-    padded: int
+    shape: tuple[int, ...]  # of the parameter, as forwards on this rank see it
+    dim: int  # dimension along which it is sharded
+    shards: int  # number of chunks
+    padded: int  # elements of a shard, including its padding
 
     def read(self, flat: Tensor) -> Tensor:
         whole = flat.new_empty(self.shape)
@@ -46,10 +40,7 @@ class ScatteredPlace(Place):
             shard.copy_(chunk)
 
     def _shards(self, flat: Tensor, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return each shard's view of the input and of the unsharded tensor.
-
-        The last shards may be short or missing.
-        """
+        """Return each shard's view of the input and of `whole`; the last shards may be short or missing."""
         rows = flat.view(self.shards, -1)[:, self.offset : self.offset + self.padded]
         chunks = whole.chunk(self.shards, self.dim)
         return [
@@ -58,13 +49,7 @@ class ScatteredPlace(Place):
 
 
 def scattered_places(params: Sequence[Any], names: Mapping[int, str], data_ndim: int) -> list[ScatteredPlace]:
-    """Return the positions of parameters in the input of their unit's reduce-scatter.
-
-    Args:
-        params: the sharded parameters that it reduces, in order.
-        names: keys of the places, by a parameter's id.
-        data_ndim: see `Unit`.
-    """
+    """Return the positions of `params`, which a unit reduce-scatters in this order; `names` are by id."""
     places, offset = [], 0
     for param in params:
         dim = next(place.dim for place in param.placements[:data_ndim] if not place.is_replicate())
@@ -86,7 +71,6 @@ def scattered_places(params: Sequence[Any], names: Mapping[int, str], data_ndim:
 
 
 def replicas_and_shards(params: Sequence[Any], data_ndim: int) -> tuple[int, int]:
-    """Return the number of replicas and of shards of a unit."""
     replicas = shards = 1
     for axis in range(data_ndim if params else 0):
         size = int(params[0].device_mesh.size(axis))
@@ -120,10 +104,7 @@ def padded_numel(param: Any, data_ndim: int) -> int:
 
 
 def is_counted(param: Any) -> bool:
-    """Whether this rank counts its shard in the norm.
-
-    It is one of the ranks on the mesh that replicate this local tensor: the first.
-    """
+    """Whether this rank counts its shard in the norm: the first of the ranks that replicate the shard."""
     coordinate = param.device_mesh.get_coordinate()
     return all(
         index == 0
@@ -138,10 +119,7 @@ def is_first_on_mesh(param: Any) -> bool:
 
 
 def shard_of(whole: Tensor, param: Any) -> Tensor:
-    """Return this rank's shard of an unsharded tensor.
-
-    It is a view where that is contiguous.
-    """
+    """Return this rank's shard of an unsharded tensor, a view where that is contiguous."""
     coordinates = param.device_mesh.get_coordinate()
     for axis, placement in enumerate(param.placements):
         if placement.is_shard():

@@ -60,10 +60,7 @@ def missing(module: Any) -> list[str]:
 
 
 def groups_of(module: Any) -> list[Any]:
-    """Return the parameter groups that a unit reduces.
-
-    There is one for each mesh.
-    """
+    """Return the parameter groups that a unit reduces, one for each mesh."""
     return _groups_of(module._get_fsdp_state())
 
 
@@ -81,12 +78,8 @@ def parameters_of(module: Any) -> list[Parameter]:
 def reduced_parameters(module: Any, waiting: Collection[int] = ()) -> list[Parameter]:
     """Return the sharded parameters whose gradients a unit reduces.
 
-    A forward has unsharded them. They require a gradient, or have one from the time when they did.
-
-    Args:
-        module: the unit.
-        waiting: ids of parameters with such an old gradient: `waiting_parameters` before the backward that
-            reduces.
+    A forward has unsharded them. They require a gradient, or have one from the time when they did: these are
+    `waiting`, the ids that `waiting_parameters` has returned before the backward that reduces.
     """
     return [
         managed.sharded_param
@@ -136,10 +129,9 @@ def has_run(module: Any) -> bool:
 
 
 def reduce_unused(module: Any) -> None:
-    """Let a unit reduce zeros for parameters without a gradient.
+    """Let a unit reduce zeros for parameters without a gradient, of which another rank may have one.
 
-    They require a gradient, and another rank may have one. torch before 2.13 has no setter for it;
-    `SavedSettings.restore` ends it.
+    torch before 2.13 has no setter for it; `SavedSettings.restore` ends it.
     """
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -193,18 +185,12 @@ def reset_iter_state(module: Any) -> None:
 
 
 def state_id(module: Any) -> int:
-    """Return an id of the FSDP state of a module.
-
-    Modules that were passed to `fully_shard` together share it.
-    """
+    """Return an id of a module's FSDP state, which modules passed to `fully_shard` together share."""
     return id(module._get_fsdp_state())
 
 
 def reduce_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return the dtype of a unit's sums; None if it trains nothing.
-
-    It is the dtype over micro-batches and over ranks.
-    """
+    """Return the dtype of a unit's sums over micro-batches and ranks; None if it trains nothing."""
     for group in groups_of(module):
         policy = group.mp_policy
         for managed in group.fsdp_params:
@@ -242,11 +228,7 @@ def has_own_reduce_scatter(module: nn.Module) -> bool:
 
 
 class SavedSettings:
-    """A unit's settings before the engine, to be restored.
-
-    Args:
-        module: the unit.
-    """
+    """A unit's settings before the engine, to be restored."""
 
     def __init__(self, module: Any) -> None:
         self._state = module._get_fsdp_state()
@@ -259,12 +241,10 @@ class SavedSettings:
 
     @property
     def all_gather(self) -> Any:
-        """The unit's all-gather of parameters."""
         return self._groups[0][1]["_all_gather_comm"]
 
     @property
     def reduce_scatter(self) -> Any:
-        """The unit's reduce-scatter of gradients."""
         return self._groups[0][1]["_reduce_scatter_comm"]
 
     def restore_resharding(self) -> None:
@@ -277,7 +257,6 @@ class SavedSettings:
             group.post_forward_mesh_info = None if is_root else values["post_forward_mesh_info"]
 
     def restore(self) -> None:
-        """Restore all settings."""
         for group, values in self._groups:
             for name, value in values.items():
                 setattr(group, name, value)

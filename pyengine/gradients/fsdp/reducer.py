@@ -50,24 +50,14 @@ _EXCEPTION_IN_BACKWARD = (
 
 @dataclass(frozen=True)
 class Managed:
-    """A model that `fully_shard` or `replicate` was called on, and the engine's arguments.
+    """A model that `fully_shard` or `replicate` was called on, and the engine's arguments."""
 
-    Attributes:
-        model: the outermost unit.
-        named: its managed parameters, sharded, in registration order.
-        units: its units.
-        choices: by unit, when it communicates.
-        counted: by parameter, whether this rank counts its local tensor in the norm.
-        comm: transport over all ranks of the engine.
-        settings: the engine's arguments.
-    """
-
-    model: nn.Module
-    named: Sequence[tuple[str, Parameter]]
+    model: nn.Module  # the outermost unit
+    named: Sequence[tuple[str, Parameter]]  # its managed parameters, sharded, in registration order
     units: Sequence[Unit]
-    choices: Sequence[Choice]
-    counted: Sequence[bool]
-    comm: Comm
+    choices: Sequence[Choice]  # by unit, when it communicates
+    counted: Sequence[bool]  # by parameter, whether this rank counts its local tensor in the norm
+    comm: Comm  # over all ranks of the engine
     settings: Settings
 
 
@@ -75,20 +65,9 @@ class ShardedReducer(Reducer):
     """A sharded model whose units reduce when the window ends.
 
     Args:
-        managed: the model and the engine's arguments.
         widens: whether a micro-batch's narrow gradients are summed in the dtype in which their unit reduces;
             False keeps the bits of autograd.
         watches: whether every micro-batch is checked for inf and nan.
-
-    Attributes:
-        model: the outermost unit.
-        names, params: of the managed parameters.
-        units, comm, choices, counted: as managed.
-        wire: over which gradients are reduce-scattered.
-        held_bytes: bytes that a window holds to communicate less often.
-        unsharded: the unsharded parameters, with the window's sums.
-        used: all-reduces which parameters each rank has used.
-        is_clean: whether FSDP has no state of an unfinished window.
     """
 
     has_collective_forwards = True
@@ -120,7 +99,7 @@ class ShardedReducer(Reducer):
             separate=managed.settings.drops,
             widens=widens,
         )
-        self.is_clean = True
+        self.is_clean = True  # FSDP has no state of an unfinished window
         self._has_warned = False
         # A weak reference: hooks of parameters refer to `unsharded`, and Python's garbage collector does not
         # see them.
@@ -206,14 +185,7 @@ class ShardedReducer(Reducer):
 
 
 class FSDPReducer(ShardedReducer):
-    """Gradients that `fully_shard` or `replicate` owns.
-
-    Args:
-        managed: the model and the engine's arguments.
-
-    Attributes:
-        residuals: of unsharded parameters.
-    """
+    """Gradients that `fully_shard` or `replicate` owns."""
 
     overlaps = True
 
@@ -298,10 +270,7 @@ class FSDPReducer(ShardedReducer):
     def save(self) -> Saved:
         if refusal := self.load_problems():
             raise RuntimeError(f"state_dict: {refusal[0]}")
-        saved = self.unsharded.save(self.names)
-        for name, parts in saved.items():
-            parts |= self.unsharded.saved_flags(self.names.index(name))
-        return saved
+        return self.unsharded.save(self.names)
 
     def load(self, saved: Saved, *, done: int) -> None:
         self.unsharded.load(saved, self.names, done=done)
@@ -327,10 +296,7 @@ class FSDPReducer(ShardedReducer):
         self._replay.release()
 
     def _prepare(self, header: Header) -> None:
-        """Prepare the reduction, after a header in which ranks agree.
-
-        Otherwise FSDP's own collectives would hang.
-        """
+        """Prepare the reduction, after a header in which ranks agree: else FSDP's collectives would hang."""
         if header.is_refused():
             check_agreement(header, header.totals(), self.comm)
         self._divisor = Divisor(header.inv_count, self._divisor_wire, header.inv_scale)
@@ -340,10 +306,7 @@ class FSDPReducer(ShardedReducer):
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:
-        """Reduce in the body's backward.
-
-        If the body has none, a replayed backward reduces.
-        """
+        """Reduce in the body's backward; if the body has none, a replayed backward reduces."""
         if not self._replay.has_batch and not self.unsharded.has_run:
             self._replay.run(self.preserve_grads)  # raises
         for unit in self.units:

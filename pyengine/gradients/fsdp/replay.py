@@ -6,7 +6,7 @@ It makes FSDP2 reduce outside of the caller's backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,14 +16,9 @@ from pyengine.ops.device import runs_ahead
 
 
 class Replay:
-    """Keeps the inputs of the model's last forward, to replay it.
+    """Keeps the inputs of the model's last forward, to replay it; they stay alive until the next one.
 
     FSDP2 reduces in a backward and has no public call for it outside of one.
-
-    Args:
-        model: the outermost unit.
-
-    Cost: keeps the last batch alive until the next one.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,26 +36,20 @@ class Replay:
     def run(self, preserve_grads: Callable[[Sequence[Tensor]], None]) -> None:
         """Run forward and backward; the caller replaces the gradients by zeros.
 
-        Buffers and random generators are restored afterwards.
-
-        Args:
-            preserve_grads: called before the backward with the tensors that it starts from.
-
-        Raises:
-            RuntimeError: the model has no output with a gradient, or its forward has never run.
+        Buffers and random generators are restored afterwards. `preserve_grads` is called before the backward
+        with the tensors that it starts from.
         """
         if self._inputs is None:
-            raise RuntimeError(_NO_BATCH)
+            raise RuntimeError(
+                "flush: FSDP reduces only in a backward, and no forward of the model has run on this rank "
+                "yet, so there is no batch for one: end the first window by its last backward"
+            )
         args, kwargs = self._inputs
         is_on, dtype = self._autocast
+        device, restore_buffers = _device_of(self._model), copy_buffers(self._model)
         self._is_running = True
-        device = _device_of(self._model)
         try:
-            with (
-                _forked_rng(device),
-                unchanged_buffers(self._model),
-                torch.enable_grad(),
-            ):
+            with _forked_rng(device), torch.enable_grad():
                 with torch.autocast(device.type, dtype=dtype, enabled=is_on):
                     outputs = [t for t in _tensors(self._model(*args, **kwargs)) if t.requires_grad]
                 if not outputs:
@@ -71,10 +60,10 @@ class Replay:
                 preserve_grads(outputs)
                 torch.autograd.backward(outputs, [torch.zeros_like(t) for t in outputs])
         finally:
+            restore_buffers()
             self._is_running = False
 
     def release(self) -> None:
-        """Release the batch."""
         self._handle.remove()
         self._inputs = None
 
@@ -86,27 +75,8 @@ class Replay:
             self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
-_NO_BATCH = (
-    "flush: FSDP reduces only in a backward, and no forward of the model has run on this rank yet, so there "
-    "is no batch for one: end the first window by its last backward"
-)
-
-
-@contextmanager
-def unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers after the body, for example running statistics.
-
-    Cost: copies all buffers, twice.
-    """
-    restore = copy_buffers(model)
-    try:
-        yield
-    finally:
-        restore()
-
-
 def copy_buffers(model: nn.Module) -> Callable[[], None]:
-    """Copy the model's buffers; return a function that restores them."""
+    """Copy the model's buffers, for example running statistics; return a function that restores them."""
     kept = [
         (module, name, buffer, buffer.detach().clone())
         for module in model.modules()

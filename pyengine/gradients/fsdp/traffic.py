@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.comm import TorchDist
-from pyengine.comm.base import Comm, ring_bytes
+from pyengine.comm.base import Comm
 from pyengine.gradients.fsdp.places import ScatteredPlace
 from pyengine.ops.device import runs_ahead
 from pyengine.wire import Wire
@@ -26,12 +26,7 @@ def _run(comm: Comm, launch: Callable[[bool], Any], what: str, *, group: Any, is
 
 
 class CountedAllGather:
-    """The unit's all-gather of parameters, with its traffic counted.
-
-    Args:
-        inner: the unit's own.
-        comm: counts the traffic, and names the ranks that do not answer.
-    """
+    """The unit's all-gather of parameters, with its traffic counted."""
 
     def __init__(self, inner: Any, comm: Comm) -> None:
         self._inner, self._comm = inner, comm
@@ -56,50 +51,30 @@ class ShardWire:
     Args:
         wire: of the dtype that a unit reduces in, or narrower.
         comm: counts the traffic, and names the ranks that do not answer.
-
-    Attributes:
-        wire, comm: as given.
-        memory: residuals of the units.
-        before: returns the factor multiplied in on the way to the wire, float32 0-dim; None for 1. Set for
-            each window.
     """
 
     def __init__(self, wire: Wire, comm: Comm) -> None:
         self.wire, self.comm = wire, comm
-        self.before: Callable[[], Tensor | None] = _nothing
-        self.memory = WireMemory()
+        # Returns the factor multiplied in on the way to the wire, float32 0-dim; None for 1. Set for each
+        # window.
+        self.before: Callable[[], Tensor | None] = lambda: None
+        self.memory = WireMemory()  # residuals of the units
         self._over: dict[Any, TorchDist] = {}
 
     def replaces(self, inner: Any, group: Any, parts: Tensor) -> bool:
-        """Whether the wire sums this input, instead of the unit's own reduce-scatter.
-
-        gloo's own reduce-scatter is an all-reduce, which sends twice as much.
-
-        Args:
-            inner: the unit's own reduce-scatter.
-            group: of ranks.
-            parts: the input.
-        """
+        """Whether the wire sums this input, instead of `inner`, the unit's own reduce-scatter."""
         if parts.dtype != self.wire.dtype or self.wire.is_encoded:
             return True
-        is_slow = not runs_ahead(parts.device) and _backend(group, parts.device) == "gloo"
+        # gloo's own reduce-scatter is an all-reduce, which sends twice as much. `dist.get_backend` has no
+        # device.
+        backend = group._get_backend(parts.device).name().lower()  # noqa: SLF001
+        is_slow = not runs_ahead(parts.device) and backend == "gloo"
         return is_slow and type(inner).__name__ == "DefaultReduceScatter" and self.wire.can_reduce_scatter
 
-    def wire_of(self, places: Sequence[ScatteredPlace], parts: Tensor) -> Wire:
-        """Return the wire of one unit, with memory for its parameters' residuals."""
-        assert sum(place.shards * place.padded for place in places) == parts.numel()
-        return self.memory.wire_for(self.wire, places, parts.numel(), parts.device)
-
     def reduce_scatter(self, out: Tensor, parts: Tensor, group: Any, wire: Wire) -> None:
-        """Sum over a group; see `Wire.reduce_scatter`.
+        """Sum over a group, as `Wire.reduce_scatter`; values are cast where the wire is narrower.
 
-        Values are cast where the wire is narrower.
-
-        Args:
-            out, parts: as for `Wire.reduce_scatter`. `parts` is overwritten where a factor is multiplied
-                in without a cast.
-            group: of ranks.
-            wire: of the unit.
+        `parts` is overwritten where a factor is multiplied in without a cast. `wire` is that of the unit.
         """
         if group not in self._over:
             self._over[group] = TorchDist(group, parts.device)
@@ -113,21 +88,11 @@ class ShardWire:
         wire.reduce_scatter(out, parts, self._over[group])
 
 
-def _nothing() -> None:
-    return None
-
-
-def _backend(group: Any, device: torch.device) -> str:
-    name: str = group._get_backend(device).name()  # noqa: SLF001 - `dist.get_backend` has no device
-    return name.lower()
-
-
 class ReduceScatterOverWire:
     """A unit's reduce-scatter of gradients; called with the arguments of torch's own.
 
     Args:
-        inner: the unit's own.
-        wire: replaces `inner` where it is narrower, or cheaper.
+        inner: the unit's own, which `wire` replaces where it is narrower, or cheaper.
         reduced: returns the sharded parameters that are reduce-scattered now.
         places: returns their positions in the input.
     """
@@ -169,19 +134,8 @@ class ReduceScatterOverWire:
         params = self._reduced()
         ids = [id(param) for param in params]
         if self._own_wire is None or self._own_wire[1] != ids:
-            self._own_wire = self._wire.wire_of(self._places(params), parts), ids
+            places = self._places(params)
+            assert sum(place.shards * place.padded for place in places) == parts.numel()
+            wire = self._wire.memory.wire_for(self._wire.wire, places, parts.numel(), parts.device)
+            self._own_wire = wire, ids
         return self._own_wire[0]
-
-
-def counted_all_reduce(comm: Comm, replicas: int) -> Callable[[Tensor], None]:
-    """Return a hook that counts the traffic of the all-reduce over replicas.
-
-    Args:
-        comm: counts the traffic.
-        replicas: ranks that the all-reduce sums over.
-    """
-
-    def count(reduced: Tensor) -> None:
-        comm.traffic.count(ring_bytes(reduced.nbytes, replicas))
-
-    return count

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-from torch.nn import Parameter
+from torch import Tensor, nn
 
-from pyengine.gradients.fsdp.places import ScatteredPlace, replicas_and_shards, scattered_places
+from pyengine.comm.base import ring_bytes
+from pyengine.gradients.fsdp.places import replicas_and_shards, scattered_places
 from pyengine.gradients.fsdp.private import (
     SavedSettings,
     data_ndim,
@@ -21,29 +20,18 @@ from pyengine.gradients.fsdp.private import (
     state_id,
     waiting_parameters,
 )
-from pyengine.gradients.fsdp.traffic import (
-    CountedAllGather,
-    ReduceScatterOverWire,
-    ShardWire,
-    counted_all_reduce,
-)
+from pyengine.gradients.fsdp.traffic import CountedAllGather, ReduceScatterOverWire, ShardWire
 from pyengine.wire import Wire
 
 
 class Unit:
-    """A module that `fully_shard` or `replicate` was called on.
-
-    Attributes:
-        name: in the model; empty for the model itself.
-        module: the module.
-        params: the sharded parameters that it manages.
-        data_ndim: number of leading, data-parallel axes of their meshes.
-        replicas, shards: along these axes, how many ranks replicate a parameter, and how many shards it has.
-    """
+    """A module that `fully_shard` or `replicate` was called on."""
 
     def __init__(self, name: str, module: Any) -> None:
-        self.name, self.module = name, module
-        self.params = parameters_of(module)
+        self.name, self.module = name, module  # the name is empty for the model itself
+        self.params = parameters_of(module)  # sharded
+        # Number of leading, data-parallel axes of their meshes; along these axes, how many ranks replicate a
+        # parameter, and how many shards it has.
         self.data_ndim = data_ndim(module)
         self.replicas, self.shards = replicas_and_shards(self.params, self.data_ndim)
         self._waiting: set[int] = set()  # ids of parameters whose old gradient the next backward reduces
@@ -70,12 +58,7 @@ class Unit:
         return is_other and self.is_sharded and self.shards > 1
 
     def open(self, mode: str, *, keeps: bool) -> None:
-        """Begin a window; see `Choice`.
-
-        Args:
-            mode: which reductions earlier backwards launch: "all" defers all of them.
-            keeps: whether parameters stay unsharded.
-        """
+        """Open a window; `mode` and `keeps` are those of `Choice`."""
         module = self.module
         # A forward outside of windows may have unsharded the parameters; an optimizer may have stepped since.
         module.reshard()
@@ -86,25 +69,8 @@ class Unit:
             module.set_reshard_after_forward(False, recurse=False)
             module.set_reshard_after_backward(False, recurse=False)
 
-    def reduced(self) -> list[Parameter]:
-        """Return the parameters that the unit reduce-scatters now, in order."""
-        return reduced_parameters(self.module, self._waiting)
-
-    def places(self, names: Mapping[int, str], params: Sequence[Parameter]) -> list[ScatteredPlace]:
-        """Return the positions of parameters in the unit's reduce-scatter input.
-
-        The unit has to be sharded.
-
-        Args:
-            names: of parameters, by their id.
-            params: the parameters that it reduce-scatters.
-        """
-        return scattered_places(params, names, self.data_ndim)
-
     def attach(self, wire: ShardWire, names: Mapping[int, str]) -> None:
-        """Let the window decide when this unit reduces.
-
-        It reduces sums and not means, and every parameter on every rank.
+        """Let the window decide when this unit reduces: sums, not means, and every parameter on every rank.
 
         Args:
             wire: over which its gradients are reduced; its transport counts the unit's collectives.
@@ -117,12 +83,20 @@ class Unit:
         reduce_unused(module)
         if self.params:
             module.set_custom_all_gather(CountedAllGather(self._saved_settings.all_gather, wire.comm))
-            places = partial(self.places, names)
             module.set_custom_reduce_scatter(
-                ReduceScatterOverWire(self._saved_settings.reduce_scatter, wire, self.reduced, places)
+                ReduceScatterOverWire(
+                    self._saved_settings.reduce_scatter,
+                    wire,
+                    lambda: reduced_parameters(module, self._waiting),
+                    lambda params: scattered_places(params, names, self.data_ndim),
+                )
             )
             if self.replicas > 1:
-                module.set_all_reduce_hook(counted_all_reduce(wire.comm, self.replicas))
+
+                def count(reduced: Tensor) -> None:
+                    wire.comm.traffic.count(ring_bytes(reduced.nbytes, self.replicas))
+
+                module.set_all_reduce_hook(count)
         self.disable_reduction()
 
     def disable_reduction(self) -> None:
@@ -137,16 +111,12 @@ class Unit:
         self.module.set_reshard_after_backward(True, recurse=False)
 
     def release(self) -> None:
-        """Restore the unit."""
         self.module.reshard()
         self._saved_settings.restore()
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """Return the units of a model, in the order of its modules.
-
-    Modules that share a unit give one.
-    """
+    """Return the units of a model, in the order of its modules; modules that share a unit give one."""
     found: dict[int, Unit] = {}
     for name, module in model.named_modules():
         if is_unit(module):

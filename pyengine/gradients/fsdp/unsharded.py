@@ -28,24 +28,14 @@ class Unsharded:
     torch does not change while gradients are not reduced.
 
     Args:
-        model: with units.
-        units: of the model.
-        deferred: by unit, whether sums of earlier micro-batches stay here.
         params: the sharded parameters, in registration order; all indices here refer to it.
+        deferred: by unit, whether sums of earlier micro-batches stay here.
         dtypes: by unit, the dtype in which it reduces; None where it trains nothing.
         watches: whether every micro-batch is checked for inf and nan.
         separate: whether `.grad` holds only the current micro-batch's gradient until `add_to_sums` or
             `pop_grads`.
         widens: whether narrower gradients are summed in the dtype in which their unit reduces. Otherwise they
             keep the dtype in which they are computed, until `pop_grads`.
-
-    Attributes:
-        used: by parameter, whether this window has a gradient of it here.
-        is_void: whether gradients are replaced by zeros and do not count as used.
-        has_arrived: whether any gradient was accumulated since this was last set to False.
-        arrived: indices of parameters whose gradient was accumulated since the set was last cleared; includes
-            padding.
-        on_repeat: called in a backward that accumulates a gradient of a parameter in `arrived`.
     """
 
     def __init__(
@@ -77,10 +67,13 @@ class Unsharded:
         self._rows: list[Tensor] = []
         self._flags: dict[int, Tensor] = {}
         self._device = params[0].device
-        self.is_void = self.has_arrived = False
+        self.is_void = False  # whether gradients are replaced by zeros and do not count as used
+        self.has_arrived = False  # whether any gradient was accumulated since this was last set to False
+        # Indices of parameters whose gradient was accumulated since it was last cleared; includes padding.
         self.arrived: set[int] = set()
+        # Called in a backward that accumulates a gradient of a parameter in `arrived`.
         self.on_repeat: Callable[[], None] = lambda: None
-        self.used = [False] * len(params)
+        self.used = [False] * len(params)  # whether this window has a gradient of the parameter here
         places = _places(model, self._index)
         every = [[self._index[id(param)] for param in unit.params] for unit in units]
         self._units: list[list[int]] = []
@@ -97,7 +90,6 @@ class Unsharded:
 
     @property
     def has_run(self) -> bool:
-        """Whether a forward has run."""
         return bool(self._found)
 
     def begin(self) -> None:
@@ -129,11 +121,7 @@ class Unsharded:
 
     @contextmanager
     def one_grad_dtype(self) -> Iterator[None]:
-        """Give all gradients of a unit one dtype in the body.
-
-        The body is the window's last backward.
-
-        FSDP requires this.
+        """Give all gradients of a unit one dtype in the body, the window's last backward: FSDP requires it.
 
         Cost: where a unit has sums of earlier micro-batches, zeros in their dtype for its parameters that
         none of these has used; else nothing.
@@ -167,11 +155,6 @@ class Unsharded:
         param = self._found.get(index)
         return param is None or not param.requires_grad
 
-    def sums(self) -> dict[int, Tensor]:
-        """Return this window's sums by index, unsharded, in their dtype; not copied."""
-        grads = {index: param.grad for index, param in self._found.items() if param.grad is not None}
-        return {**self._sums, **grads}
-
     def grad_holders(self) -> list[Any]:
         """Return the unsharded parameters by index; None for those without a forward yet."""
         self._restore_unconverted()
@@ -194,10 +177,7 @@ class Unsharded:
             self._move_sum_to_grad(index)
 
     def pop_grads(self) -> dict[int, Tensor]:
-        """Return the micro-batch's gradients by index, unsharded; set `.grad` to None.
-
-        The caller owns them.
-        """
+        """Return the micro-batch's gradients by index, unsharded; set `.grad` to None."""
         self._restore_unconverted()
         grads = {index: param.grad for index, param in self._found.items() if param.grad is not None}
         for index in grads:
@@ -206,35 +186,31 @@ class Unsharded:
         return grads
 
     def save(self, names: Sequence[str]) -> Saved:
-        """Return copies of the sums, without flags; see `Reducer.save`."""
-        return {
-            names[index]: {"sum": local(grad).reshape(-1).clone()}
-            for index, grad in self.sums().items()
-            if self.used[index]
-        }
+        """See `Reducer.save`."""
+        grads = {index: param.grad for index, param in self._found.items() if param.grad is not None}
+        saved: Saved = {}
+        for index, total in {**self._sums, **grads}.items():
+            if self.used[index]:
+                saved[names[index]] = {"sum": local(total).reshape(-1).clone()}
+                if self._watches:
+                    none = torch.zeros(0, dtype=torch.uint8, device=self._device)
+                    flags = [none, *(row[index : index + 1] for row in self._rows)]
+                    saved[names[index]]["nonfinite"] = torch.cat(flags)
+        return saved
 
     def sum_forms(self, names: Sequence[str]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of the sums that `save` may return, by name."""
         return {names[index]: form for index, form in self._sum_types.items()}
 
-    def saved_flags(self, index: int) -> dict[str, Tensor]:
-        """Return a parameter's flags of this window for a checkpoint.
-
-        Empty if micro-batches are not checked.
-        """
-        none = torch.zeros(0, dtype=torch.uint8, device=self._device)
-        flags = [none, *(row[index : index + 1] for row in self._rows)]
-        return {"nonfinite": torch.cat(flags)} if self._watches else {}
-
     def load(self, saved: Saved, names: Sequence[str], *, done: int) -> None:
-        """Restore the sums that `save` returned; see `Reducer.load`."""
+        """See `Reducer.load`."""
         for index, name in enumerate(names):
             if "sum" in saved.get(name, {}):
                 self.used[index] = True
                 kept = saved[name]["sum"]
                 self._sums[index] = kept.detach().to(self._device, copy=True) if self._is_separate else kept
-        for index in list(self._found):
-            self._resume(index)
+        if not self._is_separate:
+            self.move_sums_to_grad()
         if self._watches:
             self._rows = list(saved_flags(saved, names, done, self._device))
 
@@ -244,7 +220,6 @@ class Unsharded:
         return lambda index: flagged_in(rows, index) if watches else None
 
     def release(self) -> None:
-        """Release the parameters, and remove the hooks."""
         self.begin()
         for param in self._found.values():
             param.grad_dtype = param.dtype
@@ -267,11 +242,8 @@ class Unsharded:
                     param.register_hook(partial(self._on_gradient, index)),
                     param.register_post_accumulate_grad_hook(partial(self._on_accumulated, index)),
                 ]
-            self._resume(index)
-
-    def _resume(self, index: int) -> None:
-        if not self._is_separate:
-            self._move_sum_to_grad(index)
+            if not self._is_separate:
+                self._move_sum_to_grad(index)
 
     def _move_sum_to_grad(self, index: int) -> None:
         """Move a parameter's separate sum to its `.grad`."""
