@@ -40,13 +40,12 @@ class ExactOverRanks(ExactSum, Sum):
         self,
         plan: BucketPlan,
         *,
-        numel: int,
         terms: Terms,
         device: torch.device,
         comm: Comm,
     ) -> None:
         whole = comm.world_size * BLOCK  # whole blocks for every rank
-        numel = -(-numel // whole) * whole
+        numel = -(-max(plan.flat_numel, 1) // whole) * whole
         limbs = comm.allocate(2 * numel, torch.int32, device)
         super().__init__(plan, numel=numel, terms=terms.total, device=device, limbs=limbs)
         self._comm = comm
@@ -128,12 +127,11 @@ class TermsOverRanks(ExactOverRanks):
         self,
         plan: BucketPlan,
         *,
-        numel: int,
         terms: Terms,
         device: torch.device,
         comm: Comm,
     ) -> None:
-        super().__init__(plan, numel=numel, terms=terms, device=device, comm=comm)
+        super().__init__(plan, terms=terms, device=device, comm=comm)
         self._num_rounds = 3
         self._exchanges = False  # integers are rare here: one all-reduce, no further buffers
         self._full_plan, self._terms, self._form = plan, terms.total, _Form()
@@ -204,13 +202,11 @@ class TermsOverRanks(ExactOverRanks):
         )
 
 
-def exact_over_ranks(
-    plan: BucketPlan, *, numel: int, terms: Terms, device: torch.device, comm: Comm
-) -> ExactOverRanks:
+def exact_over_ranks(plan: BucketPlan, *, terms: Terms, device: torch.device, comm: Comm) -> ExactOverRanks:
     """Return the exact sum that sends the fewest bytes; see `ExactOverRanks`."""
     sends_terms = terms.most == 1 and can_exchange(comm) and not comm.is_stream_ordered
     kind = TermsOverRanks if sends_terms else ExactOverRanks
-    return kind(plan, numel=numel, terms=terms, device=device, comm=comm)
+    return kind(plan, terms=terms, device=device, comm=comm)
 
 
 def can_exchange(comm: Comm) -> bool:

@@ -216,7 +216,7 @@ class ExactBucket(OwnBucket):
 
     def __init__(self, spec: BucketSpec, params: Sequence[Parameter], *, terms: Terms, comm: Comm) -> None:
         device = params[0].device
-        self._exact = exact_over_ranks(plan_of(spec), numel=spec.numel, terms=terms, device=device, comm=comm)
+        self._exact = exact_over_ranks(plan_of(spec), terms=terms, device=device, comm=comm)
         rounded = self._exact.rounded[: spec.numel]
         result = rounded if spec.dtype == torch.float32 else _flat(spec, spec.dtype, device)
         super().__init__(spec, params, self._exact, rounded, result)

@@ -83,7 +83,7 @@ def _merged(
     sent.
     """
     plan, numel = _plan(numels)
-    total = exact_over_ranks(plan, numel=numel, terms=Terms(TERMS, most), device=CPU, comm=comm)
+    total = exact_over_ranks(plan, terms=Terms(TERMS, most), device=CPU, comm=comm)
     result, num_bytes = torch.empty(0), 0
     for window in range(3):  # what a window leaves is no matter to the next one
         total.begin()
@@ -143,9 +143,9 @@ def _merges_terms() -> None:
 
 
 def _held(most: int) -> int:
-    plan, numel = _plan([1024])
+    plan, _ = _plan([1024])
     comm = comm_for(CPU, None)
-    total = exact_over_ranks(plan, numel=numel, terms=Terms(TERMS, most), device=CPU, comm=comm)
+    total = exact_over_ranks(plan, terms=Terms(TERMS, most), device=CPU, comm=comm)
     return sum(tensor.nbytes for tensor in total.round_tensors())
 
 

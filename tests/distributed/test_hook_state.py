@@ -201,7 +201,7 @@ def _held() -> int:
         for x in window:
             sync.backward(ddp(x).sum())
         sync.grad_norm()
-        alive = len(sync._engine.reducer.state._callbacks.pending)
+        alive = len(sync._engine.reducer.state.callbacks.pending)
         sync.abandon()
     return alive
 

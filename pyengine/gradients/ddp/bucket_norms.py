@@ -25,10 +25,6 @@ class BucketNorms:
     together. A bucket in which a parameter follows one of odd size is left out there, since it would be read
     an element at a time; `Published` reads its `.grad`. On the host each bucket is laid out at its first use:
     DDP returns its buckets only with new memory for all of them.
-
-    Args:
-        index: registration indices of the reduced parameters.
-        device: of the parameters.
     """
 
     def __init__(self, index: Mapping[Any, int], device: torch.device) -> None:
@@ -38,15 +34,10 @@ class BucketNorms:
         self._were_read: set[tuple[int | None, ...]] = set()
 
     def lay_out(self, buckets: Callable[[], Sequence[Any]]) -> None:
-        """Lay the norms out for the buckets that DDP has now.
+        """Lay the norms out for the buckets that DDP has now, over buffers of zeros.
 
-        Called while no collective is running.
-
-        Args:
-            buckets: returns them, over buffers of zeros; called on an accelerator only.
-
-        Cost: on an accelerator a read of the buffers. The first use of a plan allocates its memory there and
-        waits for the device. Here it does not make other ranks wait, as it would once a bucket has been
+        Called while no collective is running. On an accelerator the first use of a plan allocates its memory
+        and waits for the device. Here it does not make other ranks wait, as it would once a bucket has been
         reduced.
         """
         self._norms, self._by_indices = [], {}
@@ -61,7 +52,6 @@ class BucketNorms:
             norms.read_flat(bucket.buffer(), bucket.buffer(), one, writes=False)
 
     def begin(self) -> None:
-        """Start a window without any bucket."""
         for norms in self._norms:
             norms.begin()
         self._were_read = set()
@@ -78,16 +68,10 @@ class BucketNorms:
         return NormsOfBucket(norms, index, numels, indices, self._were_read)
 
     def copy_if_complete(self, final: FinalPass) -> bool:
-        """Copy the norms to `final` if every parameter was read in this window.
-
-        Returns:
-            Whether they were copied.
-        """
+        """Copy the norms to `final` if every parameter was read in this window; return whether it was."""
         if sum(map(len, self._were_read)) != len(self._index):
             return False
-        for norms in {
-            id(norms): norms for norms, _ in map(self._by_indices.__getitem__, self._were_read)
-        }.values():
+        for norms in {self._by_indices[indices][0] for indices in self._were_read}:
             norms.copy_to(final)
         return True
 
@@ -112,41 +96,22 @@ class BucketNorms:
 
 @dataclass(frozen=True)
 class NormsOfBucket:
-    """The norms of one bucket that is being reduced.
-
-    Attributes:
-        norms: of all buckets.
-        index: of the bucket in `norms`.
-        numels: of the bucket's parameters, whose slots follow each other without gaps.
-        indices: registration indices of the bucket's parameters.
-        were_read: the `indices` of all buckets read in this window; `read` adds those of this bucket.
-    """
+    """The norms of one bucket that is being reduced."""
 
     norms: ReducedNorms
-    index: int
-    numels: Sequence[int]
-    indices: tuple[int | None, ...]
-    were_read: set[tuple[int | None, ...]]
+    index: int  # of the bucket in `norms`
+    numels: Sequence[int]  # of the bucket's parameters, whose slots follow each other without gaps
+    indices: tuple[int | None, ...]  # of the bucket's parameters, in registration order
+    were_read: set[tuple[int | None, ...]]  # the `indices` of all buckets read in this window
 
     def read(self, sources: Sequence[Tensor], flat: Tensor, scale: Tensor, *, writes: bool) -> None:
-        """Read the reduced bucket once, times `scale`; on any thread.
+        """Read the reduced bucket once, one source a parameter, times `scale`; on any thread.
 
-        Args:
-            sources: one entry a parameter, `[numel]`, read.
-            flat: the bucket's buffer, `[numel]`.
-            scale: float32, 0-dim.
-            writes: whether the product is written to `flat`.
-
-        Cost: reads one element; with `writes` writes one.
+        `writes` writes the product to `flat`, the bucket's buffer.
         """
         self.norms.read(self.index, sources, flat.split(self.numels) if writes else None, scale)
         self.were_read.add(self.indices)
 
     def read_flat(self, sent: Tensor, flat: Tensor, scale: Tensor, *, writes: bool) -> None:
-        """Do as `read`, for a buffer `sent` of the same layout as `flat`.
-
-        Args:
-            sent: `[numel]`, read; may be `flat`.
-            flat, scale, writes: as for `read`.
-        """
+        """Do as `read`, for a buffer `sent` of the same layout as `flat`; it may be `flat`."""
         self.read(sent.split(self.numels), flat, scale, writes=writes)

@@ -22,7 +22,7 @@ from pyengine.gradients.ddp.hook import Launched
 from pyengine.gradients.ddp.private import zero_buckets
 from pyengine.gradients.exact_sums import Terms, exact_over_ranks
 from pyengine.gradients.norms import SlotNorms
-from pyengine.gradients.slots import Saved, saved_flags, slot_gradient
+from pyengine.gradients.slots import Saved, saved_flags, slot_gradient, slots_of
 from pyengine.gradients.sums import Fp32Sum
 from pyengine.ops.device import runs_ahead
 from pyengine.ops.exact_reference import BLOCK
@@ -30,12 +30,9 @@ from pyengine.window.nonfinite import flagged_in
 
 
 class DDPBuckets:
-    """One of our buckets for each of DDP's buckets.
-
-    They have DDP's order of parameters.
+    """One of our buckets for each of DDP's buckets, in DDP's order of parameters.
 
     Args:
-        ddp: the wrapped model.
         make: makes a bucket from its parameters and their indices.
         index: of the reduced parameters, in DDP's order.
         dtypes: of the parameters that are summed here.
@@ -44,17 +41,17 @@ class DDPBuckets:
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        make: Callable[[Sequence[Any], Sequence[int]], DDPBucket],
+        make: Callable[[Sequence[Any], Sequence[int]], Bucket],
         index: Mapping[Any, int],
         dtypes: Collection[torch.dtype],
     ) -> None:
         self._ddp, self._make, self._index, self._dtypes = ddp, make, index, dtypes
         # By the bucket's first parameter. DDP's own numbers are not unique: in the first backward of
         # static_graph every bucket has number 0.
-        self._buckets: dict[int, DDPBucket] = {}
+        self._buckets: dict[int, Bucket] = {}
         self._is_rebuilt = False
 
-    def __iter__(self) -> Iterator[DDPBucket]:
+    def __iter__(self) -> Iterator[Bucket]:
         return iter(self._buckets.values())
 
     @property
@@ -69,17 +66,11 @@ class DDPBuckets:
         if not self._buckets or self._is_rebuilt != self._ddp._has_rebuilt_buckets:
             self.lay_out()
 
-    def of(self, bucket: Any) -> DDPBucket | None:
-        """Return our bucket for one that DDP passes to the hook."""
+    def of(self, bucket: Any) -> Bucket | None:
         return self._buckets.get(id(bucket.parameters()[0]))
 
     def lay_out(self) -> None:
-        """Make the buckets for DDP's current ones, and copy the old sums.
-
-        DDP rebuilds its buckets once.
-
-        Cost: a read and a write of the old sums.
-        """
+        """Make the buckets for DDP's current ones, and copy the old sums. DDP rebuilds its buckets once."""
         old = list(self)
         place = {id(param): (bucket, slot) for bucket in old for slot, param in enumerate(bucket.params)}
         has_sums, used = any(not bucket.is_empty for bucket in old), self.used
@@ -107,11 +98,7 @@ class DDPBuckets:
             new.flagged = [*rows]
 
 
-class DDPBucket(Bucket):
-    """The sum of earlier micro-batches beside one of DDP's buckets."""
-
-
-class Fp32DDPBucket(DDPBucket):
+class Fp32DDPBucket(Bucket):
     """Narrow gradients summed in fp32.
 
     DDP's slots follow each other without gaps. On an accelerator, after a parameter of odd size, the
@@ -129,15 +116,7 @@ class Fp32DDPBucket(DDPBucket):
         super().__init__(params, indices, plan, self._fp32)
 
     def fill(self, last: Tensor, flat: Tensor, scale: Tensor) -> bool:
-        """Write (sum + last gradients) * scale into a wire buffer.
-
-        Args:
-            last: the gradients, `[numel]`, DDP's memory, read.
-            flat: of the wire's type, `[numel]`, written.
-            scale: float32, 0-dim.
-
-        Returns:
-            False if there is no sum; nothing is written then.
+        """Write (sum + last gradients) * scale into `flat`, a wire buffer; return False if there is no sum.
 
         Cost: reads 4 bytes and a gradient, writes one wire element; where the slots of the sum are aligned, 8
         bytes more.
@@ -150,27 +129,19 @@ class Fp32DDPBucket(DDPBucket):
             self._fp32.deposit_into_wire_(flat, grads, scale, first=False, nonfinite=flags)
             return True
         self._fp32.deposit_(grads, first=False, nonfinite=flags)
-        slots = zip(self.plan.offsets, self.plan.numels, strict=True)
-        sums = [self._fp32.flat[offset : offset + numel] for offset, numel in slots]
+        sums = slots_of(self._fp32.flat, self.plan)
         sent = flat[: self._as_sent.flat_numel].split(self._as_sent.numels)
         self.plan.unscale_norm(sums, sent, scale, sumsq=self._sumsq, nonfinite=flags)
         return True
 
 
-class ExactDDPBucket(DDPBucket):
-    """Gradients of any type summed exactly; see `ExactOverRanks.rounds`.
-
-    Args:
-        terms: of a full window.
-        comm: the transport that reduces the sum.
-    """
+class ExactDDPBucket(Bucket):
+    """Gradients of any type summed exactly; see `ExactOverRanks.rounds`."""
 
     def __init__(self, params: Sequence[Any], indices: Sequence[int], *, terms: Terms, comm: Comm) -> None:
         plan, device = aligned([param.numel() for param in params], BLOCK), params[0].device
         self._one = torch.ones((), dtype=torch.float32, device=device)
-        self._exact = exact_over_ranks(
-            plan, numel=max(BLOCK, plan.flat_numel), terms=terms, device=device, comm=comm
-        )
+        self._exact = exact_over_ranks(plan, terms=terms, device=device, comm=comm)
         super().__init__(params, indices, plan, self._exact)
 
     def watches(self) -> list[Watch]:
@@ -183,16 +154,10 @@ class ExactDDPBucket(DDPBucket):
     def launch(
         self, flat: Tensor, after: Callable[[], Tensor | None], norms: NormsOfBucket | None, *, poison: bool
     ) -> Launched:
-        """Add the last gradients from DDP's buffer; launch the sum over ranks.
+        """Add the last gradients from `flat`, DDP's buffer; launch the sum over ranks.
 
-        Args:
-            flat: DDP's buffer, `[numel]`, read, and written with the result.
-            after: returns the factor that the result is multiplied by, float32, 0-dim; None for 1.
-            norms: reads the result; None reads none.
-            poison: make the sum nan on every rank.
-
-        Cost: the deposit and the rounds of `ExactOverRanks`; after these, 8 bytes an element to write a
-        float32 gradient.
+        The result, times what `after` returns, is written to `flat`, and `norms` reads it. `poison` makes the
+        sum nan on every rank.
         """
         grads = flat.split(self.plan.numels)
         self.deposit(grads)
@@ -204,24 +169,14 @@ class ExactDDPBucket(DDPBucket):
             if norms is None:
                 self.plan.unpack_(grads, rounded, factor)
                 return flat
-            slots = zip(self.plan.offsets, self.plan.numels, strict=True)
-            sources = [rounded[offset : offset + numel] for offset, numel in slots]
-            norms.read(sources, flat, factor, writes=True)
+            norms.read(slots_of(rounded, self.plan), flat, factor, writes=True)
             return flat
 
         return work, write_back
 
 
 class GradSums(Accumulator):
-    """Sums that autograd keeps in `.grad`, of parameters without a bucket of ours.
-
-    Args:
-        params, indices: the parameters, and their indices in DDP's order.
-        watch: whether every micro-batch is checked for inf and nan.
-
-    Attributes:
-        flagged: by micro-batch of this window, uint8 `[params]`: 1 where the sum so far was not finite.
-    """
+    """Sums that autograd keeps in `.grad`, of parameters without a bucket of ours."""
 
     def __init__(self, params: Sequence[Any], indices: Sequence[int], *, watch: bool) -> None:
         self.params, self.indices, self._is_watching = list(params), list(indices), watch
@@ -232,14 +187,12 @@ class GradSums(Accumulator):
         self.begin()
 
     def begin(self) -> None:
+        # By micro-batch of this window, uint8 `[params]`: 1 where the sum so far was not finite.
         self.flagged: list[Tensor] = []
         self._last: Tensor | None = None
 
     def collect(self) -> None:
-        """Check the sums after an earlier micro-batch, if micro-batches are checked.
-
-        Cost: reads one element.
-        """
+        """Check the sums after an earlier micro-batch, if micro-batches are checked."""
         if self._is_watching:
             flags = self._new_row()
             for params in by_dtype(self._index):
@@ -254,10 +207,7 @@ class GradSums(Accumulator):
             self._look(params, bucket.buffer().split([p.numel() for p in params]), self._last)
 
     def blame(self) -> Callable[[int], list[int] | None]:
-        """Return a function as `Bucket.blame`, which names the first micro-batch only.
-
-        A sum that is not finite stays not finite.
-        """
+        # Only the first micro-batch is named: a sum that is not finite stays not finite.
         rows, is_watching = self.flagged, self._is_watching
         return lambda slot: flagged_in(rows, slot)[:1] if is_watching else None
 

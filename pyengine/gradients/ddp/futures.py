@@ -58,24 +58,20 @@ class _UnderWay:
     index: int
     work: Staged
     finish: Callable[[], Tensor]
-    _ends: Future[Any] = field(default_factory=Future)
+    ends: Future[Any] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
         # DDP reads the value of a future. An exception set as the value would be a value to DDP; an exception
         # raised in a callback is an error.
-        self.future = self._ends.then(lambda _: self.finish())
+        self.future = self.ends.then(lambda _: self.finish())
 
     def start_later(self) -> None:
-        """Launch the next collective, if any; `end` reports its error."""
+        """Launch the next collective, if any; the future reports its error."""
         try:
             if self.work.rounds_left:
                 self.work.step()
         except Exception:  # noqa: BLE001 - the work raises it again
             return
-
-    def end(self) -> None:
-        """Complete the future; waiting for it raises the error of a collective."""
-        self._ends.set_result(None)
 
 
 class StagedBuckets:
@@ -92,14 +88,8 @@ class StagedBuckets:
     def add(self, bucket: Any, work: Staged, finish: Callable[[], Tensor]) -> Future[Tensor]:
         """Add a launched bucket; launch the next collective of earlier buckets.
 
-        Args:
-            bucket: DDP's bucket.
-            work: launched.
-            finish: waits for `work` and returns the bucket's buffer.
-
-        Returns:
-            A future of that buffer. It has completed, or failed, when DDP has passed its last bucket to the
-                hook.
+        `finish` waits for `work` and returns the bucket's buffer. The future of that buffer has completed, or
+        failed, when DDP has passed its last bucket to the hook.
         """
         index = bucket.index()
         # In the first backward of static_graph every bucket has number 0, and none is marked as the last.
@@ -109,17 +99,14 @@ class StagedBuckets:
         self._start_later()
         self._under_way.append(new)
         if bucket.is_last() or repeats:
-            self._end_all()
+            for _ in range(max(each.work.rounds_left for each in self._under_way)):
+                self._start_later()
+            under_way, self._under_way = self._under_way, []
+            for each in under_way:
+                each.ends.set_result(None)  # waiting for its future raises the error of a collective
         return new.future
 
     def _start_later(self) -> None:
         # The last bucket comes first: its collective runs while the CPU adds up the earlier buckets.
         for each in reversed(self._under_way):
             each.start_later()
-
-    def _end_all(self) -> None:
-        for _ in range(max(each.work.rounds_left for each in self._under_way)):
-            self._start_later()
-        under_way, self._under_way = self._under_way, []
-        for each in under_way:
-            each.end()

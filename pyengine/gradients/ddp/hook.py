@@ -40,64 +40,34 @@ Launched = tuple[Work, WriteBack]
 Scale = Callable[[Tensor], Tensor | None]
 
 
-def _fill_nothing(flat: Tensor, scale: Tensor) -> bool:
-    del flat, scale
-    return False
-
-
-def _observe_nothing(sent: Tensor, scale: Tensor | None) -> None:
-    del sent, scale
-
-
 @dataclass(frozen=True)
 class Passes:
-    """The passes over a bucket before and after its reduction.
+    """The passes over a bucket before and after its reduction."""
 
-    Attributes:
-        before, after: return the factors before the wire and after it.
-        fill: writes the bucket times a float32 0-dim scale into a flat buffer, `[numel]` in the wire's type.
-            Returns False to leave that to the hook.
-        norms: reads the result, in the pass that writes it back; None reads none.
-        observe: called with the tensor that this rank sends, `[numel]`, and the factor it has been multiplied
-            by.
-    """
-
+    # Return the factors before the wire and after it.
     before: Scale
     after: Scale
-    fill: Callable[[Tensor, Tensor], bool] = _fill_nothing
+    # Writes the bucket times a float32 0-dim scale into a flat buffer, `[numel]` in the wire's type. Returns
+    # False to leave that to the hook.
+    fill: Callable[[Tensor, Tensor], bool] = lambda flat, scale: False
+    # Reads the result, in the pass that writes it back; None reads none.
     norms: NormsOfBucket | None = None
-    observe: Callable[[Tensor, Tensor | None], None] = _observe_nothing
+    # Called with the tensor that this rank sends, `[numel]`, and the factor it has been multiplied by.
+    observe: Callable[[Tensor, Tensor | None], None] = lambda sent, scale: None
 
 
 class WireBuffer:
-    """Memory of the wire's type for a bucket.
-
-    `plan` runs the pass that fills it.
-
-    Args:
-        flat: the bucket's buffer, `[numel]`; not kept.
-        wire: over which the bucket is reduced.
-        params: of the bucket.
-
-    Attributes:
-        wire: as given.
-        params: ids of the parameters.
-        plan: the buffer, as one slot.
-        one: float32, 0-dim, 1.
-    """
+    """Memory of the wire's type for a bucket, whose own buffer is not kept."""
 
     def __init__(self, flat: Tensor, wire: Wire, params: Sequence[Tensor]) -> None:
         self.numel, self.wire = flat.numel(), wire
         self.params = {id(param) for param in params}
-        self.plan = BucketPlan([0], [self.numel])
+        self.plan = BucketPlan([0], [self.numel])  # the buffer, as one slot
         self.one = torch.ones((), dtype=torch.float32, device=flat.device)
         self._flat: Tensor | None = None
 
     def flat(self, comm: Comm) -> Tensor:
-        """Return memory of the wire's type, `[numel]`, which this object owns.
-
-        The first `comm` that asks allocates it.
-        """
+        """Return the memory, `[numel]`, which the first `comm` that asks allocates."""
         if self._flat is None:
             self._flat = comm.allocate(self.numel, self.wire.dtype, self.one.device)
         return self._flat
@@ -143,7 +113,7 @@ class HookState:
         self.is_released = False
         # ---- kept between buckets ----
         self.staged = StagedBuckets()
-        self._callbacks = Callbacks()
+        self.callbacks = Callbacks()
         self.memory = WireMemory()
         # By the id of the bucket's first parameter.
         self._wire_buffers: dict[int, WireBuffer] = {}
@@ -155,10 +125,7 @@ class HookState:
         self._forget()
 
     def release(self) -> None:
-        """Average over ranks in fp32 as DDP does.
-
-        DDP has no way to remove a hook.
-        """
+        """Average over ranks in fp32 as DDP does, which has no way to remove a hook."""
         self.wire, self.reduce, self.is_released = FP32(), None, True
         self._comms = {}  # the engine's transport may be used by the next engine
         self._forget()
@@ -166,14 +133,6 @@ class HookState:
     def _forget(self) -> None:
         """Drop the wire buffers and residuals of all buckets."""
         self._wire_buffers, self.memory = {}, WireMemory()
-
-    def call_back(self, future: Future[Any], callback: Callable[[Future[Any]], Any]) -> Future[Any]:
-        """Return a future of `callback(future)`; see `Callbacks`."""
-        return self._callbacks.call_back(future, callback)
-
-    def await_threads(self) -> None:
-        """Wait until the callbacks that have run are freed; see `Callbacks`."""
-        self._callbacks.await_threads()
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
@@ -187,45 +146,35 @@ class HookState:
     def comm(self, device: torch.device) -> Comm:
         """Return the transport for buckets on a device."""
         if device not in self._comms:
-            comm = TorchDist(self.group, device)
-            self._comms[device] = self._shared(comm, device) if self.shared_memory else comm
+            comm: Comm = TorchDist(self.group, device)
+            if self.shared_memory:  # every rank makes the transport at the same bucket
+                mine = [f"rank {dist.get_rank()}: {problem}" for problem in problems_of_sharing(comm, device)]
+                if problems := [problem for each in comm.all_gather_object(mine) for problem in each]:
+                    raise ValueError(problems[0])
+                comm = share_memory(comm)
+            self._comms[device] = comm
         return self._comms[device]
-
-    def _shared(self, comm: Comm, device: torch.device) -> Comm:
-        """Return a transport that reduces in shared memory.
-
-        Every rank makes it at the same bucket.
-        """
-        mine = [f"rank {dist.get_rank()}: {problem}" for problem in problems_of_sharing(comm, device)]
-        if problems := [problem for each in comm.all_gather_object(mine) for problem in each]:
-            raise ValueError(problems[0])
-        return share_memory(comm)
 
     def set_comm(self, comm: Comm, device: torch.device) -> None:
         """Use an engine's transport, over the same ranks, for buckets on a device."""
         self._comms[device] = comm
 
     def wire_buffer(self, bucket: dist.GradBucket) -> WireBuffer:
-        """Return the wire buffer of a bucket.
-
-        It is a new one when DDP has rebuilt its buckets.
-        """
+        """Return the wire buffer of a bucket, a new one when DDP has rebuilt its buckets."""
         # By parameter. DDP numbers the buckets of every model from 0, and in the first backward of
         # static_graph every bucket has number 0.
         flat, params = bucket.buffer(), bucket.parameters()
         buffer = self._wire_buffers.get(id(params[0]))
         if buffer is None or buffer.numel != flat.numel():
-            buffer = WireBuffer(flat, self._wire_for(bucket, flat, params), params)
+            ends = itertools.accumulate(param.numel() for param in params)
+            places = [Place(p, end - p.numel(), p.numel(), p) for p, end in zip(params, ends, strict=True)]
+            is_last = bucket.is_last()
+            # It has the parameters' residuals from other buckets.
+            wire = self.memory.wire_for(self.wire, places, flat.numel(), flat.device, is_last=is_last)
+            buffer = WireBuffer(flat, wire, params)
             others = {key: old for key, old in self._wire_buffers.items() if not old.params & buffer.params}
             self._wire_buffers = others | {id(params[0]): buffer}
         return buffer
-
-    def _wire_for(self, bucket: Any, flat: Tensor, params: Sequence[Tensor]) -> Wire:
-        """Return the wire of a bucket, with its parameters' residuals from other buckets."""
-        ends = itertools.accumulate(param.numel() for param in params)
-        places = [Place(p, end - p.numel(), p.numel(), p) for p, end in zip(params, ends, strict=True)]
-        last = bucket.is_last()
-        return self.memory.wire_for(self.wire, places, flat.numel(), flat.device, is_last=last)
 
     def __copy__(self) -> "HookState":
         self._check_own()
@@ -280,10 +229,7 @@ def comm_hook(state: HookState | dist.ProcessGroup | None, bucket: dist.GradBuck
 
 
 def _mean(state: HookState, bucket: Any) -> Future[torch.Tensor]:
-    """Reduce a bucket as DDP does: the mean over ranks.
-
-    It is divided before the wire or after it, as the wire needs.
-    """
+    """Reduce a bucket as DDP does: the mean over ranks, divided before the wire or after it."""
     world_size, folds = dist.get_world_size(state.group), state.wire.folds_count
     passes = Passes(
         before=lambda one: one / world_size if folds else None,
@@ -300,10 +246,7 @@ def _mean(state: HookState, bucket: Any) -> Future[torch.Tensor]:
 
 
 def _if_finite(write_back: WriteBack, memory: WireMemory, param: Tensor) -> WriteBack:
-    """Return a `WriteBack` that drops residuals of a bucket with inf or nan.
-
-    The optimizer would not use such a bucket.
-    """
+    """Drop residuals of a bucket with inf or nan, which the optimizer would not use."""
 
     def checked() -> Tensor:
         reduced = write_back()
@@ -316,18 +259,12 @@ def _if_finite(write_back: WriteBack, memory: WireMemory, param: Tensor) -> Writ
 def exchange(
     state: HookState, bucket: Any, start: Callable[[Comm], Launched], *, failures: list[Exception]
 ) -> Future[torch.Tensor]:
-    """Launch the sum of a bucket over ranks.
+    """Launch the sum of a bucket over ranks; return a future of DDP's buffer, `[numel]`, with the sum.
 
     Args:
-        state: the hook's.
-        bucket: DDP's bucket. Its buffer is read until the reduction has completed, and written then.
         start: launches the collective. It may wait for other ranks without stalling the backward.
         failures: the exception of a failed collective is appended, for callers that do not wait for the
             future.
-
-    Returns:
-        A future of the bucket's buffer, `[numel]`: DDP's memory, which holds the sum when the future has
-            completed.
     """
     flat: Tensor = bucket.buffer()
     if flat.layout is not torch.strided:
@@ -360,25 +297,12 @@ def exchange(
         return state.staged.add(bucket, work, lambda: finish(work.wait))
     future = work.get_future()
     if roll_call.watch is not None and not comm.is_stream_ordered:
-        future = roll_call.watch.guard(future, state.call_back)
-    return state.call_back(future, lambda future: finish(future.value))
+        future = roll_call.watch.guard(future, state.callbacks.call_back)
+    return state.callbacks.call_back(future, lambda future: finish(future.value))
 
 
 def launch(state: HookState, bucket: Any, comm: Comm, passes: Passes) -> Launched:
-    """Launch the sum of a bucket over `state.wire`.
-
-    Args:
-        state: the hook's.
-        bucket: DDP's bucket.
-        comm: transport.
-        passes: over the bucket.
-
-    Returns:
-        The all-reduce, and the `WriteBack` that writes its result into the bucket's buffer.
-
-    Cost: where the wire has another type or folds in a scale, a read and a write an element on each way; an
-    all-reduce of an element on the wire for every element.
-    """
+    """Launch the sum of a bucket over `state.wire`."""
     flat: Tensor = bucket.buffer()
     if flat.dtype not in DTYPE_CODES:
         return _launch_wide(state, bucket, comm, passes)
@@ -404,10 +328,7 @@ def launch(state: HookState, bucket: Any, comm: Comm, passes: Passes) -> Launche
 
 
 def _launch_wide(state: HookState, bucket: Any, comm: Comm, passes: Passes) -> Launched:
-    """Launch the sum of gradients wider than every wire (float64).
-
-    They are sent as they are, unless the wire encodes them.
-    """
+    """Launch the sum of float64 gradients, sent as they are unless the wire encodes them."""
     flat: Tensor = bucket.buffer()
     one = torch.ones((), dtype=flat.dtype, device=flat.device)
     into, out_of = passes.before(one), passes.after(one)
@@ -424,7 +345,7 @@ def _launch_wide(state: HookState, bucket: Any, comm: Comm, passes: Passes) -> L
 
 
 def skip_reduction(bucket: Any) -> Future[torch.Tensor]:
-    """Return a bucket as it is, without a reduction. A hook as `comm_hook`."""
+    """Return a bucket as it is, without a reduction."""
     return completed(bucket.buffer())
 
 

@@ -41,10 +41,7 @@ def ignored_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Paramete
 
 
 def zero_buckets(ddp: DistributedDataParallel) -> Sequence[Any]:
-    """Return DDP's current buckets over new buffers of zeros.
-
-    Cost: writes an element a gradient.
-    """
+    """Return DDP's current buckets over new buffers of zeros."""
     buckets: Sequence[Any] = ddp.reducer._get_zeros_like_grad_buckets()
     return buckets
 
@@ -83,10 +80,7 @@ def problems_of_ddp(ddp: DistributedDataParallel) -> list[str]:
 
 
 def released_state(ddp: DistributedDataParallel) -> HookState | None:
-    """Return the hook state of a closed engine, or None.
-
-    DDP keeps a hook for good.
-    """
+    """Return the hook state of a closed engine, or None; DDP keeps a hook for good."""
     states = [state for hook, state in ddp._comm_hooks if hook is comm_hook]
     return next((state for state in states if isinstance(state, HookState) and state.is_released), None)
 
@@ -107,9 +101,6 @@ class OnlyDDP:
 
     Its hooks would reduce the gradients as well. A forward pre-hook; in copies and pickles of the model it is
     replaced by one that does nothing.
-
-    Args:
-        ddp: the wrapped model that the engine drives.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -134,12 +125,7 @@ class OnlyDDP:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unchecked, ()
-
-
-def _unchecked() -> Any:
-    """Return a forward pre-hook that does nothing, for copies of the model."""
-    return _check_nothing
+        return partial, (_check_nothing,)
 
 
 def _check_nothing(*_: Any) -> None:
@@ -147,24 +133,16 @@ def _check_nothing(*_: Any) -> None:
 
 
 class ReducerDriver:
-    """Drives DDP's reducer from one window to the next.
-
-    Args:
-        ddp: the wrapped model.
-        state: of the communication hook.
-        params: the reduced parameters, in DDP's order.
-
-    Attributes:
-        finds_unused: whether DDP searches the graph for parameters that a backward will not reach.
-        is_ready: whether DDP can reduce: with static_graph it first has to learn the graph from one backward.
-    """
+    """Drives DDP's reducer from one window to the next."""
 
     def __init__(self, ddp: DistributedDataParallel, state: HookState, params: Sequence[Parameter]) -> None:
         self._ddp, self._state, self._params = ddp, state, params
         self._reducer: Any = ddp.reducer
         self._index = {param: index for index, param in enumerate(params)}
         self._anchor = torch.zeros((), dtype=torch.float32, device=params[0].device, requires_grad=True)
+        # Whether DDP searches the graph for parameters that a backward will not reach.
         self.finds_unused = ddp.find_unused_parameters and not ddp.static_graph
+        # Whether DDP can reduce: with static_graph it first has to learn the graph from one backward.
         self.is_ready = not ddp.static_graph
         # With static_graph: counts how often the first backward reaches each parameter. DDP counts, too, from
         # the first backward on, so it must not have seen one before `learning_graph`.
@@ -185,21 +163,14 @@ class ReducerDriver:
             self._ddp._static_graph_delay_allreduce_enqueued = self.is_ready
 
     def rebuild_buckets(self) -> bool:
-        """Let DDP rebuild its buckets in the order of arrival.
-
-        Returns whether it did.
-
-        DDP does so once.
-        """
+        """Let DDP rebuild its buckets in the order of arrival, once; return whether it did."""
         rebuilt: bool = self._reducer._rebuild_buckets()
         self._ddp._has_rebuilt_buckets = self._ddp._has_rebuilt_buckets or rebuilt
         return rebuilt
 
     @contextmanager
     def learning_graph(self) -> Iterator[None]:
-        """Let DDP learn the static graph from the body.
-
-        Only if the body is this rank's first backward.
+        """Let DDP learn the static graph from the body, if that is this rank's first backward.
 
         Nothing is reduced. DDP cannot discard a part of a backward, nor earlier backwards: after such ones
         this rank reduces past DDP.
@@ -232,12 +203,7 @@ class ReducerDriver:
         self._stats = self._reducer.get_backward_stats()
 
     def mark_unreached(self, candidates: Sequence[Parameter]) -> None:
-        """Mark candidates as ready that the backward did not reach.
-
-        DDP's buckets complete with them.
-
-        No hook of these parameters runs.
-        """
+        """Mark candidates that the backward did not reach as ready, which completes DDP's buckets."""
         # A custom Function may return no gradient for a parameter that the backward reaches: `.grad` has not
         # changed, but DDP was notified.
         stats = self._reducer.get_backward_stats()
@@ -258,10 +224,7 @@ class ReducerDriver:
         self._mark_ready([self._index[param] for param in params])
 
     def reduce_past_ddp(self, num_sent: int) -> None:
-        """Reduce the buckets after the first `num_sent` without DDP, and write `.grad`.
-
-        Cost: two copies of these buckets, and their reductions.
-        """
+        """Reduce the buckets after the first `num_sent` without DDP, and write `.grad`."""
         rest = self._reducer._get_zeros_like_grad_buckets()[num_sent:]
         for bucket in rest:
             for param, slot in _slots(bucket):
@@ -306,10 +269,7 @@ class ReducerDriver:
             self._reach_counts = None
 
     def _mark_ready(self, indices: Sequence[int]) -> None:
-        """Notify DDP of parameters as they are, from inside a backward.
-
-        Only inside a backward can DDP finish.
-        """
+        """Notify DDP of parameters as they are, inside a backward: only there can DDP finish."""
         calls = [index for index in indices for _ in range(self._counts[index])]
 
         def mark(_: Tensor) -> None:
@@ -324,11 +284,7 @@ class ReducerDriver:
 
 
 class _ReachCounts:
-    """Counts how often backwards reach each parameter, until `stop`.
-
-    Attributes:
-        times: by parameter.
-    """
+    """Counts how often backwards reach each parameter, until `stop`."""
 
     def __init__(self, params: Sequence[Parameter]) -> None:
         self.times = times = [0] * len(params)
@@ -368,10 +324,7 @@ def publish(bucket: Any, params: Sequence[Parameter]) -> None:
 
 
 def _slots(bucket: Any) -> Iterator[tuple[Parameter, Tensor]]:
-    """Yield each parameter of a bucket with its slice.
-
-    The slice of the buffer is strided as in DDP.
-    """
+    """Yield each parameter of a bucket with its slice of the buffer, strided as in DDP."""
     flat, offset = bucket.buffer(), 0
     for param in bucket.parameters():
         yield param, flat.as_strided(param.size(), dense_strides(param), offset)

@@ -26,12 +26,7 @@ from pyengine.gradients.arrival import Watch, watching
 from pyengine.gradients.base import Reducer, Residuals
 from pyengine.gradients.bucket import Accumulator, Observer
 from pyengine.gradients.ddp.bucket_norms import BucketNorms
-from pyengine.gradients.ddp.buckets import (
-    DDPBuckets,
-    ExactDDPBucket,
-    Fp32DDPBucket,
-    GradSums,
-)
+from pyengine.gradients.ddp.buckets import DDPBuckets, ExactDDPBucket, Fp32DDPBucket, GradSums
 from pyengine.gradients.ddp.hook import (
     HookState,
     Launched,
@@ -59,50 +54,31 @@ _log = logging.getLogger("pyengine.gradients")
 
 
 class Reduction:
-    """The sums over ranks of one window's buckets.
+    """The sums over ranks of one window's buckets; none after a header in which ranks disagree."""
 
-    Args:
-        owner: the reducer of the window.
-        header: of the window; nothing is reduced after a header in which ranks disagree.
-        divisor: of the window.
-
-    Attributes:
-        header, divisor: as given.
-        may_delay: whether a bucket that DDP hands out before the header has arrived may wait for a later
-            bucket, so that the backward does not wait. Only where DDP is sure to hand out its last bucket.
-        is_complete: whether DDP has handed out every bucket.
-        poison: whether buckets from now on are filled with nan, which voids the window.
-        failures: exceptions of failed collectives. The state of the other ranks is unknown after one.
-        under_way: buckets that DDP has handed out, launched or waiting for the header, with their futures.
-        used: the all-reduce of used flags; None before it was launched.
-        without_grad: parameters that had no `.grad` when DDP handed their bucket out.
-        earlier: parameters with a gradient of earlier micro-batches in `.grad` before the last backward.
-    """
-
-    def __init__(
-        self,
-        owner: DDPReducer,
-        header: Header,
-        divisor: Divisor,
-    ) -> None:
-        self._owner, self.header, self.divisor = owner, header, divisor
+    def __init__(self, owner: DDPReducer, header: Header) -> None:
+        self._owner, self.header = owner, header
+        self._divisor = Divisor(header.inv_count, owner.state.wire, header.inv_scale)
         owner.norms.begin()
-        self.may_delay = self.is_complete = self.poison = False
+        # Whether a bucket that DDP hands out before the header has arrived may wait for a later bucket, so
+        # that the backward does not wait. Only where DDP is sure to hand out its last bucket.
+        self.may_delay = False
+        self.is_complete = False  # whether DDP has handed out every bucket
+        self.poison = False  # whether buckets from now on are filled with nan, which voids the window
         self._delayed: list[tuple[Any, Promise]] = []
+        # Exceptions of failed collectives. The state of the other ranks is unknown after one.
         self.failures: list[Exception] = []
+        # Buckets that DDP has handed out, launched or waiting for the header, with their futures.
         self.under_way: list[tuple[Any, Any]] = []
+        # Parameters that had no `.grad` when DDP handed their bucket out.
         self.without_grad: list[Any] = []
+        # Parameters with a gradient of earlier micro-batches in `.grad` before the last backward.
         self.earlier: list[Any] = []
+        # The all-reduce of used flags; None before it was launched.
         self.used: UsedFlags | None = None
 
     def reduce(self, bucket: Any) -> Future[Tensor]:
-        """Launch the sum of a bucket, and of those delayed before it.
-
-        Returns:
-            A future of the bucket's buffer, `[numel]` in the gradients' type: DDP's memory, summed over ranks
-                and times the divisor's factor after the wire. Unchanged after a header in which ranks
-                disagree.
-        """
+        """Launch the sum of a bucket, and of those delayed before it; a hook as `comm_hook`."""
         self.without_grad += [param for param in bucket.parameters() if param.grad is None]
         if self._owner.in_grad is not None:
             self._owner.in_grad.check_last(bucket)
@@ -112,7 +88,7 @@ class Reduction:
             promise = Promise()
             self._delayed.append((bucket, promise))
             # DDP raises the error of a future only where it made the future itself, by `then`.
-            future = self._owner.state.call_back(promise.future, Future.value)
+            future = self._owner.state.callbacks.call_back(promise.future, Future.value)
         else:
             self.launch_delayed()
             future = self._exchange(bucket)
@@ -126,7 +102,7 @@ class Reduction:
             bucket, promise = self._delayed[0]
             future = self._exchange(bucket)
             del self._delayed[0]  # not before: a bucket that fails is tried again, and fails again
-            self._owner.state.call_back(future, promise.keep)
+            self._owner.state.callbacks.call_back(future, promise.keep)
 
     def _exchange(self, bucket: Any) -> Future[Tensor]:
         if self.header.is_refused():
@@ -138,7 +114,7 @@ class Reduction:
         total = None if self._owner.ddp_buckets is None else self._owner.ddp_buckets.of(bucket)
         norms = self._owner.norms.of(bucket)
         if isinstance(total, ExactDDPBucket):
-            return total.launch(bucket.buffer(), self.divisor.after_wire, norms, poison=self.poison)
+            return total.launch(bucket.buffer(), self._divisor.after_wire, norms, poison=self.poison)
 
         def fill(flat: Tensor, scale: Tensor) -> bool:
             if self.poison:
@@ -147,8 +123,8 @@ class Reduction:
             return isinstance(total, Fp32DDPBucket) and total.fill(bucket.buffer(), flat, scale)
 
         passes = Passes(
-            before=lambda _: self.divisor.before_wire(),
-            after=lambda _: self.divisor.after_wire(),
+            before=lambda _: self._divisor.before_wire(),
+            after=lambda _: self._divisor.after_wire(),
             fill=fill,
             norms=norms,
             observe=partial(self._observe, bucket),
@@ -165,12 +141,8 @@ class Reduction:
 class DDPReducer(Reducer):
     """Gradients that DDP owns.
 
-    Args:
-        ddp: the wrapped model, without another communication hook.
-        state: hook state; this reducer registers it.
-        settings: accumulator "fp32" sums narrow gradients in our own fp32 buffers, 4 bytes an element more
-            than DDP's; "exact" sums all gradients there, exactly, in 8.02; "native" leaves sums to autograd.
-        terms: of a full window.
+    Accumulator "fp32" sums narrow gradients in our own fp32 buffers, 4 bytes an element more than DDP's;
+    "exact" sums all gradients there, exactly, in 8.02; "native" leaves sums to autograd.
     """
 
     overlaps = True
@@ -287,7 +259,11 @@ class DDPReducer(Reducer):
     def add(self) -> Iterator[None]:
         """Run the body as under `no_sync`, and accumulate its gradients."""
         # While DDP learns a static graph it reads `.grad` itself, so no watch may empty it.
-        with self._driver.learning_graph(), watching(self._watches() if self._driver.is_ready else []):
+        watches: list[Watch] = []
+        if self._driver.is_ready and self.ddp_buckets is not None:
+            self.ddp_buckets.match_buckets()
+            watches = [watch for bucket in self.ddp_buckets for watch in bucket.watches()]
+        with self._driver.learning_graph(), watching(watches):
             yield
         self.collect()
 
@@ -337,9 +313,8 @@ class DDPReducer(Reducer):
         if self.ddp_buckets is not None and self._is_exact:
             # Also without an earlier micro-batch: every rank has to reduce the same way.
             self.ddp_buckets.match_buckets()
-        divisor = Divisor(header.inv_count, self.state.wire, header.inv_scale)
         self.state.memory.begin(header.position[0])
-        reduction = Reduction(self, header, divisor)
+        reduction = Reduction(self, header)
         if self._shares_used and self._driver.finds_unused:
             # Reset DDP's map of used parameters: those that earlier micro-batches have used have no `.grad`,
             # which DDP would expect.
@@ -350,10 +325,7 @@ class DDPReducer(Reducer):
         return reduction
 
     def _reduce_bucket(self, reduction: Reduction, bucket: Any) -> Future[Tensor]:
-        """Launch the reduction of a bucket.
-
-        After the last bucket, launch the used flags, too.
-        """
+        """Launch the reduction of a bucket; after the last one, that of the used flags."""
         future = reduction.reduce(bucket)
         if reduction.is_complete:
             self._launch_used_flags(reduction)
@@ -393,14 +365,20 @@ class DDPReducer(Reducer):
             ) from reduction.failures[0]
         self.state.reduce = skip_reduction
         if reduction is not None and reduction.used is not None and self._shares_used:
-            self._drop_unused(reduction, reduction.used)
+            missing = [*reduction.without_grad, *reduction.earlier]
+            for bucket, _ in reduction.under_way:
+                publish(
+                    bucket, missing if self._driver.finds_unused else self._driver.without_published_grad()
+                )
+            # Set `.grad` to None where no rank has used a parameter.
+            reduction.used.drop_unused(self.params)
         self._reduction = None
         if reduction is None or not self.norms.copy_if_complete(final):
             self._published.read(final)
         if reduction is not None and reduction.without_grad:
             final.leave_out([index for index, param in enumerate(self.params) if param.grad is None])
         self._was_rebuilt = self._ddp._has_rebuilt_buckets
-        self.state.await_threads()
+        self.state.callbacks.await_threads()
 
     def load(self, saved: Saved, *, done: int) -> None:
         if self.ddp_buckets is not None:
@@ -417,10 +395,7 @@ class DDPReducer(Reducer):
         return [f"the state is of an open window, and {why}: leave it out; attach does not need it"]
 
     def release(self, *, keeps_grad: bool) -> None:
-        """Restore DDP: it reduces in every backward, as the fp32 mean over ranks.
-
-        The hook stays registered.
-        """
+        """Restore DDP: it reduces in every backward, as the fp32 mean over ranks. The hook stays."""
         if self._reduction is not None and not self._reduction.failures:
             self._driver.reset()
         self.ddp_buckets = self.in_grad = self._reduction = None
@@ -431,12 +406,6 @@ class DDPReducer(Reducer):
         self._driver.release()
         self._only.remove()
         self._ddp.require_backward_grad_sync, self._ddp.require_forward_param_sync = self._ddp_flags
-
-    def _watches(self) -> list[Watch]:
-        if self.ddp_buckets is None:
-            return []
-        self.ddp_buckets.match_buckets()
-        return [watch for bucket in self.ddp_buckets for watch in bucket.watches()]
 
     def _lay_out_norms(self) -> None:
         self._norms_rebuilt = self._ddp._has_rebuilt_buckets
@@ -468,10 +437,3 @@ class DDPReducer(Reducer):
         without = [] if reduction.poison else reduction.without_grad
         unused = {id(param) for param in without if param not in used}
         reduction.used = self._used.all_reduce([id(param) not in unused for param in self.params])
-
-    def _drop_unused(self, reduction: Reduction, flags: UsedFlags) -> None:
-        """Set `.grad` to None where no rank has used a parameter."""
-        missing = [*reduction.without_grad, *reduction.earlier]
-        for bucket, _ in reduction.under_way:
-            publish(bucket, missing if self._driver.finds_unused else self._driver.without_published_grad())
-        flags.drop_unused(self.params)
