@@ -81,9 +81,6 @@ class Arrivals:
     """Records which gradients one backward accumulates, by a hook on every parameter.
 
     A hook costs about a microsecond, so only one backward is recorded.
-
-    Args:
-        params: by registration index.
     """
 
     def __init__(self, params: Mapping[int, Parameter]) -> None:
@@ -92,7 +89,6 @@ class Arrivals:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the gradients that the body, a backward, accumulates."""
         hooks = [
             param.register_post_accumulate_grad_hook(lambda _, index=index: self._seen.append(index))
             for index, param in self._params.items()

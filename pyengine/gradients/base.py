@@ -56,9 +56,7 @@ class Residuals:
 
 
 class Reducer(ABC):
-    """Own the gradients of an engine: accumulate and reduce them.
-
-    They are accumulated over a window and reduced at its end.
+    """Own the gradients of an engine: accumulate them over a window and reduce them at its end.
 
     There is one subclass for each owner: the engine's flat buckets, DDP's buckets, FSDP2's units, and sums on
     a lazy device. A default implementation serves owners that have nothing to add.
@@ -103,17 +101,11 @@ class Reducer(ABC):
 
     @property
     def saves_local_sums(self) -> bool:
-        """Whether `save` returns sums of this rank's shards.
-
-        No other rank can load these.
-        """
+        """Whether `save` returns sums of this rank's shards, which no other rank can load."""
         return bool(self.counted)
 
     def local_params(self) -> Sequence[Parameter]:
-        """Return `params` with this rank's local tensor of each DTensor.
-
-        A DTensor that FSDP2 shards stays as it is.
-        """
+        """Return `params` with this rank's local tensor of each DTensor that FSDP2 does not shard."""
         return self.params
 
     def groups_of_params(self) -> tuple[Sequence[Comm], Sequence[int]]:
@@ -124,10 +116,7 @@ class Reducer(ABC):
         raise NotImplementedError
 
     def buckets(self) -> Iterable[Accumulator]:
-        """Return the sums of earlier micro-batches' gradients.
-
-        The default implementations loop over them.
-        """
+        """Return the sums of earlier micro-batches' gradients, over which default methods loop."""
         return ()
 
     # ---- a window, in the order of calls ----
@@ -136,36 +125,23 @@ class Reducer(ABC):
         """Open a window, before any of its forwards."""
 
     def before_forward(self, *, syncs: bool) -> None:
-        """Prepare for the forward of a micro-batch.
-
-        Args:
-            syncs: whether the micro-batch is known to be the window's last one.
-        """
+        """Prepare for the forward of a micro-batch; `syncs`: it is known to be the window's last one."""
 
     def begin_padding(self) -> None:
-        """Mark the current micro-batch as padding.
-
-        Its gradients and its writes to buffers are discarded.
+        """Discard the gradients of the current micro-batch, and its writes to buffers: it is padding.
 
         Called only where `has_collective_forwards`.
         """
         raise NotImplementedError
 
     def preserve_grads(self, roots: Sequence[Tensor | GradientEdge]) -> None:
-        """Keep a backward of padding from changing any `.grad`.
+        """Keep a backward of padding, from `roots` where these are known, from changing any `.grad`.
 
-        This includes leaves of the caller: parameters that FSDP2 ignores, and the leaves of the graph behind
-        `roots`.
-
-        Args:
-            roots: the tensors that the backward starts from, where they are known.
+        This includes leaves of the caller: parameters that FSDP2 ignores, and the leaves behind `roots`.
         """
 
     def begin(self) -> None:
-        """Start the window's first micro-batch without gradients.
-
-        `.grad` is None, and the next gradients overwrite the sums.
-        """
+        """Start the first micro-batch: `.grad` is None, and the next gradients overwrite the sums."""
         for bucket in self.buckets():
             bucket.begin()
 
@@ -175,28 +151,20 @@ class Reducer(ABC):
 
         The body is the last of the micro-batch's backwards; others may have run before it. Called once a
         micro-batch. Launches no collective. When the body raises, the window is not used.
-
-        Cost: an element of a sum of the parameters' own type, a read and a write in the first micro-batch,
-        which autograd adds to in place in later ones; of a narrow gradient with an fp32 sum 6 and 10 bytes;
-        of an exact sum 12 and 20 for float32, 10 and 18 for others.
         """
         yield
         self.collect()
 
     @contextmanager
     def leave_in_grad(self) -> Iterator[None]:
-        """Leave the gradients of the body in `.grad`.
-
-        Autograd adds the gradients of the next micro-batch there.
+        """Leave the gradients of the body in `.grad`, where autograd adds those of the next micro-batch.
 
         Used instead of `add` or `collect`. Launches no collective.
         """
         yield
 
     def collect(self) -> None:
-        """Accumulate a micro-batch whose backwards have all run.
-
-        As `add`; no backward needs to have run.
+        """Accumulate a micro-batch whose backwards, if any, have all run.
 
         Also accumulates gradients that `leave_in_grad` has left, without a further micro-batch.
         """
@@ -204,9 +172,7 @@ class Reducer(ABC):
             bucket.collect()
 
     def grad_holders(self) -> Sequence[Any] | None:
-        """Return the tensors whose `.grad` is the micro-batch's gradient.
-
-        By parameter, valid until `collect`.
+        """Return by parameter the tensor whose `.grad` is the micro-batch's gradient, until `collect`.
 
         An entry is None for a parameter without such a tensor. None instead of a list: the parameters
         themselves.
@@ -214,22 +180,16 @@ class Reducer(ABC):
         return None
 
     def written_outside_grad(self) -> Sequence[int]:
-        """Return the indices of gradients that were not written to `.grad`.
-
-        Counted from the last `clear_written_outside_grad` on.
-        """
+        """Return the indices of gradients written elsewhere since `clear_written_outside_grad`."""
         return ()
 
     def clear_written_outside_grad(self) -> None:
-        """Clear the list of `written_outside_grad`."""
+        """Clear the list that `written_outside_grad` returns."""
 
     def observe(self, observer: Observer) -> None:
-        """Call `observer` with this rank's own sums of every bucket.
+        """Call `observer` with this rank's own sums of every bucket, in every window before the all-reduce.
 
-        In every window, before the all-reduce.
-
-        Raises:
-            NotImplementedError: the owner has no such float sums: exact sums, FSDP2's units, an XLA program.
+        The default is for owners without such float sums: exact sums, FSDP2's units, an XLA program.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no float sums of this rank alone that could be read before "
@@ -246,9 +206,9 @@ class Reducer(ABC):
         others may have run before it.
 
         Args:
-            header: as for `reduce`, whose cost this has.
-            roots: the tensors that the body's backward starts from, of any shape. Only their graph is read,
-                not their values. Empty where they are not known: then less may overlap.
+            header: as for `reduce`.
+            roots: the tensors that the body's backward starts from; only their graph is read. Empty where
+                they are not known: then less may overlap.
 
         Raises:
             RuntimeError: a gradient arrived after its reduction could have been launched.
@@ -257,45 +217,28 @@ class Reducer(ABC):
 
     @abstractmethod
     def reduce(self, header: Header) -> None:
-        """Launch every reduction of the window.
+        """Launch every reduction of the window, whose micro-batches have all been accumulated.
 
-        All micro-batches of the window have been accumulated.
-
-        Args:
-            header: launched already. 1/count and the inverse loss scale are multiplied in where the window's
-                `Divisor` says.
-
-        Cost: an all-reduce a bucket, of an element of the wire's type for every element (of exact sums what
-        `ExactOverRanks.rounds` says); and one of a byte a parameter.
+        `header` is launched already. The window's `Divisor` says where 1/count and the inverse loss scale are
+        multiplied in.
         """
 
     @abstractmethod
     def give_up(self) -> None:
-        """Launch the reductions that a failure has left out, with nan.
-
-        The failure is one in `reduce` or `overlap`.
+        """Launch the reductions that a failure in `reduce` or `overlap` has left out, with nan.
 
         The nan void the window on every rank, so that no rank waits forever and no rank steps.
         """
 
     @abstractmethod
     def finish(self, final: FinalPass) -> None:
-        """Wait for the reductions; publish `.grad`, sums of squares and finite flags.
-
-        Args:
-            final: its `sumsq`, `nonfinite` and `void` are set.
-
-        Cost: one read of an element on the wire and one write of `.grad`; 12 bytes an element more to round
-        an exact sum.
-        """
+        """Wait for the reductions; publish `.grad`, and set `sumsq`, `nonfinite` and `void` of `final`."""
 
     def blame(self) -> Callable[[int], list[int] | None]:
-        """Return a function: the micro-batches whose gradient was not finite.
+        """Return a function of a parameter index: this rank's micro-batches with a non-finite gradient.
 
-        Its argument is a parameter index.
-
-        Micro-batches of this window on this rank. The function returns None where micro-batches are not
-        checked. It outlives the window; calling it waits for the device.
+        The function returns None where micro-batches are not checked. It outlives the window; calling it
+        waits for the device.
         """
         blames = {
             index: partial(bucket.blame(), slot)
@@ -307,7 +250,7 @@ class Reducer(ABC):
     # ---- checkpoints, and the end ----
 
     def order(self) -> list[int]:
-        """Return the buckets' parameters in order, as registration indices.
+        """Return the registration indices in the buckets' order.
 
         The order is the one that ranks have agreed on, or that this rank has observed. Empty if it is not
         known, or if the engine does not choose it.
@@ -315,21 +258,16 @@ class Reducer(ABC):
         return []
 
     def lay_out_as(self, order: list[int]) -> None:
-        """Lay the buckets out in an order that `order` has returned.
+        """Lay the buckets out in an order that `order` has returned; other parameters come last.
 
-        Called between windows, on every rank with the same order. Parameters that are not in it come last.
+        Called between windows, on every rank with the same order.
         """
 
     def save(self) -> Saved:
-        """Return the sums of this window's earlier micro-batches, without unused parameters.
-
-        Returns:
-            By parameter name, owned by the caller: copies on the parameters' device (see `Saved`).
+        """Return copies of the sums of this window's earlier micro-batches, without unused parameters.
 
         Raises:
             RuntimeError: the sums cannot be saved in the middle of a window.
-
-        Cost: a read and a write of the sums.
         """
         saved: Saved = {}
         for bucket in self.buckets():
@@ -337,14 +275,7 @@ class Reducer(ABC):
         return saved
 
     def load(self, saved: Saved, *, done: int) -> None:
-        """Restore the sums that `save` returned, in a new window.
-
-        Args:
-            saved: read, on any device.
-            done: how many micro-batches the sums hold.
-
-        Cost: a read and a write of the sums.
-        """
+        """Restore the sums that `save` returned, of `done` micro-batches, in a new window."""
         for bucket in self.buckets():
             bucket.load(saved, [self.names[index] for index in bucket.indices], done=done)
 
@@ -353,16 +284,9 @@ class Reducer(ABC):
         return []
 
     def sum_forms(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return dtype and shape of the sums that `save` returns.
-
-        Only for parameters where these do not follow from the parameter and the accumulator.
-        """
+        """Return dtype and shape of saved sums that do not follow from parameter and accumulator."""
         return {}
 
     @abstractmethod
     def release(self, *, keeps_grad: bool) -> None:
-        """Restore the parameters as they were before the engine.
-
-        Args:
-            keeps_grad: whether `.grad` remains, in memory of its own.
-        """
+        """Restore the parameters as before the engine; `keeps_grad` leaves `.grad`, in its own memory."""

@@ -54,13 +54,14 @@ class Dropping:
             self._bad_losses[index] = lost
             bad = bad | lost.reshape(())
         if runs_ahead(self._device) or is_lazy(self._device):
-            for one in self._present_holders():
-                if one.grad is not None:
+            for one in self._holders():
+                if one is not None and one.grad is not None:
                     one.grad = _zeroed_if(one.grad, bad)
             return bad
         if is_bad := bool(bad):
-            for one in self._present_holders():
-                one.grad = None
+            for one in self._holders():
+                if one is not None:
+                    one.grad = None
         return is_bad
 
     def reports(self) -> Callable[[], dict[int, list[str]]]:
@@ -84,7 +85,7 @@ class Dropping:
     def _nonfinite_flags(self) -> Tensor:
         if not self._norms:
             none = torch.zeros((), dtype=torch.bool, device=self._device)
-            grads = [None if one is None else one.grad for one in self._grad_holders()]
+            grads = [None if one is None else one.grad for one in self._holders()]
             lost = [none if grad is None else ~torch.isfinite(grad).all() for grad in grads]
             return torch.stack(lost).to(torch.uint8)
         flags = torch.zeros(len(self._params), dtype=torch.uint8, device=self._device)
@@ -92,13 +93,10 @@ class Dropping:
             flags.index_copy_(0, norms.params, norms.flags([slot_gradient(p) for p in group], self._one))
         return flags
 
-    def _grad_holders(self) -> Sequence[Any]:
+    def _holders(self) -> Sequence[Any]:
         """Return by parameter the tensor with the micro-batch's gradient, or None."""
         holders = self._reducer.grad_holders()
         return self._params if holders is None else holders
-
-    def _present_holders(self) -> list[Any]:
-        return [one for one in self._grad_holders() if one is not None]
 
 
 def _zeroed_if(grad: Tensor, bad: Tensor) -> Tensor:

@@ -19,27 +19,20 @@ ALIGN_ELEMENTS = 64
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """The properties of a parameter that decide its layout.
-
-    Attributes:
-        strides: of a parameter that is not contiguous (for example channels_last), whose elements are in
-            another order in its slot; empty for others.
-        group: index of the group of ranks over which its gradient is summed.
-        stored: for a frozen parameter that is not a plain tensor, a description of its storage; empty for
-            others.
-    """
+    """The properties of a parameter that decide its layout."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = True
+    # Of a parameter that is not contiguous (for example channels_last), whose elements are in another order
+    # in its slot; empty for others.
     strides: tuple[int, ...] = ()
-    group: int = 0
-    stored: str = ""
+    group: int = 0  # index of the group of ranks over which its gradient is summed
+    stored: str = ""  # describes the storage of a frozen parameter that is not a plain tensor
 
     @classmethod
     def of(cls, name: str, param: torch.nn.Parameter) -> ParamSpec:
-        """Describe a parameter."""
         strides = () if param.is_contiguous() else param.stride()
         return cls(name, tuple(param.shape), param.dtype, param.requires_grad, strides)
 
@@ -50,14 +43,9 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """The position of one parameter in a bucket.
+    """The position of one parameter in a bucket, in elements."""
 
-    Attributes:
-        param: registration index.
-        offset, numel: in elements.
-    """
-
-    param: int
+    param: int  # registration index
     name: str
     offset: int
     numel: int
@@ -65,13 +53,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """A flat range of `numel` elements that is reduced at once.
-
-    All its slots are reduced over one group of ranks.
-
-    Attributes:
-        group: as `ParamSpec.group`.
-    """
+    """A flat range of `numel` elements that is reduced at once, over one group of ranks."""
 
     index: int
     dtype: torch.dtype
@@ -112,7 +94,6 @@ def build(
     """Lay parameters out in the order of their gradients.
 
     Args:
-        params: descriptions in registration order.
         order: registration indices of the parameters to lay out; `backward_order`, or an observed order.
         cap_bytes: a bucket is closed once it holds this many bytes of gradients; parameters are never split.
         first_bytes: a smaller cap for the first bucket of each dtype and group. The buckets of a group depend
@@ -139,12 +120,7 @@ def build(
 
 
 def first_difference(params: Sequence[Sequence[ParamSpec]], ranks: Sequence[int] = ()) -> str | None:
-    """Describe the first parameter that differs; None if ranks agree.
-
-    Args:
-        params: descriptions, by rank.
-        ranks: the numbers of these ranks; empty for all ranks.
-    """
+    """Describe the first parameter that differs by rank; None if they agree. `ranks` are their numbers."""
     if all(specs == params[0] for specs in params):
         return None
     lengths = {rank: len(specs) for rank, specs in enumerate(params)}
@@ -156,11 +132,9 @@ def first_difference(params: Sequence[Sequence[ParamSpec]], ranks: Sequence[int]
 
 
 def _end(slots: list[Slot]) -> int:
-    return _round_up(slots[-1].offset + slots[-1].numel, ALIGN_ELEMENTS) if slots else 0
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
+    if not slots:
+        return 0
+    return -(-(slots[-1].offset + slots[-1].numel) // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
 
 
 def _describe(spec: ParamSpec) -> str:

@@ -17,9 +17,6 @@ class LocalPart:
     Its `.grad` is the local tensor of the DTensor's `.grad`. A backward may leave a gradient in other
     placements than the parameter's, for example partial sums. Such a gradient is redistributed as soon as it
     has been accumulated: at the same point of the backward on every rank of its mesh, by a collective.
-
-    Args:
-        param: a leaf whose placements shard or replicate.
     """
 
     def __init__(self, param: Any) -> None:
@@ -53,21 +50,17 @@ class LocalPart:
         return 0 if self._param.grad is None else self._param.grad._version
 
     def release(self) -> None:
-        """Remove the hook from the parameter."""
         if self._hook is not None:
             self._hook.remove()
 
     def detach(self) -> Tensor:
-        """Return the local tensor, in its memory."""
         return local(self._param)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
-        """Register `hook` on the DTensor."""
         return self._param.register_post_accumulate_grad_hook(hook)
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the DTensor requires a gradient."""
         return bool(self._param.requires_grad)
 
     def __getattr__(self, name: str) -> Any:
@@ -77,10 +70,7 @@ class LocalPart:
 
 
 def is_dtensor(param: Any) -> bool:
-    """Whether a tensor is a DTensor.
-
-    Does not import the module of DTensor, which takes a second.
-    """
+    # Importing the module of DTensor takes a second.
     return hasattr(param, "to_local")
 
 
@@ -112,11 +102,7 @@ def _redistribute_grad(param: Any) -> None:
 
 
 def in_placements(grad: Any, param: Any) -> Any:
-    """Return a gradient in the placements of its parameter.
-
-    Returns the gradient itself where it has these placements, or where the parameter is a plain tensor.
-    Otherwise a collective of the mesh's ranks redistributes it.
-    """
+    """Return a gradient in the placements of its parameter, by a collective of the mesh where they differ."""
     if not is_dtensor(param):
         return grad
     if not is_dtensor(grad):

@@ -18,14 +18,7 @@ _ATTRIBUTES = ("main_grad", "grad_added_to_main_grad", "__getstate__")
 
 
 def set_main_grad(params: Sequence[Parameter], views: Sequence[Tensor]) -> None:
-    """Set `main_grad` of every parameter to its view.
-
-    Pickles of the model do not contain it.
-
-    Args:
-        views: of the sums, shaped and strided like the parameters, in the sum's dtype. The bucket's memory,
-            valid until `remove_main_grad`.
-    """
+    """Set `main_grad` of every parameter to its view of the sum; pickles of the model do not contain it."""
     for param, view in zip(params, views, strict=True):
         param.main_grad = view  # type: ignore[attr-defined]
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -54,36 +54,21 @@ class Groups:
     are_alike: bool = True
 
 
-class HeldTensors:
-    """Tensors kept alive while a side stream, the current one, may read them.
-
-    The allocator may reuse their memory on the backward's stream once the side stream has finished reading,
-    or once the backward's stream has waited for the side stream's collective. `record_stream` would cost a
-    microsecond a gradient, and an event each that the allocator has to query.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
-        self.tensors = list(tensors)
-        self._event = recorded_event(device, enable_timing=False) if has_events(device) else None
-
-    def is_done(self) -> bool:
-        """Whether the side stream has finished reading; does not wait."""
-        return self._event is not None and self._event.query()
-
-
 class Transfer:
     """The reduction of one bucket in one window."""
 
     work: Work  # the sum over ranks, once it has been launched
 
-    def __init__(self, bucket: OwnBucket, *, is_waiting: bool) -> None:
+    def __init__(self, bucket: OwnBucket) -> None:
         self.bucket = bucket
         # Whether the running backward has accumulated every gradient of the bucket.
         self.is_complete = False
-        # Whether the bucket waits for the end of the backward, since a gradient may be accumulated again.
-        self.is_waiting = is_waiting
-        # Tensors that a side stream reads for the reduction.
-        self.held: HeldTensors | None = None
+        # Tensors kept alive while a side stream may read them for the reduction, and the event after which it
+        # has finished. The allocator may reuse their memory on the backward's stream from then on, or once
+        # that stream has waited for the side stream's collective. `record_stream` would cost a microsecond a
+        # gradient, and an event each that the allocator has to query.
+        self.held: list[Tensor] = []
+        self.is_read: torch.Event | None = None
 
 
 class Transfers:
@@ -104,16 +89,13 @@ class Transfers:
         divisor: Divisor,
         *,
         groups: Groups,
-        waiting: Collection[int] = (),
     ) -> None:
-        self.all = [Transfer(bucket, is_waiting=index in waiting) for index, bucket in enumerate(buckets)]
+        self.all = [Transfer(bucket) for bucket in buckets]
         self.header, self._divisor, self._groups = header, divisor, groups
         self._next = 0
 
     def complete(self, transfer: Transfer) -> None:
         """Mark a bucket as complete; launch what may be launched."""
-        if transfer.is_waiting:
-            return
         transfer.is_complete = True
         transfer.bucket.seal()
         # The backward never waits for the header: where the header has not arrived, the bucket is launched
@@ -146,18 +128,15 @@ class Transfers:
         for index, transfer in enumerate(self.all[: self._next]):
             with span("wait for bucket", index):
                 transfer.work.wait()
-                transfer.held = None
+                transfer.held = []
                 yield transfer.bucket
 
     def drop(self) -> None:
-        """Release the buckets of a window that was given up.
-
-        Launched collectives still use their memory, so the tensors are handed to the side streams.
-        """
+        """Release the buckets of a window that was given up, whose tensors launched collectives may use."""
         for transfer in self.all[: self._next]:
-            if transfer.held is not None:
-                with self._comm(transfer).side_stream(transfer.held.tensors):
-                    transfer.held = None
+            if transfer.held:
+                with self._comm(transfer).side_stream(transfer.held):
+                    transfer.held = []
 
     def _launch(self, *, poison: bool) -> None:
         transfer = self.all[self._next]
@@ -169,11 +148,12 @@ class Transfers:
         with span("launch bucket", self._next), comm.side_stream([]):
             inv_count = self._divisor.before_wire()
             transfer.work = transfer.bucket.send(inv_count, comm, poison=poison)
-            if comm.is_stream_ordered:
-                transfer.held = HeldTensors(tensors, transfer.bucket.device)
+            transfer.held, device = tensors, transfer.bucket.device
+            if tensors and has_events(device):
+                transfer.is_read = recorded_event(device, enable_timing=False)
         for earlier in self.all[: self._next]:
-            if earlier.held is not None and earlier.held.is_done():
-                earlier.held = None
+            if earlier.is_read is not None and earlier.is_read.query():
+                earlier.held, earlier.is_read = [], None
         self._next += 1
         if self._groups.are_alike:
             self._launch_later_rounds(self.all[: self._next - 1])
@@ -356,16 +336,18 @@ class BucketReducer(Reducer):
 
     @contextmanager
     def overlap(self, header: Header, roots: Sequence[Tensor]) -> Iterator[None]:
+        # Buckets that wait for the end of the backward, since a gradient may be accumulated again.
         waiting = {self._bucket_of[param] for param in self._repeated}
         if self._arrivals is None and (not roots or any(map(may_nest, roots))):
             # Not known yet whether a gradient arrives more than once.
             waiting = set(range(len(self._buckets)))
-        transfers = self._prepare(header, waiting=waiting)
+        transfers = self._prepare(header)
         for bucket in self._buckets:
             bucket.arm()
         watches = [
             Watch(transfer.bucket.params, transfer.bucket.has_arrived, partial(transfers.complete, transfer))
-            for transfer in transfers.all
+            for index, transfer in enumerate(transfers.all)
+            if index not in waiting
         ]
         with self._record_arrivals_once(), watching(watches):
             yield
@@ -417,15 +399,13 @@ class BucketReducer(Reducer):
             self.release(keeps_grad=False)
             self._lay_out(order)
 
-    def _prepare(self, header: Header, *, waiting: Collection[int] = ()) -> Transfers:
-        """Prepare the reductions of a window; the buckets `waiting` wait for the end of the backward."""
+    def _prepare(self, header: Header) -> Transfers:
+        """Prepare the reductions of a window."""
         self._drop_transfers()  # left over from a window that was given up
         self._used_flags = {}
         self._divisor = Divisor(header.inv_count, self._wire, header.inv_scale)
         self._memory.begin(header.position[0])
-        self._transfers = Transfers(
-            self._buckets, header, self._divisor, groups=self._groups, waiting=waiting
-        )
+        self._transfers = Transfers(self._buckets, header, self._divisor, groups=self._groups)
         return self._transfers
 
     def _drop_transfers(self) -> None:
@@ -470,10 +450,7 @@ class BucketReducer(Reducer):
         return dropped
 
     def _raise_if_late(self, transfers: Transfers) -> None:
-        """Raise if a bucket has changed after it may have been launched.
-
-        From the next window on that bucket waits for the end of the backward.
-        """
+        """Raise if a bucket has changed after it may have been launched; from now on it waits."""
         late = {bucket.spec.slots[slot].param for bucket, slot in transfers.late()}
         if late:
             names = ", ".join(repr(self.names[param]) for param in sorted(late)[:5])

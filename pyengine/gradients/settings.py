@@ -65,21 +65,14 @@ def as_accumulator(accumulator: Accumulator | Exact | torch.dtype) -> Accumulato
 
 
 def sum_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients of `dtype` are summed.
-
-    Gradients narrower than the dtype in `SUM_DTYPES` are summed in that dtype; "native" keeps their own. An
-    "exact" sum has no dtype: it is a number of bits.
-    """
+    """Return the dtype in which gradients of `dtype` are summed; an exact sum, of integers, has none."""
     wide = SUM_DTYPES.get(kind, dtype)
     return wide if dtype.itemsize < wide.itemsize else dtype
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments that `GradSync`, `attach` and the adapters share.
-
-    DDP has its own bucket size.
-    """
+    """The arguments that `GradSync`, `attach` and the adapters share; DDP has its own bucket size."""
 
     accumulate: int
     wire: Wire = FP32()  # noqa: RUF009 - frozen
@@ -128,10 +121,7 @@ class Settings:
         return is_number and 0 < seconds < math.inf  # type: ignore[operator]
 
     def shared(self) -> str:
-        """Describe the values that have to be equal on every rank.
-
-        Micro-batches a window need not be equal.
-        """
+        """Describe the values that have to be equal on every rank; micro-batches a window need not be."""
         return f"wire={self.wire}, accumulator={self.accumulator!r}, nonfinite={self.nonfinite!r}, " + (
             f"bucket_cap_mb={float(self.bucket_cap_mb)}"
             + (f", {self.deferral}" if self.deferral else "")

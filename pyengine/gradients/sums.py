@@ -27,21 +27,11 @@ class Sum(ABC):
 
     @abstractmethod
     def over(self, plan: BucketPlan) -> Any:
-        """Return the same sum, in the same memory, for fewer slots.
-
-        Args:
-            plan: the subset, in the same flat buffer.
-        """
+        """Return the same sum, in the same memory, for fewer slots of the same flat buffer."""
 
     @abstractmethod
     def slot_state(self, offset: int, numel: int) -> dict[str, Tensor]:
-        """Return one slot's sum as a checkpoint holds it.
-
-        See `Saved`. After `resume` the memory of the sum.
-
-        Args:
-            offset, numel: of the slot.
-        """
+        """Return one slot's sum as a checkpoint holds it (see `Saved`); after `resume` its own memory."""
 
     def scalars(self) -> list[Tensor]:
         """Return the tensors that `deposit_` reads besides gradients and sum."""
@@ -49,28 +39,17 @@ class Sum(ABC):
 
     @abstractmethod
     def deposit_(self, grads: TensorList | Pointers, /, *, first: bool, nonfinite: Tensor) -> None:
-        """Add the gradients of a micro-batch, one a slot.
+        """Add the gradients of a micro-batch, one a slot, `[slot.numel]`; None adds nothing.
 
         Args:
-            grads: one entry a slot, `[slot.numel]`, read; None adds nothing.
             first: True overwrites the sum, which has no gradient of this window yet.
             nonfinite: uint8 `[slots]`, OR-ed with 1 where a gradient is not finite, or too large for an exact
                 sum (2^126).
-
-        Cost: reads a gradient, writes an element of the sum, and reads one unless `first`.
         """
 
 
 class FlatSum(Sum):
-    """A sum in one flat buffer.
-
-    Args:
-        plan: slots of the buffer.
-        flat: the buffer, `[numel]`; owned by this object from now on.
-
-    Attributes:
-        flat: as given.
-    """
+    """A sum in one flat buffer, `[numel]`, owned by this object from now on."""
 
     def __init__(self, plan: BucketPlan, flat: Tensor) -> None:
         self._plan, self.flat = plan, flat
@@ -99,12 +78,10 @@ class FlatSum(Sum):
         """Write (sum + gradients) times `scale` into a wire buffer.
 
         Args:
-            wire: of the wire's type, `[numel]`, written; may be `flat` itself.
+            wire: of the wire's type, `[numel]`; may be `flat` itself.
             grads, first: as for `deposit_`.
             scale: float32, 0-dim; None for 1.
-            nonfinite: uint8 `[slots]`, OR-ed with 1 where a gradient, or a value on the wire, is not finite.
-
-        Cost: the cost of `deposit_`, and a pass that reads an element of the sum and writes one of the wire.
+            nonfinite: as for `deposit_`; a subclass may flag values that are not finite on the wire, too.
         """
         self.deposit_(grads, first=first, nonfinite=nonfinite)
         if wire is not self.flat or scale is not None:
@@ -112,9 +89,7 @@ class FlatSum(Sum):
 
 
 class InPlaceSum(FlatSum):
-    """The buffer that `.grad` views.
-
-    Autograd adds to it from the second micro-batch on.
+    """The buffer that `.grad` views, to which autograd adds from the second micro-batch on.
 
     `deposit_` writes the first gradients. They have the type of the buffer and are not checked.
     """
@@ -126,12 +101,9 @@ class InPlaceSum(FlatSum):
 
 
 class Fp32Sum(FlatSum):
-    """Narrow gradients summed in float32.
+    """Bfloat16 or float16 gradients summed in float32: a bfloat16 sum stops growing after 256 equal terms.
 
-    A bfloat16 sum stops growing after 256 equal terms.
-
-    Gradients are bfloat16 or float16, the buffer is float32. `deposit_` moves 10 bytes an element, or 6 if
-    `first`.
+    `deposit_` moves 10 bytes an element, or 6 if `first`; `deposit_into_wire_` is one pass.
     """
 
     def deposit_(self, grads: TensorList | Pointers, /, *, first: bool, nonfinite: Tensor) -> None:
@@ -146,10 +118,6 @@ class Fp32Sum(FlatSum):
         first: bool,
         nonfinite: Tensor,
     ) -> None:
-        """Do as `FlatSum.deposit_into_wire_`, in one pass.
-
-        Cost: reads 4 bytes (0 if `first`) and a gradient, writes one wire element.
-        """
         if wire is self.flat and scale is None:
             self.deposit_(grads, first=first, nonfinite=nonfinite)
         else:

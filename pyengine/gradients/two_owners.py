@@ -9,22 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
 from pyengine.gradients.base import Reducer, Residuals
-from pyengine.gradients.bucket import Accumulator, Observer
+from pyengine.gradients.bucket import Accumulator
 from pyengine.gradients.ddp.reducer import DDPReducer
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.own import BucketReducer, Groups
 from pyengine.gradients.settings import Settings
-from pyengine.gradients.slots import Saved
 from pyengine.step.stepper import PlainStepper, Stepper
-from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
+
+
+def _of_both(name: str) -> Any:
+    """Return the method that calls the method `name` of both owners."""
+
+    def call(self: TwoOwners, *args: Any, **kwargs: Any) -> None:
+        for owner in self._owners:
+            getattr(owner, name)(*args, **kwargs)
+
+    return call
 
 
 class TwoOwners(Reducer):
@@ -34,10 +43,7 @@ class TwoOwners(Reducer):
         ddp: owns the first parameters.
         specs, params: descriptions and parameters of the others, in registration order.
         groups: the ranks over which the others are summed, over transports that nothing else uses.
-        counted: by parameter, DDP's first, whether this rank counts it in the norm; None: all ranks hold the
-            same parameters.
-        settings: wire and kind of sum of both owners' buckets.
-        terms: of a full window.
+        counted: by parameter, DDP's first.
     """
 
     overlaps = True
@@ -68,6 +74,15 @@ class TwoOwners(Reducer):
         both = [*ddp.residuals.owners, *own.residuals.owners]
         self.residuals = Residuals(both, own.residuals.wire)
 
+    open = _of_both("open")
+    begin = _of_both("begin")
+    observe = _of_both("observe")
+    collect = _of_both("collect")
+    give_up = _of_both("give_up")
+    finish = _of_both("finish")
+    load = _of_both("load")
+    release = _of_both("release")
+
     def local_params(self) -> Sequence[Parameter]:
         return self._own.local_params()
 
@@ -84,18 +99,6 @@ class TwoOwners(Reducer):
     def buckets(self) -> Iterator[Accumulator]:
         yield from self._ddp.buckets()
         yield from self._own.buckets()
-
-    def open(self) -> None:
-        for owner in self._owners:
-            owner.open()
-
-    def begin(self) -> None:
-        for owner in self._owners:
-            owner.begin()
-
-    def observe(self, observer: Observer) -> None:
-        for owner in self._owners:
-            owner.observe(observer)
 
     def written_outside_grad(self) -> Sequence[int]:
         return self._own.written_outside_grad()
@@ -119,10 +122,6 @@ class TwoOwners(Reducer):
         with self._own.leave_in_grad(), self._ddp.leave_in_grad():
             yield
 
-    def collect(self) -> None:
-        for owner in self._owners:
-            owner.collect()
-
     def reduce(self, header: Header) -> None:
         with self._own.reducing(header):
             self._ddp.reduce(header)
@@ -132,21 +131,5 @@ class TwoOwners(Reducer):
         with self._own.overlap(header, roots), self._ddp.overlap(header, roots):
             yield
 
-    def give_up(self) -> None:
-        for owner in self._owners:
-            owner.give_up()
-
-    def finish(self, final: FinalPass) -> None:
-        for owner in self._owners:
-            owner.finish(final)
-
-    def load(self, saved: Saved, *, done: int) -> None:
-        for owner in self._owners:
-            owner.load(saved, done=done)
-
     def load_problems(self) -> list[str]:
         return self._ddp.load_problems()
-
-    def release(self, *, keeps_grad: bool) -> None:
-        for owner in self._owners:
-            owner.release(keeps_grad=keeps_grad)

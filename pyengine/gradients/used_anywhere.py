@@ -23,22 +23,13 @@ _LENGTH = 4096
 
 
 class UsedFlags:
-    """The used flags of one window, while they are all-reduced.
-
-    Args:
-        mine: of this rank, by parameter.
-        flags: uint8 `[params]` or longer, which `work` max-reduces over ranks.
-        on_hosts: whether the flags are in host memory, so that no rank waits for a device.
-    """
+    """The used flags of one window, uint8 `[params]` or longer, while `work` max-reduces them over ranks."""
 
     def __init__(self, mine: Sequence[bool], flags: Tensor, work: Work, *, on_hosts: bool) -> None:
         self._mine, self._flags, self._work, self._on_hosts = list(mine), flags, work, on_hosts
 
     def drop_unused(self, params: Sequence[Parameter]) -> list[int]:
-        """Set `.grad` of unused parameters to None; return their indices.
-
-        Args:
-            params: in the order of the flags, with their reduced gradients.
+        """Set `.grad` of unused parameters, in the order of the flags, to None; return their indices.
 
         Cost: a rank that has not used a parameter waits for the flags of all ranks. Where devices exchange
         the flags it waits for all work queued on its device. Other ranks do not wait where hosts exchange the
@@ -59,12 +50,7 @@ class UsedFlags:
 class UsedAnywhere:
     """All-reduces used flags between hosts where possible, else between devices.
 
-    Args:
-        comm: over the ranks that sum these parameters' gradients, all of which make this object.
-        device: of the parameters.
-
-    Attributes:
-        on_hosts: whether the hosts exchange the flags.
+    All ranks that sum these parameters' gradients make this object.
     """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
@@ -74,12 +60,7 @@ class UsedAnywhere:
         self._device = device if hosts is None else HOST
 
     def all_reduce(self, used: Sequence[bool]) -> UsedFlags:
-        """Launch the all-reduce of a window's flags.
-
-        Every rank does so at the same point of the window.
-
-        Args:
-            used: by parameter, whether this rank has used it; the same parameters on every rank.
+        """Launch the all-reduce of a window's flags, on every rank at the same point of the window.
 
         Cost: an all-reduce of a byte a parameter, between hosts of 4 KiB or a multiple; no rank waits.
         """

@@ -52,19 +52,11 @@ def problems_of_device(device: torch.device, comm: Comm, settings: Settings) -> 
 
 
 class XlaReducer(Reducer):
-    """Gradients in sums that the engine owns.
+    """Gradients in sums that the engine owns: a tensor a parameter, in its shape and the sum's dtype.
 
-    A sum is one tensor a parameter, in its shape.
-
-    A sum has the dtype of `sum_dtype`. `.grad` exists from the reduction to the step. The XLA compiler orders
-    a program, and with it the overlap.
-
-    Args:
-        specs: descriptions of `params`, in registration order.
-        params: all parameters; frozen ones are left alone.
-        comm: transport.
-        settings: wire, kind of sum, and whether every micro-batch is checked for inf and nan. All gradients
-            of a dtype are reduced by one operation, whatever the bucket size.
+    `.grad` exists from the reduction to the step. The XLA compiler orders a program, and with it the overlap.
+    All gradients of a dtype are reduced by one operation, whatever the bucket size. Frozen parameters are
+    left alone.
     """
 
     def __init__(
@@ -101,10 +93,7 @@ class XlaReducer(Reducer):
 
     @torch.no_grad()
     def open(self) -> None:
-        """Zero the sums of a dropped window, in a program of its own.
-
-        No other program does that.
-        """
+        """Zero the sums of a dropped window, in a program of its own."""
         if not self._is_clean:
             for total in self._sums.values():
                 total.zero_()
@@ -149,10 +138,7 @@ class XlaReducer(Reducer):
         self._is_clean = True
 
     def give_up(self) -> None:
-        """Do nothing: no reduction is left half launched.
-
-        No backward runs during a reduction.
-        """
+        """Do nothing: no backward runs during a reduction, so none is left half launched."""
 
     @torch.no_grad()
     def finish(self, final: FinalPass) -> None:
@@ -212,19 +198,14 @@ class XlaReducer(Reducer):
         return torch.stack([self._zero if g is None else g.double().square().sum() for g in grads])
 
     def _usage_here(self) -> Tensor:
-        """Return which parameters this replica has used, float32 `[num_params]`.
-
-        Copied to the device again only when it changes.
-        """
+        """Return which parameters this replica has used, float32; copied only when it changes."""
         if self._usage is None or self._usage[0] != self._used:
             self._usage = self._used, send(self._used, torch.float32, self._device)
         return self._usage[1]
 
 
 def flagged(sumsq: Tensor) -> Tensor:
-    """Return which gradients hold inf or nan.
-
-    The result is uint8, of the shape of their sums of squares.
+    """Return which gradients hold inf or nan, uint8, from their sums of squares.
 
     The square of a float32 does not overflow in float64, nor does a sum of such squares. Where float64 has
     the range of float32, a flag marks a gradient that makes the norm infinite, so that the step is skipped.
