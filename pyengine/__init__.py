@@ -23,9 +23,9 @@ from pyengine.data.dealer import Dealer
 from pyengine.data.rng import micro_batch_rng, sample_rng, seed_everything, seed_rank, worker_init
 from pyengine.data.sampler import WindowSampler
 from pyengine.engine.attach import attach
+from pyengine.engine.engine import MicroBatch
 from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.sync import Sync
-from pyengine.engine.window import MicroBatch
 from pyengine.gradients.ddp.hook import HookState, comm_hook
 from pyengine.gradients.settings import Exact
 from pyengine.step.grad_scaler import GradScaler

@@ -70,12 +70,12 @@ def meet(engine: Engine, *, stage: str, problems: Sequence[str] = ()) -> None:
 
     Cost: one all-reduce of 184 bytes, for which the host waits.
     """
-    engine.window.reach_verdicts()
+    engine.reach_verdicts()
     everybody: Sequence[Sequence[str]] = [problems]
     if engine.comm.world_size > 1:
-        local = engine.window.new_counts()
+        local = engine.new_counts()
         local.refusals += problems
-        header = engine.window.launch_header_all_reduce(local, more=False, stage=stage)
+        header = engine.launch_header_all_reduce(local, more=False, stage=stage)
         totals = header.totals()
         check_agreement(header, totals, engine.comm)
         everybody = engine.comm.all_gather_object(local.refusals) if totals.invalid_counts else []
@@ -160,13 +160,13 @@ class Counting:
         Cost: as `meet` and `share_numbers`; in a loop's first window a gather of the names, too.
         """
         engine = self._engine
-        local = engine.window.counts
+        local = engine.counts
         done = [float(count) for count in local.counts]
         ahead = CountsAhead(local, self._names, first=len(done))
         for batch in batches:
             ahead.add(self._count, batch)
         counts = ahead.read(engine.device)
-        drops = engine.window.dropping is not None
+        drops = engine.dropping is not None
         if drops and len(ahead.names) > 1:
             ahead.problems.append(
                 f"count: use nonfinite='skip' or 'raise' with counts of several losses, {ahead.names}: under "
@@ -186,12 +186,12 @@ class Counting:
         totals = dict(zip(names, sums, strict=True))
         if saved and not drops:  # what was done before may have been dropped, and its count is 0 then
             _check_resumed(saved, totals)
-        engine.window.denominators = Denominators(saved or totals, counts, first=len(done))
+        engine.denominators = Denominators(saved or totals, counts, first=len(done))
 
 
 def check_uncounted(engine: Engine) -> None:
     """Raise ValueError if the open window was begun with losses that were weighed by totals."""
-    resumed = engine.window.resumed
+    resumed = engine.resumed
     if resumed is not None and len(resumed.totals) > 1:
         raise ValueError(
             f"count: the window that goes on was begun with counts of {list(resumed.totals)}: loop over "
@@ -206,8 +206,8 @@ def _agree(engine: Engine, names: list[str]) -> tuple[list[str], dict[str, float
     Raises:
         ValueError: ranks count different things, or resume a window of which not enough is known.
     """
-    resumed = engine.window.resumed
-    said = names, {} if resumed is None else dict(resumed.totals), bool(engine.window.counts.counts)
+    resumed = engine.resumed
+    said = names, {} if resumed is None else dict(resumed.totals), bool(engine.counts.counts)
     everybody: Sequence[tuple[list[str], dict[str, float], bool]] = engine.comm.all_gather_object(said)
     named = {rank: theirs for rank, (theirs, _, _) in enumerate(everybody) if theirs}
     agreed = next(iter(named.values()), [])

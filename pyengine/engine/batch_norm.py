@@ -185,7 +185,7 @@ class BatchNormReplay:
     def start_exchange(self, comm: Comm, header: Header) -> None:
         """Launch the exchange of the window's rows, behind its buckets and a header in which ranks agree.
 
-        See [Note: order of collectives in a window] in window.py.
+        See [Note: order of collectives in a window] in engine.py.
 
         Cost: one all-reduce of `total` rows, 4 bytes a running value and module (8 where those are float64),
         not waited for. Nothing without BatchNorms.

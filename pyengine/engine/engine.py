@@ -1,51 +1,125 @@
-"""Engines: how they are made, and what happens between their windows."""
+"""The engine: how it is made, and the order of a window with every collective and every way to fail.
+
+[Note: order of collectives in a window]
+torch.distributed pairs the collectives of a process group by their order on each rank, so all ranks have to
+launch the same ones in the same order. Of a window these are, on the engine's own group ("engine") and on the
+groups over which gradients are summed ("buckets"):
+
+ 1. engine   before the first forward, only where ranks have to know what the others have: the header of
+             `meet`, and `share_numbers` (counts that are read ahead; FSDP2's forwards, which are collective).
+ 2. FSDP2    all-gathers in every forward and backward, on its units' meshes; reduce-scatters in the window's
+             last backward only, unless `defer` differs.
+ 3. DDP      `Reducer.before_header`: the rebuild of its buckets, and the broadcast of buffers if the window's
+             last forward did not launch it.
+ 4. engine   the verdict of the window before, if a host that runs ahead has not reached it: gathers, and only
+             of a window that went wrong (`Verdict.reach`).
+ 5. engine   the header all-reduce.
+ 6. buckets  each bucket's reduction, in the order of the layout; of a bucket with several collectives a later
+             one follows when the next bucket starts. Under DDP the order is that of its own buckets, under
+             FSDP2 that of its units in the backward.
+ 7. buckets  the flags of used parameters (`UsedAnywhere.all_reduce`), between hosts where these have a group.
+ 8. engine   once in an engine's life the order in which gradients came; BatchNorm's rows
+             (`BatchNormReplay.start_exchange`).
+ 9. engine   in `wait`: the norm, where ranks hold different elements (`Holdings`); the audit's checksums; the
+             gathers of the verdict, if something is wrong.
+
+Why the order is the same on every rank: on the engine's group everything is launched by the program, at
+places that all ranks reach, and what is conditional depends on reduced numbers or on arguments that ranks
+have compared. When a bucket is complete is a matter of autograd and time, so buckets are launched in the
+order of the layout and not of completion. Where a host waits for collectives, a bucket is launched only when
+the header has come, which is sooner on one rank than on another: there buckets have a process group of their
+own (`Comm.with_own_group`). Where a stream waits, no host has to look at the header, and one group
+keeps the order.
+
+After an exception `Reducer.give_up` launches the collectives that are still missing, with values that void
+the window. Behind a header in which ranks disagree nothing follows, wherever the host can see that without
+waiting for a device: another engine's buckets would have other sizes.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import cache, partial
+from threading import Lock
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn import Parameter
 
+from pyengine.audit.finding import AuditError
 from pyengine.checkpoint.snapshot import Snapshot, identify
 from pyengine.comm.base import Comm
 from pyengine.data.rng import set_rng_states
+from pyengine.engine.backward import BeforeBackward, checked_backward, divided_by
 from pyengine.engine.batch_norm import BatchNormReplay, batch_norm_problems
 from pyengine.engine.batch_norm import batch_norms as batch_norms_of
 from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
 from pyengine.engine.handshake import Shares, agree, narrow_problems, problems_of, resized
-from pyengine.engine.parameters import Ownership, in_backward_problems, owned_problems
-from pyengine.engine.window import Window
+from pyengine.engine.kept_grads import KeptGrads
+from pyengine.engine.parameters import Ownership, TrainedParameters, in_backward_problems, owned_problems
+from pyengine.engine.window_audit import WindowAudit
 from pyengine.gradients.base import Reducer
+from pyengine.gradients.dropping import Dropping
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.layout import ParamSpec
-from pyengine.gradients.marks import REMEDY
+from pyengine.gradients.marks import REMEDY, GradMarks
+from pyengine.gradients.published import Published
 from pyengine.gradients.settings import Settings
-from pyengine.ops.device import flush, is_lazy
-from pyengine.window.counter import State
+from pyengine.gradients.slots import Saved
+from pyengine.ops.device import HOST, Readback, flush, is_lazy, runs_ahead
+from pyengine.ops.trace import span
+from pyengine.step.clock import Clock
+from pyengine.step.grad_scaler import GradScaler
+from pyengine.step.step_record import StepCallback, StepRecord
+from pyengine.step.window_optimizer import OptimizerCheck
+from pyengine.window.callbacks import call_all
+from pyengine.window.claims import Claims, OptimizerStep
+from pyengine.window.counter import State, WindowCounter
+from pyengine.window.denominators import Denominators, Loss
+from pyengine.window.final_pass import FinalPass
+from pyengine.window.header import Count, Header, LocalWindow, Totals, checked_count, make_local_window
+from pyengine.window.holdings import Holdings
+from pyengine.window.runs import Runs
 from pyengine.window.shared_batch import SharedBatch
-from pyengine.window.verdict import check_agreement
+from pyengine.window.verdict import Evidence, Verdict, check_agreement
+from pyengine.window.verdict_queue import VerdictQueue
 
 _log = logging.getLogger("pyengine.engine")
 
 
 class Engine:
-    """The engine behind `GradSync` and `attach`: it owns the gradients of parameters, opens one window after
-    the other, and resumes them. What happens in a window is in `Window`.
+    """The engine behind `GradSync` and `attach`: it owns the gradients of parameters and opens one window
+    after the other. The methods are in the order in which they are called.
 
-    Args:
-        reducer: owns the gradients.
-        comm: transport over all ranks of the engine.
-        settings: this rank's arguments.
-        batch_norms: the replay of running statistics.
-        shares: how a full window is divided among ranks.
-        batch: the batch that this rank shares with others; None where every rank has its own.
-        module: the model, where it is known.
+    =================================  ==================  ==================================================
+    method                             state of `counter`  [Note: order of collectives in a window]
+    =================================  ==================  ==================================================
+    `open`                             IDLE → OPEN         after `close_window` of the one before
+    `hand_out`, `pad`, `end_hand_out`                      1, 2
+    `begin`                                                before the first backward
+    `micro_batch`, `last_backward`
+    `launch_header`, `launch`          OPEN → SENT         3 to 8
+    `wait`                             SENT → REDUCED      9
+    `step`, or `hand_over`             REDUCED → USED
+    `close_window`                     USED → IDLE
+    =================================  ==================  ==================================================
+
+    A window ends in one of four ways:
+      `step`: an optimizer uses the gradients (with `hand_over` the caller does).
+      `flush`: launched without a last backward, however many micro-batches it has; then as with `step`.
+      `abandon`: dropped on this rank. Launched collectives are still waited for, because other ranks wait for
+          this one. After an exception in the last backward the window is void on every rank.
+      `close_window`: the loop is done with it, and the next one may open; an error if it was not used.
     """
+
+    clock: Clock  # of this window, from `begin` on
 
     def __init__(
         self,
@@ -58,14 +132,17 @@ class Engine:
         batch: SharedBatch | None = None,
         module: nn.Module | None = None,
     ) -> None:
-        self.window = window = Window(
-            reducer, comm, settings, batch_norms, shares=shares, batch=batch, module=module
-        )
-        # ---- the window's, here by shorter names ----
-        self.reducer, self.comm, self.batch_norms, self.batch = reducer, comm, batch_norms, batch
-        self.counter, self.device, self.final = window.counter, window.device, window.final
-        self.verdicts, self.kept_grads = window.verdicts, window.kept_grads
-        # ---- the engine's own ----
+        names, params = reducer.names, reducer.params
+        held = f"{len(params)} parameters, the first {names[0]!r}"
+        if reducer.counted is not None:  # ranks may have others
+            held = f"parts of a model on {comm.world_size} ranks"
+        # ---- of all windows ----
+        # An identity that all ranks of the engine have in common.
+        self.name = f"{held} (engine {shares.engine_id:08x})"
+        self.device = device = params[0].device
+        self.reducer, self.comm, self.batch_norms = reducer, comm, batch_norms
+        # The batch that this rank shares with others; None where every rank has its own.
+        self.batch = batch
         # How a full window is divided among ranks.
         self.shares = shares
         self.is_exact = settings.kind == "exact"
@@ -78,11 +155,46 @@ class Engine:
             shares.terms,
             shares.run,
             batch_norms.num_modules,
-            reducer.names,
+            names,
             reducer.local_params(),
         )
-        self._ownership = Ownership(reducer.params, self)
-        _log.debug("make a %s of %s", type(reducer).__name__, window.name)
+        # Where ranks are, and in which state the window is.
+        self.counter = WindowCounter(settings.accumulate, share=shares.of(comm.rank))
+        # Gradients that no optimizer has used, which count into the next window.
+        self.kept_grads = KeptGrads(names, params)
+        # Detects gradients that were written past the engine.
+        self.marks = GradMarks(reducer)
+        # The gradients in `.grad` of a window that has been reduced.
+        self.published = Published(names, params)
+        # Checks micro-batches before they are accumulated; None where none is ever dropped.
+        self.dropping = Dropping(reducer) if settings.drops else None
+        # Norm and finite flags of the mean gradients.
+        holdings = None if reducer.counted is None else Holdings(reducer.counted, comm, device)
+        self.final = FinalPass(len(params), device, holdings)
+        # Of this window and earlier ones, and the steps taken.
+        self.verdicts = VerdictQueue(comm, device)
+        # Whether the model still trains the parameters that the engine was made over.
+        self.trained = TrainedParameters(names, params, module)
+        # Makes the record of a window's counts and losses.
+        most = shares.micro_batches if self.is_exact else math.inf
+        self.new_counts = make_local_window(
+            device, is_exact=self.is_exact, max_micro_batches=most, batch=batch
+        )
+        # Whether inf and nan are an error.
+        self.raises = settings.raises
+        # Whether the host lets the device run ahead, and learns of a window's outcome in the next one.
+        self.is_late = not settings.raises and runs_ahead(device)
+        # Whether all ranks have parameters of the same names.
+        self.are_alike = shares.are_alike
+        self._run = shares.run  # micro-batches of a run, see `Runs`
+        self.scaler: GradScaler | None = None
+        self.audit: WindowAudit | None = None
+        # Makes the record of the last step whose numbers the host knows.
+        self.make_record: Callable[[], StepRecord] | None = None
+        # What the user has been warned of already.
+        self.warned: set[str] = set()
+        self._running = Lock()
+        self._ownership = Ownership(params, self)
         # The version of a parameter at the last backward past this engine.
         self._bare_version: int | None = None
         # The index of the window that was opened last.
@@ -91,49 +203,655 @@ class Engine:
         self.is_between_loops = False
         # Loaded states of random generators, which the next window sets.
         self.rng_due: dict[str, Any] = {}
-        flush(self.device)
+        self.reset()
+        _log.debug("make a %s of %s", type(reducer).__name__, self.name)
+        flush(device)
+
+    def reset(self, resumed: Snapshot | None = None) -> None:
+        """Forget the window: the next one starts without counts.
+
+        Args:
+            resumed: the snapshot to continue from, whose sums the first backward loads.
+        """
+        self.resumed = resumed
+        # ---- of this window, on this rank ----
+        # Counts and losses.
+        self.counts = self.new_counts()
+        # Runs of micro-batches, each of which is accumulated once.
+        self.runs = Runs(self._run, done=0 if resumed is None else len(resumed.places))
+        # The totals over which its losses are means, if counts were read ahead.
+        self.denominators: Denominators | None = None
+        # Whether another window follows, as far as this rank knows.
+        self.has_more_windows = False
+        # Whether the micro-batch handed out last is padding: its loss and count are not noted.
+        self.is_padding = False
+        # Whether a backward has run, as far as that is known.
+        self.has_backward = False
+        self._has_begun = False
+        # None until it is launched.
+        self.header: Header | None = None
+        self._is_launching = False
+        # The exception that ended its last backward, as text; empty if none did.
+        self.gave_up = ""
+        # The exception that ended its reduction, as text; empty if none did.
+        self.failure = ""
+        # The outcome, None until it has been reduced; the host may not know it yet.
+        self.verdict: Verdict | None = None
+        # Why this rank cannot use the window, found after it was launched; empty if it can.
+        self.unusable = ""
+        # Whether the loss scale has been updated by its outcome.
+        self._is_scale_updated = False
+        self._traffic = (self.comm.traffic.collectives, self.comm.traffic.bytes_sent)
+        self.final.reset()
+        self.marks.release()  # hooks of the last window would refuse this one
+        if resumed is not None:
+            self.counts.is_silent = True  # whether it was is not saved
+            losses = [
+                None if loss is None else torch.tensor(loss, dtype=torch.float64, device=HOST)
+                for loss in resumed.losses
+            ]
+            dropped = resumed.dropped or [False] * len(losses)
+            for loss, count, is_dropped in zip(losses, resumed.counts, dropped, strict=True):
+                self.counts.append(loss, count, is_dropped=is_dropped)
+
+    # ---- open ----
 
     def open(self) -> None:
         """Open a window, or continue the one that was resumed; the previous one must have been used."""
-        if not self.counter.is_resumed:
-            self.window.close()
+        if self.counter.is_resumed:
+            self.counter.is_resumed = False
+        else:
+            self.close_window()
             self._opened_at = self.counter.index
+            self.reset()
+            self.counter.open()
         self._bare_version = None
         self._ownership.follow()
-        self.window.open()
+        self.reducer.open()
+        # Before any forward, in which FSDP2 shows other parameters.
+        self.counts.refusals += self.trained.problems()
+        self.batch_norms.open()
+        if self.resumed is not None:
+            self.batch_norms.load(self.resumed.places, self.resumed.batch_norm)
         if self.rng_due:
             set_rng_states(self.rng_due)
             self.rng_due = {}
 
+    def hand_out(self, place: int, *, last: bool, more: bool) -> None:
+        """Count a micro-batch given to the loop.
+
+        Args:
+            place: its index in the window over all ranks.
+            last: whether the window gets no further one.
+            more: whether another window follows.
+        """
+        self.counter.hand_out(place, last=last)
+        self.has_more_windows, self.is_padding = more, False
+        self.batch_norms.hand_out(place)
+        self.reducer.before_forward(syncs=last)
+
+    def pad(self, *, last: bool) -> None:
+        """Count a micro-batch of padding, given to the loop because other ranks run one."""
+        self.end_run()
+        self.counter.pad(last=last)
+        self.is_padding = True
+        self.reducer.begin_padding()
+
+    def end_hand_out(self) -> None:
+        """Note that the loop gets no further micro-batch; backwards that are still due may follow."""
+        self.counter.is_exhausted = True
+        if self.counter.is_sent:
+            self.wait()
+
+    # ---- accumulate ----
+
+    def begin(self) -> None:
+        """Start with sums of zero, or with those of a state; before every micro-batch, and before a window
+        that is launched without one. Refuse what others have done to gradients since the engine's last look.
+        """
+        if self._has_begun:
+            self.look()
+            return
+        if found := self.written_past():  # a gradient since the last window, not zeroed: it would be lost
+            text, is_more_than_zeros = found
+            if isinstance(is_more_than_zeros, Tensor):
+                self.counts.doubts.append((text, is_more_than_zeros))
+            else:
+                self.counts.refusals.append(text)
+        self.clock = Clock(self.device)
+        self.kept_grads.keep()
+        self.reducer.begin()
+        if self.dropping is not None:
+            self.dropping.begin()
+        self._has_begun = True
+        if self.audit is not None:
+            self.audit.begin(self.counter.index, is_whole=self.resumed is None)
+        if self.resumed is not None:
+            self.reducer.load(self.resumed.sums, done=len(self.resumed.places))
+            self.resumed = None
+        self.marks.record()
+        self.marks.watch_hooks(self._refuse_taken)
+
+    @contextmanager
+    def micro_batch(self, count: Count, *, is_stated: bool) -> Iterator[MicroBatch]:
+        """Make the body one micro-batch, whose backwards it runs; then accumulate, and launch the window if
+        this is its last one and no backward was marked as the last.
+
+        Args:
+            count: checked.
+            is_stated: whether the count is the caller's own, or was read ahead.
+
+        Raises:
+            RuntimeError: another micro-batch is running, or no backward may run.
+        """
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError(
+                "backward while another backward of this engine is running, in another thread or around "
+                "this one: a window's micro-batches run one after the other; in `with sync.micro_batch():` "
+                "call loss.backward() itself; give each thread an engine of its own, or add the losses up"
+            )
+        try:
+            made = MicroBatch(self, count, is_stated=is_stated)
+            self.begin()
+            self._check_turn()
+            is_due = self.counter.done + 1 < self.counter.handed
+            try:
+                with (
+                    self.clock.phase("backward"),
+                    self.batch_norms.micro_batch(due=is_due),
+                    self._sparing(),
+                ):
+                    yield made
+                    if not made._has_only:
+                        self._refuse_wrong(made)
+                    if not made._has_last or self.dropping is not None:
+                        self._note(made)
+                        if made._ends_run:
+                            self.reducer.collect()
+                if made._syncs and self.counter.state is State.OPEN:
+                    self.launch()
+            except BaseException as error:
+                if self.counter.state is State.OPEN:
+                    self.counts.refusals.append(
+                        f"micro-batch {made._index} was left by an exception ({error!r}), and its gradient "
+                        "may not be whole"
+                    )
+                raise
+            finally:
+                self.marks.record()
+        finally:
+            self._running.release()
+
+    @contextmanager
+    def last_backward(self, made: MicroBatch, roots: Sequence[Tensor]) -> Iterator[None]:
+        """Run the last backward of a micro-batch in the body, and accumulate its gradients from inside it; in
+        the window's last micro-batch launch the header before it, and each bucket as soon as it is complete.
+
+        Args:
+            made: whose backward it is.
+            roots: the tensors from which the backward starts; empty where they are not known.
+        """
+        made._has_last = self.has_backward = True
+        self.batch_norms.stop_counting()
+        if self.dropping is not None:
+            yield  # whether the micro-batch is dropped is known only when all of its gradients are
+            return
+        self._note(made)
+        if made._syncs and self.reducer.overlaps:
+            with self.launch_header() as header, self.reducer.overlap(header, roots):
+                yield
+        elif not made._ends_run:
+            with self.reducer.leave_in_grad():
+                yield
+        else:
+            with self.reducer.add():
+                yield
+
+    def _note(self, made: MicroBatch) -> None:
+        """Count a micro-batch: from here on the window's header may be launched. Where micro-batches with inf
+        or nan are dropped, such a one contributes nothing.
+        """
+        self.counter.count_backward()
+        self.counts.is_silent |= not made._is_stated
+        is_dropped: bool | Tensor = False
+        if self.dropping is not None:
+            is_dropped = self.dropping.check(made._index, made.loss)
+            self.batch_norms.drop(is_dropped)
+        if not self.is_padding:
+            self.runs.add(ends=made._ends_run)
+            self.counts.append(made.loss, made.count, is_dropped=is_dropped)
+
+    def backward(
+        self, loss: Tensor, count: Count, run: Callable[[Tensor], None], *, is_recorded: bool = True
+    ) -> None:
+        """Run one backward as a micro-batch; see `Sync.backward`.
+
+        Args:
+            loss: the tensor from which it starts.
+            count: checked.
+            run: the backward, given the loss times the loss scale.
+            is_recorded: whether the record has the loss, 0-dim.
+        """
+        self.warn_of_division(loss)
+        with self.micro_batch(count, is_stated=True) as made:
+            made.loss = loss if is_recorded else None
+            scaled = loss if self.scaler is None else self.scaler.scale(loss)
+            with made.only_backward(scaled):
+                run(scaled)
+
+    def end_run(self) -> None:
+        """Accumulate a run that gets no further micro-batch."""
+        if self.runs.is_open:
+            self.reducer.collect()
+            self.runs.end()
+
+    def _sparing(self) -> AbstractContextManager[object]:
+        """Keep backwards of padding from changing gradients that are not the engine's."""
+        if not self.is_padding:
+            return nullcontext()
+        self.reducer.preserve_grads(())
+        return BeforeBackward(self.reducer.preserve_grads)
+
+    # ---- launch ----
+
     def flush(self) -> None:
-        """Launch and reduce what has been accumulated; see `Window.flush`."""
-        self.window.check_idle("flush")
+        """Launch and reduce what has been accumulated, without a backward; see `Sync.flush`."""
+        self.check_idle("flush")
         if self.counter.is_resumed:
             self.open()
-        self.window.flush()
-        self.window.wait()
+        if self.counter.state is State.IDLE:
+            raise RuntimeError(
+                "flush outside a window: there is nothing to send; open one with sync.windows(loader)"
+            )
+        if self.counter.state is State.OPEN:
+            self.begin()
+            self.launch()
+        self.wait()
 
-    def notice_backward(self, param: Parameter) -> None:
-        """Warn once where a loop trains past this engine: no window has opened between two backwards that are
-        not the engine's, and an optimizer has written to the parameter.
+    def launch(self) -> None:
+        """Launch header and reductions behind the last backward, or without one."""
+        self.end_run()
+        with self.clock.phase("exposed_sync"), self.launch_header() as header:
+            self.reducer.reduce(header)
+        self.marks.record()
+
+    @contextmanager
+    def launch_header(self) -> Iterator[Header]:
+        """Launch the header all-reduce; launch the buckets inside the `with` block."""
+        self.reducer.before_header()
+        # The verdict of the previous window, if the host lets the device run ahead: the header states its
+        # step. Here all ranks are behind every collective that a forward may launch.
+        self.verdicts.reach_earlier(self.counter.index)
+        if self.denominators is not None:
+            self.counts.refusals += self.denominators.problems(self.counter.done, handed=self.counter.handed)
+        self.header = header = self.launch_header_all_reduce(
+            self.counts, more=self.has_more_windows, stage="sends a window"
+        )
+        self.batch_norms.stop_counting()
+        self.counter.state = State.SENT
+        self._is_launching = True
+        try:
+            yield header
+        except BaseException as error:
+            # Other ranks wait for the buckets that are still missing.
+            _log.debug("window %d: give up after %r", self.counter.index, error)
+            self.gave_up = repr(error)
+            self.reducer.give_up()
+            self.batch_norms.start_exchange(self.comm, header)
+            raise
+        finally:
+            self._is_launching = False
+        self.batch_norms.start_exchange(self.comm, header)
+
+    def launch_header_all_reduce(self, counts: LocalWindow, *, more: bool, stage: str) -> Header:
+        """Launch a header: where this rank is, what it counted, and what has to be alike on every rank.
+
+        Args:
+            counts: of this rank.
+            more: whether this rank has another window after this one.
+            stage: what the header is for.
+
+        Cost: one all-reduce of 184 bytes, not waited for.
         """
-        if self.window.is_running:
+        scaler = self.scaler
+        # On a lazy device reading the scale would end the program.
+        scale = None if scaler is None or is_lazy(self.device) else scaler.current_scale()
+        kept = self.kept_grads.pending() if self.are_alike else ()
+        settings = "" if scaler is None else scaler.settings()
+        use = self.verdicts.last_use()
+        return Header(
+            self.comm,
+            self.device,
+            local=counts,
+            position=(self.counter.num_sent, self.verdicts.steps_taken),
+            more=more,
+            claims=Claims(stage, self.name, settings, scale, use, self.counter.accumulate, kept),
+            inv_scale=None if scaler is None else scaler.inv_scale(),
+        )
+
+    # ---- wait ----
+
+    def wait(self) -> Verdict:
+        """Wait for the reductions, publish the mean as `.grad`, and decide on the device whether it may be
+        used; once a window. Unless the device runs ahead, the host learns the outcome here.
+
+        The verdict is the same on every rank. The host waits for the collectives where these are not ordered
+        by a stream.
+
+        Raises:
+            RuntimeError: the window has not been launched.
+            ValueError, FloatingPointError, RuntimeError: what any rank got wrong, on every rank; where the
+                device runs ahead at the next `reach_verdicts` instead.
+            AuditError: ranks have diverged; on every rank.
+        """
+        self.check_idle("step, clip or unscale")
+        if self.counter.state is State.OPEN and self.counter.is_exhausted:
+            self.begin()  # some micro-batches had no backward
+            self.launch()
+        if not self.counter.is_sent:
+            self.refuse_written_past()
+            remedy = (
+                "finish the window, or call sync.flush() to end it here"
+                if self.counter.state is State.OPEN and self.counter.done
+                else "call sync.backward(loss) in a window first"
+            )
+            raise RuntimeError(
+                f"{remedy}: no synchronised gradients: {self.counter.state.value} "
+                f"({self.counter.done} of {self.counter.accumulate} backwards done)"
+            )
+        verdict = self._wait_once() if self.verdict is None else self.verdict
+        if not self.is_late:
+            self.reach_verdicts()
+        if self.unusable:
+            raise RuntimeError(self.unusable)
+        return verdict
+
+    def _wait_once(self) -> Verdict:
+        header = self.header
+        assert header is not None  # the counter says SENT
+        changed = self.marks.changed()
+        with self.clock.phase("exposed_sync"):
+            try:
+                self.reducer.finish(self.final)
+            except BaseException as error:
+                self.failure = str(error) or repr(error)
+                raise
+            if self.audit is not None:
+                self.audit.sample(self.scaler)
+            grads = (param.grad for param in self.reducer.params)
+            has_gradient = is_lazy(self.device) or any(grad is not None for grad in grads)
+            if self.kept_grads.is_pending:
+                self.kept_grads.add()
+                self.published.read(self.final)
+            self.final.compute_norm(is_refused=header.is_refused())
+            self.batch_norms.wait()
+        self.verdict = verdict = self._conclude(header, has_gradient=has_gradient)
+        if not header.was_refused:
+            self.reducer.residuals.drop_if(self.final.found_inf)
+        self.counter.state = State.REDUCED
+        self.verdicts.append(verdict)
+        if self.scaler is not None:
+            self.scaler.has_scaled = False
+        if self.audit is not None and not header.was_refused:
+            try:
+                self.audit.check(self.counts, header, self.final)
+            except AuditError as error:
+                self.unusable = f"{error}. Nothing was stepped; call sync.abandon(), or restore a checkpoint"
+                raise
+        if changed:
+            with suppress(RuntimeError):  # `wait` raises it, behind what ranks conclude together
+                self.refuse(self.marks.describe(changed, "behind the window's end"))
+        self.published.record()
+        return verdict
+
+    def _conclude(self, header: Header, *, has_gradient: bool) -> Verdict:
+        """Decide on the device whether the window may be used, and keep what explains to the host why not."""
+        self.final.forbid(header.forbids())
+        dropped: Callable[[], dict[int, list[str]]] = dict
+        if self.dropping is not None:
+            self.final.back_off(header.has_dropped())
+            dropped = self.dropping.reports()
+        evidence = Evidence(
+            self.counter.index,
+            self.counts,
+            self.gave_up,
+            self.reducer.names,
+            self.runs.blame(self.reducer.blame()),
+            dropped,
+            self.scaler is not None,
+            self.has_backward,
+            has_gradient,
+        )
+        return Verdict(header, self.final, evidence, comm=self.comm, raises=self.raises)
+
+    def reach_verdicts(self) -> None:
+        """Learn the outcome of every window that was reduced; every rank calls this at the same point.
+
+        Raises:
+            RuntimeError, ValueError, FloatingPointError: as `Verdict.reach`, each time until the window is
+                dropped.
+        """
+        self.verdicts.reach_all()
+        if self.verdict is not None:
+            self.verdict.reach()  # raises again what was wrong with it
+
+    # ---- use ----
+
+    def renew_norm(self, *, has_changed: bool = False) -> None:
+        """Compute the norm again if gradients were written to, or replaced, since it was computed.
+
+        Args:
+            has_changed: whether it is known that they were.
+
+        Cost: a look at every `.grad`, and a read of each if one has changed; then `FinalPass.renew_norm`.
+        """
+        if has_changed := has_changed or self.published.has_changed():
+            self.published.read(self.final)
+            self.published.record()
+        self.final.renew_norm(was_read=has_changed)
+
+    def scale_(self, factor: Tensor) -> None:
+        """Multiply the gradients by a factor, 0-dim; where the host may look and sees 1, there is no pass."""
+        if self.is_late or runs_ahead(self.device) or float(factor) != 1:
+            self.published.scale_(factor.float())
+            self.published.record()
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        check: OptimizerCheck,
+        callbacks: Collection[StepCallback],
+    ) -> Tensor:
+        """Step an optimizer with the gradients, unless they were not finite on some rank.
+
+        Args:
+            optimizer: over parameters of this engine.
+            scheduler: stepped once it is known that the optimizer was; or None.
+            check: returns what the optimizer is about to do, or refuses it.
+            callbacks: called with the record of the window's first step, in order.
+
+        Returns:
+            Whether the parameters changed, bool, 0-dim, on their device; the same on every rank.
+        """
+        verdict = self.wait()
+        done, factors = check.of(optimizer, is_handed_over=self.kept_grads.is_handed_over)
+        stepped = {index for group in done.params for index in group}
+        self.trained.notice_step(stepped)
+        if not self.are_alike:
+            done = replace(done, params=())  # other stages have others
+        if self.is_late and self.reducer.stepper.needs_host(optimizer):  # else `wait` has reached them
+            self.reach_verdicts()
+        if self.audit is not None:
+            self.audit.look_at(optimizer)
+        norm = self.final.norm_before_clipping()
+        try:
+            with span("optimizer"):
+                self.reducer.stepper.step(optimizer, self.final)
+        except BaseException:
+            # It may have changed parameters: the next header shows a rank that steps it again.
+            verdict.use.steps.append(replace(done, name=f"{done.name}, which raised,"))
+            raise
+        finally:
+            self._update_scale()
+        has_stepped = self.final.found_inf == 0
+        report = None if self.counter.state is State.USED else self._report(verdict, norm, callbacks)
+        self._use(verdict, done, [self.final.clipped, *factors], stepped)
+        # The window has been used, whatever the user's own code does from here on.
+        actions: list[Callable[[], None]] = []
+        if scheduler is not None:
+            actions.append(partial(verdict.once_known, lambda skips: None if skips else scheduler.step()))
+        if report is not None:
+            actions.append(partial(verdict.then, report, awaits=bool(callbacks)))
+        call_all(actions)
+        return has_stepped
+
+    def hand_over(self) -> None:
+        """Leave the window's gradients to the caller; what is left of them counts into the next window."""
+        self.wait()
+        self.batch_norms.apply(self.final.found_inf == 0)
+        self.kept_grads.hand_over()
+        flush(self.device)
+
+    def _use(
+        self, verdict: Verdict, step: OptimizerStep, factors: Sequence[Tensor], stepped: Collection[int]
+    ) -> None:
+        """Note that an optimizer has used gradients of the window: those start from zero in the next one."""
+        # On a lazy device ranks do not compare these: each factor would be one more output of the program.
+        if not is_lazy(self.device):
+            verdict.use.steps.append(step)
+            verdict.use.factors += factors
+        if self.counter.state is not State.USED:
+            self.batch_norms.apply(self.final.found_inf == 0)
+            self.verdicts.count_step()
+        self.counter.state = State.USED
+        self.kept_grads.use(stepped, self.final.found_inf)
+        self.marks.record()
+        flush(self.device)
+
+    def _update_scale(self) -> None:
+        """Update the loss scale by the outcome, once, and scale the residuals of wires with it."""
+        scaler = self.scaler
+        if scaler is None or self._is_scale_updated:
             return
-        version, before = param._version, self._bare_version
-        self._bare_version = version
-        if before not in (None, version) and "bare" not in self.window.warned:
-            self.window.warned.add("bare")
-            warnings.warn(
-                f"{REMEDY}; call sync.step(optimizer) in place of optimizer.step(): {self.window.name} are "
-                "trained past their engine, on gradients of this rank alone. (Call sync.close() where that "
-                "is meant)",
-                stacklevel=2,
+        before = scaler.current_scale()
+        scaler.follow()
+        self._is_scale_updated = True
+        if self.reducer.residuals.is_kept:
+            self.reducer.residuals.scale_(scaler.current_scale() / before)
+
+    def _report(
+        self, verdict: Verdict, norm: Tensor, callbacks: Collection[StepCallback]
+    ) -> Callable[[Totals, bool], None]:
+        """Stop the clock, and return what makes this window's record once the numbers are known."""
+        clock, held_bytes = self.clock, self.reducer.held_bytes
+        collectives = self.comm.traffic.collectives - self._traffic[0]
+        sent = self.comm.traffic.bytes_sent - self._traffic[1]
+        # Also without callbacks: ranks whose programs differ cannot meet.
+        index, grad_norm = self.counter.index, Readback(norm.reshape(1))
+        clock.stop()
+
+        def record(totals: Totals, skips: bool) -> StepRecord:
+            return StepRecord(
+                step=index,
+                micro_batches=totals.micro_batches,
+                count=totals.count,
+                loss=totals.loss / totals.count if totals.count and not totals.unknown_losses else None,
+                grad_norm=grad_norm.get()[0],
+                skipped=skips,
+                reason=verdict.reason,
+                bytes_on_wire=sent,
+                collectives=collectives,
+                backward_s=clock.seconds("backward"),
+                exposed_sync_s=clock.seconds("exposed_sync"),
+                step_s=clock.elapsed(),
+                held_bytes=held_bytes,
+                dropped=totals.dropped,
             )
 
-    def refuse_bare_gradients(self) -> None:
-        """Raise RuntimeError if a backward past the engine has left gradients, and no window is open."""
-        if self.window.is_closed and not self.kept_grads.is_handed_over:
-            self.window.refuse_written_past()
+        def emit(totals: Totals, skips: bool) -> None:
+            self.make_record = make = cache(partial(record, totals, skips))
+            if callbacks:  # else nobody waits for the device's seconds
+                made = make()
+                call_all([partial(callback, made) for callback in callbacks])
+
+        return emit
+
+    # ---- close, or abandon ----
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no window is open, and the last one's gradients have been used or are the caller's."""
+        return self.counter.state in (State.IDLE, State.USED) or (
+            self.counter.is_sent and self.kept_grads.is_used
+        )
+
+    def close_window(self) -> None:
+        """Close the window.
+
+        Raises:
+            RuntimeError: it was never launched, or its gradients were not used.
+        """
+        counter = self.counter
+        if counter.state is State.OPEN:
+            self.refuse_written_past()
+            raise RuntimeError(
+                f"window {counter.index} was left after {counter.done} backwards and never sent: call "
+                "sync.flush() and sync.step to use it, or sync.abandon() to drop it"
+            )
+        if self.failure:
+            raise RuntimeError(
+                f"the gradients of window {counter.index} were not reduced on this rank ({self.failure}): "
+                "other ranks may have stepped; restart all ranks from a checkpoint"
+            )
+        if not self.is_closed:
+            raise RuntimeError(
+                f"the gradients of window {counter.index} were reduced and never used: call "
+                "sync.step(optimizer), or sync.unscale_() to use .grad yourself, or sync.abandon()"
+            )
+        counter.close(completed=counter.is_sent)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether an exception left the window half-way, or it was refused, so that a new loop has to abandon
+        it.
+        """
+        is_refused = self.verdict is not None and self.verdict.error is not None
+        is_left = self.counter.state is State.OPEN and not self.counter.is_resumed
+        return is_left or bool(self.gave_up) or bool(self.unusable) or is_refused
+
+    def abandon(self, *, waits: bool = True) -> None:
+        """Drop the window on this rank; the engine is clean afterwards.
+
+        Before the window was launched, no other rank notices: the next window takes its number. Afterwards
+        this rank still waits for the reductions, in which the others wait for it.
+
+        Args:
+            waits: False waits neither for a running micro-batch nor for reductions.
+        """
+        if waits:
+            self.check_idle("abandon")
+            if self.counter.state is State.SENT:
+                try:
+                    self.wait()
+                except (ValueError, FloatingPointError, RuntimeError):
+                    # The others learn what was wrong with the window; here it is dropped anyway. The error of
+                    # a collective that broke stays.
+                    if self.verdict is None:
+                        raise
+            if self.verdict is not None and not self.verdict.was_refused:
+                self._update_scale()  # the others update theirs when they step
+            flush(self.device)
+        _log.debug("window %d: abandon, %s", self.counter.index, self.counter.state.value)
+        self.batch_norms.close()
+        header = self.header if self.verdict is None else self.verdict
+        was_refused = header is not None and header.was_refused  # no window of all ranks
+        self.counter.close(completed=self.counter.is_sent and not was_refused)
+        self.kept_grads.clear()
+        self.marks.record()
+        self.reset()
+
+    # ---- between windows ----
 
     def compare(self) -> None:
         """Raise on every rank unless all have used the last window alike; every rank calls this between
@@ -147,9 +865,7 @@ class Engine:
             RuntimeError: ranks have stepped, clipped or scaled differently, or are at different places.
         """
         if self.comm.world_size > 1 and not is_lazy(self.device):
-            header = self.window.launch_header_all_reduce(
-                self.window.new_counts(), more=False, stage="has ended its loop"
-            )
+            header = self.launch_header_all_reduce(self.new_counts(), more=False, stage="has ended its loop")
             check_agreement(header, header.totals(), self.comm)
 
     def is_still_needed(self) -> bool:
@@ -160,7 +876,7 @@ class Engine:
 
     def resize(self, accumulate: int) -> None:
         """Let windows have another size from the next one on; every rank calls this with the same number."""
-        if not self.window.is_closed:
+        if not self.is_closed:
             raise RuntimeError(
                 f"gradient_accumulation_steps={accumulate} in the middle of window {self.counter.index}, "
                 "or before its step: set it behind a step, or drop the window by sync.abandon() first"
@@ -178,10 +894,10 @@ class Engine:
         """
         _log.debug("window %d: resume, %d micro-batches done", part.window, len(part.places))
         self.counter.go_to(part.window)
-        self.window.reset(part if due is not None else None)
+        self.reset(part if due is not None else None)
         self.kept_grads.load(part.carry, is_open=due is not None)
         self._load_residuals(part)
-        self.window.marks.record()
+        self.marks.record()
         self.verdicts.restart(part.steps)
         self._opened_at = part.window
         if due is not None:
@@ -210,18 +926,363 @@ class Engine:
                 "were never stepped"
             )
             warnings.warn(f"{text}; sync.flush() and sync.step(optimizer) use them", stacklevel=3)
-        if self.window.is_late:
+        if self.is_late:
             self.verdicts.read_all()
         keeps = self.kept_grads.is_used and self.counter.state is not State.USED
-        self.window.abandon(waits=False)
+        self.abandon(waits=False)
         self.batch_norms.release()
         self.reducer.release(keeps_grad=keeps)
         self._ownership.release()
         self.comm.release()
-        if self.window.scaler is not None:
-            self.window.scaler.unbind()
-        if self.window.audit is not None:
-            self.window.audit.drop()
+        if self.scaler is not None:
+            self.scaler.unbind()
+        if self.audit is not None:
+            self.audit.drop()
+
+    # ---- refusals ----
+
+    def check_idle(self, what: str) -> None:
+        """Raise RuntimeError while a micro-batch runs."""
+        if self.is_running:
+            raise RuntimeError(
+                f"{what} while a micro-batch of this engine is running: leave the block of sync.micro_batch "
+                "first"
+            )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a micro-batch runs, in any thread."""
+        return self._running.locked()
+
+    def refuse(self, text: str) -> None:
+        """Refuse the window on every rank; if it has been launched already, on this rank alone.
+
+        Args:
+            text: why.
+
+        Raises:
+            RuntimeError: it has been launched.
+        """
+        if self.counter.state is State.OPEN:
+            self.counts.refusals.append(text)
+        else:
+            self.unusable = (
+                f"{text}. This rank cannot use the window: call sync.abandon() on every rank and go on. (A "
+                "rank on which it did not happen may have stepped: the next header says so)"
+            )
+            raise RuntimeError(self.unusable)
+
+    def look(self) -> None:
+        """Refuse the window if its gradients were written past the engine since the last micro-batch."""
+        is_open = self._has_begun and self.counter.state is State.OPEN
+        if is_open and (found := self.written_past()):
+            self.refuse(found[0])
+            self.marks.record()
+
+    def written_past(self) -> tuple[str, bool | Tensor] | None:
+        """Find gradients that were written past the engine since its last look.
+
+        Returns:
+            None where none were; else the text of a refusal, and whether it holds: True or a bool, 0-dim,
+            unread, since between windows gradients may be zeroed.
+        """
+        if self._has_begun and self.counter.state is State.OPEN:
+            changed = self.marks.changed()
+            return (self.marks.describe(changed, "between micro-batches"), True) if changed else None
+        if strays := self.reducer.written_outside_grad():
+            return self.marks.describe(strays, "between windows"), True
+        if self.reducer.has_replaced_grad or is_lazy(self.device):
+            return None
+        # What no optimizer has used is the user's to change: it counts into this window.
+        changed = [index for index in self.marks.written() if not self.kept_grads.keeps(index)]
+        found = self.marks.any_nonzero(changed)
+        return None if found is None else (self.marks.describe(changed, "between windows"), found)
+
+    def refuse_written_past(self) -> None:
+        """Raise RuntimeError if gradients were written past the engine since its last look."""
+        found = self.written_past()
+        if found is not None and found[1]:
+            raise RuntimeError(f"{found[0]}. Nothing was stepped")
+
+    def notice_backward(self, param: Parameter) -> None:
+        """Warn once where a loop trains past this engine: no window has opened between two backwards that are
+        not the engine's, and an optimizer has written to the parameter.
+        """
+        if self.is_running:
+            return
+        version, before = param._version, self._bare_version
+        self._bare_version = version
+        if before not in (None, version) and "bare" not in self.warned:
+            self.warned.add("bare")
+            warnings.warn(
+                f"{REMEDY}; call sync.step(optimizer) in place of optimizer.step(): {self.name} are "
+                "trained past their engine, on gradients of this rank alone. (Call sync.close() where that "
+                "is meant)",
+                stacklevel=2,
+            )
+
+    def refuse_bare_gradients(self) -> None:
+        """Raise RuntimeError if a backward past the engine has left gradients, and no window is open."""
+        if self.is_closed and not self.kept_grads.is_handed_over:
+            self.refuse_written_past()
+
+    def _refuse_taken(self, text: str, param: Tensor) -> None:
+        """Refuse the window for what a hook has done in one of its backwards.
+
+        Where the header has been launched, nan instead of the gradient voids the window on every rank, and
+        the verdict raises why.
+        """
+        if self._is_launching:
+            self.counts.refusals.append(text)
+            param.grad = torch.full_like(param, torch.nan)
+        elif self.counter.state in (State.OPEN, State.SENT):
+            self.refuse(text)
+
+    def _check_turn(self) -> None:
+        """Refuse a backward that is not that of the micro-batch handed out last, where runs are summed in
+        order.
+        """
+        counter = self.counter
+        if self.runs.size == 1 or counter.handed == counter.done + 1:
+            return
+        text = (
+            f"micro-batches of window {counter.index} were taken before the backwards of earlier ones had "
+            "run, and accumulator=pe.Exact(slots=...) sums those of a slot in order: run the backward of "
+            "each before the next one is taken, and where there is none run "
+            "`with sync.micro_batch(count=0): pass`"
+        )
+        if text not in self.counts.refusals:
+            self.refuse(text)
+
+    def _refuse_wrong(self, made: MicroBatch) -> None:
+        """Refuse the window if gradients of a micro-batch came too late, or were not scaled."""
+        has_new = bool(self.marks.changed())
+        if made._has_last and has_new:
+            self.refuse(
+                f"a gradient came after mb.last_backward of micro-batch {made._index}: mark the backward "
+                "that is the last, or leave the mark out"
+            )
+        scaler = self.scaler
+        if scaler is not None and not scaler.has_scaled and (made._has_last or has_new):
+            self.refuse(
+                f"the losses of micro-batch {made._index} were not scaled, and sync.scaler is set: call "
+                "sync.scaler.scale(loss).backward(), or sync.backward(loss), which scales"
+            )
+
+    # ---- losses and counts ----
+
+    def due_count(self, count: Count | None) -> Count:
+        """Return the count of the micro-batch that is about to run.
+
+        Args:
+            count: the caller's; None: the one that was read ahead, or 1.
+
+        Raises:
+            ValueError, TypeError: it is no count, or was given although counts were read ahead.
+            RuntimeError: every micro-batch that was handed out has had its backward.
+        """
+        counter, known = self.counter, self._known()
+        if known is None:
+            return checked_count(1 if count is None else count)
+        if count is not None:
+            raise ValueError(
+                f"count={count!r}: this window's counts were read ahead by sync.windows(loader, count=...); "
+                "leave it out here"
+            )
+        if counter.state is State.OPEN and counter.done >= counter.handed:
+            raise RuntimeError(
+                f"backward after the backwards of all {counter.handed} micro-batches handed out, each of "
+                "which is counted once: add several losses up, or give them as a dict"
+            )
+        return known.take(counter.done, handed=counter.handed)
+
+    def one_loss(self, loss: Loss) -> Any:
+        """Return the one loss of a micro-batch that may have several.
+
+        Args:
+            loss: as for `Sync.backward`; checked here only if there are several.
+
+        Raises:
+            ValueError, TypeError: the losses are not those that were counted.
+        """
+        known = self._known()
+        if known is not None:
+            return known.weigh(loss, self.device)
+        if isinstance(loss, Mapping):
+            raise TypeError(f"loss: got a dict of {list(loss)}, and {_UNCOUNTED}")
+        return loss
+
+    def weigh(self, losses: Loss) -> Tensor:
+        """Return the weighted sum of several losses; see `Denominators.weigh`.
+
+        Raises:
+            RuntimeError: the window's counts were not read ahead.
+        """
+        known = self._known()
+        if known is None:
+            raise RuntimeError(f"weigh: {_UNCOUNTED}")
+        return known.weigh(losses, self.device)
+
+    def _known(self) -> Denominators | None:
+        """Return the window's totals, unless it is over and another one is about to open."""
+        return None if self.counter.state in (State.IDLE, State.USED) else self.denominators
+
+    def warn_of_division(self, loss: Tensor) -> None:
+        """Warn once, in the first window, of a loss that was divided by the micro-batches of a window."""
+        accumulate = self.counter.accumulate
+        if self.counter.index or accumulate == 1 or "division" in self.warned:
+            return
+        divisor = divided_by(loss, {accumulate, accumulate * self.comm.world_size})
+        if divisor is not None:
+            self.warned.add("division")
+            warnings.warn(
+                f"leave the division by {divisor} out of the loss, if it stands for accumulate={accumulate}: "
+                "the engine divides by what all micro-batches count, and with both the gradient is that much "
+                "too small. (Where it is something else, such as the size of a batch, the loss is right.)",
+                stacklevel=2,
+            )
+
+    # ---- states ----
+
+    def save(self) -> Saved:
+        """Return the sums of this window's micro-batches, as `Reducer.save`, with flags by micro-batch."""
+        saved = self.reducer.save()
+        for parts in saved.values():
+            if "nonfinite" in parts:
+                parts["nonfinite"] = self.runs.spread(parts["nonfinite"])
+        return saved
+
+
+_UNCOUNTED = (
+    "no counts of this window were read ahead: loop over sync.windows(loader, count=...), whose function "
+    "gives a count for each loss"
+)
+
+
+class MicroBatch:
+    """One micro-batch of a window, while its backwards run; made by `sync.micro_batch`.
+
+    Its gradient is the sum of those of the backwards in the block. A block without a backward contributes
+    zero gradient, but its count is still added.
+    """
+
+    def __init__(self, engine: Engine, count: Count, *, is_stated: bool) -> None:
+        counter = engine.counter
+        counter.check_backward()
+        self._engine = engine
+        # Its index among this rank's, and whether it is the window's last.
+        self._index, self._syncs = counter.done, counter.next_backward_syncs
+        # Whether its gradients are accumulated with it, and not with those of a later one of its run.
+        self._ends_run = self._syncs or engine.is_padding or engine.runs.ends_at(counter.latest)
+        self._count: Count = count
+        self._is_stated = is_stated or engine.denominators is not None
+        self._loss: Tensor | None = None
+        # Whether a backward was marked as the last, and whether no code but the engine's runs in the block.
+        self._has_last = self._has_only = False
+
+    @property
+    def count(self) -> Count:
+        """Items in the losses: a number or a 0-dim tensor; may be set until the last backward begins."""
+        return self._count
+
+    @count.setter
+    def count(self, count: Count) -> None:
+        self._check_open("count")
+        if self._engine.denominators is not None:
+            raise ValueError(
+                "mb.count: this window's counts were read ahead by sync.windows(loader, count=...): leave it"
+            )
+        self._count, self._is_stated = checked_count(count), True
+
+    @property
+    def loss(self) -> Tensor | None:
+        """Sum of the losses, for the `StepRecord`: None, or 0-dim; may be set until the last backward begins.
+
+        Kept detached. Where one micro-batch of a window leaves it at None, the record's loss is None.
+        """
+        return self._loss
+
+    @loss.setter
+    def loss(self, loss: Tensor | float | None) -> None:
+        self._check_open("loss")
+        if loss is None or isinstance(loss, Tensor):
+            value = loss
+        elif isinstance(loss, int | float) and not isinstance(loss, bool):
+            value = torch.tensor(loss, dtype=torch.float64, device=HOST)
+        else:
+            raise TypeError(f"mb.loss = a {type(loss).__name__}: need a 0-dim tensor, a number or None")
+        if value is not None and value.dim() != 0:
+            raise ValueError(f"mb.loss has shape {list(value.shape)}, need a 0-dim tensor: use loss.sum()")
+        self._loss = None if value is None else value.detach()
+        self._engine.has_backward |= value is not None
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Tensor | Sequence[Tensor] | None = None,
+    ) -> None:
+        """Run one of the block's backwards, on the scaled loss where `sync.scaler` is set.
+
+        The same as `loss.backward(...)`, or `sync.scaler.scale(loss).backward(...)`, for code that does not
+        know which.
+
+        Args:
+            loss: 0-dim, or of the shape of `gradient`; `count` and `loss` of the micro-batch stay as set.
+            gradient, retain_graph, create_graph, inputs: as `torch.Tensor.backward`.
+
+        Raises:
+            ValueError: no backward can start here; nothing has run.
+        """
+        run = checked_backward(
+            loss, gradient=gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
+        )
+        self._engine.warn_of_division(loss)
+        scaler = self._engine.scaler
+        self._engine.has_backward = True
+        run(loss if scaler is None else scaler.scale(loss))
+
+    @contextmanager
+    def last_backward(self, *roots: Tensor) -> Iterator[None]:
+        """Mark the backward in the body as the block's last.
+
+        In the window's last micro-batch the header is launched first, and each bucket as soon as the body has
+        completed it; in an earlier one gradients are accumulated from inside it, while the cache has them. So
+        `count` and `loss` are final here, and no gradient may come after the body.
+
+        Args:
+            roots: the tensors from which the body's backward starts (the scaled losses, or any tensors behind
+                the same graph). Without them nothing overlaps under DDP's find_unused_parameters=True, nor in
+                an engine's very first last backward.
+
+        Raises:
+            RuntimeError: the second one of a block; or a gradient came again after its bucket could leave.
+        """
+        if self._has_last:
+            raise RuntimeError(
+                "mb.last_backward: the second one of this micro-batch, whose gradients have been "
+                "accumulated: mark the last backward only"
+            )
+        with self._engine.last_backward(self, roots):
+            yield
+        self._engine.marks.record()
+
+    @contextmanager
+    def only_backward(self, root: Tensor) -> Iterator[None]:
+        """As `last_backward`, where no code but the engine's runs in the rest of the block."""
+        self._has_only = True
+        with self._engine.last_backward(self, (root,)):
+            yield
+
+    def _check_open(self, what: str) -> None:
+        if self._has_last:
+            raise RuntimeError(
+                f"mb.{what} is set after the last backward has begun, when the header may have gone: set it "
+                "before"
+            )
 
 
 # ---- how an engine is made ----
@@ -291,7 +1352,7 @@ def whereabouts_of(engine: Engine) -> Callable[[], str]:
         engine = ref()
         if engine is None:
             return "the end of its engine"
-        counter, gave_up = engine.counter, engine.window.gave_up
+        counter, gave_up = engine.counter, engine.gave_up
         return (
             f"step {engine.verdicts.steps_taken}, window {counter.index}, micro-batch {counter.handed} of "
             f"{counter.accumulate} ({counter.state.value}{f', left by {gave_up}' if gave_up else ''})"

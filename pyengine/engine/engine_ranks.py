@@ -201,7 +201,7 @@ class EngineRanks:
             comm: over ranks of the engine.
             shared_memory: whether gradients are to be reduced in memory that these ranks share, if they can.
         """
-        # [Note: order of collectives in a window] in window.py: a bucket is launched when it is complete.
+        # [Note: order of collectives in a window] in engine.py: a bucket is launched when it is complete.
         comm = comm.with_own_group()
         return share_memory(comm) if shared_memory else comm
 

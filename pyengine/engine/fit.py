@@ -105,7 +105,7 @@ class Form:
 
     def _count(self, s: Snapshot) -> Iterator[str]:
         for place, count in zip(s.places, s.counts, strict=True):
-            if not self.engine.window.counts.is_valid(count):
+            if not self.engine.counts.is_valid(count):
                 yield (
                     f"count={count} at place {place}: no step could use this window, so go on from an "
                     "earlier state"
@@ -173,7 +173,7 @@ class Form:
             yield f"order={s.order}, need indices of parameters that are trained"
 
     def _scaler(self, s: Snapshot) -> Iterator[str]:
-        scaler = self.engine.window.scaler
+        scaler = self.engine.scaler
         if scaler is None or not s.scaler:
             return
         needed = scaler.state_dict().keys()

@@ -60,8 +60,8 @@ def windows(
     cut them already.
     """
     counting = None if count is None else Counting(engine, loader, count)
-    if engine.window.is_broken:
-        engine.window.abandon()
+    if engine.is_broken:
+        engine.abandon()
     engine.is_between_loops = False
     if isinstance(loader, Dealer):
         yield from _dealt(engine, loader)
@@ -69,7 +69,7 @@ def windows(
         yield from _cut_padded(engine, Lookahead(loader), counting)
     else:
         yield from _cut(engine, loader, counting)
-    engine.window.reach_verdicts()
+    engine.reach_verdicts()
     engine.compare()
     engine.is_between_loops = True
 
@@ -87,7 +87,7 @@ def _cut(engine: Engine, loader: Iterable[Batch], counting: Counting | None) -> 
         else:
             counting.begin(source.peek(len(engine.counter.due)))
         yield _micro_batches(engine, source)
-        engine.window.close()
+        engine.close_window()
         others = not source.has_next and engine.comm.world_size > 1 and engine.is_still_needed()
 
 
@@ -116,7 +116,7 @@ def _dealt(engine: Engine, dealer: Dealer) -> Iterator[Iterator[Dealt]]:
     for window in dealer.windows():
         engine.open()
         yield _dealt_micro_batches(engine, Lookahead(window))
-        engine.window.close()
+        engine.close_window()
 
 
 @contextmanager
@@ -133,38 +133,38 @@ def single_micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
     ends = last or not rest
     if engine.reducer.has_collective_forwards:
         meet_at_micro_batch(engine, last=ends)
-    engine.window.hand_out(place, last=ends, more=not last)
+    engine.hand_out(place, last=ends, more=not last)
     try:
         yield
         if ends:
-            engine.window.end_hand_out()
+            engine.end_hand_out()
     except (Exception, KeyboardInterrupt):
         with suppress(RuntimeError):  # of missing reductions, which the first error explains
-            engine.window.abandon()
+            engine.abandon()
         raise
     except BaseException:  # the process is about to end: wait for no other rank
-        engine.window.abandon(waits=False)
+        engine.abandon(waits=False)
         raise
 
 
 def _micro_batches(engine: Engine, source: Lookahead[Batch]) -> Iterator[Batch]:
     due = engine.counter.due
-    engine.window.has_more_windows = source.has_next
+    engine.has_more_windows = source.has_next
     for place in due:
         if not source.has_next:
             break
         batch = source.pop()
-        engine.window.hand_out(place, last=place == due[-1] or not source.has_next, more=source.has_next)
+        engine.hand_out(place, last=place == due[-1] or not source.has_next, more=source.has_next)
         yield batch
-    engine.window.end_hand_out()
+    engine.end_hand_out()
 
 
 def _dealt_micro_batches(engine: Engine, source: Lookahead[Dealt]) -> Iterator[Dealt]:
     while source.has_next:
         place, rows = source.pop()
-        engine.window.hand_out(place, last=not source.has_next, more=source.has_next)
+        engine.hand_out(place, last=not source.has_next, more=source.has_next)
         yield place, rows
-    engine.window.end_hand_out()
+    engine.end_hand_out()
 
 
 _NO_SHARE = (
@@ -203,7 +203,7 @@ def _cut_padded(
         if max(by_rank) <= 0:
             if handed:  # of a resumed window; no rank has anything to add
                 yield _nothing(engine)
-                engine.window.close()
+                engine.close_window()
                 continue
             engine.counter.close(completed=False)  # what the caller has left in `.grad` stays
             return
@@ -214,7 +214,7 @@ def _cut_padded(
         else:
             counting.begin(source.peek(len(engine.counter.due)))
         yield _handed_out(engine, source, old, by_rank=[max(number, 0) for number in by_rank])
-        engine.window.close()
+        engine.close_window()
 
 
 def meet_at_micro_batch(engine: Engine, *, last: bool) -> None:
@@ -295,7 +295,7 @@ def _on(device: torch.device, value: Any) -> Any:
 
 
 def _nothing(engine: Engine) -> Iterator[Any]:
-    engine.window.end_hand_out()
+    engine.end_hand_out()
     yield from ()
 
 
@@ -309,7 +309,7 @@ def _handed_out(
         by_rank: micro-batches of each rank.
     """
     places, mine, most = list(engine.counter.due), by_rank[engine.comm.rank], max(by_rank)
-    engine.window.has_more_windows = source.has_next
+    engine.has_more_windows = source.has_next
     for index in range(most):
         last = index == most - 1
         if index >= min(by_rank):
@@ -318,11 +318,11 @@ def _handed_out(
             meet_at_micro_batch(engine, last=last)
         if index < mine:
             old[:] = [source.pop()]
-            engine.window.hand_out(places[index], last=last, more=source.has_next)
+            engine.hand_out(places[index], last=last, more=source.has_next)
         else:
-            engine.window.pad(last=last)
+            engine.pad(last=last)
         yield old[0]
-    engine.window.end_hand_out()
+    engine.end_hand_out()
 
 
 def _check_order(engine: Engine) -> None:

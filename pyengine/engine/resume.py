@@ -26,16 +26,16 @@ def take_snapshot(engine: Engine) -> Snapshot:
 
     Cost: copies the sums: 4 bytes an element (2 of narrow native ones), 8 of exact ones.
     """
-    engine.window.reach_verdicts()
+    engine.reach_verdicts()
     counter = engine.counter
-    if counter.is_sent and not engine.window.is_closed:
+    if counter.is_sent and not engine.is_closed:
         raise RuntimeError(
             f"state_dict: the gradients of window {counter.index} have been sent and not been used: call it "
             "before the window's last backward, or after sync.step"
         )
     _check_between(engine)
     is_open = counter.state is State.OPEN
-    scaler = engine.window.scaler
+    scaler = engine.scaler
     snapshot = Snapshot(
         counter.index + (counter.is_sent),
         engine.verdicts.steps_taken,
@@ -50,17 +50,17 @@ def take_snapshot(engine: Engine) -> Snapshot:
         scaler={} if scaler is None else scaler.state_dict(),
         rng=engine.rng_due or rng_states(),  # those of a loaded state, until a loop continues it
     )
-    loaded = engine.window.resumed
+    loaded = engine.resumed
     if is_open and counter.done:
         snapshot.places = list(counter.places)
-        snapshot.counts = [float(count) for count in engine.window.counts.counts]
-        losses = engine.window.counts.losses
+        snapshot.counts = [float(count) for count in engine.counts.counts]
+        losses = engine.counts.losses
         snapshot.losses = [None if loss is None else float(loss) for loss in losses]
-        dropped = [bool(is_dropped) for is_dropped in engine.window.counts.dropped]
+        dropped = [bool(is_dropped) for is_dropped in engine.counts.dropped]
         snapshot.dropped = dropped if any(dropped) else []
-        known = engine.window.denominators
+        known = engine.denominators
         snapshot.totals = dict(known.totals if known else loaded.totals if loaded else {})
-        snapshot.sums = engine.window.save() if loaded is None else loaded.sums
+        snapshot.sums = engine.save() if loaded is None else loaded.sums
         snapshot.batch_norm = engine.batch_norms.save() if loaded is None else loaded.batch_norm
     return snapshot
 
@@ -69,20 +69,20 @@ def _check_between(engine: Engine) -> None:
     """Raise RuntimeError unless this rank is between two micro-batches, or slots, of a window that can be
     used.
     """
-    counter, current = engine.counter, engine.window
+    counter = engine.counter
     is_open = counter.state is State.OPEN
     if is_open and counter.done != counter.handed:
         raise RuntimeError(
             f"state_dict: {counter.handed} micro-batches of window {counter.index} were handed out and "
             f"{counter.done} came to sync.backward: call it between two micro-batches"
         )
-    current.look()
-    if is_open and current.runs.is_open:
+    engine.look()
+    if is_open and engine.runs.is_open:
         raise RuntimeError(
             f"state_dict: place {counter.latest} of window {counter.index} is inside a slot of "
             f"{engine.shares.run} micro-batches, whose sum is half made: call it where sync.is_slot_end"
         )
-    refusals = current.counts.refusals
+    refusals = engine.counts.refusals
     if is_open and refusals:
         raise RuntimeError(
             f"state_dict: no step could use window {counter.index} ({refusals[0]}): call sync.abandon() first"
@@ -103,7 +103,7 @@ def load_states(engine: Engine, states: object) -> list[int]:
         ValueError: states do not fit the engine, each other, or those of other ranks; on every rank, nothing
             has changed.
     """
-    engine.window.reach_verdicts()
+    engine.reach_verdicts()
     found, described, part = _prepare(engine, states)
     everybody = _agree(engine, found, described)
     # What could fail has been tried: from here on every rank does the same.
@@ -111,8 +111,8 @@ def load_states(engine: Engine, states: object) -> list[int]:
     if order := _order(everybody):
         engine.reducer.lay_out_as(order)
     assert part is not None
-    if engine.window.scaler is not None and part.scaler:
-        engine.window.scaler.load_state_dict(part.scaler)
+    if engine.scaler is not None and part.scaler:
+        engine.scaler.load_state_dict(part.scaler)
     engine.resume(part, due=_due(engine, done, part, is_own=described.is_own))
     return done
 
@@ -182,7 +182,7 @@ def _prepare(engine: Engine, states: object) -> tuple[list[str], _Described, Sna
 def _read(engine: Engine, states: object) -> tuple[list[str], list[Snapshot]]:
     if not isinstance(states, Sequence | dict):
         return [f"states is a {type(states).__name__}: need a state_dict, or a list of them"], []
-    if not engine.window.is_closed:
+    if not engine.is_closed:
         index = engine.counter.index
         return [f"load_state_dict in the middle of window {index}: call it between windows"], []
     listed = [states] if isinstance(states, dict) else states
@@ -248,7 +248,7 @@ def _misfits(engine: Engine, snapshots: list[Snapshot], own: list[Snapshot], *, 
             "states in a list, and ranks here hold other parameters or share batches: pass each rank its own "
             "state, on a mesh of the same shape"
         )
-    has_scaler = engine.window.scaler is not None
+    has_scaler = engine.scaler is not None
     scaled = [bool(s.scaler) for s in snapshots if s.places]
     if any(is_scaled != has_scaler for is_scaled in scaled):
         with_it = "no loss scale and this engine one" if has_scaler else "a loss scale and this engine none"

@@ -17,10 +17,9 @@ from pyengine.audit.handle import check_device, check_every
 from pyengine.data.dealer import Dealer
 from pyengine.engine.ahead import CountOf
 from pyengine.engine.backward import checked_backward
-from pyengine.engine.engine import Engine
+from pyengine.engine.engine import Engine, MicroBatch
 from pyengine.engine.loop import Batch, MicroBatches, single_micro_batch, windows
 from pyengine.engine.resume import load_states, take_snapshot
-from pyengine.engine.window import MicroBatch
 from pyengine.engine.window_audit import WindowAudit
 from pyengine.ops.device import HOST, flush
 from pyengine.step.grad_scaler import GradScaler, taken_over
@@ -118,7 +117,7 @@ class Sync:
         if enabled is not None:
             enabled.bind(self._engine.final)
             flush(self._engine.device)
-        self._scaler, self._engine.window.scaler = ours, enabled
+        self._scaler, self._engine.scaler = ours, enabled
 
     # ---- loops ----
 
@@ -255,11 +254,11 @@ class Sync:
             ...     with mb.last_backward():
             ...         second.backward()
         """
-        window = self._engine.window
-        known = window.due_count(count)
+        engine = self._engine
+        known = engine.due_count(count)
         with (
             self._micro_batch_of_backward(),
-            window.micro_batch(known, is_stated=count is not None) as made,
+            engine.micro_batch(known, is_stated=count is not None) as made,
         ):
             self._running = made
             try:
@@ -298,21 +297,21 @@ class Sync:
             RuntimeError: outside a window, or after the window was sent.
             ValueError, TypeError: the loss or the count is none; nothing has run.
         """
-        window = self._engine.window
-        one = window.one_loss(loss)
+        engine = self._engine
+        one = engine.one_loss(loss)
         run = checked_backward(
             one, gradient=gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
         )
-        known = window.due_count(count)
+        known = engine.due_count(count)
         with self._micro_batch_of_backward():
-            window.backward(one, known, run, is_recorded=gradient is None)
+            engine.backward(one, known, run, is_recorded=gradient is None)
 
     @property
     def totals(self) -> dict[str, float]:
         """What the window counts over all its ranks and micro-batches, by loss, from before its first
         forward on; under "count" if the function gives numbers. Empty where nothing was read ahead.
         """
-        known = self._engine.window.denominators
+        known = self._engine.denominators
         return {} if known is None else dict(known.totals)
 
     def weigh(self, losses: Mapping[str, Tensor | float]) -> Tensor:
@@ -329,7 +328,7 @@ class Sync:
             RuntimeError: the window's counts were not read ahead.
             ValueError: the losses are not those that are counted.
         """
-        return self._engine.window.weigh(losses)
+        return self._engine.weigh(losses)
 
     def _begin_loop(self, name: str) -> None:
         """Let `windows` or `accumulate` decide again which micro-batch is the last."""
@@ -378,7 +377,7 @@ class Sync:
         Raises:
             RuntimeError: the window has not been sent; or as `step`.
         """
-        self._engine.window.hand_over()
+        self._engine.hand_over()
 
     def grad_norm(self) -> Tensor:
         """Return the 2-norm of the gradients as they are, clipping included; float64, 0-dim, on their device.
@@ -387,9 +386,9 @@ class Sync:
         Cost: a look at every `.grad`; if one was written to since they were reduced, a read of each.
         """
         engine = self._engine
-        engine.window.wait()
+        engine.wait()
         if not engine.final.is_shared:  # else one rank alone may ask, and the others must not be waited for
-            engine.window.renew_norm()
+            engine.renew_norm()
         return engine.final.grad_norm()
 
     def clip_grad_norm_(
@@ -419,13 +418,13 @@ class Sync:
         check_max_norm(max_norm)
         order = _checked_order(norm_type)
         engine = self._engine
-        verdict, final = engine.window.wait(), engine.final
-        engine.window.renew_norm()
-        norm = final.grad_norm() if order != math.inf else final.inf_norm(engine.window.published.largest())
+        verdict, final = engine.wait(), engine.final
+        engine.renew_norm()
+        norm = final.grad_norm() if order != math.inf else final.inf_norm(engine.published.largest())
         if error_if_nonfinite:
-            engine.window.reach_verdicts()
+            engine.reach_verdicts()
             _check_finite(norm, order, verdict.reason)
-        engine.window.scale_(final.clip(max_norm, norm))
+        engine.scale_(final.clip(max_norm, norm))
         return norm
 
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -444,11 +443,11 @@ class Sync:
         """
         value = _checked_value(clip_value)
         engine = self._engine
-        verdict, final = engine.window.wait(), engine.final
-        engine.window.renew_norm()
+        verdict, final = engine.wait(), engine.final
+        engine.renew_norm()
         final.keep_norm()
-        engine.window.published.clip_values_(value)
-        engine.window.renew_norm(has_changed=True)
+        engine.published.clip_values_(value)
+        engine.renew_norm(has_changed=True)
         # Ranks that clip by another value are found out.
         verdict.use.factors.append(torch.tensor(value, dtype=torch.float64, device=HOST))
 
@@ -486,7 +485,7 @@ class Sync:
         check_step(optimizer, scheduler)
         if max_norm is not None:
             self.clip_grad_norm_(max_norm)
-        return self._engine.window.step(optimizer, scheduler, self._check, self._callbacks.values())
+        return self._engine.step(optimizer, scheduler, self._check, self._callbacks.values())
 
     def synchronize(self) -> None:
         """Wait for the outcome of the last step, and compare what the ranks have done in it.
@@ -499,8 +498,8 @@ class Sync:
         Raises:
             RuntimeError: ranks have stepped, clipped or scaled differently; on every rank.
         """
-        self._engine.window.reach_verdicts()
-        if self._engine.window.is_closed:
+        self._engine.reach_verdicts()
+        if self._engine.is_closed:
             self._engine.compare()
 
     def wrap(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> WindowOptimizer:
@@ -521,7 +520,7 @@ class Sync:
 
     def abandon(self) -> None:
         """Drop the current window on this rank, for example after an exception; the next one starts clean."""
-        self._engine.window.abandon()
+        self._engine.abandon()
 
     @property
     def last_record(self) -> StepRecord | None:
@@ -531,7 +530,7 @@ class Sync:
 
         Cost: on an accelerator it waits for the device's clock.
         """
-        make = self._engine.window.make_record
+        make = self._engine.make_record
         return None if make is None else make()
 
     def on_step(self, callback: StepCallback) -> StepHandle:
@@ -575,12 +574,12 @@ class Sync:
         """Whether the micro-batch handed out last is a batch once more, which only other ranks need: over a
         sharded model a rank that has run out runs the others' forwards with them. Nothing of it counts.
         """
-        return self._engine.window.is_padding
+        return self._engine.is_padding
 
     @property
     def landed(self) -> object | None:
         """An object that identifies this window, once it has been reduced; None before."""
-        return self._engine.window.verdict
+        return self._engine.verdict
 
     @property
     def window(self) -> int:
@@ -605,7 +604,7 @@ class Sync:
         `state_dict` may be called. True everywhere without slots.
         """
         engine = self._engine
-        return engine.counter.state is not State.OPEN or not engine.window.runs.is_open
+        return engine.counter.state is not State.OPEN or not engine.runs.is_open
 
     @property
     def due(self) -> list[int]:
@@ -703,16 +702,16 @@ class Sync:
 
         Cost: as `pe.audit`, and nothing in windows that are not checked.
         """
-        window = self._engine.window
-        check_device(window.device)
-        if window.audit is not None:
+        engine = self._engine
+        check_device(engine.device)
+        if engine.audit is not None:
             raise RuntimeError("this engine is audited already: remove() that audit first")
 
         def end() -> None:
-            window.audit = None
+            engine.audit = None
 
-        window.audit = made = WindowAudit(
-            window.reducer, window.comm, window.batch, every=check_every(every), module=module, end=end
+        engine.audit = made = WindowAudit(
+            engine.reducer, engine.comm, engine.batch, every=check_every(every), module=module, end=end
         )
         return made
 

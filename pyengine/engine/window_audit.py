@@ -108,7 +108,7 @@ class WindowAudit:
         """Compare ranks.
 
         These collectives come last but for the verdict's; see [Note: order of collectives in a window] in
-        window.py.
+        engine.py.
 
         Args:
             counts: this rank's.

@@ -74,7 +74,7 @@ class Transfer:
 class Transfers:
     """The reductions of all buckets of one window.
 
-    See [Note: order of collectives in a window] in engine/window.py. Buckets are launched in the order of the
+    See [Note: order of collectives in a window] in engine/engine.py. Buckets are launched in the order of the
     layout on every rank, whichever is complete first and whatever its group. A bucket may need several
     collectives. Each later one is launched when a next bucket is, so that the earlier one has had time to
     complete. Ranks with other buckets than this rank's may launch them in another order and would deadlock;

@@ -56,7 +56,7 @@ class Verdict:
 
     The device knows at once whether the step may happen (`FinalPass.found_inf`). The host learns it from
     `reach`, which waits for the device, and which every rank calls at the same point of its program: if
-    something is wrong, it gathers. See [Note: order of collectives in a window] in engine/window.py.
+    something is wrong, it gathers. See [Note: order of collectives in a window] in engine/engine.py.
 
     Args:
         header: reduced.

@@ -62,7 +62,7 @@ def _nothing(losses: str) -> tuple[list[str], list[float | None]]:
             weight = sum(4 // count for count in counts[index].values() if count)
             batches = [_batch(r, 0) for r in range(world)] * weight
             assert_same(grads(model), mean_of_integers(model, batches, 4 * world))
-        bases.append(sync._engine.window.denominators.base)
+        bases.append(sync._engine.denominators.base)
     return bases, [record.count for record in records]
 
 
@@ -308,7 +308,7 @@ def _late(is_late: bool) -> tuple[list[float | None], list[int], str]:
     """Train two windows and end the third one early, on a host that may run ahead of its device."""
     rank, _ = me()
     sync, forward, _, optimizer = _made()
-    sync._engine.window.is_late = is_late
+    sync._engine.is_late = is_late
     records: list[pe.StepRecord] = []
     sync.on_step(records.append)
     known = []

@@ -38,7 +38,7 @@ class NoHostRead(TorchDispatchMode):
 
 def _late(kind: str, model: nn.Module, *, late: bool = True, **options: object) -> tuple[pe.Sync, nn.Module]:
     sync, forward = engine(kind, model, **options)
-    sync._engine.window.is_late = late
+    sync._engine.is_late = late
     return sync, forward
 
 

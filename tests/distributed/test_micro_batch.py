@@ -196,8 +196,8 @@ def _launched(is_marked: bool, accumulate: int) -> list[list[int]]:
     launched: list[int] = []
 
     def note(*_: object) -> None:
-        if sync._engine.window.header is not None:
-            sync._engine.window.header.vector()  # no bucket goes before the header has come
+        if sync._engine.header is not None:
+            sync._engine.header.vector()  # no bucket goes before the header has come
         launched.append(sync._engine.comm.traffic.collectives)
 
     windows = []

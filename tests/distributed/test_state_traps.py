@@ -242,7 +242,7 @@ def test_gradients_of_before_do_not_leak_into_what_is_loaded(ranks, case):
 
 def _late() -> int:
     sync, model = _make(accumulate=1)
-    sync._engine.window.is_late = True
+    sync._engine.is_late = True
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     state = sync.state_dict()
     records: list[int] = []

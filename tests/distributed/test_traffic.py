@@ -104,7 +104,7 @@ def _overlap() -> list[int]:
     launched: list[int] = []
 
     def note(*_: object) -> None:
-        sync._engine.window.header.vector()  # no bucket goes before the header has come
+        sync._engine.header.vector()  # no bucket goes before the header has come
         launched.append(sync._engine.comm.traffic.collectives)
 
     for layer in (model[2], model[0]):

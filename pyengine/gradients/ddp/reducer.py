@@ -83,7 +83,7 @@ class Reduction:
         if self._owner.in_grad is not None:
             self._owner.in_grad.check_last(bucket)
         flat = bucket.buffer()
-        # [Note: order of collectives in a window] in engine/window.py: no bucket before the header.
+        # [Note: order of collectives in a window] in engine/engine.py: no bucket before the header.
         if self.may_delay and not (bucket.is_last() or runs_ahead(flat.device) or self.header.is_ready()):
             promise = Promise()
             self._delayed.append((bucket, promise))

@@ -15,7 +15,7 @@ from pyengine.gradients.fsdp.private import compute_dtype, reduce_dtype
 from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.settings import Settings
 
-# What a mode launches in each micro-batch; see [Note: order of collectives in a window] in engine/window.py.
+# What a mode launches in each micro-batch; see [Note: order of collectives in a window] in engine/engine.py.
 MODES = ("all", "outer", "none")
 Defer = str | Mapping[str, str]
 
