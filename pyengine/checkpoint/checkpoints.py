@@ -45,21 +45,13 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a rank has found of a step.
+    """What a rank has found of a step."""
 
-    Attributes:
-        text: what is wrong; empty if nothing is.
-        save: that the files are of.
-        is_newer: whether a newer pyengine wrote one.
-        is_first: whether a file records that no step was there before.
-        is_damaged: whether a file is there and of no use.
-    """
-
-    text: str
-    save: str = ""
-    is_newer: bool = False
-    is_first: bool = False
-    is_damaged: bool = False
+    text: str  # what is wrong; empty if nothing is
+    save: str = ""  # that the files are of
+    is_newer: bool = False  # whether a newer pyengine wrote one
+    is_first: bool = False  # whether a file records that no step was there before
+    is_damaged: bool = False  # whether a file is there and of no use
 
 
 class Checkpoints:
@@ -232,9 +224,7 @@ class Checkpoints:
         return _Found(text, " ".join(sorted(saves)), is_first=is_first, is_damaged=is_damaged)
 
     def _ranks_of(self, step: int, world_size: int) -> list[int]:
-        """Return the ranks whose files are there, and the first whose file is not; a name may have any
-        number.
-        """
+        """Return the ranks whose files are there, and the first without one; a name may have any number."""
         there = {rank for _, (each, rank, size) in self._files() if (each, size) == (step, world_size)}
         missing = next((rank for rank in range(world_size) if rank not in there), 0)
         return sorted({*there, missing})
@@ -316,13 +306,7 @@ class Checkpoints:
         return self._comm.all_gather_object(value)
 
     def _on_all(self, work: Callable[[], Any], what: str, kind: type[Exception] = RuntimeError) -> list[Any]:
-        """Return what `work` returns on every rank; raise on every rank if it raised on some rank.
-
-        Args:
-            work: of this rank.
-            what: cannot be done where it raises.
-            kind: of exception to raise.
-        """
+        """Return what `work` returns on every rank; raise on every rank if it raised on some rank."""
         try:
             mine = "", work()
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
@@ -332,7 +316,6 @@ class Checkpoints:
         return [result for _, result in everybody]
 
     def _raise(self, problems: Sequence[str], kind: type[Exception]) -> None:
-        """Raise on every rank what any of them has to complain of."""
         found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
         if found:
             raise kind("; ".join(found))

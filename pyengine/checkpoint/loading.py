@@ -21,15 +21,10 @@ _ZIP = b"PK\3\4"  # what torch.save begins with; torch.load reads other, older f
 def load(file: BinaryIO) -> Any:
     """Return what `torch.save` wrote, on the CPU.
 
-    Args:
-        file: at its begin; it can seek.
-
     Raises:
         ValueError: the file holds anything but tensors and plain values, a tensor that `check_tensors`
             refuses, or more bytes than it has.
         Exception: whatever torch raises where the bytes are damaged.
-
-    Cost: reads the file once.
     """
     _check_size(file)
     value = _unpickled(file, "cpu")
@@ -38,10 +33,7 @@ def load(file: BinaryIO) -> Any:
 
 
 def check_loads(file: BinaryIO) -> None:
-    """Raise ValueError if `load` could not read what `torch.save` has written.
-
-    Cost: reads no tensor, unless some tensor of the file cannot be on the meta device.
-    """
+    """Raise ValueError if `load` could not read what `torch.save` has written; reads no tensor if it can."""
     try:
         _unpickled(file, "meta")
     except Exception:  # noqa: BLE001 - a quantized tensor, for example
@@ -63,11 +55,8 @@ def naming_foreign(state: Any) -> Iterator[None]:
 
 
 def check_tensors(value: Any) -> None:
-    """Check the tensors in nested dicts, lists, tuples and sets.
-
-    Raises:
-        ValueError: a tensor has another layout than strided or COO, or indices outside of its shape, so that
-            what reads its elements would leave its memory.
+    """Raise ValueError for a tensor, nested in containers, that reads outside of its memory or has no layout
+    that can be checked.
     """
     for path, leaf in _leaves(value):
         if isinstance(leaf, Tensor) and (problem := tensor_problem(leaf)):

@@ -33,77 +33,51 @@ _POSITION = ("window", "steps")
 
 @dataclass(frozen=True)
 class Identity:
-    """What has to be equal for a snapshot to fit an engine.
-
-    Attributes:
-        accumulator: "native", "fp32" or "exact".
-        terms: deposits of a full window over all ranks, where an exact sum's grid depends on it; else None.
-        batch_norms: modules whose running statistics are replayed.
-        params: name, shape, strides and dtype of every parameter.
-        run: micro-batches that make one deposit; saved where there are several, else left out.
-    """
+    """What has to be equal for a snapshot to fit an engine."""
 
     accumulator: str
+    # Deposits of a full window over all ranks, where an exact sum's grid depends on it; else None.
     terms: int | None
-    batch_norms: int
-    params: list[tuple[str, list[int], list[int], str]]
-    run: int = 1
+    batch_norms: int  # modules whose running statistics are replayed
+    params: list[tuple[str, list[int], list[int], str]]  # name, shape, strides and dtype
+    run: int = 1  # micro-batches that make one deposit; saved where there are several
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values."""
         return {name: value for name, value in vars(self).items() if name != "run" or value > 1}
 
 
 @dataclass
 class Snapshot:
-    """One rank's part of a run, between two micro-batches.
+    """One rank's part of a run, between two micro-batches."""
 
-    Attributes:
-        window: windows completed.
-        steps: optimizer steps that changed parameters.
-        rank, world_size: whose part it is.
-        identity: what it fits.
-        accumulate: micro-batches a full window, on that rank.
-        is_between_loops: whether it was made after a loop over `windows` had run out.
-        order: of the buckets; see `Reducer.order`.
-        places: indices, in the window over all ranks, of the micro-batches in `sums`.
-        counts, losses: of these micro-batches; None for a loss that is not known.
-        dropped: which of them had left the window; saved where there are any, else left out.
-        totals: of the open window, by loss, if its counts were read ahead; then saved, else left out.
-        sums: see `Saved`.
-        batch_norm: rows of running statistics, one a micro-batch; see `BatchNormReplay.save`.
-        carry: gradients kept from the window before, by name: the parameter's shape and dtype.
-        scaler: state of the loss scaler; empty without one.
-        residuals: what the wire has lost on this rank and is still to send, by name, float32 `[numel]` in the
-            order in which the parameter is stored; saved where there are any, else left out.
-        rng: states of the random generators, by name.
-        checksum: of a snapshot that was read, of all its other fields.
-    """
-
-    window: int
-    steps: int
+    window: int  # completed
+    steps: int  # of optimizers, that changed parameters
     rank: int
     world_size: int
     identity: Identity
-    accumulate: int = 1
-    is_between_loops: bool = False
-    order: list[int] = field(default_factory=list)
+    accumulate: int = 1  # micro-batches of a full window, on that rank
+    is_between_loops: bool = False  # made after a loop over `windows` had run out
+    order: list[int] = field(default_factory=list)  # of the buckets; see `Reducer.order`
+    # Of the micro-batches in `sums`: indices in the window over all ranks, counts, losses (None: not known),
+    # and which had left the window, saved where any had.
     places: list[int] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
     dropped: list[bool] = field(default_factory=list)
-    totals: dict[str, float] = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=dict)  # by loss; saved if counts were read ahead
     sums: Saved = field(default_factory=dict)
-    batch_norm: list[Tensor] = field(default_factory=list)
+    batch_norm: list[Tensor] = field(default_factory=list)  # see `BatchNormReplay.save`
+    # Gradients kept from the window before, by name: the parameter's shape and dtype.
     carry: dict[str, Tensor] = field(default_factory=dict)
-    scaler: dict[str, Any] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)  # empty without a loss scaler
+    # What the wire has lost on this rank and is still to send, by name, float32 `[numel]` in the order in
+    # which the parameter is stored; saved where there is any.
     residuals: dict[str, Tensor] = field(default_factory=dict)
-    rng: dict[str, Any] = field(default_factory=dict)
-    checksum: int = 0
+    rng: dict[str, Any] = field(default_factory=dict)  # states of the random generators, by name
+    checksum: int = 0  # of a snapshot that was read, of all its other fields
 
     @property
     def owner(self) -> str:
-        """Whose part it is, in words."""
         return f"rank {self.rank} of {self.world_size}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,12 +90,7 @@ class Snapshot:
 
     @classmethod
     def read(cls, state: Any, *, largest: int | None = None) -> list[Snapshot]:
-        """Read what `to_dict` returned, or several of it with the parts of several ranks in one.
-
-        Args:
-            state: that was loaded from anywhere.
-            largest: see `checksum`.
-        """
+        """Read what `to_dict` returned, or several of it with the parts of several ranks in one."""
         if not isinstance(state, dict):
             raise ValueError(f"state is a {type(state).__name__}: {_NEED}")  # noqa: TRY004 - of a file
         version = state.get("version")
@@ -201,15 +170,7 @@ def identify(
     names: Sequence[str],
     params: Sequence[Parameter],
 ) -> Identity:
-    """Describe an engine, as it was made.
-
-    Args:
-        accumulator: "native", "fp32" or "exact".
-        terms: deposits of a full window over all ranks.
-        run: micro-batches that make one.
-        batch_norms: modules whose running statistics are replayed.
-        names, params: in registration order.
-    """
+    """Describe an engine, as it was made."""
     described = [
         (name, list(p.shape), list(dense_strides(p)), str(p.dtype).removeprefix("torch."))
         for name, p in zip(names, params, strict=True)
@@ -237,16 +198,10 @@ def disjoint(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
 
 
 def merge(snapshots: Sequence[Snapshot], about: Snapshot, device: torch.device) -> Snapshot:
-    """Return the parts of one window as one part.
+    """Return the parts of one window, one or several of exact sums, as one part, with the rest of `about`.
 
-    Args:
-        snapshots: none, one, or several of exact sums; `fit.problems` has found nothing.
-        about: the snapshot whose position, carried gradients and so on are used.
-        device: of the sums.
-
-    Returns:
-        A snapshot of its own lists; `carry` is copied, other tensors only where they are concatenated or on
-        another device, so they may be the snapshots' own.
+    Its lists are its own; `carry` is copied, other tensors only where they are concatenated or on another
+    device, so they may be the snapshots' own.
     """
     whole = replace(about, places=[], counts=[], losses=[], dropped=[], sums={}, batch_norm=[])
     for snapshot in snapshots:
@@ -268,16 +223,8 @@ def merge(snapshots: Sequence[Snapshot], about: Snapshot, device: torch.device) 
 def share_residuals(
     snapshots: Sequence[Snapshot], *, rank: int, world_size: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return one rank's share of the residuals: each rank of the snapshots gives its own to one of the ranks
-    there are now, so that their sum is what it was.
-
-    Args:
-        snapshots: of all ranks there were.
-        rank, world_size: whose share, and of how many.
-        device: of the result.
-
-    Returns:
-        float32 `[numel]` by parameter, the caller's.
+    """Return one rank's share of the residuals, float32 `[numel]` by parameter, the caller's: each rank of
+    the snapshots gives its own to one of the ranks there are now, so that their sum is what it was.
     """
     shared: dict[str, Tensor] = {}
     for snapshot in sorted(snapshots, key=lambda s: s.rank):
@@ -327,12 +274,10 @@ def unlike_saved(content: dict[str, Any]) -> list[str]:
 
 
 def is_whole(value: Any, least: int = 0) -> bool:
-    """Whether a value is a whole number, of at least `least`."""
     return type(value) is int and value >= least
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number, inf and nan included."""
     return type(value) in (int, float)
 
 

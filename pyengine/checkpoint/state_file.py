@@ -27,29 +27,17 @@ _PIECE_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Origin:
-    """Which part of which save a file is.
-
-    Attributes:
-        step: of the save.
-        rank, world_size: whose part, of how many.
-        save: an identifier of this save among those of the same step; the same on every rank.
-        is_first: whether no step was there before it.
-    """
+    """Which part of which save a file is."""
 
     step: int
     rank: int
     world_size: int
-    save: str
-    is_first: bool = False
+    save: str  # identifies this save among those of the same step; the same on every rank
+    is_first: bool = False  # whether no step was there before it
 
 
 def write(path: Path, origin: Origin, state: Any) -> None:
-    """Write a file that is there as a whole, on the disk, or not at all.
-
-    Args:
-        path: of the file; one that is there is replaced.
-        origin: kept in it.
-        state: saved by `torch.save`; `read` returns it.
+    """Write a file that is there as a whole, on the disk, or not at all; one that is there is replaced.
 
     Raises:
         ValueError: `read` could not give the state again.

@@ -31,7 +31,6 @@ class Lookahead(Generic[Item]):
 
     @property
     def has_next(self) -> bool:
-        """Whether there is another item; one is always read ahead."""
         return bool(self._read)
 
     def pop(self) -> Item:
@@ -56,13 +55,8 @@ class Lookahead(Generic[Item]):
 def meet(engine: Engine, *, stage: str, problems: Sequence[str] = ()) -> None:
     """Raise on every rank unless all ranks begin the same window in the same way, and none has a problem.
 
-    Every rank calls this where it has opened a window. If a rank has dropped this window and opens it again
-    while the others are in its middle, its header is paired with theirs: all ranks raise.
-
-    Args:
-        engine: with the window open.
-        stage: a description of what this rank is about to do; the same on every rank.
-        problems: what is wrong on this rank.
+    Every rank calls this where it has opened a window, with the same `stage`. If a rank has dropped this
+    window and opens it again while the others are in its middle, its header is paired with theirs: all raise.
 
     Raises:
         ValueError: some rank has problems; names it.
@@ -85,16 +79,10 @@ def meet(engine: Engine, *, stage: str, problems: Sequence[str] = ()) -> None:
 def share_numbers(
     engine: Engine, *, micro_batches: int, sums: Sequence[float] = ()
 ) -> tuple[list[int], list[float]]:
-    """Share how many micro-batches each rank has in the open window; after `meet`.
+    """Return the micro-batches that each rank has in the open window, and `sums` over all ranks.
 
-    Args:
-        engine: with the window open.
-        micro_batches: that this rank is still to compute.
-        sums: n numbers of this rank, to be summed (of ranks that share a batch, one's); as many on every
-        rank.
-
-    Returns:
-        The micro-batches of each rank, and the n sums over all ranks: float64, with the same bits everywhere.
+    Of ranks that share a batch one's numbers are summed, as float64, with the same bits everywhere. After
+    `meet`.
 
     Cost: one all-reduce of 8 bytes a rank and number, for which the host waits.
     """
@@ -117,16 +105,7 @@ _COUNTING = "with counts read ahead (sync.windows with count=)"
 
 
 class Counting:
-    """The counts of one loop over windows.
-
-    Args:
-        engine: whose loop it is.
-        loader: what is read ahead.
-        count: as for `Sync.windows`.
-
-    Raises:
-        TypeError, ValueError: nothing can be counted that way.
-    """
+    """The counts of one loop over windows; `count` as for `Sync.windows`."""
 
     def __init__(self, engine: Engine, loader: object, count: CountOf) -> None:
         if not callable(count):
@@ -150,8 +129,7 @@ class Counting:
     def begin(self, batches: Sequence[Any]) -> None:
         """Count a window that has just been opened, and agree with the other ranks on its totals.
 
-        Args:
-            batches: that this rank is still to compute in it; they are not kept.
+        `batches` are those that this rank is still to compute in it; they are not kept.
 
         Raises:
             ValueError: a count is wrong on some rank, or ranks count different things; on every rank.
@@ -201,10 +179,7 @@ def check_uncounted(engine: Engine) -> None:
 
 def _agree(engine: Engine, names: list[str]) -> tuple[list[str], dict[str, float]]:
     """Return the names that all ranks count, and the totals of the window if it was resumed; a rank without
-    data learns them.
-
-    Raises:
-        ValueError: ranks count different things, or resume a window of which not enough is known.
+    data learns them. Raise ValueError where ranks differ, or not enough is known of a resumed window.
     """
     resumed = engine.resumed
     said = names, {} if resumed is None else dict(resumed.totals), bool(engine.counts.counts)
@@ -242,21 +217,12 @@ def _check_resumed(saved: Mapping[str, float], totals: Mapping[str, float]) -> N
 
 
 class CountsAhead:
-    """What one rank counts in a window before it computes it, and what is wrong with it.
-
-    Args:
-        local: decides which counts are valid.
-        names: of the losses; empty until they are known.
-        first: micro-batches of the window that are done.
-
-    Attributes:
-        names: as given, or those of the first micro-batch.
-        problems: in words, each with its micro-batch.
-    """
+    """What one rank counts in a window before it computes it, and what is wrong with it."""
 
     def __init__(self, local: LocalWindow, names: Sequence[str], *, first: int) -> None:
-        self._local, self.names, self._first = local, list(names), first
-        self.problems: list[str] = []
+        self._local, self._first = local, first  # `first`: micro-batches of the window that are done
+        self.names = list(names)  # of the losses; if empty, those of the first micro-batch
+        self.problems: list[str] = []  # in words, each with its micro-batch
         self._given: list[dict[str, Count]] = []
 
     def add(self, count: CountOf, batch: object) -> None:

@@ -25,14 +25,10 @@ def checked_backward(
     create_graph: bool,
     inputs: Tensor | Sequence[Tensor] | None,
 ) -> Callable[[Tensor], None]:
-    """Return the backward of a loss, to be run on the scaled one, or raise before anything has run.
-
-    Args:
-        loss: 0-dim, or of the shape of `gradient`.
-        gradient, retain_graph, create_graph, inputs: as `torch.Tensor.backward`.
+    """Return the backward of a loss, to be run on the scaled one; arguments as of `torch.Tensor.backward`.
 
     Raises:
-        ValueError: no backward can start here.
+        ValueError: no backward can start here; nothing has run.
     """
     if not isinstance(loss, Tensor) or (loss.dim() != 0 and gradient is None):
         shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -55,11 +51,7 @@ def checked_backward(
 
 
 def divided_by(loss: Tensor, divisors: Collection[int]) -> int | None:
-    """Return the one of `divisors` by which a loss was divided as the last thing; None if it is none of them.
-
-    Args:
-        loss: whose graph is read; no value of it, and no tensor on an accelerator.
-    """
+    """Return the one of `divisors` by which a loss was divided as the last thing, from its graph alone."""
     node = loss.grad_fn
     while node is not None and node.name() in _SCALINGS:
         factor = _factor(node)

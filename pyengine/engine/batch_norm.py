@@ -67,7 +67,7 @@ class BatchNormReplay:
     always holds its real statistics.
 
     Args:
-        module: whose BatchNorms, where the engine was given them; one without any costs nothing.
+        module: one without any BatchNorm costs nothing.
         most: micro-batches that this rank may run in a window.
         total: places in a window, over all ranks.
 
@@ -106,11 +106,9 @@ class BatchNormReplay:
 
     @property
     def num_modules(self) -> int:
-        """BatchNorms whose running statistics are replayed."""
         return len(self._modules)
 
     def open(self) -> None:
-        """Open a window."""
         self._others.open()
         self._places, self._saved = [], [table[:0] for table in self._tables]
         if self._modules:
@@ -124,11 +122,9 @@ class BatchNormReplay:
         self._target.hand_out()
 
     def save(self) -> list[Tensor]:
-        """Return copies of this window's rows and calls; none without BatchNorms.
+        """Return copies of this window's rows and calls, in the order of hand-out; none without BatchNorms.
 
-        Returns:
-            `[micro-batches, columns]` of the statistics' dtype, and int64 `[micro-batches, modules]`, in the
-            order in which micro-batches were handed out; on their device, owned by the caller.
+        `[micro-batches, columns]` of the statistics' dtype, and int64 `[micro-batches, modules]`.
         """
         if not self._modules:
             return []
@@ -140,21 +136,14 @@ class BatchNormReplay:
         return [table[:0] for table in self._tables]
 
     def load(self, places: Sequence[int], rows: Sequence[Tensor]) -> None:
-        """Load, in a window that has just been opened, what `save` returned for these places.
-
-        Args:
-            places: of the micro-batches in the rows, in their order.
-            rows: as `save` returns them; used in place where they are on the device, never written to.
-        """
+        """Load, in a window that has just been opened, what `save` returned for these places; read only."""
         self._places = list(places)
         if rows:
             self._saved = [part.to(own) for part, own in zip(rows, self._tables, strict=True)]
 
     @contextmanager
     def micro_batch(self, *, due: bool) -> Iterator[None]:
-        """Let forwards in the body count, but for those inside a backward; after it none,
-        unless further micro-batches are `due`.
-        """
+        """Count forwards in the body that are in no backward; after it none, unless more are `due`."""
         if self._target.row is None:
             yield
             return
@@ -168,9 +157,7 @@ class BatchNormReplay:
                 self._target.use_next_row()
 
     def drop(self, is_dropped: bool | Tensor) -> None:
-        """Leave out the statistics of the micro-batch whose backwards have run, where it is dropped (bool, or
-        bool 0-dim, unread).
-        """
+        """Leave out the statistics of the micro-batch whose backwards have run, if `is_dropped`, unread."""
         if self._modules and is_dropped is not False:
             for table in self._tables:
                 row = table[self._target.done]
@@ -202,17 +189,12 @@ class BatchNormReplay:
         self._work = comm.all_reduce(self._rows)
 
     def wait(self) -> None:
-        """Wait for the other ranks' rows."""
         if self._work is not None:
             self._work.wait()
             self._work = None
 
     def apply(self, is_good: Tensor) -> None:
-        """Add the window to the running statistics, in place, once.
-
-        Args:
-            is_good: bool, 0-dim; where it is not, the statistics stay as they were.
-        """
+        """Add the window to the running statistics, in place, once, if it `is_good`."""
         if self._rows is not None:
             self._replay(self._rows, is_good)
         self._others.close()
@@ -264,29 +246,23 @@ class BatchNormReplay:
 
 
 class _Target:
-    """Where calls in training mode write: a micro-batch's row, or the last one, which does not count.
-
-    Attributes:
-        rows: `[accumulate + 1][modules]` of (mean, variance, calls).
-        row: the one in use; None: modules write into their own statistics. Modules only read this and set
-            `was_called`, so that torch.compile can trace them once for all micro-batches.
-        done: micro-batches whose backwards have run.
-        may_be_in_backward: whether a call has to find out if a backward runs, which torch.compile cannot
-            trace.
-    """
+    """Where calls in training mode write: a micro-batch's row, or the last one, which does not count."""
 
     def __init__(self) -> None:
-        self.rows: list[list[_Row]] = [[]]
+        self.rows: list[list[_Row]] = [[]]  # `[accumulate + 1][modules]` of (mean, variance, calls)
+        # The one in use; None: modules write into their own statistics. Modules only read this and set
+        # `was_called`, so that torch.compile can trace them once for all micro-batches.
         self.row: list[_Row] | None = None
-        self.was_called = self.may_be_in_backward = False
+        self.was_called = False
+        # Whether a call has to find out if a backward runs, which torch.compile cannot trace.
+        self.may_be_in_backward = False
 
     def open(self) -> None:
-        """Open a window, whose first micro-batch is still to come."""
-        self._next = self._handed = self.done = 0
+        self._next = self._handed = 0
+        self.done = 0  # micro-batches whose backwards have run
         self.row, self.was_called = self.rows[-1], False
 
     def hand_out(self) -> None:
-        """Give a micro-batch a row."""
         if self.row is not None:
             self._handed += 1
             self.use_next_row()
@@ -297,9 +273,7 @@ class _Target:
         self.row = self.rows[min(self._next, self._handed - 1)]
 
     def count_backward(self) -> None:
-        """Note that a micro-batch is done: the next one has another row,
-        also if this one called no module.
-        """
+        """Note that a micro-batch is done: the next one has another row, even if this one called nothing."""
         self.done += 1
         self._next = max(self._next, self.done)
 
@@ -312,10 +286,6 @@ class _Target:
 class _RowHooks:
     """The hooks by which one module writes into rows: those of the engine made last. A copy or pickle of the
     module gets some that do nothing.
-
-    Attributes:
-        target: where calls write.
-        index: of the module in a row.
     """
 
     def __init__(self) -> None:
@@ -327,7 +297,6 @@ class _RowHooks:
         return _RowHooks, ()
 
     def register(self, module: nn.Module) -> None:
-        """Put the hooks on the module."""
         self._handles = [
             module.register_forward_pre_hook(self.before),
             module.register_forward_hook(self.after, always_call=True),
@@ -383,13 +352,7 @@ def _swap(module: nn.Module, row: _Row) -> _Row:
 
 
 class BufferWatch:
-    """Warns once, after the first window, of buffers that it has written to or replaced; costs no pass over
-    them.
-
-    Args:
-        module: the model.
-        known: buffers that are kept equal on all ranks.
-    """
+    """Warns once, after the first window, of buffers that it has written to, but those of `known`."""
 
     def __init__(self, module: nn.Module, known: list[Tensor]) -> None:
         self._module = module
@@ -398,12 +361,10 @@ class BufferWatch:
         self._is_done = False
 
     def open(self) -> None:
-        """Look before a window."""
         if not self._is_done:
             self._before = self._state()
 
     def close(self) -> None:
-        """Look after a window that was used, and warn."""
         before, self._before = self._before, None
         if self._is_done or before is None:
             return

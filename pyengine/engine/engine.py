@@ -208,11 +208,7 @@ class Engine:
         flush(device)
 
     def reset(self, resumed: Snapshot | None = None) -> None:
-        """Forget the window: the next one starts without counts.
-
-        Args:
-            resumed: the snapshot to continue from, whose sums the first backward loads.
-        """
+        """Forget the window: the next one starts without counts, or with the sums of `resumed`."""
         self.resumed = resumed
         # ---- of this window, on this rank ----
         # Counts and losses.
@@ -278,13 +274,7 @@ class Engine:
             self.rng_due = {}
 
     def hand_out(self, place: int, *, last: bool, more: bool) -> None:
-        """Count a micro-batch given to the loop.
-
-        Args:
-            place: its index in the window over all ranks.
-            last: whether the window gets no further one.
-            more: whether another window follows.
-        """
+        """Count a micro-batch given to the loop: the window's `last`, with `more` windows behind it."""
         self.counter.hand_out(place, last=last)
         self.has_more_windows, self.is_padding = more, False
         self.batch_norms.hand_out(place)
@@ -337,10 +327,6 @@ class Engine:
         """Make the body one micro-batch, whose backwards it runs; then accumulate, and launch the window if
         this is its last one and no backward was marked as the last.
 
-        Args:
-            count: checked.
-            is_stated: whether the count is the caller's own, or was read ahead.
-
         Raises:
             RuntimeError: another micro-batch is running, or no backward may run.
         """
@@ -386,10 +372,6 @@ class Engine:
     def last_backward(self, made: MicroBatch, roots: Sequence[Tensor]) -> Iterator[None]:
         """Run the last backward of a micro-batch in the body, and accumulate its gradients from inside it; in
         the window's last micro-batch launch the header before it, and each bucket as soon as it is complete.
-
-        Args:
-            made: whose backward it is.
-            roots: the tensors from which the backward starts; empty where they are not known.
         """
         made._has_last = self.has_backward = True
         self.batch_norms.stop_counting()
@@ -426,11 +408,7 @@ class Engine:
     ) -> None:
         """Run one backward as a micro-batch; see `Sync.backward`.
 
-        Args:
-            loss: the tensor from which it starts.
-            count: checked.
-            run: the backward, given the loss times the loss scale.
-            is_recorded: whether the record has the loss, 0-dim.
+        `run` is given the loss times the loss scale; the record has the loss, if 0-dim.
         """
         self.warn_of_division(loss)
         with self.micro_batch(count, is_stated=True) as made:
@@ -506,12 +484,7 @@ class Engine:
     def launch_header_all_reduce(self, counts: LocalWindow, *, more: bool, stage: str) -> Header:
         """Launch a header: where this rank is, what it counted, and what has to be alike on every rank.
 
-        Args:
-            counts: of this rank.
-            more: whether this rank has another window after this one.
-            stage: what the header is for.
-
-        Cost: one all-reduce of 184 bytes, not waited for.
+        One all-reduce of 184 bytes, not waited for.
         """
         scaler = self.scaler
         # On a lazy device reading the scale would end the program.
@@ -534,9 +507,6 @@ class Engine:
     def wait(self) -> Verdict:
         """Wait for the reductions, publish the mean as `.grad`, and decide on the device whether it may be
         used; once a window. Unless the device runs ahead, the host learns the outcome here.
-
-        The verdict is the same on every rank. The host waits for the collectives where these are not ordered
-        by a stream.
 
         Raises:
             RuntimeError: the window has not been launched.
@@ -627,9 +597,7 @@ class Engine:
     def reach_verdicts(self) -> None:
         """Learn the outcome of every window that was reduced; every rank calls this at the same point.
 
-        Raises:
-            RuntimeError, ValueError, FloatingPointError: as `Verdict.reach`, each time until the window is
-                dropped.
+        Raises as `Verdict.reach`, each time until the window is dropped.
         """
         self.verdicts.reach_all()
         if self.verdict is not None:
@@ -640,10 +608,7 @@ class Engine:
     def renew_norm(self, *, has_changed: bool = False) -> None:
         """Compute the norm again if gradients were written to, or replaced, since it was computed.
 
-        Args:
-            has_changed: whether it is known that they were.
-
-        Cost: a look at every `.grad`, and a read of each if one has changed; then `FinalPass.renew_norm`.
+        A look at every `.grad`, and a read of each if one has changed; then `FinalPass.renew_norm`.
         """
         if has_changed := has_changed or self.published.has_changed():
             self.published.read(self.final)
@@ -663,16 +628,9 @@ class Engine:
         check: OptimizerCheck,
         callbacks: Collection[StepCallback],
     ) -> Tensor:
-        """Step an optimizer with the gradients, unless they were not finite on some rank.
+        """Step an optimizer with the gradients, unless they were not finite on some rank; see `Sync.step`.
 
-        Args:
-            optimizer: over parameters of this engine.
-            scheduler: stepped once it is known that the optimizer was; or None.
-            check: returns what the optimizer is about to do, or refuses it.
-            callbacks: called with the record of the window's first step, in order.
-
-        Returns:
-            Whether the parameters changed, bool, 0-dim, on their device; the same on every rank.
+        Callbacks get the record of the window's first step, in order.
         """
         verdict = self.wait()
         done, factors = check.of(optimizer, is_handed_over=self.kept_grads.is_handed_over)
@@ -787,11 +745,7 @@ class Engine:
         )
 
     def close_window(self) -> None:
-        """Close the window.
-
-        Raises:
-            RuntimeError: it was never launched, or its gradients were not used.
-        """
+        """Close the window; raise RuntimeError if it was never launched, or its gradients were not used."""
         counter = self.counter
         if counter.state is State.OPEN:
             self.refuse_written_past()
@@ -813,9 +767,7 @@ class Engine:
 
     @property
     def is_broken(self) -> bool:
-        """Whether an exception left the window half-way, or it was refused, so that a new loop has to abandon
-        it.
-        """
+        """Whether an exception left the window half-way, or it was refused: a new loop has to abandon it."""
         is_refused = self.verdict is not None and self.verdict.error is not None
         is_left = self.counter.state is State.OPEN and not self.counter.is_resumed
         return is_left or bool(self.gave_up) or bool(self.unusable) or is_refused
@@ -824,10 +776,7 @@ class Engine:
         """Drop the window on this rank; the engine is clean afterwards.
 
         Before the window was launched, no other rank notices: the next window takes its number. Afterwards
-        this rank still waits for the reductions, in which the others wait for it.
-
-        Args:
-            waits: False waits neither for a running micro-batch nor for reductions.
+        this rank still waits for the reductions, in which the others wait for it, unless `waits` is False.
         """
         if waits:
             self.check_idle("abandon")
@@ -855,23 +804,16 @@ class Engine:
 
     def compare(self) -> None:
         """Raise on every rank unless all have used the last window alike; every rank calls this between
-        windows.
+        windows. The header of a window states how the one before was used, and no header follows the last.
 
-        The header of a window states how the one before was used, and no header follows the last.
-
-        Cost: one all-reduce of 184 bytes, for which the host waits; nothing on a lazy device, nor alone.
-
-        Raises:
-            RuntimeError: ranks have stepped, clipped or scaled differently, or are at different places.
+        One all-reduce of 184 bytes, for which the host waits; nothing on a lazy device, nor alone.
         """
         if self.comm.world_size > 1 and not is_lazy(self.device):
             header = self.launch_header_all_reduce(self.new_counts(), more=False, stage="has ended its loop")
             check_agreement(header, header.totals(), self.comm)
 
     def is_still_needed(self) -> bool:
-        """Whether another rank still needs this one: for a window that was dropped before it was sent,
-        or further ones.
-        """
+        """Whether another rank needs this one: for a window dropped before it was sent, or further ones."""
         return self.counter.index == self._opened_at or self.verdicts.some_rank_has_more()
 
     def resize(self, accumulate: int) -> None:
@@ -887,10 +829,8 @@ class Engine:
     def resume(self, part: Snapshot, *, due: Sequence[int] | None) -> None:
         """Continue from a snapshot, whose sums are loaded at the first backward.
 
-        Args:
-            part: of this rank; the engine owns the gradients that it carries over, and only reads its sums.
-            due: places that this rank has still to compute in the snapshot's open window; None if no window
-                is open.
+        The engine owns the gradients that it carries over, and only reads its sums. `due` are the places that
+        this rank has still to compute in the snapshot's open window; None if no window is open.
         """
         _log.debug("window %d: resume, %d micro-batches done", part.window, len(part.places))
         self.counter.go_to(part.window)
@@ -955,14 +895,7 @@ class Engine:
         return self._running.locked()
 
     def refuse(self, text: str) -> None:
-        """Refuse the window on every rank; if it has been launched already, on this rank alone.
-
-        Args:
-            text: why.
-
-        Raises:
-            RuntimeError: it has been launched.
-        """
+        """Refuse the window on every rank; if it has been launched already, raise RuntimeError here."""
         if self.counter.state is State.OPEN:
             self.counts.refusals.append(text)
         else:
@@ -982,9 +915,8 @@ class Engine:
     def written_past(self) -> tuple[str, bool | Tensor] | None:
         """Find gradients that were written past the engine since its last look.
 
-        Returns:
-            None where none were; else the text of a refusal, and whether it holds: True or a bool, 0-dim,
-            unread, since between windows gradients may be zeroed.
+        Returns None, or the text of a refusal and whether it holds: True or a bool, 0-dim, unread, since
+        between windows gradients may be zeroed.
         """
         if self._has_begun and self.counter.state is State.OPEN:
             changed = self.marks.changed()
@@ -1039,9 +971,7 @@ class Engine:
             self.refuse(text)
 
     def _check_turn(self) -> None:
-        """Refuse a backward that is not that of the micro-batch handed out last, where runs are summed in
-        order.
-        """
+        """Refuse a backward that is not the next micro-batch's, where runs are summed in order."""
         counter = self.counter
         if self.runs.size == 1 or counter.handed == counter.done + 1:
             return
@@ -1072,10 +1002,7 @@ class Engine:
     # ---- losses and counts ----
 
     def due_count(self, count: Count | None) -> Count:
-        """Return the count of the micro-batch that is about to run.
-
-        Args:
-            count: the caller's; None: the one that was read ahead, or 1.
+        """Return the count of the micro-batch that is about to run: the caller's, the one read ahead, or 1.
 
         Raises:
             ValueError, TypeError: it is no count, or was given although counts were read ahead.
@@ -1097,14 +1024,7 @@ class Engine:
         return known.take(counter.done, handed=counter.handed)
 
     def one_loss(self, loss: Loss) -> Any:
-        """Return the one loss of a micro-batch that may have several.
-
-        Args:
-            loss: as for `Sync.backward`; checked here only if there are several.
-
-        Raises:
-            ValueError, TypeError: the losses are not those that were counted.
-        """
+        """Return the one loss of a micro-batch that may have several, checked here only if it has."""
         known = self._known()
         if known is not None:
             return known.weigh(loss, self.device)
@@ -1113,11 +1033,7 @@ class Engine:
         return loss
 
     def weigh(self, losses: Loss) -> Tensor:
-        """Return the weighted sum of several losses; see `Denominators.weigh`.
-
-        Raises:
-            RuntimeError: the window's counts were not read ahead.
-        """
+        """Return the weighted sum of several losses; see `Denominators.weigh`."""
         known = self._known()
         if known is None:
             raise RuntimeError(f"weigh: {_UNCOUNTED}")
@@ -1304,8 +1220,7 @@ def make_engine(
         named: the parameters, in registration order.
         comm: transport; every rank of it calls this.
         settings: this rank's arguments.
-        make_reducer: makes the owner of the gradients from the parameters' descriptions and the terms of a
-            full window's sum; called once all ranks have agreed.
+        make_reducer: makes the owner of the gradients, once all ranks have agreed.
         source: the module, if there is one, that has them.
         problems: further ones of this rank.
         ranks: which ranks share which gradients and batches; None: all ranks hold the same.

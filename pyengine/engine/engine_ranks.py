@@ -44,22 +44,14 @@ Named = Sequence[tuple[str, Parameter]]
 
 @dataclass(frozen=True)
 class Membership:
-    """The groups of one rank, as it describes them to the others. Ranks are those of the engine, from 0.
+    """The groups of one rank, as it describes them to the others. Ranks are those of the engine, from 0."""
 
-    Attributes:
-        described: the mesh and its axes, in words; the same on every rank.
-        groups: the ranks over which gradients are summed, by `ParamSpec.group`.
-        batch: which batch this rank computes, and with whom.
-        num_batches: over all ranks.
-        unmatched: patterns of `Axes.groups` that no parameter here matches.
-        counted: by parameter, whether this rank counts it in the norm; None: all ranks hold the same.
-    """
-
-    described: str
-    groups: tuple[Sequence[int], ...]
-    batch: SharedBatch
-    num_batches: int
-    unmatched: tuple[str, ...] = ()
+    described: str  # the mesh and its axes, in words; the same on every rank
+    groups: tuple[Sequence[int], ...]  # over which gradients are summed, by `ParamSpec.group`
+    batch: SharedBatch  # that this rank computes
+    num_batches: int  # over all ranks
+    unmatched: tuple[str, ...] = ()  # patterns of `Axes.groups` that no parameter here matches
+    # By parameter, whether this rank counts it in the norm; None: all ranks hold the same.
     counted: tuple[bool, ...] | None = None
 
     @classmethod
@@ -69,12 +61,7 @@ class Membership:
 
 
 def memberships_differ(memberships: Sequence[Membership], specs: Sequence[Sequence[ParamSpec]]) -> list[str]:
-    """Report in what the memberships of ranks contradict each other.
-
-    Args:
-        memberships: by rank.
-        specs: by rank, its parameters in registration order.
-    """
+    """Report in what the memberships of ranks, and their parameters, contradict each other."""
     described = [membership.described for membership in memberships]
     if len(set(described)) > 1:
         values = "; ".join(f"rank {rank} has {text or 'no mesh'}" for rank, text in enumerate(described))
@@ -98,11 +85,7 @@ def memberships_differ(memberships: Sequence[Membership], specs: Sequence[Sequen
 
 
 def most_parts(memberships: Sequence[Membership]) -> int:
-    """Return how many ranks of one group share a batch, at most: each adds its own part of the gradient.
-
-    Args:
-        memberships: by rank.
-    """
+    """Return how many ranks of one group share a batch, at most: each adds its own part of the gradient."""
     groups = {ranks for membership in memberships for ranks in membership.groups}
     return max(max(Counter(memberships[rank].batch.index for rank in ranks).values()) for ranks in groups)
 
@@ -131,19 +114,6 @@ def _difference(ranks: Sequence[int], have: dict[int, list[ParamSpec]]) -> str:
 class EngineRanks:
     """The ranks of an engine, and the groups among them.
 
-    Args:
-        named: parameters in registration order.
-        device: of the parameters.
-        group: of all ranks, where there is no mesh; None is the default group, or this process alone.
-        mesh: of all ranks, or None.
-        axes: what its axes hold, and further groups.
-
-    Attributes:
-        comm: transport over all ranks.
-        device: as given.
-        problems: what is wrong with the arguments here; then nothing but `comm` may be used.
-        membership: the groups of this rank, to be compared with the others'.
-
     Raises:
         ValueError: this rank is not in the mesh or group, which others need not know.
     """
@@ -161,12 +131,13 @@ class EngineRanks:
         self._mesh = MeshRanks(mesh) if isinstance(mesh, DeviceMesh) else None
         if self._mesh is not None:
             group = group_of(self._mesh.everybody(), device)
-        self.comm = comm_for(device, group)
+        self.comm = comm_for(device, group)  # over all ranks
         self._ranks = self.comm.ranks
         plain = Membership.plain(rank=self.comm.rank, world_size=self.comm.world_size)
         self.membership, self._group_of = plain, [0] * len(named)
         self._names = [name for name, _ in named]
         self._patterns: list[tuple[int, str]] = []
+        # What is wrong with the arguments here; then nothing but `comm` may be used.
         self.problems = self._problems(mesh, axes)
         if not self.problems and (self._mesh is not None or axes.groups):
             self._join(named, axes)
@@ -178,10 +149,7 @@ class EngineRanks:
     def groups(self, *, shared_memory: bool) -> Groups:
         """Return the transports; every rank calls this once all of them have agreed on their memberships.
 
-        Args:
-            shared_memory: whether gradients are to be reduced in memory that ranks share, where they can.
-
-        Cost: makes the process groups that the engine needs and no earlier one has left; gathers the names.
+        Makes the process groups that the engine needs and no earlier one has left; gathers the names.
         """
         if not self.membership.described:
             return Groups(self.comm, [self.for_buckets(self.comm, shared_memory=shared_memory)])
@@ -196,24 +164,16 @@ class EngineRanks:
     def for_buckets(self, comm: Comm, *, shared_memory: bool) -> Comm:
         """Return a transport for gradients, over the ranks of another one, all of which call this. What is
         not gradients goes by `comm` itself, in the order of the program.
-
-        Args:
-            comm: over ranks of the engine.
-            shared_memory: whether gradients are to be reduced in memory that these ranks share, if they can.
         """
         # [Note: order of collectives in a window] in engine.py: a bucket is launched when it is complete.
         comm = comm.with_own_group()
         return share_memory(comm) if shared_memory else comm
 
     def own_groups(self, names: Collection[str], *, shared_memory: bool) -> Groups:
-        """Return transports of some of the parameters, those of whose group DDP does not use: where another
-        owner reduces the rest, the order of what the two send is no matter.
+        """Return transports of the groups of some parameters that DDP does not use: where another owner
+        reduces the rest, the order of what the two send is no matter.
 
-        Args:
-            names: of these parameters.
-            shared_memory: as for `groups`.
-
-        Cost: makes a process group for every group that they have, unless an earlier engine has left one.
+        Makes a process group for every group that they have, unless an earlier engine has left one.
         """
         mine = self.groups_named(names)
         comms = [
@@ -287,9 +247,7 @@ class EngineRanks:
         return found
 
     def problems_under_ddp(self, named: Named, group: dist.ProcessGroup) -> list[str]:
-        """Report what DDP cannot do over these ranks: it has one group for all parameters that it does not
-        ignore.
-        """
+        """Report what DDP, with one group for all that it does not ignore, cannot do over these ranks."""
         if self.problems or not self.membership.described:
             return []
         summed = sorted(dist.get_process_group_ranks(group))
@@ -315,7 +273,6 @@ class EngineRanks:
         return []
 
     def groups_named(self, names: Collection[str]) -> set[int]:
-        """Return the groups of some of the parameters."""
         return {group for name, group in zip(self._names, self._group_of, strict=True) if name in names}
 
     def group_named(self, name: str) -> int:
@@ -378,9 +335,7 @@ class EngineRanks:
     def _held_by(
         self, name: str, param: Parameter, summed: tuple[int, ...], axes: Axes, found: list[str]
     ) -> tuple[int, ...]:
-        """Return the ranks that hold the same of a parameter as this one; what is wrong is added to
-        `found`.
-        """
+        """Return the ranks that hold the same of a parameter as this one; add what is wrong to `found`."""
         mesh = self._mesh
         if mesh is None:
             return summed
@@ -487,9 +442,7 @@ def _spec(name: str, param: Parameter, group: int) -> ParamSpec:
 
 
 def _stored_in(tensor: Tensor) -> list[Tensor]:
-    """Return the dense tensors that hold a tensor's values, in its memory and without overlap; none where
-    there are no such.
-    """
+    """Return the dense tensors that hold a tensor's values, without overlap; none where there are no such."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         parts = [_stored_in(getattr(tensor, name)) for name in names]
@@ -527,13 +480,6 @@ class ShardedRanks:
     A parameter under tensor parallelism has a mesh of all ranks: first the axes of the data, behind them the
     axes along which ranks share a batch. Other parameters, for example of norms, are on a mesh of the data
     alone, and the same on all ranks that share a batch.
-
-    Args:
-        units: of the model.
-        comm: transport over all ranks.
-
-    Attributes:
-        membership: the groups of this rank, to be compared with the others'.
     """
 
     takes_dtensors = True
@@ -557,7 +503,6 @@ class ShardedRanks:
             self.membership = _sharing(self.membership, *cut[0])
 
     def specs(self, named: Named) -> list[ParamSpec]:
-        """Describe the parameters, whole."""
         return [ParamSpec.of(name, param) for name, param in named]
 
     def problems_with(self, named: Named, settings: Settings, *, num_batch_norms: int) -> list[str]:
@@ -578,9 +523,7 @@ class ShardedRanks:
         return None if batch.num_ranks == 1 else batch
 
     def counted(self, units: Sequence[Unit]) -> dict[int, bool]:
-        """Return, by a parameter's id, whether this rank counts what it holds of it: over all ranks every
-        element once.
-        """
+        """Return by id whether this rank counts what it holds: over all ranks each element once."""
         speaks = self.membership.batch.speaks
         return {
             id(param): is_counted(param) and (speaks or param.device_mesh.ndim > unit.data_ndim)
@@ -600,7 +543,6 @@ def _of_data(mesh: Any, data_ndim: int) -> Tensor:
 
 
 def _unit_problems(unit: Unit, mesh: Any, wanted: Tensor) -> list[str]:
-    """Report whether a unit is on other ranks than it should be."""
     if sorted(mesh.mesh.flatten().tolist()) == sorted(wanted.flatten().tolist()):
         return []
     where = f"FSDP unit {unit.name!r}" if unit.name else "ddp_model"

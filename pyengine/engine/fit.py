@@ -69,16 +69,11 @@ def _window_of(identity: Identity) -> tuple[str, str]:
 
 
 class Form:
-    """What the parts of a state that fits an engine look like.
-
-    Attributes:
-        engine: whose.
-        sums: of every trained parameter, the parts of its sum.
-        rows: the tables of running statistics, without rows.
-    """
+    """What the parts of a state that fits an engine look like."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.rows = engine, engine.batch_norms.forms()
+        # Of every trained parameter, the parts of its sum.
         self.sums = {
             name: _parts(math.prod(shape), getattr(torch, dtype), engine.identity.accumulator)
             for name, shape, _, dtype in engine.identity.params

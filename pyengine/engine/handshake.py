@@ -36,16 +36,8 @@ def agree(
 ) -> Shares:
     """Raise the problems of any rank, or what ranks differ in, on every rank.
 
-    Args:
-        comm: transport.
-        specs: this rank's parameters, in registration order.
-        settings: this rank's arguments.
-        problems: this rank's own, of its parameters.
-        membership: which groups this rank is in; None: all ranks are alike.
-
-    Returns:
-        How a full window is divided among ranks, and the engine's identity. From here on the transport, and
-        transports that join it, know which ranks are on one host.
+    Returns how a full window is divided among ranks, and the engine's identity. From here on the transport,
+    and transports that join it, know which ranks are on one host.
 
     Raises:
         ValueError: names the rank and the argument, or the first parameter that differs and who has what.
@@ -111,15 +103,9 @@ def raise_problems(problems: Sequence[Sequence[str]]) -> None:
 
 
 def prepare_wire(wire: Wire, comms: Iterable[Comm], everybody: Comm) -> None:
-    """Let a wire prepare transports before the first bucket is sent.
+    """Let a wire prepare transports before the first bucket is sent; every rank of each calls this.
 
-    Args:
-        wire: as the user gave it.
-        comms: over ranks of `everybody`; every rank of each calls this.
-        everybody: transport over all ranks.
-
-    Raises:
-        ValueError: some rank cannot prepare; on every rank.
+    Raises ValueError on every rank if some rank cannot prepare.
     """
     if wire.needs_prepare:
         problems = [text for comm in comms for text in wire.prepare(comm)]
@@ -128,31 +114,19 @@ def prepare_wire(wire: Wire, comms: Iterable[Comm], everybody: Comm) -> None:
 
 @dataclass(frozen=True)
 class Shares:
-    """How a full window is divided among ranks.
+    """How a full window is divided among ranks."""
 
-    Attributes:
-        places: by rank, the indices of its micro-batches in the window; by batch where ranks share them.
-        micro_batches: over all ranks; ranks that share a batch count as one.
-        by_rank: each rank's `accumulate`; by batch where ranks share them.
-        batches: by rank, whose batch it computes, as an index into those.
-        are_alike: whether all ranks have parameters of the same names.
-        engine_id: a random number of 32 bits that all ranks of this engine have in common, and other engines
-            do not.
-        run: micro-batches of a run, which one rank adds up before it accumulates them; see `Runs`.
-        parts: into which ranks that share a batch cut a gradient, each its own term of the sum.
-    """
-
+    # By rank, the indices of its micro-batches in the window; by batch where ranks share them.
     places: list[range]
-    micro_batches: int
-    by_rank: list[int]
-    engine_id: int
-    batches: list[int]
-    are_alike: bool = True
-    run: int = 1
-    parts: int = 1
+    micro_batches: int  # over all ranks; ranks that share a batch count as one
+    by_rank: list[int]  # each rank's `accumulate`; by batch where ranks share them
+    engine_id: int  # 32 random bits that all ranks of this engine have in common
+    batches: list[int]  # by rank, whose batch it computes, as an index into those
+    are_alike: bool = True  # whether all ranks have parameters of the same names
+    run: int = 1  # micro-batches that one rank adds up before it accumulates them; see `Runs`
+    parts: int = 1  # into which ranks that share a batch cut a gradient, each a term of the sum
 
     def of(self, rank: int) -> range:
-        """Return the places that a rank computes."""
         return self.places[self.batches[rank]]
 
     @property
@@ -172,9 +146,7 @@ class Shares:
 
     @property
     def most(self) -> int:
-        """Micro-batches that a rank may get, also in a window of which a part is done and the rest is divided
-        again.
-        """
+        """Micro-batches that a rank may get, also of the rest of a window that is divided again."""
         return max(*self.by_rank, -(-self.micro_batches // len(self.by_rank)))
 
 
@@ -245,9 +217,7 @@ def _places(by_rank: Sequence[int], total: int) -> list[range]:
 
 
 def narrow_problems(named: Sequence[tuple[str, nn.Parameter]], settings: Settings) -> list[str]:
-    """Report which parameter autograd would sum in a narrow type, where a run is added up before it is
-    accumulated.
-    """
+    """Report which parameter autograd would sum in a narrow type, where runs are added up there."""
     if settings.problems() or settings.run == 1:
         return []  # they are reported elsewhere
     narrow = [(name, p) for name, p in named if p.requires_grad and p.dtype.itemsize < 4]
@@ -346,9 +316,7 @@ def sharded_modules(source: Any) -> list[str]:
 
 
 def group_problems(process_group: Any, device_mesh: Any) -> list[str]:
-    """Report whether a process group and a mesh were both given, or something else for a process group.
-    Whether this rank is a member is reported elsewhere.
-    """
+    """Report whether a group and a mesh were both given, or something else for a group."""
     if process_group is None:
         return []
     if device_mesh is not None:

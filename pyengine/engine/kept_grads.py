@@ -21,12 +21,6 @@ class KeptGrads:
 
     Each parameter's gradient is kept until an optimizer has used it or the user has cleared it, so optimizers
     may step at different intervals. A kept gradient is a mean already: it is added to the next window's mean.
-
-    Args:
-        names, params: in registration order.
-
-    Attributes:
-        is_handed_over: whether the window's gradients are the user's, by `unscale_`.
     """
 
     def __init__(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
@@ -35,7 +29,8 @@ class KeptGrads:
         self._known: set[int] = set()  # parameters that an optimizer has ever stepped
         self._found_inf: Tensor | None = None  # of the step that used the window
         self._kept: list[Tensor | None] = []
-        self._is_added = self._has_warned = self.is_handed_over = False
+        self._is_added = self._has_warned = False
+        self.is_handed_over = False  # whether the window's gradients are the user's, by `unscale_`
 
     @property
     def is_used(self) -> bool:
@@ -57,26 +52,16 @@ class KeptGrads:
         return self._used is not None and index not in self._used
 
     def hand_over(self) -> None:
-        """Note that gradients that no optimizer has used are the user's."""
         self._used, self.is_handed_over = self._used or set(), True
 
     def use(self, indices: Collection[int], found_inf: Tensor) -> None:
-        """Note that an optimizer has used gradients, or has skipped them.
-
-        Args:
-            indices: of its parameters.
-            found_inf: whether the step was skipped, float32 0-dim, not read here.
-        """
+        """Note that an optimizer has used gradients, or, by `found_inf`, unread, has skipped them."""
         self._used = {*(self._used or ()), *indices}
         self._known.update(indices)
         self._found_inf = found_inf
 
     def keep(self) -> None:
-        """Copy what is left in `.grad`, before the next window's gradients replace it.
-
-        Cost: reads and writes these gradients once, and holds the copies through the window; nothing where
-        optimizers have used everything.
-        """
+        """Copy what is left in `.grad`, before the next window's gradients replace it."""
         if self._used is None:
             return  # a resumed window has loaded them
         self._kept = self._left()
@@ -94,10 +79,7 @@ class KeptGrads:
             )
 
     def add(self) -> None:
-        """Add what was kept to the mean gradients of a window, in place.
-
-        Cost: reads what was kept and these gradients, writes those.
-        """
+        """Add what was kept to the mean gradients of a window, in place."""
         for param, kept in zip(self._params, self._kept, strict=True):
             if kept is not None:
                 if param.grad is None:
@@ -107,24 +89,16 @@ class KeptGrads:
         self._is_added = True
 
     def clear(self) -> None:
-        """Forget everything, since the window was dropped."""
         self._used, self._found_inf, self._kept = None, None, []
         self._is_added = self.is_handed_over = False
 
     def save(self) -> dict[str, Tensor]:
-        """Return copies of what counts into a window still to be sent, by parameter name: of the shape of
-        what this rank holds of the parameter and of its dtype each, owned by the caller.
-        """
+        """Return copies of what counts into a window still to be sent, by name: this rank's part."""
         kept = self._left() if self.is_used else [] if self._is_added else self._kept
         return {name: grad.clone() for name, grad in zip(self._names, kept, strict=False) if grad is not None}
 
     def load(self, saved: Mapping[str, Tensor], *, is_open: bool) -> None:
-        """Load what was saved, in place of everything: into the open window, or back to the caller.
-
-        Args:
-            saved: what `save` returned; its tensors become this object's, or `.grad`.
-            is_open: whether it counts into a window that is open.
-        """
+        """Load what `save` returned, in place of everything: into the open window, or back to the caller."""
         kept = [saved.get(name) for name in self._names]
         self.clear()
         if is_open:

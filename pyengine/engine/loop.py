@@ -56,9 +56,7 @@ _NOT_A_BATCH = (
 def windows(
     engine: Engine, loader: Iterable[Batch] | Dealer, count: CountOf | None
 ) -> Iterator[Iterator[Any]]:
-    """Cut a loader into windows, then yield empty ones until every rank has run out of data; a dealer has
-    cut them already.
-    """
+    """Cut a loader into windows, then yield empty ones until every rank has run out of data."""
     counting = None if count is None else Counting(engine, loader, count)
     if engine.is_broken:
         engine.abandon()
@@ -181,11 +179,6 @@ def _cut_padded(
 ) -> Iterator[Iterator[Batch]]:
     """Cut a loader into windows of as many micro-batches on every rank, until no rank has any.
 
-    Args:
-        engine: over a reducer that `has_collective_forwards`.
-        source: the micro-batches of this rank; as many are read ahead as a window has.
-        counting: the counts of the loop; None if they come with the backwards.
-
     Raises:
         ValueError: a rank has no batch to pad with and another one's cannot be pickled, or a loader raised;
             on every rank.
@@ -218,15 +211,8 @@ def _cut_padded(
 
 
 def meet_at_micro_batch(engine: Engine, *, last: bool) -> None:
-    """Raise on every rank unless all of them hand out the same micro-batch; before its forward.
-
-    Of a resumed window, those that were done before are not counted: ranks may have done different numbers.
-
-    Cost: one all-reduce of 184 bytes, for which the host waits.
-
-    Raises:
-        RuntimeError: ranks are at different places.
-    """
+    """Raise on every rank unless all of them hand out the same micro-batch; before its forward."""
+    # Of a resumed window ranks may have done different numbers before: those are not counted.
     number = engine.counter.handed - engine.counter.num_resumed + 1
     meet(engine, stage=f"hands out micro-batch {number} of a window{', its last' if last else ''}")
 
@@ -253,13 +239,9 @@ def _read(engine: Engine, source: Lookahead[Batch]) -> list[Batch]:
 def _borrowed(
     engine: Engine, old: list[Batch], ahead: Sequence[Batch], by_rank: Sequence[int]
 ) -> list[Batch]:
-    """Return `old`, or a batch of the first rank that has one; every rank calls this where some rank has none
-    to run its forwards with: its data had ended before the loop began.
+    """Return `old`, or a copy of the first batch of any rank; raise ValueError if it cannot be sent.
 
-    Raises:
-        ValueError: the batch cannot be sent; on every rank.
-
-    Cost: a gather of that batch.
+    Every rank calls this where some rank has none to run its forwards with: its data had ended before.
     """
     sender = next(rank for rank, number in enumerate(by_rank) if number > 0)
     sent: tuple[Any, str] = None, ""
@@ -302,12 +284,7 @@ def _nothing(engine: Engine) -> Iterator[Any]:
 def _handed_out(
     engine: Engine, source: Lookahead[Batch], old: list[Batch], *, by_rank: Sequence[int]
 ) -> Iterator[Batch]:
-    """Yield this rank's micro-batches, then its last one again, until there are as many as on any rank.
-
-    Args:
-        old: holds the last one.
-        by_rank: micro-batches of each rank.
-    """
+    """Yield this rank's micro-batches, then its last one, `old`, until there are as many as on any rank."""
     places, mine, most = list(engine.counter.due), by_rank[engine.comm.rank], max(by_rank)
     engine.has_more_windows = source.has_next
     for index in range(most):
@@ -326,9 +303,7 @@ def _handed_out(
 
 
 def _check_order(engine: Engine) -> None:
-    """Raise, on every rank alike, where padding on some rank could not be distinguished from an earlier
-    micro-batch.
-    """
+    """Raise, on every rank alike, where padding could not be distinguished from an earlier micro-batch."""
     counter = engine.counter
     if counter.done < counter.handed:
         raise RuntimeError(

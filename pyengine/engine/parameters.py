@@ -38,10 +38,6 @@ class Ownership:
     """One engine's mark on its parameters, until it is released or the engine is no more.
 
     The first parameter reports every backward to the engine: a microsecond each.
-
-    Args:
-        params: whose gradients the engine owns.
-        engine: the owner.
     """
 
     def __init__(self, params: Iterable[Parameter], engine: Owner) -> None:
@@ -120,11 +116,7 @@ def owned_problems(named: Sequence[tuple[str, Parameter]]) -> list[str]:
 
 
 class TrainedParameters:
-    """The parameters of an engine, and those that its model has by now.
-
-    Args:
-        names, params: of the engine.
-        module: that has them; None where only parameters are known.
+    """The parameters of an engine, and those that its model has by now, where it is known.
 
     Cost: of a look, 0.4 µs a parameter and 0.1 µs a module.
     """
@@ -167,11 +159,8 @@ class TrainedParameters:
     def notice_step(self, stepped: AbstractSet[int]) -> None:
         """Warn once of parameters that several steps in a row had no gradient for, while they had others.
 
-        Only where no module is known: `problems` cannot see there that one of its parameters was replaced.
-
-        Args:
-            stepped: what an optimizer is about to step, by index, with the gradients of a window. A parameter
-                is without one there if no rank has any.
+        Only where no module is known: `problems` cannot see there that one of its parameters was replaced. A
+        stepped parameter is without a gradient there if no rank has any.
         """
         if self._module is not None or self._has_warned:
             return

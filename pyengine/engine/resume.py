@@ -16,15 +16,11 @@ from pyengine.window.counter import State, share_of_rest
 def take_snapshot(engine: Engine) -> Snapshot:
     """Return this rank's part; every rank calls this where it could call `synchronize`.
 
-    Returns:
-        Copies, on the device of the sums; a snapshot that was loaded and not continued is returned as it
-        was.
+    Copies, on the device of the sums; a snapshot that was loaded and not continued is returned as it was.
 
     Raises:
         RuntimeError: gradients are on their way or unused, or a micro-batch has been handed out and not come
             back.
-
-    Cost: copies the sums: 4 bytes an element (2 of narrow native ones), 8 of exact ones.
     """
     engine.reach_verdicts()
     counter = engine.counter
@@ -66,9 +62,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
 
 
 def _check_between(engine: Engine) -> None:
-    """Raise RuntimeError unless this rank is between two micro-batches, or slots, of a window that can be
-    used.
-    """
+    """Raise RuntimeError unless this rank is between two micro-batches, or slots, of a usable window."""
     counter = engine.counter
     is_open = counter.state is State.OPEN
     if is_open and counter.done != counter.handed:
@@ -92,12 +86,8 @@ def _check_between(engine: Engine) -> None:
 def load_states(engine: Engine, states: object) -> list[int]:
     """Continue from this rank's snapshot, or divide those of all ranks among the ranks there are now.
 
-    Args:
-        engine: between windows, best new; parameters and optimizer are the caller's to restore.
-        states: this rank's `state_dict()`, or a list of those of every rank, the same on every rank.
-
-    Returns:
-        Places of the open window that are done, over all ranks.
+    Returns the places of the open window that are done, over all ranks. Parameters and optimizer are the
+    caller's to restore.
 
     Raises:
         ValueError: states do not fit the engine, each other, or those of other ranks; on every rank, nothing
@@ -123,20 +113,13 @@ _Part = tuple[int, int, tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class _Described:
-    """A description of a rank's parts, which ranks compare.
+    """A description of a rank's parts, which ranks compare."""
 
-    Attributes:
-        is_own: whether each loads its own.
-        position: windows and steps.
-        parts: of the window.
-        scaler: state of the loss scaler, which all ranks share.
-        orders: rank, and the order of buckets, of those parts that know one.
-    """
-
-    is_own: bool
-    position: tuple[int, int] | None
-    parts: tuple[_Part, ...]
-    scaler: tuple[tuple[str, float], ...]
+    is_own: bool  # whether each loads its own
+    position: tuple[int, int] | None  # windows and steps
+    parts: tuple[_Part, ...]  # of the window
+    scaler: tuple[tuple[str, float], ...]  # state of the loss scaler, which all ranks share
+    # Rank, and the order of buckets, of those parts that know one.
     orders: tuple[tuple[int, tuple[int, ...]], ...]
 
     def __str__(self) -> str:
@@ -161,9 +144,8 @@ class _Described:
 def _prepare(engine: Engine, states: object) -> tuple[list[str], _Described, Snapshot | None]:
     """Read, check and merge, and change nothing.
 
-    Returns:
-        Problems, instead of any exception, since other ranks wait; a description for the others; and the
-        snapshot to continue from, None if there are problems.
+    Returns problems, instead of any exception, since other ranks wait; a description for the others; and the
+    snapshot to continue from, None if there are problems.
     """
     is_own = isinstance(states, dict) or not engine.is_exact
     try:

@@ -24,16 +24,7 @@ from pyengine.window.shared_batch import SharedBatch
 
 
 class WindowAudit:
-    """The audit of an engine's windows; made by `sync.audit`.
-
-    Args:
-        reducer: owns the gradients.
-        comm: transport over all ranks of the engine.
-        batch: the batch that this rank shares with others; None where every rank has its own.
-        every: windows from one check to the next.
-        module: whose buffers are compared too.
-        end: called when the audit is removed.
-    """
+    """The audit of an engine's windows; made by `sync.audit`."""
 
     def __init__(
         self,
@@ -75,12 +66,7 @@ class WindowAudit:
         self._auditor.drop()
 
     def begin(self, window: int, *, is_whole: bool) -> None:
-        """Look at a window that begins, if it is due.
-
-        Args:
-            window: its index.
-            is_whole: whether none of its micro-batches has run before.
-        """
+        """Look at a window that begins, if it is due; `is_whole`: none of it has run before."""
         self._window, self._samples = window, None
         if window % self._every:
             self._auditor.settle()
@@ -95,28 +81,16 @@ class WindowAudit:
             self._auditor.optimizers.append(optimizer)
 
     def sample(self, scaler: GradScaler | None) -> None:
-        """Look at gradients that have just been reduced, before anything else is done to them.
-
-        Args:
-            scaler: by which their losses were scaled.
-        """
+        """Look at gradients that have just been reduced, before anything else is done to them."""
         if self._window % self._every == 0:
             scale = None if scaler is None else scaler.current_scale().double()
             self._samples = self._auditor.sample(is_strict=True, scale=scale)
 
     def check(self, counts: LocalWindow, header: Header, final: FinalPass) -> None:
-        """Compare ranks.
+        """Compare ranks; raise AuditError on every rank if they differ.
 
         These collectives come last but for the verdict's; see [Note: order of collectives in a window] in
         engine.py.
-
-        Args:
-            counts: this rank's.
-            header: reduced.
-            final: has whether the window is used.
-
-        Raises:
-            AuditError: they differ; on every rank.
         """
         samples, self._samples = self._samples, None
         if samples is None:

@@ -16,9 +16,6 @@ from pyengine.ops.trace import span
 class Clock:
     """Seconds of one window by phase, measured where its work runs: on the device by events if it has them,
     else on the host.
-
-    Args:
-        device: where the window's gradients are computed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +34,6 @@ class Clock:
             self._phases.append((name, start, self._now()))
 
     def stop(self) -> None:
-        """End the window."""
         self._stop = self._now()
 
     def seconds(self, phase: str) -> float:

@@ -27,11 +27,7 @@ class GradScaler(torch.amp.GradScaler):
     has_scaled = False
 
     def bind(self, final: FinalPass) -> None:
-        """Use the finite check of `final` from now on.
-
-        Raises:
-            ValueError: the scaler is bound to another engine's.
-        """
+        """Use the finite check of `final` from now on; refuse to belong to two engines."""
         if self._final is not None and self._final is not final:
             raise ValueError(
                 "scaler belongs to another engine, whose overflows it follows: make one GradScaler an engine"
@@ -107,11 +103,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def taken_over(scaler: torch.amp.GradScaler) -> GradScaler:
-    """Return a scaler as one that an engine can use: a stock one becomes it, with its arguments and state.
-
-    Raises:
-        TypeError: it is another kind.
-    """
+    """Return a scaler as one that an engine can use: a stock one becomes it, with its arguments and state."""
     kind = type(scaler)
     if kind.__name__ == "GradScaler" and kind.__module__.startswith("torch."):  # each device has had its own
         scaler.__class__ = GradScaler
@@ -124,11 +116,7 @@ def taken_over(scaler: torch.amp.GradScaler) -> GradScaler:
 
 
 def copy_of(scaler: torch.amp.GradScaler) -> GradScaler:
-    """Return a scaler for one engine, of the same arguments and state, where several share a stock one.
-
-    Raises:
-        TypeError: it is another kind.
-    """
+    """Return a scaler for one engine, of the same arguments and state, where several share a stock one."""
     if type(scaler) not in (torch.amp.GradScaler, GradScaler):
         raise TypeError(
             f"the loss scaler is a {type(scaler).__name__}, whose own ways would be lost: need a "

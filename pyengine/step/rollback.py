@@ -24,13 +24,8 @@ class RollbackStepper:
     waits for the host. The optimizer's gradients are gone after a step, and their memory with them.
 
     Args:
-        index: in `FinalPass.used`, by `id(parameter)`; other parameters of an optimizer must have no
-            gradient.
+        index: in `FinalPass.used`, by `id(parameter)`; other parameters of an optimizer have no gradient.
         always_waits: let every step wait for the host, which then needs no roll-back.
-
-    Raises:
-        RuntimeError: from `step`: a gradient is gone, or the optimizer made state after its first step.
-        ValueError: from `step`: the optimizer keeps something on the host, which cannot be undone.
 
     Cost: a step that can be undone copies the parameters and their state before, and reads and writes
     both once more after.

@@ -22,12 +22,7 @@ class Stepper(Protocol):
         """Whether `step` waits for the outcome of the window; the same on every rank."""
 
     def step(self, optimizer: Optimizer, final: FinalPass) -> None:
-        """Step with the gradients as they are, unless the window must not be used.
-
-        Args:
-            optimizer: over parameters whose `.grad` has been published.
-            final: the skip decision; read on the device where the optimizer can.
-        """
+        """Step with the gradients as they are, unless `final` says that the window must not be used."""
 
 
 class PlainStepper:

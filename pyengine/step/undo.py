@@ -74,12 +74,8 @@ class Undo:
     def around(
         self, targets: Sequence[tuple[BucketPlan, Pointers]], copies: Sequence[Tensor], found_inf: Tensor
     ) -> Iterator[None]:
-        """Undo, behind the body, what it wrote to `targets` if `found_inf` is not 0.
-
-        Args:
-            targets: from `targets`.
-            copies: from `allocate`.
-            found_inf: float32 0-dim, on their device; the host does not read it.
+        """Undo, behind the body, what it wrote to `targets` if `found_inf`, which the host does not read, is
+        not 0.
         """
         one = torch.ones_like(found_inf)
         for (plan, tensors), copy in zip(targets, copies, strict=True):
@@ -104,9 +100,7 @@ def allocate(targets: Sequence[tuple[BucketPlan, Pointers]]) -> list[Tensor] | N
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a step of an optimizer wrote last time, as its own objects, and as targets."""
-
-    tensors: list[Any]
+    tensors: list[Any]  # what a step of an optimizer wrote last time, as its own objects
     targets: Sequence[tuple[BucketPlan, Pointers]] | None
 
 

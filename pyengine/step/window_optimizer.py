@@ -157,12 +157,7 @@ class WindowOptimizer(torch.optim.Optimizer):
 
 
 class OptimizerCheck:
-    """Knows which parameters an engine reduces, and refuses to step others.
-
-    Args:
-        params: the engine's parameters, in registration order.
-        ignored: parameters that DDP ignores: their gradients are the caller's.
-    """
+    """Knows which parameters an engine reduces, and refuses to step others but those that DDP ignores."""
 
     def __init__(self, params: Sequence[Parameter], ignored: Sequence[Parameter] = ()) -> None:
         self._ignored = {id(param) for param in ignored}
@@ -172,18 +167,12 @@ class OptimizerCheck:
     def of(
         self, optimizer: torch.optim.Optimizer, *, is_handed_over: bool
     ) -> tuple[OptimizerStep, list[Tensor]]:
-        """Return what is about to be stepped, and hyperparameters that are tensors on an accelerator.
+        """Return what is about to be stepped, and copies of hyperparameters that only an accelerator knows.
 
-        These are copies of one element each, unread.
-
-        Args:
-            optimizer: about to be stepped.
-            is_handed_over: whether the window's gradients are the user's.
+        An optimizer's parameters are looked through again when they are not the same ones as last time.
 
         Raises:
             ValueError: a parameter that no bucket holds has a gradient.
-
-        Cost: an optimizer's parameters are looked through again when they are not the same ones as last time.
         """
         ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
         looked = self._looked.get(optimizer)
@@ -202,9 +191,7 @@ class OptimizerCheck:
         return OptimizerStep(type(optimizer).__name__, looked.indices, numbers), tensors
 
     def _refuse(self, param: Parameter, *, is_alone: bool) -> None:
-        """Raise ValueError for a gradient that the engine does not own,
-        unless it is known and comes to no harm.
-        """
+        """Raise ValueError for a gradient that the engine does not own, unless it comes to no harm."""
         if id(param) not in self._ignored:
             raise ValueError(
                 f"optimizer has a parameter of shape {list(param.shape)} with a gradient that this engine "

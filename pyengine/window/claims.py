@@ -26,17 +26,11 @@ _WORD, _FACTOR = 2.0**32, 1000003.0  # of a rolling hash that stays below 2^53, 
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """One call of an optimizer's step.
+    """One call of an optimizer's step."""
 
-    Attributes:
-        name: of its class.
-        params: by group, the registration indices of the engine's parameters that it holds.
-        numbers: its groups' hyperparameters, one after the other.
-    """
-
-    name: str
-    params: tuple[tuple[int, ...], ...]
-    numbers: tuple[tuple[str, float], ...]
+    name: str  # of its class
+    params: tuple[tuple[int, ...], ...]  # by group, the registration indices of the engine's parameters
+    numbers: tuple[tuple[str, float], ...]  # its groups' hyperparameters, one after the other
 
     def __str__(self) -> str:
         values: dict[str, dict[str, None]] = {}  # by name those of all groups, each once
@@ -50,40 +44,25 @@ class OptimizerStep:
 
 @dataclass
 class Use:
-    """What this rank has done with the gradients of a window that was reduced.
+    """What this rank has done with the gradients of a window that was reduced."""
 
-    Attributes:
-        steps: of optimizers, in order.
-        factors: what multiplied the sum of the gradients in each of them, and hyperparameters that are
-            tensors on an
-            accelerator: 0-dim, on the host or on a device, unread.
-    """
-
-    steps: list[OptimizerStep] = field(default_factory=list)
+    steps: list[OptimizerStep] = field(default_factory=list)  # in order
+    # What multiplied the sum of the gradients in each of them, and hyperparameters that are tensors on an
+    # accelerator: 0-dim, on the host or on a device, unread.
     factors: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Claims:
-    """What one rank claims with a header.
+    """What one rank claims with a header."""
 
-    Attributes:
-        stage: what the header is for.
-        engine: which one, with the identity that its ranks agreed on when it was made.
-        scaler: settings of its loss scaler; empty without one.
-        scale: of the window's losses, 0-dim; None without a scaler, or where it cannot be read.
-        use: of the window before, if it was used.
-        accumulate: micro-batches of a full window on this rank, which ranks need not have alike; for reports.
-        kept: parameters whose gradients of windows before count into this one, by index.
-    """
-
-    stage: str
-    engine: str
-    scaler: str = ""
-    scale: Tensor | None = None
-    use: Use = field(default_factory=Use)
-    accumulate: int = 0
-    kept: tuple[int, ...] = ()
+    stage: str  # what the header is for
+    engine: str  # which one, with the identity that its ranks agreed on when it was made
+    scaler: str = ""  # settings of its loss scaler; empty without one
+    scale: Tensor | None = None  # of the window's losses, 0-dim; None where it cannot be read, too
+    use: Use = field(default_factory=Use)  # of the window before, if it was used
+    accumulate: int = 0  # on this rank; ranks need not have it alike: for reports
+    kept: tuple[int, ...] = ()  # parameters whose gradients of windows before count into this one
 
     def pieces(self) -> list[int]:
         """Return the number, in pieces of 20 bits, without what is on an accelerator; see `add_to`."""
@@ -99,11 +78,8 @@ class Claims:
         return any(map(_is_far, self._scalars()))
 
     def add_to(self, pieces: Tensor) -> None:
-        """Add what is on an accelerator, unread.
-
-        Args:
-            pieces: float64 `[NUM_PIECES]`, on the accelerator; changed in place, still whole numbers of 20
-                bits.
+        """Add what is on an accelerator, unread, to `pieces`, float64 `[NUM_PIECES]`: still whole, of 20
+        bits.
         """
         far = [scalar for scalar in self._scalars() if _is_far(scalar)]
         if not far:
@@ -116,9 +92,7 @@ class Claims:
         pieces[1] = torch.remainder(pieces[1] + torch.floor(total / _PIECE), _PIECE)
 
     def describe(self) -> dict[str, str]:
-        """Describe everything, by the message that applies if ranks differ in it. Reads devices: for error
-        reports only.
-        """
+        """Describe everything, by the message that applies. Reads devices: for error reports only."""
         scale = "no loss scale" if self.scale is None else f"a loss scale of {float(self.scale):g}"
         factors = ", ".join(f"{float(factor):g}" for factor in self.use.factors)
         steps = "; ".join(map(str, self.use.steps)) or "no step"
@@ -137,11 +111,7 @@ class Claims:
 
 
 def difference(described: Sequence[dict[str, str]]) -> str:
-    """Describe in what the ranks differ, and the remedy.
-
-    Args:
-        described: what `Claims.describe` returned, by rank.
-    """
+    """Describe in what the ranks differ, and the remedy, from what `Claims.describe` returned by rank."""
     for part, (what, remedy) in _PARTS.items():
         texts = [claims[part] for claims in described]
         if len(set(texts)) > 1:

@@ -21,9 +21,7 @@ def share(num: int, *, rank: int, world_size: int) -> range:
 def share_of_rest(
     all_: Collection[int], done: Collection[int], *, rank: int, world_size: int, run: int = 1
 ) -> list[int]:
-    """Return which places of a window a rank computes when those in `done` are done; the places of a `run`,
-    which are neighbours, belong to one rank.
-    """
+    """Return which places a rank computes when those in `done` are done; a `run`'s belong to one rank."""
     rest = sorted(set(all_) - set(done))
     runs = [list(places) for _, places in groupby(rest, lambda place: place // run)]
     return [place for i in share(len(runs), rank=rank, world_size=world_size) for place in runs[i]]
@@ -42,36 +40,19 @@ class WindowCounter:
 
     A micro-batch's *place* is its index in the window over all ranks, so that other ranks know which ones are
     done.
-
-    Args:
-        accumulate: micro-batches a full window, per rank.
-        share: this rank's places in it; None: the first `accumulate`. Empty where there are more ranks than
-            places.
-
-    Attributes:
-        accumulate, share: as given.
-        index: windows completed so far; ranks count alike.
-        due: places that this rank is still to hand out, if its data lasts.
-        places: of the micro-batches handed out in this window, in order.
-        num_resumed: micro-batches of this window that had been handed out before it was resumed.
-        padding: micro-batches handed out for the sake of their collectives: an old batch once more.
-        done: backwards run in this window.
-        is_complete: the last micro-batch of this window has been handed out.
-        is_exhausted: the loop has come to the end of this window (backwards may still follow).
-        is_resumed: the open window comes from `resume`, and no loop continues it yet.
     """
 
     def __init__(self, accumulate: int, *, share: Sequence[int] | None = None) -> None:
-        self.accumulate = accumulate
+        self.accumulate = accumulate  # micro-batches of a full window, per rank
+        # This rank's places in it. Empty where there are more ranks than places.
         self.share = range(accumulate) if share is None else share
         self._replacement: list[int] = []
-        self.index = 0
+        self.index = 0  # windows completed so far; ranks count alike
         self.state = State.IDLE
         self.places: list[int] = []
         self._clear()
 
     def open(self) -> None:
-        """Open a window."""
         self._clear()
         self.state = State.OPEN
 
@@ -102,7 +83,6 @@ class WindowCounter:
 
     @property
     def handed(self) -> int:
-        """Micro-batches handed out in this window."""
         return len(self.places) + self.padding
 
     @property
@@ -127,9 +107,7 @@ class WindowCounter:
 
     @property
     def ends(self) -> bool:
-        """Whether the window gets no further micro-batch: the last one is out, its loop is over,
-        or it has been sent.
-        """
+        """Whether the window gets no further micro-batch."""
         return self.is_sent or (self.state is State.OPEN and (self.is_complete or self.is_exhausted))
 
     @property
@@ -138,7 +116,6 @@ class WindowCounter:
         return self.state is State.OPEN and self.is_complete and self.done + 1 >= self.handed
 
     def check_backward(self) -> None:
-        """Raise RuntimeError where no backward may run."""
         if self.state is State.IDLE:
             raise RuntimeError(
                 "backward outside a window: iterate `for window in sync.windows(loader): for batch in "
@@ -167,11 +144,14 @@ class WindowCounter:
             self._replacement = []
 
     def _clear(self) -> None:
-        self.places = []
-        self.padding = self.num_resumed = 0
-        self.due = list(self._replacement or self.share)
-        self.done = 0
-        self.is_complete = self.is_exhausted = self.is_resumed = False
+        self.places = []  # of the micro-batches handed out in this window, in order
+        self.padding = 0  # handed out for the sake of their collectives: an old batch once more
+        self.num_resumed = 0  # handed out before the window was resumed
+        self.due = list(self._replacement or self.share)  # still to hand out, if the data lasts
+        self.done = 0  # backwards run
+        self.is_complete = False  # the last micro-batch has been handed out
+        self.is_exhausted = False  # the loop has come to the end; backwards may still follow
+        self.is_resumed = False  # comes from `resume`, and no loop continues it yet
 
 
 MAX_ACCUMULATE = 2**20  # places are listed

@@ -25,41 +25,26 @@ def base_of(totals: Mapping[str, float]) -> str:
 
 @dataclass
 class Denominators:
-    """What the losses of a window are means over, on all ranks together.
+    """What the losses of a window are means over, on all ranks together."""
 
-    Attributes:
-        totals: by loss, the count over all ranks and micro-batches; the order of the names is the order in
-            which losses are added up. Empty where no rank has data.
-        counts: by micro-batch of this rank, in the order of their hand-out, the count of each loss.
-        first: micro-batches of the window that were done before these.
-    """
-
+    # By loss, the count over all ranks and micro-batches, in the order in which losses are added up. Empty
+    # where no rank has data.
     totals: Mapping[str, float]
-    counts: Sequence[Mapping[str, float]]
-    first: int = 0
+    counts: Sequence[Mapping[str, float]]  # by micro-batch of this rank in the order of hand-out, by loss
+    first: int = 0  # micro-batches of the window that were done before these
 
     def __post_init__(self) -> None:
         self.base = base_of(self.totals)
         self._has_several_out = False
 
     def take(self, done: int, *, handed: int) -> float:
-        """Return what a micro-batch adds to the divisor, whose backward is about to run.
-
-        Args:
-            done: backwards before it; what is beyond those counted (padding) adds nothing.
-            handed: micro-batches handed out.
-        """
+        """Return what the next micro-batch adds to the divisor: 0 for padding, which is not counted."""
         self._has_several_out |= handed - done > 1
         index = done - self.first
         return self.counts[index][self.base] if index < len(self.counts) else 0.0
 
     def problems(self, done: int, *, handed: int) -> list[str]:
-        """Report why a window that ends cannot be divided by what was counted.
-
-        Args:
-            done: backwards that were run.
-            handed: micro-batches that were handed out.
-        """
+        """Report why a window that ends cannot be divided by what was counted."""
         counted = self.first + len(self.counts)
         why = ""
         if len(self.totals) > 1 and done < counted:
@@ -75,17 +60,10 @@ class Denominators:
         return [f"window ended after {done} backwards, and {why}"] if why else []
 
     def weigh(self, losses: Loss, device: torch.device) -> Tensor:
-        """Return Σ loss × (the divisor / its own total): behind the division, the sum of the losses' means.
+        """Return Σ loss × (the divisor / its own total), 0-dim: behind the division, the sum of the losses'
+        means.
 
         A loss whose total is 0 is left out, whatever its value: its graph is not touched.
-
-        Args:
-            losses: sums over a micro-batch's items, 0-dim, by name; 0 instead of a tensor where there
-                are none. A tensor alone, if there is one name.
-            device: of the result where nothing is added up.
-
-        Returns:
-            0-dim; of a type not narrower than float32 if anything was multiplied.
 
         Raises:
             ValueError: the names are not those that were counted, or a loss is no 0-dim tensor.

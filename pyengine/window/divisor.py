@@ -16,12 +16,7 @@ class Divisor:
 
     1/count is multiplied in before a wire that needs means (float16, which keeps sums in range, or a wire
     with residuals), else in the pass that reads the reduced gradients for their norm. The inverse loss scale
-    is always multiplied in there: before a narrow wire the gradients would underflow.
-
-    Args:
-        inv_count: returns 1/count, float32 0-dim on the device; waits for the header.
-        wire: how the gradients travel.
-        inv_scale: the inverse loss scale, float64 0-dim on the device; None without one.
+    (float64 0-dim) is always multiplied in there: before a narrow wire the gradients would underflow.
     """
 
     def __init__(self, inv_count: Callable[[], Tensor], wire: Wire, inv_scale: Tensor | None = None) -> None:

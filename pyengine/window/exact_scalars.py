@@ -23,13 +23,9 @@ ROUNDED_LANE = 2  # of `rounded`; its unit is nothing special
 
 
 def lanes(values: Tensor) -> Tensor:
-    """Return the sum of `values` as lanes that may be added to those of other sums.
+    """Return the sum of float64 `[n]` as lanes that add to those of other sums: whole numbers, `[NUM_LANES]`.
 
-    Args:
-        values: float64 `[n]`; float32 numbers keep every bit, of others those above 2^-152 count.
-
-    Returns:
-        float64 `[NUM_LANES]`, whole numbers; exact for up to 8192 values in all sums that are added.
+    float32 numbers keep every bit, of others those above 2^-152 count. Exact for 8192 values in all.
 
     Example:
         >>> from_one_rank, from_another = lanes(torch.tensor([1e8, 1.0])), lanes(torch.tensor([-1e8]))
@@ -43,12 +39,7 @@ def lanes(values: Tensor) -> Tensor:
 
 
 def rounded(value: Tensor) -> Tensor:
-    """Return what a sum is in lane `ROUNDED_LANE`, the others at 0; not exact: where it has been rounded
-    already, or float64 has float32's range.
-
-    Args:
-        value: float64 0-dim.
-    """
+    """Return a sum that has been rounded already, float64 0-dim, as its value in lane `ROUNDED_LANE`."""
     return value / _UNITS[ROUNDED_LANE]
 
 

@@ -21,24 +21,12 @@ class FinalPass:
 
     That pass multiplies 1/count and the inverse loss scale in, bucket by bucket while later buckets travel,
     so that `.grad` holds the mean and these numbers are of the mean.
-
-    Args:
-        num_params: parameters that the sums of squares are kept for, in registration order.
-        device: where the scalars live.
-        holdings: what this rank counts, where ranks hold different elements; None where all hold the same.
-
-    Attributes:
-        sumsq: float64 `[num_params]`, sum of squares of each parameter's mean gradient.
-        nonfinite: uint8 `[num_params]`, 1 where a mean gradient holds inf or nan.
-        overflow: float32 0-dim, 1 if a gradient holds inf or nan: what a loss scale follows.
-        found_inf: float32 0-dim, 1 if the step must be skipped, for that or another reason.
-        void: float32 0-dim, nan if a rank gave the window up, else 0.
-        used: bool `[num_params]`, which parameters any rank used; None where `.grad is None` shows it.
-        clipped: float64 0-dim, the product of the clip factors so far.
     """
 
     def __init__(self, num_params: int, device: torch.device, holdings: Holdings | None = None) -> None:
         self._holdings = holdings
+        # By parameter, in registration order: the sum of squares of its mean gradient, and 1 where that holds
+        # inf or nan.
         self.sumsq = torch.zeros(num_params, dtype=torch.float64, device=device)
         self.nonfinite = torch.zeros(num_params, dtype=torch.uint8, device=device)
         self._one = torch.ones((), dtype=torch.float64, device=device)
@@ -47,21 +35,21 @@ class FinalPass:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the window, without work for the device. Sums of squares and flags are overwritten when the
-        next one is reduced.
-        """
+        """Forget the window, without work for the device: the next one overwrites sums and flags."""
+        # float32 0-dim: 1 if a gradient holds inf or nan, which a loss scale follows; 1 if the step must be
+        # skipped, for that or another reason; nan if a rank gave the window up, else 0.
         self.overflow = self.found_inf = self.void = self._zero
+        # float64 0-dim, the product of the clip factors so far.
         self.clipped = self._clipped_since = self._one
+        # bool `[num_params]`, which parameters any rank used; None where `.grad is None` shows it.
         self.used: Tensor | None = None
         self._before_clipping: Tensor | None = None
 
     def compute_norm(self, *, is_refused: bool = False) -> None:
         """Derive norm and skip decision from the sums of squares that the kernels left, and `void`.
 
-        Args:
-            is_refused: ranks disagree in the header, so that nothing may follow it; the window is not used.
-
-        Cost: where ranks hold different elements one all-reduce of 8 bytes a rank, waited for.
+        Where ranks hold different elements one all-reduce, waited for; none if `is_refused`: ranks disagree
+        in the header, so that nothing may follow it.
         """
         total = add_up(self.sumsq)  # in registration order: not a matter of buckets or threads
         if self._holdings is not None and not is_refused:
@@ -71,12 +59,7 @@ class FinalPass:
         self.overflow = self.found_inf = is_not_finite(total + self.void).float()
 
     def leave_out(self, params: Sequence[int]) -> None:
-        """Do not count parameters that no rank has used: their reduced gradients are residuals of a wire,
-        which are dropped.
-
-        Args:
-            params: registration indices.
-        """
+        """Do not count parameters that no rank has used: what is reduced for them are residuals, which go."""
         if params:
             index = send(params, torch.int64, self.sumsq.device)
             self.sumsq.index_fill_(0, index, 0)
@@ -98,11 +81,8 @@ class FinalPass:
     def renew_norm(self, *, was_read: bool) -> None:
         """Compute the norm again, where gradients may have been changed since; the skip decision stays.
 
-        Args:
-            was_read: whether `sumsq` was overwritten on this rank by that of changed gradients.
-
-        Cost: where ranks hold different elements one all-reduce of 8 bytes a rank, waited for: every rank
-            calls this at the same point there.
+        `was_read`: `sumsq` is that of changed gradients. Where ranks hold different elements one all-reduce,
+        waited for: every rank calls this at the same point there.
         """
         if was_read:
             self._clipped_since = self._one
@@ -126,27 +106,12 @@ class FinalPass:
             self._before_clipping = self._norm
 
     def inf_norm(self, largest: Tensor) -> Tensor:
-        """Return the largest absolute value of the gradients of all ranks.
-
-        Args:
-            largest: float64 0-dim, of the gradients of this rank.
-
-        Returns:
-            float64 0-dim, the same bits on every rank.
-
-        Cost: where ranks hold different elements one all-reduce of 8 bytes a rank, waited for.
-        """
+        """Return the largest of all ranks' `largest`, float64 0-dim, with the same bits on every rank."""
         return largest if self._holdings is None else self._holdings.largest(largest)
 
     def clip(self, max_norm: float, norm: Tensor) -> Tensor:
-        """Return min(1, max_norm / (norm + 1e-6)), by which the caller multiplies the gradients.
-
-        Args:
-            max_norm: the largest allowed norm.
-            norm: what is held to it, of the gradients as they are now; float64 0-dim.
-
-        Returns:
-            float64, 0-dim.
+        """Return min(1, max_norm / (norm + 1e-6)), float64 0-dim, by which the caller multiplies the
+        gradients.
         """
         self.keep_norm()
         factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)

@@ -69,50 +69,29 @@ def checked_count(count: object) -> Count:
 
 @dataclass
 class LocalWindow:
-    """The counts and losses of one rank's window: one entry a micro-batch.
+    """The counts and losses of one rank's window: one entry a micro-batch."""
 
-    Attributes:
-        is_exact: whether sums of gradients are exact. Counts have to be whole numbers then, so that their sum
-            does not depend on its order either.
-        max_micro_batches: the most, over all ranks, that the window may have; inf: any number.
-        counts: items each loss was summed over; numbers, or 0-dim tensors that stay on their device.
-        losses: the losses, detached 0-dim tensors; None where one is not known.
-        dropped: which of them have left the window, count and loss with them: bools, or 0-dim bools that
-            stay on their device.
-        refusals: why else this rank refuses the window, in words; every rank raises them.
-        doubts: the same of what only the device knows yet, with 0-dim bools that stay there.
-        batch: the batch that this rank shares with others; None where every rank has its own.
-        is_silent: whether this rank leaves some count to the one that speaks for the batch.
-    """
-
+    # Exact sums need whole counts, so that the sum of counts does not depend on its order either.
     is_exact: bool = False
-    max_micro_batches: float = math.inf
+    max_micro_batches: float = math.inf  # over all ranks; inf: any number
+    # Items each loss was summed over; numbers, or 0-dim tensors that stay on their device.
     counts: list[Count] = field(default_factory=list)
-    losses: list[Tensor | None] = field(default_factory=list)
+    losses: list[Tensor | None] = field(default_factory=list)  # detached, 0-dim; None: not known
+    # Which of them have left the window, count and loss with them; a tensor stays on its device.
     dropped: list[bool | Tensor] = field(default_factory=list)
-    refusals: list[str] = field(default_factory=list)
-    doubts: list[tuple[str, Tensor]] = field(default_factory=list)
-    batch: SharedBatch | None = None
-    is_silent: bool = False
+    refusals: list[str] = field(default_factory=list)  # why else this rank refuses the window, in words
+    doubts: list[tuple[str, Tensor]] = field(default_factory=list)  # refusals, if the 0-dim bool is set
+    batch: SharedBatch | None = None  # that this rank shares with others
+    is_silent: bool = False  # whether this rank leaves some count to the one that speaks for the batch
 
     def append(self, loss: Tensor | None, count: Count, *, is_dropped: bool | Tensor = False) -> None:
-        """Note a micro-batch.
-
-        Args:
-            loss: 0-dim, of any floating type; kept detached. None: not known, so the window's is not known.
-            count: checked by `checked_count`; a tensor is kept as it is, unread.
-            is_dropped: whether it has left the window: count and loss are then 0. A tensor is not read.
-        """
+        """Note a micro-batch; count and loss of one that has left the window are 0, unread."""
         self.counts.append(_or_zero(count, is_dropped))
         self.losses.append(None if loss is None else cast(Tensor, _or_zero(loss.detach(), is_dropped)))
         self.dropped.append(is_dropped)
 
     def add_to(self, vector: Tensor) -> None:
-        """Add to a header's vector what lives on its device, unread: losses, counts that are tensors, doubts.
-
-        Args:
-            vector: float64 `[23]`, changed in place; see `Totals.of`.
-        """
+        """Add to a header's vector what is on its device, unread: losses, counts that are tensors, doubts."""
         known = [loss for loss in self.losses if loss is not None]
         if known:
             vector[_LOSSES:] = exact_scalars.lanes(stacked(known, vector.device))
@@ -164,11 +143,7 @@ class LocalWindow:
 
 class RunningWindow(LocalWindow):
     """Adds losses and counts up as they come, so that what a micro-batch adds never depends on how many there
-    are.
-
-    Args:
-        is_exact, max_micro_batches: as for `LocalWindow`.
-        zeros: five 0-dim float64 tensors, each a buffer of its own on the device; not written to.
+    are. `zeros` are five 0-dim float64 tensors, each a buffer of its own on the device; not written to.
     """
 
     def __init__(self, is_exact: bool, max_micro_batches: float, zeros: Sequence[Tensor]) -> None:
@@ -208,12 +183,7 @@ def _or_zero(value: Count, is_dropped: bool | Tensor) -> Count:
 def make_local_window(
     device: torch.device, *, is_exact: bool, max_micro_batches: float, batch: SharedBatch | None
 ) -> Callable[[], LocalWindow]:
-    """Return what makes, for each window of an engine, an empty one to note counts and losses in.
-
-    Args:
-        device: of the losses.
-        is_exact, max_micro_batches, batch: as for `LocalWindow`.
-    """
+    """Return what makes, for each window of an engine, an empty one to note counts and losses in."""
     if not is_lazy(device):
         return partial(LocalWindow, is_exact, max_micro_batches, batch=batch)
     zeros = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(5)]
@@ -222,40 +192,21 @@ def make_local_window(
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over all ranks of a window, on the host.
+    """Sums over all ranks of a window, on the host."""
 
-    Attributes:
-        count: items of the window.
-        loss: sum of its losses, rounded once; without those that are not known.
-        micro_batches: backwards run for it.
-        more: ranks that have another window after it.
-        invalid_counts: micro-batches whose count cannot be summed, and refusals.
-        unknown_losses: micro-batches whose loss is not known.
-        dropped: micro-batches that have left the window.
-        differ: whether ranks are at different places, or claim different things.
-        batches_differ: whether ranks that share a batch have counted differently.
-    """
-
-    count: float
-    loss: float
-    micro_batches: int
-    more: int
-    invalid_counts: int
-    unknown_losses: int
-    dropped: int
-    differ: bool
-    batches_differ: bool
+    count: float  # items of the window
+    loss: float  # sum of its losses, rounded once; without those that are not known
+    micro_batches: int  # backwards run for it
+    more: int  # ranks that have another window after it
+    invalid_counts: int  # micro-batches whose count cannot be summed, and refusals
+    unknown_losses: int  # micro-batches whose loss is not known
+    dropped: int  # micro-batches that have left the window
+    differ: bool  # whether ranks are at different places, or claim different things
+    batches_differ: bool  # whether ranks that share a batch have counted differently
 
     @classmethod
     def of(cls, numbers: Sequence[float], world_size: int) -> Totals:
-        """Read a reduced header.
-
-        Args:
-            numbers: 23: count, micro-batches, ranks with more, invalid counts, unknown losses, dropped; the
-                sum and the sum of squares of each of five numbers that must be equal on every rank; seven
-                lanes of the losses. Four more where ranks share batches.
-            world_size: of the ranks that were summed over.
-        """
+        """Read the numbers of a reduced header; see the layout of the vector above."""
         count, micro_batches, more, invalid, unknown, dropped = map(float, numbers[:_POSITIONS])
         equal, losses = numbers[_POSITIONS:_LOSSES], numbers[_LOSSES:_SHARED]
         differ = any(
@@ -269,21 +220,9 @@ class Totals:
 
 
 class Header:
-    """The header of one window.
-
-    Args:
-        comm: transport; making a header launches its all-reduce on every rank.
-        device: where the vector lives.
-        local: this rank's counts and losses; complete.
-        position: (windows completed, optimizer steps taken), which must be equal on every rank.
-        more: whether this rank has another window after this one.
-        claims: what must be equal on every rank, too.
-        inv_scale: the inverse loss scale of the window's losses, float64 0-dim; None without one.
+    """The header of one window; making it launches its all-reduce on every rank.
 
     Cost: one all-reduce of 184 bytes (216 where ranks share batches), not waited for.
-
-    Attributes:
-        position, claims, inv_scale: as given.
     """
 
     def __init__(
@@ -292,12 +231,12 @@ class Header:
         device: torch.device,
         *,
         local: LocalWindow,
-        position: tuple[int, int],
-        more: bool,
+        position: tuple[int, int],  # windows completed, steps taken
+        more: bool,  # whether this rank has another window after this one
         claims: Claims,
         inv_scale: Tensor | None = None,
     ) -> None:
-        self.inv_scale = inv_scale
+        self.inv_scale = inv_scale  # of the window's losses, float64 0-dim; None without a loss scale
         self._comm, self._max_micro_batches = comm, local.max_micro_batches
         self.position, self.claims = position, claims
         self._vector = _pack(device, local, position, more, claims)
@@ -311,8 +250,8 @@ class Header:
         return self._work is None or self._comm.is_stream_ordered or self._work.is_completed()
 
     def is_refused(self) -> bool:
-        """Wait, and return whether ranks disagree, so that nothing may follow;
-        False where only a device knows.
+        """Wait, and return whether ranks disagree, so that nothing may follow; False where only a device
+        knows.
         """
         if self._is_refused is None:
             self._is_refused = self.totals().differ
@@ -328,9 +267,7 @@ class Header:
         return Totals.of(self.vector().tolist(), self._comm.world_size)
 
     def inv_count(self) -> Tensor:
-        """Wait, and return 1 / total count as a 0-dim float32 tensor on the device;
-        0 when nothing was counted.
-        """
+        """Wait, and return 1 / total count, float32 0-dim on the device; 0 when nothing was counted."""
         vector = self.vector()
         if self._inv_count is None:
             count = vector[_COUNT]
@@ -342,9 +279,7 @@ class Header:
         return self.vector()[_DROPPED] > 0
 
     def forbids(self) -> Tensor:
-        """Return, as a 0-dim bool on the device, whether the window must not be used: `Totals` has the
-        reason.
-        """
+        """Return, bool 0-dim on the device, whether the window must not be used: `Totals` has the reason."""
         vector = self.vector()
         totals, squares = vector[_POSITIONS:_LOSSES:2], vector[_POSITIONS + 1 : _LOSSES : 2]
         found = (vector[_COUNT] == 0) | (vector[_INVALID] > 0)
@@ -356,8 +291,8 @@ class Header:
         return found
 
     def vector(self) -> Tensor:
-        """Wait, and return the reduced numbers, float64 `[23]`, or `[27]` where ranks share batches; not to
-        be written to. See `Totals.of`.
+        """Wait, and return the reduced numbers, float64 `[23]`, or `[27]` where ranks share batches; read
+        only.
         """
         if self._work is not None:
             self._work.wait()
@@ -367,9 +302,7 @@ class Header:
 
 
 def _host_may_look(comm: Comm, device: torch.device) -> bool:
-    """Whether reading a header costs no wait for a device:
-    there nothing follows one in which ranks disagree.
-    """
+    """Whether reading a header waits for no device: there nothing follows one in which ranks disagree."""
     return comm.world_size > 1 and not runs_ahead(device)
 
 

@@ -16,13 +16,7 @@ class Holdings:
     """Which of its gradients a rank counts, and the one all-reduce that adds up all ranks' parts.
 
     A gradient that several ranks hold alike (replicas) is counted by one of them; a shard by the rank that
-    has it, or by one of those that have it.
-
-    Args:
-        counted: by parameter, whether this rank counts what it holds of it. Over all ranks that makes every
-            element once.
-        comm: transport over all ranks of the engine.
-        device: of the sums.
+    has it, or by one of those that have it: over all ranks every element once.
     """
 
     def __init__(self, counted: Sequence[bool], comm: Comm, device: torch.device) -> None:
@@ -30,16 +24,11 @@ class Holdings:
         self._counted = send(list(counted), torch.bool, device)
 
     def whole(self, sumsq: Tensor, void: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum over all elements of all ranks, and whether any rank gave the window up.
+        """Return the sum over all elements of all ranks, and nan if any rank gave the window up.
 
-        Args:
-            sumsq: float64 `[parameters]`, of what this rank holds, read.
-            void: float 0-dim, nan if this rank gave the window up, else 0.
-
-        Returns:
-            Two float64 0-dim tensors, the same bits on every rank: the parts of the ranks are added in the
-            order of ranks, whatever the all-reduce does, and a rank that counts nothing changes no bit. The
-            second is nan if any rank's `void`, or any sum that is not counted, is.
+        The parts of the ranks are added in the order of ranks, whatever the all-reduce does, so the bits are
+        the same on every rank, and a rank that counts nothing changes none. A sum that is not counted voids,
+        too.
 
         Cost: one all-reduce of 8 bytes a rank and 8 more, waited for.
         """
@@ -52,16 +41,7 @@ class Holdings:
         return add_up(parts[:-1]), parts[-1]
 
     def largest(self, value: Tensor) -> Tensor:
-        """Return the largest of all ranks' values, nan if one is.
-
-        Args:
-            value: float64 0-dim, of what this rank holds, counted or not; read.
-
-        Returns:
-            float64 0-dim, the same bits on every rank.
-
-        Cost: one all-reduce of 8 bytes a rank, waited for.
-        """
+        """Return the largest of all ranks' values, nan if one is. One all-reduce, waited for."""
         values = value.new_zeros(self._comm.world_size)
         values[self._comm.rank] = value
         self._comm.all_reduce(values).wait()  # a sum: what a maximum makes of nan is the backend's own affair

@@ -13,47 +13,29 @@ MAX_NAMED = 5
 
 @dataclass(frozen=True)
 class RankFindings:
-    """What one rank knows of a failed window.
+    """What one rank knows of a failed window."""
 
-    Attributes:
-        gave_up: the exception that ended this rank's last backward, as text; empty if none did.
-        losses: micro-batches whose loss was not finite.
-        blamed: by the name of a parameter whose reduced gradient is not finite here, the micro-batches in
-            which this rank's own was not; None where micro-batches were not watched.
-        refusals: why it refuses the window, found behind the header.
-    """
-
-    gave_up: str
-    losses: list[int]
+    gave_up: str  # the exception that ended this rank's last backward; empty if none did
+    losses: list[int]  # micro-batches whose loss was not finite
+    # By the name of a parameter whose reduced gradient is not finite here, the micro-batches in which this
+    # rank's own was not; None where micro-batches were not watched.
     blamed: dict[str, list[int] | None]
-    refusals: Sequence[str] = ()
+    refusals: Sequence[str] = ()  # why it refuses the window, found behind the header
 
 
 def is_not_finite(norms: Tensor) -> Tensor:
-    """Return which norms, or sums of squares, are inf or nan: bool, of their shape.
-
-    One comparison of what cannot be -inf; a device that records has four operations for `isfinite`.
-    """
+    """Return which norms, or sums of squares, are inf or nan."""
+    # One comparison of what cannot be -inf; a device that records has four operations for `isfinite`.
     return ~(norms < math.inf)
 
 
 def nonfinite_params(flags: Tensor) -> list[int]:
-    """Return the registration indices of the flagged parameters; waits for the device.
-
-    Args:
-        flags: uint8 `[num_params]`, 1 where a gradient is not finite.
-    """
+    """Return the registration indices of the flagged parameters; waits for the device."""
     return flags.nonzero().flatten().tolist()
 
 
 def describe(findings: Sequence[RankFindings], *, is_exact: bool = False) -> str:
-    """Report which parameters were not finite (none where only the mean is not), and which rank and
-    micro-batch they came from.
-
-    Args:
-        findings: what each rank knows, by rank.
-        is_exact: whether sums are exact, and hold no value from 2^126 on.
-    """
+    """Report which parameters were not finite (none where only the mean is not), and from where."""
     names = list(dict.fromkeys(name for f in findings for name in f.blamed))
     quitters = [
         f"rank {rank} gave the window up: {f.gave_up}" for rank, f in enumerate(findings) if f.gave_up
@@ -77,11 +59,7 @@ def describe(findings: Sequence[RankFindings], *, is_exact: bool = False) -> str
 
 
 def describe_dropped(found: Sequence[Mapping[int, Sequence[str]]]) -> str:
-    """Report which micro-batches have left a window, and what of them was not finite.
-
-    Args:
-        found: by rank, by micro-batch.
-    """
+    """Report which micro-batches, by rank, have left a window, and what of them was not finite."""
     places = [
         f"rank {rank}, micro-batch {index} ({_listed(what)})"
         for rank, dropped in enumerate(found)
@@ -118,10 +96,5 @@ def _some(names: Sequence[str]) -> str:
 
 
 def flagged_in(flagged: Sequence[Tensor], slot: int) -> list[int]:
-    """Return the micro-batches in which a slot's gradient was not finite; waits for the device.
-
-    Args:
-        flagged: uint8 `[num_slots]`, one a micro-batch.
-        slot: index in each of them.
-    """
+    """Return the micro-batches in which a slot's gradient was not finite; waits for the device."""
     return [index for index, flags in enumerate(flagged) if flags[slot]]

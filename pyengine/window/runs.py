@@ -14,18 +14,12 @@ class Runs:
     The public name of a run is slot, which in this package is a parameter's place in a bucket. The gradients
     of a run are added up where autograd adds, and what they have become is accumulated once, so whoever owns
     the gradients notes flags by run, and micro-batches are named here.
-
-    Args:
-        size: micro-batches of a run; 1: each is one.
-        done: micro-batches of the window that were loaded, each with flags of its own.
-
-    Attributes:
-        size: as given.
-        is_open: whether the last run is half summed: what its micro-batches brought has not been accumulated.
     """
 
     def __init__(self, size: int, *, done: int = 0) -> None:
-        self.size, self.is_open = size, False
+        self.size = size
+        # Whether the last run is half summed: what its micro-batches brought has not been accumulated.
+        self.is_open = False
         self._run_of = list(range(done))
         self._num_ended = done
 

@@ -16,28 +16,18 @@ _GOLDEN, _MIX, _MIX_2 = -7046029254386353131, -4658895280553007687, -77235922931
 
 @dataclass(frozen=True)
 class SharedBatch:
-    """The batch that this rank computes together with others, for example under tensor parallelism.
+    """The batch that this rank computes together with others, for example under tensor parallelism."""
 
-    Attributes:
-        index: which batch.
-        num_ranks: how many share each.
-        speaks: whether this rank counts the batch; one of them does.
-    """
-
-    index: int
-    num_ranks: int
-    speaks: bool
+    index: int  # which batch
+    num_ranks: int  # how many share each
+    speaks: bool  # whether this rank counts the batch; one of them does
 
     def lanes(self, numbers: Tensor) -> Tensor:
         """Return what is 0 when summed over all ranks if ranks of one batch have the same numbers.
 
-        Args:
-            numbers: float64 `[n]`, of this rank; only copied and mixed on their device.
-
-        Returns:
-            float64 `[NUM_LANES]`, whole numbers of 20 bits times `num_ranks`. Where some numbers differ all
-            lanes are 0 once in 2^60: every batch mixes its bits in another way, so that one difference does
-            not take away another.
+        The result is float64 `[NUM_LANES]`, whole numbers of 20 bits times `num_ranks`. Where numbers,
+        float64 `[n]`, differ all lanes are 0 once in 2^60: every batch mixes its bits in another way, so that
+        one difference does not take away another.
         """
         mixed = torch.full((), self.index + 1, dtype=torch.int64, device=numbers.device) * _GOLDEN
         for bits in numbers.contiguous().view(torch.int64):

@@ -26,29 +26,17 @@ Blame = Callable[[int], list[int] | None]
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one rank knows of its window.
+    """What one rank knows of its window."""
 
-    Attributes:
-        index: the window.
-        local: this rank's counts and losses.
-        gave_up: the exception that ended its last backward, as text; empty if none did.
-        names: parameters, in registration order.
-        blame: which micro-batches brought a parameter's inf or nan.
-        dropped: by micro-batch that left the window what of it was not finite.
-        is_scaled: whether its losses were scaled.
-        has_backward: whether a backward has run in it, as far as that is known.
-        has_gradient: whether any of its parameters has a gradient, as far as the host knows.
-    """
-
-    index: int
+    index: int  # of the window
     local: LocalWindow
-    gave_up: str
-    names: Sequence[str]
+    gave_up: str  # the exception that ended its last backward; empty if none did
+    names: Sequence[str]  # of parameters, in registration order
     blame: Blame
-    dropped: Callable[[], dict[int, list[str]]] = dict
-    is_scaled: bool = False
-    has_backward: bool = False
-    has_gradient: bool = True
+    dropped: Callable[[], dict[int, list[str]]] = dict  # by micro-batch what of it was not finite
+    is_scaled: bool = False  # whether its losses were scaled
+    has_backward: bool = False  # whether a backward has run in it, as far as that is known
+    has_gradient: bool = True  # whether any parameter has a gradient, as far as the host knows
 
 
 class Verdict:
@@ -57,44 +45,32 @@ class Verdict:
     The device knows at once whether the step may happen (`FinalPass.found_inf`). The host learns it from
     `reach`, which waits for the device, and which every rank calls at the same point of its program: if
     something is wrong, it gathers. See [Note: order of collectives in a window] in engine/engine.py.
-
-    Args:
-        header: reduced.
-        final: with its norm computed; its flags are copied, so that the next window may overwrite them.
-        evidence: this rank's.
-        comm: transport, used only in the bad case.
-        raises: whether inf and nan are an error (the policy "raise") and not merely a reason to skip.
-
-    Attributes:
-        totals: sums over all ranks; None until read.
-        is_reached: whether the ranks have concluded it.
-        is_awaited: whether an action on this rank waits for the numbers.
-        reason: why the step is skipped, or which micro-batches were dropped; empty if neither.
-        error: what `reach` raises; None if nothing, or not reached.
-        use: what this rank did with the window.
     """
 
     def __init__(
         self, header: Header, final: FinalPass, evidence: Evidence, *, comm: Comm, raises: bool
     ) -> None:
-        self.totals: Totals | None = None
+        self.totals: Totals | None = None  # sums over all ranks; None until read
+        # Why the step is skipped, or which micro-batches were dropped; empty if neither.
         self.reason = ""
         self._header, self._evidence, self._comm, self._raises = header, evidence, comm, raises
         # A norm of exactly 0: then ranks ask each other whether there is any gradient.
         flags = torch.stack([final.found_inf.double(), (final.grad_norm() == 0).double()])
         self._numbers = Readback(torch.cat([header.vector(), flags]))
+        # A copy, so that the next window may overwrite the flags.
         self._nonfinite = final.nonfinite.clone()
         self._waiting: list[Callable[[Totals, bool], None]] = []
         self._waiting_to_know: list[Callable[[bool], None]] = []
-        self._skips = self._is_zero = self.is_reached = self.is_awaited = False
-        self.error: Exception | None = None
-        self.use = Use()
+        self._skips = self._is_zero = False
+        self.is_reached = False  # whether the ranks have concluded it
+        self.is_awaited = False  # whether an action on this rank waits for the numbers
+        self.error: Exception | None = None  # what `reach` raises
+        self.use = Use()  # what this rank did with the window
 
     def then(self, action: Callable[[Totals, bool], None], *, awaits: bool = True) -> None:
         """Call `action(totals, skipped)` once the verdict is reached; now if it has been.
 
-        Args:
-            awaits: whether the action is worth reading the numbers for, where that is not free.
+        `awaits`: the action is worth reading the numbers for, where that is not free.
         """
         self.is_awaited = self.is_awaited or awaits
         if self.is_reached:
@@ -118,17 +94,14 @@ class Verdict:
 
     @property
     def is_good(self) -> bool:
-        """Whether the verdict was read, and the step was not skipped."""
         return self.totals is not None and not self._skips
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the verdict was read, and the step was skipped."""
         return self._skips
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the window's losses were scaled."""
         return self._evidence.is_scaled
 
     @property
@@ -139,12 +112,7 @@ class Verdict:
     def reach(self) -> Totals:
         """Wait for the outcome, and call what waited for it; later calls return or raise the same at once.
 
-        Raises:
-            RuntimeError: ranks are at different windows or steps.
-            ValueError: a count is negative or not finite.
-            FloatingPointError: inf or nan under the policy "raise".
-
-        Cost: no collective in a good window; in a bad one a gather of what each rank knows.
+        No collective in a good window; in a bad one a gather of what each rank knows.
         """
         totals = self._look()
         if not self.is_reached:
@@ -253,13 +221,7 @@ class Verdict:
 
 
 def check_agreement(header: Header, totals: Totals, comm: Comm) -> None:
-    """Raise RuntimeError on every rank if ranks are at different places or claim different things.
-
-    Args:
-        header: of this rank.
-        totals: what it brought.
-        comm: transport; used only to name the ranks that differ, by one gather.
-    """
+    """Raise RuntimeError on every rank if ranks are at different places or claim different things."""
     if not totals.differ:
         return
     everybody: Sequence[tuple[tuple[int, int], dict[str, str], int]] = comm.all_gather_object(
@@ -279,13 +241,7 @@ def check_agreement(header: Header, totals: Totals, comm: Comm) -> None:
 
 
 def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
-    """Raise ValueError on every rank if any of them gave an invalid count, or refuses the window.
-
-    Args:
-        totals: what the header brought.
-        comm: transport; used only to name the ranks that differ, by one gather.
-        local: this rank's counts and refusals.
-    """
+    """Raise ValueError on every rank if any of them gave an invalid count, or refuses the window."""
     if totals.batches_differ:
         everybody = comm.all_gather_object(local.described())
         said = [f"rank {rank}, {text}" for rank, text in enumerate(everybody)]

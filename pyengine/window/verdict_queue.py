@@ -18,17 +18,14 @@ _WARN_AT = {10**power for power in range(1, 12)}
 
 
 class VerdictQueue:
-    """The verdicts of reduced windows, in order, each kept until the ranks have concluded it.
-
-    Attributes:
-        steps_taken: optimizer steps that changed parameters, as far as all ranks have reached the verdicts.
-    """
+    """The verdicts of reduced windows, in order, each kept until the ranks have concluded it."""
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm, self._device = comm, device
         self._last: Verdict | None = None
         self._before: Verdict | None = None  # that of the last window that was not refused, until it is known
         self._unread: list[Verdict] = []
+        # Optimizer steps that changed parameters, as far as all ranks have reached the verdicts.
         self.steps_taken = self._new_steps = 0
         self._skipped = 0  # windows in a row, as far as they are reached
         self._has_warned = False
@@ -78,16 +75,13 @@ class VerdictQueue:
         self.steps_taken, self._last, self._before, self._skipped = steps_taken, None, None, 0
 
     def read_all(self) -> None:
-        """Read what this rank knows alone of every reduced window: schedulers step, no collective is
-        launched.
-        """
+        """Read what this rank knows alone of every reduced window: schedulers step, no collective follows."""
         for verdict in self._unread:
             verdict.read()
 
     def some_rank_has_more(self) -> bool:
-        """Whether some rank had another window after the one that was reduced last; waits for its header.
-
-        The same on every rank, without a collective.
+        """Whether some rank has a window after the one reduced last: alike on every rank; waits for its
+        header.
         """
         last = self._last_of_all_ranks()
         return last is not None and last.read().more > 0
