@@ -14,7 +14,7 @@ from _harness import save
 from torch import nn
 
 from pyengine.cli.machine import card
-from pyengine.step.undo import Undo, allocate
+from pyengine.step.stepper import Undo, allocate
 
 SHAPES = {"1000 small": [(64,)] * 1000, "12 of 1 M": [(1024, 1024)] * 12}
 

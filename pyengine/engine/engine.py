@@ -75,21 +75,23 @@ from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import Saved
 from pyengine.ops.device import HOST, Readback, flush, is_lazy, runs_ahead
 from pyengine.ops.trace import span
-from pyengine.step.clock import Clock
 from pyengine.step.grad_scaler import GradScaler
-from pyengine.step.step_record import StepCallback, StepRecord
+from pyengine.step.step_record import Clock, StepCallback, StepRecord
 from pyengine.step.window_optimizer import OptimizerCheck
-from pyengine.window.callbacks import call_all
 from pyengine.window.claims import Claims, OptimizerStep
-from pyengine.window.counter import State, WindowCounter
+from pyengine.window.counter import Runs, State, WindowCounter
 from pyengine.window.denominators import Denominators, Loss
-from pyengine.window.final_pass import FinalPass
-from pyengine.window.header import Count, Header, LocalWindow, Totals, checked_count, make_local_window
-from pyengine.window.holdings import Holdings
-from pyengine.window.runs import Runs
-from pyengine.window.shared_batch import SharedBatch
-from pyengine.window.verdict import Evidence, Verdict, check_agreement
-from pyengine.window.verdict_queue import VerdictQueue
+from pyengine.window.final_pass import FinalPass, Holdings
+from pyengine.window.header import (
+    Count,
+    Header,
+    LocalWindow,
+    SharedBatch,
+    Totals,
+    checked_count,
+    make_local_window,
+)
+from pyengine.window.verdict import Evidence, Verdict, VerdictQueue, call_all, check_agreement
 
 _log = logging.getLogger("pyengine.engine")
 

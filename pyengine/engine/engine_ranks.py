@@ -35,7 +35,7 @@ from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import local
 from pyengine.ops.device import HOST
 from pyengine.ops.pointers import keeps_elements_elsewhere
-from pyengine.window.shared_batch import SharedBatch
+from pyengine.window.header import SharedBatch
 
 Named = Sequence[tuple[str, Parameter]]
 

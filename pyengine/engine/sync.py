@@ -23,8 +23,7 @@ from pyengine.engine.resume import load_states, take_snapshot
 from pyengine.engine.window_audit import WindowAudit
 from pyengine.ops.device import HOST, flush
 from pyengine.step.grad_scaler import GradScaler, taken_over
-from pyengine.step.step_handle import StepHandle
-from pyengine.step.step_record import StepCallback, StepRecord
+from pyengine.step.step_record import StepCallback, StepHandle, StepRecord
 from pyengine.step.window_optimizer import OptimizerCheck, WindowOptimizer, check_step
 from pyengine.window.counter import State, check_accumulate
 from pyengine.window.denominators import Loss

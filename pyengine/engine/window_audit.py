@@ -19,8 +19,7 @@ from pyengine.gradients.slots import local
 from pyengine.ops.device import send
 from pyengine.step.grad_scaler import GradScaler
 from pyengine.window.final_pass import FinalPass
-from pyengine.window.header import Header, LocalWindow
-from pyengine.window.shared_batch import SharedBatch
+from pyengine.window.header import Header, LocalWindow, SharedBatch
 
 
 class WindowAudit:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import is_
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from pyengine.ops.device import runs_ahead
-from pyengine.step.undo import Undo, allocate, is_torchs, runs_user_code
+from pyengine.ops.pointers import DTYPE_CODES, Pointers
+from pyengine.ops.versions import BucketPlan
 from pyengine.window.final_pass import FinalPass
 
 _log = logging.getLogger("pyengine.step")
@@ -76,3 +85,139 @@ def skips_on_device(optimizer: Optimizer) -> bool:
         and all(group.get("fused") for group in optimizer.param_groups)
         and not hasattr(optimizer, "found_inf")
     )
+
+
+# ---- undoing a step on the device ----
+
+
+_ALIGN_ELEMENTS = 8  # 16 bytes of the narrowest type
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is exactly one of torch's: a subclass may do more in its step."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
+def runs_user_code(optimizer: Optimizer) -> bool:
+    """Whether code that is not torch's runs inside the optimizer's step and could look at what is undone."""
+    replaced = vars(optimizer).get("step")
+    # A learning-rate scheduler replaces `step` by one that counts calls.
+    is_replaced = replaced is not None and getattr(replaced, "__wrapped__", None) is not type(optimizer).step
+    hooks: Any = optimizer
+    return is_replaced or any(
+        (
+            hooks._optimizer_step_pre_hooks,
+            hooks._optimizer_step_post_hooks,
+            torch_optimizer._global_optimizer_pre_hooks,
+            torch_optimizer._global_optimizer_post_hooks,
+        )
+    )
+
+
+class Undo:
+    """Copies parameters and state before a step, and back behind it, if a flag on the device is set.
+
+    Cost: two launches a dtype that read the flag. Only where it is set they read and write parameters and
+    state. Memory as large as both during the step: 12 bytes a parameter for Adam in float32.
+    """
+
+    def __init__(self) -> None:
+        self._seen: WeakKeyDictionary[Optimizer, _Seen] = WeakKeyDictionary()
+
+    def targets(self, optimizer: Optimizer) -> Sequence[tuple[BucketPlan, Pointers]] | None:
+        """Return what a step writes, a plan and its tensors for each dtype; None if it cannot be undone.
+
+        The answer is the same on every rank. It is known for torch's own optimizers only. The first step
+        creates state, which cannot be undone, and `capturable=False` counts steps on the host.
+
+        Cost: a look at every parameter; the tensors are checked again when they are not those of last time.
+        """
+        if not is_torchs(optimizer) or not all(g.get("capturable", True) for g in optimizer.param_groups):
+            return None
+        tensors = _written(optimizer)
+        if tensors is None:
+            return None
+        seen = self._seen.get(optimizer)
+        if seen is None or len(seen.tensors) != len(tensors) or not all(map(is_, seen.tensors, tensors)):
+            seen = self._seen[optimizer] = _Seen(tensors, _planned(tensors))
+        return seen.targets
+
+    @contextmanager
+    def around(
+        self, targets: Sequence[tuple[BucketPlan, Pointers]], copies: Sequence[Tensor], found_inf: Tensor
+    ) -> Iterator[None]:
+        """Undo, behind the body, what it wrote to `targets` if `found_inf`, which the host does not read, is
+        not 0.
+        """
+        one = torch.ones_like(found_inf)
+        for (plan, tensors), copy in zip(targets, copies, strict=True):
+            plan.pack_(copy, tensors, one, only_if=found_inf)
+        try:
+            yield
+        finally:
+            for (plan, tensors), copy in zip(targets, copies, strict=True):
+                plan.unpack_(tensors, copy, one, only_if=found_inf)
+
+
+def allocate(targets: Sequence[tuple[BucketPlan, Pointers]]) -> list[Tensor] | None:
+    """Return memory for the copies of `targets`; None where there is not enough."""
+    try:
+        return [
+            torch.empty(plan.flat_numel, dtype=pointers.dtype, device=pointers.device)
+            for plan, pointers in targets
+        ]
+    except torch.OutOfMemoryError:
+        return None
+
+
+@dataclass(frozen=True)
+class _Seen:
+    tensors: list[Any]  # what a step of an optimizer wrote last time, as its own objects
+    targets: Sequence[tuple[BucketPlan, Pointers]] | None
+
+
+def _written(optimizer: Optimizer) -> list[Any] | None:
+    """Return parameters that a step changes, each before its state; None if the step would create state."""
+    tensors: list[Any] = []
+    state_of = optimizer.state
+    for group in optimizer.param_groups:
+        has_no_state = type(optimizer) is SGD and not group["momentum"]
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            state = state_of.get(param)
+            tensors.append(param)
+            if state:
+                tensors += state.values()
+            elif not has_no_state:
+                return None
+    return tensors
+
+
+def _planned(tensors: list[Any]) -> list[tuple[BucketPlan, Pointers]] | None:
+    """Plan the copies by dtype; None if one is on the host, not dense, or of a dtype without a kernel."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        flat = _flat(tensor)
+        if flat is None or flat.dtype not in DTYPE_CODES or flat.device != tensors[0].device:
+            return None
+        by_dtype.setdefault(flat.dtype, []).append(flat)
+    planned = []
+    for group in by_dtype.values():
+        sizes = [-(-flat.numel() // _ALIGN_ELEMENTS) * _ALIGN_ELEMENTS for flat in group]
+        offsets = list(itertools.accumulate(sizes, initial=0))[:-1]
+        plan = BucketPlan(offsets, [flat.numel() for flat in group])
+        planned.append((plan, plan.pointers(group)))
+    return planned
+
+
+def _flat(tensor: Any) -> Tensor | None:
+    """Return what this rank holds of a tensor as contiguous memory; None where there is none."""
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+        return None
+    part: Any = tensor.detach()
+    if hasattr(part, "to_local"):
+        part = part.to_local()
+    if not part.is_contiguous():  # channels_last for example: another order of the same memory
+        part = part.permute(sorted(range(part.dim()), key=part.stride, reverse=True))
+    return part if part.is_contiguous() else None

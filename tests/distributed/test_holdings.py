@@ -9,8 +9,7 @@ import torch
 from cases import me
 
 from pyengine.comm import comm_for
-from pyengine.window.final_pass import FinalPass
-from pyengine.window.holdings import Holdings
+from pyengine.window.final_pass import FinalPass, Holdings
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pyengine.comm.axes import Axes, MeshRanks
 from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
-from pyengine.window.holdings import Holdings
+from pyengine.window.final_pass import Holdings
 
 AXES = ("a", "b", "c")
 Place = dict[str, int]

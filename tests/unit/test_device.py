@@ -8,8 +8,8 @@ import torch
 from pyengine.comm import Local, comm_for
 from pyengine.ops import device as devices
 from pyengine.ops.device import Readback, as_current, bucket_cap_mb, has_events, is_lazy, runs_ahead
-from pyengine.step import clock
-from pyengine.step.clock import Clock
+from pyengine.step import step_record
+from pyengine.step.step_record import Clock
 
 # torch-tpu's device "tpu" is a privateuseone that has been given a name.
 ACCELERATORS = ["cuda", "mtia", "privateuseone"]
@@ -60,7 +60,7 @@ def events(monkeypatch):
         made.append(FakeEvent(device, enable_timing=enable_timing))
         return made[-1]
 
-    for module in (devices, clock):
+    for module in (devices, step_record):
         monkeypatch.setattr(module, "has_events", lambda device: True)
     monkeypatch.setattr(torch, "Event", make)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"of {device}")

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from pyengine.comm import Local
 from pyengine.window.claims import Claims
-from pyengine.window.header import MAX_COUNT, Header, LocalWindow, Totals, checked_count
-from pyengine.window.shared_batch import SharedBatch
+from pyengine.window.header import MAX_COUNT, Header, LocalWindow, SharedBatch, Totals, checked_count
 
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf

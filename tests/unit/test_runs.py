@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.window.counter import share_of_rest
-from pyengine.window.runs import Runs
+from pyengine.window.counter import Runs, share_of_rest
 
 
 def _after(size: int, places: list[int], *, done: int = 0) -> Runs:

@@ -9,7 +9,7 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 
 from pyengine.step import stepper
-from pyengine.step.undo import Undo, _planned, _written, allocate, runs_user_code
+from pyengine.step.stepper import Undo, _planned, _written, allocate, runs_user_code
 
 MAKE = {
     "SGD": lambda params: SGD(params, lr=0.1),
