@@ -161,9 +161,10 @@ class Checkpoints:
                 f"step {step} in {self._folder} cannot be read",
             )
             newer = [each.text for each in problems if each.is_newer]
-            wrong = [
-                f"rank {rank}: {each.text}" for rank, each in enumerate(problems) if each.text
-            ] or self._mixed([each.save for each in problems])
+            wrong = [f"rank {rank}: {each.text}" for rank, each in enumerate(problems) if each.text]
+            saves = {each.save for each in problems}
+            if not wrong and (len(saves) > 1 or " " in problems[0].save):
+                wrong = ["its parts are of different saves: one was interrupted"]
             if newer:
                 raise ValueError(f"step {step} in {self._folder}: {newer[0]}")
             if not wrong and is_other:
@@ -228,10 +229,6 @@ class Checkpoints:
         there = {rank for _, (each, rank, size) in self._files() if (each, size) == (step, world_size)}
         missing = next((rank for rank in range(world_size) if rank not in there), 0)
         return sorted({*there, missing})
-
-    def _mixed(self, saves: Sequence[str]) -> list[str]:
-        is_one = len(set(saves)) == 1 and " " not in saves[0]
-        return [] if is_one else ["its parts are of different saves: one was interrupted"]
 
     def _tell(self, reasons: Sequence[str], what: str) -> None:
         if reasons:
@@ -302,16 +299,13 @@ class Checkpoints:
     def _path(self, step: int, rank: int, world_size: int) -> Path:
         return self._folder / f"step-{step:010}.rank-{rank}-of-{world_size}.pt"
 
-    def _gather(self, value: Any) -> list[Any]:
-        return self._comm.all_gather_object(value)
-
     def _on_all(self, work: Callable[[], Any], what: str, kind: type[Exception] = RuntimeError) -> list[Any]:
         """Return what `work` returns on every rank; raise on every rank if it raised on some rank."""
         try:
             mine = "", work()
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
             mine = f"{what}: {type(error).__name__}: {error}", None
-        everybody = self._gather(mine)
+        everybody = self._comm.all_gather_object(mine)
         self._raise([problem for problem, _ in everybody], kind)
         return [result for _, result in everybody]
 

@@ -103,9 +103,20 @@ def attach(
         shared_memory=shared_memory,
     )
     if is_unit(ddp_model):
-        _check_no_mesh(device_mesh, axes)
+        if device_mesh is not None or axes != Axes():
+            raise TypeError(
+                "device_mesh and axes are for a DDP, and ddp_model is sharded by FSDP2, whose units have "
+                "their meshes: leave them out"
+            )
         return _attach_sharded(ddp_model, replace(settings, deferral=str(deferral)), deferral)
-    return _attach_ddp(_as_ddp(ddp_model, deferral), settings, device_mesh, axes)
+    if deferral != Deferral():
+        raise TypeError(
+            f"{deferral}, and ddp_model is a {type(ddp_model).__name__}: both are for units of FSDP2; DDP's "
+            "gradients are always deferred, at no cost"
+        )
+    if not isinstance(ddp_model, DistributedDataParallel):
+        raise TypeError(_not_ddp(ddp_model))
+    return _attach_ddp(ddp_model, settings, device_mesh, axes)
 
 
 # ---- DDP ----
@@ -153,7 +164,7 @@ def _travel_by(state: HookState, ranks: EngineRanks, settings: Settings) -> None
     state.set_wire(settings.wire)
     device = ranks.device
     comm: Comm = ranks.comm
-    if ranks.has_mesh:
+    if ranks.takes_dtensors:
         comm = TorchDist(state.group, device)  # the ranks of DDP are some of the engine's
         comm.join(ranks.comm)
     comm = ranks.for_buckets(comm, shared_memory=settings.shared_memory)
@@ -227,25 +238,6 @@ def _attach_sharded(model: nn.Module, settings: Settings, deferral: Deferral) ->
 
 
 # ---- what cannot be attached ----
-
-
-def _check_no_mesh(device_mesh: DeviceMesh | None, axes: Axes) -> None:
-    if device_mesh is not None or axes != Axes():
-        raise TypeError(
-            "device_mesh and axes are for a DDP, and ddp_model is sharded by FSDP2, whose units have "
-            "their meshes: leave them out"
-        )
-
-
-def _as_ddp(model: nn.Module, deferral: Deferral) -> DistributedDataParallel:
-    if deferral != Deferral():
-        raise TypeError(
-            f"{deferral}, and ddp_model is a {type(model).__name__}: both are for units of FSDP2; DDP's "
-            "gradients are always deferred, at no cost"
-        )
-    if not isinstance(model, DistributedDataParallel):
-        raise TypeError(_not_ddp(model))
-    return model
 
 
 def _not_ddp(model: object) -> str:

@@ -42,7 +42,7 @@ import logging
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -78,9 +78,9 @@ from pyengine.ops.trace import span
 from pyengine.step.grad_scaler import GradScaler
 from pyengine.step.step_record import Clock, StepCallback, StepRecord
 from pyengine.step.window_optimizer import OptimizerCheck
-from pyengine.window.claims import Claims, OptimizerStep
+from pyengine.window.claims import Claims
 from pyengine.window.counter import Runs, State, WindowCounter
-from pyengine.window.denominators import Denominators, Loss
+from pyengine.window.denominators import Denominators
 from pyengine.window.final_pass import FinalPass, Holdings
 from pyengine.window.header import (
     Count,
@@ -344,11 +344,11 @@ class Engine:
             self._check_turn()
             is_due = self.counter.done + 1 < self.counter.handed
             try:
-                with (
-                    self.clock.phase("backward"),
-                    self.batch_norms.micro_batch(due=is_due),
-                    self._sparing(),
-                ):
+                sparing: AbstractContextManager[object] = nullcontext()
+                if self.is_padding:  # its backwards must not change gradients that are not the engine's
+                    self.reducer.preserve_grads(())
+                    sparing = BeforeBackward(self.reducer.preserve_grads)
+                with self.clock.phase("backward"), self.batch_norms.micro_batch(due=is_due), sparing:
                     yield made
                     if not made._has_only:
                         self._refuse_wrong(made)
@@ -405,32 +405,11 @@ class Engine:
             self.runs.add(ends=made._ends_run)
             self.counts.append(made.loss, made.count, is_dropped=is_dropped)
 
-    def backward(
-        self, loss: Tensor, count: Count, run: Callable[[Tensor], None], *, is_recorded: bool = True
-    ) -> None:
-        """Run one backward as a micro-batch; see `Sync.backward`.
-
-        `run` is given the loss times the loss scale; the record has the loss, if 0-dim.
-        """
-        self.warn_of_division(loss)
-        with self.micro_batch(count, is_stated=True) as made:
-            made.loss = loss if is_recorded else None
-            scaled = loss if self.scaler is None else self.scaler.scale(loss)
-            with made.only_backward(scaled):
-                run(scaled)
-
     def end_run(self) -> None:
         """Accumulate a run that gets no further micro-batch."""
         if self.runs.is_open:
             self.reducer.collect()
             self.runs.end()
-
-    def _sparing(self) -> AbstractContextManager[object]:
-        """Keep backwards of padding from changing gradients that are not the engine's."""
-        if not self.is_padding:
-            return nullcontext()
-        self.reducer.preserve_grads(())
-        return BeforeBackward(self.reducer.preserve_grads)
 
     # ---- launch ----
 
@@ -552,7 +531,7 @@ class Engine:
                 self.audit.sample(self.scaler)
             grads = (param.grad for param in self.reducer.params)
             has_gradient = is_lazy(self.device) or any(grad is not None for grad in grads)
-            if self.kept_grads.is_pending:
+            if self.kept_grads.pending():
                 self.kept_grads.add()
                 self.published.read(self.final)
             self.final.compute_norm(is_refused=header.is_refused())
@@ -656,7 +635,17 @@ class Engine:
             self._update_scale()
         has_stepped = self.final.found_inf == 0
         report = None if self.counter.state is State.USED else self._report(verdict, norm, callbacks)
-        self._use(verdict, done, [self.final.clipped, *factors], stepped)
+        # On a lazy device ranks do not compare these: each factor would be one more output of the program.
+        if not is_lazy(self.device):
+            verdict.use.steps.append(done)
+            verdict.use.factors += [self.final.clipped, *factors]
+        if self.counter.state is not State.USED:
+            self.batch_norms.apply(has_stepped)
+            self.verdicts.count_step()
+        self.counter.state = State.USED
+        self.kept_grads.use(stepped, self.final.found_inf)
+        self.marks.record()
+        flush(self.device)
         # The window has been used, whatever the user's own code does from here on.
         actions: list[Callable[[], None]] = []
         if scheduler is not None:
@@ -671,22 +660,6 @@ class Engine:
         self.wait()
         self.batch_norms.apply(self.final.found_inf == 0)
         self.kept_grads.hand_over()
-        flush(self.device)
-
-    def _use(
-        self, verdict: Verdict, step: OptimizerStep, factors: Sequence[Tensor], stepped: Collection[int]
-    ) -> None:
-        """Note that an optimizer has used gradients of the window: those start from zero in the next one."""
-        # On a lazy device ranks do not compare these: each factor would be one more output of the program.
-        if not is_lazy(self.device):
-            verdict.use.steps.append(step)
-            verdict.use.factors += factors
-        if self.counter.state is not State.USED:
-            self.batch_norms.apply(self.final.found_inf == 0)
-            self.verdicts.count_step()
-        self.counter.state = State.USED
-        self.kept_grads.use(stepped, self.final.found_inf)
-        self.marks.record()
         flush(self.device)
 
     def _update_scale(self) -> None:
@@ -838,7 +811,14 @@ class Engine:
         self.counter.go_to(part.window)
         self.reset(part if due is not None else None)
         self.kept_grads.load(part.carry, is_open=due is not None)
-        self._load_residuals(part)
+        if self.reducer.residuals.is_kept:
+            self.reducer.residuals.load(part.residuals)
+        elif part.residuals:
+            warnings.warn(
+                "load_state_dict: the state has residuals, of a wire that keeps what it loses, and this "
+                "engine's wire does not: they are lost, as a window's rounding is without them",
+                stacklevel=3,
+            )
         self.marks.record()
         self.verdicts.restart(part.steps)
         self._opened_at = part.window
@@ -848,16 +828,6 @@ class Engine:
         if part.is_between_loops:
             set_rng_states(part.rng)  # before the loader draws
         flush(self.device)
-
-    def _load_residuals(self, part: Snapshot) -> None:
-        if self.reducer.residuals.is_kept:
-            self.reducer.residuals.load(part.residuals)
-        elif part.residuals:
-            warnings.warn(
-                "load_state_dict: the state has residuals, of a wire that keeps what it loses, and this "
-                "engine's wire does not: they are lost, as a window's rounding is without them",
-                stacklevel=4,
-            )
 
     def close(self) -> None:
         """Release the parameters, without a collective; what is open is abandoned."""
@@ -885,16 +855,11 @@ class Engine:
 
     def check_idle(self, what: str) -> None:
         """Raise RuntimeError while a micro-batch runs."""
-        if self.is_running:
+        if self._running.locked():  # in any thread
             raise RuntimeError(
                 f"{what} while a micro-batch of this engine is running: leave the block of sync.micro_batch "
                 "first"
             )
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a micro-batch runs, in any thread."""
-        return self._running.locked()
 
     def refuse(self, text: str) -> None:
         """Refuse the window on every rank; if it has been launched already, raise RuntimeError here."""
@@ -942,7 +907,7 @@ class Engine:
         """Warn once where a loop trains past this engine: no window has opened between two backwards that are
         not the engine's, and an optimizer has written to the parameter.
         """
-        if self.is_running:
+        if self._running.locked():
             return
         version, before = param._version, self._bare_version
         self._bare_version = version
@@ -954,11 +919,6 @@ class Engine:
                 "is meant)",
                 stacklevel=2,
             )
-
-    def refuse_bare_gradients(self) -> None:
-        """Raise RuntimeError if a backward past the engine has left gradients, and no window is open."""
-        if self.is_closed and not self.kept_grads.is_handed_over:
-            self.refuse_written_past()
 
     def _refuse_taken(self, text: str, param: Tensor) -> None:
         """Refuse the window for what a hook has done in one of its backwards.
@@ -1010,7 +970,7 @@ class Engine:
             ValueError, TypeError: it is no count, or was given although counts were read ahead.
             RuntimeError: every micro-batch that was handed out has had its backward.
         """
-        counter, known = self.counter, self._known()
+        counter, known = self.counter, self.known_denominators()
         if known is None:
             return checked_count(1 if count is None else count)
         if count is not None:
@@ -1025,23 +985,7 @@ class Engine:
             )
         return known.take(counter.done, handed=counter.handed)
 
-    def one_loss(self, loss: Loss) -> Any:
-        """Return the one loss of a micro-batch that may have several, checked here only if it has."""
-        known = self._known()
-        if known is not None:
-            return known.weigh(loss, self.device)
-        if isinstance(loss, Mapping):
-            raise TypeError(f"loss: got a dict of {list(loss)}, and {_UNCOUNTED}")
-        return loss
-
-    def weigh(self, losses: Loss) -> Tensor:
-        """Return the weighted sum of several losses; see `Denominators.weigh`."""
-        known = self._known()
-        if known is None:
-            raise RuntimeError(f"weigh: {_UNCOUNTED}")
-        return known.weigh(losses, self.device)
-
-    def _known(self) -> Denominators | None:
+    def known_denominators(self) -> Denominators | None:
         """Return the window's totals, unless it is over and another one is about to open."""
         return None if self.counter.state in (State.IDLE, State.USED) else self.denominators
 
@@ -1069,12 +1013,6 @@ class Engine:
             if "nonfinite" in parts:
                 parts["nonfinite"] = self.runs.spread(parts["nonfinite"])
         return saved
-
-
-_UNCOUNTED = (
-    "no counts of this window were read ahead: loop over sync.windows(loader, count=...), whose function "
-    "gives a count for each loss"
-)
 
 
 class MicroBatch:
@@ -1252,7 +1190,7 @@ def make_engine(
         shares = agree(comm, specs, settings, found, None if ranks is None else ranks.membership)
         reducer = make_reducer(specs, Terms(shares.terms, shares.most_terms))
         batch_norms = BatchNormReplay(module, most=shares.most, total=shares.total)
-        batch = None if ranks is None else ranks.shared_batch
+        batch = None if ranks is None else ranks.membership.shared_batch
         engine = Engine(reducer, comm, settings, batch_norms, shares=shares, batch=batch, module=model)
     except BaseException:
         comm.release()

@@ -54,6 +54,11 @@ class Membership:
     # By parameter, whether this rank counts it in the norm; None: all ranks hold the same.
     counted: tuple[bool, ...] | None = None
 
+    @property
+    def shared_batch(self) -> SharedBatch | None:
+        """The batch that this rank shares with others; None where every rank has its own."""
+        return None if self.batch.num_ranks == 1 else self.batch
+
     @classmethod
     def plain(cls, *, rank: int, world_size: int) -> Membership:
         """Return that of a rank whose parameters are those of all ranks, and whose batch is its own."""
@@ -129,6 +134,8 @@ class EngineRanks:
     ) -> None:
         self.device = device
         self._mesh = MeshRanks(mesh) if isinstance(mesh, DeviceMesh) else None
+        # Whether it is known which ranks hold which parts of DTensors.
+        self.takes_dtensors = self._mesh is not None
         if self._mesh is not None:
             group = group_of(self._mesh.everybody(), device)
         self.comm = comm_for(device, group)  # over all ranks
@@ -207,21 +214,6 @@ class EngineRanks:
                 stacklevel=2,
             )
 
-    @property
-    def has_mesh(self) -> bool:
-        return self._mesh is not None
-
-    @property
-    def takes_dtensors(self) -> bool:
-        """Whether it is known which ranks hold which parts of DTensors."""
-        return self.has_mesh
-
-    @property
-    def shared_batch(self) -> SharedBatch | None:
-        """The batch that this rank shares with others; None where every rank has its own."""
-        batch = self.membership.batch
-        return None if batch.num_ranks == 1 else batch
-
     def problems_with(self, named: Named, settings: Settings, *, num_batch_norms: int) -> list[str]:
         """Report what an engine cannot do over these ranks."""
         found = list(self.problems)
@@ -233,13 +225,13 @@ class EngineRanks:
                 f"parameter {narrow[0]!r} is a narrow DTensor, and accumulator='native' would sum it in its "
                 "own type, which autograd cannot do in a buffer of ours: use accumulator='fp32'"
             )
-        if num_batch_norms and settings.kind == "exact" and self.shared_batch is not None:
+        if num_batch_norms and settings.kind == "exact" and self.membership.shared_batch is not None:
             found.append(
                 "accumulator='exact' replays BatchNorm's running statistics of every rank, and here ranks "
                 "share batches: use GroupNorm, or pass the parameters instead of the module and keep "
                 "statistics alike yourself"
             )
-        if settings.drops and self.shared_batch is not None:
+        if settings.drops and self.membership.shared_batch is not None:
             found.append(
                 "nonfinite='drop_micro_batch' where ranks share a batch: each of them sees its part of the "
                 "gradients, and would drop other micro-batches: use nonfinite='skip'"
@@ -515,12 +507,6 @@ class ShardedRanks:
                 "how parameters are cut there, so that no sum has them on every mesh; use 'fp32'"
             )
         return found
-
-    @property
-    def shared_batch(self) -> SharedBatch | None:
-        """The batch that this rank shares with others; None where every rank has its own."""
-        batch = self.membership.batch
-        return None if batch.num_ranks == 1 else batch
 
     def counted(self, units: Sequence[Unit]) -> dict[int, bool]:
         """Return by id whether this rank counts what it holds: over all ranks each element once."""

@@ -46,8 +46,12 @@ def agree(
     # First what is mostly the same on all ranks, so that the transport sends only hashes. Neither a wrong
     # argument nor a wire has to be picklable: `shared` compares what they print.
     sent = None if problems else (replace(settings, wire=FP32()), settings.shared())
-    everybody = _same_version(comm.all_gather_object((pyengine.__version__, problems, sent, list(specs))))
-    raise_problems([texts for texts, *_ in everybody])
+    everybody = comm.all_gather_object((pyengine.__version__, problems, sent, list(specs)))
+    versions = [version for version, *_ in everybody]
+    if len(set(versions)) > 1:
+        which = "; ".join(f"rank {rank} has {version}" for rank, version in enumerate(versions))
+        raise ValueError(f"install the same version of pyengine on every rank: {which}")
+    raise_problems([texts for _, texts, *_ in everybody])
     specs_of = [specs for *_, specs in everybody]
     is_plain = membership == Membership.plain(rank=comm.rank, world_size=comm.world_size)
     places = comm.all_gather_object((own_host(), None if is_plain else membership))
@@ -60,7 +64,7 @@ def agree(
     differences = memberships_differ(members, specs_of)
     if differences:
         raise ValueError(differences[0])
-    everybodys, shared = map(list, zip(*[sent for _, sent, _ in everybody], strict=True))
+    everybodys, shared = map(list, zip(*[sent for *_, sent, _ in everybody], strict=True))
     comm.host_of = {rank: host for rank, (host, _) in zip(comm.ranks, places, strict=True)}
     if len(set(shared)) > 1:
         values = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(shared))
@@ -84,15 +88,6 @@ def agree(
     names = [spec.name for spec in specs_of[0]]
     are_alike = all(other is specs_of[0] or [spec.name for spec in other] == names for other in specs_of[1:])
     return replace(shares, batches=batches, are_alike=are_alike)
-
-
-def _same_version(everybody: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Check that all ranks have one version of this package; return what each has sent behind it."""
-    versions = [version for version, *_ in everybody]
-    if len(set(versions)) > 1:
-        which = "; ".join(f"rank {rank} has {version}" for rank, version in enumerate(versions))
-        raise ValueError(f"install the same version of pyengine on every rank: {which}")
-    return [tuple(rest) for _, *rest in everybody]
 
 
 def raise_problems(problems: Sequence[Sequence[str]]) -> None:

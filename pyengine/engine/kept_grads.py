@@ -37,11 +37,6 @@ class KeptGrads:
         """Whether the window's gradients are used, by an optimizer or by the user (`unscale_`)."""
         return self._used is not None
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether something is to be added to the window's gradients."""
-        return bool(self.pending())
-
     def pending(self) -> tuple[int, ...]:
         """Return the parameters, by index, to whose gradients of this window something is to be added."""
         kept = [] if self._is_added else self._kept

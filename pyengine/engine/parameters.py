@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,20 +27,13 @@ _MOST_IDLE = 3  # steps in a row without a gradient
 _MARK = "pyengine owner"
 
 
-class Owner(Protocol):
-    """What a parameter needs of its engine."""
-
-    def notice_backward(self, param: Parameter) -> None:
-        """Note that a backward, of any caller, has accumulated this parameter's gradient."""
-
-
 class Ownership:
     """One engine's mark on its parameters, until it is released or the engine is no more.
 
     The first parameter reports every backward to the engine: a microsecond each.
     """
 
-    def __init__(self, params: Iterable[Parameter], engine: Owner) -> None:
+    def __init__(self, params: Iterable[Parameter], engine: Any) -> None:
         self._params = [param for param in params if param.requires_grad]
         self._engine = weakref.ref(engine)
         self._nodes: list[Any] = []
@@ -81,7 +74,7 @@ class Ownership:
             node.metadata.pop(_MARK, None)
 
 
-def _report(engine: weakref.ref[Owner], param: Parameter, *_: object) -> None:
+def _report(engine: weakref.ref[Any], param: Parameter, *_: object) -> None:
     owner = engine()
     if owner is not None:
         owner.notice_backward(param)

@@ -112,8 +112,9 @@ def load_states(engine: Engine, states: object) -> list[int]:
     everybody = _agree(engine, found, described)
     # What could fail has been tried: from here on every rank does the same.
     done = sorted({place for other in everybody for *_, places, _ in other.parts for place in places})
-    if order := _order(everybody):
-        engine.reducer.lay_out_as(order)
+    # The order of buckets on which the ranks had agreed, or were about to: that of the first which knows one.
+    if orders := sorted((rank, order) for each in everybody for rank, order in each.orders):
+        engine.reducer.lay_out_as(list(orders[0][1]))
     assert part is not None
     if engine.scaler is not None and part.scaler:
         engine.scaler.load_state_dict(part.scaler)
@@ -275,14 +276,6 @@ def _agree(engine: Engine, found: list[str], described: _Described) -> list[_Des
     return by_rank
 
 
-def _order(everybody: Sequence[_Described]) -> list[int]:
-    """Return the order of buckets on which the ranks had agreed, or were about to: that of the first rank
-    which knows one.
-    """
-    orders = sorted((rank, order) for each in everybody for rank, order in each.orders)
-    return list(orders[0][1]) if orders else []
-
-
 def _mine(engine: Engine, parts: Sequence[Snapshot]) -> list[Snapshot]:
     """Return this rank's share: its own part, if it has one, and some of those whose ranks are gone."""
     rank, world_size = engine.comm.rank, engine.comm.world_size
@@ -379,9 +372,11 @@ class Form:
 
     def problems(self, snapshot: Snapshot) -> list[str]:
         """Report what in a snapshot is not as it would have been saved."""
-        numbers = _numbers_differ(snapshot)
-        if numbers:
-            return [numbers]
+        s, done = snapshot, len(snapshot.places)
+        tables = [parts["nonfinite"] for parts in s.sums.values() if "nonfinite" in parts] + s.batch_norm
+        rows = {table.shape[0] if table.dim() else None for table in tables}
+        if {len(s.counts), len(s.losses), len(s.dropped) or done, *rows} - {done}:
+            return [f"state of {s.owner} has parts of other numbers of micro-batches than {done}"]
         looks = (
             *(self._place, self._count, self._totals, self._sum, self._row),
             *(self._carry, self._residual, self._order, self._scaler, _rng),
@@ -485,15 +480,6 @@ def _parts(numel: int, dtype: torch.dtype, accumulator: str) -> dict[str, _Like]
         return {"limbs": (torch.int32, (2, blocks, BLOCK)), "bins": (torch.uint8, (blocks,))}
     is_widened = accumulator == "fp32" and dtype.itemsize < torch.float32.itemsize
     return {"sum": (torch.float32 if is_widened else dtype, (numel,))}
-
-
-def _numbers_differ(s: Snapshot) -> str:
-    done = len(s.places)
-    tables = [parts["nonfinite"] for parts in s.sums.values() if "nonfinite" in parts] + s.batch_norm
-    rows = {table.shape[0] if table.dim() else None for table in tables}
-    if {len(s.counts), len(s.losses), len(s.dropped) or done, *rows} - {done}:
-        return f"state of {s.owner} has parts of other numbers of micro-batches than {done}"
-    return ""
 
 
 def _unlike(what: str, parts: dict[str, Tensor], needed: dict[str, _Like]) -> Iterator[str]:

@@ -27,7 +27,6 @@ from pyengine.step.step_record import StepCallback, StepHandle, StepRecord
 from pyengine.step.window_optimizer import OptimizerCheck, WindowOptimizer, check_step
 from pyengine.window.counter import State, check_accumulate
 from pyengine.window.denominators import Loss
-from pyengine.window.final_pass import check_max_norm
 from pyengine.window.header import Count
 
 if TYPE_CHECKING:
@@ -297,13 +296,23 @@ class Sync:
             ValueError, TypeError: the loss or the count is none; nothing has run.
         """
         engine = self._engine
-        one = engine.one_loss(loss)
+        totals = engine.known_denominators()
+        one: Any = loss
+        if totals is not None:
+            one = totals.weigh(loss, engine.device)
+        elif isinstance(loss, Mapping):
+            raise TypeError(f"loss: got a dict of {list(loss)}, and {_UNCOUNTED}")
         run = checked_backward(
             one, gradient=gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
         )
         known = engine.due_count(count)
         with self._micro_batch_of_backward():
-            engine.backward(one, known, run, is_recorded=gradient is None)
+            engine.warn_of_division(one)
+            with engine.micro_batch(known, is_stated=True) as made:
+                made.loss = one if gradient is None else None
+                scaled = one if engine.scaler is None else engine.scaler.scale(one)
+                with made.only_backward(scaled):
+                    run(scaled)
 
     @property
     def totals(self) -> dict[str, float]:
@@ -327,7 +336,10 @@ class Sync:
             RuntimeError: the window's counts were not read ahead.
             ValueError: the losses are not those that are counted.
         """
-        return self._engine.weigh(losses)
+        totals = self._engine.known_denominators()
+        if totals is None:
+            raise RuntimeError(f"weigh: {_UNCOUNTED}")
+        return totals.weigh(losses, self._engine.device)
 
     def _begin_loop(self, name: str) -> None:
         """Let `windows` or `accumulate` decide again which micro-batch is the last."""
@@ -414,7 +426,8 @@ class Sync:
             that reads and writes every gradient; none where the host sees that the norm is within `max_norm`.
             `error_if_nonfinite` waits for the device.
         """
-        check_max_norm(max_norm)
+        if not (isinstance(max_norm, Tensor) and max_norm.numel() == 1):  # is not read on the host
+            _check_limit("max_norm", max_norm, "; inf only measures")
         order = _checked_order(norm_type)
         engine = self._engine
         verdict, final = engine.wait(), engine.final
@@ -440,8 +453,8 @@ class Sync:
         Cost: one pass that reads and writes every gradient, and one that reads for the norm (`grad_norm`, and
             a later `clip_grad_norm_`).
         """
-        value = _checked_value(clip_value)
-        engine = self._engine
+        _check_limit("clip_value", clip_value)
+        value, engine = float(clip_value), self._engine
         verdict, final = engine.wait(), engine.final
         engine.renew_norm()
         final.keep_norm()
@@ -515,7 +528,9 @@ class Sync:
 
         Cost: a look at every `.grad`, 0.4 µs each; where one was written the host waits for it.
         """
-        self._engine.refuse_bare_gradients()
+        engine = self._engine
+        if engine.is_closed and not engine.kept_grads.is_handed_over:
+            engine.refuse_written_past()
 
     def abandon(self) -> None:
         """Drop the current window on this rank, for example after an exception; the next one starts clean."""
@@ -715,6 +730,12 @@ class Sync:
         return made
 
 
+_UNCOUNTED = (
+    "no counts of this window were read ahead: loop over sync.windows(loader, count=...), whose function "
+    "gives a count for each loss"
+)
+
+
 def _checked_order(norm_type: object) -> float:
     """Return 2.0 or inf; refuse every other norm."""
     if norm_type == "inf":  # as in torch
@@ -730,14 +751,12 @@ def _checked_order(norm_type: object) -> float:
     return order
 
 
-def _checked_value(clip_value: object) -> float:
-    if not isinstance(clip_value, Real) or isinstance(clip_value, bool):
-        raise TypeError(
-            f"clip_value={clip_value!r} is a {type(clip_value).__name__}: need a number of at least 0"
-        )
-    if not float(clip_value) >= 0:
-        raise ValueError(f"clip_value={clip_value!r}: need a number of at least 0")
-    return float(clip_value)
+def _check_limit(name: str, value: object, more: str = "") -> None:
+    """Refuse what would make every gradient nan, or turn it round."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: need a number of at least 0")
+    if not float(value) >= 0:
+        raise ValueError(f"{name}={value!r}: need a number of at least 0{more}")
 
 
 def _check_finite(norm: Tensor, order: float, reason: str) -> None:

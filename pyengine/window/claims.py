@@ -115,7 +115,8 @@ def difference(described: Sequence[dict[str, str]]) -> str:
     for part, (what, remedy) in _PARTS.items():
         texts = [claims[part] for claims in described]
         if len(set(texts)) > 1:
-            return f"{what}: {_by_rank(texts)}. {remedy}"
+            everybody = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+            return f"{what}: {everybody}. {remedy}"
     return "ranks say different things that read alike: restore all ranks from one checkpoint"
 
 
@@ -153,10 +154,6 @@ _PARTS = {
         ),
     ),
 }
-
-
-def _by_rank(texts: Sequence[str]) -> str:
-    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
 
 
 def _is_far(scalar: Tensor) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
 
 import torch
 from torch import Tensor
@@ -154,13 +153,3 @@ class FinalPass:
         self._norm, self.clipped = self._norm * factor, self.clipped * factor
         self._clipped_since = self._clipped_since * factor
         return factor
-
-
-def check_max_norm(max_norm: object) -> None:
-    """Refuse what would make every gradient nan, or turn it round; a 0-dim tensor is not read on the host."""
-    if isinstance(max_norm, Tensor) and max_norm.numel() == 1:
-        return
-    if not isinstance(max_norm, Real) or isinstance(max_norm, bool):
-        raise TypeError(f"max_norm={max_norm!r} is a {type(max_norm).__name__}: need a number of at least 0")
-    if not float(max_norm) >= 0:
-        raise ValueError(f"max_norm={max_norm!r}: need a number of at least 0; inf only measures")

@@ -29,11 +29,6 @@ def is_not_finite(norms: Tensor) -> Tensor:
     return ~(norms < math.inf)
 
 
-def nonfinite_params(flags: Tensor) -> list[int]:
-    """Return the registration indices of the flagged parameters; waits for the device."""
-    return flags.nonzero().flatten().tolist()
-
-
 def describe(findings: Sequence[RankFindings], *, is_exact: bool = False) -> str:
     """Report which parameters were not finite (none where only the mean is not), and from where."""
     names = list(dict.fromkeys(name for f in findings for name in f.blamed))
@@ -55,7 +50,7 @@ def describe(findings: Sequence[RankFindings], *, is_exact: bool = False) -> str
     sources += sorted({place for rank, f in enumerate(findings) for place in _blamed(rank, f)})
     limit = "; or a finite value from 2**126 (8.5e37) on, which accumulator='exact' cannot hold"
     origin = _origin(sources, findings) + limit * is_exact
-    return f"inf or nan in the gradient of {_some(names)}, from {origin}"
+    return f"inf or nan in the gradient of {_listed([repr(name) for name in names])}, from {origin}"
 
 
 def describe_dropped(found: Sequence[Mapping[int, Sequence[str]]]) -> str:
@@ -88,11 +83,6 @@ def _origin(sources: list[str], findings: Sequence[RankFindings]) -> str:
             "micro-batch and names it"
         )
     return "the sum: every rank's own gradients were finite"
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(map(repr, names[:MAX_NAMED])) + more
 
 
 def flagged_in(flagged: Sequence[Tensor], slot: int) -> list[int]:

@@ -16,7 +16,7 @@ from pyengine.ops.device import Readback, flush, is_lazy
 from pyengine.window.claims import Use, difference
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header, LocalWindow, Totals
-from pyengine.window.nonfinite import RankFindings, describe, describe_dropped, nonfinite_params
+from pyengine.window.nonfinite import RankFindings, describe, describe_dropped
 
 _log = logging.getLogger("pyengine.window")
 
@@ -172,7 +172,9 @@ class Verdict:
     def _judge(self, totals: Totals) -> None:
         if self._skips:
             check_agreement(self._header, totals, self._comm)
-        dropped = self._what_was_dropped() if totals.dropped else ""
+        dropped = ""
+        if totals.dropped:
+            dropped = describe_dropped(self._comm.all_gather_object(self._evidence.dropped()))
         if dropped:
             self.reason = dropped
             warnings.warn(f"window {self._evidence.index}: {dropped}", stacklevel=2)
@@ -209,11 +211,6 @@ class Verdict:
                 "another engine or accelerator). Call sync.abandon() on all ranks and go on"
             )
 
-    def _what_was_dropped(self) -> str:
-        """Gather which micro-batches have left the window, and why."""
-        found = self._comm.all_gather_object(self._evidence.dropped())
-        return describe_dropped(found)
-
     def _why_not_finite(self) -> str:
         """Gather what every rank knows, and describe where inf and nan came from.
 
@@ -221,7 +218,8 @@ class Verdict:
             ValueError: they stand for what a rank refuses, found behind the header.
         """
         evidence = self._evidence
-        blamed = {evidence.names[param]: evidence.blame(param) for param in nonfinite_params(self._nonfinite)}
+        nonfinite = self._nonfinite.nonzero().flatten().tolist()
+        blamed = {evidence.names[param]: evidence.blame(param) for param in nonfinite}
         local = evidence.local
         mine = RankFindings(evidence.gave_up, local.nonfinite_losses(), blamed, local.refusals)
         findings: Sequence[RankFindings] = self._comm.all_gather_object(mine)
