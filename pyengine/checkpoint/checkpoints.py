@@ -103,7 +103,14 @@ class Checkpoints:
         Cost: one write of the state, waited for until it is on the disk; three small gathers.
         """
         name = uuid.uuid4().hex
-        everybody = self._on_all(lambda: self._look(step, name), f"{self._folder} cannot be used")
+
+        def look() -> tuple[str, int, str, bool]:
+            """Return what is wrong with the step, itself, a name, and whether none is there to go on from."""
+            problem = self._problem_of(step)
+            is_first = not {there for there, _ in self._found()} - self._refused
+            return problem, -1 if problem else step, name, is_first
+
+        everybody = self._on_all(look, f"{self._folder} cannot be used")
         self._raise([problem for problem, *_ in everybody], ValueError)
         if len({each for _, each, *_ in everybody}) > 1:
             raise ValueError(
@@ -234,13 +241,6 @@ class Checkpoints:
         if reasons:
             warnings.warn(f"{self._folder}: {'; '.join(reasons)}: {what}", UserWarning, stacklevel=4)
 
-    def _look(self, step: Any, name: str) -> tuple[str, int, str, bool]:
-        """Return what is wrong with a step, itself if nothing is, the name of a save, and whether it is the
-        first.
-        """
-        problem = self._problem_of(step)
-        return problem, -1 if problem else step, name, self._is_empty()
-
     def _problem_of(self, step: Any) -> str:
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**63:
             return f"step={step!r}: need a whole number of at least 0"
@@ -266,10 +266,6 @@ class Checkpoints:
         """Return the steps of other numbers of ranks that have a file of each of them."""
         files = Counter((step, world_size) for _, (step, _, world_size) in self._files())
         return {step for (step, size), num in files.items() if num == size != self._comm.world_size}
-
-    def _is_empty(self) -> bool:
-        """Whether this rank sees no step that it could continue from."""
-        return not {step for step, _ in self._found()} - self._refused
 
     def _own_steps(self) -> list[int]:
         place = self._comm.rank, self._comm.world_size

@@ -170,7 +170,6 @@ def identify(
     names: Sequence[str],
     params: Sequence[Parameter],
 ) -> Identity:
-    """Describe an engine, as it was made."""
     described = [
         (name, list(p.shape), list(dense_strides(p)), str(p.dtype).removeprefix("torch."))
         for name, p in zip(names, params, strict=True)
@@ -281,10 +280,6 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
-def _is_loss(value: Any) -> bool:
-    return value is None or is_number(value)
-
-
 def _is_list_of(value: Any, is_one: Callable[[Any], bool]) -> bool:
     return type(value) is list and all(map(is_one, value))
 
@@ -305,10 +300,6 @@ def _is_tensor(value: Any) -> bool:
 
 def _is_dense(value: Any) -> bool:
     return _is_tensor(value) and value.layout is torch.strided
-
-
-def _are_tensors(value: Any) -> bool:
-    return _is_dict_of(value, _is_dense)
 
 
 def _is_param(value: Any) -> bool:
@@ -352,9 +343,15 @@ _KINDS: dict[str, _Kind] = {
     "places": _DISTINCT,
     "counts": _NUMBERS,
     "dropped": (lambda value: _is_list_of(value, lambda item: type(item) is bool), "a list of bools"),
-    "losses": (lambda value: _is_list_of(value, _is_loss), "a list of numbers, or None"),
+    "losses": (
+        lambda value: _is_list_of(value, lambda item: item is None or is_number(item)),
+        "a list of numbers, or None",
+    ),
     "totals": (lambda value: _is_dict_of(value, is_number), "numbers by loss"),
-    "sums": (lambda value: _is_dict_of(value, _are_tensors), "tensors by part by parameter"),
+    "sums": (
+        lambda value: _is_dict_of(value, lambda parts: _is_dict_of(parts, _is_dense)),
+        "tensors by part by parameter",
+    ),
     "batch_norm": (lambda value: _is_list_of(value, _is_dense), "a list of tensors"),
     "carry": (lambda value: _is_dict_of(value, _is_tensor), "tensors by parameter"),
     "scaler": (lambda value: _is_dict_of(value, is_number), "numbers by name"),

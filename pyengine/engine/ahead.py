@@ -140,22 +140,19 @@ class Counting:
         engine = self._engine
         local = engine.counts
         done = [float(count) for count in local.counts]
-        ahead = CountsAhead(local, self._names, first=len(done))
-        for batch in batches:
-            ahead.add(self._count, batch)
-        counts = ahead.read(engine.device)
+        names, counts, problems = count_ahead(self._count, batches, local, self._names, engine.device)
         drops = engine.dropping is not None
-        if drops and len(ahead.names) > 1:
-            ahead.problems.append(
-                f"count: use nonfinite='skip' or 'raise' with counts of several losses, {ahead.names}: under "
+        if drops and len(names) > 1:
+            problems.append(
+                f"count: use nonfinite='skip' or 'raise' with counts of several losses, {names}: under "
                 "nonfinite='drop_micro_batch' the losses are weighed by totals before it is known which "
                 "micro-batches leave the window, and their counts with them"
             )
         kind = "a window" if self._names else "a loop"
-        meet(engine, stage=f"begins {kind} {_COUNTING}", problems=ahead.problems)
+        meet(engine, stage=f"begins {kind} {_COUNTING}", problems=problems)
         saved: dict[str, float] = {}
         if not self._names:
-            self._names, saved = _agree(engine, ahead.names)
+            self._names, saved = _agree(engine, names)
         names = self._names
         # Of what was done before a state was saved, only the divisor's count is known here.
         earlier = {base_of(saved or dict.fromkeys(names, 1.0)): math.fsum(done)}
@@ -216,59 +213,54 @@ def _check_resumed(saved: Mapping[str, float], totals: Mapping[str, float]) -> N
         )
 
 
-class CountsAhead:
-    """What one rank counts in a window before it computes it, and what is wrong with it."""
+def count_ahead(
+    count: CountOf, batches: Sequence[Any], local: LocalWindow, names: Sequence[str], device: torch.device
+) -> tuple[list[str], list[dict[str, float]], list[str]]:
+    """Count micro-batches behind those of `local`, which decides what is valid; `names` are empty at first.
 
-    def __init__(self, local: LocalWindow, names: Sequence[str], *, first: int) -> None:
-        self._local, self._first = local, first  # `first`: micro-batches of the window that are done
-        self.names = list(names)  # of the losses; if empty, those of the first micro-batch
-        self.problems: list[str] = []  # in words, each with its micro-batch
-        self._given: list[dict[str, Count]] = []
-
-    def add(self, count: CountOf, batch: object) -> None:
-        """Count the next micro-batch; tensors are not read."""
-        where = f"of micro-batch {self._first + len(self._given)}"
-        self._given.append({})
+    Returns the names of the losses, the counts by micro-batch, and problems, each with its micro-batch.
+    Tensors among the counts are read at once, by way of `device`.
+    """
+    names, first = list(names), len(local.counts)
+    problems: list[str] = []
+    all_given: list[dict[str, Count]] = []
+    for index, batch in enumerate(batches, start=first):
+        where = f"of micro-batch {index}"
+        all_given.append({})
         try:
             given = count(batch)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
-            self.problems.append(f"count {where}: the function raised {error!r}")
-            return
+            problems.append(f"count {where}: the function raised {error!r}")
+            continue
         named = given if isinstance(given, Mapping) else {ONLY: given}
-        self.names = self.names or list(named)
+        names = names or list(named)
         if not named or not all(isinstance(name, str) for name in named):
-            self.problems.append(f"count {where} has the names {list(named)}: need strings, at least one")
-        elif named.keys() != set(self.names):
-            self.problems.append(
-                f"count {where} has {list(named)}, and {self.names} elsewhere: need the same names in every "
+            problems.append(f"count {where} has the names {list(named)}: need strings, at least one")
+        elif named.keys() != set(names):
+            problems.append(
+                f"count {where} has {list(named)}, and {names} elsewhere: need the same names in every "
                 "micro-batch, with 0 for what it has nothing of"
             )
         for name, value in named.items():
             try:
-                self._given[-1][name] = checked_count(value)
+                all_given[-1][name] = checked_count(value)
             except (TypeError, ValueError) as error:
-                self.problems.append(f"{_what(name)} {where}: {error}")
-
-    def read(self, device: torch.device) -> list[dict[str, float]]:
-        """Return the counts by micro-batch; tensors among them are read at once, by way of `device`."""
-        tensors = [value for given in self._given for value in given.values() if isinstance(value, Tensor)]
-        values = iter(stacked(tensors, device).tolist() if tensors else [])
-        counts = [
-            {
-                name: next(values) if isinstance(value, Tensor) else float(value)
-                for name, value in given.items()
-            }
-            for given in self._given
-        ]
-        whole = ", whole" if self._local.is_exact else ""
-        self.problems += [
-            f"{_what(name)} of micro-batch {index} is {value}: need a finite{whole} number of at least 0 "
-            "and at most 2**53"
-            for index, given in enumerate(counts, start=self._first)
-            for name, value in given.items()
-            if not self._local.is_valid(value)
-        ]
-        return counts
+                problems.append(f"{_what(name)} {where}: {error}")
+    tensors = [value for given in all_given for value in given.values() if isinstance(value, Tensor)]
+    values = iter(stacked(tensors, device).tolist() if tensors else [])
+    counts = [
+        {name: next(values) if isinstance(value, Tensor) else float(value) for name, value in given.items()}
+        for given in all_given
+    ]
+    whole = ", whole" if local.is_exact else ""
+    problems += [
+        f"{_what(name)} of micro-batch {index} is {value}: need a finite{whole} number of at least 0 "
+        "and at most 2**53"
+        for index, read in enumerate(counts, start=first)
+        for name, value in read.items()
+        if not local.is_valid(value)
+    ]
+    return names, counts, problems
 
 
 def _what(name: object) -> str:

@@ -154,7 +154,7 @@ def _attach_ddp(
             raise
 
     source = ddp_model.module
-    engine = make_engine(named, ranks.comm, settings, reducer, source=source, problems=problems, ranks=ranks)
+    engine = make_engine(named, ranks, settings, reducer, source=source, problems=problems)
     reduced = {id(param) for _, param in own}
     return Sync(engine, ignored=[param for _, param in ignored if id(param) not in reduced])
 
@@ -233,7 +233,7 @@ def _attach_sharded(model: nn.Module, settings: Settings, deferral: Deferral) ->
         return FSDPReducer(managed)
 
     problems = [*problems_of_fsdp(model, settings), *problems_of_deferral(units, deferral, settings)]
-    engine = make_engine(named, comm, settings, reducer, source=model, problems=problems, ranks=ranks)
+    engine = make_engine(named, ranks, settings, reducer, source=model, problems=problems)
     return Sync(engine, ignored=ignored)
 
 

@@ -30,7 +30,6 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def batch_norms(module: nn.Module) -> list[_BatchNorm]:
-    """Return the modules that keep running statistics of their batches."""
     return [m for m in module.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
 
 
@@ -206,7 +205,6 @@ class BatchNormReplay:
         self._rows = self._work = None
 
     def release(self) -> None:
-        """Remove the hooks from the modules."""
         for bn in self._modules:
             if (hooks := _row_hooks(bn)).target is self._target:
                 hooks.remove()

@@ -72,7 +72,6 @@ from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.marks import REMEDY, GradMarks
 from pyengine.gradients.published import Published
 from pyengine.gradients.settings import Settings
-from pyengine.gradients.slots import Saved
 from pyengine.ops.device import HOST, Readback, flush, is_lazy, runs_ahead
 from pyengine.ops.trace import span
 from pyengine.step.grad_scaler import GradScaler
@@ -131,8 +130,8 @@ class Engine:
         batch_norms: BatchNormReplay,
         *,
         shares: Shares,
-        batch: SharedBatch | None = None,
-        module: nn.Module | None = None,
+        batch: SharedBatch | None,
+        module: nn.Module | None,
     ) -> None:
         names, params = reducer.names, reducer.params
         held = f"{len(params)} parameters, the first {names[0]!r}"
@@ -200,7 +199,7 @@ class Engine:
         # The version of a parameter at the last backward past this engine.
         self._bare_version: int | None = None
         # The index of the window that was opened last.
-        self._opened_at = -1
+        self.opened_at = -1
         # Whether a loop over `windows` has run out and no other one has begun.
         self.is_between_loops = False
         # Loaded states of random generators, which the next window sets.
@@ -260,7 +259,7 @@ class Engine:
             self.counter.is_resumed = False
         else:
             self.close_window()
-            self._opened_at = self.counter.index
+            self.opened_at = self.counter.index
             self.reset()
             self.counter.open()
         self._bare_version = None
@@ -787,10 +786,6 @@ class Engine:
             header = self.launch_header_all_reduce(self.new_counts(), more=False, stage="has ended its loop")
             check_agreement(header, header.totals(), self.comm)
 
-    def is_still_needed(self) -> bool:
-        """Whether another rank needs this one: for a window dropped before it was sent, or further ones."""
-        return self.counter.index == self._opened_at or self.verdicts.some_rank_has_more()
-
     def resize(self, accumulate: int) -> None:
         """Let windows have another size from the next one on; every rank calls this with the same number."""
         if not self.is_closed:
@@ -821,7 +816,7 @@ class Engine:
             )
         self.marks.record()
         self.verdicts.restart(part.steps)
-        self._opened_at = part.window
+        self.opened_at = part.window
         if due is not None:
             self.counter.resume(part.places, due)
         self.rng_due = {} if part.is_between_loops else part.rng  # set behind what the loader has drawn
@@ -1004,16 +999,6 @@ class Engine:
                 stacklevel=2,
             )
 
-    # ---- states ----
-
-    def save(self) -> Saved:
-        """Return the sums of this window's micro-batches, as `Reducer.save`, with flags by micro-batch."""
-        saved = self.reducer.save()
-        for parts in saved.values():
-            if "nonfinite" in parts:
-                parts["nonfinite"] = self.runs.spread(parts["nonfinite"])
-        return saved
-
 
 class MicroBatch:
     """One micro-batch of a window, while its backwards run; made by `sync.micro_batch`.
@@ -1146,51 +1131,47 @@ class MicroBatch:
 
 def make_engine(
     named: Sequence[tuple[str, Parameter]],
-    comm: Comm,
+    ranks: EngineRanks | ShardedRanks,
     settings: Settings,
     make_reducer: Callable[[list[ParamSpec], Terms], Reducer],
     *,
     source: object,
     problems: Sequence[str],
-    ranks: EngineRanks | ShardedRanks | None = None,
 ) -> Engine:
     """Make an engine over parameters, or raise the problems of any rank on every rank.
 
     Args:
         named: the parameters, in registration order.
-        comm: transport; every rank of it calls this.
+        ranks: which ranks share which gradients and batches; all of them call this.
         settings: this rank's arguments.
         make_reducer: makes the owner of the gradients, once all ranks have agreed.
         source: the module, if there is one, that has them.
         problems: further ones of this rank.
-        ranks: which ranks share which gradients and batches; None: all ranks hold the same.
 
     Raises:
         ValueError: an argument or a parameter is off, or ranks differ; on every rank, and nothing has
             changed.
     """
+    comm = ranks.comm
     if settings.watches_stalls:
         comm.watch_stalls(float(settings.stall_after_s or 0.0))
     try:
-        specs = [ParamSpec.of(name, param) for name, param in named] if ranks is None else ranks.specs(named)
-        is_exact = settings.kind == "exact"
+        specs = ranks.specs(named)
         model = source if isinstance(source, nn.Module) else None
-        module = model if is_exact and model is not None else nn.Module()
-        takes_shards = ranks is not None and ranks.takes_dtensors
+        module = model if settings.kind == "exact" and model is not None else nn.Module()
         found = [
-            *problems_of(named, takes_shards=takes_shards),
+            *problems_of(named, takes_shards=ranks.takes_dtensors),
             *narrow_problems(named, settings),
             *problems,
             *owned_problems(named),
             *in_backward_problems(named),
+            *batch_norm_problems(module),
+            *ranks.problems_with(named, settings, num_batch_norms=len(batch_norms_of(module))),
         ]
-        found += batch_norm_problems(module)
-        if ranks is not None:
-            found += ranks.problems_with(named, settings, num_batch_norms=len(batch_norms_of(module)))
-        shares = agree(comm, specs, settings, found, None if ranks is None else ranks.membership)
+        shares = agree(comm, specs, settings, found, ranks.membership)
         reducer = make_reducer(specs, Terms(shares.terms, shares.most_terms))
         batch_norms = BatchNormReplay(module, most=shares.most, total=shares.total)
-        batch = None if ranks is None else ranks.membership.shared_batch
+        batch = ranks.membership.shared_batch
         engine = Engine(reducer, comm, settings, batch_norms, shares=shares, batch=batch, module=model)
     except BaseException:
         comm.release()

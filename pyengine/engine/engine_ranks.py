@@ -96,7 +96,6 @@ def most_parts(memberships: Sequence[Membership]) -> int:
 
 
 def _difference(ranks: Sequence[int], have: dict[int, list[ParamSpec]]) -> str:
-    """Report in what the ranks of one group differ; nothing if they do not."""
     missing = [rank for rank in ranks if rank not in have]
     if missing:
         first, others = next(iter(have)), ", ".join(map(str, missing))
@@ -128,9 +127,9 @@ class EngineRanks:
         named: Named,
         device: torch.device,
         *,
-        group: dist.ProcessGroup | None,
-        mesh: DeviceMesh | None,
-        axes: Axes,
+        group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        axes: Axes = Axes(),  # noqa: B008 - frozen
     ) -> None:
         self.device = device
         self._mesh = MeshRanks(mesh) if isinstance(mesh, DeviceMesh) else None
@@ -150,7 +149,6 @@ class EngineRanks:
             self._join(named, axes)
 
     def specs(self, named: Named) -> list[ParamSpec]:
-        """Describe what this rank holds of each parameter."""
         return [_spec(name, param, group) for (name, param), group in zip(named, self._group_of, strict=True)]
 
     def groups(self, *, shared_memory: bool) -> Groups:
@@ -215,7 +213,6 @@ class EngineRanks:
             )
 
     def problems_with(self, named: Named, settings: Settings, *, num_batch_norms: int) -> list[str]:
-        """Report what an engine cannot do over these ranks."""
         found = list(self.problems)
         if settings.shared_memory is True:
             found += problems_of_sharing(self.comm, self.device)
@@ -348,7 +345,6 @@ class EngineRanks:
         return mesh.along(same)
 
     def _batch(self, axes: Axes) -> tuple[SharedBatch, int]:
-        """Return which batch this rank computes, and how many there are."""
         mesh = self._mesh
         if mesh is None:
             plain = Membership.plain(rank=self.comm.rank, world_size=self.comm.world_size)
@@ -360,7 +356,6 @@ class EngineRanks:
         return batch, mesh.size(count)
 
     def _transport(self, ranks: Sequence[int]) -> Comm:
-        """Return a transport over ranks of the engine."""
         if len(ranks) == self.comm.world_size:
             return self.comm
         members = sorted(self._ranks[rank] for rank in ranks)
@@ -477,6 +472,7 @@ class ShardedRanks:
     takes_dtensors = True
 
     def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
+        self.comm = comm  # over all ranks
         self.membership = Membership.plain(rank=comm.rank, world_size=comm.world_size)
         meshes = [(unit, param.device_mesh) for unit in units for param in _dtensors_of(unit)]
         cut = [(mesh, unit.data_ndim) for unit, mesh in meshes if mesh.ndim > unit.data_ndim]
@@ -498,7 +494,6 @@ class ShardedRanks:
         return [ParamSpec.of(name, param) for name, param in named]
 
     def problems_with(self, named: Named, settings: Settings, *, num_batch_norms: int) -> list[str]:
-        """Report what an engine cannot do over these ranks."""
         del named, num_batch_norms
         found = list(self._problems)
         if self._is_cut and settings.kind == "exact":

@@ -124,9 +124,7 @@ class GradSync(Sync):
             return BucketReducer(specs, params, groups=groups, settings=settings, terms=terms)
 
         source = params_or_module
-        super().__init__(
-            make_engine(named, comm, settings, reducer, source=source, problems=problems, ranks=ranks)
-        )
+        super().__init__(make_engine(named, ranks, settings, reducer, source=source, problems=problems))
 
     @property
     def layout(self) -> Layout:

@@ -86,7 +86,10 @@ def _cut(engine: Engine, loader: Iterable[Batch], counting: Counting | None) -> 
             counting.begin(source.peek(len(engine.counter.due)))
         yield _micro_batches(engine, source)
         engine.close_window()
-        others = not source.has_next and engine.comm.world_size > 1 and engine.is_still_needed()
+        # Other ranks need this one for a window that was dropped before it was sent, or for further ones.
+        others = (not source.has_next and engine.comm.world_size > 1) and (
+            engine.counter.index == engine.opened_at or engine.verdicts.some_rank_has_more()
+        )
 
 
 def _dealt(engine: Engine, dealer: Dealer) -> Iterator[Iterator[Dealt]]:

@@ -66,7 +66,6 @@ class Ownership:
             self._hook = self._nodes[0].register_hook(partial(_report, self._engine, self._params[0]))
 
     def release(self) -> None:
-        """Remove the mark."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -81,7 +80,6 @@ def _report(engine: weakref.ref[Any], param: Parameter, *_: object) -> None:
 
 
 def owner(param: Parameter) -> object | None:
-    """Return the engine that owns a parameter's gradient."""
     if not param.requires_grad:
         return None
     node: Any = get_gradient_edge(param).node

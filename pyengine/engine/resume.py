@@ -70,7 +70,10 @@ def take_snapshot(engine: Engine) -> Snapshot:
         snapshot.dropped = dropped if any(dropped) else []
         known = engine.denominators
         snapshot.totals = dict(known.totals if known else loaded.totals if loaded else {})
-        snapshot.sums = engine.save() if loaded is None else loaded.sums
+        snapshot.sums = engine.reducer.save() if loaded is None else loaded.sums
+        for parts in snapshot.sums.values() if loaded is None else ():
+            if "nonfinite" in parts:  # by run
+                parts["nonfinite"] = engine.runs.spread(parts["nonfinite"])
         snapshot.batch_norm = engine.batch_norms.save() if loaded is None else loaded.batch_norm
     return snapshot
 
@@ -200,7 +203,6 @@ def _loads_own(engine: Engine, states: object, snapshots: Sequence[Snapshot]) ->
 
 
 def _put_together(engine: Engine, parts: list[Snapshot], own: list[Snapshot], *, is_own: bool) -> Snapshot:
-    """Merge the parts that this rank continues from."""
     mine = own if is_own else _mine(engine, disjoint(parts))
     part = merge([s for s in mine if s.places], parts[0], engine.device)
     part.rng = own[0].rng if own else {}

@@ -435,7 +435,14 @@ class Sync:
         norm = final.grad_norm() if order != math.inf else final.inf_norm(engine.published.largest())
         if error_if_nonfinite:
             engine.reach_verdicts()
-            _check_finite(norm, order, verdict.reason)
+            # As torch does, for a norm that is the same on every rank.
+            if not math.isfinite(number := float(norm)):
+                why = verdict.reason or "it leaves the range of its type"
+                raise RuntimeError(
+                    f"the gradients' norm of order {order:g} is {number}, and error_if_nonfinite is set "
+                    f"({why}): nothing was clipped; call sync.step, which skips this step on every rank, or "
+                    "sync.abandon()"
+                )
         engine.scale_(final.clip(max_norm, norm))
         return norm
 
@@ -757,13 +764,3 @@ def _check_limit(name: str, value: object, more: str = "") -> None:
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}: need a number of at least 0")
     if not float(value) >= 0:
         raise ValueError(f"{name}={value!r}: need a number of at least 0{more}")
-
-
-def _check_finite(norm: Tensor, order: float, reason: str) -> None:
-    """Raise RuntimeError, as torch does, for a norm that is the same on every rank."""
-    if not math.isfinite(number := float(norm)):
-        why = reason or "it leaves the range of its type"
-        raise RuntimeError(
-            f"the gradients' norm of order {order:g} is {number}, and error_if_nonfinite is set ({why}): "
-            "nothing was clipped; call sync.step, which skips this step on every rank, or sync.abandon()"
-        )

@@ -110,7 +110,6 @@ class RollbackStepper:
 
 
 def _tensors(optimizer: Optimizer, param: Parameter) -> list[Tensor]:
-    """Return the parameter and the tensors of its state."""
     state = optimizer.state.get(param, {})
     return [param, *(value for value in state.values() if isinstance(value, Tensor))]
 
@@ -134,5 +133,4 @@ def _check_state(optimizer: Optimizer, mine: list[Parameter]) -> None:
 
 
 def _numbers(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the plain numbers of every param_group."""
     return [{k: v for k, v in g.items() if isinstance(v, int | float)} for g in optimizer.param_groups]

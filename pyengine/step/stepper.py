@@ -6,7 +6,6 @@ import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from operator import is_
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -25,8 +24,6 @@ _log = logging.getLogger("pyengine.step")
 
 
 class Stepper(Protocol):
-    """How an optimizer is stepped, unless the window must not be used."""
-
     def needs_host(self, optimizer: Optimizer) -> bool:
         """Whether `step` waits for the outcome of the window; the same on every rank."""
 
@@ -93,6 +90,9 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 _ALIGN_ELEMENTS = 8  # 16 bytes of the narrowest type
 
 
+_Targets = Sequence[tuple[BucketPlan, Pointers]]
+
+
 def is_torchs(optimizer: Optimizer) -> bool:
     """Whether an optimizer is exactly one of torch's: a subclass may do more in its step."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
@@ -122,9 +122,10 @@ class Undo:
     """
 
     def __init__(self) -> None:
-        self._seen: WeakKeyDictionary[Optimizer, _Seen] = WeakKeyDictionary()
+        # What a step of an optimizer wrote last time, as its own objects, and as targets.
+        self._seen: WeakKeyDictionary[Optimizer, tuple[list[Any], _Targets | None]] = WeakKeyDictionary()
 
-    def targets(self, optimizer: Optimizer) -> Sequence[tuple[BucketPlan, Pointers]] | None:
+    def targets(self, optimizer: Optimizer) -> _Targets | None:
         """Return what a step writes, a plan and its tensors for each dtype; None if it cannot be undone.
 
         The answer is the same on every rank. It is known for torch's own optimizers only. The first step
@@ -137,15 +138,14 @@ class Undo:
         tensors = _written(optimizer)
         if tensors is None:
             return None
-        seen = self._seen.get(optimizer)
-        if seen is None or len(seen.tensors) != len(tensors) or not all(map(is_, seen.tensors, tensors)):
-            seen = self._seen[optimizer] = _Seen(tensors, _planned(tensors))
-        return seen.targets
+        seen, targets = self._seen.get(optimizer, ([], None))
+        if len(seen) != len(tensors) or not all(map(is_, seen, tensors)):
+            targets = _planned(tensors)
+            self._seen[optimizer] = tensors, targets
+        return targets
 
     @contextmanager
-    def around(
-        self, targets: Sequence[tuple[BucketPlan, Pointers]], copies: Sequence[Tensor], found_inf: Tensor
-    ) -> Iterator[None]:
+    def around(self, targets: _Targets, copies: Sequence[Tensor], found_inf: Tensor) -> Iterator[None]:
         """Undo, behind the body, what it wrote to `targets` if `found_inf`, which the host does not read, is
         not 0.
         """
@@ -159,7 +159,7 @@ class Undo:
                 plan.unpack_(tensors, copy, one, only_if=found_inf)
 
 
-def allocate(targets: Sequence[tuple[BucketPlan, Pointers]]) -> list[Tensor] | None:
+def allocate(targets: _Targets) -> list[Tensor] | None:
     """Return memory for the copies of `targets`; None where there is not enough."""
     try:
         return [
@@ -168,12 +168,6 @@ def allocate(targets: Sequence[tuple[BucketPlan, Pointers]]) -> list[Tensor] | N
         ]
     except torch.OutOfMemoryError:
         return None
-
-
-@dataclass(frozen=True)
-class _Seen:
-    tensors: list[Any]  # what a step of an optimizer wrote last time, as its own objects
-    targets: Sequence[tuple[BucketPlan, Pointers]] | None
 
 
 def _written(optimizer: Optimizer) -> list[Any] | None:

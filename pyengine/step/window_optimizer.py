@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,18 +15,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pyengine.ops.device import runs_ahead
 from pyengine.window.claims import OptimizerStep
-
-
-class _Steps(Protocol):
-    @property
-    def is_sync_step(self) -> bool: ...
-
-    @property
-    def landed(self) -> object | None: ...
-
-    def step(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> torch.Tensor: ...
-
-    def refuse_bare_gradients(self) -> None: ...
 
 
 def check_step(optimizer: Any, scheduler: Any) -> None:
@@ -94,13 +82,13 @@ class WindowOptimizer(torch.optim.Optimizer):
     register_load_state_dict_pre_hook = _of_the_wrapped("register_load_state_dict_pre_hook")
     register_load_state_dict_post_hook = _of_the_wrapped("register_load_state_dict_post_hook")
 
-    def __init__(self, sync: _Steps, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    def __init__(self, sync: Any, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
         # Not super().__init__, which would give this one groups and a state of its own.
         check_step(optimizer, scheduler)
         self.optimizer = optimizer
         self._stepped: torch.Tensor | None = None
         self._stepped_in: object | None = None
-        self._sync: _Steps | None = sync
+        self._sync = sync  # the `Sync` that made it; None in a copy
         self._scheduler = scheduler
 
     @property

@@ -95,7 +95,6 @@ class WindowCounter:
 
     @property
     def has_micro_batch_out(self) -> bool:
-        """Whether a micro-batch of the open window has been handed out and is not done."""
         return self.state is State.OPEN and self.handed > self.done
 
     @property
@@ -115,7 +114,6 @@ class WindowCounter:
 
     @property
     def next_backward_syncs(self) -> bool:
-        """Whether the backward about to run is the window's last."""
         return self.state is State.OPEN and self.is_complete and self.done + 1 >= self.handed
 
     def check_backward(self) -> None:
@@ -183,7 +181,6 @@ class Runs:
         self.is_open = not ends
 
     def end(self) -> None:
-        """Note that the run that is open has been accumulated as it is."""
         self._num_ended += self.is_open
         self.is_open = False
 
@@ -208,7 +205,6 @@ MAX_ACCUMULATE = 2**20  # places are listed
 
 
 def check_accumulate(accumulate: object) -> list[str]:
-    """Report what is wrong with a number of micro-batches a window."""
     if type(accumulate) is int and 1 <= accumulate <= MAX_ACCUMULATE:
         return []
     kind = "" if type(accumulate) is int else f", and not a {type(accumulate).__name__}"

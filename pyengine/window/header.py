@@ -162,7 +162,6 @@ class LocalWindow:
         return [*self.refusals, *(text for text, doubt in self.doubts if doubt)]
 
     def is_valid(self, count: float) -> bool:
-        """Whether a count may be summed."""
         return 0 <= count <= MAX_COUNT and (not self.is_exact or count == math.floor(count))
 
     def are_valid(self, counts: Tensor) -> Tensor:

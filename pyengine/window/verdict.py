@@ -62,7 +62,7 @@ class Verdict:
         self.totals: Totals | None = None  # sums over all ranks; None until read
         # Why the step is skipped, or which micro-batches were dropped; empty if neither.
         self.reason = ""
-        self._header, self._evidence, self._comm, self._raises = header, evidence, comm, raises
+        self._header, self.evidence, self._comm, self._raises = header, evidence, comm, raises
         # A norm of exactly 0: then ranks ask each other whether there is any gradient.
         flags = torch.stack([final.found_inf.double(), (final.grad_norm() == 0).double()])
         self._numbers = Readback(torch.cat([header.vector(), flags]))
@@ -70,7 +70,7 @@ class Verdict:
         self._nonfinite = final.nonfinite.clone()
         self._waiting: list[Callable[[Totals, bool], None]] = []
         self._waiting_to_know: list[Callable[[bool], None]] = []
-        self._skips = self._is_zero = False
+        self.skips = self._is_zero = False
         self.is_reached = False  # whether the ranks have concluded it
         self.is_awaited = False  # whether an action on this rank waits for the numbers
         self.error: Exception | None = None  # what `reach` raises
@@ -84,7 +84,7 @@ class Verdict:
         self.is_awaited = self.is_awaited or awaits
         if self.is_reached:
             assert self.totals is not None
-            action(self.totals, self._skips)
+            action(self.totals, self.skips)
         else:
             self._waiting.append(action)
 
@@ -94,7 +94,7 @@ class Verdict:
         if self.totals is None:
             self._waiting_to_know.append(action)
         else:
-            action(self._skips)
+            action(self.skips)
 
     @property
     def was_refused(self) -> bool:
@@ -103,15 +103,7 @@ class Verdict:
 
     @property
     def is_good(self) -> bool:
-        return self.totals is not None and not self._skips
-
-    @property
-    def is_skipped(self) -> bool:
-        return self._skips
-
-    @property
-    def is_scaled(self) -> bool:
-        return self._evidence.is_scaled
+        return self.totals is not None and not self.skips
 
     @property
     def is_quiet(self) -> bool:
@@ -133,9 +125,9 @@ class Verdict:
         actions = self._pop_waiting_to_know()
         waiting, self._waiting = self._waiting, []
         if self.error is None:
-            actions += [partial(action, totals, self._skips) for action in waiting]
+            actions += [partial(action, totals, self.skips) for action in waiting]
         call_all(actions)
-        _log.debug("window %d: verdict %s", self._evidence.index, self.error or self.reason or "step")
+        _log.debug("window %d: verdict %s", self.evidence.index, self.error or self.reason or "step")
         if self.error is not None:
             raise type(self.error)(*self.error.args)
         return totals
@@ -151,7 +143,7 @@ class Verdict:
         if self.totals is not None and not self.totals.dropped:
             which = "the step was" if in_a_row == 1 else f"the last {in_a_row} steps were"
             warnings.warn(
-                f"window {self._evidence.index}: {which} skipped on every rank: {self.reason}. sync.on_step "
+                f"window {self.evidence.index}: {which} skipped on every rank: {self.reason}. sync.on_step "
                 "reports every one; nonfinite='raise' stops at the first",
                 stacklevel=2,
             )
@@ -159,30 +151,30 @@ class Verdict:
     def _look(self) -> Totals:
         if self.totals is None:
             *numbers, found_inf, is_zero = self._numbers.get()
-            self._skips, self._is_zero = found_inf != 0, is_zero != 0
+            self.skips, self._is_zero = found_inf != 0, is_zero != 0
             self.totals = Totals.of(numbers, self._comm.world_size)
-            _log.debug("window %d: skip %s, %s", self._evidence.index, self._skips, self.totals)
+            _log.debug("window %d: skip %s, %s", self.evidence.index, self.skips, self.totals)
         return self.totals
 
     def _pop_waiting_to_know(self) -> list[Callable[[], object]]:
         """Return, and remove, what waits for this rank to know."""
         waiting, self._waiting_to_know = self._waiting_to_know, []
-        return [partial(action, self._skips) for action in waiting]
+        return [partial(action, self.skips) for action in waiting]
 
     def _judge(self, totals: Totals) -> None:
-        if self._skips:
+        if self.skips:
             check_agreement(self._header, totals, self._comm)
         dropped = ""
         if totals.dropped:
-            dropped = describe_dropped(self._comm.all_gather_object(self._evidence.dropped()))
+            dropped = describe_dropped(self._comm.all_gather_object(self.evidence.dropped()))
         if dropped:
             self.reason = dropped
-            warnings.warn(f"window {self._evidence.index}: {dropped}", stacklevel=2)
-        if not self._skips:
+            warnings.warn(f"window {self.evidence.index}: {dropped}", stacklevel=2)
+        if not self.skips:
             if self._is_zero:
                 self._refuse_empty()
             return
-        evidence = self._evidence
+        evidence = self.evidence
         check_counts(totals, self._comm, local=evidence.local)
         most = evidence.local.max_micro_batches
         if totals.micro_batches > most:
@@ -196,15 +188,15 @@ class Verdict:
             return
         self.reason = self._why_not_finite()
         if self._raises:
-            raise FloatingPointError(f"window {self._evidence.index}: {self.reason}")
+            raise FloatingPointError(f"window {self.evidence.index}: {self.reason}")
 
     def _refuse_empty(self) -> None:
         """Raise RuntimeError if backwards have run and no rank has any gradient."""
-        mine = self._evidence.has_backward, self._evidence.has_gradient
+        mine = self.evidence.has_backward, self.evidence.has_gradient
         backwards, gradients = zip(*self._comm.all_gather_object(mine), strict=True)
         if any(backwards) and not any(gradients):
             raise RuntimeError(
-                f"window {self._evidence.index}: no rank has any gradient, so nothing was trained. Make the "
+                f"window {self.evidence.index}: no rank has any gradient, so nothing was trained. Make the "
                 "engine (and the optimizer) over the parameters that the loss reaches, after whatever "
                 "exchanges them (load_state_dict(assign=True), swap_tensors, a parametrization), and leave "
                 "out what takes gradients away inside the backward (an optimizer in a hook, .grad = None, "
@@ -217,7 +209,7 @@ class Verdict:
         Raises:
             ValueError: they stand for what a rank refuses, found behind the header.
         """
-        evidence = self._evidence
+        evidence = self.evidence
         nonfinite = self._nonfinite.nonzero().flatten().tolist()
         blamed = {evidence.names[param]: evidence.blame(param) for param in nonfinite}
         local = evidence.local
@@ -312,8 +304,8 @@ class VerdictQueue:
         """
         verdict = self._unread.pop(0)
         verdict.reach()
-        self._skipped = self._skipped + 1 if verdict.is_skipped else 0
-        is_first = verdict.is_skipped and not (self._has_warned or verdict.is_scaled)
+        self._skipped = self._skipped + 1 if verdict.skips else 0
+        is_first = verdict.skips and not (self._has_warned or verdict.evidence.is_scaled)
         if is_first or self._skipped in _WARN_AT:
             verdict.warn_of_skip(self._skipped)
             self._has_warned = True

@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pyengine.comm import comm_for
 from pyengine.engine.engine import make_engine
+from pyengine.engine.engine_ranks import EngineRanks
 from pyengine.engine.sync import Sync
 from pyengine.gradients.base import Reducer
 from pyengine.gradients.published import Published
@@ -44,10 +44,11 @@ class GradReducer(Reducer):
 
 
 def _mean() -> list[float]:
-    model, comm = nn.Linear(2, 1, bias=False), comm_for(torch.device("cpu"), None)
+    model = nn.Linear(2, 1, bias=False)
     named = list(model.named_parameters())
-    owner = GradReducer(["weight"], [model.weight], comm)
-    engine = make_engine(named, comm, Settings(2), lambda *_: owner, source=model, problems=[])
+    all_ranks = EngineRanks(named, torch.device("cpu"))
+    owner = GradReducer(["weight"], [model.weight], all_ranks.comm)
+    engine = make_engine(named, all_ranks, Settings(2), lambda *_: owner, source=model, problems=[])
     for window in Sync(engine).windows(torch.arange(2.0) + 10 * dist.get_rank()):
         for x in window:
             Sync(engine).backward(model(torch.stack([x, x])).sum())

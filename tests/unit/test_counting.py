@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from pyengine.engine.ahead import Counting, CountsAhead
+from pyengine.engine.ahead import Counting, count_ahead
 from pyengine.engine.engine import Engine
 from pyengine.window.header import LocalWindow
 
@@ -20,10 +20,8 @@ def _counted(
     *given: Any, names: list[str] | None = None, is_exact: bool = False
 ) -> tuple[list[dict[str, float]], list[str]]:
     """Count micro-batches 4 and following; return the counts and the problems."""
-    ahead = CountsAhead(LocalWindow(is_exact), names or [], first=4)
-    for one in given:
-        ahead.add(lambda batch: batch, one)
-    return ahead.read(CPU), ahead.problems
+    local = LocalWindow(is_exact, counts=[1] * 4)
+    return count_ahead(lambda batch: batch, given, local, names or [], CPU)[1:]
 
 
 @pytest.mark.parametrize(
