@@ -265,7 +265,7 @@ def strike(number: int) -> None:
 
 def _look_alone() -> None:
     """Let an engine's thread look under the lock."""
-    from pyengine.comm.watch.stall import StallWatch
+    from pyengine.comm.watch import StallWatch
 
     look = StallWatch.look
 
@@ -358,7 +358,7 @@ def _part(store: Any, world: int, within_s: float) -> None:
     """
     import torch.distributed as dist
 
-    from pyengine.comm.default_group import destroy_default_group
+    from pyengine.comm.launching import destroy_default_group
 
     store.add("parting", 1)
     end = time.monotonic() + within_s

@@ -8,8 +8,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from pyengine.comm.base import Comm
-from pyengine.comm.local import Local
+from pyengine.comm.base import Comm, Local
 from pyengine.comm.torch_dist import TorchDist
 from pyengine.ops.device import is_lazy
 

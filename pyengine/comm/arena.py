@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyengine.comm.watch.pending import listed
-from pyengine.comm.watch.process_state import ProcessId, own_network
+from pyengine.comm.process_state import ProcessId, own_network
+from pyengine.comm.watch import listed
 from pyengine.ops import native
 from pyengine.ops.device import HOST
 
@@ -37,26 +37,17 @@ _MAXIMA = {torch.uint8: 5}
 # Interval at which a wait returns to Python, so that its signal handlers run.
 _LOOK_S = 1.0
 _TOKEN_BYTES = 16
-_LONGER = "the collective in shared memory takes longer"
 
 
 @dataclass(frozen=True)
 class MemoryOffer:
-    """What one rank offers to the other ranks of its host.
-
-    Attributes:
-        process: process of the rank.
-        network: its network namespace: ranks in different ones count as different hosts, also on one kernel.
-        refusal: why the rank cannot share memory; empty if it can.
-        descriptor: of a file that the rank has made; -1 if there is none.
-        token: first bytes of the file.
-    """
+    """What one rank offers to the other ranks of its host."""
 
     process: ProcessId
-    network: str
-    refusal: str
-    descriptor: int = -1
-    token: bytes = b""
+    network: str  # namespace: ranks in different ones count as different hosts, also on one kernel
+    refusal: str  # why the rank cannot share memory; empty if it can
+    descriptor: int = -1  # of a file that the rank has made; -1 if there is none
+    token: bytes = b""  # first bytes of the file
 
     @classmethod
     def make(cls, world_size: int) -> MemoryOffer:
@@ -85,11 +76,7 @@ class MemoryOffer:
             os.close(self.descriptor)
 
     def open(self) -> int:
-        """Open the file; the caller closes the descriptor.
-
-        Raises:
-            OSError: the file cannot be opened from this process.
-        """
+        """Open the file; the caller closes the descriptor."""
         descriptor = os.open(f"/proc/{self.process.pid}/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         if os.pread(descriptor, _TOKEN_BYTES, 0) != self.token:
             os.close(descriptor)
@@ -101,13 +88,7 @@ class Arena:
     """Memory that the ranks of a host share, as one of them sees it.
 
     One thread runs the collectives in order, and sleeps otherwise. It ends with `close`, with this object and
-    with the interpreter.
-
-    Args:
-        descriptor: of the file; the arena closes it.
-        processes: of the ranks that share it.
-        place: index of this rank in `processes`.
-        ranks: numbers of the ranks in messages, in the order of `processes`.
+    with the interpreter. `close` closes the descriptor of the file, too.
 
     Cost: a thread, a file descriptor, and a mebibyte once a tensor outside the arena is reduced.
     """
@@ -122,7 +103,7 @@ class Arena:
     ) -> None:
         self._core = native._core.SharedArena(descriptor, place, len(processes))
         self._processes, self._me = list(processes), processes[place]
-        self._ranks, self._timeout_s = list(ranks), float("inf")
+        self._ranks, self._timeout_s = list(ranks), float("inf")  # numbers of the ranks in messages
         self._suspects: list[int] = []  # dead at the last look: two looks in a row fail the collective
         self._works: dict[Any, SharedWork] = {}
         self._thread = threading.Thread(
@@ -151,17 +132,14 @@ class Arena:
 
     @staticmethod
     def supports(flat: Tensor, *, is_max: bool) -> bool:
-        """Whether a tensor can be reduced in an arena."""
         kinds = _MAXIMA if is_max else _SUMS
         return flat.dtype in kinds and flat.is_contiguous()
 
     def reduce(self, flat: Tensor, *, is_max: bool, timeout_s: float) -> SharedWork:
         """Launch a sum or a maximum over the ranks of the host, in place.
 
-        Args:
-            flat: a tensor that `supports` accepts; unchanged until the work has been waited for.
-            is_max: maximum in place of sum.
-            timeout_s: seconds after which a collective fails that some rank has not launched.
+        `supports` accepts the tensor, and it stays unchanged until the work has been waited for. The
+        collective fails if some rank has not launched it after `timeout_s` seconds.
 
         Cost: a read and a write an element if `flat` comes from `allocate` on all ranks; otherwise it is also
             copied through the caches.
@@ -192,13 +170,7 @@ class Arena:
 
 
 class SharedWork:
-    """A collective under way, with the methods of `dist.Work`.
-
-    Args:
-        works: works that are not done, by job.
-        core, job: arena and job of the native core.
-        flat: tensor that is reduced; kept alive until the work is done.
-    """
+    """A collective under way, with the methods of `dist.Work`; it keeps the tensor alive until it is done."""
 
     def __init__(self, works: dict[Any, SharedWork], core: Any, job: Any, flat: Tensor) -> None:
         self._works, self._core, self._job, self._flat = works, core, job, flat
@@ -207,19 +179,13 @@ class SharedWork:
         self._lock = threading.Lock()
 
     def is_completed(self) -> bool:
-        """Whether the collective is done, or has failed."""
         return bool(self._core.wait(self._job, 0.0))
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait for the result.
-
-        Raises:
-            RuntimeError: the collective has failed, or the timeout is over.
-        """
         end = float("inf") if timeout is None else time.monotonic() + timeout.total_seconds()
         while not self._core.wait(self._job, max(0.0, min(_LOOK_S, end - time.monotonic()))):
             if time.monotonic() > end:
-                raise RuntimeError(_LONGER)
+                raise RuntimeError("the collective in shared memory takes longer")
         self.complete()
         if error := self._core.error(self._job):
             raise RuntimeError(error)
@@ -249,8 +215,6 @@ class SharedWork:
 
 
 def _serve(core: Any, works: dict[Any, SharedWork], ref: weakref.ref[Arena]) -> None:
-    """Run an arena's collectives until it is closed, and complete their futures."""
-
     def on_wait(waited_s: float) -> None:
         arena = ref()
         if arena is not None:

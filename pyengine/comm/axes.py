@@ -43,15 +43,7 @@ class Axes:
 
 
 class MeshRanks:
-    """Ranks of a mesh, as this rank sees them.
-
-    Args:
-        mesh: a mesh with this rank in it.
-
-    Attributes:
-        shape: size of each axis; an axis without a name is named by its index.
-        coordinate: coordinate of this rank on each axis.
-    """
+    """Ranks of a mesh, as this rank sees them. An axis without a name is named by its index."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._ranks = mesh.mesh
@@ -71,7 +63,6 @@ class MeshRanks:
         return tuple(sorted(self._ranks[index].flatten().tolist()))
 
     def everybody(self) -> tuple[int, ...]:
-        """Return all ranks of the mesh, ascending."""
         return self.along([*self.shape])
 
     def index(self, axes: Sequence[str]) -> int:
@@ -82,7 +73,6 @@ class MeshRanks:
         return index
 
     def size(self, axes: Sequence[str]) -> int:
-        """Return the number of ranks along `axes`."""
         return len(self.along(axes))
 
     def axis_of(self, mesh: DeviceMesh, dim: int) -> str | None:
@@ -98,7 +88,6 @@ class MeshRanks:
 
 
 def as_tuple(names: Names) -> tuple[str, ...]:
-    """Return one or several names as a tuple."""
     return (names,) if isinstance(names, str) else tuple(names)
 
 

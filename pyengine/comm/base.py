@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyengine.comm.watch.roll_call import RollCall
+from pyengine.comm.process_state import ProcessId, own_network
+from pyengine.comm.watch import RollCall
 
 T = TypeVar("T", bound=Tensor)
 
@@ -22,18 +23,12 @@ Hosts = tuple[tuple[int, ...], ...]
 
 @dataclass
 class Traffic:
-    """Counters of one transport.
-
-    Attributes:
-        collectives: number of collectives launched.
-        bytes_sent: bytes that this rank sends for them, by the formula of a ring.
-    """
+    """Counters of one transport: collectives launched, and the bytes that this rank sends for them."""
 
     collectives: int = 0
-    bytes_sent: int = 0
+    bytes_sent: int = 0  # by the formula of a ring
 
     def count(self, num_bytes: int) -> None:
-        """Count a collective for which this rank sends `num_bytes`."""
         self.collectives += 1
         self.bytes_sent += num_bytes
 
@@ -65,11 +60,7 @@ class Work(Protocol):
 
 
 class Done:
-    """A collective that was complete when it was launched.
-
-    Args:
-        result: tensor that the future holds.
-    """
+    """A collective that was complete when it was launched; its future holds `result`."""
 
     def __init__(self, result: Tensor) -> None:
         self._result = result
@@ -308,27 +299,93 @@ class Comm(ABC):
 
 @dataclass(frozen=True)
 class Levels:
-    """Transports of a rank in two levels.
+    """Transports of a rank in two levels."""
 
-    Attributes:
-        inside: over the ranks of its host.
-        across: over the ranks with the same index on every host; over this rank alone where a smaller host
-            has no such index.
-        num_parts: ranks of the smallest host, each of which sums a part across hosts.
-    """
-
-    inside: Comm
+    inside: Comm  # over the ranks of its host
+    # Over the ranks with the same index on every host; over this rank alone where a smaller host has none.
     across: Comm
-    num_parts: int
+    num_parts: int  # ranks of the smallest host, each of which sums a part across hosts
 
     def part_of(self, numel: int) -> slice:
         """Return the elements of a bucket that this rank sums across hosts."""
         size, index = -(-numel // self.num_parts), self.inside.rank
-        if not self.is_across:
+        if index >= self.num_parts:
             return slice(0, 0)
         return slice(min(index * size, numel), min((index + 1) * size, numel))
 
-    @property
-    def is_across(self) -> bool:
-        """Whether this rank sums a part across hosts."""
-        return self.inside.rank < self.num_parts
+
+class Local(Comm):
+    """The transport of a single process: one rank, and nothing moves."""
+
+    can_exchange = True
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, world_size=1)
+
+    def levels(self, hosts: Hosts | None = None) -> Levels:
+        del hosts
+        return Levels(self, self, 1)
+
+    def between_hosts(self) -> Local:
+        return self
+
+    def all_reduce(self, flat: Tensor) -> Done:
+        return Done(flat)
+
+    def all_reduce_max(self, flat: Tensor) -> Done:
+        return Done(flat)
+
+    def all_to_all(self, received: Tensor, parts: Tensor) -> Done:
+        return Done(received.copy_(parts))
+
+    def all_gather(self, gathered: Tensor, part: Tensor) -> Done:
+        return Done(gathered.copy_(part))
+
+    def all_gather_object(self, value: object) -> list[Any]:
+        return [value]
+
+    def broadcast_(self, tensors: list[Tensor]) -> None:
+        pass
+
+
+# ---- hosts ----
+
+
+def spans_hosts(comm: Comm) -> bool:
+    """Whether the ranks of a transport are on several hosts; True where that is not known."""
+    return not comm.host_of or len({comm.host_of[rank] for rank in comm.ranks}) > 1
+
+
+def own_host() -> Hashable:
+    """Return an identity of this host, the same for all of its processes."""
+    return ProcessId.own().space, own_network()
+
+
+def by_host(hosts: Sequence[Hashable]) -> Hosts:
+    """Return the indices of ranks by host, in the order of their first ranks; `hosts` is by rank."""
+    return tuple(
+        tuple(rank for rank, host in enumerate(hosts) if host == one) for one in dict.fromkeys(hosts)
+    )
+
+
+def indices_by_host(hosts: Hosts, ranks: Sequence[int]) -> Hosts:
+    """Return the indices in `ranks` by host; `hosts` may have other ranks, too."""
+    host_of = {rank: index for index, host in enumerate(hosts) for rank in host}
+    missing = [rank for rank in ranks if rank not in host_of]
+    if missing or len(host_of) < sum(map(len, hosts)):
+        why = f"rank {missing[0]} is in none of its rows" if missing else "a rank is in two of its rows"
+        raise ValueError(
+            f"mesh={[list(host) for host in hosts]}: {why}; need one row a host, and every rank "
+            "over which gradients are summed in one row"
+        )
+    return by_host([host_of[rank] for rank in ranks])
+
+
+def check_equal(hosts: Hosts) -> None:
+    """Raise ValueError where hosts have unequal numbers of ranks."""
+    if len({len(host) for host in hosts}) > 1:
+        raise ValueError(
+            f"the {sum(map(len, hosts))} ranks are {' + '.join(str(len(host)) for host in hosts)} by host: a "
+            "wire of two levels needs the same number on every host; start as many on each, or pass mesh= "
+            "with rows of equal length"
+        )

@@ -38,20 +38,12 @@ def group_of(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup | 
     """
     if list(ranks) == list(range(dist.get_world_size())):
         return None
-    return _find_or_make(ranks, "engines", timeout_of(None, device))
+    return find_or_make(ranks, "engines", timeout_of(None, device))
 
 
 def group_beside_ddp(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
     """Return a group of these ranks that only engines under `attach` use; called as `group_of`."""
-    return _find_or_make(ranks, "engines beside DDP", timeout_of(None, device))
-
-
-def group_within(ranks: Sequence[int], parent: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Return a group of some ranks of a transport, for the levels of transports named `parent`.
-
-    Called as `group_of`.
-    """
-    return _find_or_make(ranks, f"levels of {parent}", timeout)
+    return find_or_make(ranks, "engines beside DDP", timeout_of(None, device))
 
 
 def group_of_hosts(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -62,7 +54,22 @@ def group_of_hosts(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """
     parent = c10d._get_default_group() if parent is None else parent
     ranks, limit = dist.get_process_group_ranks(parent), timeout_of(parent, HOST)
-    return _find_or_make(ranks, f"hosts of group {parent.group_name}", limit, backend="gloo")
+    return find_or_make(ranks, f"hosts of group {parent.group_name}", limit, backend="gloo")
+
+
+def find_or_make(
+    ranks: Sequence[int], purpose: str, timeout: timedelta, *, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Return the group that an earlier engine over these ranks has made, or make it; called as `group_of`.
+
+    torch's own list of groups is searched: it holds the same ones on each of the ranks, which make them
+    together.
+    """
+    for group in c10d._world.pg_map:
+        if group.group_desc == f"pyengine: {purpose}" and dist.get_process_group_ranks(group) == [*ranks]:
+            _log.debug("reuse process group for %s over ranks %s", purpose, ranks)
+            return group
+    return make(purpose, ranks, timeout=timeout, backend=backend)
 
 
 # ---- facts about a group ----
@@ -101,7 +108,6 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
 
 
 def set_timeout(limit: timedelta, group: dist.ProcessGroup | None) -> None:
-    """Set the timeout of a group's collectives, from here on."""
     c10d._set_pg_timeout(limit, group)
 
 
@@ -120,7 +126,6 @@ def make(
     Args:
         purpose: description that no other group of these ranks has.
         ranks: sorted, as the default group numbers them.
-        timeout: of its collectives.
         backend: None: that of the default group, for the same devices; or the backend of one kind of device.
     """
     default_group = c10d._get_default_group()
@@ -137,30 +142,11 @@ def make(
         timeout=timeout,
         pg_tag=name,  # without a tag of its own torch returns this group to whoever names these ranks
         device_id=default_group.bound_device_id if backend is None else None,
-        group_desc=_description(purpose),
+        group_desc=f"pyengine: {purpose}",
     )
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     _log.debug("make process group for %s over ranks %s, timeout %s", purpose, ranks, timeout)
     return group
-
-
-def _find_or_make(
-    ranks: Sequence[int], purpose: str, timeout: timedelta, *, backend: str | None = None
-) -> dist.ProcessGroup:
-    """Return the group that an earlier engine over these ranks has made, or make it.
-
-    torch's own list of groups is searched: it holds the same ones on each of the ranks, which make them
-    together.
-    """
-    for group in c10d._world.pg_map:
-        if group.group_desc == _description(purpose) and dist.get_process_group_ranks(group) == [*ranks]:
-            _log.debug("reuse process group for %s over ranks %s", purpose, ranks)
-            return group
-    return make(purpose, ranks, timeout=timeout, backend=backend)
-
-
-def _description(purpose: str) -> str:
-    return f"pyengine: {purpose}"
 
 
 # ---- groups that one engine at a time uses: see [Note: an engine's own group] ----
@@ -168,24 +154,17 @@ def _description(purpose: str) -> str:
 
 @dataclass
 class GroupUsage:
-    """How an engine's own group is used on this rank.
+    """How an engine's own group is used on this rank."""
 
-    Attributes:
-        ranks: of the group, as the default group numbers them.
-        backend: of the group.
-        number: the same on every rank; no other group of these ranks and this backend has it.
-        users: handles of this group and of groups of its levels, until they are released or freed.
-        launched: number of collectives that this rank has launched. Where it differs between ranks, the next
-            collective of one rank would be paired with an earlier one of another.
-        is_broken: whether a collective has failed.
-    """
-
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # as the default group numbers them
     backend: str
-    number: int
+    number: int  # the same on every rank; no other group of these ranks and this backend has it
+    # Handles of this group and of groups of its levels, until they are released or freed.
     users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    # Collectives that this rank has launched. Where the number differs between ranks, the next collective of
+    # one rank would be paired with an earlier one of another.
     launched: int = 0
-    is_broken: bool = False
+    is_broken: bool = False  # whether a collective has failed
 
     @property
     def name(self) -> str:
@@ -194,15 +173,10 @@ class GroupUsage:
 
 @dataclass(frozen=True)
 class GroupOffer:
-    """What one rank offers before an engine chooses its own group.
+    """What one rank offers before an engine chooses its own group."""
 
-    Attributes:
-        unused: by number of each group that could be used again, the collectives that this rank has launched.
-        next_number: number of a group that this rank would make.
-    """
-
-    unused: Mapping[int, int]
-    next_number: int
+    unused: Mapping[int, int]  # launched collectives of each group that could be used again, by its number
+    next_number: int  # of a group that this rank would make
 
 
 # By group; torch's own list of groups keeps the keys alive.
@@ -215,7 +189,6 @@ def usage_of(group: dist.ProcessGroup | None) -> GroupUsage | None:
 
 
 def offer_groups(ranks: Sequence[int], backend: str) -> GroupOffer:
-    """Return what this rank offers of the groups of these ranks over a backend."""
     usages = [usage for _, usage in _own_groups(ranks, backend)]
     return GroupOffer(
         {usage.number: usage.launched for usage in usages if not usage.users and not usage.is_broken},
@@ -226,15 +199,9 @@ def offer_groups(ranks: Sequence[int], backend: str) -> GroupOffer:
 def choose_own_group(
     ranks: Sequence[int], backend: str, offers: Sequence[GroupOffer], timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Return a group of these ranks that is unused on all of them, or make it; all of them call this.
+    """Return a group of these sorted ranks that is unused on all of them, or make it; all of them call this.
 
     The ranks have launched equally many collectives in it.
-
-    Args:
-        ranks: sorted, as the default group numbers them.
-        backend: of the group.
-        offers: of all ranks.
-        timeout: of a group that has to be made.
     """
     numbers = [n for n, m in offers[0].unused.items() if all(each.unused.get(n) == m for each in offers)]
     if numbers:
@@ -257,36 +224,23 @@ class GroupHandle:
     """A process group as one transport holds it: it does not keep the group alive.
 
     Whoever holds a group beyond its end keeps its threads.
-
-    Args:
-        group: None is the default group.
-        device: of the tensors; a group has a backend for each kind of device.
-
-    Attributes:
-        ranks: of the group, as the default group numbers them.
-        usage: of this group, if it is an engine's own; else None.
-        kept: usage of the engine's own group that `release` gives back: of this group, or of the one that
-            this group is a level of; or None.
-        name: distinguishes the levels of this group from those of others.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
-        self.usage = usage_of(group)
+        self.usage = usage_of(group)  # of this group, if it is an engine's own
+        # Distinguishes the levels of this group from those of others.
         self.name = f"ranks {[*self.ranks]}" + ("" if self.usage is None else f", {self.usage.name}")
         self._group = None if group is None else weakref.ref(group)
-        self._device = device
+        self._device = device  # of the tensors; a group has a backend for each kind of device
         self._leader: GroupHandle | None = None  # of the engine's group, whose timeout this group gets
         self._follows_timeout = False  # also where the group is not an engine's own
+        # Of the engine's own group that `release` gives back: this one, or the one that this is a level of.
         self.kept: GroupUsage | None = None
         self._keep(self.usage)
 
     def get(self) -> dist.ProcessGroup | None:
-        """Return the group; None is the default group.
-
-        Raises:
-            RuntimeError: the group has been destroyed.
-        """
+        """Return the group; None is the default group."""
         if self._group is None:
             return None
         found = self._group()
@@ -300,9 +254,7 @@ class GroupHandle:
     def follow(self, other: GroupHandle, *, timeout: bool = False) -> None:
         """Use the timeout of another handle's engine, and keep that engine's own group in use.
 
-        Args:
-            other: handle of the engine's group, or one that follows it.
-            timeout: follow the timeout of `other` itself, also where neither group is an engine's own.
+        With `timeout`, use that of `other` itself, also where neither group is an engine's own.
         """
         self._leader = other if timeout else other._leader or other
         self._follows_timeout = self._follows_timeout or timeout

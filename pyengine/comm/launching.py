@@ -9,6 +9,8 @@ and replaces this process's signal handlers for good.
 from __future__ import annotations
 
 import faulthandler
+import gc
+import logging
 import math
 import os
 import pickle
@@ -32,12 +34,15 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+
+# On its first import (by an optimizer, for example) the default group becomes the default value of arguments
+# there, which keeps the threads of the group. So the module has to be imported before there is a group.
+import torch.distributed.nn.functional
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.multiprocessing import start_processes
 
-from pyengine.comm.default_group import destroy_default_group
-
+_log = logging.getLogger("pyengine.comm")
 T = TypeVar("T")
 
 _PROCESS = uuid.uuid4().hex  # torchrun's store outlives its workers: this process's keys carry its own name
@@ -45,6 +50,7 @@ _MAX_WORKERS_PER_CORE = 32
 _POLL_S = 0.1
 _TRACE_S = 1.0  # after the deadline, for workers to write their stacks
 _GRACE_S = 30.0  # after SIGTERM, for workers to end, for example behind a checkpoint
+_WITHIN_S = 0.2  # a thread of a process group frees its callbacks within milliseconds
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Gloo and NCCL bind to the interface of this name, which no other machine reaches.
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -175,11 +181,24 @@ def _meet(
     shared store: rank 0 sends it to the call that it finds under each rank, until that rank's present call
     has confirmed it.
     """
-    call = uuid.uuid4().hex
+    call, absent = uuid.uuid4().hex, list(range(1, world_size))
     if rank == 0:
-        meeting, absent = call, _gather(store, call, world_size, timeout)
+        meeting, end = call, time.monotonic() + timeout.total_seconds()
+        while absent and time.monotonic() < end:
+            for other in absent:
+                if store.check([f"call/{other}"]):
+                    store.set(f"meeting of/{store.get(f'call/{other}').decode()}", meeting)
+            time.sleep(0.01)
+            absent = [other for other in absent if not store.check([f"{meeting}/came/{other}"])]
     else:
-        meeting, absent = _join(store, call, rank, timeout)
+        store.set(f"call/{rank}", call)
+        try:
+            store.wait([f"meeting of/{call}"], timeout)
+        except dist.DistStoreError:
+            absent = [0]
+        else:
+            meeting, absent = store.get(f"meeting of/{call}").decode(), []
+            store.set(f"{meeting}/came/{rank}", "")
     if absent:
         raise RuntimeError(
             f"ranks {absent} of {world_size} have not come to this launch within "
@@ -188,31 +207,6 @@ def _meet(
             "TORCHELASTIC_RUN_ID`, which gives it workers of its own"
         )
     return dist.PrefixStore(meeting, store)
-
-
-def _gather(store: dist.Store, meeting: str, world_size: int, timeout: timedelta) -> list[int]:
-    """Send the meeting to every other rank, and return the ranks that have not come."""
-    absent = list(range(1, world_size))
-    end = time.monotonic() + timeout.total_seconds()
-    while absent and time.monotonic() < end:
-        for rank in absent:
-            if store.check([f"call/{rank}"]):
-                store.set(f"meeting of/{store.get(f'call/{rank}').decode()}", meeting)
-        time.sleep(0.01)
-        absent = [rank for rank in absent if not store.check([f"{meeting}/came/{rank}"])]
-    return absent
-
-
-def _join(store: dist.Store, call: str, rank: int, timeout: timedelta) -> tuple[str, list[int]]:
-    """Return the meeting that rank 0 has sent to this call, and the ranks that have not come: 0 or none."""
-    store.set(f"call/{rank}", call)
-    try:
-        store.wait([f"meeting of/{call}"], timeout)
-    except dist.DistStoreError:
-        return "", [0]
-    meeting = store.get(f"meeting of/{call}").decode()
-    store.set(f"{meeting}/came/{rank}", "")
-    return meeting, []
 
 
 # --- On new workers of this machine ---
@@ -271,9 +265,10 @@ def _check_fork() -> None:
 
 @dataclass(frozen=True)
 class _Job:
-    """What every worker gets. A worker writes its result, the traceback of an exception, and at the deadline
-    its stack ("trace", a file that exists as soon as the worker has imported `fn`) into files of a folder
-    that only this user can enter.
+    """What every worker gets.
+
+    A worker writes its result, the traceback of an exception, and at the deadline its stack ("trace", a file
+    that exists as soon as the worker has imported `fn`) into files of a folder that only this user can enter.
     """
 
     fn: Callable[..., Any]
@@ -337,12 +332,7 @@ def _start(job: _Job, method: str, processes: list[BaseProcess]) -> None:
 
 
 def _wait(job: _Job, processes: Sequence[BaseProcess]) -> None:
-    """Wait until all have ended.
-
-    Raises:
-        RuntimeError: a worker failed, or ended without a result.
-        TimeoutError: the deadline has passed.
-    """
+    """Wait until all have ended; raise if a worker failed or the deadline has passed."""
     while True:
         codes = {rank: process.exitcode for rank, process in enumerate(processes)}
         failed = {
@@ -356,7 +346,12 @@ def _wait(job: _Job, processes: Sequence[BaseProcess]) -> None:
         if not running:
             return
         if time.time() > job.deadline + _TRACE_S:
-            raise TimeoutError(_describe_timeout(job, running))
+            stacks = [f"worker {rank}: {_stack(job.file('trace', rank))}" for rank in running]
+            head = (
+                f"timeout_s={job.timeout_s:g} is over, and {len(running)} of {job.workers} workers had not "
+                "ended; they have been ended. Their stacks:"
+            )
+            raise TimeoutError("\n".join([head, *stacks]))
         wait([process.sentinel for process in running.values()], _POLL_S)
 
 
@@ -381,16 +376,6 @@ def _describe_failure(job: _Job, processes: Sequence[BaseProcess], failed: dict[
             text = f"Signal {-code} ({name}) received by PID {processes[rank].pid}"
             text += "; the kernel sends it when memory runs out" if name == "SIGKILL" else ""
     return f"worker {rank} of {job.workers} failed (exit code {code})\n{text}"
-
-
-def _describe_timeout(job: _Job, running: dict[int, BaseProcess]) -> str:
-    """Show the stack of each worker that still runs."""
-    stacks = [f"worker {rank}: {_stack(job.file('trace', rank))}" for rank in running]
-    head = (
-        f"timeout_s={job.timeout_s:g} is over, and {len(running)} of {job.workers} workers had not ended; "
-        "they have been ended. Their stacks:"
-    )
-    return "\n".join([head, *stacks])
 
 
 def _stack(trace: Path) -> str:
@@ -488,3 +473,28 @@ def _run_in_group(rank: int, job: _Job) -> Any:
     # Not after an exception: the others would see a closed connection, and fail first.
     destroy_default_group()
     return result
+
+
+# --- The end of a process group ---
+
+
+def destroy_default_group() -> None:
+    """Destroy torch's default group, and join its threads unless other code still holds the group.
+
+    The threads of a gloo group may be the last to hold a tensor of a collective, and need the interpreter to
+    free it. In an interpreter that is ending they abort or hang the process. So the destruction of the group
+    joins them before, while this thread does not hold the interpreter.
+
+    Cost: a garbage collection, which frees cycles that hold the group (models under DDP). Such an object must
+    not be the last holder: it would join the threads without releasing the interpreter. Nor must one of the
+    threads be, which would join itself and end the process: the callback of torch's PowerSGD hook holds the
+    group until its thread has freed it. A fifth of a second where other code keeps the group.
+    """
+    group, alone = dist.group.WORLD, object()
+    dist.destroy_process_group()
+    gc.collect()
+    end = time.monotonic() + _WITHIN_S
+    while sys.getrefcount(group) > sys.getrefcount(alone) and time.monotonic() < end:
+        time.sleep(1e-4)  # releases the interpreter
+    del group
+    _log.debug("destroyed the default process group")

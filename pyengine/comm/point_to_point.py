@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from pyengine.comm.watch.stall import failure
+from pyengine.comm.watch import failure
 
 _TAG = 0x70796567  # unused by users; operations of one tag are paired in the order in which ranks post them
 
@@ -48,7 +48,7 @@ class P2PWork:
         self._end(None)
 
     def _end(self, error: Exception | None) -> None:
-        if self._is_over.is_set():
+        if self._is_over.is_set():  # an earlier operation has failed
             return
         self._error = error
         self._is_over.set()
@@ -58,11 +58,6 @@ class P2PWork:
             self._future.set_exception(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the result is in place.
-
-        Raises:
-            RuntimeError: it is not there after `timeout`, or an operation has failed.
-        """
         if not self._is_over.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError(timeout)
         if self._error is not None:
@@ -79,10 +74,6 @@ class P2PWork:
 class PointToPoint:
     """Exchanges among the ranks of one gloo group, of tensors on the host.
 
-    Args:
-        find_group: returns the group; None is the default group.
-        ranks: of the group, as the default group numbers them.
-
     Cost: from the first exchange on a thread, which waits for exchanges in the order of their launch. It ends
     with `close`, with this object and with the interpreter, at most a second after these.
     """
@@ -95,12 +86,9 @@ class PointToPoint:
         self._is_broken = False
 
     def all_to_all(self, received: Tensor, parts: Tensor) -> P2PWork:
-        """Launch an exchange in which every rank sends a different part to each; see `Comm.all_to_all`."""
-        arriving, leaving = self._rows(received), self._rows(parts)
-        return self._exchange(arriving, leaving)
+        return self._exchange(self._rows(received), self._rows(parts))
 
     def all_gather(self, gathered: Tensor, part: Tensor) -> P2PWork:
-        """Launch an all-gather of one part of each rank; see `Comm.all_gather`."""
         return self._exchange(self._rows(gathered), [part] * len(self._ranks))
 
     def close(self) -> None:
@@ -125,27 +113,22 @@ class PointToPoint:
         if arriving[self._rank].data_ptr() != leaving[self._rank].data_ptr():
             arriving[self._rank].copy_(leaving[self._rank])
         exchange = P2PWork([work for work in works if work is not None])
-        self._start()
-        self._waiting.put(exchange)
-        return exchange
-
-    def _start(self) -> None:
         if self._close is None:
             thread = threading.Thread(
                 target=_wait, args=(self._waiting,), name="pyengine-transfers", daemon=True
             )
             self._close = weakref.finalize(self, _end, self._waiting, thread)
             thread.start()
+        self._waiting.put(exchange)
+        return exchange
 
 
 def _wait(waiting: queue.SimpleQueue[P2PWork | None]) -> None:
-    """Wait for exchanges until the queue has None."""
     while (exchange := waiting.get()) is not None:
         exchange.run()
 
 
 def _end(waiting: queue.SimpleQueue[P2PWork | None], thread: threading.Thread) -> None:
-    """End a thread before the interpreter ends."""
     waiting.put(None)
     if thread is not threading.current_thread():
         thread.join(1.0)

@@ -1,4 +1,8 @@
-"""Shared memory as a transport: ranks of one host reduce in place, in memory that all of them see."""
+"""Shared memory as a transport: ranks of one host reduce in place, in memory that all of them see.
+
+That is memory of the host, or memory of GPUs that NCCL has registered: GPUs connected by NVLink reduce in it
+without copies. Source: NCCL's user guide on user buffer registration and symmetric windows.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyengine.comm.arena import Arena, MemoryOffer
-from pyengine.comm.base import Comm, Hosts, Levels, Work, ring_bytes
-from pyengine.comm.levels import by_host
-from pyengine.comm.local import Local
-from pyengine.comm.registered_memory import can_register, register_memory
+from pyengine.comm.base import Comm, Hosts, Levels, Local, Work, by_host, ring_bytes
+from pyengine.comm.groups import backend_of
+from pyengine.comm.process_state import ProcessId
 from pyengine.comm.staged import Staged
 from pyengine.comm.torch_dist import TorchDist
-from pyengine.comm.watch.process_state import ProcessId
 from pyengine.ops.device import runs_ahead
 
 _log = logging.getLogger("pyengine.comm")
+
+# torch's allocator rounds sizes up to a multiple of this.
+_ALIGN_BYTES = 512
 
 
 class SharedMemory(TorchDist):
@@ -31,12 +36,8 @@ class SharedMemory(TorchDist):
 
     Reductions run in an arena: every rank sums its part of all buffers, in the order of ranks, and writes the
     sum into all of them. Narrow dtypes are summed in float32 and rounded once. All other collectives, and
-    dtypes that the arena does not support, use the process group.
-
-    Args:
-        group: the group; None is the default group.
-        device: device of the tensors.
-        arena: of the ranks of the group; `release` ends it, and the group reduces from then on.
+    dtypes that the arena does not support, use the process group; `release` ends the arena, and the group
+    reduces from then on.
     """
 
     can_share_parts = has_own_memory = True
@@ -84,11 +85,6 @@ class SharedHosts(TorchDist):
     collects the parts: a bucket crosses the network once a host. On each host, as many ranks sum a part as
     the smallest host has. All other collectives, and dtypes that the arena does not support, use the process
     group.
-
-    Args:
-        group: the group; None is the default group.
-        device: device of the tensors.
-        levels: within the host (an arena, or this rank alone) and across hosts; `release` ends both.
     """
 
     has_own_memory = True
@@ -108,14 +104,12 @@ class SharedHosts(TorchDist):
     def _all_reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> Work:
         if op != dist.ReduceOp.SUM or not Arena.supports(flat, is_max=False):
             return super()._all_reduce(flat, op)
-        return Staged(self._rounds(flat), self._num_rounds(flat), flat.device)
-
-    def _num_rounds(self, flat: Tensor) -> int:
         part = self._by_host.part_of(flat.numel())
-        return (2 if self._by_host.inside.world_size > 1 else 0) + (1 if part.stop > part.start else 0)
+        num_rounds = (2 if self._by_host.inside.world_size > 1 else 0) + (1 if part.stop > part.start else 0)
+        return Staged(self._rounds(flat, part), num_rounds, flat.device)
 
-    def _rounds(self, flat: Tensor) -> Iterator[Work]:
-        inside, part = self._by_host.inside, self._by_host.part_of(flat.numel())
+    def _rounds(self, flat: Tensor, part: slice) -> Iterator[Work]:
+        inside = self._by_host.inside
         if inside.world_size > 1:
             yield inside.all_reduce(flat)
         if part.stop > part.start:
@@ -125,15 +119,10 @@ class SharedHosts(TorchDist):
 
 
 def wrong_choice(shared_memory: object) -> list[str]:
-    """Describe what is wrong with the argument `shared_memory`."""
     if type(shared_memory) is bool:
         return []
-    return [
-        (
-            f"shared_memory={shared_memory!r}: need True, to reduce in memory that the ranks of one host "
-            "share, or False"
-        )
-    ]
+    need = "need True, to reduce in memory that the ranks of one host share, or False"
+    return [f"shared_memory={shared_memory!r}: {need}"]
 
 
 def problems_of_sharing(comm: Comm, device: torch.device) -> list[str]:
@@ -152,10 +141,8 @@ def share_memory(comm: Comm) -> Comm:
     """Return a transport over the same ranks that reduces in shared memory.
 
     That is memory of each host, or memory of GPUs that NCCL has registered. If no two ranks are on one host,
-    or any rank cannot share memory, all ranks use `comm`, and rank 0 warns and gives the reason.
-
-    Args:
-        comm: transport; every rank of it calls this. The result is released together with it.
+    or any rank cannot share memory, all ranks use `comm`, and rank 0 warns and gives the reason. Every rank
+    calls this; the result is released together with `comm`.
 
     Cost: two gathers of objects.
     """
@@ -230,3 +217,97 @@ def _warn_of_fallback(comm: TorchDist, why: str) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+# ---- memory of GPUs ----
+
+
+class NcclPool:
+    """Memory that NCCL allocates and registers with one communicator, which has been used before.
+
+    Every rank makes it, and allocates the same sizes in the same order: registration is collective. Where
+    there is no such memory, NCCL or torch raises an exception of any type.
+    """
+
+    def __init__(self, comm: TorchDist) -> None:
+        self._device, self._backend = comm.device, backend_of(comm.group, comm.device)
+        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
+        self._backend.register_mem_pool(self._pool, symm=True)
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with torch.cuda.use_mem_pool(self._pool, device=self._device):
+            return torch.zeros(numel, dtype=dtype, device=self._device)
+
+    def close(self) -> None:
+        """End the registration; tensors of the pool keep their memory."""
+        self._backend.deregister_mem_pool(self._pool)
+
+
+class RegisteredMemory(TorchDist):
+    """Collectives of one process group over NCCL, on buffers in memory that NCCL has registered.
+
+    `release` ends the pool, and buffers come from torch's allocator from then on.
+    """
+
+    has_own_memory = True
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, pool: NcclPool) -> None:
+        super().__init__(group, device)
+        self._pool: NcclPool | None = pool
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        if self._pool is not None:
+            num_bytes = sum(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes)
+            self._pool.zeros(num_bytes, torch.uint8)  # freed at once: the next buffers are parts of it
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._pool is None:
+            return super().allocate(numel, dtype, device)
+        return self._pool.zeros(numel, dtype)
+
+    def release(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        super().release()
+
+
+def can_register(comm: Comm) -> bool:
+    """Whether the backend of a transport is NCCL, which registers memory."""
+    return comm.backend == "nccl"
+
+
+def register_memory(comm: TorchDist) -> TorchDist:
+    """Return a transport over the same ranks whose buffers are in registered memory.
+
+    If NCCL refuses on any rank, all ranks use `comm`, and the first rank warns and gives the reason. Every
+    rank calls this; the result is released together with `comm`.
+
+    Cost: an all-reduce of one element, and a gather of objects.
+    """
+    first = torch.zeros(1, dtype=torch.float32, device=comm.device)
+    comm.all_reduce(first).wait()  # the first collective makes the communicator
+    pool: NcclPool | None = None
+    refusal = ""
+    try:
+        pool = NcclPool(comm)
+    except Exception as error:  # noqa: BLE001 - all ranks gather the reason
+        refusal = f"{type(error).__name__}: {error}"
+    refusals = comm.all_gather_object(refusal)
+    if why := next((text for text in refusals if text), ""):
+        if pool is not None:
+            pool.close()
+        _log.debug("fall back to memory that NCCL has not registered, ranks %s: %s", comm.ranks, why)
+        if dist.get_rank() == comm.ranks[0]:
+            warnings.warn(
+                f"leave shared_memory=True out: {comm.world_size} ranks reduce in memory that NCCL has not "
+                f"registered, which may be slower: {why}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return comm
+    assert pool is not None
+    _log.debug("reduce in memory that NCCL has registered, ranks %s", comm.ranks)
+    registered = RegisteredMemory(comm.group, comm.device, pool)
+    registered.join(comm)
+    return registered

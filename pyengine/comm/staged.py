@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch.futures import Future
@@ -19,14 +19,6 @@ def rounds_of(work: Work) -> Iterator[Work]:
         return
     for _ in range(work.rounds_left + 1):
         yield _Round(work)
-
-
-@runtime_checkable
-class BreaksOff(Protocol):
-    """A work whose transport can refuse further collectives."""
-
-    def break_off(self, error: Exception) -> None:
-        """Start no further collective: this rank skips some that follow this one on other ranks."""
 
 
 class _Round:
@@ -54,11 +46,8 @@ class Staged:
     Args:
         rounds: launches the next collective each time it is advanced, which happens once the collective
             before has completed. It ends after the last one.
-        num_rounds: number of collectives that it launches.
+        num_rounds: number of collectives that it launches; `rounds_left` are not launched yet.
         device: device of the result.
-
-    Attributes:
-        rounds_left: number of collectives that are not launched yet.
     """
 
     def __init__(self, rounds: Iterator[Work], num_rounds: int, device: torch.device) -> None:
@@ -73,8 +62,7 @@ class Staged:
     def step(self) -> None:
         """Wait for the collective under way; launch the next one, or run the computation after the last.
 
-        Raises:
-            Exception: the error of a collective; the same one at every call.
+        A collective that has failed raises the same error at every call.
         """
         if self._error is not None:
             raise self._error
@@ -97,9 +85,13 @@ class Staged:
         return self._future
 
     def break_off(self, error: Exception) -> None:
-        """Start no further collective on the transport of the launched one, if there is one."""
-        if isinstance(self._work, BreaksOff):
-            self._work.break_off(error)
+        """Start no further collective on the transport of the launched one, if it can refuse them.
+
+        This rank skips some that follow this one on other ranks.
+        """
+        break_off = getattr(self._work, "break_off", None)
+        if break_off is not None:
+            break_off(error)
 
     def _advance(self) -> None:
         try:

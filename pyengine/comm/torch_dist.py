@@ -14,22 +14,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyengine.comm.base import Comm, Hosts, Levels, Work, by_dtype, ring_bytes
+from pyengine.comm.base import (
+    Comm,
+    Hosts,
+    Levels,
+    Local,
+    Work,
+    by_dtype,
+    by_host,
+    check_equal,
+    indices_by_host,
+    own_host,
+    ring_bytes,
+)
 from pyengine.comm.groups import (
     GroupHandle,
     choose_own_group,
+    find_or_make,
     group_of_hosts,
-    group_within,
     has_gloo,
     name_of_backend,
     offer_groups,
 )
-from pyengine.comm.levels import by_host, check_equal, indices_by_host, own_host
-from pyengine.comm.local import Local
 from pyengine.comm.point_to_point import P2PWork, PointToPoint
-from pyengine.comm.side_stream import SideStream
-from pyengine.comm.watch.roll_call import RollCall, StoreRollCall
-from pyengine.comm.watch.stall import StallWatch
+from pyengine.comm.watch import RollCall, StallWatch, StoreRollCall
 from pyengine.ops.device import HOST, as_current, runs_ahead
 
 _log = logging.getLogger("pyengine.comm")
@@ -65,16 +73,30 @@ class _Work:
         return self._work.is_completed()
 
 
+class SideStream:
+    """Runs work that waits for other ranks after the current stream, without stalling that stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        # High priority: its kernels fill the buckets that collectives wait for, and must not queue behind
+        # the kernels of the backward.
+        self._stream = torch.Stream(device, priority=-1)
+        self._device = device
+
+    @contextmanager
+    def run(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Run the body on the side stream; see `Comm.side_stream`."""
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        for tensor in tensors:
+            for dense in (
+                [tensor] if tensor.layout is torch.strided else [tensor._indices(), tensor._values()]
+            ):
+                dense.record_stream(self._stream)
+        with self._stream:
+            yield
+
+
 class TorchDist(Comm):
-    """Collectives of one process group.
-
-    Args:
-        group: the group; None is the default group.
-        device: device of the tensors.
-
-    Attributes:
-        device: as given.
-    """
+    """Collectives of one process group, on tensors of one device; None is the default group."""
 
     can_exchange = True
     roll_call: StoreRollCall
@@ -144,8 +166,7 @@ class TorchDist(Comm):
     def split(self, hosts: Hosts) -> Levels:
         """Return transports within a host and across hosts, released together with this one.
 
-        Args:
-            hosts: ranks of this transport; hosts may have unequal numbers of them.
+        `hosts` has ranks of this transport, and may have unequal numbers of them.
         """
         mine = next(host for host in hosts if self.rank in host)
         index, num_parts = mine.index(self.rank), min(map(len, hosts))
@@ -156,20 +177,18 @@ class TorchDist(Comm):
         return Levels(inside, across, num_parts)
 
     def _part(self, ranks: Sequence[int], *, alone: bool) -> Comm:
-        """Return a transport over some of the ranks.
+        """Return a transport over some of the ranks of this one.
 
-        Args:
-            ranks: of this transport.
-            alone: whether to make a process group for a single rank, too. torch names the groups of
-                `dist.new_group(use_local_synchronization=True)` by how many groups a rank has, so all ranks
-                need the same number.
+        With `alone` also a single rank gets a process group: torch names the groups of
+        `dist.new_group(use_local_synchronization=True)` by how many groups a rank has, so all ranks need the
+        same number.
         """
         if len(ranks) == self.world_size:
             return self
         members = [self.ranks[rank] for rank in ranks]
         group = None
         if alone or len(ranks) > 1:
-            group = group_within(members, self._handle.name, self._handle.timeout())
+            group = find_or_make(members, f"levels of {self._handle.name}", self._handle.timeout())
         comm = Local() if len(ranks) == 1 else TorchDist(group, self.device)
         comm.join(self)
         return comm
@@ -194,7 +213,6 @@ class TorchDist(Comm):
             self.roll_call.watch = StallWatch(self.roll_call.store, dist.get_rank(), self.ranks, after_s)
 
     def side_stream(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Run the body on a side stream if the stream waits for collectives; otherwise right here."""
         return nullcontext() if self._side_stream is None else self._side_stream.run(tensors)
 
     def run(
@@ -223,7 +241,6 @@ class TorchDist(Comm):
 
     @contextmanager
     def _launching(self) -> Iterator[None]:
-        """Count a collective, which the body starts; an error of the body names the missing ranks."""
         self._handle.count_launch()
         with self.roll_call.named():
             yield
@@ -295,20 +312,14 @@ class TorchDist(Comm):
         return values
 
     def broadcast_(self, tensors: list[Tensor]) -> None:
-        """Overwrite tensors with those of rank 0, a quarter of a gigabyte of one dtype at a time."""
         with as_current(self.device):
             for piece in _pieces(tensors):
                 _broadcast_piece_(self, piece)
 
 
 def _gather_pickles(comm: TorchDist, data: bytes, longest: int) -> list[Any]:
-    """Gather objects in a collective that the stall watch can end; torch's own cannot be ended.
-
-    Args:
-        comm: transport.
-        data: pickle of this rank's object.
-        longest: bytes of the longest pickle of any rank; pickle ignores what follows its end.
-    """
+    """Gather pickled objects in a collective that the stall watch can end; torch's own cannot be ended."""
+    # Padded to the longest pickle of any rank: pickle ignores what follows its end.
     mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
     rows = [torch.empty_like(mine) for _ in range(comm.world_size)]
     comm.run(

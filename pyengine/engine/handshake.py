@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import pyengine
-from pyengine.comm.base import Comm
-from pyengine.comm.levels import own_host
+from pyengine.comm.base import Comm, own_host
 from pyengine.engine.engine_ranks import Membership, memberships_differ, most_parts
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.local_part import is_dtensor

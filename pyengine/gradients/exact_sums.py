@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyengine.comm.base import Comm, Work
-from pyengine.comm.levels import spans_hosts
+from pyengine.comm.base import Comm, Work, spans_hosts
 from pyengine.comm.staged import Staged
 from pyengine.gradients.slots import slots_of
 from pyengine.gradients.sums import Sum

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pyengine.comm.base import Comm
-from pyengine.comm.side_stream import SideStream
+from pyengine.comm.torch_dist import SideStream
 from pyengine.engine.engine_ranks import Membership
 from pyengine.ops.device import recorded_event
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import pyengine as pe
-from pyengine.comm import default_group
-from pyengine.comm.default_group import destroy_default_group
+from pyengine.comm import launching
+from pyengine.comm.launching import destroy_default_group
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads names of threads from /proc")
@@ -57,7 +57,7 @@ def test_what_holds_the_group_in_a_cycle_is_collected() -> None:
 
 def test_it_waits_for_a_thread_that_would_be_the_last_to_hold_the_group(monkeypatch) -> None:
     monkeypatch.setattr(gc, "collect", lambda: 0)  # which takes longer than the thread does
-    monkeypatch.setattr(default_group, "_WITHIN_S", 30.0)  # however busy the machine is
+    monkeypatch.setattr(launching, "_WITHIN_S", 30.0)  # however busy the machine is
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     held = [dist.group.WORLD]
 

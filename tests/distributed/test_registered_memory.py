@@ -15,8 +15,8 @@ from cases import Integers, me, windows_of_integers
 from torch import nn
 
 import pyengine as pe
-from pyengine.comm import TorchDist, registered_memory, shared_memory
-from pyengine.comm.registered_memory import RegisteredMemory, register_memory
+from pyengine.comm import TorchDist, shared_memory
+from pyengine.comm.shared_memory import RegisteredMemory, register_memory
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,7 @@ class _Refuses(_Pool):
 
 def _with_pool(pool: type[_Pool]) -> mock._patch:
     pool.made = []
-    return mock.patch.object(registered_memory, "NcclPool", pool)
+    return mock.patch.object(shared_memory, "NcclPool", pool)
 
 
 def _trains(wire: pe.wire.Wire) -> None:

@@ -17,8 +17,8 @@ from ranks import strike
 from torch import nn
 
 import pyengine as pe
+from pyengine.comm import watch as comm_watch
 from pyengine.comm.arena import Arena
-from pyengine.comm.watch import roll_call
 
 
 def _killed_by_hook() -> str:
@@ -26,7 +26,7 @@ def _killed_by_hook() -> str:
     model = nn.Linear(50, 50)
     ddp = nn.parallel.DistributedDataParallel(model)
     ddp.register_comm_hook(pe.HookState(shared_memory=True), pe.comm_hook)
-    roll_call.WAIT_S = 0.5
+    comm_watch.WAIT_S = 0.5
     try:
         for window in range(3):
             if window == 2 and me()[0] == 1:
@@ -45,7 +45,7 @@ def test_a_rank_that_is_killed_under_a_bare_hook_is_an_error_that_names_it(ranks
 
 def _killed(who: str, stall_after_s: float | None) -> tuple[float, str]:
     rank, _ = me()
-    roll_call.WAIT_S = 0.5
+    comm_watch.WAIT_S = 0.5
     model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50))
     sync = pe.GradSync(model, shared_memory=True, stall_after_s=stall_after_s, bucket_cap_mb=1e-5)
 

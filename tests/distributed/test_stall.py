@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
-from pyengine.comm.watch import roll_call
-from pyengine.comm.watch.process_state import ProcessId
+from pyengine.comm import watch as comm_watch
+from pyengine.comm.process_state import ProcessId
 
 AFTER_S = 0.2
 
@@ -104,7 +104,7 @@ def test_a_stopped_rank_is_told_as_stopped_with_the_line_where_it_was(ranks):
 def _dies() -> str:
     """Rank 1 is killed before all load a state; the others keep their connections until all have raised."""
     rank, _ = me()
-    roll_call.WAIT_S = 2.0
+    comm_watch.WAIT_S = 2.0
     sync = pe.GradSync(nn.Linear(2, 2), stall_after_s=AFTER_S)
     state = sync.state_dict()
     if rank == 1:

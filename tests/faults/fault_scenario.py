@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
-from pyengine.comm.watch import roll_call
+from pyengine.comm import watch as comm_watch
 
 Batch = tuple[int, Tensor, Tensor]
 
@@ -61,7 +61,7 @@ class Told:
 def train(case: Case) -> Told:
     """Run a case on this rank."""
     run = Run(case)
-    roll_call.WAIT_S = 0.2  # the others have failed within milliseconds
+    comm_watch.WAIT_S = 0.2  # the others have failed within milliseconds
     dist.barrier()  # a process that has just been started is slow until here
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=case.group_s))
     with warnings.catch_warnings(record=True) as caught, watched(run.trap) as works:

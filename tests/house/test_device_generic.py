@@ -23,7 +23,7 @@ ALLOWED = {
     "data/rng.py": "seeds every generator that there is, XLA's too",
     "checkpoint/checkpoints.py": "ranks exchange what files hold, which the host has read",
     "checkpoint/loading.py": "a file is read into the host's memory",
-    "comm/registered_memory.py": "NCCL's memory pools are torch.cuda's",
+    "comm/shared_memory.py": "NCCL's memory pools are torch.cuda's",
     "comm/xla.py": "torch_xla's transport: what its CPU backend cannot reduce",
 }
 ENGINE = [str(module) for module in MODULES if module.parts[0] != "cli"]

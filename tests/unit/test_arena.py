@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pyengine.comm.arena import Arena, MemoryOffer, SharedWork
-from pyengine.comm.watch.process_state import ProcessId
+from pyengine.comm.process_state import ProcessId
 from pyengine.ops import native
 
 pytestmark = pytest.mark.skipif(

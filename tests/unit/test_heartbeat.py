@@ -9,8 +9,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from pyengine.comm.watch.heartbeat import Board, Heartbeat, line_of
-from pyengine.comm.watch.process_state import ProcessId
+from pyengine.comm.process_state import ProcessId
+from pyengine.comm.watch import Board, Heartbeat, line_of
 
 
 def _beat(number: int) -> Heartbeat:

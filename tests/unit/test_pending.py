@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyengine.comm.watch.pending import Pending, listed
+from pyengine.comm.watch import Pending, listed
 
 
 def test_oldest_is_the_first_collective_that_has_not_completed():

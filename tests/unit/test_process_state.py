@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from pyengine.comm.watch import process_state
-from pyengine.comm.watch.process_state import ProcessId
+from pyengine.comm import process_state
+from pyengine.comm.process_state import ProcessId
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc tells it")
 

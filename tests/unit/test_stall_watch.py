@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch.futures import Future
 
-from pyengine.comm.watch.stall import StallWatch
+from pyengine.comm.watch import StallWatch
 
 
 @pytest.fixture

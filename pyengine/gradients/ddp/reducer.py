@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.comm.base import Comm
-from pyengine.comm.watch.promise import Promise
+from pyengine.comm.watch import Promise
 from pyengine.gradients.arrival import Watch, watching
 from pyengine.gradients.base import Reducer, Residuals
 from pyengine.gradients.bucket import Accumulator, Observer

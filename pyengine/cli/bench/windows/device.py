@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyengine.comm.default_group import destroy_default_group
+from pyengine.comm.launching import destroy_default_group
 
 
 class Processor:

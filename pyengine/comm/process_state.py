@@ -17,25 +17,19 @@ _STATES: dict[str, State] = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "
 
 @dataclass(frozen=True)
 class ProcessId:
-    """Identity of one process.
-
-    Attributes:
-        pid: process id.
-        host: name of the machine.
-        space: identifies the machine since its boot, and the container, in which `pid` is valid; unique to
-            this process where /proc does not show it.
-        started: start time in the kernel's ticks, which distinguishes a later process with the same pid;
-            empty where it is not known.
-    """
+    """Identity of one process."""
 
     pid: int
-    host: str
+    host: str  # name of the machine
+    # Identifies the machine since its boot, and the container, in which `pid` is valid; unique to this
+    # process where /proc does not show it.
     space: str
+    # Start time in the kernel's ticks, which distinguishes a later process with the same pid; empty where it
+    # is not known.
     started: str
 
     @classmethod
     def own(cls) -> ProcessId:
-        """Return the identity of this process."""
         pid = os.getpid()
         try:
             space, started = _space(), _stat(pid)[1] if sys.platform == "linux" else ""
@@ -51,7 +45,13 @@ class ProcessId:
         if self.space != here.space:
             return "unknown"
         if sys.platform != "linux":
-            return "running" if _answers(self.pid) else "dead"
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                return "dead"
+            except OSError:
+                pass
+            return "running"
         try:
             letter, started = _stat(self.pid)
         except (FileNotFoundError, ProcessLookupError):
@@ -80,22 +80,7 @@ def _space() -> str:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """Return the state letter and the start time of a process.
-
-    Raises:
-        FileNotFoundError, ProcessLookupError: there is no such process.
-        OSError: they cannot be read.
-    """
+    """Return the state letter and the start time of a process; raise OSError if they cannot be read."""
     text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     fields = text.rpartition(")")[2].split()  # the name, in brackets, may contain anything
     return fields[0], fields[19]
-
-
-def _answers(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

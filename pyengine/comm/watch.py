@@ -1,0 +1,603 @@
+"""Which ranks a collective waits for, where they are, and whether they have died.
+
+One thread of each engine looks at the pending collectives of the engine, and sleeps otherwise. Ranks
+communicate through the store of their group, because the group itself is what has stalled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import linecache
+import logging
+import math
+import os
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.futures import Future
+
+from pyengine.comm.groups import GroupUsage
+from pyengine.comm.process_state import ProcessId
+
+_log = logging.getLogger("pyengine.comm")
+
+STORE_IS_GONE = (
+    "the store of the process group does not answer, so the process that holds it has died "
+    "(rank 0 or the launcher)"
+)
+
+# Ranks that wait in the same collective fail within milliseconds of each other, or at the same timeout.
+WAIT_S = 2.0
+# A store that does not answer for so long is regarded as gone.
+_STORE_TIMEOUT = timedelta(seconds=5)
+
+_CAN_WARN = ("running", "unknown")  # states of a process that may print the warning
+_LOOKS = 6  # before a stall is reported
+_LONGEST_TICK_S = 1.0
+_HEARTBEAT_S = 5.0  # between two heartbeats of a rank that does not wait
+
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_PYTHON = str(Path(os.__file__).parent) + os.sep
+
+
+# ---- collectives that this rank has launched and that have not completed ----
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One collective."""
+
+    ranks: tuple[int, ...]  # participating ranks, as the default group numbers them
+    number: int  # among the collectives of the same ranks, from 1; the same on every rank
+    what: str
+    since: float  # time of the launch on this rank, on the monotonic clock, in seconds
+    is_done: Callable[[], bool]  # whether it has completed on this rank; called by any thread
+
+    def age_s(self) -> float:
+        return time.monotonic() - self.since
+
+
+class Pending:
+    """Collectives under way of one engine's transports; one thread launches, others may read."""
+
+    def __init__(self) -> None:
+        self.launched: dict[tuple[int, ...], int] = {}  # number of collectives, by participating ranks
+        self._open: dict[int, Launch] = {}
+        self._tickets = itertools.count()
+
+    def add(self, ranks: tuple[int, ...], what: str, is_done: Callable[[], bool]) -> int:
+        self.oldest()
+        self.launched[ranks] = number = self.launched.get(ranks, 0) + 1
+        ticket = next(self._tickets)
+        self._open[ticket] = Launch(ranks, number, what, time.monotonic(), is_done)
+        return ticket
+
+    @contextmanager
+    def running(self, ranks: tuple[int, ...], what: str) -> Iterator[None]:
+        """Add a collective that the body launches and waits for."""
+        ticket = self.add(ranks, what, lambda: False)
+        try:
+            yield
+        finally:
+            self._open.pop(ticket, None)
+
+    def oldest(self) -> Launch | None:
+        """Return the oldest collective under way; remove those that have completed."""
+        for ticket, launch in list(self._open.items()):
+            if not launch.is_done():
+                return launch
+            self._open.pop(ticket, None)
+        return None
+
+    def clear(self) -> None:
+        self._open.clear()
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Format ranks: "rank 1", "ranks 0, 2", "ranks 0, 1, 2 and 97 more"."""
+    shown = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+# ---- the state that each rank publishes while it works, through the store of its group ----
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """State of one rank at one moment."""
+
+    process: ProcessId
+    beat: int  # number of this heartbeat, from 1
+    position: str  # description of step, window and micro-batch
+    line: str  # innermost line of the user's code that the rank's thread is in
+    waits: str  # description of the collective that the rank waits in; empty if it waits in none
+    launched: dict[str, int]  # number of collectives that the rank has launched, by group
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_json(cls, text: bytes) -> Heartbeat | None:
+        """Deserialize the output of `to_json`; None if `text` is something else."""
+        try:
+            fields = json.loads(text)
+            beat = cls(**{**fields, "process": ProcessId(**fields["process"])})
+            process, launched = beat.process, dict(beat.launched)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+        numbers = (process.pid, beat.beat, *launched.values())
+        words = (process.host, process.space, process.started, beat.position, beat.line, beat.waits)
+        is_one = all(isinstance(n, int) for n in numbers) and all(isinstance(w, str) for w in words)
+        return beat if is_one else None
+
+
+class Board:
+    """The keys of one engine in the store of its group."""
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        # All ranks make their engines in the same order, so they have the same numbers.
+        number = store.add(f"pyengine/engines/{rank}", 1)
+        self._origin, self._prefix = store, f"pyengine/stall/{number}"
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._own: dist.Store | None = None
+
+    @property
+    def _store(self) -> dist.Store:
+        # A second connection, for another thread. Not before its first use: a new connection to a file store
+        # reads the whole file, which short-lived engines need not pay for.
+        with self._lock:
+            if self._own is None:
+                own = self._origin.clone() if hasattr(self._origin, "clone") else self._origin
+                if own is not self._origin:
+                    own.set_timeout(_STORE_TIMEOUT)
+                self._own = dist.PrefixStore(self._prefix, own)
+            return self._own
+
+    def announce(self, beat: Heartbeat) -> None:
+        """Post the first heartbeat; called by the thread that uses the group's store."""
+        dist.PrefixStore(self._prefix, self._origin).set(f"beat/{self._rank}", beat.to_json())
+
+    def post(self, beat: Heartbeat) -> None:
+        self._store.set(f"beat/{self._rank}", beat.to_json())
+
+    def read(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
+        """Return the last heartbeat of each rank that has posted a readable one."""
+        keys = {rank: f"beat/{rank}" for rank in ranks}
+        if not self._store.check([*keys.values()]):
+            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        beats = {rank: Heartbeat.of_json(self._store.get(key)) for rank, key in keys.items()}
+        return {rank: beat for rank, beat in beats.items() if beat is not None}
+
+    def verdict(self) -> str:
+        """Return the error that all ranks raise; empty if there is none."""
+        return self._store.get("verdict").decode(errors="replace") if self._store.check(["verdict"]) else ""
+
+    def publish(self, verdict: str) -> str:
+        """Publish the error that all ranks raise; return the one that was published first."""
+        return self._store.compare_set("verdict", "", verdict).decode(errors="replace")
+
+
+def line_of(thread: int) -> str:
+    """Return the line that a thread is in, and the function of this package that this line called.
+
+    It is the innermost line outside of PyTorch, Python's library and this package.
+    """
+    frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented, despite its name
+    innermost, called = frame, ""
+    while frame is not None and _is_library(frame):
+        if frame.f_code.co_filename.startswith(_OURS):
+            called = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+        frame = frame.f_back
+    if frame is None:
+        frame = innermost
+    if frame is None:
+        return "a thread that has ended"
+    name, number = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(name, number).strip()
+    inside = f" (in pyengine's {called})" if called else ""
+    return f"{name}:{number} in {frame.f_code.co_name}{inside}" + (f": {text}" if text else "")
+
+
+def _is_library(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    in_python = name.startswith(_PYTHON) and "site-packages" not in name and "dist-packages" not in name
+    return in_python or name.startswith((_OURS, _TORCH, "<frozen"))
+
+
+# ---- the watch ----
+
+
+class Promise:
+    """A future that completes with another one, unless it is broken first; from any thread."""
+
+    def __init__(self) -> None:
+        self.future: Future[Any] = Future()
+        self._lock = threading.Lock()
+        self._is_done = False
+
+    def keep(self, done: Future[Any]) -> None:
+        if self._is_first():
+            try:
+                value = done.value()
+            except Exception as error:  # noqa: BLE001 - raised where the future is waited for
+                self.future.set_exception(error)
+            else:
+                self.future.set_result(value)
+
+    def break_(self, error: Exception) -> None:
+        if self._is_first():
+            self.future.set_exception(error)
+
+    def _is_first(self) -> bool:
+        with self._lock:
+            was_done, self._is_done = self._is_done, True
+        return not was_done
+
+
+def failure(finding: str, error: object = None) -> str:
+    """Return the message of a collective that failed; `error` is that of the backend, if it raised one."""
+    words = "" if error is None else f" ({error})"
+    return f"a collective failed: {finding}. Restart all ranks from a checkpoint{words}"
+
+
+class StallWatch:
+    """Watches the pending collectives of one engine; after `after_s` seconds of waiting it reports a stall.
+
+    Ranks are numbered as in the default group.
+
+    Cost: a thread that wakes up once a second (six times in `after_s`, if that is more often) for about 50 us
+    and sends some 300 bytes to the store every five seconds. It ends with `close`, with this object and with
+    the interpreter.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], after_s: float) -> None:
+        # ---- this rank ----
+        self._board, self._rank, self._ranks = Board(store, rank), rank, tuple(ranks)
+        self._me = ProcessId.own()
+        self._thread = threading.get_ident()  # trains; its line is part of every heartbeat
+        # Describes where this rank is; the watching thread calls it.
+        self.position: Callable[[], str] = lambda: "making an engine"
+        self.pending = Pending()  # the transports add their collectives
+        self.verdict = ""  # error of every collective of this engine from now on; empty if there is none
+        self._promises: dict[int, Promise] = {}  # futures that a verdict ends
+        # ---- heartbeats of this rank ----
+        self._num_posted, self._posted_at = 0, time.monotonic()
+        self._posted: Launch | None = None  # collective that the last heartbeat waits in
+        # ---- other ranks ----
+        self._known: dict[int, ProcessId] = {}
+        self._seen: dict[int, int] = {}  # by rank, the number of its heartbeats when the wait began
+        # Ranks found dead at the last look, and in which collective: two looks in a row make a verdict.
+        self._suspects: tuple[Launch | None, list[int]] = (None, [])
+        # ---- reports ----
+        self._after_s = after_s
+        self._tick_s = min(after_s / _LOOKS, _LONGEST_TICK_S)
+        self._report_at = after_s  # age of a collective at which it is reported next
+        stop = threading.Event()
+        watcher = threading.Thread(
+            target=_watch, args=(weakref.ref(self), stop, self._tick_s), name="pyengine-stall", daemon=True
+        )
+        self._board.announce(self._heartbeat(None))
+        self._end = weakref.finalize(self, _end, stop, watcher)  # also before the interpreter ends
+        watcher.start()
+        _log.debug("start stall watch over ranks %s, report after %g s", self._ranks, after_s)
+
+    def close(self) -> None:
+        _log.debug("end stall watch over ranks %s", self._ranks)
+        self._end()
+        self.pending.clear()
+
+    # ---- called by the thread that trains ----
+
+    def check(self) -> None:
+        """Raise RuntimeError if the ranks have a verdict."""
+        if self.verdict:
+            raise RuntimeError(failure(self.verdict))
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective that the host waits for, or until the ranks have a verdict.
+
+        The work's own `wait` accepts a timeout, and may be called again after one.
+        """
+        while not work.is_completed():
+            with suppress(RuntimeError):  # a timeout, or a failure that is raised below
+                work.wait(timedelta(seconds=self._tick_s))
+            self.check()
+        work.wait()
+        self.pending.oldest()
+
+    def guard(self, future: Future[Any], call_back: Callable[[Future[Any], Any], object]) -> Future[Any]:
+        """Return a future that completes as `future` does, or fails with the verdict if that comes first."""
+        promise = Promise()
+        self._promises[id(promise)] = promise
+
+        def keep(done: Future[Any]) -> None:
+            self_or_none = watch()
+            if self_or_none is not None:
+                self_or_none._promises.pop(id(promise), None)  # noqa: SLF001 - of this object, if it still exists
+            promise.keep(done)
+
+        watch = weakref.ref(self)
+        call_back(future, keep)
+        if self.verdict:
+            promise.break_(RuntimeError(failure(self.verdict)))
+        return promise.future
+
+    # ---- called where a collective has failed ----
+
+    def dead(self, ranks: Sequence[int]) -> list[int]:
+        """Return the ranks that have died, as far as this machine can see."""
+        if not self._known.keys() >= set(ranks):
+            self._read_processes(ranks)
+        return [r for r in ranks if r in self._known and self._known[r].state(self._me) == "dead"]
+
+    def waiting(self, ranks: Sequence[int]) -> list[int]:
+        """Return the ranks whose last heartbeat waits in a collective."""
+        return [rank for rank, beat in self._board.read(ranks).items() if beat.waits]
+
+    def is_decided(self, ranks: Sequence[int]) -> bool:
+        """Whether some of the ranks have died, or the ranks have a verdict."""
+        return bool(self.dead(ranks) or self._board.verdict())
+
+    def conclude(self, finding: str) -> str:
+        """Publish the cause of a failed collective; return the verdict, which the first rank published."""
+        self.verdict = self._board.publish(finding)
+        _log.debug("collectives of ranks %s fail: %s", self._ranks, self.verdict)
+        return self.verdict
+
+    def describe_dead(self, ranks: Sequence[int]) -> str:
+        """Return a description of ranks that have died."""
+        which = "; ".join(f"rank {rank}: {self._known[rank]}" for rank in ranks)
+        return f"{listed(ranks)} of {len(self._ranks)} {'have' if len(ranks) > 1 else 'has'} died ({which})"
+
+    # ---- called by the watching thread ----
+
+    def look(self) -> None:
+        """Look at the oldest pending collective once."""
+        launch = self.pending.oldest()
+        waits = launch is not None and launch.age_s() >= self._tick_s
+        self._post_heartbeat(launch if waits else None)
+        if launch is None or not waits or self.verdict:
+            return
+        try:
+            self._fail_if_dead(launch)
+        except dist.DistNetworkError:
+            self._fail(STORE_IS_GONE)
+        if not self.verdict and launch.age_s() >= self._report_at:
+            self._report(launch)  # once, unless a lower rank that waits reports it
+
+    def _fail_if_dead(self, launch: Launch) -> None:
+        """Fail if another rank has, or if the same awaited ranks are dead at two looks in a row."""
+        found = self._board.verdict()
+        others = [rank for rank in launch.ranks if rank != self._rank]
+        if self._suspects[0] != launch:
+            self._read_processes(others)
+            self._report_at = self._after_s
+        dead = [] if found else self.dead(others)
+        if dead and self._suspects == (launch, dead):
+            found = self.conclude(self.describe_dead(dead))
+        self._suspects = (launch, dead)  # at the first look, data that it had sent may still arrive
+        if found:
+            self._fail(found)
+
+    def _read_processes(self, ranks: Sequence[int]) -> None:
+        """Read the processes of ranks, and the number of heartbeats that each has posted."""
+        for rank, beat in self._board.read(ranks).items():
+            self._known[rank], self._seen[rank] = beat.process, beat.beat
+
+    def _fail(self, verdict: str) -> None:
+        self.verdict = verdict
+        _log.debug("collectives of ranks %s fail: %s", self._ranks, verdict)
+        for promise in list(self._promises.values()):
+            promise.break_(RuntimeError(failure(verdict)))
+
+    def _post_heartbeat(self, launch: Launch | None) -> None:
+        """Post a heartbeat if one is due, and at once where this rank begins or ends to wait."""
+        now = time.monotonic()
+        if launch == self._posted and now - self._posted_at < min(_HEARTBEAT_S, self._after_s / _LOOKS):
+            return
+        self._posted, self._posted_at = launch, now
+        with suppress(dist.DistNetworkError):
+            self._board.post(self._heartbeat(launch))
+
+    def _heartbeat(self, launch: Launch | None) -> Heartbeat:
+        self._num_posted += 1
+        waits = "" if launch is None else launch.what
+        launched = {_name(ranks): number for ranks, number in dict(self.pending.launched).items()}
+        return Heartbeat(self._me, self._num_posted, self.position(), line_of(self._thread), waits, launched)
+
+    def _report(self, launch: Launch) -> None:
+        beats = self._board.read(launch.ranks)
+        states = {rank: beat.process.state(self._me) for rank, beat in beats.items() if beat.waits}
+        can_warn = [rank for rank, state in states.items() if state in _CAN_WARN]
+        is_first = self._rank == min(can_warn, default=self._rank)
+        self._report_at = math.inf if is_first else 2 * launch.age_s()
+        if is_first:
+            warnings.warn(self._describe(launch, beats), RuntimeWarning, stacklevel=1)
+
+    def _describe(self, launch: Launch, beats: Mapping[int, Heartbeat]) -> str:
+        """Return which ranks are missing, where every rank is, and which collective they wait in."""
+        name = _name(launch.ranks)
+        late = [r for r in launch.ranks if r not in beats or beats[r].launched.get(name, 0) < launch.number]
+        came = [rank for rank in launch.ranks if rank not in late]
+        waited = f"{listed(came)} {'have' if len(came) > 1 else 'has'} waited for {launch.age_s():.1f} s"
+        head = (
+            f"{listed(late)} of {len(launch.ranks)} {'have' if len(late) > 1 else 'has'} not launched "
+            f"{launch.what}: {waited}"
+            if late
+            else f"all ranks have launched {launch.what}, and {waited}: the network or a device is slow, or "
+            "ranks are in different collectives"
+        )
+        lines = [self._describe_rank(rank, beats.get(rank)) for rank in [*late[:8], *came[:8]]]
+        end = "Training continues once all ranks have launched it; else it fails at the group's timeout"
+        return "\n  ".join([f"a sync has stalled: {head}", *lines, end])
+
+    def _describe_rank(self, rank: int, beat: Heartbeat | None) -> str:
+        if beat is None:
+            return f"rank {rank} has not made this engine: it runs other code, or has died"
+        state = beat.process.state(self._me)
+        held = {
+            "stopped": ", is stopped (SIGSTOP, or a debugger), and was last",
+            "dead": ", has died, and was last",
+        }.get(state, "")
+        if state == "unknown" and beat.beat == self._seen.get(rank):
+            held = ", has posted no heartbeat since: it has died, is stopped or disconnected, and was"
+        elif state == "running" and beat.beat == self._seen.get(rank):
+            held = ", runs and posts no heartbeat: native code holds Python's interpreter, and it was last"
+        waits = f", waits in {beat.waits}" if beat.waits and not held else ""
+        return f"rank {rank} ({beat.process}){held}{waits} at {beat.position}: {beat.line}"
+
+
+def _name(ranks: tuple[int, ...]) -> str:
+    """Return a short name of a group, the same on every rank."""
+    spelled = ",".join(map(str, ranks))
+    return spelled if len(ranks) <= 8 else f"{len(ranks)} of {hash(ranks) & 0xFFFFFFFF:08x}"
+
+
+def _watch(ref: weakref.ref[StallWatch], stop: threading.Event, tick_s: float) -> None:
+    while not stop.wait(tick_s):
+        watch = ref()
+        if watch is None:
+            return
+        try:
+            watch.look()
+        except dist.DistStoreError:  # the store has been removed: the group has ended
+            return
+        del watch
+
+
+def _end(stop: threading.Event, watcher: threading.Thread) -> None:
+    stop.set()
+    if watcher is not threading.current_thread():
+        watcher.join(1.0)
+
+
+# ---- after a failed collective: backends name a port, users need a rank ----
+
+
+class RollCall:
+    """Names the ranks that do not answer after a failed collective. Without a store it cannot."""
+
+    def __init__(self) -> None:
+        self.watch: StallWatch | None = None  # knows which ranks have died, and the error of all ranks
+
+    def named(self) -> AbstractContextManager[None]:
+        """Add the ranks that do not answer to the error of the body, a collective. Default: add nothing."""
+        return nullcontext()
+
+    def break_off(self, error: Exception) -> None:
+        """Start no further collective: this rank could not start one that other ranks are in.
+
+        `error` is the reason. Default: nothing is noted.
+        """
+
+
+class StoreRollCall(RollCall):
+    """Asks the ranks of a group through its store; only the store is kept, not the group."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        pg = dist.group.WORLD if group is None else group
+        assert pg is not None  # this rank is a member
+        self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(pg)
+        self.store: dist.Store = _get_process_group_store(pg)
+        # Of an engine's own group, which serves no other engine once a collective has failed.
+        self.usage: GroupUsage | None = None
+        self._found: str | None = None
+        self._broken = ""
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Add the ranks that do not answer to the error of the body, a collective.
+
+        Raises:
+            RuntimeError: in place of the backend's error, whose text it contains; or because another
+                collective of any rank has failed.
+
+        Cost: nothing unless the body raises; then at most two seconds, once.
+        """
+        if self.watch is not None:
+            self.watch.check()
+        if self._broken:
+            raise RuntimeError(self._broken)
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if self.usage is not None:
+                self.usage.is_broken = True
+            if "a collective failed" in str(error):
+                raise
+            if self._found is None:
+                self._found = self._call() or (
+                    f"all {len(self._ranks)} ranks answer, so one of them launched it later than the group's "
+                    "timeout"
+                )
+            # A verdict is the same text on all ranks, so nothing of this rank's backend is added.
+            has_verdict = self.watch is not None and self.watch.verdict
+            raise RuntimeError(failure(self._found, None if has_verdict else error)) from error
+
+    def break_off(self, error: Exception) -> None:
+        """Start no further collective here, and let those of other ranks fail where a watch runs.
+
+        gloo ends a process that receives other sizes than it waits for.
+        """
+        if self.usage is not None:
+            self.usage.is_broken = True
+        if self._broken or "a collective failed" in str(error):
+            self._broken = self._broken or str(error)
+            return
+        _log.debug("start no further collective in this group: %r", error)
+        finding = f"rank {self._rank} could not start one that the other ranks are in ({error!r})"
+        self._broken = failure(finding)
+        if self.watch is not None:
+            with suppress(RuntimeError):  # the store is gone: the other ranks see this process end
+                self.watch.conclude(finding)
+
+    def _call(self) -> str:
+        """Return which ranks are absent, or the verdict of all ranks; empty if every rank answers."""
+        try:
+            absent = self._absent()
+            if not absent:
+                return ""
+            found = (
+                f"{listed(absent)} of {len(self._ranks)} did not answer within {WAIT_S:g} s of it: dead, "
+                "hanging, or running other code"
+            )
+            if self.watch is None:
+                return found
+            dead = self.watch.dead(absent)
+            return self.watch.conclude(self.watch.describe_dead(dead) if dead else found)
+        except RuntimeError:
+            return STORE_IS_GONE
+
+    def _absent(self) -> list[int]:
+        """Answer for this rank; return the ranks that neither answer nor wait in a collective."""
+        self.store.set(f"pyengine/answer/{self._rank}", "here")
+        end = time.monotonic() + WAIT_S
+        absent = self._ranks
+        while absent := [rank for rank in absent if not self.store.check([f"pyengine/answer/{rank}"])]:
+            if time.monotonic() > end or (self.watch is not None and self.watch.is_decided(absent)):
+                break
+            time.sleep(0.02)
+        if self.watch is None:
+            return absent
+        waiting = set(self.watch.waiting(absent)) - set(self.watch.dead(absent))
+        return [rank for rank in absent if rank not in waiting]

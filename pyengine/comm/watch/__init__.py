@@ -1,1 +1,0 @@
-"""Which ranks a collective waits for, where they are, and whether they have died."""
