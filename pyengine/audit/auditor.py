@@ -1,77 +1,74 @@
-"""The auditor: checks windows as they run, and raises what was found."""
+"""The auditor: checks windows as they run, and raises what was found.
+
+A check is one short vector of each rank and group, and what all ranks conclude from it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import math
+import statistics
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyengine.audit.check import Check, Local
-from pyengine.audit.checksum import Part, checksums_on, words_of
-from pyengine.audit.finding import raise_for
-from pyengine.audit.hyperparameters import digest, numbers_of
-from pyengine.audit.leaves import Leaves
-from pyengine.audit.probe import Probe
-from pyengine.audit.subject import Subject, states_of
+from pyengine.audit.causes import Case, SubjectEvidence, cause_of_gradient, odd_ranks
+from pyengine.audit.checksum import Part, checksums_on, differ, pieces, words_of
+from pyengine.audit.finding import AuditError, Finding
+from pyengine.audit.inventory import Subject
+from pyengine.audit.probe import Leaves, Probe
 from pyengine.comm.base import Comm
-from pyengine.ops.device import runs_ahead
+from pyengine.ops.device import HOST, Readback, runs_ahead
 
 TOLERANCE = 2**-5
 # Of every gradient and every tensor of an optimizer's state a run of words is read in each check, and each is
 # read as a whole in one of so many.
 _ROUND = 64
+_PARAMETER, _GRADIENT, _STATE = range(3)
+_KINDS = ("parameter", "gradient", "optimizer state")
+_MOST = 32  # subjects whose evidence is gathered
+_PROBES = 3  # sums over samples: one alone may be right by chance
+_HEAD = 7  # count, void, claimed count, and the pieces of the hyperparameters
+
+Numbers = list[tuple[str, float]]
 
 
 @dataclass(frozen=True)
 class Samples:
-    """A few elements of every gradient of one window, behind its reduction.
+    """A few elements of every gradient of one window, after its reduction."""
 
-    Attributes:
-        came, last, left, arrivals: see `Local`.
-        is_strict: see `Local`.
-    """
-
+    # float64 [subjects, n], see `SubjectEvidence`; `left` is this rank's share.
     came: Tensor
     last: Tensor
     left: Tensor
-    arrivals: Sequence[int]
-    is_strict: bool
+    arrivals: Sequence[int]  # by subject
+    is_strict: bool  # whether the factor is known; else any that is common to all gradients is accepted
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What a loop knows of a window besides its gradients.
+    """What a loop knows of a window besides its gradients: float64, 0-dim but for `counts`."""
 
-    Attributes:
-        counts: by subject, what this rank's micro-batches counted, float64 `[subjects]`; None: gradients are
-            means over ranks.
-        count: of all of them, to be compared with `claimed`: float64 0-dim.
-        claimed: what the sum over all ranks was divided by, float64 0-dim; None: not known.
-        void: more than 0 where the gradients are not to be used, 0-dim; None: they are.
-    """
-
+    # By subject, what this rank's micro-batches counted, [subjects]; None: gradients are means over ranks.
     counts: Tensor | None = None
-    count: Tensor | None = None
-    claimed: Tensor | None = None
-    void: Tensor | None = None
+    count: Tensor | None = None  # of all of them, to be compared with `claimed`
+    claimed: Tensor | None = None  # what the sum over all ranks was divided by; None: not known
+    void: Tensor | None = None  # more than 0 where the gradients are not used; None: they are
 
 
 class Auditor:
-    """Compares what must be equal on all ranks.
+    """Compares what must be equal on all ranks, in every `every`-th window.
 
     Args:
-        subjects: what; the same ones, in the same order, on all ranks of a group.
+        subjects: the same ones, in the same order, on all ranks of a group.
         comms: transports by `Subject.replicas` and `Subject.summed`; the first is of all ranks.
         leaves: where gradients arrive.
         tolerance: the largest relative error of a reduced gradient.
-        every: windows from one check to the next.
-
-    Attributes:
-        probe: records the gradients of micro-batches.
-        optimizers: whose state and hyperparameters are compared.
     """
 
     def __init__(
@@ -90,28 +87,23 @@ class Auditor:
         numel = sum(subject.tensor.numel() for subject in self._subjects)
         self._checksums = checksums_on(device, numel)
         self.probe = Probe(self._subjects, leaves, device)
-        self.optimizers: list[Any] = []
+        self.optimizers: list[Any] = []  # whose state and hyperparameters are compared
         self._under_way: Check | None = None
         self._checks, self._since = 0, 0
         self._listens_on = every == 1
 
     def begin(self) -> None:
-        """Look at a window from its first micro-batch on.
-
-        Raises:
-            AuditError: what an earlier check has found.
-        """
+        """Look at a window from its first micro-batch on; raise what an earlier check has found."""
         self.settle()
         self.probe.arm(self._checks)
 
     @torch.no_grad()
     def sample(self, *, is_strict: bool, scale: Tensor | None = None) -> Samples:
-        """Look at gradients behind their reduction; the next one that comes is another window's.
+        """Look at gradients after their reduction; the next one that comes is another window's.
 
         Args:
             is_strict: whether nothing else has been done to them.
-            scale: the loss scale, with which gradients came, and without which they were reduced; None for
-                none.
+            scale: the loss scale, with which gradients came, and without which they were reduced.
         """
         probe = self.probe
         came = (probe.all_sums() if is_strict else probe.sums).double()
@@ -126,12 +118,7 @@ class Auditor:
 
     @torch.no_grad()
     def check(self, step: int, samples: Samples, counted: Counted) -> None:
-        """Compare, behind the reduction and before the step.
-
-        Args:
-            step: the window.
-            samples: of its gradients.
-            counted: what else is known of it.
+        """Compare, after the reduction and before the step.
 
         Raises:
             AuditError: something differs; where the host runs ahead of the device, at the next `begin` or
@@ -148,23 +135,17 @@ class Auditor:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the check that is under way, if one is.
-
-        Raises:
-            AuditError: something differs; on every rank.
-        """
+        """Wait for the check that is under way, if one is; raise on every rank if something differs."""
         check, self._under_way = self._under_way, None
         if check is not None:
-            raise_for(check.conclude())
+            if findings := check.conclude():
+                more = "".join(f"; {finding}" for finding in findings[1:4])
+                raise AuditError(f"audit: {findings[0]}{more}", findings)
             self._since = check.step + 1
-
-    def drop(self) -> None:
-        """Forget the window that is looked at: it will not be checked."""
-        self.probe.disarm()
 
     def _look(self, step: int, samples: Samples, counted: Counted) -> Local:
         numbers, tensors = numbers_of(self.optimizers)
-        hyper = self._one(digest(numbers))
+        hyper = torch.tensor(digest(numbers), dtype=torch.int64, device=self.device)
         for tensor in tensors:
             hyper = hyper * 31 + self._checksums.of(words_of(tensor))
         bits, has = self._bits()
@@ -174,17 +155,13 @@ class Auditor:
             since=self._since,
             bits=bits,
             has=has,
-            came=samples.came,
-            last=samples.last,
-            left=samples.left,
-            arrivals=samples.arrivals,
+            samples=samples,
             counts=zero.expand(len(bits)) if counted.counts is None else counted.counts,
             count=zero if counted.count is None else counted.count,
             claimed=zero + torch.nan if counted.claimed is None else counted.claimed,
             void=zero if counted.void is None else counted.void.double(),
             hyper=hyper,
             numbers=numbers,
-            is_strict=samples.is_strict,
         )
 
     def _bits(self) -> tuple[Tensor, list[tuple[bool, bool, bool]]]:
@@ -222,5 +199,320 @@ class Auditor:
         bits.index_add_(0, places, self._checksums.of_all(parts) * weights)
         return bits.view(-1, 3), has
 
-    def _one(self, number: int) -> Tensor:
-        return torch.tensor(number, dtype=torch.int64, device=self.device)
+
+# ---- the numbers of an optimizer, which every rank has to set alike ----
+
+
+def states_of(state: Mapping[Any, Any]) -> tuple[list[Tensor], list[float]]:
+    """Return what an optimizer keeps for a parameter: tensors, and numbers on the host."""
+    tensors, numbers = [], []
+    for key in sorted(state, key=str):
+        value = state[key]
+        if isinstance(value, Tensor) and (value.numel() != 1 or runs_ahead(value.device)):
+            tensors.append(value)
+        elif isinstance(value, int | float | Tensor):
+            numbers.append(float(value))
+    return tensors, numbers
+
+
+def numbers_of(optimizers: Sequence[Any]) -> tuple[Numbers, list[Tensor]]:
+    """Return the numbers of every group, by name, and those on an accelerator, unread."""
+    numbers: Numbers = []
+    tensors: list[Tensor] = []
+    for place, optimizer in enumerate(optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            where = f"{place}." if len(optimizers) > 1 else ""
+            for key in sorted(key for key in group if key != "params"):
+                for value in group[key] if isinstance(group[key], tuple | list) else (group[key],):
+                    if isinstance(value, Tensor) and value.numel() != 1:
+                        continue
+                    if isinstance(value, Tensor) and runs_ahead(value.device):
+                        tensors.append(value)
+                    elif isinstance(value, Real | Tensor):
+                        numbers.append((f"{key} of group {where}{index}", float(value)))
+    return numbers, tensors
+
+
+def digest(numbers: Numbers) -> int:
+    raw = b"".join(struct.pack("<d", value) + name.encode() for name, value in numbers)
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") >> 2
+
+
+def difference(by_rank: Sequence[Numbers]) -> str:
+    """Describe in which number ranks differ first, with the value of each rank."""
+    for row in zip(*by_rank, strict=False):
+        if len(set(row)) > 1:
+            values = "; ".join(f"rank {rank}: {value:g}" for rank, (_, value) in enumerate(row))
+            return f"{row[0][0]} differs ({values})"
+    if len({len(numbers) for numbers in by_rank}) > 1:
+        return "ranks have other param_groups"
+    return "a number that lies on the device differs"
+
+
+# ---- one check ----
+
+
+@dataclass(frozen=True)
+class Local:
+    """What one rank found in one window."""
+
+    step: int
+    since: int  # the window after the last clean check
+    bits: Tensor  # int64 [subjects, 3], checksums of parameter, gradient and optimizer state
+    has: Sequence[tuple[bool, bool, bool]]  # which of them there are
+    samples: Samples
+    # As in `Counted`, where None is 0, and nan for `claimed`.
+    counts: Tensor
+    count: Tensor
+    claimed: Tensor
+    void: Tensor
+    hyper: Tensor  # int64 0-dim, a digest of the numbers
+    numbers: Numbers
+
+
+class Check:
+    """The check of one window, under way; `is_one_group` where no rank has a group but that of all.
+
+    Cost: one all-reduce a group, of 160 bytes a subject and 56 more; where there are several groups, one of 8
+    bytes behind them, waited for.
+    """
+
+    def __init__(
+        self,
+        subjects: Sequence[Subject],
+        comms: Sequence[Comm],
+        local: Local,
+        tolerance: float,
+        *,
+        is_one_group: bool,
+    ) -> None:
+        self._is_one_group = is_one_group
+        self._subjects, self._comms, self._local, self._tolerance = subjects, comms, local, tolerance
+        self.step, self._total = local.step, 0.0
+        self._factors: dict[int, float] = {}
+        self._vectors = [self._pack(group) for group in range(len(comms))]
+        works = [comm.all_reduce(vector) for comm, vector in zip(comms, self._vectors, strict=True)]
+        for work in works:
+            work.wait()
+        self._numbers = [Readback(vector) for vector in self._vectors]
+
+    def conclude(self) -> list[Finding]:
+        """Wait for the numbers, and return what all ranks find together: the same everywhere.
+
+        Cost: nothing but the wait where all is well; else a gather of what each rank knows.
+        """
+        suspects = self._suspects()
+        is_bad = bool(suspects)
+        if not self._is_one_group:
+            flag = torch.tensor([is_bad], dtype=torch.float32, device=self._local.bits.device)
+            self._comms[0].all_reduce(flag).wait()
+            is_bad = bool(flag > 0)
+        return self._explain(suspects) if is_bad else []
+
+    def _pack(self, group: int) -> Tensor:
+        """Return this rank's part for one group."""
+        local, came = self._local, self._local.samples.came
+        head = torch.zeros(_HEAD, dtype=torch.float64, device=local.bits.device)
+        if group == 0:
+            head[0], head[1] = local.count, local.void
+            head[2] = torch.nan_to_num(local.claimed, nan=0.0)
+            head[3:] = pieces(local.hyper.reshape(1))[0]
+        same = self._indices("replicas", group)
+        summed = self._indices("summed", group)
+        # What the samples of a gradient are added up with, of size 1 at most: float64 [n, _PROBES].
+        places = torch.arange(came.shape[1] * _PROBES, dtype=torch.float64, device=came.device)
+        weights = torch.cos(1 + 2.4 * places).reshape(-1, _PROBES)
+        scale = came.abs().sum(1, keepdim=True)
+        parts = [came @ weights, local.samples.left @ weights, scale, local.counts.unsqueeze(1)]
+        probed = torch.cat(parts, 1)[summed]
+        return torch.cat([head, pieces(local.bits[same].reshape(-1)).reshape(-1), probed.reshape(-1)])
+
+    def _indices(self, which: str, group: int) -> list[int]:
+        return [i for i, subject in enumerate(self._subjects) if getattr(subject, which) == group]
+
+    def _suspects(self) -> dict[int, set[str]]:
+        """Return what is wrong, by subject (-1: hyperparameters, -2: the count)."""
+        found: dict[int, set[str]] = {}
+        read = [torch.tensor(numbers.get(), dtype=torch.float64, device=HOST) for numbers in self._numbers]
+        total, void = float(read[0][0]), float(read[0][1])
+        self._total = total
+        if bool(differ(read[0][3:_HEAD].reshape(1, 4), self._comms[0].world_size)):
+            found.setdefault(-1, set()).add("hyperparameters")
+        claimed = float(self._local.claimed)
+        if not void and not math.isnan(claimed) and abs(claimed - total) > 1e-9 * max(1.0, total):
+            found.setdefault(-2, set()).add("divisor")
+        looked = [self._alike_and_sums(group, read[group]) for group in range(len(self._comms))]
+        if all(self._are_surely_fine(group, *found_there) for group, found_there in enumerate(looked)):
+            return found
+        probed: list[_Probed] = []
+        for group, (unequal, rows) in enumerate(looked):
+            for index, row in zip(self._indices("replicas", group), unequal.tolist(), strict=True):
+                kinds = {kind for kind, is_odd in zip(_KINDS, row, strict=True) if is_odd}
+                kinds -= {"gradient"} if void else set()
+                if kinds:
+                    found.setdefault(index, set()).update(kinds)
+            probed += self._probed(group, rows)
+        if not void:
+            for index in self._badly_reduced(probed):
+                found.setdefault(index, set()).add("gradient")
+        return found
+
+    def _alike_and_sums(self, group: int, read: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what ranks have not alike, bool `[subjects, 3]`, and the sums over samples: float64
+        `[subjects, 2 * _PROBES + 2]`, of what came, what is left, of what size it is, and the count.
+        """
+        end = _HEAD + len(self._indices("replicas", group)) * 12
+        unequal = differ(read[_HEAD:end].reshape(-1, 4), self._comms[group].world_size).reshape(-1, 3)
+        return unequal, read[end:].reshape(-1, 2 * _PROBES + 2)
+
+    def _are_surely_fine(self, group: int, unequal: Tensor, rows: Tensor) -> bool:
+        """Whether everything is alike and all sums are finite and what they have to be, by a known factor."""
+        if not self._local.samples.is_strict or bool(unequal.any()):
+            return False
+        came, left = rows[:, :_PROBES], rows[:, _PROBES : 2 * _PROBES]
+        scale, count = rows[:, -2:].split(1, 1)
+        world_size = float(self._comms[group].world_size)
+        factors = 1.0 / torch.where(count == 0, torch.full_like(count, world_size), count)
+        return bool(((left - factors * came).abs() <= self._tolerance * factors * scale).all())
+
+    def _probed(self, group: int, rows: Tensor) -> list[_Probed]:
+        """Return the sums over samples of every subject, and note its factor."""
+        found = []
+        world_size = self._comms[group].world_size
+        for index, (*values, scale, count) in zip(self._indices("summed", group), rows.tolist(), strict=True):
+            factor = self._factors[index] = 1.0 / (count or world_size)
+            due = [factor * came for came in values[:_PROBES]]
+            found.append(_Probed(index, due, values[_PROBES:], factor * scale))
+        return found
+
+    def _badly_reduced(self, probed: Sequence[_Probed]) -> list[int]:
+        """Return the subjects whose reduced gradient is not what came, times the factor."""
+        known = [row for row in probed if row.is_known]
+        common = 1.0
+        if not self._local.samples.is_strict:
+            ratios = [ratio for row in known for ratio in row.ratios()]
+            common = statistics.median_low(ratios) if ratios else 1.0
+        return [row.index for row in known if row.is_off(common, self._tolerance)]
+
+    def _explain(self, suspects: dict[int, set[str]]) -> list[Finding]:
+        """Gather what every rank knows of its suspects, and find causes; the same on every rank."""
+        local = self._local
+        mine = {index: kinds for index, kinds in suspects.items() if index >= 0}
+        gathered = {
+            self._subjects[index].name: _Suspect(
+                kinds,
+                self._subjects[index].kind,
+                self._evidence(index),
+                self._factors.get(index, 1.0),
+            )
+            for index, kinds in list(mine.items())[:_MOST]
+        }
+        general = {index: kinds for index, kinds in suspects.items() if index < 0}
+        everybody = self._comms[0].all_gather_object((gathered, general, local.numbers))
+        found = []
+        for name in dict.fromkeys(name for names, _, _ in everybody for name in names):
+            found += _findings_of(name, [names.get(name) for names, _, _ in everybody])
+        if any(-1 in kinds for _, kinds, _ in everybody):
+            text = f"{difference([numbers for _, _, numbers in everybody])}: set it alike on every rank"
+            found.append(("hyperparameters", "", (), text))
+        if any(-2 in kinds for _, kinds, _ in everybody):
+            text = f"the sum was divided by {float(local.claimed):g}, and {self._total:g} was counted"
+            found.append(("divisor", "", (), text))
+        return _grouped(found, local.step, local.since)
+
+    def _evidence(self, index: int) -> SubjectEvidence:
+        local, samples = self._local, self._local.samples
+        bits = [
+            int(value) if has else None
+            for value, has in zip(local.bits[index].tolist(), local.has[index], strict=True)
+        ]
+        subject = self._subjects[index]
+        is_whole = not hasattr(subject.tensor, "to_local")
+        return SubjectEvidence(
+            bits=(bits[0], bits[1], bits[2]),
+            came=samples.came[index].cpu(),
+            last=samples.last[index].cpu(),
+            left=samples.left[index].cpu() * (subject.shard.copies if is_whole else 1),
+            count=float(local.counts[index]),
+            arrivals=samples.arrivals[index],
+            is_whole=is_whole,
+        )
+
+
+@dataclass(frozen=True)
+class _Probed:
+    """A few sums over the samples of one gradient, and over all ranks."""
+
+    index: int  # of the subject
+    due: Sequence[float]  # what they have to be
+    left: Sequence[float]  # what they are
+    scale: float  # their magnitude, about
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything came, and all of it is finite."""
+        return self.scale > 0 and all(map(math.isfinite, (*self.due, *self.left, self.scale)))
+
+    def ratios(self) -> list[float]:
+        """Return by what factors they are off, as far as rounding allows."""
+        pairs = zip(self.due, self.left, strict=True)
+        return [left / due for due, left in pairs if abs(due) > 0.05 * self.scale]
+
+    def is_off(self, common: float, tolerance: float) -> bool:
+        """Whether they are not what they have to be, times a factor."""
+        slack = tolerance * abs(common) * self.scale
+        pairs = zip(self.due, self.left, strict=True)
+        return any(abs(left - common * due) > slack for due, left in pairs)
+
+
+@dataclass(frozen=True)
+class _Suspect:
+    """What one rank knows of a suspect: in what it differs, what it is, and the evidence with its factor."""
+
+    differs: set[str]
+    kind: str
+    evidence: SubjectEvidence
+    factor: float
+
+
+_Raw = tuple[str, str, tuple[int, ...], str]
+
+
+def _findings_of(name: str, suspects: Sequence[_Suspect | None]) -> list[_Raw]:
+    """Return what is wrong with one subject, the root first."""
+    by_rank = {rank: each for rank, each in enumerate(suspects) if each is not None}
+    kinds = set().union(*(each.differs for each in by_rank.values()))
+    evidence = {rank: each.evidence for rank, each in by_rank.items()}
+    first = next(iter(by_rank.values()))
+    kind, factor = first.kind, first.factor
+
+    def odd(column: int) -> tuple[int, ...]:
+        return odd_ranks({rank: item.bits[column] for rank, item in evidence.items()})
+
+    if "gradient" in kinds:
+        return [("gradient", name, odd(_GRADIENT), cause_of_gradient(Case(evidence, factor)))]
+    if "optimizer state" in kinds:
+        cause = "gradients agree, and the optimizer's state does not: loaded or changed on some rank alone"
+        return [("optimizer state", name, odd(_STATE), cause)]
+    cause = (
+        "a buffer that ranks have to hold alike has other bits"
+        if kind == "buffer"
+        else "gradients and optimizer state agree, and it has other bits: a flipped bit, a write or a step "
+        "on some rank alone"
+    )
+    return [(kind, name, odd(_PARAMETER), cause)]
+
+
+_ORDER = ("divisor", "gradient", "hyperparameters", "optimizer state", "parameter", "buffer")
+
+
+def _grouped(found: Sequence[_Raw], step: int, since: int) -> list[Finding]:
+    """Group what differs in the same way, roots first."""
+    groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
+    for what, name, ranks, cause in found:
+        groups.setdefault((what, ranks, cause), []).extend([name] if name else [])
+    findings = [
+        Finding(what, tuple(names), ranks, cause, step, since)
+        for (what, ranks, cause), names in groups.items()
+    ]
+    return sorted(findings, key=lambda finding: (_ORDER.index(finding.what), -len(finding.names)))

@@ -1,9 +1,15 @@
-"""A checksum of a tensor's bits and their positions: one read, and no wait of the host."""
+"""Checksums of a tensor's bits and their positions: one read, and no wait of the host.
+
+Equal bits in equal places give equal numbers, whatever the order in which they are added up: arithmetic is of
+integers that wrap. A word that changes alone is always seen, so a changed sign or bit is; words that change
+places are seen unless two weights chance to cancel, once in 2^31. `of` returns the checksum of words, int32
+`[n]` (see `words_of`), as int64 0-dim on the device, `of_all` many as int64 `[n]`; both unread.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,48 +37,22 @@ _GOLDEN, _MIX = -7046029254386353131, -4658895280553007687
 
 
 class Part(NamedTuple):
-    """What is read of a tensor.
-
-    Attributes:
-        tensor: of any kind.
-        turn: None: all of it; else a run of 64 words at a place that moves with the turn.
-    """
+    """What is read of a tensor: all of it, or a run of 64 words at a place that moves with the turn."""
 
     tensor: Tensor
     turn: int | None = None
 
     def words(self) -> Tensor:
-        """Return its words, see `words_of`."""
+        """Return the words that are read, see `words_of`."""
         words = words_of(self.tensor)
-        start, num = self._run(words.numel())
-        return words[start : start + num]
-
-    def _run(self, num: int) -> tuple[int, int]:
-        """Return where it begins, and its length."""
-        room = num - _RUN
-        return (0, num) if self.turn is None or room <= 0 else (self.turn * 40503 % (room + 1), _RUN)
+        room = words.numel() - _RUN
+        if self.turn is None or room <= 0:
+            return words
+        start = self.turn * 40503 % (room + 1)
+        return words[start : start + _RUN]
 
 
-class Checksums(Protocol):
-    """Checksums of tensors on one device.
-
-    Equal bits in equal places give equal numbers, whatever the order in which they are added up: arithmetic
-    is of integers that wrap. A word that changes alone is always seen, so a changed sign or bit is; words
-    that change places are seen unless two weights chance to cancel, once in 2^31.
-    """
-
-    def of(self, words: Tensor) -> Tensor:
-        """Return the checksum, int64 0-dim on the device, unread.
-
-        Args:
-            words: int32 `[n]`, see `words_of`.
-        """
-
-    def of_all(self, parts: Sequence[Part]) -> Tensor:
-        """Return many checksums, int64 `[n]` on the device, unread."""
-
-
-def checksums_on(device: torch.device, numel: int) -> Checksums:
+def checksums_on(device: torch.device, numel: int) -> BlockSums | LaneSums:
     """Return the checksums of a device's tensors, of `numel` elements in all."""
     return LaneSums(device, numel) if runs_ahead(device) else BlockSums()
 
@@ -92,7 +72,9 @@ class BlockSums:
 
     def of(self, words: Tensor) -> Tensor:
         if self._core is not None:
-            return torch.tensor(self._native(words), dtype=torch.int64, device=HOST)
+            assert words.is_contiguous()
+            number = self._core.checksum(self._weights.data_ptr(), _BLOCK, words.data_ptr(), words.numel())
+            return torch.tensor(number, dtype=torch.int64, device=HOST)
         total = torch.zeros((), dtype=torch.int64, device=HOST)
         num_words = _BLOCKS_AT_ONCE * _BLOCK
         for start in range(0, words.numel(), num_words):
@@ -104,37 +86,23 @@ class BlockSums:
         return total
 
     def of_all(self, parts: Sequence[Part]) -> Tensor:
-        if self._core is None:
-            found = [int(self.of(part.words())) for part in parts]
-        else:
-            found = self._native_of_all(parts)
-        return torch.tensor(found, dtype=torch.int64, device=HOST)
-
-    def _native_of_all(self, parts: Sequence[Part]) -> list[int]:
-        """Return the core's checksum, at once where the words are contiguous in memory."""
-        assert self._core is not None
-        turns = [-1 if part.turn is None else part.turn for part in parts]
-        tensors = [part.tensor for part in parts]
-        found = self._core.checksums_of(self._weights.data_ptr(), _BLOCK, tensors, turns, _RUN, PLAIN)
-        return [
-            self._native(part.words()) if each is None else each
+        found: list[int | None] = [None] * len(parts)
+        if self._core is not None:  # at once where the words are contiguous in memory
+            turns = [-1 if part.turn is None else part.turn for part in parts]
+            tensors = [part.tensor for part in parts]
+            found = self._core.checksums_of(self._weights.data_ptr(), _BLOCK, tensors, turns, _RUN, PLAIN)
+        numbers = [
+            int(self.of(part.words())) if each is None else each
             for part, each in zip(parts, found, strict=True)
         ]
-
-    def _native(self, words: Tensor) -> int:
-        assert self._core is not None and words.is_contiguous()
-        found: int = self._core.checksum(self._weights.data_ptr(), _BLOCK, words.data_ptr(), words.numel())
-        return found
+        return torch.tensor(numbers, dtype=torch.int64, device=HOST)
 
 
 class LaneSums:
     """Words times odd numbers, added up in 32 bits lane by lane; then lanes times odd weights, in 64.
 
-    Few launches, no memory a word, and no products of 64 bits a word.
-
-    Args:
-        device: of the tensors.
-        numel: elements of all that is read; decides the length of a block.
+    Few launches, no memory a word, and no products of 64 bits a word. `numel`, the elements of all that is
+    read, decides the length of a block.
 
     Cost: `of` reads 4 bytes a word; held are 5 bytes a lane: 170 KB, and from 11 M elements on at most 1/64
     byte an element.
@@ -152,7 +120,7 @@ class LaneSums:
         ]
 
     def of_all(self, parts: Sequence[Part]) -> Tensor:
-        """Return many checksums, int64 `[n]` on the device, unread: those of short parts together."""
+        # Those of short parts together.
         tensors = [part.words() for part in parts]
         found = torch.zeros(len(tensors), dtype=torch.int64, device=self._sums.device)
         short = [index for index, words in enumerate(tensors) if words.numel() <= _SHORT]
@@ -188,11 +156,9 @@ class LaneSums:
 
 
 def words_of(tensor: Tensor) -> Tensor:
-    """Return the bits that this rank holds of a tensor.
+    """Return the bits that this rank holds of a tensor: int32 `[n]`, in the order of the elements.
 
-    Returns:
-        int32 `[n]`, in the order of the elements; a view where memory has that order and they fill whole
-        words, else a copy.
+    A view where memory has that order and they fill whole words, else a copy.
     """
     flat = local(tensor)
     if flat.layout is not torch.strided:
@@ -212,14 +178,10 @@ def words_of(tensor: Tensor) -> Tensor:
 
 
 def pieces(checksums: Tensor) -> Tensor:
-    """Return numbers that float64 can add up exactly over ranks.
+    """Return of checksums, int64 `[n]`, numbers that float64 can add up exactly over ranks: `[n, 4]`.
 
-    Args:
-        checksums: int64 `[n]`.
-
-    Returns:
-        float64 `[n, 4]`: two pieces of 20 bits, each with its square. Over up to 8192 ranks of W they are
-        equal exactly where W times the sum of squares is the square of the sum.
+    Two pieces of 20 bits, each with its square. Over up to 8192 ranks of W they are equal exactly where W
+    times the sum of squares is the square of the sum.
     """
     mixed = _mixed(checksums)
     parts = torch.stack([mixed & _MASK, mixed >> 20 & _MASK], 1).double()

@@ -48,10 +48,3 @@ class AuditError(RuntimeError):
 
     def __reduce__(self) -> tuple[type[AuditError], tuple[str, tuple[Finding, ...]]]:
         return type(self), (str(self), self.findings)
-
-
-def raise_for(findings: Sequence[Finding]) -> None:
-    """Raise what was found; nothing if that is nothing."""
-    if findings:
-        more = "".join(f"; {finding}" for finding in findings[1:4])
-        raise AuditError(f"audit: {findings[0]}{more}", findings)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -14,9 +13,8 @@ from torch import Tensor, nn
 
 from pyengine.audit.auditor import TOLERANCE, Auditor, Counted, Samples
 from pyengine.audit.finding import AuditError
-from pyengine.audit.inventory import Groups, Inventory
-from pyengine.audit.leaves import Leaves
-from pyengine.audit.subject import Subject
+from pyengine.audit.inventory import Groups, Inventory, Subject
+from pyengine.audit.probe import Leaves
 from pyengine.ops.device import is_lazy
 
 if TYPE_CHECKING:
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def check_every(every: object) -> int:
-    """Return a number of windows, or raise."""
     if not isinstance(every, int) or isinstance(every, bool):
         raise TypeError(f"every={every!r} is a {type(every).__name__}: need a whole number of windows")
     if every < 1:
@@ -186,10 +183,7 @@ class Audit:
         Raises:
             AuditError: what the last check has found.
         """
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._auditor.drop()
+        self._remove_hooks()
         self._auditor.settle()
 
     def __enter__(self) -> Self:
@@ -198,12 +192,15 @@ class Audit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._remove_hooks()
         if kind is None:
-            self.remove()
-        else:
-            for handle in self._handles:
-                handle.remove()
-            self._auditor.drop()
+            self._auditor.settle()
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._auditor.probe.disarm()
 
     @property
     def _is_due(self) -> bool:
@@ -213,21 +210,16 @@ class Audit:
         if self._is_due:
             samples = self._samples or self._auditor.sample(is_strict=False)
             counted = self._take_counts() if self._samples is None else self._counted
-            with self._named():
+            try:
                 self._auditor.check(self.step, samples, counted)
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Add to the error of a collective what a check waits for."""
-        try:
-            yield
-        except AuditError:
-            raise
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"audit: not every rank has come to optimizer.step() of window {self.step}, where each waits "
-                f"for the others: where one rank leaves out a step, let all of them leave it out: {error}"
-            ) from error
+            except AuditError:
+                raise
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"audit: not every rank has come to optimizer.step() of window {self.step}, where each "
+                    "waits for the others: where one rank leaves out a step, let all of them leave it out: "
+                    f"{error}"
+                ) from error
 
     def _after_step(self, *_: Any) -> None:
         self.step += 1
@@ -245,8 +237,7 @@ class Audit:
         return Counted(counts=torch.stack([counts.get(name, zero) for name in pattern]))
 
     def _forget(self) -> None:
-        self._samples = None
-        self._counted = Counted()
+        self._samples, self._counted = None, Counted()
         self._forget_counts()
 
     def _forget_counts(self) -> None:

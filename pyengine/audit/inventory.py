@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,11 +12,38 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from pyengine.audit.subject import Shard, Subject
 from pyengine.comm import Comm, comm_for
 from pyengine.gradients.slots import local
 
 Groups = Mapping[str, dist.ProcessGroup | None]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which elements of a parameter are on this rank: a range of them, in their order."""
+
+    start: int  # first element
+    numel: int  # of the whole parameter
+    copies: int  # ranks that hold the same ones, of those over which its gradient is summed
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One tensor that ranks have to agree on."""
+
+    name: str
+    tensor: Tensor
+    replicas: int | None  # index of the group of ranks that have to hold the same; None: no other rank has it
+    summed: int | None  # index of the group over whose ranks its gradient is summed; None: not compared
+    shard: Shard
+    kind: str = "parameter"  # or "buffer"
+
+    def gradient(self) -> Tensor | None:
+        """Return the reduced gradient that this rank holds; Megatron's is in `main_grad`."""
+        found: Any = self.tensor.grad
+        if found is None:
+            found = getattr(self.tensor, "main_grad", None)
+        return None if found is None else local(found)
 
 
 class Inventory:
@@ -29,12 +57,7 @@ class Inventory:
 
     Attributes:
         module: without the wrappers.
-        subjects: parameters, the optimizers' own, and buffers.
         comms: by `Subject.replicas` and `Subject.summed`.
-
-    Raises:
-        TypeError: a group is none.
-        ValueError: ranks have other subjects; on every rank.
     """
 
     def __init__(
@@ -54,7 +77,9 @@ class Inventory:
         self._group, self._groups, self._device = group, groups, next(model.parameters()).device
         self.comms: list[Comm] = [comm_for(self._device, group)]
         self._known: dict[int, int] = {}
-        self.subjects = [*self._parameters(), *self._optimizers_own(optimizers), *self._buffers()]
+        self.subjects = [*self._parameters(), *self._optimizers_own(optimizers)]
+        if self._has_own_buffers:
+            self.subjects += buffers_of(self.module, self._index_of)
         self._check_alike()
         # A rank that leaves out a step continues to the loop's own collectives, while the others check.
         self.comms = [comm.with_own_group() for comm in self.comms]
@@ -92,14 +117,12 @@ class Inventory:
             if id(param) not in known and (index := self._index_of(name)) is not None:
                 yield Subject(name, param, index, None, Shard(0, param.numel(), 1))
 
-    def _buffers(self) -> list[Subject]:
-        return buffers_of(self.module, self._index_of) if self._has_own_buffers else []
-
     def _sharded(self, name: str, param: Any) -> Subject:
         """Describe a DTensor of FSDP2's, whose mesh has which rank holds which shard."""
         mesh, placements = param.device_mesh, param.placements
         everybody = sorted(mesh.mesh.flatten().tolist())
-        whole = 0 if everybody == self._ranks() else None
+        ranks = sorted(dist.get_process_group_ranks(self._group)) if dist.is_initialized() else [0]
+        whole = 0 if everybody == ranks else None
         replicas, copies = None, 1
         for axis, placement in enumerate(placements):
             if placement.is_replicate() and mesh.size(axis) > 1:
@@ -124,9 +147,6 @@ class Inventory:
             self.comms.append(comm_for(self._device, group))
         return self._known[id(group)]
 
-    def _ranks(self) -> list[int]:
-        return sorted(dist.get_process_group_ranks(self._group)) if dist.is_initialized() else [0]
-
     def _check_alike(self) -> None:
         mine = [
             (s.name, list(s.tensor.shape), str(s.tensor.dtype), s.replicas, s.summed) for s in self.subjects
@@ -146,12 +166,7 @@ class Inventory:
 
 
 def buffers_of(module: nn.Module, index_of: Callable[[str], int | None]) -> list[Subject]:
-    """Return the buffers that no forward is meant to make differ.
-
-    Args:
-        module: whose they are.
-        index_of: the group of a name, or None.
-    """
+    """Return the buffers that no forward is meant to make differ; `index_of` gives the group of a name."""
     device, found = next(module.parameters()).device, []
     for prefix, part in module.named_modules():
         is_local = isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm)

@@ -12,10 +12,11 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from pyengine.audit.leaves import Leaves
-from pyengine.audit.subject import Subject
+from pyengine.audit.inventory import Subject
+from pyengine.gradients.fsdp.private import is_unit
 from pyengine.ops import native
 from pyengine.ops.device import runs_ahead, send
 from pyengine.ops.pointers import PLAIN
@@ -25,11 +26,6 @@ NUM_SAMPLES = 8
 
 class Probe:
     """Samples of local gradients, noted by hooks on the leaves that autograd accumulates into.
-
-    Args:
-        subjects: whose gradients are looked at.
-        leaves: where they arrive.
-        device: of the gradients.
 
     Attributes:
         sums: float32 `[subjects, NUM_SAMPLES]`, of this rank's micro-batches.
@@ -70,12 +66,11 @@ class Probe:
         if not self._handles:
             for index, subject in enumerate(self._subjects):
                 if subject.summed is not None and subject.tensor.requires_grad:
-                    self._handles += self._leaves.listen(subject, partial(self._listener, index))
+                    hook = self._leaves.listen(subject.tensor, partial(self._listener, index))
+                    self._handles.append(hook)
 
     def weights_of_next(self) -> MutableSequence[float]:
-        """Return by subject what the gradients of the micro-batch that comes next are multiplied by, to be
-        changed.
-        """
+        """Return, to be changed, by subject the factor of the gradients of the next micro-batch."""
         if self._is_over[0]:
             self._forget()
         return self._weights
@@ -85,7 +80,6 @@ class Probe:
         self._is_over[0] = 1
 
     def disarm(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -188,3 +182,97 @@ def _strided(grad: Tensor, start: int, stride: int, num: int) -> Tensor:
     if not num:
         return grad.new_zeros(0)
     return grad.as_strided((num,), (stride,), grad.storage_offset() + start)
+
+
+# ---- where autograd brings a gradient: the parameter, or what FSDP2 shows in its place ----
+
+# Makes a hook of a leaf. Its argument are the tensors whose `.grad` stays None until the first gradient since
+# they were set to None has been accumulated; none where that is no sign.
+MakeHook = Callable[[tuple[Tensor, ...]], Callable[[Tensor], None]]
+
+
+class Leaves:
+    """The leaves of a model, whose parameters FSDP2 may have sharded; None: not sharded."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._shown: dict[int, _Shown] = {}
+        modules = [] if model is None else list(model.modules())
+        for module in modules if any(map(is_unit, modules)) else []:
+            for name, param in module.named_parameters(recurse=False):
+                if hasattr(param, "to_local"):
+                    self._shown.setdefault(id(param), _Shown(param, module, name))
+
+    def listen(self, param: Tensor, make_hook: MakeHook) -> Any:
+        """Call the hook with the gradient that every backward brings, before it is accumulated.
+
+        Returns the handle of the hook.
+        """
+        shown = self._shown.get(id(param))
+        return _hooked(param, param, make_hook) if shown is None else shown.listen(make_hook)
+
+
+class _Shown:
+    """What FSDP shows to forwards in place of a sharded parameter: always the same leaf."""
+
+    def __init__(self, param: Tensor, module: nn.Module, name: str) -> None:
+        self._param, self._name = param, name
+        self._leaf: Tensor | None = None  # until the first forward
+        self._waiting: list[tuple[MakeHook, _Later]] = []
+        # After FSDP's own, which shows it.
+        self._handle = module.register_forward_pre_hook(self._find)
+
+    def listen(self, make_hook: MakeHook) -> Any:
+        if self._leaf is not None:
+            return _hooked(self._leaf, self._param, make_hook)
+        handle = _Later()
+        self._waiting.append((make_hook, handle))
+        return handle
+
+    def _find(self, module: nn.Module, _: Any) -> None:
+        leaf: Tensor = getattr(module, self._name)
+        if leaf is self._param or not leaf.requires_grad:
+            return
+        self._handle.remove()
+        self._leaf = leaf
+        for make_hook, handle in self._waiting:
+            if not handle.is_removed:
+                handle.kept = _hooked(leaf, self._param, make_hook)
+        self._waiting = []
+
+
+class _Later:
+    """The handle of a hook that is still to come."""
+
+    def __init__(self) -> None:
+        self.kept: Any = None
+        self.is_removed = False
+
+    def remove(self) -> None:
+        self.is_removed = True
+        if self.kept is not None:
+            self.kept.remove()
+
+
+def _hooked(leaf: Tensor, param: Any, make_hook: MakeHook) -> Any:
+    # Megatron sets `.grad` to None behind every micro-batch: there None is no sign.
+    owners = () if hasattr(param, "main_grad") else (leaf,) if leaf is param else (leaf, param)
+    hook = make_hook(owners)
+
+    def accumulated(grads: tuple[Tensor | None, ...]) -> None:
+        if grads[0] is not None:
+            hook(grads[0])
+
+    # A hook of the leaf itself would run for torch.autograd.grad, too, which accumulates nothing.
+    node = get_gradient_edge(leaf).node
+    return _OnNode(node, node.register_prehook(accumulated))
+
+
+class _OnNode:
+    """The handle of a hook of an autograd node, which lives no longer than the node."""
+
+    def __init__(self, node: Any, handle: Any) -> None:
+        self._node, self._handle = node, handle
+
+    def remove(self) -> None:
+        self._handle.remove()
+        self._node = None

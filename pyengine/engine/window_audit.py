@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pyengine.audit.auditor import TOLERANCE, Auditor, Counted, Samples
-from pyengine.audit.inventory import Inventory, buffers_of
-from pyengine.audit.leaves import Leaves
-from pyengine.audit.subject import Shard, Subject
+from pyengine.audit.inventory import Inventory, Shard, Subject, buffers_of
+from pyengine.audit.probe import Leaves
 from pyengine.comm.base import Comm
 from pyengine.gradients.base import Reducer
 from pyengine.gradients.slots import local
@@ -62,7 +61,7 @@ class WindowAudit:
 
     def drop(self) -> None:
         """Remove its hooks."""
-        self._auditor.drop()
+        self._auditor.probe.disarm()
 
     def begin(self, window: int, *, is_whole: bool) -> None:
         """Look at a window that begins, if it is due; `is_whole`: none of it has run before."""
@@ -72,7 +71,7 @@ class WindowAudit:
         else:
             self._auditor.begin()
             if not is_whole:
-                self._auditor.drop()
+                self._auditor.probe.disarm()
 
     def look_at(self, optimizer: Any) -> None:
         """Compare an optimizer's state from now on."""

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyengine.audit.leaves import Leaves
-from pyengine.audit.probe import Probe
-from pyengine.audit.subject import Shard, Subject
+from pyengine.audit.inventory import Shard, Subject
+from pyengine.audit.probe import Leaves, Probe
 from pyengine.ops import native
 
 pytestmark = pytest.mark.skipif(native.core() is None, reason="built without the extension")
