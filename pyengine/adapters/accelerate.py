@@ -9,40 +9,38 @@ loader passed to `prepare` decides where a window ends, and the divisor is the n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from pyengine.adapters.backward import backward
-from pyengine.adapters.engine_for import engine_for
+from pyengine.adapters.engine_for import backward, engine_for
 from pyengine.engine.sync import Sync
 from pyengine.gradients.fsdp.deferral import Defer, Deferral
 from pyengine.gradients.settings import Accumulator, NonFinite, Settings, as_accumulator
 from pyengine.step.grad_scaler import GradScaler
+from pyengine.step.window_optimizer import WindowOptimizer
 from pyengine.window.header import Count
 from pyengine.wire import FP32
 from pyengine.wire.named import WireLike, as_wire
 
 try:
     from accelerate import Accelerator
-    from accelerate.data_loader import DataLoaderStateMixin
+    from accelerate.data_loader import BatchSamplerShard, DataLoaderStateMixin, SkipBatchSampler
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
     from accelerate.state import GradientState
+    from accelerate.utils import DDPCommunicationHookType, DistributedType
 except ImportError as error:
     raise ImportError(
         "pyengine.adapters.accelerate needs accelerate, which is not installed: pip install '.[adapters]' "
         "in a clone of pyengine"
     ) from error
-
-from pyengine.adapters.accelerate_refusals import REFUSED, check_accelerator, check_loader
-from pyengine.adapters.accelerate_steps import AcceleratedWindowOptimizer, WindowBoundary
 
 
 def prepare(
@@ -105,6 +103,21 @@ def prepare(
     return (windows, *prepared) if isinstance(prepared, tuple) else (windows, prepared)
 
 
+_PREPARED_ALONE = "its result would step without this model's windows; pass its argument to prepare"
+_REFUSED = {
+    "join_uneven_inputs": "windows do not need it; for ranks with different numbers of batches use "
+    "`for window in accelerator.sync.windows(loader)`",
+    "trigger_sync_in_backward": "windows do not need it; several forwards may precede a backward",
+    "no_sync": "gradients are reduced in a window's last backward only; leave it out",
+    "lomo_backward": "it steps inside the backward, where no window has ended; choose another optimizer",
+    "prepare_optimizer": _PREPARED_ALONE,
+    "prepare_scheduler": _PREPARED_ALONE,
+}
+_REDUCES_ITSELF = {
+    DistributedType.DEEPSPEED: "use FSDP2 or DDP",
+    DistributedType.MEGATRON_LM: "use FSDP2 or DDP",
+    DistributedType.XLA: "pe.GradSync drives XLA replicas itself (docs/xla.md)",
+}
 _OWN = frozenset({"sync", "_accelerator", "_settings", "_deferral", "_model", "_loaders", "_optimizers"})
 
 
@@ -145,7 +158,6 @@ class WindowAccelerator:
 
     @property
     def wrapped(self) -> Accelerator:
-        """The accelerator that `prepare` was given."""
         return self._accelerator
 
     @property
@@ -155,15 +167,11 @@ class WindowAccelerator:
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last optimizer step was skipped."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     @property
     def scaler(self) -> GradScaler | None:
-        """The loss scaler of this model's engine in fp16.
-
-        The accelerator's own scaler is for models outside windows.
-        """
+        """Loss scaler of this model's engine in fp16; the accelerator's own is for models outside windows."""
         return self.sync.scaler
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
@@ -265,14 +273,13 @@ class WindowAccelerator:
         return self._accelerator.free_memory(*objects)
 
     def clear(self, *objects: Any) -> Any:
-        """Do as `free_memory`, as Accelerate's `clear` does."""
         return self.free_memory(*objects)
 
     def __getattr__(self, name: str) -> Any:
         if name == "sync":
             raise RuntimeError("no model has been prepared: pass the model to prepare, too")
-        if name in REFUSED:
-            raise AttributeError(f"{name}: {REFUSED[name]}")
+        if name in _REFUSED:
+            raise AttributeError(f"{name}: {_REFUSED[name]}")
         return getattr(self._accelerator, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -301,10 +308,7 @@ class WindowAccelerator:
         return {*map(id, params)} >= trained
 
     def _check_model(self, model: nn.Module, *, is_old: bool) -> None:
-        """Refuse a model that Accelerate has prepared for evaluation.
-
-        Accelerate returns it unwrapped from every later `prepare`.
-        """
+        """Refuse a model prepared for evaluation, which every later `prepare` returns unwrapped."""
         is_reduced = isinstance(model, DistributedDataParallel | FSDPModule)
         if is_old and self._accelerator.num_processes > 1 and not is_reduced:
             raise RuntimeError(
@@ -321,9 +325,11 @@ class WindowAccelerator:
         if len(models) < 2:
             return
         owners = {id(param): id(model) for model in models for param in model.parameters()}
+        groups = [getattr(item, "param_groups", ()) for item in objects]
+        stepped = [[param for group in each for param in group["params"]] for each in groups]
         remedy = (
             "since one optimizer steps both, make one nn.Module that holds them, and prepare that"
-            if any(len(_owners(item, owners)) > 1 for item in objects)
+            if any(len({owners[id(param)] for param in each if id(param) in owners}) > 1 for each in stepped)
             else "call pyengine.adapters.accelerate.prepare once a model, with its own optimizers and "
             "loaders; each call returns another accelerator"
         )
@@ -339,8 +345,21 @@ class WindowAccelerator:
                 self._accelerator.register_for_checkpointing(self.sync.scaler)
 
     def _loader(self, prepared: Any) -> Any:
-        """Register a loader whose end ends the last window."""
-        check_loader(prepared)
+        """Register a loader whose end ends the last window.
+
+        A loader that ends at different batches on different ranks is refused: a flat loop over one rank's
+        batches cannot wait for the others.
+        """
+        sampler = prepared.batch_sampler if prepared.batch_sampler is not None else prepared.sampler
+        while isinstance(sampler, SkipBatchSampler):
+            sampler = sampler.batch_sampler
+        if isinstance(sampler, BatchSamplerShard) and not sampler.even_batches:
+            raise ValueError(
+                "prepare: got a loader with even_batches=False, and this loop ends with its own rank's "
+                "batches, while others may still wait for it; leave even_batches True, which pads, or "
+                "prepare the loader with your own Accelerator and loop over `for window in "
+                "accelerator.sync.windows(loader)`, where ranks without data continue until all have ended"
+            )
         self._loaders.append(prepared)
         return prepared
 
@@ -369,16 +388,142 @@ class WindowAccelerator:
         return ours
 
 
-def _owners(optimizer: Any, owners: Mapping[int, int]) -> set[int]:
-    """Return the models whose parameters an optimizer has; empty for other objects."""
-    groups = getattr(optimizer, "param_groups", ())
-    ids = {id(param) for group in groups for param in group["params"]}
-    return {owners[key] for key in ids & owners.keys()}
-
-
 def _has_ended(state: GradientState, loaders: Sequence[DataLoaderStateMixin]) -> bool:
     """Whether one of the loaders is being iterated and has returned its last batch."""
     if not state.sync_with_dataloader:
         return False
     running = {id(loader) for loader in state.dataloader_references}
     return any(id(loader) in running and loader.end_of_dataloader for loader in loaders)
+
+
+# ---- Accelerate's optimizer and scheduler, stepped at the ends of one model's windows ----
+
+
+class WindowBoundary:
+    """Reports window ends to an AcceleratedScheduler, in place of the process-wide GradientState."""
+
+    adjust_scheduler = False
+
+    def __init__(self, sync: Sync) -> None:
+        self._sync = sync
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch is the last of its window."""
+        return self._sync.is_sync_step
+
+
+class AcceleratedWindowOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate is untyped
+    """Steps through the engine where a window ends and does nothing elsewhere."""
+
+    _is_accelerate_prepared = True  # a second prepare returns it as it is
+    steps_with_windows = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer, sync: Sync) -> None:
+        super().__init__(optimizer, device_placement=False)
+        self._sync: Sync | None = sync
+        self._windows = WindowOptimizer(sync, optimizer, None)
+
+    def step(self, closure: Any = None) -> None:
+        if self._sync is not None:
+            try:
+                self._sync.refuse_bare_gradients()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    "call backward, accumulate and clip_grad_norm_ of the accelerator that prepare returned, "
+                    f"not of the one passed to it: {error}"
+                ) from None
+        self._windows.step(closure)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_sync": None}  # a copy belongs to no engine
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients of a window that has ended; otherwise do nothing."""
+        self._windows.zero_grad(set_to_none is not False)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return self._windows.step_was_skipped
+
+
+# ---- options of Accelerate that windows do not support ----
+
+
+def check_accelerator(accelerator: Accelerator, settings: Settings) -> None:
+    """Refuse options that this loop does not support, before anything is prepared."""
+    kind, steps = accelerator.distributed_type, accelerator.gradient_accumulation_steps
+    if kind in _REDUCES_ITSELF:
+        raise ValueError(
+            f"accelerator: distributed_type is {kind.value}, which reduces its own gradients; need DDP, "
+            f"FSDP2 or one process: {_REDUCES_ITSELF[kind]}"
+        )
+    problems = [*_parallel_problems(accelerator)]
+    if kind == DistributedType.FSDP:
+        problems += _plugin_problems(accelerator.state.fsdp_plugin, settings)
+    if problems:
+        raise ValueError(f"accelerator: {problems[0]}")
+    if accelerator.scaler is not None and accelerator.mixed_precision != "fp16":
+        raise ValueError(
+            f"accelerator: mixed_precision={accelerator.mixed_precision!r} has its own rules of loss "
+            "scaling; use 'fp16', whose scaler the engine can replace, or 'bf16', which needs none"
+        )
+    if steps not in (1, settings.accumulate):
+        raise ValueError(
+            f"accelerator has gradient_accumulation_steps={steps}, and accumulate={settings.accumulate}: "
+            "the first is for the process, the second for this model; leave the accelerator's out"
+        )
+    if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
+        raise ValueError(
+            "accelerator: sync_each_batch=True, but gradients are reduced once a window; leave it out"
+        )
+    hook = (
+        DDPCommunicationHookType.NO if accelerator.ddp_handler is None else accelerator.ddp_handler.comm_hook
+    )
+    if hook != DDPCommunicationHookType.NO:
+        raise ValueError(
+            f"accelerator: DistributedDataParallelKwargs has comm_hook={hook.name}, and the engine "
+            "registers its own; pass `wire` instead"
+        )
+
+
+def _parallel_problems(accelerator: Accelerator) -> Iterator[str]:
+    """Yield messages for ranks that would share a batch, which their counts do not show."""
+    config = accelerator.parallelism_config
+    for name in () if config is None else ("tp_size", "cp_size", "sp_size"):
+        if (size := getattr(config, name) or 1) > 1:
+            yield (
+                f"ParallelismConfig has {name}={size}, and those ranks share a batch, which has to be "
+                "counted once: Accelerate's loop counts it on each rank; use your own loop with "
+                "pe.GradSync(model, device_mesh=mesh, axes=pe.Axes(...)) (docs/mesh.md)"
+            )
+
+
+def _plugin_problems(plugin: Any, settings: Settings) -> Iterator[str]:
+    """Yield messages for FSDP plugin options that `attach` refuses, before the model is sharded."""
+    where = "FullyShardedDataParallelPlugin"
+    if plugin.fsdp_version != 2:
+        yield (
+            f"{where} has fsdp_version={plugin.fsdp_version}, and FSDP1 reduces gradients itself in every "
+            "backward; pass fsdp_version=2"
+        )
+        return
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        yield f"{where} has cpu_offload, and gradients are needed on the model's device; leave it out"
+    policy = plugin.mixed_precision_policy
+    dtype = None if policy is None else policy.reduce_dtype or policy.param_dtype
+    if dtype is None or settings.problems() or settings.kind == "exact":  # exact sums bypass FSDP
+        return
+    if settings.kind == "fp32" and dtype.itemsize < torch.float32.itemsize:
+        yield (
+            f"{where} sums gradients in {dtype} (mixed_precision sets one dtype for everything), and "
+            f"accumulator='fp32' asks for float32: pass it mixed_precision_policy=MixedPrecisionPolicy("
+            f"param_dtype={policy.param_dtype}, reduce_dtype=torch.float32), or prepare accumulator='native' "
+            f"with wire={dtype}"
+        )
+    elif dtype != settings.wire.dtype and dtype.itemsize <= settings.wire.dtype.itemsize:
+        yield (
+            f"{where} reduces in {dtype}, and wire={settings.wire}: need a wire of the dtype of its "
+            f"policy's reduce_dtype, or a narrower one; pass wire={dtype}, or a "
+            f"mixed_precision_policy with reduce_dtype={settings.wire.dtype}"
+        )

@@ -1,4 +1,4 @@
-"""The engine of a model that a library has prepared."""
+"""The engine of a model that a library has prepared, and the library's call of backward."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,6 +16,9 @@ from pyengine.engine.sync import Sync
 from pyengine.gradients.fsdp.deferral import Deferral
 from pyengine.gradients.settings import Settings
 from pyengine.step.grad_scaler import copy_of
+from pyengine.window.header import Count
+
+_OPTIONS = ("gradient", "retain_graph", "create_graph", "inputs")
 
 
 def engine_for(
@@ -27,17 +30,7 @@ def engine_for(
     """Make the engine of a prepared model.
 
     It attaches to DDP and to FSDP2, and owns the gradients of a bare model, which only a single process has.
-
-    Args:
-        model: as the library has prepared it.
-        settings: as for `GradSync`.
-        scaler: the library's loss scaler. The engine has its own, `sync.scaler`, which starts from this one's
-            state.
-        deferral: of a sharded model, as for `attach`.
-
-    Raises:
-        TypeError: no engine supports this model, or a deferral for a model that is not sharded.
-        ValueError: as `attach` and `GradSync`; on every rank.
+    The engine has its own loss scaler, which starts from the state of the library's.
     """
     options: dict[str, Any] = {
         "accumulate": settings.accumulate,
@@ -64,3 +57,25 @@ def engine_for(
         sync = GradSync(model, **options)
     sync.scaler = None if scaler is None else copy_of(scaler)
     return sync
+
+
+def backward(sync: Sync, loss: Tensor, *, count: Count | None, options: dict[str, Any]) -> None:
+    """Run the backward of one micro-batch, or one backward of a `sync.micro_batch` block."""
+    unknown = [name for name in options if name not in _OPTIONS]
+    if unknown:
+        raise ValueError(
+            f"backward: got {', '.join(unknown)}, need the loss, its count and options of torch's backward "
+            f"({', '.join(_OPTIONS)}): the engine runs it; leave the others out"
+        )
+    running = sync.running_micro_batch
+    if running is None:
+        sync.backward(loss, count=count, **options)
+        if sync.is_sync_step:
+            sync.flush()  # these loops read .grad after their backward
+    elif count is not None:
+        raise ValueError(
+            f"backward: got count={count} inside `with sync.micro_batch(count=...) as mb:`, which has one "
+            "count for all its backwards: pass it there, or set mb.count"
+        )
+    else:
+        running.backward(loss, **options)

@@ -8,23 +8,24 @@ still decides which micro-batch is a window's last. Under manual optimization th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from pyengine.adapters.engine_for import engine_for
+from pyengine.adapters.engine_for import backward, engine_for
 from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.sync import Sync
 from pyengine.gradients.fsdp.deferral import Defer, Deferral
 from pyengine.gradients.settings import Accumulator, NonFinite, Settings, as_accumulator
 from pyengine.step.grad_scaler import copy_of
 from pyengine.step.step_record import StepRecord
-from pyengine.telemetry.base import numbers
+from pyengine.telemetry import numbers
 from pyengine.wire import FP32
 from pyengine.wire.named import WireLike, as_wire
 
@@ -32,29 +33,22 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import GradientAccumulationScheduler
     from lightning.pytorch.plugins.precision import MixedPrecision
-    from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+    from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
     from lightning.pytorch.strategies.parallel import ParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities.model_helpers import is_overridden
 except ImportError as error:
     raise ImportError(
         "pyengine.adapters.lightning needs lightning, which is not installed: pip install '.[adapters]' in "
         "a clone of pyengine"
     ) from error
 
-from pyengine.adapters.lightning_optimization import Automatic, Manual, Optimization
-from pyengine.adapters.lightning_refusals import (
-    Accumulate,
-    check_ddp,
-    check_module,
-    check_sharded,
-    check_trained,
-    sharded_part,
-)
-
 if TYPE_CHECKING:
     _Mixed = ParallelStrategy  # the class that the mixin extends
 else:
     _Mixed = object
+
+Accumulate = int | Mapping[str, int]
 
 
 class Windows(_Mixed):
@@ -73,7 +67,7 @@ class Windows(_Mixed):
     nonfinite: NonFinite = "skip"
     accumulate: Accumulate = 1
     syncs: Mapping[str, Sync] = {}
-    _optimization: Optimization
+    _optimization: Automatic | Manual
 
     @property
     def sync(self) -> Sync:
@@ -109,7 +103,6 @@ class Windows(_Mixed):
         self._replace_scaler()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training_step."""
         output = super().training_step(*args, **kwargs)
         self._optimization.store_output(output)
         return output
@@ -145,13 +138,31 @@ class Windows(_Mixed):
         return self._optimization.step(optimizer, closure)
 
     def teardown(self) -> None:
-        """Tear down as the base class does, and close the engines."""
         self._close()
         super().teardown()
 
     def _check(self, module: LightningModule) -> None:
         """Refuse unsupported options before anything is set up."""
-        check_module(module, self.accumulate)
+        accumulate = self.accumulate
+        if is_overridden("backward", module):
+            raise ValueError(
+                f"{type(module).__name__} overrides backward, which the engine runs itself; remove it (under "
+                "manual optimization call sync.micro_batch, or manual_backward with torch's options)"
+            )
+        if module.automatic_optimization and accumulate != 1:
+            raise ValueError(
+                f"accumulate={accumulate!r} on the strategy is for manual optimization; with Lightning's own "
+                "loop it is Trainer(accumulate_grad_batches=...)"
+            )
+        if isinstance(accumulate, Mapping):
+            known = {name for name, _ in module.named_modules()}
+            unknown = [name for name in accumulate if name not in known or not name]
+            if unknown or not accumulate:
+                raise ValueError(
+                    f"accumulate={dict(accumulate)!r}: need names of submodules of {type(module).__name__}, "
+                    "each with its micro-batches a window"
+                    + (f"; it has no {unknown[0]!r}" if unknown else "")
+                )
 
     def _engine(self, name: str, accumulate: int) -> Sync:
         """Make the engine of the module, or of a submodule by its name."""
@@ -207,7 +218,22 @@ class WindowStrategy(Windows, DDPStrategy):
         super()._check(module)
         options = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
         given = [name for name in options if getattr(self, f"_{name}") is not None]
-        check_ddp(module, self._ddp_kwargs, given)
+        if given:
+            raise ValueError(
+                f"{', '.join(given)}: got one, and the engine registers its own hook; set `wire` instead"
+            )
+        unused = sorted({*self._ddp_kwargs} - {"find_unused_parameters"})
+        if unused and not module.automatic_optimization:
+            raise ValueError(
+                f"{', '.join(unused)}: an option of DDP, and manual optimization uses pe.GradSync instead, "
+                "which supports unused parameters; leave it out"
+            )
+        sharded = [name for name, part in module.named_modules() if isinstance(part, FSDPModule)]
+        if sharded:
+            raise TypeError(
+                f"{type(module).__name__} has a module sharded by FSDP2 ({sharded[0]!r}), which DDP does not "
+                "support: use ShardedWindowStrategy, and call fully_shard in configure_model"
+            )
 
     def _engine(self, name: str, accumulate: int) -> Sync:
         settings = self._settings(accumulate)
@@ -262,12 +288,23 @@ class ShardedWindowStrategy(Windows, ModelParallelStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Run a backward; check that the same parameters are trained as at the start."""
-        check_trained(self._module, self._trained)
+        for (name, param), was_trained in zip(self._module.named_parameters(), self._trained, strict=True):
+            if param.requires_grad != was_trained:
+                raise RuntimeError(
+                    f"{name!r} was frozen or unfrozen (toggle_optimizer, or toggle_model with several), "
+                    "and FSDP2 fixes at a module's first forward which parameters get gradients: do it in "
+                    "configure_model, or use WindowStrategy"
+                )
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def _check(self, module: LightningModule) -> None:
         super()._check(module)
-        check_sharded(self.accumulate)
+        if isinstance(self.accumulate, Mapping):
+            raise ValueError(  # noqa: TRY004 - another strategy accepts this type
+                f"accumulate={dict(self.accumulate)!r} under FSDP2, which fixes at a submodule's first "
+                "forward which parameters get gradients: toggle_optimizer could not exclude parameters of "
+                "other submodules; use WindowStrategy, which does not shard, or one number for all"
+            )
 
     def _engine(self, name: str, accumulate: int) -> Sync:
         del name  # one engine for the whole module
@@ -321,3 +358,166 @@ def _most(trainer: Trainer) -> int:
     schedules = [callback for callback in callbacks if isinstance(callback, GradientAccumulationScheduler)]
     planned = [num for schedule in schedules for num in schedule.scheduling.values()]
     return max([trainer.accumulate_grad_batches, *planned])
+
+
+# ---- the ends of windows: set by Lightning's loop, or by the module's training_step ----
+
+
+class Automatic:
+    """Lightning's loop: the closure of a step contains the window's last micro-batch."""
+
+    def __init__(self, strategy: Strategy, sync: Sync) -> None:
+        self._strategy, self._sync = strategy, sync
+        self._output: Mapping[str, Any] = {}
+
+    def store_output(self, output: Any) -> None:
+        """Store the loss before Lightning divides it."""
+        self._output = output if isinstance(output, Mapping) else {"loss": output}
+
+    def backward(self, loss: Tensor, options: dict[str, Any]) -> Tensor:
+        """Run the backward of the loss that training_step returned; `loss` is the divided one."""
+        if options:
+            raise ValueError(
+                f"backward: got {[*options]}, need the loss only: use manual optimization "
+                "(automatic_optimization=False) for other options"
+            )
+        output, self._output = self._output, {}
+        with _hooks(self._strategy, output["loss"]):
+            self._sync.backward(output["loss"], count=output.get("count", 1))
+        return loss.detach()
+
+    def without_sync(self) -> AbstractContextManager[None]:
+        return self._sync.accumulate()
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Run the window's last micro-batch, the hooks that read gradients, and the step."""
+        with self._sync.accumulate(last=True):
+            result = closure()
+        _step(self._strategy, self._sync, optimizer)
+        return result
+
+
+class Manual:
+    """The module's training_step: `manual_backward`, and `optimizer.step` where a window has ended.
+
+    Each of the module's optimizers is over parameters of one engine; engines are by the name of a submodule,
+    and the engine of the whole module is under "".
+    """
+
+    def __init__(
+        self, strategy: Strategy, syncs: Mapping[str, Sync], optimizers: Sequence[Optimizer]
+    ) -> None:
+        self._strategy, self._syncs = strategy, syncs
+        self._of_optimizer = {
+            id(optimizer): syncs[self._owner(index, optimizer)] for index, optimizer in enumerate(optimizers)
+        }
+
+    def store_output(self, output: Any) -> None:
+        """Do nothing: Lightning logs the output of training_step."""
+
+    def backward(self, loss: Tensor, options: dict[str, Any]) -> Tensor:
+        """Run a micro-batch's backward, or one of a `micro_batch` block."""
+        count, sync = options.pop("count", None), options.pop("sync", None)
+        if sync is None:
+            sync = self._only()
+        with _hooks(self._strategy, loss):
+            backward(sync, loss, count=count, options=options)
+        return loss.detach()
+
+    @contextmanager
+    def without_sync(self) -> Iterator[None]:
+        """Only accumulate in the body's backwards: `optimizer.toggle_model(sync_grad=False)`."""
+        with ExitStack() as stack:
+            for sync in self._syncs.values():
+                stack.enter_context(sync.no_sync())
+            yield
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Run the closure, if any, and step with the window that has ended."""
+        result = closure()
+        sync = self._of_optimizer[id(optimizer)]
+        try:
+            sync.refuse_bare_gradients()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"call self.manual_backward(loss) in place of loss.backward(): {error}"
+            ) from None
+        _step(self._strategy, sync, optimizer)
+        return result
+
+    def _only(self) -> Sync:
+        if len(self._syncs) > 1:
+            raise ValueError(
+                f"manual_backward: the strategy has engines for {', '.join(map(repr, self._syncs))}, and the "
+                "loss belongs to one of them: pass it, self.manual_backward(loss, sync=strategy.syncs[name])"
+            )
+        return next(iter(self._syncs.values()))
+
+    def _owner(self, index: int, optimizer: Optimizer) -> str:
+        """Return the name of the engine that an optimizer's parameters belong to."""
+        module = _module(self._strategy)
+        named = {id(param): name for name in self._syncs for param in module.get_submodule(name).parameters()}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        owners = sorted({str(named.get(id(param))) for param in params if param.requires_grad})
+        if len(owners) != 1 or owners[0] not in self._syncs:
+            raise ValueError(
+                f"optimizer {index} ({type(optimizer).__name__}) holds parameters of {owners}, where 'None' "
+                f"has no engine: need each optimizer over one of {list(self._syncs)}, whose windows end "
+                "independently; name submodules in the strategy's `accumulate`, or pass one number for all"
+            )
+        return owners[0]
+
+
+@contextmanager
+def _hooks(strategy: Strategy, loss: Tensor) -> Iterator[None]:
+    """Run Lightning's hooks before and after a backward, without its loss scaling."""
+    module = _module(strategy)
+    strategy.precision_plugin.pre_backward(loss, module)
+    yield
+    strategy.precision_plugin.post_backward(loss, module)
+
+
+def _step(strategy: Strategy, sync: Sync, optimizer: Optimizer) -> None:
+    """Run the hooks that read gradients, and step."""
+    strategy.precision_plugin._after_closure(_module(strategy), optimizer)  # noqa: SLF001 - its hooks before a step
+    sync.step(optimizer)
+
+
+def _module(strategy: Strategy) -> LightningModule:
+    assert strategy.lightning_module is not None  # from `Trainer.fit` on
+    return strategy.lightning_module
+
+
+def sharded_part(module: LightningModule) -> nn.Module:
+    """Return the one outermost sharded module inside a module, with all of its trained parameters."""
+    units = _outermost(module, "")
+    kind = type(module).__name__
+    if len(units) != 1:
+        found = f"{len(units)} separate modules ({', '.join(map(repr, units))})" if units else "none"
+        raise TypeError(
+            f"fully_shard was called on {found} of {kind}, need one, whose forward training_step calls: call "
+            "it in configure_model, after those of the blocks, on a module with all trained parameters"
+        )
+    ((name, unit),) = units.items()
+    inside = {id(param) for param in unit.parameters()}
+    outside = [
+        key for key, param in module.named_parameters() if param.requires_grad and id(param) not in inside
+    ]
+    if outside:
+        raise TypeError(
+            f"{outside[0]!r} of {kind} is trained, and is outside of {name!r}, which fully_shard was called "
+            "on: its gradient would not be reduced; shard a module that contains it, or freeze it"
+        )
+    return unit
+
+
+def _outermost(module: nn.Module, name: str) -> dict[str, nn.Module]:
+    """Return the outermost modules that `fully_shard` was called on, by name."""
+    if isinstance(module, FSDPModule):
+        return {name: module}
+    found: dict[str, nn.Module] = {}
+    for key, child in module.named_children():
+        for inner, unit in _outermost(child, f"{name}.{key}".lstrip(".")).items():
+            if not any(unit is other for other in found.values()):
+                found[inner] = unit
+    return found
