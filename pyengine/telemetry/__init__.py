@@ -3,9 +3,159 @@
 `telemetry.tensorboard` needs tensorboard.
 """
 
-from pyengine.telemetry.base import Listener, numbers
-from pyengine.telemetry.jsonl import JsonLines
-from pyengine.telemetry.profile import chrome_trace
-from pyengine.telemetry.wandb import Wandb
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.profiler import profile
+
+from pyengine.step.step_record import StepRecord
 
 __all__ = ["JsonLines", "Listener", "Wandb", "chrome_trace", "numbers"]
+
+
+def numbers(record: StepRecord) -> dict[str, float]:
+    """Return a record's numbers by name, without missing ones; `skipped` is 0 or 1.
+
+    Example:
+        >>> record = StepRecord(0, 2, 8.0, None, 1.5, False, "", 64, 2, 0.1, 0.0, 0.2)
+        >>> list(numbers(record))[:3], numbers(record)["skipped"]
+        (['micro_batches', 'count', 'grad_norm'], 0.0)
+    """
+    fields = asdict(record)
+    return {
+        name: float(value)
+        for name, value in fields.items()
+        if isinstance(value, (int, float)) and name != "step"
+    }
+
+
+class Listener(ABC):
+    """A callback for `sync.on_step` that writes on one rank only.
+
+    Args:
+        rank: the rank, in the default group, that writes; 0 without a group.
+    """
+
+    def __init__(self, *, rank: int) -> None:
+        self.writes = rank == (dist.get_rank() if dist.is_initialized() else 0)
+
+    def __call__(self, record: StepRecord) -> None:
+        """Write one record."""
+        if self.writes:
+            self._write(record)
+
+    @abstractmethod
+    def _write(self, record: StepRecord) -> None: ...
+
+
+class JsonLines(Listener):
+    """Append one JSON object a step to a file.
+
+    It has the fields of `StepRecord`, and `time`, the seconds since 1970. The file is closed between steps.
+    An existing file is continued; a line that a crash has cut off stays on a line of its own. After resuming,
+    the last of several lines with the same `step` is the valid one. Inf and nan, which JSON does not have,
+    become null.
+
+    Args:
+        path: the file, in an existing folder.
+        rank: the rank that writes.
+
+    Example:
+        >>> sync.on_step(JsonLines("steps.jsonl"))  # doctest: +SKIP
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, rank: int = 0) -> None:
+        super().__init__(rank=rank)
+        self._path = Path(path)
+        if self.writes and _is_torn(self._path):
+            self._append("\n")
+
+    def _write(self, record: StepRecord) -> None:
+        fields = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(record).items()
+        }
+        self._append(json.dumps({"time": time.time(), **fields}, allow_nan=False) + "\n")
+
+    def _append(self, text: str) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether a file's last line has no newline."""
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
+
+
+class Wandb(Listener):
+    """Log every number of a `StepRecord` as `pyengine/<name>`, over the axis `pyengine/step`.
+
+    Your own `run.log` calls keep their steps. Offline runs and resumed runs work.
+
+    Args:
+        run: what `wandb.init` returned on the rank that writes; the other ranks may pass None.
+        rank: the rank that writes.
+
+    Example:
+        >>> run = wandb.init(project="gpt", mode="offline")  # doctest: +SKIP
+        >>> sync.on_step(Wandb(run))  # doctest: +SKIP
+    """
+
+    def __init__(self, run: Any, *, rank: int = 0) -> None:
+        super().__init__(rank=rank)
+        self._run = run
+        if self.writes and run is None:
+            raise ValueError(
+                f"run: got None on rank {rank}, which writes; need the run that wandb.init returned"
+            )
+        if self.writes:
+            run.define_metric("pyengine/step")
+            run.define_metric("pyengine/*", step_metric="pyengine/step")
+
+    def _write(self, record: StepRecord) -> None:
+        named = {f"pyengine/{name}": value for name, value in numbers(record).items()}
+        self._run.log({"pyengine/step": record.step, **named})
+        if record.skipped:
+            self._run.summary["pyengine/last_skip"] = f"step {record.step}: {record.reason}"
+
+
+@contextmanager
+def chrome_trace(path: str | os.PathLike[str], *, rank: int = 0) -> Iterator[None]:
+    """Profile the body on one rank; write a trace for chrome://tracing and Perfetto.
+
+    Besides PyTorch's own events it has `pyengine: backward`, `pyengine: exposed_sync`, `pyengine: optimizer`,
+    and for every bucket `pyengine: launch bucket <n>` and (not under DDP, which waits itself) `pyengine: wait
+    for bucket <n>`. The process group adds the collectives, as `gloo:all_reduce` or `nccl:all_reduce`: in the
+    order of launches, after the header's.
+
+    Args:
+        path: the JSON file to write; compressed if it ends in `.gz`.
+        rank: the rank that is profiled.
+
+    Cost: profiling slows every operation down; a few windows are enough.
+
+    Example:
+        >>> with chrome_trace("trace.json"):  # doctest: +SKIP
+        ...     train(sync, model, loader)
+    """
+    if rank != (dist.get_rank() if dist.is_initialized() else 0):
+        yield
+        return
+    with profile() as profiler:
+        yield
+    profiler.export_chrome_trace(os.fspath(path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from pyengine.step.step_record import StepRecord
-from pyengine.telemetry.base import Listener, numbers
+from pyengine.telemetry import Listener, numbers
 
 try:
     from torch.utils.tensorboard import SummaryWriter

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import pyengine as pe
+from pyengine import telemetry
 from pyengine.data import batch_plan, rng
 from pyengine.ops import exact, functional, plan
-from pyengine.telemetry import base
 
 
 @pytest.mark.parametrize(
-    "module", [batch_plan, rng, plan, exact, functional, base], ids=lambda module: module.__name__
+    "module", [batch_plan, rng, plan, exact, functional, telemetry], ids=lambda module: module.__name__
 )
 def test_examples_in_docstrings_run(module):
     result = doctest.testmod(module, extraglobs={"pe": pe, "torch": torch}, optionflags=doctest.ELLIPSIS)
