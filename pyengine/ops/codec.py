@@ -269,7 +269,7 @@ class Codec:
 
     def _layout_of(self, name: str, payload: Tensor) -> Layout:
         """Return the layout of a payload of this length, with its padding counted as elements."""
-        form, bytes_of = FORMATS[self.format], payload.numel()
+        bytes_of = payload.numel()
         whole, rest = divmod(bytes_of, self.block + 4) if self._has_scales else (bytes_of // 2, 0)
         numel = whole * self.block + max(rest - 4, 0)
         if self.num_bytes(numel) != bytes_of:
@@ -277,7 +277,7 @@ class Codec:
                 f"{name} has {bytes_of} bytes, which no payload of {self} has; needed num_bytes(n), of the n "
                 f"elements that were encoded: num_bytes({numel}) is {self.num_bytes(numel)}"
             )
-        return Layout(form, self.block, numel)
+        return Layout(FORMATS[self.format], self.block, numel)
 
     def _check_payload(self, name: str, payload: Tensor, numel: int, device: torch.device) -> None:
         check_tensor(name, payload, (torch.uint8,), 0, device)

@@ -22,28 +22,16 @@ _LOW = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class ValueFormat:
-    """The values of the codes of one format.
+    """The values of the codes of one format."""
 
-    Attributes:
-        code: the core's number for the format.
-        num_bytes: of a code.
-        largest: finite magnitude.
-        max_scale: the largest float32 that times `largest` is finite; None where codes are values without a
-            scale.
-        nan: the code of NaN.
-        infinity: the code of +inf; that of NaN where there is none.
-        mantissa: stored bits; -1 for integers.
-        bias: of the exponent.
-    """
-
-    code: int
-    num_bytes: int
-    largest: float
-    max_scale: float | None
-    nan: int
-    infinity: int
-    mantissa: int = -1
-    bias: int = 0
+    code: int  # the core's number for the format
+    num_bytes: int  # of a code
+    largest: float  # finite magnitude
+    max_scale: float | None  # the largest float32 that times `largest` is finite; None without scales
+    nan: int  # the code of NaN
+    infinity: int  # the code of +inf; that of NaN where there is none
+    mantissa: int = -1  # stored bits; -1 for integers
+    bias: int = 0  # of the exponent
 
 
 FORMATS: Mapping[str, ValueFormat] = {
@@ -65,7 +53,6 @@ class Layout:
 
     @property
     def num_blocks(self) -> int:
-        """Number of scales."""
         return 0 if self.format.max_scale is None else -(-self.numel // self.block)
 
     def scales(self, payload: Tensor) -> Tensor:
@@ -123,10 +110,11 @@ def _encode(layout: Layout, payload: Tensor, x: Tensor, chance: Chance) -> Tenso
 
 
 def _decode(layout: Layout, payload: Tensor) -> Tensor:
-    codes = layout.codes(payload)
-    if layout.format.max_scale is None:
-        return codes.view(torch.bfloat16 if layout.format.mantissa == 7 else torch.float16).to(torch.float32)
-    table = torch.tensor(_meanings(layout.format), dtype=torch.float32, device=payload.device)
+    codes, form = layout.codes(payload), layout.format
+    if form.max_scale is None:
+        return codes.view(torch.bfloat16 if form.mantissa == 7 else torch.float16).to(torch.float32)
+    values = [_meaning(form, code) for code in range(256)]
+    table = torch.tensor(values, dtype=torch.float32, device=payload.device)
     return table[codes.to(torch.int64)] * _spread(layout, layout.scales(payload))
 
 
@@ -224,16 +212,9 @@ def _floats(form: ValueFormat, y: Tensor, random: Tensor | None) -> Tensor:
     return torch.where(bits >= largest + (1 << (cut - 1)), form.infinity, codes)
 
 
-def _meanings(form: ValueFormat) -> list[float]:
-    """Return the value of each of 256 codes."""
-    if form.mantissa < 0:
-        return (
-            [float(code) for code in range(128)] + [float("nan")] + [float(code) for code in range(-127, 0)]
-        )
-    return [_meaning(form, code) for code in range(256)]
-
-
 def _meaning(form: ValueFormat, code: int) -> float:
+    if form.mantissa < 0:
+        return float("nan") if code == form.nan else float(code - 256 if code > 128 else code)
     magnitude, sign = code & 0x7F, -1.0 if code & 0x80 else 1.0
     if magnitude >= form.infinity:
         is_infinite = magnitude == form.infinity != form.nan

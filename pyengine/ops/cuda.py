@@ -77,11 +77,11 @@ class CudaPlan:
     exact_round_ = _on_current_stream("exact_round_")
 
     def unscale_norm(self, *arguments: Any) -> None:
-        self._launch(self._unscale_norm, *arguments)
+        def op(stream: int, *arguments: Any) -> None:
+            scratch = self._get_scratch(stream)
+            self._plan.unscale_norm(stream, scratch.data_ptr(), *arguments)
 
-    def _unscale_norm(self, stream: int, *arguments: Any) -> None:
-        scratch = self._get_scratch(stream)
-        self._plan.unscale_norm(stream, scratch.data_ptr(), *arguments)
+        self._launch(op, *arguments)
 
     def _launch(self, op: Callable[..., None], *arguments: Any) -> None:
         with _current(self._device):
@@ -100,15 +100,13 @@ class CudaPlan:
 
         The kernel leaves its tickets at zero.
         """
-        if torch.cuda.is_current_stream_capturing():
-            # The graph owns it: a replay may run at the same time as this stream's own calls.
-            return self._make_scratch()
-        if stream not in self._scratch:
-            self._scratch[stream] = self._make_scratch()
-        return self._scratch[stream]
-
-    def _make_scratch(self) -> Tensor:
-        return torch.zeros(self._plan.scratch_bytes, dtype=torch.uint8, device=self._device)
+        captures = torch.cuda.is_current_stream_capturing()
+        if not captures and stream in self._scratch:
+            return self._scratch[stream]
+        scratch = torch.zeros(self._plan.scratch_bytes, dtype=torch.uint8, device=self._device)
+        if not captures:  # a graph owns it: a replay may run at the same time as this stream's own calls
+            self._scratch[stream] = scratch
+        return scratch
 
 
 _on_devices: WeakValueDictionary[Any, CudaPlan] = WeakValueDictionary()
@@ -117,16 +115,7 @@ _on_devices: WeakValueDictionary[Any, CudaPlan] = WeakValueDictionary()
 def plan_on(
     device: torch.device, plan: native._core.BucketPlan, layout: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> CudaPlan:
-    """Return a plan on a device; plans of the same layout share one.
-
-    Args:
-        device: a CUDA device with its index.
-        plan: the core's.
-        layout: its offsets and numels.
-
-    Raises:
-        RuntimeError: as `CudaPlan`, if there is none yet.
-    """
+    """Return a plan on a CUDA device with its index; plans of the same offsets and numels share one."""
     found = _on_devices.get((device, layout))
     if found is None:
         found = _on_devices[device, layout] = CudaPlan(plan, device)
@@ -134,14 +123,7 @@ def plan_on(
 
 
 class Functions:
-    """The core's functions without a plan on one device, on its current stream.
-
-    Args:
-        core: the native module.
-        device: a CUDA device with its index; addresses passed to a function are there.
-
-    Cost: one launch a call.
-    """
+    """The core's functions without a plan, on one CUDA device and its current stream. One launch a call."""
 
     def __init__(self, core: ModuleType, device: torch.device) -> None:
         self._core, self._device = core, device
@@ -180,11 +162,7 @@ def _stream_of(device: torch.device) -> int:
 
 
 def uploaded(pointers: Pointers, device: torch.device) -> Pointers:
-    """Return the pointers for many calls, with addresses that kernels can read.
-
-    Args:
-        pointers: as `gather` returns them.
-        device: where the ops will run.
+    """Return the pointers of `gather` for many calls on a device, with addresses that kernels can read.
 
     Cost: nothing for up to `core.INLINE_SLOTS` (256) addresses, which are kernel parameters. More are written
     to int64 [n] on the device, which the result owns, in one launch.
@@ -206,7 +184,7 @@ def for_one_call(pointers: Pointers, device: torch.device, *, two_lists: bool = 
     Args:
         pointers: as `gather` returns them, or made before by `uploaded`.
         device: where the op will run, on the current stream.
-        two_lists: whether the op has a second, different list.
+        two_lists: whether the op has a second list.
 
     Cost: nothing for up to `core.MOST_INLINE_SLOTS` (4000) addresses, which are kernel parameters, or up to
     256 of two lists each. More are written to int64 [n] on the device, in one more launch for every 4000. The

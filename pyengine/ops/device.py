@@ -58,11 +58,7 @@ def as_current(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return host values as a tensor on `device`, ordered with its other work.
-
-    Args:
-        values: n numbers.
-        dtype: of the result, which is new memory: dtype [n].
+    """Return host values as a new tensor on `device`, ordered with its other work.
 
     Cost: one small copy, from pinned memory where the device supports it; does not wait.
     """
@@ -73,23 +69,16 @@ def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> T
 
 
 def recorded_event(device: torch.device, *, enable_timing: bool) -> torch.Event:
-    """Return an event recorded on a device's current stream.
-
-    The device need not be the current one.
-    """
+    """Return an event recorded on a device's current stream; the device need not be the current one."""
     event = torch.Event(device, enable_timing=enable_timing)
     event.record(torch.accelerator.current_stream(device))
     return event
 
 
 class Readback:
-    """A copy of values from a device to the host.
+    """A copy of values from a device to the host: one small copy, and only `get` waits.
 
-    Args:
-        tensor: any dtype [n], read. Copied at once into memory that this object owns, on the host (on a lazy
-            device: on the device), so it may change afterwards.
-
-    Cost: one small copy; only `get` waits.
+    The tensor is copied at once, on a lazy device to the device, so it may change afterwards.
     """
 
     def __init__(self, tensor: Tensor) -> None:

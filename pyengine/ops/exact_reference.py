@@ -28,13 +28,8 @@ def deposit_(
 ) -> None:
     """Add every slot's tensor, or overwrite the sum with it.
 
-    Args:
-        slots: offset and numel of each, in elements.
-        limbs: hi and lo, int32 [numel], and bins, uint8 [numel / 64]; written, owned by the caller; so in the
-            ops below.
-        tensors: one entry a slot, of one of three dtypes, read.
-        width: bits of a limb that one term fills.
-        nonfinite: uint8 [n], OR-ed with 1 where the term poisoned a block.
+    Limbs are hi and lo, int32 [numel], and bins, uint8 [numel / 64]; written, so in the ops below. One term
+    fills `width` bits of a limb. `nonfinite` is OR-ed with 1 where the term poisoned a block.
     """
     for slot, ((offset, numel), tensor) in enumerate(zip(slots, tensors, strict=True)):
         blocks = slice(offset // BLOCK, -(-(offset + numel) // BLOCK))
@@ -64,8 +59,7 @@ def align_(limbs: tuple[Tensor, Tensor, Tensor], bins: Tensor) -> None:
 def round_(limbs: tuple[Tensor, Tensor, Tensor], out: Tensor, width: int) -> None:
     """out = the rounded value of hi · 2^width + lo in units of lo; 0 where empty, NaN where poisoned.
 
-    Args:
-        out: one of three dtypes [at least numel], written; may be the memory of hi if it is float32.
+    A float32 `out` may be the memory of hi.
     """
     hi, lo = (limb.view(-1, BLOCK).to(torch.int64) for limb in limbs[:2])
     bins = limbs[2].to(torch.int32).unsqueeze(1)

@@ -15,14 +15,17 @@ All functions raise ValueError or TypeError for arguments that do not fit, befor
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeAlias
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from pyengine.ops import library
-from pyengine.ops.pointers import TensorList
+from pyengine.ops.plan import add_up
+from pyengine.ops.pointers import TensorList, check_flat, check_scale
+from pyengine.ops.versions import BucketPlan
 
 Tensors: TypeAlias = Iterable[Tensor | None]
 Scale: TypeAlias = float | Tensor
@@ -61,7 +64,7 @@ def flatten(
         out = torch.empty(sum(numels), dtype=dtype or first.dtype, device=first.device)
     elif dtype is not None:
         raise ValueError(f"dtype={dtype} and out are given; needed one of them, since out has a dtype")
-    library.flatten_(out, entries, _scalar(scale, _tensor("out", out)), numels)
+    _flatten_(out, entries, _scalar(scale, _tensor("out", out)), numels)
     return out
 
 
@@ -83,7 +86,7 @@ def unflatten_(tensors: Tensors, flat: Tensor, *, scale: Scale = 1.0, like: Tens
     """
     entries, numels = _slots("tensors", tensors, like)
     slots, present = _present(entries)
-    library.unflatten_(present, flat, _scalar(scale, _tensor("flat", flat)), numels, slots)
+    _unflatten_(present, flat, _scalar(scale, _tensor("flat", flat)), numels, slots)
 
 
 @torch.no_grad()
@@ -110,7 +113,7 @@ def accumulate_(
         tensor([1.5000, 1.5000])
     """
     entries, numels = _slots("grads", grads, like)
-    library.accumulate_(acc, entries, _scalar(scale, _tensor("acc", acc)), numels, first)
+    _accumulate_(acc, entries, _scalar(scale, _tensor("acc", acc)), numels, first)
     return acc
 
 
@@ -135,7 +138,7 @@ def unscale_norm(tensors: Tensors, inv_scale: Scale = 1.0) -> tuple[Tensor, Tens
         (tensor(5.), tensor(0.))
     """
     slots, present = _present(tensors)
-    return library.unscale_norm(present, _scalar(inv_scale, *present), slots)
+    return _unscale_norm(present, _scalar(inv_scale, *present), slots)
 
 
 @torch.no_grad()
@@ -163,7 +166,7 @@ def unscale_norm_(tensors: Tensors, inv_scale: Scale = 1.0) -> tuple[Tensor, Ten
             raise TypeError(
                 f"tensors[{slot}] is a Parameter; needed its gradient: pass [p.grad for p in params]"
             )
-    return library.unscale_norm_(present, _scalar(inv_scale, *present), slots)
+    return _unscale_norm_(present, _scalar(inv_scale, *present), slots)
 
 
 def _tensor(name: str, tensor: object, remedy: str = "") -> Tensor:
@@ -192,3 +195,110 @@ def _scalar(scale: Scale, *beside: Tensor) -> Tensor:
         return scale
     device = beside[0].device if beside else None
     return torch.full((), scale, dtype=torch.float32, device=device)
+
+
+# ---- the same as operators `torch.ops.pyengine`, for `torch.compile`: a graph has each as one node ----
+
+# Compiled code calls torch's dispatcher. Other code calls the same functions directly: for a list of hundreds
+# of tensors the dispatcher takes several times as long as the call of a kernel.
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+# The cache may drop a plan while a CUDA graph would still read its memory.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+
+
+def _operator(
+    schema: str, fake: Callable[..., object] = lambda *arguments: None
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Register a function as `torch.ops.pyengine.<its name without _>`, used in compiled code."""
+
+    def register(run: Callable[_P, _R]) -> Callable[_P, _R]:
+        public = run.__name__[1:]
+        name = f"pyengine::{public}"
+        torch.library.define(name, schema, tags=_TAGS)
+        torch.library.impl(name, "CompositeExplicitAutograd", run)
+        torch.library.register_fake(name, fake)
+        registered = getattr(torch.ops.pyengine, public)
+
+        @functools.wraps(run)
+        def call(*arguments: _P.args, **named: _P.kwargs) -> _R:
+            return (registered if torch.compiler.is_compiling() else run)(*arguments, **named)
+
+        return call
+
+    return register
+
+
+@_operator("(Tensor(a!) out, Tensor?[] tensors, Tensor scale, SymInt[] numels) -> ()")
+def _flatten_(out: Tensor, tensors: TensorList, scale: Tensor, numels: Sequence[int]) -> None:
+    """`numels` are those of every entry, also where it is None; so in all operators."""
+    check_flat("out", out, sum(numels), out.device)
+    _plan(*numels).pack_(out, tensors, scale)
+
+
+# In a schema that torch.compile accepts, a written list cannot have None. Such lists are passed without None,
+# and with the slots of their tensors.
+@_operator("(Tensor(a!)[] tensors, Tensor flat, Tensor scale, SymInt[] numels, SymInt[] slots) -> ()")
+def _unflatten_(
+    tensors: TensorList, flat: Tensor, scale: Tensor, numels: Sequence[int], slots: Sequence[int]
+) -> None:
+    """`slots` are the indices of the tensors in the list with None."""
+    _plan(*numels).unpack_(_spread(tensors, slots, len(numels)), flat, scale)
+
+
+@_operator("(Tensor(a!) acc, Tensor?[] grads, Tensor scale, SymInt[] numels, bool first) -> ()")
+def _accumulate_(acc: Tensor, grads: TensorList, scale: Tensor, numels: Sequence[int], first: bool) -> None:
+    nonfinite = torch.empty(len(numels), dtype=torch.uint8, device=acc.device)  # not used
+    _plan(*numels).accumulate_(acc, grads, scale, first=first, nonfinite=nonfinite)
+
+
+def _fake_norm(tensors: TensorList, inv_scale: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(inv_scale), torch.empty_like(inv_scale)
+
+
+@_operator("(Tensor[] tensors, Tensor inv_scale, SymInt[] slots) -> (Tensor, Tensor)", _fake_norm)
+def _unscale_norm(tensors: TensorList, inv_scale: Tensor, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
+    return _unscale_by_dtype(_spread(tensors, slots), inv_scale, is_written=False)
+
+
+@_operator("(Tensor(a!)[] tensors, Tensor inv_scale, SymInt[] slots) -> (Tensor, Tensor)", _fake_norm)
+def _unscale_norm_(tensors: TensorList, inv_scale: Tensor, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
+    return _unscale_by_dtype(_spread(tensors, slots), inv_scale, is_written=True)
+
+
+def _unscale_by_dtype(tensors: TensorList, inv_scale: Tensor, *, is_written: bool) -> tuple[Tensor, Tensor]:
+    """Run once for each dtype, with None for tensors of the others; add sums in the order of the list."""
+    check_scale("inv_scale", inv_scale, inv_scale.device)
+    plan, device = _plan(*(0 if t is None else t.numel() for t in tensors)), inv_scale.device
+    dtypes = dict.fromkeys(t.dtype for t in tensors if t is not None)
+    # All groups are checked before the first is written.
+    groups = [
+        plan._gather(
+            "tensors",
+            [t if t is not None and t.dtype == dtype else None for t in tensors],
+            ("inv_scale", inv_scale),
+        )
+        for dtype in dtypes
+    ]
+    # One more element than tensors: a sum needs at least one. Its total also shows what `nonfinite` shows.
+    sumsq = torch.zeros(len(groups), len(tensors) + 1, dtype=torch.float64, device=device)
+    nonfinite = torch.empty(len(tensors), dtype=torch.uint8, device=device)
+    for row, group in zip(sumsq, groups, strict=True):
+        out = group if is_written else None
+        plan.unscale_norm(group, out, inv_scale, sumsq=row[:-1], nonfinite=nonfinite)
+    total = add_up(sumsq.sum(0))
+    return total.sqrt().float(), (~torch.isfinite(total)).float()
+
+
+def _spread(tensors: TensorList, slots: Sequence[int], num_slots: int | None = None) -> TensorList:
+    """Return a list with tensors at their slots and None elsewhere."""
+    spread: list[Tensor | None] = [None] * (max(slots, default=-1) + 1 if num_slots is None else num_slots)
+    for slot, tensor in zip(slots, tensors, strict=True):
+        spread[slot] = tensor
+    return spread
+
+
+# Every call has the layout as its argument; a model has a handful of layouts.
+@functools.lru_cache(maxsize=32)
+def _plan(*numels: int) -> BucketPlan:
+    return BucketPlan([*itertools.accumulate(numels, initial=0)][:-1], numels)

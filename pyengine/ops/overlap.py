@@ -21,13 +21,10 @@ NamedList: TypeAlias = tuple[str, Pointers]
 
 
 class Plan(Protocol):
-    """The attributes of a `BucketPlan` that these checks use.
+    """The attributes of a `BucketPlan` that these checks use."""
 
-    (offset, numel) of every slot, and the native plan; None without the core.
-    """
-
-    _slots: tuple[tuple[int, int], ...]
-    _native: Any
+    _slots: tuple[tuple[int, int], ...]  # (offset, numel)
+    _native: Any  # None without the core
 
 
 class _Span(NamedTuple):
@@ -47,12 +44,7 @@ class _Span(NamedTuple):
 def check_into_flat(plan: Plan, flat: Named, tensors: NamedList, *others: Named) -> None:
     """Check an op that writes the slots of `flat` and reads `tensors`, one a slot, and `others`.
 
-    Args:
-        flat: one of three dtypes [at least flat_numel].
-        others: scales, float32 [], or buffers with the slots of `flat`, float32 [at least flat_numel].
-
-    Raises:
-        ValueError: as the checks below: with both names, and what is needed.
+    The others are scales, float32 [], or buffers with the slots of `flat`, float32 [at least flat_numel].
     """
     (_, target), (_, sources) = flat, tensors
     if _has_no_addresses(plan, sources):

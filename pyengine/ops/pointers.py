@@ -68,14 +68,7 @@ class Pointers:
 
 
 def check_layout(offsets: tuple[int, ...], numels: tuple[int, ...]) -> int:
-    """Check a plan's slots; return the elements that a flat buffer needs.
-
-    Args:
-        offsets, numels: int [n], in elements.
-
-    Raises:
-        ValueError: with the slots that overlap, or that are below 0 or beyond 2**40.
-    """
+    """Check a plan's slots, in elements; return the elements that a flat buffer needs."""
     if len(offsets) != len(numels):
         raise ValueError(
             f"offsets has {len(offsets)} entries and numels {len(numels)}; needed one of each a slot"
@@ -142,7 +135,8 @@ def _check_memory(name: str, tensor: torch.Tensor) -> None:
             f"{name} is a {type(tensor).__name__}, which does not store its elements at its address; "
             "needed a plain tensor: for example `.to_local()` of a DTensor"
         )
-    held, needed = _memory(tensor)
+    held = tensor.untyped_storage().nbytes()
+    needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     if held < needed:
         raise ValueError(
             f"{name} is {_describe(tensor)}, whose storage holds {held} bytes; needed {needed}: the storage "
@@ -164,20 +158,10 @@ def device_of(name: str, tensor: torch.Tensor) -> torch.device:
     return tensor.device
 
 
-def _memory(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the bytes that a tensor's storage holds, and the bytes that it needs."""
-    needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    return tensor.untyped_storage().nbytes(), int(needed)
-
-
 def check_tensor(
     name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], numel: int, device: torch.device
 ) -> None:
-    """Check one 1-D tensor of an op: one of `dtypes` [at least numel], contiguous, on `device`.
-
-    Raises:
-        ValueError, TypeError: with `name`, what it is and what is needed.
-    """
+    """Check one 1-D tensor of an op: one of `dtypes` [at least numel], contiguous, on `device`."""
     check_dense(name, tensor)
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} is {_describe(tensor)}; needed dtype {' or '.join(map(str, dtypes))}")
@@ -211,29 +195,19 @@ def check_rows(
 ) -> torch.Tensor:
     """Check a 2-D tensor of contiguous rows on `device`: [rows, numel], at least one row.
 
-    Returns:
-        The memory from its first to its last element: a view, 1-D.
+    Returns the memory from its first to its last element: a view, 1-D.
     """
-    span = _span_of_rows(tensor)
+    span = tensor
+    is_matrix = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.dim() == 2
+    if is_matrix and not tensor.is_contiguous() and tensor.stride(1) == 1:  # gaps between contiguous rows
+        length = (tensor.shape[0] - 1) * tensor.stride(0) + tensor.shape[1]
+        span = tensor.as_strided((length,), (1,))
     check_dense(name, span)
     if tensor.dtype != dtype or tensor.device != device:
         raise TypeError(f"{name} is {_describe(tensor)}; needed {dtype} on {device}, where the others are")
     if tensor.dim() != 2 or tensor.shape[0] < 1 or tensor.shape[1] != numel:
         raise ValueError(f"{name} is {_describe(tensor)}; needed [W, {numel}], W at least 1")
     return span
-
-
-def _span_of_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory from the first row to the last, 1-D.
-
-    A tensor without contiguous rows is returned as it is.
-    """
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.dim() != 2:
-        return tensor
-    rows, numel = tensor.shape
-    if tensor.is_contiguous() or tensor.stride(1) != 1:
-        return tensor
-    return tensor.as_strided(((rows - 1) * tensor.stride(0) + numel,), (1,))
 
 
 def check_aligned(name: str, tensor: torch.Tensor, num_bytes: int) -> None:
@@ -295,36 +269,28 @@ def _check_slots(
     return (torch.float32, None) if first is None else (first.dtype, first.device)
 
 
-def _device(kind: int, index: int) -> torch.device | None:
-    """Return the torch.device of the core's c10::DeviceType; None below zero (no tensor)."""
-    return None if kind < 0 else torch.device("cuda", index) if kind == 1 else torch.device("cpu")
-
-
 def gather(
     name: str,
     tensors: TensorList | Pointers,
     numels: tuple[int, ...],
     native_plan: native._core.BucketPlan | None,
 ) -> Pointers:
-    """Check `tensors` against the slots and collect their addresses.
+    """Check `tensors` against the slots and collect their addresses; errors call the list `name`.
 
     Args:
-        name: the caller's name for the list, for errors.
         tensors: one entry a slot, float32, bfloat16 or float16 of any shape, one dtype and device,
             contiguous; None where there is no tensor. A `Pointers` is returned, unless tensors have moved.
         numels: int [n], the elements of each slot.
         native_plan: the core's plan of these slots; None without the core.
-
-    Raises:
-        ValueError, TypeError: with the entry that is wrong, what it is and what is needed.
 
     Cost: nothing on the device; about 30 ns a plain tensor.
     """
     if isinstance(tensors, Pointers):
         if tensors.numels is not numels and tensors.numels != numels:
             raise ValueError(f"{name} is a Pointers of another plan; make it with this plan's pointers()")
-        if _is_current(tensors, native_plan):
-            return tensors
+        table = tensors.table if native.can_gather() else None
+        if native_plan and table and native_plan.first_moved(table, tensors.tensors) < 0:
+            return tensors  # every tensor still has the memory and numel that were recorded
         tensors = tensors.tensors
     if not isinstance(tensors, list):
         tensors = list(tensors)
@@ -332,17 +298,12 @@ def gather(
         table = native._core.gather(native_plan, tensors, PLAIN)
         if table is not None:
             # The checks below would pass: gather accepts only one dtype, and one of these devices.
-            return Pointers(tensors, numels, _DTYPES[table.dtype], _device(*table.device), table)
+            kind, index = table.device  # the core's c10::DeviceType; below zero there is no tensor
+            found = torch.device("cuda", index) if kind == 1 else torch.device("cpu")
+            return Pointers(tensors, numels, _DTYPES[table.dtype], None if kind < 0 else found, table)
     dtype, device = _check_slots(name, tensors, numels)
     table = None
     if native_plan is not None and (device is None or device.type in ADDRESSED):
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         table = native._core.Table(addresses, DTYPE_CODES[dtype])
     return Pointers(tensors, numels, dtype, device, table)
-
-
-def _is_current(pointers: Pointers, native_plan: native._core.BucketPlan | None) -> bool:
-    """Whether every tensor still has the memory and numel that `pointers` recorded."""
-    if pointers.table is None or native_plan is None or not native.can_gather():
-        return False
-    return bool(native_plan.first_moved(pointers.table, pointers.tensors) < 0)

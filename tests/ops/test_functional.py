@@ -8,7 +8,7 @@ import torch
 from op_cases import DTYPES, INF, NAN, assert_same_bits, clone, random_values
 
 import pyengine as pe
-from pyengine.ops import library, native
+from pyengine.ops import functional, native
 
 SHAPES = [(3, 5), (0,), (), (7,), (2, 33, 65)]
 
@@ -21,7 +21,7 @@ def device(request, monkeypatch):
     if request.param == "reference":
         monkeypatch.setattr(native, "core", lambda: None)
         # Plans that were made with the core are not to be found.
-        monkeypatch.setattr(library, "_plan", functools.cache(library._plan.__wrapped__))
+        monkeypatch.setattr(functional, "_plan", functools.cache(functional._plan.__wrapped__))
     return torch.device("cpu")
 
 
