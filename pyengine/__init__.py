@@ -13,15 +13,14 @@ if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "pyengine":
     stopping.at_start()
 
 from pyengine import ops, telemetry, wire
-from pyengine.audit.finding import AuditError, Finding
+from pyengine.audit.auditor import AuditError, Finding
 from pyengine.audit.handle import Audit, audit
 from pyengine.checkpoint.checkpoints import Checkpoint, Checkpoints
 from pyengine.comm.axes import Axes
 from pyengine.comm.launching import launch
 from pyengine.data.batch_plan import BatchPlan, plan_batch, scale_lr, warm_up
-from pyengine.data.dealer import Dealer
 from pyengine.data.rng import micro_batch_rng, sample_rng, seed_everything, seed_rank, worker_init
-from pyengine.data.sampler import WindowSampler
+from pyengine.data.sampler import Dealer, WindowSampler
 from pyengine.engine.attach import attach
 from pyengine.engine.engine import MicroBatch
 from pyengine.engine.grad_sync import GradSync

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from pyengine.audit.causes import Case, SubjectEvidence, cause_of_gradient, odd_ranks
 from pyengine.audit.checksum import Part, checksums_on, differ, pieces, words_of
-from pyengine.audit.finding import AuditError, Finding
 from pyengine.audit.inventory import Subject
 from pyengine.audit.probe import Leaves, Probe
 from pyengine.comm.base import Comm
@@ -36,6 +35,50 @@ _PROBES = 3  # sums over samples: one alone may be right by chance
 _HEAD = 7  # count, void, claimed count, and the pieces of the hyperparameters
 
 Numbers = list[tuple[str, float]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One way in which something parts.
+
+    Attributes:
+        what: "gradient", "parameter", "optimizer state", "hyperparameters", "buffer" or "divisor".
+        names: of all that part in this way, in the model's order; empty where it is no matter of one.
+        ranks: that are known to be wrong or to have something of their own; empty: all of them, or it cannot
+            be told which.
+        cause: the likely one.
+        step: the window in which it was found.
+        since: the first window in which it may have begun: the one behind the last clean check.
+    """
+
+    what: str
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    cause: str
+    step: int
+    since: int
+
+    def __str__(self) -> str:
+        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
+        whose = f" of {self.names[0]!r}{more}" if self.names else ""
+        who = f" on rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        since = "" if self.since == self.step else f", since step {self.since} at the earliest"
+        return f"{self.what}{whose}{who}, at step {self.step}{since}: {self.cause}"
+
+
+class AuditError(RuntimeError):
+    """Ranks differ, or a reduction and its inputs do; the same on every rank.
+
+    Attributes:
+        findings: what was found, the likeliest root first.
+    """
+
+    def __init__(self, text: str, findings: Sequence[Finding]) -> None:
+        super().__init__(text)
+        self.findings = tuple(findings)
+
+    def __reduce__(self) -> tuple[type[AuditError], tuple[str, tuple[Finding, ...]]]:
+        return type(self), (str(self), self.findings)
 
 
 @dataclass(frozen=True)
@@ -310,7 +353,6 @@ class Check:
         return self._explain(suspects) if is_bad else []
 
     def _pack(self, group: int) -> Tensor:
-        """Return this rank's part for one group."""
         local, came = self._local, self._local.samples.came
         head = torch.zeros(_HEAD, dtype=torch.float64, device=local.bits.device)
         if group == 0:
@@ -387,7 +429,8 @@ class Check:
 
     def _badly_reduced(self, probed: Sequence[_Probed]) -> list[int]:
         """Return the subjects whose reduced gradient is not what came, times the factor."""
-        known = [row for row in probed if row.is_known]
+        # Those to which something came, and all of it is finite.
+        known = [p for p in probed if p.scale > 0 and all(map(math.isfinite, (*p.due, *p.left, p.scale)))]
         common = 1.0
         if not self._local.samples.is_strict:
             ratios = [ratio for row in known for ratio in row.ratios()]
@@ -447,11 +490,6 @@ class _Probed:
     due: Sequence[float]  # what they have to be
     left: Sequence[float]  # what they are
     scale: float  # their magnitude, about
-
-    @property
-    def is_known(self) -> bool:
-        """Whether anything came, and all of it is finite."""
-        return self.scale > 0 and all(map(math.isfinite, (*self.due, *self.left, self.scale)))
 
     def ratios(self) -> list[float]:
         """Return by what factors they are off, as far as rounding allows."""

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyengine.audit.auditor import TOLERANCE, Auditor, Counted, Samples
-from pyengine.audit.finding import AuditError
+from pyengine.audit.auditor import TOLERANCE, AuditError, Auditor, Counted, Samples
 from pyengine.audit.inventory import Groups, Inventory, Subject
 from pyengine.audit.probe import Leaves
 from pyengine.ops.device import is_lazy

@@ -64,10 +64,17 @@ class Inventory:
         self, model: nn.Module, optimizers: Sequence[Any], *, group: dist.ProcessGroup | None, groups: Groups
     ) -> None:
         self.module, self._ignored = model, set[str]()
-        self._has_own_buffers = True
-        self._unwrap()
-        if group is None and isinstance(self._ddp, DistributedDataParallel):
-            group = self._ddp.process_group
+        has_own_buffers = True
+        while True:  # unwrap DDP and a compiled module
+            if isinstance(self.module, DistributedDataParallel):
+                group = self.module.process_group if group is None else group
+                self._ignored = set(self.module.parameters_to_ignore)
+                has_own_buffers = not getattr(self.module, "broadcast_buffers", False)
+                self.module = self.module.module
+            elif isinstance(inner := getattr(self.module, "_orig_mod", None), nn.Module):
+                self.module = inner
+            else:
+                break
         for pattern, given in groups.items():
             if given is not None and not isinstance(given, dist.ProcessGroup):
                 raise TypeError(
@@ -78,25 +85,11 @@ class Inventory:
         self.comms: list[Comm] = [comm_for(self._device, group)]
         self._known: dict[int, int] = {}
         self.subjects = [*self._parameters(), *self._optimizers_own(optimizers)]
-        if self._has_own_buffers:
+        if has_own_buffers:
             self.subjects += buffers_of(self.module, self._index_of)
         self._check_alike()
         # A rank that leaves out a step continues to the loop's own collectives, while the others check.
         self.comms = [comm.with_own_group() for comm in self.comms]
-
-    def _unwrap(self) -> None:
-        """Unwrap `DistributedDataParallel` and a compiled module, and note what DDP ignores."""
-        self._ddp: nn.Module | None = None
-        while True:
-            if isinstance(self.module, DistributedDataParallel):
-                self._ddp = self.module
-                self._ignored = set(self.module.parameters_to_ignore)
-                self._has_own_buffers = not getattr(self.module, "broadcast_buffers", False)
-                self.module = self.module.module
-            elif isinstance(inner := getattr(self.module, "_orig_mod", None), nn.Module):
-                self.module = inner
-            else:
-                return
 
     def _parameters(self) -> Iterator[Subject]:
         for name, param in self.module.named_parameters():

@@ -41,7 +41,7 @@ class Probe:
         self.last, self._lost = torch.zeros_like(self.sums), torch.zeros_like(self.sums)
         self._sum_rows, self._last_rows = self.sums.unbind(), self.last.unbind()
         # Arrays, because the core reads and writes them by address.
-        self._places = array("q", [0, 1, 0] * num)
+        self._places = array("q", [0, 1, 0] * num)  # of each, start, stride and number of elements
         self._weights, self._ones = array("d", [1.0] * num), array("d", [1.0] * num)
         self._arrivals, self._zeros = array("q", [0] * num), array("q", [0] * num)
         self._is_over = array("B", [0])
@@ -62,7 +62,9 @@ class Probe:
         """Begin a window: forget what was noted, look at other elements, and listen."""
         self._forget()
         for index, subject in enumerate(self._subjects):
-            self._places[3 * index : 3 * index + 3] = array("q", _places(subject.shard.numel, turn))
+            num = min(NUM_SAMPLES, subject.shard.numel)
+            stride = max(1, subject.shard.numel // max(1, num))
+            self._places[3 * index : 3 * index + 3] = array("q", [turn * 40503 % stride, stride, num])
         if not self._handles:
             for index, subject in enumerate(self._subjects):
                 if subject.summed is not None and subject.tensor.requires_grad:
@@ -166,13 +168,6 @@ class Probe:
                 found.copy_(_strided(grad, at, stride, end - first))
 
 
-def _places(numel: int, turn: int) -> tuple[int, int, int]:
-    """Return (start, stride, number) of the elements that are looked at in a turn."""
-    num = min(NUM_SAMPLES, numel)
-    stride = max(1, numel // max(1, num))
-    return turn * 40503 % stride, stride, num
-
-
 def _strided(grad: Tensor, start: int, stride: int, num: int) -> Tensor:
     """Return every `stride`-th element from `start` on, in the order of the elements."""
     if grad.layout is not torch.strided:
@@ -202,13 +197,16 @@ class Leaves:
                 if hasattr(param, "to_local"):
                     self._shown.setdefault(id(param), _Shown(param, module, name))
 
-    def listen(self, param: Tensor, make_hook: MakeHook) -> Any:
-        """Call the hook with the gradient that every backward brings, before it is accumulated.
-
-        Returns the handle of the hook.
-        """
-        shown = self._shown.get(id(param))
-        return _hooked(param, param, make_hook) if shown is None else shown.listen(make_hook)
+    def listen(self, param: Tensor, make_hook: MakeHook) -> LeafHook:
+        """Call the hook with the gradient that every backward brings, before it is accumulated."""
+        hook, shown = LeafHook(param, make_hook), self._shown.get(id(param))
+        if shown is None:
+            hook.register(param)
+        elif shown.leaf is not None:
+            hook.register(shown.leaf)
+        else:
+            shown.waiting.append(hook)
+        return hook
 
 
 class _Shown:
@@ -216,63 +214,47 @@ class _Shown:
 
     def __init__(self, param: Tensor, module: nn.Module, name: str) -> None:
         self._param, self._name = param, name
-        self._leaf: Tensor | None = None  # until the first forward
-        self._waiting: list[tuple[MakeHook, _Later]] = []
+        self.leaf: Tensor | None = None  # until the first forward
+        self.waiting: list[LeafHook] = []
         # After FSDP's own, which shows it.
         self._handle = module.register_forward_pre_hook(self._find)
-
-    def listen(self, make_hook: MakeHook) -> Any:
-        if self._leaf is not None:
-            return _hooked(self._leaf, self._param, make_hook)
-        handle = _Later()
-        self._waiting.append((make_hook, handle))
-        return handle
 
     def _find(self, module: nn.Module, _: Any) -> None:
         leaf: Tensor = getattr(module, self._name)
         if leaf is self._param or not leaf.requires_grad:
             return
         self._handle.remove()
-        self._leaf = leaf
-        for make_hook, handle in self._waiting:
-            if not handle.is_removed:
-                handle.kept = _hooked(leaf, self._param, make_hook)
-        self._waiting = []
+        self.leaf = leaf
+        for hook in self.waiting:
+            hook.register(leaf)
+        self.waiting = []
 
 
-class _Later:
-    """The handle of a hook that is still to come."""
+class LeafHook:
+    """A hook of the autograd node of a leaf, registered now or when FSDP shows the leaf."""
 
-    def __init__(self) -> None:
-        self.kept: Any = None
-        self.is_removed = False
+    def __init__(self, param: Any, make_hook: MakeHook) -> None:
+        self._param, self._make_hook = param, make_hook
+        self._registered: tuple[Any, Any] | None = None  # the node, which lives as long, and the handle
+        self._is_removed = False
 
-    def remove(self) -> None:
-        self.is_removed = True
-        if self.kept is not None:
-            self.kept.remove()
+    def register(self, leaf: Tensor) -> None:
+        if self._is_removed:
+            return
+        # Megatron sets `.grad` to None after every micro-batch: there None is no sign.
+        owners = (leaf,) if leaf is self._param else (leaf, self._param)
+        hook = self._make_hook(() if hasattr(self._param, "main_grad") else owners)
 
+        def accumulated(grads: tuple[Tensor | None, ...]) -> None:
+            if grads[0] is not None:
+                hook(grads[0])
 
-def _hooked(leaf: Tensor, param: Any, make_hook: MakeHook) -> Any:
-    # Megatron sets `.grad` to None behind every micro-batch: there None is no sign.
-    owners = () if hasattr(param, "main_grad") else (leaf,) if leaf is param else (leaf, param)
-    hook = make_hook(owners)
-
-    def accumulated(grads: tuple[Tensor | None, ...]) -> None:
-        if grads[0] is not None:
-            hook(grads[0])
-
-    # A hook of the leaf itself would run for torch.autograd.grad, too, which accumulates nothing.
-    node = get_gradient_edge(leaf).node
-    return _OnNode(node, node.register_prehook(accumulated))
-
-
-class _OnNode:
-    """The handle of a hook of an autograd node, which lives no longer than the node."""
-
-    def __init__(self, node: Any, handle: Any) -> None:
-        self._node, self._handle = node, handle
+        # A hook of the leaf itself would run for torch.autograd.grad, too, which accumulates nothing.
+        node = get_gradient_edge(leaf).node
+        self._registered = node, node.register_prehook(accumulated)
 
     def remove(self) -> None:
-        self._handle.remove()
-        self._node = None
+        self._is_removed = True
+        if self._registered is not None:
+            self._registered[1].remove()
+        self._registered = None

@@ -157,10 +157,7 @@ def worker_init(seed: int) -> Callable[[int], None]:
 
 
 def rng_states() -> dict[str, Any]:
-    """Return the states of the generators that `micro_batch_rng` covers, by name.
-
-    They are tensors and plain values.
-    """
+    """Return the states of the generators that `micro_batch_rng` covers by name: tensors, plain values."""
     states = {source.name: source.get() for source in [*_host(), *_accelerator(), *_xla()]}
     if "numpy" in states:
         kind, keys, *rest = states["numpy"]
@@ -188,10 +185,7 @@ def rng_problem(states: dict[str, Any]) -> str:
 
 
 def rng_refusal(states: dict[str, Any]) -> str:
-    """Return why `set_rng_states` cannot restore states here; empty if it can.
-
-    The generators are left unchanged.
-    """
+    """Return why `set_rng_states` cannot restore states here; empty if it can. No generator changes."""
     sources = [source for source in [*_host(), *_accelerator()] if source.name in states]
     before = [source.get() for source in sources]
     try:
@@ -361,10 +355,7 @@ def _numpy() -> list[_Source]:
 
 
 def _accelerator() -> list[_Source]:
-    """Return the current device's generator; none before the backend is initialised.
-
-    A query would initialise it.
-    """
+    """Return the current device's generator; none before the backend is initialised, by a query too."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return []

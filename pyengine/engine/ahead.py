@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from pyengine.data.dealer import Dealer
+from pyengine.data.sampler import Dealer
 from pyengine.engine.engine import Engine
 from pyengine.engine.handshake import raise_problems
 from pyengine.ops.device import is_lazy, send

@@ -53,7 +53,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from pyengine.audit.finding import AuditError
+from pyengine.audit.auditor import AuditError
 from pyengine.checkpoint.snapshot import Snapshot, identify
 from pyengine.comm.base import Comm
 from pyengine.data.rng import set_rng_states

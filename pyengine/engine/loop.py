@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pyengine.data.dealer import Dealer, Dealt
+from pyengine.data.sampler import Dealer, Dealt
 from pyengine.engine.ahead import Counting, CountOf, Lookahead, check_uncounted, meet, share_numbers
 from pyengine.engine.engine import Engine
 from pyengine.ops.device import runs_ahead

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from pyengine.audit.handle import check_device, check_every
-from pyengine.data.dealer import Dealer
+from pyengine.data.sampler import Dealer
 from pyengine.engine.ahead import CountOf
 from pyengine.engine.backward import checked_backward
 from pyengine.engine.engine import Engine, MicroBatch
