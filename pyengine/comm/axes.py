@@ -92,7 +92,6 @@ def as_tuple(names: Names) -> tuple[str, ...]:
 
 
 def axes_problems(axes: Axes, shape: Mapping[str, int]) -> list[str]:
-    """Describe what is wrong with the names of axes, for a mesh of this shape."""
     known = ", ".join(f"{name!r} ({size})" for name, size in shape.items())
     found = []
     for where, names in _named(axes):

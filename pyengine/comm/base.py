@@ -382,7 +382,6 @@ def indices_by_host(hosts: Hosts, ranks: Sequence[int]) -> Hosts:
 
 
 def check_equal(hosts: Hosts) -> None:
-    """Raise ValueError where hosts have unequal numbers of ranks."""
     if len({len(host) for host in hosts}) > 1:
         raise ValueError(
             f"the {sum(map(len, hosts))} ranks are {' + '.join(str(len(host)) for host in hosts)} by host: a "

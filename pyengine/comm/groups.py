@@ -83,13 +83,11 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
 
 
 def name_of_backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """Return the name of the backend that a group has for a device, "nccl" for example."""
     name: str = backend_of(group, device).name()
     return name.lower()
 
 
 def has_gloo(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group has gloo for host memory."""
     try:
         return name_of_backend(group, HOST) == "gloo"
     except RuntimeError:  # it has no backend for the CPU
@@ -105,10 +103,6 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
     except (AttributeError, RuntimeError):  # MPI, UCC
         limit = c10d._get_default_timeout(dist.Backend(backend.name().lower()))
     return limit
-
-
-def set_timeout(limit: timedelta, group: dist.ProcessGroup | None) -> None:
-    c10d._set_pg_timeout(limit, group)
 
 
 # ---- making a group ----
@@ -240,7 +234,6 @@ class GroupHandle:
         self._keep(self.usage)
 
     def get(self) -> dist.ProcessGroup | None:
-        """Return the group; None is the default group."""
         if self._group is None:
             return None
         found = self._group()
@@ -270,7 +263,7 @@ class GroupHandle:
         if self.kept is not None or self._follows_timeout:
             group = self.get()
             if (limit := self.timeout()) != timeout_of(group, self._device):
-                set_timeout(limit, group)
+                c10d._set_pg_timeout(limit, group)
         if self.usage is not None:
             self.usage.launched += 1
 

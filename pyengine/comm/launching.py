@@ -135,7 +135,6 @@ def launch(
 def _run_on_torchruns_workers(
     fn: Callable[..., T], args: tuple[Any, ...], workers: int, timeout_s: float | None
 ) -> list[T]:
-    """Run `fn` in this process, which is one of the workers."""
     if dist.is_initialized():
         raise RuntimeError(
             "this worker has a process group already: call fn itself, or leave dist.init_process_group() "
@@ -239,12 +238,6 @@ def _start_method(fn: Callable[..., Any], args: tuple[Any, ...]) -> Literal["spa
         needs_main = True
     if importable or not needs_main:
         return "spawn"
-    _check_fork()
-    return "fork"
-
-
-def _check_fork() -> None:
-    """Raise if a forked worker could not work."""
     instead = "put fn into a file of its own and import it: workers are new processes then"
     if "fork" not in get_all_start_methods():
         raise RuntimeError(
@@ -261,6 +254,7 @@ def _check_fork() -> None:
             "this process has a process group, which a fork of it would share: call "
             f"torch.distributed.destroy_process_group() before launch, or {instead}"
         )
+    return "fork"
 
 
 @dataclass(frozen=True)
@@ -332,7 +326,6 @@ def _start(job: _Job, method: str, processes: list[BaseProcess]) -> None:
 
 
 def _wait(job: _Job, processes: Sequence[BaseProcess]) -> None:
-    """Wait until all have ended; raise if a worker failed or the deadline has passed."""
     while True:
         codes = {rank: process.exitcode for rank, process in enumerate(processes)}
         failed = {

@@ -20,7 +20,6 @@ from torch import Tensor
 from pyengine.comm.arena import Arena, MemoryOffer
 from pyengine.comm.base import Comm, Hosts, Levels, Local, Work, by_host, ring_bytes
 from pyengine.comm.groups import backend_of
-from pyengine.comm.process_state import ProcessId
 from pyengine.comm.staged import Staged
 from pyengine.comm.torch_dist import TorchDist
 from pyengine.ops.device import runs_ahead
@@ -169,7 +168,14 @@ def share_memory(comm: Comm) -> Comm:
         return comm
     _log.debug("share memory among ranks %s, by host: %s", comm.ranks, hosts)
     levels = comm.split(hosts)
-    inside = _with_arena(levels.inside, descriptor, [each.process for each in mine])
+    inside = levels.inside
+    if isinstance(inside, TorchDist):
+        processes = [each.process for each in mine]
+        arena = Arena(descriptor, processes=processes, place=inside.rank, ranks=inside.ranks)
+        inside = SharedMemory(inside.group, inside.device, arena)
+        inside.join(levels.inside)
+    else:  # a single rank needs no arena
+        os.close(descriptor)
     if inside.world_size == comm.world_size:
         return inside
     shared = SharedHosts(comm.group, comm.device, replace(levels, inside=inside))
@@ -177,19 +183,7 @@ def share_memory(comm: Comm) -> Comm:
     return shared
 
 
-def _with_arena(inside: Comm, descriptor: int, processes: Sequence[ProcessId]) -> Comm:
-    """Return a transport over the ranks of this host that reduces in an arena; a single rank needs none."""
-    if not isinstance(inside, TorchDist):
-        os.close(descriptor)
-        return inside
-    arena = Arena(descriptor, processes=processes, place=inside.rank, ranks=inside.ranks)
-    shared = SharedMemory(inside.group, inside.device, arena)
-    shared.join(inside)
-    return shared
-
-
 def _no_shared_host(offers: Sequence[MemoryOffer], hosts: Hosts) -> str:
-    """Return why no two ranks are processes of one host; empty if some are."""
     if len(hosts) == len(offers):
         return "each is on another host, or in a container that does not see the other processes"
     if any(len({offers[rank].process.pid for rank in host}) < len(host) for host in hosts):
@@ -273,7 +267,6 @@ class RegisteredMemory(TorchDist):
 
 
 def can_register(comm: Comm) -> bool:
-    """Whether the backend of a transport is NCCL, which registers memory."""
     return comm.backend == "nccl"
 
 

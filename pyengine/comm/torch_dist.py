@@ -5,14 +5,19 @@ from __future__ import annotations
 import hashlib
 import logging
 import pickle
+import queue
 import struct
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
 from pyengine.comm.base import (
     Comm,
@@ -36,8 +41,7 @@ from pyengine.comm.groups import (
     name_of_backend,
     offer_groups,
 )
-from pyengine.comm.point_to_point import P2PWork, PointToPoint
-from pyengine.comm.watch import RollCall, StallWatch, StoreRollCall
+from pyengine.comm.watch import RollCall, StallWatch, StoreRollCall, failure
 from pyengine.ops.device import HOST, as_current, runs_ahead
 
 _log = logging.getLogger("pyengine.comm")
@@ -46,6 +50,7 @@ _log = logging.getLogger("pyengine.comm")
 _HOST_ORDERED = {"gloo", "mpi"}
 # As DDP: large enough for any network, and no second copy of the model.
 _PIECE_BYTES = 256 * 2**20
+_TAG = 0x70796567  # unused by users; operations of one tag are paired in the order in which ranks post them
 # Named all_gather_single since torch 2.13.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -66,7 +71,7 @@ class _Work:
             else:
                 self._watch.wait(self._work)
 
-    def get_future(self) -> torch.futures.Future[Any]:
+    def get_future(self) -> Future[Any]:
         return self._work.get_future()
 
     def is_completed(self) -> bool:
@@ -84,7 +89,6 @@ class SideStream:
 
     @contextmanager
     def run(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Run the body on the side stream; see `Comm.side_stream`."""
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         for tensor in tensors:
             for dense in (
@@ -118,7 +122,6 @@ class TorchDist(Comm):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group; None is the default group."""
         return self._handle.get()
 
     # ---- transports beside this one ----
@@ -305,7 +308,15 @@ class TorchDist(Comm):
         if most[:2] == [~word for word in most[2:]]:  # the largest is the smallest
             return [value] * self.world_size
         if self._host_watch is not None:
-            return _gather_pickles(self, data, longest)
+            # In a collective that the watch can end; torch's own cannot be ended. Pickle ignores what follows
+            # the end of a shorter one.
+            mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+            rows = [torch.empty_like(mine) for _ in range(self.world_size)]
+            self.run(
+                lambda is_async: dist.all_gather(rows, mine, group=self.group, async_op=is_async),
+                "a gather of objects",
+            )
+            return [pickle.loads(row.numpy().tobytes()) for row in rows]  # noqa: S301 - SECURITY.md
         values: list[Any] = [None] * self.world_size
         with as_current(self.device), self.roll_call.named():  # NCCL sends objects through device memory
             dist.all_gather_object(values, value, group=self.group)
@@ -315,18 +326,6 @@ class TorchDist(Comm):
         with as_current(self.device):
             for piece in _pieces(tensors):
                 _broadcast_piece_(self, piece)
-
-
-def _gather_pickles(comm: TorchDist, data: bytes, longest: int) -> list[Any]:
-    """Gather pickled objects in a collective that the stall watch can end; torch's own cannot be ended."""
-    # Padded to the longest pickle of any rank: pickle ignores what follows its end.
-    mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
-    rows = [torch.empty_like(mine) for _ in range(comm.world_size)]
-    comm.run(
-        lambda is_async: dist.all_gather(rows, mine, group=comm.group, async_op=is_async),
-        "a gather of objects",
-    )
-    return [pickle.loads(row.numpy().tobytes()) for row in rows]  # noqa: S301 - SECURITY.md
 
 
 def _broadcast_piece_(comm: TorchDist, piece: list[Tensor]) -> None:
@@ -362,3 +361,121 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
                 piece, num_bytes = [], tensor.nbytes
             piece.append(tensor)
         yield piece
+
+
+# ---- exchanges over gloo ----
+
+
+class P2PWork:
+    """Point-to-point operations as one work, whose wait may time out.
+
+    That of gloo's works may not: a timeout closes their connection.
+    """
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+        self._error: Exception | None = None
+        self._is_over = threading.Event()
+        self._future: Future[Any] = Future()
+
+    def run(self) -> None:
+        """Wait for all operations, on a thread of its own; the first error is reported at once."""
+        for work in self._works:
+            try:
+                if work.wait() is False:
+                    raise RuntimeError("a point-to-point operation was aborted")
+            except Exception as error:  # noqa: BLE001 - raised by `wait`
+                self._end(error)
+        self._works = ()
+        self._end(None)
+
+    def _end(self, error: Exception | None) -> None:
+        if self._is_over.is_set():  # an earlier operation has failed
+            return
+        self._error = error
+        self._is_over.set()
+        if error is None:
+            self._future.set_result(None)
+        else:
+            self._future.set_exception(error)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self._is_over.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError(timeout)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._is_over.is_set()
+
+    def get_future(self) -> Future[Any]:
+        return self._future
+
+
+class PointToPoint:
+    """Exchanges among the ranks of one gloo group, in which a rank is ready to receive before it sends.
+
+    gloo's own all-to-all and all-gather send first. If one rank is later than another, it sends its data
+    before the notification that it can receive, over the same connection. The other rank sends nothing until
+    all of it has arrived, so the link is used in one direction at a time, at half its rate. Point-to-point
+    operations can be posted in the better order.
+
+    Cost: from the first exchange on a thread, which waits for exchanges in the order of their launch. It ends
+    with `close`, with this object and with the interpreter, at most a second after these.
+    """
+
+    def __init__(self, find_group: Callable[[], dist.ProcessGroup | None], ranks: Sequence[int]) -> None:
+        self._find_group, self._ranks = find_group, ranks
+        self._rank = dist.get_rank(find_group())
+        self._waiting: queue.SimpleQueue[P2PWork | None] = queue.SimpleQueue()
+        self._close: Callable[[], object] | None = None
+        self._is_broken = False
+
+    def all_to_all(self, received: Tensor, parts: Tensor) -> P2PWork:
+        return self._exchange(self._rows(received), self._rows(parts))
+
+    def all_gather(self, gathered: Tensor, part: Tensor) -> P2PWork:
+        return self._exchange(self._rows(gathered), [part] * len(self._ranks))
+
+    def close(self) -> None:
+        """End the thread, after the exchanges under way."""
+        if self._close is not None:
+            self._close()
+        self._close = None
+
+    def _rows(self, whole: Tensor) -> Sequence[Tensor]:
+        return whole.view(len(self._ranks), -1).unbind()
+
+    def _exchange(self, arriving: Sequence[Tensor], leaving: Sequence[Tensor]) -> P2PWork:
+        if self._is_broken:
+            raise RuntimeError(failure("this rank was interrupted while it posted an exchange"))
+        num = len(self._ranks)
+        others = [(self._rank + step) % num for step in range(1, num)]  # each begins with another
+        group = self._find_group()
+        self._is_broken = True  # if an interrupt keeps some from being posted, peers would pair the next ones
+        works = [dist.irecv(arriving[r], self._ranks[r], group, _TAG) for r in reversed(others)]
+        works += [dist.isend(leaving[r], self._ranks[r], group, _TAG) for r in others]
+        self._is_broken = False
+        if arriving[self._rank].data_ptr() != leaving[self._rank].data_ptr():
+            arriving[self._rank].copy_(leaving[self._rank])
+        exchange = P2PWork([work for work in works if work is not None])
+        if self._close is None:
+            thread = threading.Thread(
+                target=_wait_for_exchanges, args=(self._waiting,), name="pyengine-transfers", daemon=True
+            )
+            self._close = weakref.finalize(self, _end, self._waiting, thread)
+            thread.start()
+        self._waiting.put(exchange)
+        return exchange
+
+
+def _wait_for_exchanges(waiting: queue.SimpleQueue[P2PWork | None]) -> None:
+    while (exchange := waiting.get()) is not None:
+        exchange.run()
+
+
+def _end(waiting: queue.SimpleQueue[P2PWork | None], thread: threading.Thread) -> None:
+    waiting.put(None)
+    if thread is not threading.current_thread():
+        thread.join(1.0)

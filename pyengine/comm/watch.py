@@ -6,7 +6,6 @@ communicate through the store of their group, because the group itself is what h
 
 from __future__ import annotations
 
-import itertools
 import json
 import linecache
 import logging
@@ -60,8 +59,6 @@ _PYTHON = str(Path(os.__file__).parent) + os.sep
 
 @dataclass(frozen=True)
 class Launch:
-    """One collective."""
-
     ranks: tuple[int, ...]  # participating ranks, as the default group numbers them
     number: int  # among the collectives of the same ranks, from 1; the same on every rank
     what: str
@@ -77,35 +74,30 @@ class Pending:
 
     def __init__(self) -> None:
         self.launched: dict[tuple[int, ...], int] = {}  # number of collectives, by participating ranks
-        self._open: dict[int, Launch] = {}
-        self._tickets = itertools.count()
+        self.open: dict[tuple[tuple[int, ...], int], Launch] = {}  # by ranks and number, in order of launch
 
-    def add(self, ranks: tuple[int, ...], what: str, is_done: Callable[[], bool]) -> int:
+    def add(self, ranks: tuple[int, ...], what: str, is_done: Callable[[], bool]) -> None:
         self.oldest()
         self.launched[ranks] = number = self.launched.get(ranks, 0) + 1
-        ticket = next(self._tickets)
-        self._open[ticket] = Launch(ranks, number, what, time.monotonic(), is_done)
-        return ticket
+        self.open[ranks, number] = Launch(ranks, number, what, time.monotonic(), is_done)
 
     @contextmanager
     def running(self, ranks: tuple[int, ...], what: str) -> Iterator[None]:
         """Add a collective that the body launches and waits for."""
-        ticket = self.add(ranks, what, lambda: False)
+        self.add(ranks, what, lambda: False)
+        number = self.launched[ranks]
         try:
             yield
         finally:
-            self._open.pop(ticket, None)
+            self.open.pop((ranks, number), None)
 
     def oldest(self) -> Launch | None:
         """Return the oldest collective under way; remove those that have completed."""
-        for ticket, launch in list(self._open.items()):
+        for key, launch in list(self.open.items()):
             if not launch.is_done():
                 return launch
-            self._open.pop(ticket, None)
+            self.open.pop(key, None)
         return None
-
-    def clear(self) -> None:
-        self._open.clear()
 
 
 def listed(ranks: Sequence[int]) -> str:
@@ -199,14 +191,13 @@ def line_of(thread: int) -> str:
 
     It is the innermost line outside of PyTorch, Python's library and this package.
     """
-    frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented, despite its name
-    innermost, called = frame, ""
+    frame = innermost = sys._current_frames().get(thread)  # noqa: SLF001 - documented, despite its name
+    called = ""
     while frame is not None and _is_library(frame):
         if frame.f_code.co_filename.startswith(_OURS):
             called = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
         frame = frame.f_back
-    if frame is None:
-        frame = innermost
+    frame = frame or innermost
     if frame is None:
         return "a thread that has ended"
     name, number = frame.f_code.co_filename, frame.f_lineno
@@ -301,12 +292,11 @@ class StallWatch:
     def close(self) -> None:
         _log.debug("end stall watch over ranks %s", self._ranks)
         self._end()
-        self.pending.clear()
+        self.pending.open.clear()
 
     # ---- called by the thread that trains ----
 
     def check(self) -> None:
-        """Raise RuntimeError if the ranks have a verdict."""
         if self.verdict:
             raise RuntimeError(failure(self.verdict))
 
@@ -347,9 +337,9 @@ class StallWatch:
             self._read_processes(ranks)
         return [r for r in ranks if r in self._known and self._known[r].state(self._me) == "dead"]
 
-    def waiting(self, ranks: Sequence[int]) -> list[int]:
-        """Return the ranks whose last heartbeat waits in a collective."""
-        return [rank for rank, beat in self._board.read(ranks).items() if beat.waits]
+    def waiting(self, ranks: Sequence[int]) -> set[int]:
+        """Return the ranks that live, and whose last heartbeat waits in a collective."""
+        return {rank for rank, beat in self._board.read(ranks).items() if beat.waits} - {*self.dead(ranks)}
 
     def is_decided(self, ranks: Sequence[int]) -> bool:
         """Whether some of the ranks have died, or the ranks have a verdict."""
@@ -362,14 +352,12 @@ class StallWatch:
         return self.verdict
 
     def describe_dead(self, ranks: Sequence[int]) -> str:
-        """Return a description of ranks that have died."""
         which = "; ".join(f"rank {rank}: {self._known[rank]}" for rank in ranks)
         return f"{listed(ranks)} of {len(self._ranks)} {'have' if len(ranks) > 1 else 'has'} died ({which})"
 
     # ---- called by the watching thread ----
 
     def look(self) -> None:
-        """Look at the oldest pending collective once."""
         launch = self.pending.oldest()
         waits = launch is not None and launch.age_s() >= self._tick_s
         self._post_heartbeat(launch if waits else None)
@@ -397,7 +385,6 @@ class StallWatch:
             self._fail(found)
 
     def _read_processes(self, ranks: Sequence[int]) -> None:
-        """Read the processes of ranks, and the number of heartbeats that each has posted."""
         for rank, beat in self._board.read(ranks).items():
             self._known[rank], self._seen[rank] = beat.process, beat.beat
 
@@ -597,7 +584,5 @@ class StoreRollCall(RollCall):
             if time.monotonic() > end or (self.watch is not None and self.watch.is_decided(absent)):
                 break
             time.sleep(0.02)
-        if self.watch is None:
-            return absent
-        waiting = set(self.watch.waiting(absent)) - set(self.watch.dead(absent))
+        waiting = set() if self.watch is None else self.watch.waiting(absent)
         return [rank for rank in absent if rank not in waiting]

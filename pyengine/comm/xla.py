@@ -48,9 +48,6 @@ class Xla(Comm):
     header that is known before the window's last backward adds no collective to the program of that backward.
 
     Under SPMD there is one replica, and its partitioned programs contain their own reductions.
-
-    Args:
-        device: device of the tensors.
     """
 
     is_stream_ordered = True
@@ -85,7 +82,6 @@ class Xla(Comm):
 
     @torch.no_grad()
     def record(self) -> None:
-        """Record one reduction for each dtype over everything queued."""
         queue, self._queue = self._queue, []
         _log.debug("record %d all-reduces", len(queue))
         # Always fresh tensors: torch_xla 2.9 loses an in-place reduction of a tensor that had been changed in
@@ -166,7 +162,6 @@ def _pieces(tensor: Tensor) -> list[Tensor]:
 
 
 def _joined(pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Join the result of `_pieces` to a tensor."""
     if dtype == torch.float64:
         first, second, third = (piece.double() for piece in pieces)
         return first + (second + third)

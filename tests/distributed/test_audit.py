@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
-from pyengine.comm.groups import set_timeout
 from pyengine.window import header as headers
 
 ACCUMULATE = 3
@@ -479,7 +479,7 @@ def test_a_handle_leaves_nothing_behind():
 
 def _left_out() -> str:
     """Rank 1 leaves out a step, and goes on to the next backward; the other one checks."""
-    set_timeout(timedelta(seconds=2), None)
+    _set_pg_timeout(timedelta(seconds=2), None)
     model = DistributedDataParallel(_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     pe.audit(model, optimizer, every=1)

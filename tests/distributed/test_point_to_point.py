@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from cases import me
 
-from pyengine.comm.point_to_point import PointToPoint
-from pyengine.comm.torch_dist import TorchDist
+from pyengine.comm.torch_dist import PointToPoint, TorchDist
 
 CPU = torch.device("cpu")
 

@@ -23,9 +23,8 @@ from sharded_cases import (
     whole_grads,
 )
 from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
-
-from pyengine.comm.groups import set_timeout
 
 NEWER = ("set_reduce_scatter_unused_params", "reset_iter_state")  # than torch 2.11
 
@@ -151,7 +150,7 @@ def test_a_rank_that_fails_behind_the_reductions_voids_the_window_everywhere(ran
 def _is_left(kind: str, defer: str) -> list[str]:
     """Rank 1 leaves a backward in its middle and goes on to the next window; the others wait there."""
     rank, _ = me()
-    set_timeout(timedelta(seconds=2), None)
+    _set_pg_timeout(timedelta(seconds=2), None)
     sync, model = sharded(kind, defer=defer)
     said: list[str] = []
     for _ in range(2):

@@ -1,0 +1,155 @@
+"""Pending collectives, heartbeats through the store, and futures that end with the ranks' verdict."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from torch.futures import Future
+
+from pyengine.comm.process_state import ProcessId
+from pyengine.comm.watch import Board, Heartbeat, Pending, StallWatch, line_of, listed
+
+
+def test_oldest_is_the_first_collective_that_has_not_completed():
+    pending, done = Pending(), set()
+    for name in ("a", "b", "c"):
+        pending.add((0, 1), name, lambda name=name: name in done)
+    assert (pending.oldest().what, pending.oldest().number) == ("a", 1)
+    done |= {"a", "b"}
+    assert (pending.oldest().what, pending.oldest().number) == ("c", 3)
+    done.add("c")
+    assert pending.oldest() is None
+    assert pending.launched == {(0, 1): 3}
+
+
+def test_each_group_has_its_own_count():
+    pending = Pending()
+    for ranks in ((0, 1), (0, 2), (0, 1)):
+        pending.add(ranks, "one", lambda: False)
+    assert pending.launched == {(0, 1): 2, (0, 2): 1}
+
+
+def test_a_collective_that_a_body_runs_ends_with_the_body():
+    pending = Pending()
+    with pytest.raises(KeyError), pending.running((0, 1), "a gather"):
+        assert pending.oldest().what == "a gather"
+        raise KeyError
+    assert pending.oldest() is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3], "rank 3"), ([0, 2], "ranks 0, 2"), (range(100), "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more")],
+)
+def test_ranks_are_listed_in_words(ranks, text):
+    assert listed(ranks) == text
+
+
+def _beat(number: int) -> Heartbeat:
+    return Heartbeat(ProcessId.own(), number, "window 1", "train.py:3", "a gather", {"0,1": 7})
+
+
+def test_ranks_read_each_others_last_heartbeats():
+    store = dist.HashStore()
+    first, second = Board(store, 0), Board(store, 1)
+    first.post(_beat(1))
+    first.post(_beat(2))
+    assert second.read([0, 1]) == {0: _beat(2)}
+
+
+def test_all_ranks_have_the_verdict_that_came_first():
+    store = dist.HashStore()
+    first, second = Board(store, 0), Board(store, 1)
+    assert first.verdict() == second.verdict() == ""
+    assert [first.publish("rank 2"), second.publish("rank 3")] == ["rank 2", "rank 2"]
+    assert first.verdict() == second.verdict() == "rank 2"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "\\xff",
+        "[1]",
+        "{}",
+        "[" * 100_000,
+        _beat(1).to_json().replace('"beat": 1', '"beat": "1"'),
+        _beat(1).to_json().replace('{"0,1": 7}', "7"),
+        _beat(1).to_json().replace('"pid"', '"number"'),
+    ],
+    ids=["empty", "bytes", "list", "fields", "deep", "word", "launched", "other version"],
+)
+def test_a_heartbeat_that_cannot_be_read_hides_no_others(text):
+    store = dist.HashStore()
+    board = Board(store, 0)
+    board.post(_beat(1))
+    board._store.set("beat/1", text)
+    assert board.read([0, 1]) == {0: _beat(1)}
+
+
+def test_engines_over_one_group_do_not_meet():
+    store = dist.HashStore()
+    first, later = Board(store, 0), Board(store, 0)
+    first.publish("rank 2")
+    assert later.verdict() == ""
+
+
+def test_a_line_is_the_users_own_innermost():
+    waiting, done = threading.Event(), threading.Event()
+
+    def users_function() -> None:
+        waiting.set()
+        done.wait()  # in threading.py, which is Python's library
+
+    thread = threading.Thread(target=users_function)
+    thread.start()
+    waiting.wait()
+    time.sleep(0.01)
+    line = line_of(thread.ident)
+    done.set()
+    thread.join()
+    number = inspect.getsourcelines(users_function)[1] + 2
+    assert f"{__file__}:{number} in " in line
+    assert line.endswith("users_function: done.wait()  # in threading.py, which is Python's library")
+
+
+def test_a_thread_that_has_ended_has_no_line():
+    assert line_of(-1) == "a thread that has ended"
+
+
+@pytest.fixture
+def watch() -> Iterator[StallWatch]:
+    made = StallWatch(dist.HashStore(), 0, (0, 1), 30.0)
+    yield made
+    made.close()
+
+
+def test_a_guarded_future_has_what_its_collective_has(watch):
+    future = Future()
+    guarded = watch.guard(future, lambda of, callback: of.then(callback))
+    future.set_result(7)
+    assert guarded.wait() == 7
+
+
+def test_a_verdict_ends_a_guarded_future_and_what_comes_later_is_no_matter(watch):
+    future = Future()
+    guarded = watch.guard(future, lambda of, callback: of.then(callback))
+    watch._fail("rank 1 has died")
+    with pytest.raises(RuntimeError, match=r"^a collective failed: rank 1 has died\. Restart all ranks from"):
+        guarded.wait()
+    future.set_result(7)
+    with pytest.raises(RuntimeError, match="rank 1 has died"):
+        guarded.wait()
+
+
+def test_behind_a_verdict_no_future_is_waited_for(watch):
+    watch._fail("rank 1 has died")
+    with pytest.raises(RuntimeError, match="rank 1 has died"):
+        watch.guard(Future(), lambda of, callback: of.then(callback)).wait()
+    with pytest.raises(RuntimeError, match="rank 1 has died"):
+        watch.check()
