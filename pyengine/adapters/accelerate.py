@@ -34,7 +34,6 @@ try:
     from accelerate.data_loader import BatchSamplerShard, DataLoaderStateMixin, SkipBatchSampler
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
-    from accelerate.state import GradientState
     from accelerate.utils import DDPCommunicationHookType, DistributedType
 except ImportError as error:
     raise ImportError(
@@ -162,7 +161,6 @@ class WindowAccelerator:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch is the last of its window."""
         return self.sync.is_sync_step
 
     @property
@@ -183,16 +181,21 @@ class WindowAccelerator:
         for item in prepared:
             if isinstance(item, nn.Module):
                 self._check_model(item, is_old=any(item is other for other in evaluated))
-                self._own(item)
-        prepared = tuple(
-            self._loader(item) if isinstance(item, DataLoaderStateMixin) else item for item in prepared
+                if self._model is None:
+                    self.sync: Sync = engine_for(
+                        item, self._settings, self._accelerator.scaler, self._deferral
+                    )
+                    self._model = item
+                    if self.sync.scaler is not None:
+                        self._accelerator.register_for_checkpointing(self.sync.scaler)
+        # Schedulers last, because they look their optimizer up.
+        kinds = (
+            (DataLoaderStateMixin, self._loader),
+            (AcceleratedOptimizer, self._optimizer),
+            (AcceleratedScheduler, self._scheduler),
         )
-        prepared = tuple(
-            self._optimizer(item) if isinstance(item, AcceleratedOptimizer) else item for item in prepared
-        )
-        prepared = tuple(
-            self._scheduler(item) if isinstance(item, AcceleratedScheduler) else item for item in prepared
-        )
+        for kind, own in kinds:
+            prepared = tuple(own(item) if isinstance(item, kind) else item for item in prepared)
         return prepared if len(prepared) > 1 else prepared[0]
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -211,7 +214,11 @@ class WindowAccelerator:
                 "accumulate: no loader was prepared, so the end of a short last window is unknown: pass the "
                 "loader to prepare, or set it yourself: `with accelerator.sync.accumulate(last=...)`"
             )
-        return self.sync.accumulate(last=_has_ended(self._accelerator.gradient_state, self._loaders))
+        # Whether one of the loaders is being iterated and has returned its last batch.
+        state = self._accelerator.gradient_state
+        running = {id(loader) for loader in state.dataloader_references}
+        has_ended = any(id(loader) in running and loader.end_of_dataloader for loader in self._loaders)
+        return self.sync.accumulate(last=state.sync_with_dataloader and has_ended)
 
     def backward(self, loss: Tensor, *, count: Count | None = None, **options: Any) -> None:
         """Run the backward of one micro-batch: of a mean loss, or of a sum over `count` items.
@@ -236,7 +243,6 @@ class WindowAccelerator:
         return nn.utils.clip_grad_norm_(clipped, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | Tensor, clip_value: float) -> None:
-        """Clip every element of the mean gradient."""
         self._check_end("clip_grad_value_")
         clipped: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._is_whole(clipped):
@@ -302,7 +308,6 @@ class WindowAccelerator:
             )
 
     def _is_whole(self, params: Sequence[Tensor]) -> bool:
-        """Whether these are all trained parameters of the model."""
         assert self._model is not None
         trained = {id(param) for param in self._model.parameters() if param.requires_grad}
         return {*map(id, params)} >= trained
@@ -319,7 +324,6 @@ class WindowAccelerator:
             )
 
     def _check_one_model(self, objects: Sequence[Any]) -> None:
-        """Refuse a second model before anything is prepared."""
         known = [] if self._model is None else [self._model]
         models = known + [item for item in objects if isinstance(item, nn.Module) and item is not self._model]
         if len(models) < 2:
@@ -336,13 +340,6 @@ class WindowAccelerator:
         raise ValueError(
             f"prepare: got a second model ({type(models[1]).__name__}), and windows belong to one: {remedy}"
         )
-
-    def _own(self, model: nn.Module) -> None:
-        if self._model is None:
-            self.sync: Sync = engine_for(model, self._settings, self._accelerator.scaler, self._deferral)
-            self._model = model
-            if self.sync.scaler is not None:
-                self._accelerator.register_for_checkpointing(self.sync.scaler)
 
     def _loader(self, prepared: Any) -> Any:
         """Register a loader whose end ends the last window.
@@ -388,14 +385,6 @@ class WindowAccelerator:
         return ours
 
 
-def _has_ended(state: GradientState, loaders: Sequence[DataLoaderStateMixin]) -> bool:
-    """Whether one of the loaders is being iterated and has returned its last batch."""
-    if not state.sync_with_dataloader:
-        return False
-    running = {id(loader) for loader in state.dataloader_references}
-    return any(id(loader) in running and loader.end_of_dataloader for loader in loaders)
-
-
 # ---- Accelerate's optimizer and scheduler, stepped at the ends of one model's windows ----
 
 
@@ -409,7 +398,6 @@ class WindowBoundary:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch is the last of its window."""
         return self._sync.is_sync_step
 
 
@@ -458,11 +446,18 @@ def check_accelerator(accelerator: Accelerator, settings: Settings) -> None:
             f"accelerator: distributed_type is {kind.value}, which reduces its own gradients; need DDP, "
             f"FSDP2 or one process: {_REDUCES_ITSELF[kind]}"
         )
-    problems = [*_parallel_problems(accelerator)]
+    config = accelerator.parallelism_config
+    for name in () if config is None else ("tp_size", "cp_size", "sp_size"):
+        if (size := getattr(config, name) or 1) > 1:
+            raise ValueError(
+                f"accelerator: ParallelismConfig has {name}={size}, and those ranks share a batch, which has "
+                "to be counted once: Accelerate's loop counts it on each rank; use your own loop with "
+                "pe.GradSync(model, device_mesh=mesh, axes=pe.Axes(...)) (docs/mesh.md)"
+            )
     if kind == DistributedType.FSDP:
-        problems += _plugin_problems(accelerator.state.fsdp_plugin, settings)
-    if problems:
-        raise ValueError(f"accelerator: {problems[0]}")
+        problem = next(_plugin_problems(accelerator.state.fsdp_plugin, settings), "")
+        if problem:
+            raise ValueError(f"accelerator: {problem}")
     if accelerator.scaler is not None and accelerator.mixed_precision != "fp16":
         raise ValueError(
             f"accelerator: mixed_precision={accelerator.mixed_precision!r} has its own rules of loss "
@@ -485,18 +480,6 @@ def check_accelerator(accelerator: Accelerator, settings: Settings) -> None:
             f"accelerator: DistributedDataParallelKwargs has comm_hook={hook.name}, and the engine "
             "registers its own; pass `wire` instead"
         )
-
-
-def _parallel_problems(accelerator: Accelerator) -> Iterator[str]:
-    """Yield messages for ranks that would share a batch, which their counts do not show."""
-    config = accelerator.parallelism_config
-    for name in () if config is None else ("tp_size", "cp_size", "sp_size"):
-        if (size := getattr(config, name) or 1) > 1:
-            yield (
-                f"ParallelismConfig has {name}={size}, and those ranks share a batch, which has to be "
-                "counted once: Accelerate's loop counts it on each rank; use your own loop with "
-                "pe.GradSync(model, device_mesh=mesh, axes=pe.Axes(...)) (docs/mesh.md)"
-            )
 
 
 def _plugin_problems(plugin: Any, settings: Settings) -> Iterator[str]:

@@ -8,8 +8,8 @@ still decides which micro-batch is a window's last. Under manual optimization th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import GradientAccumulationScheduler
     from lightning.pytorch.plugins.precision import MixedPrecision
-    from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+    from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
     from lightning.pytorch.strategies.parallel import ParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -67,7 +67,7 @@ class Windows(_Mixed):
     nonfinite: NonFinite = "skip"
     accumulate: Accumulate = 1
     syncs: Mapping[str, Sync] = {}
-    _optimization: Automatic | Manual
+    _output: Mapping[str, Any] = {}
 
     @property
     def sync(self) -> Sync:
@@ -86,7 +86,6 @@ class Windows(_Mixed):
         return next(iter(self.syncs.values()))
 
     def setup(self, trainer: Trainer) -> None:
-        """Set up as the base class does, and make the engines of the fitted modules."""
         if trainer.state.fn != TrainerFn.FITTING:
             super().setup(trainer)
             return
@@ -94,33 +93,74 @@ class Windows(_Mixed):
         self._check(self._module)
         super().setup(trainer)
         if self._module.automatic_optimization:
-            self.syncs = {"": self._engine("", _most(trainer))}
-            self._optimization = Automatic(self, self.sync)
+            # The engine needs the micro-batches of the largest window that the Trainer will run.
+            callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set elsewhere
+            schedules = [each for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
+            planned = [num for schedule in schedules for num in schedule.scheduling.values()]
+            self.syncs = {"": self._engine("", max([trainer.accumulate_grad_batches, *planned]))}
         else:
             sizes = self.accumulate if isinstance(self.accumulate, Mapping) else {"": self.accumulate}
             self.syncs = {name: self._engine(name, size) for name, size in sizes.items()}
-            self._optimization = Manual(self, self.syncs, self.optimizers)
+            self._sync_of = {
+                id(optimizer): self.syncs[self._owner(index, optimizer)]
+                for index, optimizer in enumerate(self.optimizers)
+            }
         self._replace_scaler()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().training_step(*args, **kwargs)
-        self._optimization.store_output(output)
+        if self._module.automatic_optimization:  # the loss before Lightning divides it
+            self._output = output if isinstance(output, Mapping) else {"loss": output}
         return output
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Run a backward; see `Automatic.backward` and `Manual.backward`."""
+        """Run the backward of the loss that training_step returned; `closure_loss` is the divided one.
+
+        Under manual optimization run that of `closure_loss`: a micro-batch, or one of a `micro_batch` block.
+        """
         if args:
             raise ValueError(
                 f"backward: got {len(args)} options by position; name them: manual_backward(loss, "
                 "retain_graph=True)"
             )
-        return self._optimization.backward(closure_loss, kwargs)
+        module, precision = self._module, self.precision_plugin
+        if module.automatic_optimization:
+            if kwargs:
+                raise ValueError(
+                    f"backward: got {[*kwargs]}, need the loss only: use manual optimization "
+                    "(automatic_optimization=False) for other options"
+                )
+            output, self._output = self._output, {}
+            loss, sync = output["loss"], self.sync
+            run = partial(sync.backward, loss, count=output.get("count", 1))
+        else:
+            count, sync = kwargs.pop("count", None), kwargs.pop("sync", None)
+            if sync is None and len(self.syncs) > 1:
+                raise ValueError(
+                    f"manual_backward: the strategy has engines for {', '.join(map(repr, self.syncs))}, and "
+                    "the loss belongs to one of them: pass it, self.manual_backward(loss, "
+                    "sync=strategy.syncs[name])"
+                )
+            loss = closure_loss
+            sync = self.sync if sync is None else sync
+            run = partial(backward, sync, loss, count=count, options=kwargs)
+        precision.pre_backward(loss, module)  # Lightning's hooks, without its loss scaling
+        run()
+        precision.post_backward(loss, module)
+        return closure_loss.detach()
 
-    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]  # a generator
-        """Return the context of micro-batches that are not their window's last."""
-        return self._optimization.without_sync()
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Run micro-batches that are not their window's last."""
+        with ExitStack() as stack:
+            if self._module.automatic_optimization:
+                stack.enter_context(self.sync.accumulate())
+            else:  # `optimizer.toggle_model(sync_grad=False)`
+                for sync in self.syncs.values():
+                    stack.enter_context(sync.no_sync())
+            yield
 
     def optimizer_step(
         self,
@@ -129,13 +169,40 @@ class Windows(_Mixed):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the closure, the hooks that read gradients, and the step."""
         if kwargs:
             raise ValueError(
                 f"optimizer_step: got {', '.join(kwargs)}, need the closure only: the engine steps, and "
                 "passes no arguments to optimizer.step"
             )
-        return self._optimization.step(optimizer, closure)
+        if self._module.automatic_optimization:
+            sync = self.sync
+            with sync.accumulate(last=True):  # the closure contains the window's last micro-batch
+                result = closure()
+        else:
+            result, sync = closure(), self._sync_of[id(optimizer)]
+            try:
+                sync.refuse_bare_gradients()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"call self.manual_backward(loss) in place of loss.backward(): {error}"
+                ) from None
+        self.precision_plugin._after_closure(self._module, optimizer)  # noqa: SLF001 - its hooks before a step
+        sync.step(optimizer)
+        return result
+
+    def _owner(self, index: int, optimizer: Optimizer) -> str:
+        named = {
+            id(param): name for name in self.syncs for param in self._module.get_submodule(name).parameters()
+        }
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        owners = sorted({str(named.get(id(param))) for param in params if param.requires_grad})
+        if len(owners) != 1 or owners[0] not in self.syncs:
+            raise ValueError(
+                f"optimizer {index} ({type(optimizer).__name__}) holds parameters of {owners}, where 'None' "
+                f"has no engine: need each optimizer over one of {list(self.syncs)}, whose windows end "
+                "independently; name submodules in the strategy's `accumulate`, or pass one number for all"
+            )
+        return owners[0]
 
     def teardown(self) -> None:
         self._close()
@@ -323,7 +390,6 @@ class LogSteps(Callback):
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Register a callback with each engine."""
         strategy = trainer.strategy
         if isinstance(strategy, FSDPStrategy):
             raise TypeError(
@@ -352,142 +418,6 @@ def _log(trainer: Trainer, prefix: str, record: StepRecord) -> None:
         logger.log_metrics(metrics, step=record.step)
 
 
-def _most(trainer: Trainer) -> int:
-    """Return the micro-batches of the largest window that the Trainer will run."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set elsewhere
-    schedules = [callback for callback in callbacks if isinstance(callback, GradientAccumulationScheduler)]
-    planned = [num for schedule in schedules for num in schedule.scheduling.values()]
-    return max([trainer.accumulate_grad_batches, *planned])
-
-
-# ---- the ends of windows: set by Lightning's loop, or by the module's training_step ----
-
-
-class Automatic:
-    """Lightning's loop: the closure of a step contains the window's last micro-batch."""
-
-    def __init__(self, strategy: Strategy, sync: Sync) -> None:
-        self._strategy, self._sync = strategy, sync
-        self._output: Mapping[str, Any] = {}
-
-    def store_output(self, output: Any) -> None:
-        """Store the loss before Lightning divides it."""
-        self._output = output if isinstance(output, Mapping) else {"loss": output}
-
-    def backward(self, loss: Tensor, options: dict[str, Any]) -> Tensor:
-        """Run the backward of the loss that training_step returned; `loss` is the divided one."""
-        if options:
-            raise ValueError(
-                f"backward: got {[*options]}, need the loss only: use manual optimization "
-                "(automatic_optimization=False) for other options"
-            )
-        output, self._output = self._output, {}
-        with _hooks(self._strategy, output["loss"]):
-            self._sync.backward(output["loss"], count=output.get("count", 1))
-        return loss.detach()
-
-    def without_sync(self) -> AbstractContextManager[None]:
-        return self._sync.accumulate()
-
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        """Run the window's last micro-batch, the hooks that read gradients, and the step."""
-        with self._sync.accumulate(last=True):
-            result = closure()
-        _step(self._strategy, self._sync, optimizer)
-        return result
-
-
-class Manual:
-    """The module's training_step: `manual_backward`, and `optimizer.step` where a window has ended.
-
-    Each of the module's optimizers is over parameters of one engine; engines are by the name of a submodule,
-    and the engine of the whole module is under "".
-    """
-
-    def __init__(
-        self, strategy: Strategy, syncs: Mapping[str, Sync], optimizers: Sequence[Optimizer]
-    ) -> None:
-        self._strategy, self._syncs = strategy, syncs
-        self._of_optimizer = {
-            id(optimizer): syncs[self._owner(index, optimizer)] for index, optimizer in enumerate(optimizers)
-        }
-
-    def store_output(self, output: Any) -> None:
-        """Do nothing: Lightning logs the output of training_step."""
-
-    def backward(self, loss: Tensor, options: dict[str, Any]) -> Tensor:
-        """Run a micro-batch's backward, or one of a `micro_batch` block."""
-        count, sync = options.pop("count", None), options.pop("sync", None)
-        if sync is None:
-            sync = self._only()
-        with _hooks(self._strategy, loss):
-            backward(sync, loss, count=count, options=options)
-        return loss.detach()
-
-    @contextmanager
-    def without_sync(self) -> Iterator[None]:
-        """Only accumulate in the body's backwards: `optimizer.toggle_model(sync_grad=False)`."""
-        with ExitStack() as stack:
-            for sync in self._syncs.values():
-                stack.enter_context(sync.no_sync())
-            yield
-
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        """Run the closure, if any, and step with the window that has ended."""
-        result = closure()
-        sync = self._of_optimizer[id(optimizer)]
-        try:
-            sync.refuse_bare_gradients()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"call self.manual_backward(loss) in place of loss.backward(): {error}"
-            ) from None
-        _step(self._strategy, sync, optimizer)
-        return result
-
-    def _only(self) -> Sync:
-        if len(self._syncs) > 1:
-            raise ValueError(
-                f"manual_backward: the strategy has engines for {', '.join(map(repr, self._syncs))}, and the "
-                "loss belongs to one of them: pass it, self.manual_backward(loss, sync=strategy.syncs[name])"
-            )
-        return next(iter(self._syncs.values()))
-
-    def _owner(self, index: int, optimizer: Optimizer) -> str:
-        """Return the name of the engine that an optimizer's parameters belong to."""
-        module = _module(self._strategy)
-        named = {id(param): name for name in self._syncs for param in module.get_submodule(name).parameters()}
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        owners = sorted({str(named.get(id(param))) for param in params if param.requires_grad})
-        if len(owners) != 1 or owners[0] not in self._syncs:
-            raise ValueError(
-                f"optimizer {index} ({type(optimizer).__name__}) holds parameters of {owners}, where 'None' "
-                f"has no engine: need each optimizer over one of {list(self._syncs)}, whose windows end "
-                "independently; name submodules in the strategy's `accumulate`, or pass one number for all"
-            )
-        return owners[0]
-
-
-@contextmanager
-def _hooks(strategy: Strategy, loss: Tensor) -> Iterator[None]:
-    """Run Lightning's hooks before and after a backward, without its loss scaling."""
-    module = _module(strategy)
-    strategy.precision_plugin.pre_backward(loss, module)
-    yield
-    strategy.precision_plugin.post_backward(loss, module)
-
-
-def _step(strategy: Strategy, sync: Sync, optimizer: Optimizer) -> None:
-    """Run the hooks that read gradients, and step."""
-    strategy.precision_plugin._after_closure(_module(strategy), optimizer)  # noqa: SLF001 - its hooks before a step
-    sync.step(optimizer)
-
-
-def _module(strategy: Strategy) -> LightningModule:
-    assert strategy.lightning_module is not None  # from `Trainer.fit` on
-    return strategy.lightning_module
-
-
 def sharded_part(module: LightningModule) -> nn.Module:
     """Return the one outermost sharded module inside a module, with all of its trained parameters."""
     units = _outermost(module, "")
@@ -512,7 +442,6 @@ def sharded_part(module: LightningModule) -> nn.Module:
 
 
 def _outermost(module: nn.Module, name: str) -> dict[str, nn.Module]:
-    """Return the outermost modules that `fully_shard` was called on, by name."""
     if isinstance(module, FSDPModule):
         return {name: module}
     found: dict[str, nn.Module] = {}

@@ -65,23 +65,37 @@ class Windows(_Mixed):
 
     @property
     def sync(self) -> Sync:
-        """The engine; made when training begins."""
         sync: Sync = self.accelerator.sync
         return sync
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, which will attach windows to the model it prepares."""
         super().create_accelerator_and_postprocess()
-        _check(self.args, self.accelerator)
+        args = self.args
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"args: n_gpu={args.n_gpu} in one process is DataParallel; need one process a device: launch "
+                "with torchrun"
+            )
+        if self.accelerator.num_processes > 1 and not self.accelerator.even_batches:
+            raise ValueError(
+                "args: accelerator_config has even_batches=False, and the Trainer's loop ends with its own "
+                "rank's data, while others may still wait for it; leave it True"
+            )
+        if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO) or "layerwise" in args.optim:
+            raise ValueError(
+                f"args: optim={OptimizerNames(args.optim).value!r} steps inside the backward, where no "
+                "window has ended; choose another"
+            )
         settings = Settings(
-            self.args.gradient_accumulation_steps,
+            args.gradient_accumulation_steps,
             as_wire(self.wire),
             as_accumulator(self.accumulator),
             self.nonfinite,
         )
         deferral = Deferral(self.defer, self.defer_budget_mb)
         self.accelerator = _TrainerAccelerator(self.accelerator, settings, deferral)
-        self.accelerator.wraps_anew = self.args.auto_find_batch_size
+        self.accelerator.wraps_anew = args.auto_find_batch_size
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Fetch a window's micro-batches, without a gather over ranks."""
@@ -127,15 +141,9 @@ class Windows(_Mixed):
         with self._plain_optimizer():
             super()._load_optimizer_and_scheduler(*args, **kwargs)
 
-    @contextmanager
-    def _plain_optimizer(self) -> Iterator[None]:
+    def _plain_optimizer(self) -> AbstractContextManager[None]:
         """Expose the optimizer itself: to create missing states, PyTorch steps it."""
-        ours = self.optimizer
-        self.optimizer = getattr(ours, "optimizer", ours)
-        try:
-            yield
-        finally:
-            self.optimizer = ours
+        return _replaced(self, "optimizer", getattr(self.optimizer, "optimizer", self.optimizer))
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log:
@@ -143,19 +151,23 @@ class Windows(_Mixed):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _add_loss(self, record: StepRecord) -> None:
-        """Add a window's loss to the next logged value."""
         is_finite = record.loss is not None and math.isfinite(record.loss)
         if is_finite or not self.args.logging_nan_inf_filter:
             self._tr_loss += math.nan if record.loss is None else record.loss
 
-    @contextmanager
-    def _counting_alone(self) -> Iterator[None]:
+    def _counting_alone(self) -> AbstractContextManager[None]:
         """Keep the Trainer from gathering counts and multiplying losses by the number of ranks."""
-        kept, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
-        try:
-            yield
-        finally:
-            self.args.average_tokens_across_devices = kept
+        return _replaced(self.args, "average_tokens_across_devices", False)
+
+
+@contextmanager
+def _replaced(owner: object, name: str, value: Any) -> Iterator[None]:
+    kept = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
 
 
 class Trainer(Windows, transformers.Trainer):
@@ -195,22 +207,3 @@ class _TrainerAccelerator(WindowAccelerator):
         """Do nothing: the engine already knows which micro-batches are not the last."""
         del model
         return nullcontext()
-
-
-def _check(args: transformers.TrainingArguments, accelerator: Any) -> None:
-    """Refuse options that divide or reduce gradients themselves."""
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"args: n_gpu={args.n_gpu} in one process is DataParallel; need one process a device: launch "
-            "with torchrun"
-        )
-    if accelerator.num_processes > 1 and not accelerator.even_batches:
-        raise ValueError(
-            "args: accelerator_config has even_batches=False, and the Trainer's loop ends with its own "
-            "rank's data, while others may still wait for it; leave it True"
-        )
-    if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO) or "layerwise" in args.optim:
-        raise ValueError(
-            f"args: optim={OptimizerNames(args.optim).value!r} steps inside the backward, where no window "
-            "has ended; choose another"
-        )
