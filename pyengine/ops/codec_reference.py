@@ -93,7 +93,6 @@ def sum_encode_(
 
 @torch.no_grad()
 def sum_(layout: Layout, out: Tensor, payloads: Tensor) -> None:
-    """Write the sum of the decoded payloads [W, num_bytes], in the order of ranks."""
     out.copy_(_total(layout, payloads))
 
 
@@ -101,7 +100,9 @@ def _encode(layout: Layout, payload: Tensor, x: Tensor, chance: Chance) -> Tenso
     """Write the payload of x; return the error: x - decoded, 0 where that is not finite."""
     payload.zero_()
     layout.scales(payload).copy_(_scales(layout, x))
-    y = x.masked_fill(~x.isfinite(), 0) * _spread(layout, _inverse(layout.scales(payload)))
+    scales = layout.scales(payload)
+    inverse = torch.where(scales > 0, torch.ones_like(scales) / scales, 0.0)
+    y = x.masked_fill(~x.isfinite(), 0) * _spread(layout, inverse)
     key, offset = chance
     random = None if key is None else hashed(key, offset, layout.numel, x.device)
     layout.codes(payload).copy_(_codes(layout.format, x, y, random))
@@ -140,10 +141,6 @@ def _spread(layout: Layout, of_blocks: Tensor) -> Tensor | float:
     if layout.format.max_scale is None:
         return 1.0
     return of_blocks.repeat_interleave(layout.block)[: layout.numel]
-
-
-def _inverse(scales: Tensor) -> Tensor:
-    return torch.where(scales > 0, torch.ones_like(scales) / scales, 0.0)
 
 
 def _scales(layout: Layout, x: Tensor) -> Tensor:

@@ -85,15 +85,12 @@ class CudaPlan:
 
     def _launch(self, op: Callable[..., None], *arguments: Any) -> None:
         with _current(self._device):
-            op(self._current_stream(), *arguments)
-
-    def _current_stream(self) -> int:
-        stream = _stream_of(self._device)
-        if stream not in self._streams:
-            # The allocator must not reuse the memory while kernels of this stream may still read it.
-            self._words.record_stream(torch.cuda.current_stream(self._device))
-            self._streams.add(stream)
-        return stream
+            stream = _stream_of(self._device)
+            if stream not in self._streams:
+                # The allocator must not reuse the memory while kernels of this stream may still read it.
+                self._words.record_stream(torch.cuda.current_stream(self._device))
+                self._streams.add(stream)
+            op(stream, *arguments)
 
     def _get_scratch(self, stream: int) -> Tensor:
         """Return scratch memory that no other call uses at the same time.

@@ -91,7 +91,6 @@ class Readback:
         self._event = recorded_event(device, enable_timing=False)
 
     def get(self) -> list[float]:
-        """Wait for the values if necessary, and return them."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.tolist()

@@ -176,7 +176,6 @@ def _tensor(name: str, tensor: object, remedy: str = "") -> Tensor:
 
 
 def _slots(name: str, tensors: Tensors, like: Tensors | None) -> tuple[TensorList, list[int]]:
-    """Return the list, and the numel of each entry."""
     entries = list(tensors)
     sizes_name, sizes = (name, entries) if like is None else ("like", list(like))
     remedy = f": where {name} hold None, pass like=, tensors of the same numels such as the parameters"
@@ -291,7 +290,6 @@ def _unscale_by_dtype(tensors: TensorList, inv_scale: Tensor, *, is_written: boo
 
 
 def _spread(tensors: TensorList, slots: Sequence[int], num_slots: int | None = None) -> TensorList:
-    """Return a list with tensors at their slots and None elsewhere."""
     spread: list[Tensor | None] = [None] * (max(slots, default=-1) + 1 if num_slots is None else num_slots)
     for slot, tensor in zip(slots, tensors, strict=True):
         spread[slot] = tensor

@@ -52,7 +52,8 @@ def check_into_flat(plan: Plan, flat: Named, tensors: NamedList, *others: Named)
     core, begin = plan._native, target.data_ptr()
     if core is not None and core.flat_is_apart(begin, DTYPE_CODES[target.dtype], sources.table):
         end = begin + target.nbytes
-        if all(_is_outside(other, begin, end) or _is_same(other, target) for _, other in others):
+        ranges = [(*_range(other), other) for _, other in others]
+        if all(last <= begin or first >= end or _is_same(other, target) for first, last, other in ranges):
             return
     spans = [*_of_slots(plan, flat, written=True), *_of_list(tensors)]
     for name, other in others:
@@ -125,11 +126,6 @@ def _has_no_addresses(plan: Plan, tensors: Pointers) -> bool:
 def _range(tensor: Tensor) -> tuple[int, int]:
     begin = tensor.data_ptr()
     return begin, begin + tensor.nbytes
-
-
-def _is_outside(tensor: Tensor, first: int, last: int) -> bool:
-    begin, end = _range(tensor)
-    return end <= first or begin >= last
 
 
 def _is_same(buffer: Tensor, target: Tensor) -> bool:

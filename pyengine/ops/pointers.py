@@ -34,7 +34,6 @@ class Upload:
     captured: bool = False  # whether only a replay of the graph writes the addresses
 
     def wait(self) -> None:
-        """Make the current stream wait for the upload."""
         with torch.cuda.device(self.memory.device):
             current, captures = torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()
         if self.captured and not captures:
@@ -120,16 +119,8 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
             f"{name} is {_describe(tensor)}, a lazily negated, conjugated or zero view; needed its "
             "elements in memory: pass tensor.resolve_neg().resolve_conj().clone()"
         )
-    if tensor.device.type in ADDRESSED and tensor.numel() > 0:
-        _check_memory(name, tensor)
-
-
-def keeps_elements_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's subclass may store its elements elsewhere than at its address."""
-    return type(tensor).__torch_dispatch__ is not _NO_DISPATCH
-
-
-def _check_memory(name: str, tensor: torch.Tensor) -> None:
+    if tensor.device.type not in ADDRESSED or tensor.numel() == 0:
+        return
     if keeps_elements_elsewhere(tensor):
         raise ValueError(
             f"{name} is a {type(tensor).__name__}, which does not store its elements at its address; "
@@ -149,6 +140,11 @@ def _check_memory(name: str, tensor: torch.Tensor) -> None:
             "with an odd offset does that); needed an address that is a multiple of "
             f"{tensor.element_size()} bytes: pass tensor.clone()"
         )
+
+
+def keeps_elements_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's subclass may store its elements elsewhere than at its address."""
+    return type(tensor).__torch_dispatch__ is not _NO_DISPATCH
 
 
 def device_of(name: str, tensor: torch.Tensor) -> torch.device:
@@ -226,7 +222,6 @@ def check_aligned(name: str, tensor: torch.Tensor, num_bytes: int) -> None:
 
 
 def check_scale(name: str, scale: torch.Tensor, device: torch.device) -> None:
-    """Check a scale: float32 [] on `device`."""
     if not isinstance(scale, torch.Tensor):
         raise TypeError(f"{name} is {_describe(scale)}; needed a 0-dim tensor: torch.tensor({scale!r})")
     check_dense(name, scale)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyengine.ops import exact, plan
-from pyengine.ops.pointers import Pointers, TensorList
+from pyengine.ops.pointers import Pointers
 
 _Op = TypeVar("_Op", bound=Callable[..., Any])
 
@@ -24,9 +24,7 @@ _Op = TypeVar("_Op", bound=Callable[..., Any])
 def _incrementing(op: _Op, *written: str) -> _Op:
     """Return a method that does as `op` and then increments versions, as PyTorch's own in-place ops do.
 
-    Args:
-        op: an op of a plan or an exact sum.
-        written: names of the arguments, or with a dot before them of the attributes, that it writes.
+    `written` are names of the arguments, or with a dot before them of the attributes, that it writes.
     """
     signature = inspect.signature(op)
 
@@ -34,21 +32,17 @@ def _incrementing(op: _Op, *written: str) -> _Op:
     def run(self: Any, *args: Any, **options: Any) -> None:
         op(self, *args, **options)
         given = signature.bind(self, *args, **options).arguments
-        _increment(*(getattr(self, name[1:]) if name[0] == "." else given[name] for name in written))
+        tensors: list[Tensor] = []
+        for name in written:
+            item = getattr(self, name[1:]) if name[0] == "." else given[name]
+            if isinstance(item, Tensor):
+                tensors.append(item)
+            elif item is not None:
+                entries = item.tensors if isinstance(item, Pointers) else item
+                tensors += [tensor for tensor in entries if tensor is not None]
+        torch.autograd.graph.increment_version(tensors)
 
     return run  # type: ignore[return-value]
-
-
-def _increment(*written: Tensor | TensorList | Pointers | None) -> None:
-    """Count a write to each of these tensors, or of these lists of tensors, which may hold None."""
-    tensors: list[Tensor] = []
-    for item in written:
-        if isinstance(item, Tensor):
-            tensors.append(item)
-        elif item is not None:
-            entries = item.tensors if isinstance(item, Pointers) else item
-            tensors += [tensor for tensor in entries if tensor is not None]
-    torch.autograd.graph.increment_version(tensors)
 
 
 class BucketPlan(plan.BucketPlan):

@@ -78,8 +78,12 @@ class JsonLines(Listener):
     def __init__(self, path: str | os.PathLike[str], *, rank: int = 0) -> None:
         super().__init__(rank=rank)
         self._path = Path(path)
-        if self.writes and _is_torn(self._path):
-            self._append("\n")
+        if self.writes and self._path.exists() and self._path.stat().st_size > 0:
+            with self._path.open("rb") as file:
+                file.seek(-1, os.SEEK_END)
+                is_torn = file.read() != b"\n"
+            if is_torn:
+                self._append("\n")
 
     def _write(self, record: StepRecord) -> None:
         fields = {
@@ -91,15 +95,6 @@ class JsonLines(Listener):
     def _append(self, text: str) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(text)
-
-
-def _is_torn(path: Path) -> bool:
-    """Whether a file's last line has no newline."""
-    if not path.exists() or path.stat().st_size == 0:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() != b"\n"
 
 
 class Wandb(Listener):
