@@ -26,7 +26,7 @@ _OVERVIEW = (
     *("engine_exact_slots", "engine_shared", "attach_shared"),
 )
 _ROWS = (
-    *("floor", "ddp", "no_sync", "accelerate", "fabric", "trainer", "megatron", "replicate_deferred"),
+    *("floor", "ddp", "accelerate", "fabric", "trainer", "megatron", "replicate_deferred"),
     *("no_sync_bf16", "no_sync_powersgd", "engine", "attach", "engine_native_bf16", "attach_native_bf16"),
     *("engine_bf16", "attach_bf16", "engine_int8_ef", "engine_shared", "attach_shared"),
 )
@@ -162,14 +162,14 @@ def _kept(results: Results, name: str) -> tuple[str, str]:
 def table(columns: Columns, results: Results) -> list[str]:
     """Return the windows of launches side by side; columns without a file are left out.
 
-    A row is a variant that took part in half of the columns or more.
+    A row is a variant that took part in half of the columns or more; the row of the noise stands for the
+    control.
     """
     columns = {title: names for title, names in columns.items() if names[0] in results}
     if not columns:
         return []
     lines = _head("", *(_link(title, results[names[0]]) for title, names in columns.items()))
-    baseline, control = CONTROL
-    for name in (baseline, control, *_ROWS):
+    for name in (CONTROL[0], *_ROWS):
         found = first(results, name, [one for names in columns.values() for one in names])
         cells = [_window(results, name, names) for names in columns.values()]
         if found is not None and 2 * cells.count(NO) <= len(cells):
