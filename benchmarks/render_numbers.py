@@ -46,14 +46,6 @@ TABLES = {
         "8": _LOOPBACK,
         "16": ("every-16",),
     },
-    "sizes": {
-        "5.1 M, loopback": ("5m",),
-        "17.4 M": _LOOPBACK,
-        "26.1 M": ("26m",),
-        "5.1 M, 1 Gbit/s": ("gbit-5m",),
-        "17.4 M, 1 Gbit/s": _GBIT,
-        "26.1 M, 1 Gbit/s": ("gbit-26m",),
-    },
     "models": {"CNN": ("cnn",), "1000 small parameters": ("small",)},
     "machinery": {
         "GPT fp32": ("gpt0",),
@@ -61,6 +53,13 @@ TABLES = {
         "GPT bf16": ("gpt0-bf16",),
         "GPT bf16, 1 Gbit/s": ("gbit-gpt0-bf16",),
     },
+}
+# Launches of which the page has a plot alone.
+SIZES = {
+    "5.1 M, loopback": "5m",
+    "26.1 M, loopback": "26m",
+    "5.1 M, 1 Gbit/s": "gbit-5m",
+    "26.1 M, 1 Gbit/s": "gbit-26m",
 }
 NO = "–"
 
@@ -225,6 +224,15 @@ def ahead(results: Results) -> list[str]:
     return [counted, "", *lines]
 
 
+def sizes(results: Results) -> list[str]:
+    """Return the plot over sizes, workers and lengths of a window, and the files of the sizes."""
+    links = [_link(title, results[name]) for title, name in SIZES.items() if name in results]
+    if not links:
+        return []
+    alt = "Exposed sync over parameters, accumulation and workers"
+    return [f"![{alt}](numbers-growth.svg)", "", f"Files of other sizes: {', '.join(links)}."]
+
+
 def plot(results: Results) -> list[str]:
     """Return the picture of exposed sync."""
     if not {"gbit", "gbit-wires"} <= set(results):
@@ -237,6 +245,7 @@ BLOCKS: dict[str, Callable[[Results], list[str]]] = {
     "overview": overview,
     "plot": plot,
     "ahead": ahead,
+    "sizes": sizes,
 }
 
 
