@@ -26,7 +26,7 @@ _OVERVIEW = (
     *("engine_exact_slots", "engine_shared", "attach_shared"),
 )
 _ROWS = (
-    *("floor", "ddp", "accelerate", "fabric", "trainer", "megatron", "replicate_deferred"),
+    *("floor", "ddp", "accelerate", "megatron"),
     *("no_sync_bf16", "no_sync_powersgd", "engine", "attach", "engine_native_bf16", "attach_native_bf16"),
     *("engine_bf16", "attach_bf16", "engine_int8_ef", "engine_shared", "attach_shared"),
 )
