@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("docs/numbers.md",)
 _BLOCK = re.compile(r"(<!-- numbers:begin (\S+) -->\n)(.*?)(<!-- numbers:end -->)", re.DOTALL)
 _OVERVIEW = (
-    *("ddp", "no_sync_view", "no_sync_view_again", "accelerate", "fabric", "trainer", "zero0", "zero1"),
+    *("ddp", "no_sync_view", "accelerate", "fabric", "trainer", "zero0", "zero1"),
     *("megatron", "fsdp2_deferred", "replicate_deferred", "no_sync_bf16", "no_sync_powersgd"),
     *("engine", "attach", "attach_fsdp2", "engine_bf16", "attach_bf16", "engine_int8_ef"),
     *("engine_exact_slots", "engine_shared", "attach_shared"),
