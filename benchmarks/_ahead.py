@@ -37,8 +37,8 @@ PAIRS = {
 UNEXPLAINED = "**not explained yet**"
 LEAST_WINDOWS = 6  # of a launch; with fewer a difference may be chance
 _LATE_NORMS = (
-    "`attach` takes the norms in the last micro-batch, as buckets arrive, and checks every `.grad` in each; "
-    "that is more than unscaling and clipping cost the peer"
+    "`attach` computes the norms in the last micro-batch and checks every `.grad` in each; that is more than "
+    "unscaling and clipping cost the peer"
 )
 # Launch and ours (patterns): why. The first that fits.
 REASONS: tuple[tuple[str, str, str], ...] = (
@@ -51,18 +51,15 @@ REASONS: tuple[tuple[str, str, str], ...] = (
         "(gbit-)?(5m|26m|deepspeed|wires)|cnn|.*bf16",
         "engine.*",
         (
-            "`GradSync` copies the first micro-batch's gradients into its buckets, which DDP does with the "
-            "last one's during the reduction"
+            "`GradSync` copies the first micro-batch's gradients into its buckets, DDP the last one's during "
+            "the reduction"
         ),
     ),
     ("(gbit-)?(5m|26m|deepspeed|wires)|cnn|.*bf16", "attach.*", _LATE_NORMS),
     (
         "small0?",
         "attach.*",
-        (
-            "1000 parameters cost the host 2 ms more in every micro-batch, half of it to check every `.grad` "
-            "for writes from outside"
-        ),
+        ("1000 parameters cost the host 2 ms more in every micro-batch, half of it to check every `.grad`"),
     ),
 )
 

@@ -20,13 +20,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("docs/numbers.md",)
 _BLOCK = re.compile(r"(<!-- numbers:begin (\S+) -->\n)(.*?)(<!-- numbers:end -->)", re.DOTALL)
 _OVERVIEW = (
-    *("ddp", "no_sync_view", "no_sync_view_again", "accelerate", "fabric", "trainer", "zero0", "zero1"),
+    *("ddp", "no_sync_view", "accelerate", "fabric", "trainer", "zero0", "zero1"),
     *("megatron", "fsdp2_deferred", "replicate_deferred", "no_sync_bf16", "no_sync_powersgd"),
     *("engine", "attach", "attach_fsdp2", "engine_bf16", "attach_bf16", "engine_int8_ef"),
     *("engine_exact_slots", "engine_shared", "attach_shared"),
 )
 _ROWS = (
-    *("floor", "ddp", "no_sync", "accelerate", "fabric", "trainer", "megatron", "replicate_deferred"),
+    *("floor", "ddp", "accelerate", "megatron"),
     *("no_sync_bf16", "no_sync_powersgd", "engine", "attach", "engine_native_bf16", "attach_native_bf16"),
     *("engine_bf16", "attach_bf16", "engine_int8_ef", "engine_shared", "attach_shared"),
 )
@@ -46,14 +46,6 @@ TABLES = {
         "8": _LOOPBACK,
         "16": ("every-16",),
     },
-    "sizes": {
-        "5.1 M, loopback": ("5m",),
-        "17.4 M": _LOOPBACK,
-        "26.1 M": ("26m",),
-        "5.1 M, 1 Gbit/s": ("gbit-5m",),
-        "17.4 M, 1 Gbit/s": _GBIT,
-        "26.1 M, 1 Gbit/s": ("gbit-26m",),
-    },
     "models": {"CNN": ("cnn",), "1000 small parameters": ("small",)},
     "machinery": {
         "GPT fp32": ("gpt0",),
@@ -61,6 +53,13 @@ TABLES = {
         "GPT bf16": ("gpt0-bf16",),
         "GPT bf16, 1 Gbit/s": ("gbit-gpt0-bf16",),
     },
+}
+# Launches of which the page has a plot alone.
+SIZES = {
+    "5.1 M, loopback": "5m",
+    "26.1 M, loopback": "26m",
+    "5.1 M, 1 Gbit/s": "gbit-5m",
+    "26.1 M, 1 Gbit/s": "gbit-26m",
 }
 NO = "–"
 
@@ -162,14 +161,14 @@ def _kept(results: Results, name: str) -> tuple[str, str]:
 def table(columns: Columns, results: Results) -> list[str]:
     """Return the windows of launches side by side; columns without a file are left out.
 
-    A row is a variant that took part in half of the columns or more.
+    A row is a variant that took part in half of the columns or more; the row of the noise stands for the
+    control.
     """
     columns = {title: names for title, names in columns.items() if names[0] in results}
     if not columns:
         return []
     lines = _head("", *(_link(title, results[names[0]]) for title, names in columns.items()))
-    baseline, control = CONTROL
-    for name in (baseline, control, *_ROWS):
+    for name in (CONTROL[0], *_ROWS):
         found = first(results, name, [one for names in columns.values() for one in names])
         cells = [_window(results, name, names) for names in columns.values()]
         if found is not None and 2 * cells.count(NO) <= len(cells):
@@ -225,6 +224,15 @@ def ahead(results: Results) -> list[str]:
     return [counted, "", *lines]
 
 
+def sizes(results: Results) -> list[str]:
+    """Return the plot over sizes, workers and lengths of a window, and the files of the sizes."""
+    links = [_link(title, results[name]) for title, name in SIZES.items() if name in results]
+    if not links:
+        return []
+    alt = "Exposed sync over parameters, accumulation and workers"
+    return [f"![{alt}](numbers-growth.svg)", "", f"Files of other sizes: {', '.join(links)}."]
+
+
 def plot(results: Results) -> list[str]:
     """Return the picture of exposed sync."""
     if not {"gbit", "gbit-wires"} <= set(results):
@@ -237,6 +245,7 @@ BLOCKS: dict[str, Callable[[Results], list[str]]] = {
     "overview": overview,
     "plot": plot,
     "ahead": ahead,
+    "sizes": sizes,
 }
 
 

@@ -1,4 +1,4 @@
-"""A transport in one file: ranks are threads of one process. docs/architecture.md shows it."""
+"""A transport in one file: ranks are threads of one process. docs/architecture.md names it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """A folder of the package is a floor: it imports from itself and from floors below. docs/architecture.md
-shows the same floors, and its worked examples are tested ones.
+shows the same floors.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from floors import FLOORS, MODULES, PACKAGE, imported, imported_floors
-from pages import ROOT, blocks
+from pages import ROOT
 
 ABOVE = {"__init__", "__main__"}  # above all floors
 LATE = {
@@ -80,11 +79,3 @@ def test_importing_the_package_is_lean():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize("test", ["test_new_transport", "test_new_owner", "test_new_sum"])
-def test_a_worked_example_of_the_page_is_the_one_that_is_tested(test):
-    source = (ROOT / "tests" / "extending" / f"{test}.py").read_text()
-    shown = [block.code for block in blocks("python") if block.page == "docs/architecture.md"]
-    classes = [code[code.index("class ") :] for code in shown if "class " in code]
-    assert sum(code.rstrip() in source for code in classes) == 1

@@ -48,13 +48,6 @@ def _short(value: float) -> str:
     return f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
-def test_shares_of_the_roof_are_those_of_the_result_files():
-    rows = [row for kind in KERNELS for row in _linked("docs/kernels.md", kind)["rows"]]
-    measured = {f"{100 / row['times_roof']:.0f} %" for row in rows if row.get("times_roof")}
-    shown = {cells[-1] for cells in _table("docs/kernels.md", "share of the roof").values()}
-    assert shown and shown <= measured
-
-
 def test_times_of_kernels_are_those_of_the_result_files():
     rows = [row for kind in KERNELS for row in _linked("docs/kernels.md", kind)["rows"]]
     timed = [row for row in rows if row.get("times_roof") and row.get("times_torch")]
@@ -67,25 +60,20 @@ def test_what_shared_memory_leaves_of_a_sync_is_that_of_the_result_files():
     expected: dict[str, list[str]] = {row: [] for row in SHARED_VARIANTS}
     for world in (2, 4):
         cases = _linked("docs/wires.md", f"shared-{world}")["cases"]
-        for case in ("gpt:fp32", "gpt0:fp32"):
-            ends = {v: row["last_p50_ms"] + row["epilogue_p50_ms"] for v, row in cases[case].items()}
-            for row, variant in SHARED_VARIANTS.items():
-                expected[row].append(f"{ends[variant] - ends['floor']:.0f}")
-    assert _table("docs/wires.md", "4 ranks, gradients alone") == expected
+        ends = {v: row["last_p50_ms"] + row["epilogue_p50_ms"] for v, row in cases["gpt:fp32"].items()}
+        for row, variant in SHARED_VARIANTS.items():
+            expected[row].append(f"{ends[variant] - ends['floor']:.0f}")
+    assert _table("docs/wires.md", "4 ranks") == expected
 
 
 def test_what_wires_do_to_training_is_that_of_the_result_file():
     models = _linked("docs/wires.md", "convergence")["models"]
-    expected: dict[str, list[str]] = {}
-    for model, factor, digits in (("gpt", 1, 3), ("cnn", 100, 2)):
-        exact = models[model]["fp32"]["finals"]
-        for wire in WIRES.keys() & models[model].keys():
-            row = models[model][wire]
-            over = [a - b for a, b in zip(row["finals"], exact, strict=True)]
-            cells = [statistics.mean(row["finals"]), statistics.mean(over), max(over)]
-            texts = [
-                f"{factor * value:{sign}.{digits}f}"
-                for value, sign in zip(cells, ("", "+", "+"), strict=True)
-            ]
-            expected.setdefault(f"`{wire}`", []).extend(texts)
-    assert _table("docs/wires.md", "of one seed at most") == expected
+    text = (ROOT / "docs" / "wires.md").read_text()
+    for model, factor, shown in (
+        ("gpt", 1, "{:.3f} over `fp32` and {:.3f} to {:.3f}"),
+        ("cnn", 100, "{:.2f} % and {:.2f} to {:.2f} %"),
+    ):
+        rows = models[model]
+        means = {wire: factor * statistics.mean(rows[wire]["finals"]) for wire in WIRES.keys() & rows.keys()}
+        exact = means.pop("fp32")
+        assert shown.format(exact, min(means.values()), max(means.values())) in text

@@ -6,7 +6,7 @@ from habitat import Outcome, Watch, average_, flat, mine, net, right_mean, sgd
 from torch import Tensor
 
 THREAD = "NVIDIA/apex multi_tensor_apply (ROCm/apex#54)"
-BUG = "an empty tensor at the end has no chunk, and what is pending is never launched"
+BUG = "an empty tensor at the end has no chunk: pending work is never launched"
 FOUND = ("gradient", "embed.weight", (), "scaled by 2 (the number of ranks")
 
 

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from habitat import Outcome, Watch, average_, everybody, flat, mine, net, right, sgd
 
 THREAD = "areal-project/AReaL PR#1273"
-BUG = "the pipeline's schedule divides losses that are normalized already by its micro-batches"
+BUG = "a pipeline's schedule divides normalized losses by its micro-batches once more"
 FOUND = ("gradient", "embed.weight", (), "scaled by 1/3 (1 / the micro-batches of a rank)")
 
 

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from habitat import Outcome, Watch, average_, flat, mine, net, right_mean, sgd
 
 THREAD = "NVIDIA-NeMo/Automodel#3816"
-BUG = "the norm for clipping is not summed over expert-parallel groups: each clips by another factor"
+BUG = "the norm is not summed over expert-parallel groups: each clips by another factor"
 FOUND = (
     "gradient",
     "embed.weight",

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from habitat import Outcome, Watch, average_, everybody, flat, mine, net, right, sgd
 
 THREAD = "deepspeedai/DeepSpeed#8224"
-BUG = "a module used twice is reduced behind the first of its two subgraphs: the other part is lost"
+BUG = "a module used twice is reduced after the first of its two subgraphs"
 FOUND = ("gradient", "embed.weight", (), "what the last backward brought is not in it")
 
 

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from habitat import Outcome, Watch, flat, mine, net, right_mean, sgd
 
 THREAD = "DeepSpeed ZeRO-1, grad_accum_dtype"
-BUG = "what is reduced is a converted copy of the sum, and what is stepped another one"
+BUG = "a converted copy of the sum is reduced, another one is stepped"
 FOUND = ("gradient", "embed.weight", (), "not reduced: every rank holds what its own micro-batches brought")
 
 

@@ -3,7 +3,7 @@
 from habitat import Outcome, Watch, average_, flat, mine, net, right_mean, sgd
 
 THREAD = "NVIDIA/Megatron-LM#6660"
-BUG = "where a buffer's group has one rank, every micro-batch adds the sum to itself: 2^N"
+BUG = "a group of one rank: every micro-batch adds the sum to itself"
 FOUND = (
     "gradient",
     "expert.weight",

@@ -3,7 +3,7 @@
 from habitat import Outcome, Watch, average_, flat, mine, net, right_mean, sgd
 
 THREAD = "NVIDIA/Megatron-LM PR#7186"
-BUG = "every micro-batch is finalized as the last one, which clears the sum of those before"
+BUG = "every micro-batch is finalized as the last one, which clears the sum"
 FOUND = ("gradient", "embed.weight", (), "only the last micro-batch is in it: earlier ones were lost")
 
 

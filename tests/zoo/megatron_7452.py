@@ -4,7 +4,7 @@ import torch.distributed as dist
 from habitat import Outcome, Watch, average_, everybody, flat, mine, net, right, sgd
 
 THREAD = "NVIDIA/Megatron-LM#7452"
-BUG = "the second head (MTP) is normalized by the tokens of each rank, not by those of all"
+BUG = "the second head (MTP) is normalized by each rank's own tokens"
 FOUND = (
     "gradient",
     "head2.weight",

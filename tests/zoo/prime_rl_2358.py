@@ -4,7 +4,7 @@ import torch.distributed as dist
 from habitat import Outcome, Watch, average_, data, flat, net, right, sgd
 
 THREAD = "PrimeIntellect-ai/prime-rl#2358"
-BUG = "the loss is divided by the tokens of each rank, which differ"
+BUG = "the loss is divided by each rank's own tokens"
 FOUND = (
     "gradient",
     "embed.weight",

@@ -90,13 +90,11 @@ def test_a_bug_is_short_enough_to_be_read():
     assert max(len((HERE / f"{name}.py").read_text().splitlines()) for name in BUGS) <= MOST_LINES
 
 
-def test_the_page_has_every_bug_in_the_words_of_the_zoo():
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and "`tests/zoo/" in line]
-    due = [
-        f"| {bug.BUG} | {bug.THREAD} | {bug.FOUND[0]}: {bug.FOUND[3]} | `tests/zoo/{name}.py` |"
-        for name in BUGS
-        for bug in [_bug(name)]
-    ]
+def test_the_page_has_every_bug_of_a_project_in_the_words_of_the_zoo():
+    _, _, rest = PAGE.read_text().partition("| bug | where |\n|---|---|\n")
+    rows = rest.partition("\n\n")[0].splitlines()
+    bugs = [_bug(name) for name in BUGS]
+    due = [f"| {bug.BUG} | {bug.THREAD} |" for bug in bugs if not bug.THREAD.startswith("a class: ")]
     assert sorted(rows) == sorted(due)
 
 

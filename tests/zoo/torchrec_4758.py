@@ -4,7 +4,7 @@ from habitat import Outcome, Watch, flat, mine, net, right_mean, sgd
 from torch.nn.parallel import DistributedDataParallel
 
 THREAD = "meta-pytorch/torchrec PR#4758"
-BUG = "the last forward arms DDP, and an earlier backward reduces: later ones stay local"
+BUG = "an earlier backward than the one that DDP was prepared for reduces: later ones stay local"
 FOUND = (
     "gradient",
     "embed.weight",

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from habitat import Outcome, Watch, average_, everybody, flat, mine, net, right, sgd
 
 THREAD = "verl-project/verl#5983"
-BUG = "tokens are summed over a group without the context-parallel ranks, and so undercounted"
+BUG = "tokens are summed over a group without the context-parallel ranks"
 FOUND = ("gradient", "embed.weight", (), "scaled by 2 (the number of ranks")
 
 

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from habitat import Outcome, Watch, flat, mine, net, right_mean, sgd
 
 THREAD = "verl-project/verl#7493"
-BUG = "fsdp_size=1: gradients are reduced over the shard group, which has one rank"
+BUG = "fsdp_size=1: gradients are reduced over a shard group of one rank"
 FOUND = ("gradient", "embed.weight", (), "not reduced: every rank holds what its own micro-batches brought")
 
 
