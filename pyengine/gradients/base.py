@@ -55,6 +55,14 @@ class Residuals:
             memory.scale_(factor)
 
 
+def not_reduced(details: str = "") -> RuntimeError:
+    """Return the error of `finish` where a collective has failed on this rank."""
+    return RuntimeError(
+        f"gradients were not reduced: a collective failed on this rank{details}. This rank does not step, "
+        "and other ranks may have stepped: restart all ranks from a checkpoint"
+    )
+
+
 class Reducer(ABC):
     """Own the gradients of an engine: accumulate them over a window and reduce them at its end.
 
@@ -219,8 +227,8 @@ class Reducer(ABC):
     def reduce(self, header: Header) -> None:
         """Launch every reduction of the window, whose micro-batches have all been accumulated.
 
-        `header` is launched already. The window's `Divisor` says where 1/count and the inverse loss scale are
-        multiplied in.
+        `header` is launched already. The window's `Divisor` decides where 1/count and the inverse loss scale
+        are multiplied in.
         """
 
     @abstractmethod

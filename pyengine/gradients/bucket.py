@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -245,20 +246,17 @@ class SlotGroup:
         for index, grad in enumerate(grads, start=self.start):
             if grad is not None:
                 used[index] = True
-        pointers = self._pointers(grads)
+        pointers: Pointers | None = None
+        if self._is_contiguous:
+            # The core checks a thousand gradients in 25 µs, so Python looks only at gradients that the core
+            # refuses: one is sparse or strided.
+            with suppress(ValueError):
+                pointers = self.plan.pointers(grads)
+        if pointers is None:
+            pointers = self.plan.pointers([slot_gradient(param) for param in self.params])
         for param in self.params:
             param.grad = None
         return pointers
-
-    def _pointers(self, grads: Sequence[Tensor | None]) -> Pointers:
-        # The core checks a thousand gradients in 25 µs, so Python looks only at gradients that the core
-        # refuses.
-        if self._is_contiguous:
-            try:
-                return self.plan.pointers(grads)
-            except ValueError:  # a gradient is sparse or strided
-                pass
-        return self.plan.pointers([slot_gradient(param) for param in self.params])
 
 
 def packed(numels: Sequence[int]) -> BucketPlan:

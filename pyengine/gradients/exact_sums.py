@@ -77,13 +77,14 @@ class ExactOverRanks(ExactSum, Sum):
         yield self._comm.all_reduce_max(self._merged_bins)
         self.align_(self._merged_bins)
         if self._exchanges:
-            yield from self._exchanged(self._comm)
+            yield from self._exchanged()
         else:
             yield self._comm.all_reduce(self.limbs)
             self.round_(self.rounded)
 
-    def _exchanged(self, comm: Comm) -> Iterator[Work]:
+    def _exchanged(self) -> Iterator[Work]:
         """Sum and round one chunk on every rank; all-gather the chunks."""
+        comm = self._comm
         size = self.hi.numel() // comm.world_size
         mine = self.between(comm.rank * size, (comm.rank + 1) * size)
         received = torch.empty_like(self.limbs)

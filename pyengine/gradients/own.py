@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from pyengine.comm.base import Comm, Work
 from pyengine.comm.staged import Staged
 from pyengine.gradients.arrival import Arrivals, Watch, may_nest, watching
-from pyengine.gradients.base import Reducer, Residuals
+from pyengine.gradients.base import Reducer, Residuals, not_reduced
 from pyengine.gradients.bucket import Observer
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.layout import ParamSpec, backward_order, build
@@ -262,9 +262,6 @@ class BucketReducer(Reducer):
         self._slot_locals = [param for bucket in made for param in bucket.params]
         # By registration index, in the order of the buckets, the index of the parameter's bucket.
         self._bucket_of = {index: bucket.spec.index for bucket in made for index in bucket.indices}
-        self._in_group = {
-            group: [bucket for bucket in made if bucket.spec.group == group] for group in self._used
-        }
 
     def local_params(self) -> Sequence[Parameter]:
         return self._local_params
@@ -363,11 +360,7 @@ class BucketReducer(Reducer):
             self._transfers.header.vector()
         transfers, self._transfers = self._transfers, None
         if transfers is None:
-            raise RuntimeError(
-                "gradients were not reduced: a collective failed on this rank after some buckets had been "
-                "reduced. This rank does not step, and other ranks may have stepped: restart all ranks "
-                "from a checkpoint"
-            )
+            raise not_reduced(" after some buckets had been reduced")
         self._norms.begin()
         for bucket in transfers.wait_in_order():
             bucket.from_wire(self._divisor.after_wire(), self._norms)
@@ -436,14 +429,17 @@ class BucketReducer(Reducer):
         """
         for group, used in self._used.items():
             if group not in self._used_flags:
-                mine = [each or poison for bucket in self._in_group[group] for each in bucket.used]
+                mine = [each or poison for bucket in self._buckets_of(group) for each in bucket.used]
                 self._used_flags[group] = used.all_reduce(mine)
+
+    def _buckets_of(self, group: int) -> list[OwnBucket]:
+        return [bucket for bucket in self._buckets if bucket.spec.group == group]
 
     def _drop_unused(self) -> list[int]:
         """Set `.grad` of unused parameters to None; return their indices."""
         dropped = []
         for group, flags in self._used_flags.items():
-            buckets = self._in_group[group]
+            buckets = self._buckets_of(group)
             indices = [index for bucket in buckets for index in bucket.indices]
             params = [param for bucket in buckets for param in bucket.params]
             dropped += [indices[place] for place in flags.drop_unused(params)]

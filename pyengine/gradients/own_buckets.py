@@ -46,7 +46,6 @@ class OwnBucket(Bucket):
         self.spec = spec
         super().__init__(params, [slot.param for slot in spec.slots], plan_of(spec), total)
         self.one = torch.ones((), dtype=torch.float32, device=self.device)
-        self._all_slots = SlotGroup(self.plan, params, total, range(len(params)))
         self._wire, self._result = wire_buffer, result
         self._wire_slots = self.plan.pointers(slots_of(wire_buffer, self.plan))
         is_one = result is wire_buffer
@@ -57,7 +56,7 @@ class OwnBucket(Bucket):
 
     def bind(self) -> None:
         """Make the views for `.grad`, and for `main_grad` where layers get it."""
-        self._grads = views_of(self._result, self.params, self.spec.slots)
+        self._grads = views_of(self._result, self.params, self.plan)
         self._addresses = [grad.data_ptr() for grad in self._grads]
 
     def begin(self) -> None:
@@ -168,11 +167,12 @@ class FlatBucket(OwnBucket):
         self._sum = FLAT_SUMS[dtype](plan_of(spec), flat)
         self._over_wire, self._sets_main_grad = wire, sets_main_grad
         super().__init__(spec, params, self._sum, wire_buffer, result)
+        self._all_slots = SlotGroup(self.plan, params, self._sum, range(len(params)))
 
     def bind(self) -> None:
         super().bind()
         if self._sets_main_grad:
-            set_main_grad(self.params, views_of(self._sum.flat, self.params, self.spec.slots))
+            set_main_grad(self.params, views_of(self._sum.flat, self.params, self.plan))
 
     def begin(self) -> None:
         super().begin()

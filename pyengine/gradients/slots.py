@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyengine.gradients.layout import Slot
 from pyengine.ops.plan import BucketPlan
 
 # By parameter name, the tensors of its sum in storage order: "sum", float32 or the parameter's dtype
@@ -48,15 +47,15 @@ def slots_of(flat: Tensor, plan: BucketPlan) -> list[Tensor]:
     return [flat[offset : offset + numel] for offset, numel in slots]
 
 
-def views_of(flat: Tensor, params: Sequence[Parameter], slots: Sequence[Slot]) -> list[Tensor]:
+def views_of(flat: Tensor, params: Sequence[Parameter], plan: BucketPlan) -> list[Tensor]:
     """Return a flat buffer's slots, shaped like their parameters.
 
     `.data` gives each view its own version counter, so the counter shows whether autograd has added to the
     slot.
     """
     return [
-        flat.as_strided(param.size(), dense_strides(param), slot.offset).data
-        for param, slot in zip(params, slots, strict=True)
+        flat.as_strided(param.size(), dense_strides(param), offset).data
+        for param, offset in zip(params, plan.offsets, strict=True)
     ]
 
 

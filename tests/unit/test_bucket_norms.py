@@ -40,7 +40,7 @@ def three() -> tuple[list[Tensor], BucketNorms, Bucket, Bucket]:
 def read(norms: BucketNorms, bucket: Bucket) -> None:
     one = norms.of(bucket)
     assert one is not None
-    one.read_flat(bucket.buffer(), bucket.buffer(), ONE, writes=False)
+    one(bucket.buffer(), None, ONE)
 
 
 def test_every_parameter_s_sum_of_squares_goes_to_its_place():
@@ -59,7 +59,7 @@ def test_a_bucket_reduced_in_a_narrow_type_has_the_norm_of_its_rounded_values():
     moved = torch.tensor([2.0, 4.0, float("inf"), 4.0], dtype=torch.bfloat16)
     one = norms.of(first)
     assert one is not None
-    one.read_flat(moved, first.buffer(), torch.tensor(0.5), writes=True)
+    one(moved, first.buffer(), torch.tensor(0.5))
     final = FinalPass(3, CPU)
     assert norms.copy_if_complete(final)
     assert first.buffer().tolist() == [1, 2, float("inf"), 2]
@@ -85,7 +85,7 @@ def test_a_bucket_that_completes_late_belongs_to_its_own_window():
     assert late is not None
     norms.begin()
     read(norms, first)
-    late.read_flat(second.buffer(), second.buffer(), ONE, writes=False)
+    late(second.buffer(), None, ONE)
     assert not norms.copy_if_complete(FinalPass(3, CPU))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +12,11 @@ from pyengine.gradients.bucket import packed
 from pyengine.gradients.norms import ReducedNorms
 from pyengine.ops.device import runs_ahead
 from pyengine.window.final_pass import FinalPass
+
+# Reads a reduced bucket once, on any thread. Arguments: the sources, one a parameter, or all of them in one
+# buffer in the layout of the bucket; the bucket's buffer, into which the product is written, or None; the
+# scale, float32, 0-dim.
+ReadNorms = Callable[[Tensor | Sequence[Tensor], Tensor | None, Tensor], None]
 
 # Elements of the narrowest dtype in the widest memory access.
 PHASE = 8
@@ -47,25 +51,32 @@ class BucketNorms:
         even = [bucket for bucket in laid_out if self._is_even(bucket)]
         self._add(even)
         one = torch.ones((), dtype=torch.float32, device=self._device)
-        for norms, bucket in ((self.of(bucket), bucket) for bucket in even):
-            assert norms is not None
-            norms.read_flat(bucket.buffer(), bucket.buffer(), one, writes=False)
+        for bucket in even:
+            read = self.of(bucket)
+            assert read is not None
+            read(bucket.buffer(), None, one)
 
     def begin(self) -> None:
         for norms in self._norms:
             norms.begin()
         self._were_read = set()
 
-    def of(self, bucket: Any) -> NormsOfBucket | None:
-        """Return the norms of a bucket; None if `Published` is to read it."""
+    def of(self, bucket: Any) -> ReadNorms | None:
+        """Return the function that reads a bucket in this window; None if `Published` is to read it."""
         indices = self._indices_of(bucket.parameters())
         if indices not in self._by_indices:
             if runs_ahead(self._device) or None in indices:
                 return None
             self._add([bucket])
         norms, index = self._by_indices[indices]
-        numels = [param.numel() for param in bucket.parameters()]
-        return NormsOfBucket(norms, index, numels, indices, self._were_read)
+        numels, were_read = [param.numel() for param in bucket.parameters()], self._were_read
+
+        def read(sources: Tensor | Sequence[Tensor], out: Tensor | None, scale: Tensor) -> None:
+            slots = sources.split(numels) if isinstance(sources, Tensor) else sources
+            norms.read(index, slots, None if out is None else out.split(numels), scale)
+            were_read.add(indices)
+
+        return read
 
     def copy_if_complete(self, final: FinalPass) -> bool:
         """Copy the norms to `final` if every parameter was read in this window; return whether it was."""
@@ -92,26 +103,3 @@ class BucketNorms:
 
     def _indices_of(self, params: Sequence[Any]) -> tuple[int | None, ...]:
         return tuple(map(self._index.get, params))
-
-
-@dataclass(frozen=True)
-class NormsOfBucket:
-    """The norms of one bucket that is being reduced."""
-
-    norms: ReducedNorms
-    index: int  # of the bucket in `norms`
-    numels: Sequence[int]  # of the bucket's parameters, whose slots follow each other without gaps
-    indices: tuple[int | None, ...]  # of the bucket's parameters, in registration order
-    were_read: set[tuple[int | None, ...]]  # the `indices` of all buckets read in this window
-
-    def read(self, sources: Sequence[Tensor], flat: Tensor, scale: Tensor, *, writes: bool) -> None:
-        """Read the reduced bucket once, one source a parameter, times `scale`; on any thread.
-
-        `writes` writes the product to `flat`, the bucket's buffer.
-        """
-        self.norms.read(self.index, sources, flat.split(self.numels) if writes else None, scale)
-        self.were_read.add(self.indices)
-
-    def read_flat(self, sent: Tensor, flat: Tensor, scale: Tensor, *, writes: bool) -> None:
-        """Do as `read`, for a buffer `sent` of the same layout as `flat`; it may be `flat`."""
-        self.read(sent.split(self.numels), flat, scale, writes=writes)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyengine.comm.base import Comm, by_dtype
 from pyengine.gradients.arrival import Watch
 from pyengine.gradients.bucket import Accumulator, Bucket, aligned, packed
-from pyengine.gradients.ddp.bucket_norms import PHASE, NormsOfBucket
+from pyengine.gradients.ddp.bucket_norms import PHASE, ReadNorms
 from pyengine.gradients.ddp.hook import Launched
 from pyengine.gradients.ddp.private import zero_buckets
 from pyengine.gradients.exact_sums import Terms, exact_over_ranks
@@ -152,7 +152,7 @@ class ExactDDPBucket(Bucket):
         return []
 
     def launch(
-        self, flat: Tensor, after: Callable[[], Tensor | None], norms: NormsOfBucket | None, *, poison: bool
+        self, flat: Tensor, after: Callable[[], Tensor | None], norms: ReadNorms | None, *, poison: bool
     ) -> Launched:
         """Add the last gradients from `flat`, DDP's buffer; launch the sum over ranks.
 
@@ -168,8 +168,8 @@ class ExactDDPBucket(Bucket):
             rounded, factor = self._exact.rounded, self._one if scale is None else scale
             if norms is None:
                 self.plan.unpack_(grads, rounded, factor)
-                return flat
-            norms.read(slots_of(rounded, self.plan), flat, factor, writes=True)
+            else:
+                norms(slots_of(rounded, self.plan), flat, factor)
             return flat
 
         return work, write_back

@@ -20,7 +20,7 @@ from pyengine.comm import TorchDist
 from pyengine.comm.base import Comm, Work
 from pyengine.comm.shared_memory import problems_of_sharing, share_memory, wrong_choice
 from pyengine.comm.staged import Staged
-from pyengine.gradients.ddp.bucket_norms import NormsOfBucket
+from pyengine.gradients.ddp.bucket_norms import ReadNorms
 from pyengine.gradients.ddp.futures import Callbacks, StagedBuckets
 from pyengine.ops.device import runs_ahead
 from pyengine.ops.plan import BucketPlan
@@ -51,7 +51,7 @@ class Passes:
     # False to leave that to the hook.
     fill: Callable[[Tensor, Tensor], bool] = lambda flat, scale: False
     # Reads the result, in the pass that writes it back; None reads none.
-    norms: NormsOfBucket | None = None
+    norms: ReadNorms | None = None
     # Called with the tensor that this rank sends, `[numel]`, and the factor it has been multiplied by.
     observe: Callable[[Tensor, Tensor | None], None] = lambda sent, scale: None
 
@@ -319,7 +319,7 @@ def launch(state: HookState, bucket: Any, comm: Comm, passes: Passes) -> Launche
     def write_back() -> Tensor:
         writes, scale = is_copied or out_of is not None, buffer.one if out_of is None else out_of
         if passes.norms is not None:
-            passes.norms.read_flat(sent, flat, scale, writes=writes)
+            passes.norms(sent, flat if writes else None, scale)
         elif writes:
             buffer.plan.unpack_([flat], sent, scale)
         return flat

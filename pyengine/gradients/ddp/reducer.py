@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyengine.comm.base import Comm
 from pyengine.comm.watch import Promise
 from pyengine.gradients.arrival import Watch, watching
-from pyengine.gradients.base import Reducer, Residuals
+from pyengine.gradients.base import Reducer, Residuals, not_reduced
 from pyengine.gradients.bucket import Accumulator, Observer
 from pyengine.gradients.ddp.bucket_norms import BucketNorms
 from pyengine.gradients.ddp.buckets import DDPBuckets, ExactDDPBucket, Fp32DDPBucket, GradSums
@@ -78,7 +78,7 @@ class Reduction:
         self.used: UsedFlags | None = None
 
     def reduce(self, bucket: Any) -> Future[Tensor]:
-        """Launch the sum of a bucket, and of those delayed before it; a hook as `comm_hook`."""
+        """Launch the sum of a bucket, and of those delayed before it; after the last, the used flags."""
         self.without_grad += [param for param in bucket.parameters() if param.grad is None]
         if self._owner.in_grad is not None:
             self._owner.in_grad.check_last(bucket)
@@ -94,6 +94,8 @@ class Reduction:
             future = self._exchange(bucket)
         self.under_way.append((bucket, future))
         self.is_complete = self.is_complete or bucket.is_last()
+        if self.is_complete:
+            self._owner.launch_used_flags(self)
         return future
 
     def launch_delayed(self) -> None:
@@ -278,10 +280,7 @@ class DDPReducer(Reducer):
         super().collect()
 
     def reduce(self, header: Header) -> None:
-        reduction = self._prepare(header)
-        self._driver.reduce_all()
-        reduction.is_complete = reduction.is_complete or not self._driver.is_ready
-        self._check_complete(reduction)
+        self._reduce_all(self._prepare(header))
 
     @contextmanager
     def overlap(self, header: Header, roots: Sequence[Tensor]) -> Iterator[None]:
@@ -289,23 +288,26 @@ class DDPReducer(Reducer):
         if not self._driver.is_ready or (self._driver.finds_unused and not roots):
             with self._driver.learning_graph():
                 yield
-            self._driver.reduce_all()
-            reduction.is_complete = reduction.is_complete or not self._driver.is_ready
-        else:
-            before = GradVersions(self.params)
-            reduction.may_delay = True
-            self._driver.prepare_for_backward(roots)
-            try:
-                yield
-            except RuntimeError as error:
-                if reduction.failures:  # DDP raises the text of it, in an error of its own
-                    raise reduction.failures[0] from error
-                raise
-            if not reduction.is_complete:
-                arrived = set(before.changed())
-                self._driver.mark_unreached(
-                    [p for index, p in enumerate(self.params) if index not in arrived]
-                )
+            self._reduce_all(reduction)
+            return
+        before = GradVersions(self.params)
+        reduction.may_delay = True
+        self._driver.prepare_for_backward(roots)
+        try:
+            yield
+        except RuntimeError as error:
+            if reduction.failures:  # DDP raises the text of it, in an error of its own
+                raise reduction.failures[0] from error
+            raise
+        if not reduction.is_complete:
+            arrived = set(before.changed())
+            self._driver.mark_unreached([p for index, p in enumerate(self.params) if index not in arrived])
+        self._check_complete(reduction)
+
+    def _reduce_all(self, reduction: Reduction) -> None:
+        """Reduce the gradients in `.grad`, without a backward."""
+        self._driver.reduce_all()
+        reduction.is_complete = reduction.is_complete or not self._driver.is_ready
         self._check_complete(reduction)
 
     def _prepare(self, header: Header) -> Reduction:
@@ -321,15 +323,8 @@ class DDPReducer(Reducer):
             self._driver.reset()
             reduction.earlier = [param for param in self.params if param.grad is not None]
         self._reduction = reduction
-        self.state.reduce = partial(self._reduce_bucket, reduction)
+        self.state.reduce = reduction.reduce
         return reduction
-
-    def _reduce_bucket(self, reduction: Reduction, bucket: Any) -> Future[Tensor]:
-        """Launch the reduction of a bucket; after the last one, that of the used flags."""
-        future = reduction.reduce(bucket)
-        if reduction.is_complete:
-            self._launch_used_flags(reduction)
-        return future
 
     def _check_complete(self, reduction: Reduction) -> None:
         """Check that DDP has handed out every bucket; launch the used flags."""
@@ -339,7 +334,7 @@ class DDPReducer(Reducer):
                 "(for example under compiled autograd: use pe.GradSync on the bare model), or under "
                 "static_graph=True reached other parameters than the first one did"
             )
-        self._launch_used_flags(reduction)
+        self.launch_used_flags(reduction)
 
     def give_up(self) -> None:
         """Launch the remaining buckets with nan; `finish` raises an error of this call."""
@@ -349,21 +344,16 @@ class DDPReducer(Reducer):
         reduction.poison = True
         try:
             self._reduce_rest(reduction)
-            self._launch_used_flags(reduction)
+            self.launch_used_flags(reduction)
         except Exception as error:  # noqa: BLE001 - `finish` raises it
             reduction.failures.append(error)
 
     def finish(self, final: FinalPass) -> None:
         """Copy the norms of the reduced buckets: DDP has waited and written `.grad`."""
         reduction = self._reduction
-        if reduction is not None and reduction.failures:
-            self.state.reduce = skip_reduction
-            raise RuntimeError(
-                f"gradients were not reduced: a collective failed on this rank ({reduction.failures[0]}). "
-                "This rank does not step, and other ranks may have stepped: restart all ranks from a "
-                "checkpoint"
-            ) from reduction.failures[0]
         self.state.reduce = skip_reduction
+        if reduction is not None and reduction.failures:
+            raise not_reduced(f" ({reduction.failures[0]})") from reduction.failures[0]
         if reduction is not None and reduction.used is not None and self._shares_used:
             missing = [*reduction.without_grad, *reduction.earlier]
             for bucket, _ in reduction.under_way:
@@ -425,7 +415,7 @@ class DDPReducer(Reducer):
             self._driver.all_reduce_used_map()
         self._driver.reset()
 
-    def _launch_used_flags(self, reduction: Reduction) -> None:
+    def launch_used_flags(self, reduction: Reduction) -> None:
         """Launch the all-reduce of this rank's used flags."""
         # Hosts exchange flags in every window of every engine: a window of another engine then finds the same
         # collectives on every rank.

@@ -25,7 +25,7 @@ class Deferral:
     """The deferral that the arguments of `attach` ask for."""
 
     defer: Defer = "all"  # a mode for all units, or modes by the name of a unit; units without one have "all"
-    budget_mb: float | None = None  # MiB that deferral may hold on a rank; None: as `defer` says
+    budget_mb: float | None = None  # MiB that deferral may hold on a rank; None: `defer` decides
 
     def __str__(self) -> str:
         given = self.defer if isinstance(self.defer, str) else dict(self.defer)

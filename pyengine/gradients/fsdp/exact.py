@@ -15,19 +15,17 @@ from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
 from pyengine.comm.staged import Staged
+from pyengine.gradients.base import not_reduced
 from pyengine.gradients.bucket import Bucket, aligned
 from pyengine.gradients.exact_sums import Terms, exact_over_ranks
 from pyengine.gradients.fsdp.places import is_first_on_mesh, shard_of
 from pyengine.gradients.fsdp.reducer import Managed, ShardedReducer
 from pyengine.gradients.norms import SlotNorms
 from pyengine.gradients.slots import Saved, as_gradient, slots_of
-from pyengine.gradients.used_anywhere import UsedFlags
 from pyengine.ops.device import send
 from pyengine.ops.exact_reference import BLOCK
-from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
-from pyengine.window.verdict import check_agreement
 from pyengine.wire import FP32
 
 
@@ -82,15 +80,13 @@ class ExactFSDPReducer(ShardedReducer):
             [is_first_on_mesh(param) for param in self.params], torch.bool, self.params[0].device
         )
         self._works: list[Staged] = []
-        self._used_flags: UsedFlags | None = None
-        self._divisor: Divisor | None = None
 
     def buckets(self) -> Sequence[UnitBucket]:
         return self._buckets
 
     def begin(self) -> None:
         super().begin()
-        self._divisor, self._used_flags, self._works = None, None, []
+        self._works = []
 
     def collect(self) -> None:
         """Deposit the gradients in the unsharded parameters' `.grad`."""
@@ -100,9 +96,7 @@ class ExactFSDPReducer(ShardedReducer):
             bucket.deposit([_flat(grads.get(index)) for index in bucket.indices])
 
     def reduce(self, header: Header) -> None:
-        if header.is_refused():
-            check_agreement(header, header.totals(), self.comm)
-        self._divisor = Divisor(header.inv_count, FP32(), header.inv_scale)
+        self.make_divisor(header, FP32())
         self._start(poison=False)
 
     def give_up(self) -> None:
@@ -113,10 +107,7 @@ class ExactFSDPReducer(ShardedReducer):
     def finish(self, final: FinalPass) -> None:
         is_sent = len(self._works) == len(self._buckets) and not any(work.rounds_left for work in self._works)
         if self._divisor is None or self._used_flags is None or not is_sent:
-            raise RuntimeError(
-                "gradients were not reduced: a collective failed on this rank. This rank does not step, and "
-                "other ranks may have stepped: restart all ranks from a checkpoint"
-            )
+            raise not_reduced()
         scale = self._divisor.after_wire()
         for bucket, work in zip(self._buckets, self._works, strict=True):
             work.wait()

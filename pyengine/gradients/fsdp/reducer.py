@@ -100,6 +100,8 @@ class ShardedReducer(Reducer):
             widens=widens,
         )
         self.is_clean = True  # FSDP has no state of an unfinished window
+        self._divisor: Divisor | None = None
+        self._used_flags: UsedFlags | None = None
         self._has_warned = False
         # A weak reference: hooks of parameters refer to `unsharded`, and Python's garbage collector does not
         # see them.
@@ -114,7 +116,7 @@ class ShardedReducer(Reducer):
         """Open a window: earlier backwards reduce only what is not deferred."""
         self.reset()
         self.end_padding()
-        self.is_clean = False
+        self.is_clean, self._divisor, self._used_flags = False, None, None
         for unit, choice in zip(self.units, self.choices, strict=True):
             unit.open(choice.mode, keeps=choice.keeps)
 
@@ -177,6 +179,13 @@ class ShardedReducer(Reducer):
             for param in self.params:
                 param.grad = None
 
+    def make_divisor(self, header: Header, wire: Wire) -> Divisor:
+        """Make the window's divisor if ranks agree in the header: else FSDP's collectives would hang."""
+        if header.is_refused():
+            check_agreement(header, header.totals(), self.comm)
+        self._divisor = Divisor(header.inv_count, wire, header.inv_scale)
+        return self._divisor
+
     def reset(self) -> None:
         """Let FSDP discard an unfinished window."""
         if not self.is_clean and has_run(self.model):
@@ -204,13 +213,11 @@ class FSDPReducer(ShardedReducer):
         self._replay = Replay(managed.model)
         self._published = Published(self.names, self.params)
         self._nan = torch.full((), torch.nan, dtype=torch.float32, device=self.params[0].device)
-        self._divisor: Divisor | None = None
-        self._used_flags: UsedFlags | None = None
         self._gave_up = False
 
     def open(self) -> None:
         super().open()
-        self._divisor, self._used_flags, self._gave_up = None, None, False
+        self._gave_up = False
 
     def collect(self) -> None:
         if self._is_separate:
@@ -296,11 +303,8 @@ class FSDPReducer(ShardedReducer):
         self._replay.release()
 
     def _prepare(self, header: Header) -> None:
-        """Prepare the reduction, after a header in which ranks agree: else FSDP's collectives would hang."""
-        if header.is_refused():
-            check_agreement(header, header.totals(), self.comm)
-        self._divisor = Divisor(header.inv_count, self._divisor_wire, header.inv_scale)
-        self.wire.before = self._divisor.before_wire
+        """Prepare the reduction."""
+        self.wire.before = self.make_divisor(header, self._divisor_wire).before_wire
         self.wire.memory.begin(header.position[0])
         _log.debug("reduce %d units in the next backward", len(self.units))
 

@@ -6,7 +6,6 @@ It makes FSDP2 reduce outside of the caller's backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -49,7 +48,8 @@ class Replay:
         device, restore_buffers = _device_of(self._model), copy_buffers(self._model)
         self._is_running = True
         try:
-            with _forked_rng(device), torch.enable_grad():
+            devices = [device] if runs_ahead(device) else []
+            with torch.random.fork_rng(devices, device_type=device.type), torch.enable_grad():
                 with torch.autocast(device.type, dtype=dtype, enabled=is_on):
                     outputs = [t for t in _tensors(self._model(*args, **kwargs)) if t.requires_grad]
                 if not outputs:
@@ -91,13 +91,6 @@ def copy_buffers(model: nn.Module) -> Callable[[], None]:
             module._buffers[name] = buffer  # noqa: SLF001
 
     return restore
-
-
-def _forked_rng(device: torch.device) -> AbstractContextManager[None]:
-    """Restore the random generators after the body."""
-    if not runs_ahead(device):
-        return torch.random.fork_rng([])
-    return torch.random.fork_rng([device], device_type=device.type)
 
 
 def _device_of(model: nn.Module) -> torch.device:
