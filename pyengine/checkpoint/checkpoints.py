@@ -123,7 +123,7 @@ class Checkpoints:
 
         def write() -> list[int]:
             state_file.write(self._path(step, rank, world_size), origin, state)
-            return self._own_steps()
+            return [there for _, (there, *whose) in self._files() if whose == [rank, world_size]]
 
         steps = self._on_all(write, f"step {step} could not be written to {self._folder}")
         whole = set.intersection(*map(set, steps))
@@ -255,21 +255,15 @@ class Checkpoints:
     def _remove_old(self, whole: set[int], step: int) -> None:
         """Remove the files of steps before those that are kept, and of those that were refused."""
         self._refused.discard(step)
-        kept = sorted((whole | self._complete()) - self._refused)[-self._keep :]
+        files = Counter((step, world_size) for _, (step, _, world_size) in self._files())
+        # Steps of other numbers of ranks that have a file of each of them.
+        others = {step for (step, size), num in files.items() if num == size != self._comm.world_size}
+        kept = sorted((whole | others) - self._refused)[-self._keep :]
         for path, (there, _, _) in self._files():
             if there < kept[0] or there in self._refused:
                 path.unlink(missing_ok=True)
         for part in self._folder.glob(".step-*.part"):  # of a process that died
             part.unlink(missing_ok=True)
-
-    def _complete(self) -> set[int]:
-        """Return the steps of other numbers of ranks that have a file of each of them."""
-        files = Counter((step, world_size) for _, (step, _, world_size) in self._files())
-        return {step for (step, size), num in files.items() if num == size != self._comm.world_size}
-
-    def _own_steps(self) -> list[int]:
-        place = self._comm.rank, self._comm.world_size
-        return [step for _, (step, *whose) in self._files() if tuple(whose) == place]
 
     def _found(self) -> set[tuple[int, int]]:
         """Return steps and numbers of ranks of which any file is there."""

@@ -21,10 +21,8 @@ _ZIP = b"PK\3\4"  # what torch.save begins with; torch.load reads other, older f
 def load(file: BinaryIO) -> Any:
     """Return what `torch.save` wrote, on the CPU.
 
-    Raises:
-        ValueError: the file holds anything but tensors and plain values, a tensor that `check_tensors`
-            refuses, or more bytes than it has.
-        Exception: whatever torch raises where the bytes are damaged.
+    Raises ValueError if the file holds anything but tensors and plain values, a tensor that `check_tensors`
+    refuses, or more bytes than it has; where the bytes are damaged, whatever torch raises.
     """
     _check_size(file)
     value = _unpickled(file, "cpu")

@@ -106,11 +106,7 @@ class Snapshot:
 
 
 _CONTENT = [f.name for f in fields(Snapshot) if f.name != "checksum"]
-_OPTIONAL: dict[str, Callable[[], Any]] = {
-    "dropped": list,
-    "totals": dict,
-    "residuals": dict,
-}
+_OPTIONAL: dict[str, Callable[[], Any]] = {"dropped": list, "totals": dict, "residuals": dict}
 _NEED = f"need what sync.state_dict() returned, version {VERSION} or {_FLAT}"
 
 
@@ -284,10 +280,6 @@ def _is_list_of(value: Any, is_one: Callable[[Any], bool]) -> bool:
     return type(value) is list and all(map(is_one, value))
 
 
-def _are_distinct(value: Any) -> bool:
-    return _is_list_of(value, is_whole) and len(set(value)) == len(value)
-
-
 def _is_dict_of(value: Any, is_one: Callable[[Any], bool]) -> bool:
     return isinstance(value, dict) and all(
         isinstance(name, str) and is_one(item) for name, item in value.items()
@@ -329,7 +321,10 @@ def _is_identity(value: Any) -> bool:
 _Kind = tuple[Callable[[Any], bool], str]
 _WHOLE: _Kind = (is_whole, "a whole number")
 _POSITIVE: _Kind = (lambda value: is_whole(value, 1), "a whole number of at least 1")
-_DISTINCT: _Kind = (_are_distinct, "a list of whole numbers, all different")
+_DISTINCT: _Kind = (
+    lambda value: _is_list_of(value, is_whole) and len(set(value)) == len(value),
+    "a list of whole numbers, all different",
+)
 _NUMBERS: _Kind = (lambda value: _is_list_of(value, is_number), "a list of numbers")
 _KINDS: dict[str, _Kind] = {
     "window": _WHOLE,

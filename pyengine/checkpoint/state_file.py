@@ -39,9 +39,7 @@ class Origin:
 def write(path: Path, origin: Origin, state: Any) -> None:
     """Write a file that is there as a whole, on the disk, or not at all; one that is there is replaced.
 
-    Raises:
-        ValueError: `read` could not give the state again.
-        OSError: it could not be written.
+    Raises ValueError if `read` could not give the state again.
     """
     # A name that cannot be guessed, and only a new file: "x" follows no link that another user has put there.
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
@@ -70,10 +68,8 @@ def write(path: Path, origin: Origin, state: Any) -> None:
 def check(path: Path) -> Origin:
     """Read a file once and return what it is.
 
-    Raises:
-        NewerFormat: a newer pyengine wrote it.
-        ValueError: it is truncated, damaged, or something else; the message says which, without the name.
-        OSError: it cannot be read.
+    Raises ValueError if it is truncated, damaged, something else, or of a newer pyengine (`NewerFormat`); the
+    message says which, without the name.
     """
     with _open(path) as file:
         said = _header(file.read(_HEADER_BYTES))

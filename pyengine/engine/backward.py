@@ -25,11 +25,7 @@ def checked_backward(
     create_graph: bool,
     inputs: Tensor | Sequence[Tensor] | None,
 ) -> Callable[[Tensor], None]:
-    """Return the backward of a loss, to be run on the scaled one; arguments as of `torch.Tensor.backward`.
-
-    Raises:
-        ValueError: no backward can start here; nothing has run.
-    """
+    """Return the backward of a loss, to be run on the scaled one; raise ValueError if none can start."""
     if not isinstance(loss, Tensor) or (loss.dim() != 0 and gradient is None):
         shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"loss: got {shape}, need a 0-dim tensor; reduce it with sum (count=items) or mean")

@@ -121,10 +121,7 @@ class BatchNormReplay:
         self._target.hand_out()
 
     def save(self) -> list[Tensor]:
-        """Return copies of this window's rows and calls, in the order of hand-out; none without BatchNorms.
-
-        `[micro-batches, columns]` of the statistics' dtype, and int64 `[micro-batches, modules]`.
-        """
+        """Return copies of this window's rows and calls, in the order of hand-out, if there are any."""
         if not self._modules:
             return []
         taken = len(self._places) - len(self._saved[0])
@@ -171,10 +168,8 @@ class BatchNormReplay:
     def start_exchange(self, comm: Comm, header: Header) -> None:
         """Launch the exchange of the window's rows, behind its buckets and a header in which ranks agree.
 
-        See [Note: order of collectives in a window] in engine.py.
-
-        Cost: one all-reduce of `total` rows, 4 bytes a running value and module (8 where those are float64),
-        not waited for. Nothing without BatchNorms.
+        One all-reduce of `total` rows, 4 bytes a running value and module (8 where those are float64), not
+        waited for; see [Note: order of collectives in a window] in engine.py. Nothing without BatchNorms.
         """
         if not self._modules or header.is_refused():
             return

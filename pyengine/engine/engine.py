@@ -152,12 +152,7 @@ class Engine:
         self.holds_parts = batch is not None or reducer.saves_local_sums
         # What a state has to fit.
         self.identity = identify(
-            settings.kind,
-            shares.terms,
-            shares.run,
-            batch_norms.num_modules,
-            names,
-            reducer.local_params(),
+            settings.kind, shares.terms, shares.run, batch_norms.num_modules, names, reducer.local_params()
         )
         # Where ranks are, and in which state the window is.
         self.counter = WindowCounter(settings.accumulate, share=shares.of(comm.rank))
@@ -185,9 +180,6 @@ class Engine:
         self.raises = settings.raises
         # Whether the host lets the device run ahead, and learns of a window's outcome in the next one.
         self.is_late = not settings.raises and runs_ahead(device)
-        # Whether all ranks have parameters of the same names.
-        self.are_alike = shares.are_alike
-        self._run = shares.run  # micro-batches of a run, see `Runs`
         self.scaler: GradScaler | None = None
         self.audit: WindowAudit | None = None
         # Makes the record of the last step whose numbers the host knows.
@@ -215,7 +207,7 @@ class Engine:
         # Counts and losses.
         self.counts = self.new_counts()
         # Runs of micro-batches, each of which is accumulated once.
-        self.runs = Runs(self._run, done=0 if resumed is None else len(resumed.places))
+        self.runs = Runs(self.shares.run, done=0 if resumed is None else len(resumed.places))
         # The totals over which its losses are means, if counts were read ahead.
         self.denominators: Denominators | None = None
         # Whether another window follows, as far as this rank knows.
@@ -327,9 +319,6 @@ class Engine:
     def micro_batch(self, count: Count, *, is_stated: bool) -> Iterator[MicroBatch]:
         """Make the body one micro-batch, whose backwards it runs; then accumulate, and launch the window if
         this is its last one and no backward was marked as the last.
-
-        Raises:
-            RuntimeError: another micro-batch is running, or no backward may run.
         """
         if not self._running.acquire(blocking=False):
             raise RuntimeError(
@@ -462,14 +451,11 @@ class Engine:
         self.batch_norms.start_exchange(self.comm, header)
 
     def launch_header_all_reduce(self, counts: LocalWindow, *, more: bool, stage: str) -> Header:
-        """Launch a header: where this rank is, what it counted, and what has to be alike on every rank.
-
-        One all-reduce of 184 bytes, not waited for.
-        """
+        """Launch a header, 184 bytes: this rank's place and counts, and what ranks have to have alike."""
         scaler = self.scaler
         # On a lazy device reading the scale would end the program.
         scale = None if scaler is None or is_lazy(self.device) else scaler.current_scale()
-        kept = self.kept_grads.pending() if self.are_alike else ()
+        kept = self.kept_grads.pending() if self.shares.are_alike else ()
         settings = "" if scaler is None else scaler.settings()
         use = self.verdicts.last_use()
         return Header(
@@ -488,11 +474,8 @@ class Engine:
         """Wait for the reductions, publish the mean as `.grad`, and decide on the device whether it may be
         used; once a window. Unless the device runs ahead, the host learns the outcome here.
 
-        Raises:
-            RuntimeError: the window has not been launched.
-            ValueError, FloatingPointError, RuntimeError: what any rank got wrong, on every rank; where the
-                device runs ahead at the next `reach_verdicts` instead.
-            AuditError: ranks have diverged; on every rank.
+        Raises what any rank got wrong, on every rank; where the device runs ahead at the next
+        `reach_verdicts`.
         """
         self.check_idle("step, clip or unscale")
         if self.counter.state is State.OPEN and self.counter.is_exhausted:
@@ -575,10 +558,7 @@ class Engine:
         return Verdict(header, self.final, evidence, comm=self.comm, raises=self.raises)
 
     def reach_verdicts(self) -> None:
-        """Learn the outcome of every window that was reduced; every rank calls this at the same point.
-
-        Raises as `Verdict.reach`, each time until the window is dropped.
-        """
+        """Learn the outcome of every window that was reduced; every rank calls this at the same point."""
         self.verdicts.reach_all()
         if self.verdict is not None:
             self.verdict.reach()  # raises again what was wrong with it
@@ -586,20 +566,11 @@ class Engine:
     # ---- use ----
 
     def renew_norm(self, *, has_changed: bool = False) -> None:
-        """Compute the norm again if gradients were written to, or replaced, since it was computed.
-
-        A look at every `.grad`, and a read of each if one has changed; then `FinalPass.renew_norm`.
-        """
+        """Compute the norm again if gradients were written to, or replaced, since it was computed."""
         if has_changed := has_changed or self.published.has_changed():
             self.published.read(self.final)
             self.published.record()
         self.final.renew_norm(was_read=has_changed)
-
-    def scale_(self, factor: Tensor) -> None:
-        """Multiply the gradients by a factor, 0-dim; where the host may look and sees 1, there is no pass."""
-        if self.is_late or runs_ahead(self.device) or float(factor) != 1:
-            self.published.scale_(factor.float())
-            self.published.record()
 
     def step(
         self,
@@ -616,7 +587,7 @@ class Engine:
         done, factors = check.of(optimizer, is_handed_over=self.kept_grads.is_handed_over)
         stepped = {index for group in done.params for index in group}
         self.trained.notice_step(stepped)
-        if not self.are_alike:
+        if not self.shares.are_alike:
             done = replace(done, params=())  # other stages have others
         if self.is_late and self.reducer.stepper.needs_host(optimizer):  # else `wait` has reached them
             self.reach_verdicts()
@@ -797,10 +768,9 @@ class Engine:
         self.counter.accumulate, self.counter.share = accumulate, self.shares.of(self.comm.rank)
 
     def resume(self, part: Snapshot, *, due: Sequence[int] | None) -> None:
-        """Continue from a snapshot, whose sums are loaded at the first backward.
+        """Continue from a snapshot, whose sums are only read, at the first backward.
 
-        The engine owns the gradients that it carries over, and only reads its sums. `due` are the places that
-        this rank has still to compute in the snapshot's open window; None if no window is open.
+        `due` are the places that this rank has still to compute in the open window; None if none is open.
         """
         _log.debug("window %d: resume, %d micro-batches done", part.window, len(part.places))
         self.counter.go_to(part.window)
@@ -959,12 +929,7 @@ class Engine:
     # ---- losses and counts ----
 
     def due_count(self, count: Count | None) -> Count:
-        """Return the count of the micro-batch that is about to run: the caller's, the one read ahead, or 1.
-
-        Raises:
-            ValueError, TypeError: it is no count, or was given although counts were read ahead.
-            RuntimeError: every micro-batch that was handed out has had its backward.
-        """
+        """Return the count of the micro-batch about to run: the caller's, the one read ahead, or 1."""
         counter, known = self.counter, self.known_denominators()
         if known is None:
             return checked_count(1 if count is None else count)
@@ -1138,19 +1103,10 @@ def make_engine(
     source: object,
     problems: Sequence[str],
 ) -> Engine:
-    """Make an engine over parameters, or raise the problems of any rank on every rank.
+    """Make an engine over parameters, or raise the problems of any rank on every rank: nothing has changed.
 
-    Args:
-        named: the parameters, in registration order.
-        ranks: which ranks share which gradients and batches; all of them call this.
-        settings: this rank's arguments.
-        make_reducer: makes the owner of the gradients, once all ranks have agreed.
-        source: the module, if there is one, that has them.
-        problems: further ones of this rank.
-
-    Raises:
-        ValueError: an argument or a parameter is off, or ranks differ; on every rank, and nothing has
-            changed.
+    `make_reducer` makes the owner of the gradients, once all ranks have agreed; `source` is the module that
+    has the parameters, if there is one; `problems` are further ones of this rank.
     """
     comm = ranks.comm
     if settings.watches_stalls:

@@ -17,13 +17,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pyengine.comm import Comm, Local, TorchDist, comm_for
-from pyengine.comm.axes import (
-    Axes,
-    MeshRanks,
-    as_tuple,
-    axes_problems,
-    process_groups,
-)
+from pyengine.comm.axes import Axes, MeshRanks, as_tuple, axes_problems, process_groups
 from pyengine.comm.groups import group_beside_ddp, group_of
 from pyengine.comm.shared_memory import problems_of_sharing, share_memory
 from pyengine.gradients.fsdp.places import is_counted
@@ -152,10 +146,7 @@ class EngineRanks:
         return [_spec(name, param, group) for (name, param), group in zip(named, self._group_of, strict=True)]
 
     def groups(self, *, shared_memory: bool) -> Groups:
-        """Return the transports; every rank calls this once all of them have agreed on their memberships.
-
-        Makes the process groups that the engine needs and no earlier one has left; gathers the names.
-        """
+        """Return the transports, with new process groups if need be; every rank calls this behind `agree`."""
         if not self.membership.described:
             return Groups(self.comm, [self.for_buckets(self.comm, shared_memory=shared_memory)])
         comms = [
@@ -177,8 +168,6 @@ class EngineRanks:
     def own_groups(self, names: Collection[str], *, shared_memory: bool) -> Groups:
         """Return transports of the groups of some parameters that DDP does not use: where another owner
         reduces the rest, the order of what the two send is no matter.
-
-        Makes a process group for every group that they have, unless an earlier engine has left one.
         """
         mine = self.groups_named(names)
         comms = [
@@ -194,10 +183,7 @@ class EngineRanks:
         return [*map(dict(zip(self._names, self.membership.counted, strict=True)).__getitem__, names)]
 
     def broadcast(self, named: Sequence[tuple[str, Tensor]], groups: Groups) -> None:
-        """Overwrite parameters and buffers with those of the first rank of their group.
-
-        Warns of those whose values cannot be written: every rank keeps its own.
-        """
+        """Overwrite tensors by those of the first rank of their group; warn of what cannot be written."""
         stored = {name: _stored_in(local(tensor)) for name, tensor in named}
         for index, comm in enumerate(groups.comms):
             mine = [parts for name, parts in stored.items() if self.group_named(name) == index]
@@ -479,7 +465,10 @@ class ShardedRanks:
         everywhere = torch.arange(comm.world_size, dtype=torch.int64, device=HOST)
         self._is_cut, data = bool(cut), everywhere
         if self._is_cut:
-            everywhere, data = cut[0][0].mesh, _of_data(*cut[0])
+            mesh, data_ndim = cut[0]
+            everywhere = mesh.mesh
+            # Ranks that share no batch with one another, this one among them.
+            data = everywhere[(..., *mesh.get_coordinate()[data_ndim:])]
         self._problems = [
             text
             for unit, mesh in dict.fromkeys(meshes)
@@ -515,12 +504,6 @@ class ShardedRanks:
 
 def _dtensors_of(unit: Unit) -> Sequence[Any]:
     return unit.params
-
-
-def _of_data(mesh: Any, data_ndim: int) -> Tensor:
-    """Return the ranks that share no batch with one another, this one among them, as a part of a mesh."""
-    ranks: Tensor = mesh.mesh[(..., *mesh.get_coordinate()[data_ndim:])]
-    return ranks
 
 
 def _unit_problems(unit: Unit, mesh: Any, wanted: Tensor) -> list[str]:

@@ -37,9 +37,6 @@ def agree(
 
     Returns how a full window is divided among ranks, and the engine's identity. From here on the transport,
     and transports that join it, know which ranks are on one host.
-
-    Raises:
-        ValueError: names the rank and the argument, or the first parameter that differs and who has what.
     """
     problems = [*settings.problems(), *problems]
     # First what is mostly the same on all ranks, so that the transport sends only hashes. Neither a wrong
@@ -97,10 +94,7 @@ def raise_problems(problems: Sequence[Sequence[str]]) -> None:
 
 
 def prepare_wire(wire: Wire, comms: Iterable[Comm], everybody: Comm) -> None:
-    """Let a wire prepare transports before the first bucket is sent; every rank of each calls this.
-
-    Raises ValueError on every rank if some rank cannot prepare.
-    """
+    """Let a wire prepare transports; raise ValueError on every rank if some rank cannot."""
     if wire.needs_prepare:
         problems = [text for comm in comms for text in wire.prepare(comm)]
         raise_problems(everybody.all_gather_object(problems))

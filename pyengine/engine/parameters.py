@@ -125,9 +125,11 @@ class TrainedParameters:
 
     def problems(self) -> list[str]:
         """Return which parameters were exchanged or added, or step by themselves; outside of forwards."""
-        if self._module is not None and not self._is_unchanged():
-            self._remember()
-            self._compare(self._module)
+        if self._module is not None:
+            now = self._members()
+            if len(now) != len(self._tree) or not all(map(is_, now, self._tree)):
+                self._remember()
+                self._compare(self._module)
         tensors = zip(self._names, map(_tensor, self._params), self._tensors, strict=True)
         exchanged = [*self._replaced, *(name for name, now, before in tensors if now != before)]
         found = in_backward_problems(zip(self._names, self._params, strict=True))
@@ -182,10 +184,6 @@ class TrainedParameters:
 
     def _members(self) -> list[object]:
         return [*chain.from_iterable(each.values() for each in self._dicts)]
-
-    def _is_unchanged(self) -> bool:
-        now = self._members()
-        return len(now) == len(self._tree) and all(map(is_, now, self._tree))
 
     def _compare(self, module: nn.Module) -> None:
         """Find parameters that the engine does not know; of its own, those that have gone for them."""

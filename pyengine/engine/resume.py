@@ -30,11 +30,7 @@ from pyengine.window.counter import State, share_of_rest
 def take_snapshot(engine: Engine) -> Snapshot:
     """Return this rank's part; every rank calls this where it could call `synchronize`.
 
-    Copies, on the device of the sums; a snapshot that was loaded and not continued is returned as it was.
-
-    Raises:
-        RuntimeError: gradients are on their way or unused, or a micro-batch has been handed out and not come
-            back.
+    The sums are copied on their device; a snapshot that was loaded and not continued is returned as it was.
     """
     engine.reach_verdicts()
     counter = engine.counter
@@ -103,12 +99,8 @@ def _check_between(engine: Engine) -> None:
 def load_states(engine: Engine, states: object) -> list[int]:
     """Continue from this rank's snapshot, or divide those of all ranks among the ranks there are now.
 
-    Returns the places of the open window that are done, over all ranks. Parameters and optimizer are the
-    caller's to restore.
-
-    Raises:
-        ValueError: states do not fit the engine, each other, or those of other ranks; on every rank, nothing
-            has changed.
+    Returns the places of the open window that are done, over all ranks. Raises ValueError, on every rank and
+    with nothing changed, if states do not fit the engine, each other, or those of other ranks.
     """
     engine.reach_verdicts()
     found, described, part = _prepare(engine, states)
@@ -298,11 +290,7 @@ def _due(engine: Engine, done: list[int], part: Snapshot, *, is_own: bool) -> li
         return None
     everything = {place for places in engine.shares.places for place in places}
     return share_of_rest(
-        everything,
-        done,
-        rank=engine.comm.rank,
-        world_size=engine.comm.world_size,
-        run=engine.shares.run,
+        everything, done, rank=engine.comm.rank, world_size=engine.comm.world_size, run=engine.shares.run
     )
 
 
@@ -381,9 +369,11 @@ class Form:
             return [f"state of {s.owner} has parts of other numbers of micro-batches than {done}"]
         looks = (
             *(self._place, self._count, self._totals, self._sum, self._row),
-            *(self._carry, self._residual, self._order, self._scaler, _rng),
+            *(self._carry, self._residual, self._order, self._scaler),
         )
-        return [f"state of {snapshot.owner} has {text}" for look in looks for text in look(snapshot)]
+        found = [text for look in looks for text in look(snapshot)]
+        found += [problem] if (problem := rng_problem(s.rng)) else []
+        return [f"state of {s.owner} has {text}" for text in found]
 
     def _place(self, s: Snapshot) -> Iterator[str]:
         total = self.engine.shares.total
@@ -494,9 +484,3 @@ def _unlike(what: str, parts: dict[str, Tensor], needed: dict[str, _Like]) -> It
         if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
             got = f"{tensor.dtype} {list(tensor.shape)}"
             yield f"{what}[{name!r}] of {got}, need {dtype} {list(shape)}".replace("torch.", "")
-
-
-def _rng(s: Snapshot) -> Iterator[str]:
-    problem = rng_problem(s.rng)
-    if problem:
-        yield problem

@@ -15,13 +15,12 @@ from torch.nn import Parameter
 
 from pyengine.audit.handle import check_device, check_every
 from pyengine.data.sampler import Dealer
-from pyengine.engine.ahead import CountOf
 from pyengine.engine.backward import checked_backward
 from pyengine.engine.engine import Engine, MicroBatch
-from pyengine.engine.loop import Batch, MicroBatches, single_micro_batch, windows
+from pyengine.engine.loop import Batch, CountOf, MicroBatches, single_micro_batch, windows
 from pyengine.engine.resume import load_states, take_snapshot
 from pyengine.engine.window_audit import WindowAudit
-from pyengine.ops.device import HOST, flush
+from pyengine.ops.device import HOST, flush, runs_ahead
 from pyengine.step.grad_scaler import GradScaler, taken_over
 from pyengine.step.step_record import StepCallback, StepHandle, StepRecord
 from pyengine.step.window_optimizer import OptimizerCheck, WindowOptimizer, check_step
@@ -254,10 +253,7 @@ class Sync:
         """
         engine = self._engine
         known = engine.due_count(count)
-        with (
-            self._micro_batch_of_backward(),
-            engine.micro_batch(known, is_stated=count is not None) as made,
-        ):
+        with self._micro_batch_of_backward(), engine.micro_batch(known, is_stated=count is not None) as made:
             self._running = made
             try:
                 yield made
@@ -443,7 +439,10 @@ class Sync:
                     f"({why}): nothing was clipped; call sync.step, which skips this step on every rank, or "
                     "sync.abandon()"
                 )
-        engine.scale_(final.clip(max_norm, norm))
+        factor = final.clip(max_norm, norm)
+        if engine.is_late or runs_ahead(engine.device) or float(factor) != 1:
+            engine.published.scale_(factor.float())
+            engine.published.record()
         return norm
 
     def clip_grad_value_(self, clip_value: float) -> None:

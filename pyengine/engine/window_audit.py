@@ -94,22 +94,18 @@ class WindowAudit:
         if samples is None:
             return
         claimed = header.vector()[0]
+        total, batch = torch.zeros_like(claimed), self._batch
+        if batch is None or batch.speaks:  # else another rank speaks for the batch
+            for count in counts.counts:
+                total = total + (count.detach().to(claimed) if isinstance(count, Tensor) else float(count))
         world_sizes = send(self._world_sizes, torch.float64, claimed.device)
         counted = Counted(
             counts=claimed / world_sizes,
-            count=self._count_of(counts, like=claimed),
+            count=total.reshape(()),
             claimed=claimed,
             void=final.found_inf + header.has_dropped(),
         )
         self._auditor.check(self._window, samples, counted)
-
-    def _count_of(self, counts: LocalWindow, *, like: Tensor) -> Tensor:
-        """Return what this rank counted, or 0 where another rank speaks for its batch."""
-        batch = self._batch
-        total = torch.zeros_like(like)
-        for count in counts.counts if batch is None or batch.speaks else []:
-            total = total + (count.detach().to(like) if isinstance(count, Tensor) else float(count))
-        return total.reshape(())
 
 
 def _inventory(

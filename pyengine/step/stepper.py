@@ -146,9 +146,7 @@ class Undo:
 
     @contextmanager
     def around(self, targets: _Targets, copies: Sequence[Tensor], found_inf: Tensor) -> Iterator[None]:
-        """Undo, behind the body, what it wrote to `targets` if `found_inf`, which the host does not read, is
-        not 0.
-        """
+        """Undo, behind the body, what it wrote to `targets` if `found_inf`, unread, is not 0."""
         one = torch.ones_like(found_inf)
         for (plan, tensors), copy in zip(targets, copies, strict=True):
             plan.pack_(copy, tensors, one, only_if=found_inf)

@@ -158,9 +158,6 @@ class OptimizerCheck:
         """Return what is about to be stepped, and copies of hyperparameters that only an accelerator knows.
 
         An optimizer's parameters are looked through again when they are not the same ones as last time.
-
-        Raises:
-            ValueError: a parameter that no bucket holds has a gradient.
         """
         ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
         looked = self._looked.get(optimizer)

@@ -78,9 +78,7 @@ class Claims:
         return any(map(_is_far, self._scalars()))
 
     def add_to(self, pieces: Tensor) -> None:
-        """Add what is on an accelerator, unread, to `pieces`, float64 `[NUM_PIECES]`: still whole, of 20
-        bits.
-        """
+        """Add what is on an accelerator, unread, to `pieces`, float64 `[NUM_PIECES]`: still of 20 bits."""
         far = [scalar for scalar in self._scalars() if _is_far(scalar)]
         if not far:
             return

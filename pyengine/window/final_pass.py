@@ -83,8 +83,8 @@ class FinalPass:
     def compute_norm(self, *, is_refused: bool = False) -> None:
         """Derive norm and skip decision from the sums of squares that the kernels left, and `void`.
 
-        Where ranks hold different elements one all-reduce, waited for; none if `is_refused`: ranks disagree
-        in the header, so that nothing may follow it.
+        Where ranks hold different elements one all-reduce, waited for; none behind a header that
+        `is_refused`.
         """
         total = add_up(self.sumsq)  # in registration order: not a matter of buckets or threads
         if self._holdings is not None and not is_refused:
@@ -145,9 +145,7 @@ class FinalPass:
         return largest if self._holdings is None else self._holdings.largest(largest)
 
     def clip(self, max_norm: float, norm: Tensor) -> Tensor:
-        """Return min(1, max_norm / (norm + 1e-6)), float64 0-dim, by which the caller multiplies the
-        gradients.
-        """
+        """Return min(1, max_norm / (norm + 1e-6)), float64 0-dim, for the caller to multiply by."""
         self.keep_norm()
         factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
         self._norm, self.clipped = self._norm * factor, self.clipped * factor

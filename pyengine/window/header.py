@@ -284,9 +284,7 @@ class Header:
         return self._work is None or self._comm.is_stream_ordered or self._work.is_completed()
 
     def is_refused(self) -> bool:
-        """Wait, and return whether ranks disagree, so that nothing may follow; False where only a device
-        knows.
-        """
+        """Wait, and return whether ranks disagree, so that nothing may follow; False on a device."""
         if self._is_refused is None:
             self._is_refused = self.totals().differ
         return self._is_refused
@@ -325,9 +323,7 @@ class Header:
         return found
 
     def vector(self) -> Tensor:
-        """Wait, and return the reduced numbers, float64 `[23]`, or `[27]` where ranks share batches; read
-        only.
-        """
+        """Wait, and return the reduced numbers, float64 `[23]`, or `[27]` where ranks share batches."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -358,16 +354,14 @@ def _pack(
         pieces = vector[_CLAIMS:_LOSSES:2]
         claims.add_to(pieces)
         vector[_CLAIMS + 1 : _LOSSES : 2] = pieces * pieces
-    return vector if local.batch is None else _shared(vector, local.batch, is_silent=local.is_silent)
-
-
-def _shared(vector: Tensor, batch: SharedBatch, *, is_silent: bool) -> Tensor:
-    """Return the vector of a rank that shares its batch: one of the ranks counts it."""
+    if local.batch is None:
+        return vector
+    batch = local.batch  # one of the ranks that share it counts it
     lanes = batch.lanes(vector[[_COUNT, _MICRO_BATCHES]])
     if not batch.speaks:
         vector[[_COUNT, _MICRO_BATCHES, _UNKNOWN]] = 0.0
         vector[_LOSSES:] = 0.0
-    return torch.cat([vector, lanes, lanes.new_full((1,), float(is_silent and not batch.speaks))])
+    return torch.cat([vector, lanes, lanes.new_full((1,), float(local.is_silent and not batch.speaks))])
 
 
 def stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -47,7 +47,11 @@ def describe(findings: Sequence[RankFindings], *, is_exact: bool = False) -> str
         for rank, f in enumerate(findings)
         for index in f.losses
     ]
-    sources += sorted({place for rank, f in enumerate(findings) for place in _blamed(rank, f)})
+    blamed = set()
+    for rank, f in enumerate(findings):
+        known = {index for places in f.blamed.values() for index in places or []}
+        blamed |= {f"rank {rank}, micro-batch {index}" for index in known - set(f.losses)}
+    sources += sorted(blamed)
     limit = "; or a finite value from 2**126 (8.5e37) on, which accumulator='exact' cannot hold"
     origin = _origin(sources, findings) + limit * is_exact
     return f"inf or nan in the gradient of {_listed([repr(name) for name in names])}, from {origin}"
@@ -67,11 +71,6 @@ def describe_dropped(found: Sequence[Mapping[int, Sequence[str]]]) -> str:
 def _listed(what: Sequence[str]) -> str:
     more = f" and {len(what) - MAX_NAMED} more" if len(what) > MAX_NAMED else ""
     return ", ".join(what[:MAX_NAMED]) + more
-
-
-def _blamed(rank: int, findings: RankFindings) -> list[str]:
-    known = {index for places in findings.blamed.values() for index in places or []}
-    return [f"rank {rank}, micro-batch {index}" for index in known - set(findings.losses)]
 
 
 def _origin(sources: list[str], findings: Sequence[RankFindings]) -> str:

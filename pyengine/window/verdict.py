@@ -25,9 +25,7 @@ Blame = Callable[[int], list[int] | None]
 
 
 def call_all(actions: Sequence[Callable[[], object]]) -> None:
-    """Call every action in order, also after one that raises;
-    what was raised comes out when all have been called.
-    """
+    """Call every action in order; what one raises comes out when all have been called."""
     with ExitStack() as stack:
         for action in reversed(actions):
             stack.callback(action)
@@ -263,9 +261,7 @@ class VerdictQueue:
         self.steps_taken, self._new_steps = self.steps_taken + self._new_steps, 0
 
     def reach_earlier(self, window: int) -> None:
-        """Reach the verdicts on earlier windows: all; on a lazy device, until those are due, what is awaited
-        here.
-        """
+        """Reach earlier verdicts: all; on a lazy device, until those are due, what is awaited here."""
         if not is_lazy(self._device) or window % MAX_UNREAD == 0:
             self.reach_all()
         elif any(verdict.is_awaited for verdict in self._unread):
@@ -292,9 +288,7 @@ class VerdictQueue:
             verdict.read()
 
     def some_rank_has_more(self) -> bool:
-        """Whether some rank has a window after the one reduced last: alike on every rank; waits for its
-        header.
-        """
+        """Whether some rank has a window after the one reduced last; waits for its header."""
         last = self._last_of_all_ranks()
         return last is not None and last.read().more > 0
 
@@ -372,10 +366,8 @@ def by_rank(everybody: Sequence[Sequence[str]]) -> str:
     for rank, texts in enumerate(everybody):
         for text in texts:
             ranks_of.setdefault(text, []).append(rank)
-    return "; ".join(f"{_named(ranks, len(everybody))}: {text}" for text, ranks in ranks_of.items())
-
-
-def _named(ranks: Sequence[int], world_size: int) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return "all ranks" if len(ranks) == world_size else f"ranks {', '.join(map(str, ranks))}"
+    named = []
+    for text, ranks in ranks_of.items():
+        who = "all ranks" if len(ranks) == len(everybody) else f"ranks {', '.join(map(str, ranks))}"
+        named.append(f"{f'rank {ranks[0]}' if len(ranks) == 1 else who}: {text}")
+    return "; ".join(named)

@@ -403,7 +403,7 @@ def _fails(folder: str, method: str, call: str) -> str:
     checkpoints.save(1, {})
     with pytest.MonkeyPatch.context() as patch, pytest.raises((RuntimeError, ValueError)) as error:
         if me()[0] == 1:
-            patch.setattr(state_file if method == "read" else checkpoints, method, _raise)
+            patch.setattr(state_file if method in ("read", "write") else checkpoints, method, _raise)
         checkpoints.load() if call == "load" else checkpoints.save(2, {})
     return str(error.value)
 
@@ -416,7 +416,7 @@ def _raise(*_: Any, **__: Any) -> None:
     ("call", "method", "message"),
     [
         ("save", "_found", "cannot be used"),
-        ("save", "_own_steps", "step 2 could not be written"),
+        ("save", "write", "step 2 could not be written"),
         ("save", "_remove_old", "step 2 was saved, and older files in .* could not be removed"),
         ("load", "_found", "cannot be read"),
         ("load", "_check", "step 1 in .* cannot be read"),

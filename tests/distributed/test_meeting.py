@@ -7,7 +7,7 @@ import torch
 from cases import Integers, engine, me
 
 import pyengine as pe
-from pyengine.engine.ahead import meet, share_numbers
+from pyengine.engine.loop import meet, share_numbers
 
 STAGE = "begins a window"
 

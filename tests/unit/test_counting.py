@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from pyengine.engine.ahead import Counting, count_ahead
 from pyengine.engine.engine import Engine
+from pyengine.engine.loop import Counting, count_ahead
 from pyengine.window.header import LocalWindow
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pyengine.engine.ahead import Lookahead
+from pyengine.engine.loop import Lookahead
 
 
 def _counted(num: int, read: list[int]) -> Iterator[int]:
