@@ -355,7 +355,7 @@ def _numpy() -> list[_Source]:
 
 
 def _accelerator() -> list[_Source]:
-    """Return the current device's generator; none before the backend is initialised, by a query too."""
+    """Return the current device's generator; none before it is initialised, as a query does."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return []
