@@ -6,9 +6,11 @@ on every rank or worker, in a world of any size, whatever was drawn before.
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 
-def seed_everything(seed: int) -> int:
+def seed_everything(seed: int, *, deterministic: bool = False) -> int:
     """Seed Python's random, numpy, torch on every device, and XLA.
 
     Each generator is seeded as by its own function. Nothing in pyengine calls this. It does not initialise
@@ -32,6 +34,10 @@ def seed_everything(seed: int) -> int:
 
     Args:
         seed: 0 to 2**64 - 1. numpy has 32-bit seeds: from 2**32 on it gets the seed as several words.
+        deterministic: also restrict torch to deterministic algorithms until this process ends:
+            `torch.use_deterministic_algorithms(True)`, under which an op that has none raises RuntimeError;
+            cuDNN without its benchmark; and `CUBLAS_WORKSPACE_CONFIG=:4096:8`, unless that is set. False
+            changes none of them.
 
     Returns:
         The seed.
@@ -40,13 +46,40 @@ def seed_everything(seed: int) -> int:
         TypeError: the seed is not a whole number.
         ValueError: it is out of range.
 
+    Warns:
+        RuntimeWarning: `deterministic` sets `CUBLAS_WORKSPACE_CONFIG` after CUDA has been initialised. cuBLAS
+            does not read it again after its first matrix product.
+
+    Cost: with `deterministic` torch uses slower kernels, for example for `scatter`, `index_add`, pooling and
+        backwards of attention, and fills memory that `torch.empty` returns
+        (`torch.utils.deterministic.fill_uninitialized_memory`).
+
     Example:
         >>> seed_everything(42)
         42
     """
     (seed,) = whole(seed=seed)
     _seed_all(lambda generator: seed)
+    if deterministic:
+        _use_deterministic_algorithms()
     return seed
+
+
+def _use_deterministic_algorithms() -> None:
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    name = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS has no other setting for this
+    if name in os.environ:
+        return
+    os.environ[name] = ":4096:8"
+    if torch.cuda.is_initialized():
+        warnings.warn(
+            f"deterministic=True sets {name}=:4096:8, but CUDA has been initialised: matrix products stay "
+            "nondeterministic if one has run already. Call seed_everything before the first use of CUDA, or "
+            f"export {name}=:4096:8 before the process starts",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def seed_rank(seed: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 import subprocess
@@ -19,6 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 import pyengine as pe
 from pyengine.checkpoint.checksum import checksum as summed
 from pyengine.data.rng import derive, rng_problem, rng_refusal, rng_states
+
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 GENERATORS = ("random", "numpy", "torch", "accelerator", "xla")
 
@@ -101,6 +104,52 @@ def test_a_long_seed_does_not_give_numpy_the_stream_of_python(seed):
 def test_seed_everything_sets_xla_if_it_is_there(xla):
     pe.seed_everything(5)
     assert xla.state == 5
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    """Give what `seed_everything(deterministic=True)` changes, as in a new process, and restore it."""
+    monkeypatch.delenv(CUBLAS, raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_algorithms_are_deterministic_only_on_request(recwarn):
+    pe.seed_everything(1)
+    assert not torch.are_deterministic_algorithms_enabled() and CUBLAS not in os.environ
+    pe.seed_everything(1, deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
+    assert os.environ[CUBLAS] == ":4096:8" and len(recwarn) == 0
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_a_cublas_that_may_have_started_is_named_unless_it_was_set(monkeypatch, recwarn):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.warns(RuntimeWarning, match="CUDA has been initialised.*before the first use of CUDA"):
+        pe.seed_everything(1, deterministic=True)
+    monkeypatch.setenv(CUBLAS, ":16:8")
+    pe.seed_everything(1, deterministic=True)
+    assert os.environ[CUBLAS] == ":16:8" and len(recwarn) == 0
+
+
+def _trains_deterministically(kind):
+    pe.seed_everything(3, deterministic=True)
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(8, 1))
+    sync = pe.GradSync(model, accumulate=2, accumulator=kind)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for window in sync.windows(torch.randn(4, 3, 1, 4, 4)):
+        for x in window:
+            sync.backward(model(x).sum(), count=len(x))
+        sync.step(optimizer, max_norm=1.0)
+    torch.use_deterministic_algorithms(False)
+    return torch.cat([param.detach().flatten() for param in model.parameters()]).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["fp32", "exact"])
+def test_an_engine_trains_with_deterministic_algorithms(ranks, kind):
+    assert all(ranks(2).run(_trains_deterministically, kind))
 
 
 @pytest.mark.parametrize("seed_all", [pe.seed_everything, pe.seed_rank])
