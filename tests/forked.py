@@ -17,6 +17,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import torch.multiprocessing
+
 from pyengine.comm import launching
 
 # What tests import most, and what torch imports late. None of it starts a thread, which a fork would lose.
@@ -79,14 +81,16 @@ def _print_to(files: list[Path]) -> None:
 def _fork_workers(printed: list[Path]) -> None:
     """Let `pe.launch` fork its workers from the server."""
     forkserver._forkserver.ensure_running = lambda: None  # it would start another; the address is inherited
-    start = launching.start_processes
+    launching.start_processes = lambda fn, args, **settings: start_processes(
+        _work, (printed, fn, args), **settings
+    )
 
-    def fork(fn: Any, args: tuple[Any, ...], *, start_method: str, **settings: Any) -> Any:
-        if start_method == "spawn":
-            fn, args, start_method = _work, (printed, fn, args), "forkserver"
-        return start(fn, args, start_method=start_method, **settings)
 
-    launching.start_processes = fork
+def start_processes(fn: Any, args: tuple[Any, ...], *, start_method: str, **settings: Any) -> Any:
+    """Start processes as torch does, but fork those from the server that it would spawn."""
+    context()
+    method = "forkserver" if start_method == "spawn" else start_method
+    return torch.multiprocessing.start_processes(fn, args, start_method=method, **settings)
 
 
 def _work(index: int, printed: list[Path], fn: Any, args: tuple[Any, ...]) -> None:

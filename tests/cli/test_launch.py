@@ -12,12 +12,26 @@ from collections.abc import Callable
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+import forked
 import pytest
 import torch.distributed as dist
 from command import TRAIN
 from processes import left, living
 
 from pyengine import launch
+from pyengine.comm import launching
+
+
+@pytest.fixture(autouse=True)
+def _from_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork workers from a process that has imported torch, instead of starting them: that takes seconds."""
+    monkeypatch.setattr(launching, "start_processes", forked.start_processes)
+
+
+@pytest.mark.slow
+def test_workers_are_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert launch(rank_and, workers=2, args=(7,)) == [(0, 7), (1, 7)]
 
 
 def rank_and(value: int) -> tuple[int, int]:

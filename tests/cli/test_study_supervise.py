@@ -54,6 +54,7 @@ def _pids(folder: Path) -> list[int]:
     return [int(pid) for pid in re.findall(r"pid (\d+)\n", (folder / "log.txt").read_text())]
 
 
+@pytest.mark.slow
 def test_processes_end_when_the_study_was_killed() -> None:
     run = (
         "import os; from pyengine.cli.study.supervise import _end_with; parent = os.getppid(); os.setsid(); "

@@ -16,6 +16,7 @@ import state_boundary
 TARGETS = {"op_boundary": op_boundary.run, "state_boundary": state_boundary.run}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_input_of_the_corpus_is_survived(target):
     inputs = sorted((HERE / "corpus" / target).iterdir())

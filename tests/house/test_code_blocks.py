@@ -26,6 +26,14 @@ SCRIPTS = [block for block in PYTHON if "pe.launch(" in block.code]
 RUN = [block for block in PYTHON if not block.is_doctest and block not in SCRIPTS]
 # May be missing here, and then the block is compiled only; tests/xla makes the call of torch_xla.
 OPTIONAL = ["accelerate", "lightning", "torch_xla", "transformers", "wandb"]
+
+
+def _param(block: Block) -> Any:
+    """Mark a block as slow if every rank imports another library for it, which takes seconds."""
+    is_slow = any(re.search(rf"\b{module}\b", block.code) for module in OPTIONAL)
+    return pytest.param(block, id=str(block), marks=[pytest.mark.slow] if is_slow else [])
+
+
 # Loops that are meant to train the same parameters stand one behind the other.
 BEFORE = [block for block in PYTHON if block.code.startswith("# before\n")]
 AFTER = [block for block in PYTHON if block.code.startswith("# after\n")]
@@ -45,7 +53,7 @@ def test_a_session_prints_what_the_page_shows(page):
     assert result.attempted > 0 and result.failed == 0
 
 
-@pytest.mark.parametrize("block", RUN, ids=str)
+@pytest.mark.parametrize("block", map(_param, RUN))
 def test_a_block_runs_with_what_its_page_assumes(ranks, tmp_path, block):
     compile(block.code, str(block), "exec")
     for module in OPTIONAL:
@@ -57,7 +65,7 @@ def test_a_block_runs_with_what_its_page_assumes(ranks, tmp_path, block):
     assert has_stages or all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize("before", [block for block in BEFORE if block.page != "README.md"], ids=str)
+@pytest.mark.parametrize("before", [_param(block) for block in BEFORE if block.page != "README.md"])
 def test_the_loop_after_trains_the_parameters_of_the_loop_before(ranks, tmp_path, before):
     after = next(block for block in AFTER if block.page == before.page and block.line > before.line)
     for module in OPTIONAL:

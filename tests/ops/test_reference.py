@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 from cuda_cases import assert_same, on_host
 from op_cases import make_plan
@@ -19,11 +20,13 @@ with warnings.catch_warnings(record=True) as caught:
     from cuda_cases import make_plan, on_host
     results = on_host(make_plan())
     messages = [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)]
+import pytest
 import torch
 torch.save((results, at_import, messages), sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_without_the_core_one_warning_at_first_use_and_the_same_bits(tmp_path):
     saved = tmp_path / "results.pt"
     folder = __file__.rpartition("/")[0]

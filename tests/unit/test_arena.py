@@ -255,6 +255,7 @@ def _exists(descriptor: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{descriptor}")
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_an_arena_that_is_closed_and_of_one_that_is_dropped():
     before = _traces()
     with _arenas(2) as arenas:

@@ -37,6 +37,7 @@ def test_every_op_of_the_core_is_among_them(digests: ModuleType) -> None:
     assert [name for name in sorted(ops) if f".{name}(" not in source] == []
 
 
+@pytest.mark.slow
 def test_they_are_the_same_on_every_instruction_set(digests: ModuleType) -> None:
     core = native.core()
     before = core.isa()

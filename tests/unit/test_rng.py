@@ -160,6 +160,7 @@ def test_every_cuda_device_is_seeded(monkeypatch, seed_all):
     assert seeds == [torch.initial_seed()]
 
 
+@pytest.mark.slow
 def test_seeding_imports_no_torch_xla_and_initialises_no_device(tmp_path):
     (tmp_path / "torch_xla").mkdir()
     (tmp_path / "torch_xla" / "__init__.py").write_text("raise SystemExit('imported')")
