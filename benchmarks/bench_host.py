@@ -1,0 +1,213 @@
+"""Measure the host's time of each phase of a window: python benchmarks/bench_host.py [--save].
+
+The model is a chain of linear layers of width 8, so that nearly all of the time is the host's: Python,
+autograd, launches. Variants take turns window by window in the same processes. `control` is `no_sync_view`
+once more: their difference is noise. With --device cuda there is one NCCL rank, and a phase ends when its
+calls have returned. On the CPU there are two gloo ranks of one thread, and each phase includes what it waits
+for the other rank.
+"""
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from _harness import save
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pyengine as pe
+from pyengine.cli.machine import card
+
+PHASES = ("begin", "forward", "early", "last", "clip", "step")
+WIDTH, ROWS, WARM_UP = 8, 2, 4
+
+
+class Raw:
+    """A loop without communication."""
+
+    def __init__(self, num_params: int, accumulate: int, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(num_params // 2)]).to(device)
+        self.forward: nn.Module = self.model
+        self.batches = torch.randn(accumulate, ROWS, WIDTH, device=device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.wrap()
+
+    def wrap(self) -> None:
+        """Wrap the model."""
+
+    def window(self) -> dict[str, float]:
+        """Train one window; return seconds by phase."""
+        taken: dict[str, float] = defaultdict(float)
+        last = len(self.batches) - 1
+        for index, x in enumerate(self.batches):
+            with self.context(is_last=index == last):
+                start = time.perf_counter()
+                loss = self.forward(x).sum()
+                taken["forward"] += time.perf_counter() - start
+                start = time.perf_counter()
+                (loss / len(self.batches)).backward()
+                taken["last" if index == last else "early"] += time.perf_counter() - start
+        start = time.perf_counter()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        taken["clip"] = time.perf_counter() - start
+        start = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        taken["step"] = time.perf_counter() - start
+        return taken
+
+    def context(self, *, is_last: bool):
+        return nullcontext()
+
+
+class NoSync(Raw):
+    """DDP with `no_sync` on all but the last micro-batch."""
+
+    has_views = False
+
+    def wrap(self) -> None:
+        self.forward = DistributedDataParallel(self.model, gradient_as_bucket_view=self.has_views)
+
+    def context(self, *, is_last: bool):
+        return nullcontext() if is_last else self.forward.no_sync()
+
+
+class NoSyncView(NoSync):
+    """The same with gradients that are views of DDP's buckets."""
+
+    has_views = True
+
+
+class Engine(Raw):
+    """`pe.GradSync`, in one long loop over its windows."""
+
+    def wrap(self) -> None:
+        self.sync = self.make()
+        self.windows = self.sync.windows(self._stream())
+
+    def make(self) -> pe.Sync:
+        return pe.GradSync(self.model, accumulate=len(self.batches))
+
+    def _stream(self):
+        while True:
+            yield from self.batches
+
+    def window(self) -> dict[str, float]:
+        taken: dict[str, float] = defaultdict(float)
+        start = time.perf_counter()
+        window = iter(next(self.windows))
+        for index in range(len(self.batches)):
+            x = next(window)
+            taken["begin"] += time.perf_counter() - start
+            start = time.perf_counter()
+            loss = self.forward(x).sum()
+            taken["forward"] += time.perf_counter() - start
+            start = time.perf_counter()
+            self.sync.backward(loss, count=len(x))
+            taken["last" if index == len(self.batches) - 1 else "early"] += time.perf_counter() - start
+            start = time.perf_counter()
+        next(window, None)
+        taken["begin"] += time.perf_counter() - start
+        start = time.perf_counter()
+        self.sync.clip_grad_norm_(1.0)
+        taken["clip"] = time.perf_counter() - start
+        start = time.perf_counter()
+        self.sync.step(self.optimizer)
+        taken["step"] = time.perf_counter() - start
+        return taken
+
+
+class Attach(Engine):
+    """`pe.attach` to DDP."""
+
+    def make(self) -> pe.Sync:
+        self.forward = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        return pe.attach(self.forward, accumulate=len(self.batches))
+
+
+VARIANTS = {
+    "raw": Raw, "no_sync": NoSync, "no_sync_view": NoSyncView, "control": NoSyncView, "engine": Engine,
+    "attach": Attach,
+}  # fmt: skip
+
+
+def measure(num_params: int, accumulate: int, rounds: int, device: str) -> dict[str, dict[str, float]]:
+    """Return min and median milliseconds by variant, of each phase and the window, on this rank."""
+    torch.set_num_threads(1)
+    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    made = {name: variant(num_params, accumulate, where) for name, variant in VARIANTS.items()}
+    taken: dict[str, list[dict[str, float]]] = {name: [] for name in made}
+    for number in range(rounds + WARM_UP):
+        names = list(made)[number % len(made) :] + list(made)[: number % len(made)]
+        for name in names:
+            if device == "cuda":
+                torch.cuda.synchronize()
+            dist.barrier()
+            phases = made[name].window()
+            taken[name].append(
+                {phase: phases.get(phase, 0.0) for phase in PHASES} | {"window": sum(phases.values())}
+            )
+    return {name: _summary(windows[WARM_UP:]) for name, windows in taken.items()}
+
+
+def _summary(windows: list[dict[str, float]]) -> dict[str, float]:
+    row = {}
+    for phase in (*PHASES, "window"):
+        values = [1e3 * window[phase] for window in windows]
+        row |= {f"{phase}_min_ms": min(values), f"{phase}_p50_ms": statistics.median(values)}
+    return row
+
+
+def _on_nccl(*case: int) -> list[dict[str, dict[str, float]]]:
+    dist.init_process_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0)
+    )
+    try:
+        return [measure(*case, "cuda")]
+    finally:
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--parameters", default="10,120,1000")
+    parser.add_argument("--accumulate", default="1,8")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-host.json")
+    options = parser.parse_args()
+    cases = {}
+    for num_params in map(int, options.parameters.split(",")):
+        for accumulate in map(int, options.accumulate.split(",")):
+            case = (num_params, accumulate, options.rounds)
+            is_cpu = options.device == "cpu"
+            found = pe.launch(measure, workers=2, args=(*case, "cpu"))[0] if is_cpu else _on_nccl(*case)[0]
+            cases[f"{num_params} parameters, A = {accumulate}"] = found
+            _print(f"{num_params} parameters, A = {accumulate}", found)
+    if options.save:
+        machine = card(1) | {"device": options.device}
+        print("wrote", save("host", {"machine": machine, "options": vars(options), "cases": cases}))
+
+
+def _print(case: str, found: dict[str, dict[str, float]]) -> None:
+    print(f"{case}: minimum ms (x DDP + no_sync with views)")
+    print(f"  {'':14}" + "".join(f"{phase:>9}" for phase in PHASES) + f"{'window':>17}{'median':>17}")
+    peer = found["no_sync_view"]
+    for name, row in found.items():
+        phases = "".join(f"{row[f'{phase}_min_ms']:9.3f}" for phase in PHASES)
+        whole = [
+            f"{row[key]:9.3f} ({row[key] / peer[key]:5.2f})" for key in ("window_min_ms", "window_p50_ms")
+        ]
+        print(f"  {name:14}{phases} {' '.join(whole)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
