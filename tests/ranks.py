@@ -2,14 +2,18 @@
 
 Importing torch takes seconds, joining a process group milliseconds. So a server imports torch once and forks
 the processes, which live for the whole session, and every run gets a process group of its own.
-`ranks(3).ends(fn, ...)` is for runs that are expected to fail: it returns how each rank ended, for example by
-a signal. Only dead processes are replaced.
+A test whose whole body runs on ranks says `@on_ranks(3)` instead. `ranks(3).ends(fn, ...)` is for runs that
+are expected to fail: it returns how each rank ended, for example by a signal. Only dead processes are
+replaced.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
+import importlib
+import inspect
 import os
 import signal
 import sys
@@ -248,6 +252,31 @@ class Ranks:
         A rank that has not ended after `within_s` seconds is killed, and said to be silent.
         """
         return self._pool.ends((self._backend, self.world), within_s, fn, *args, **kwargs)
+
+
+def on_ranks(world: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a test's body run on every rank of a fresh group; without `world` the test has an argument of that
+    name.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(body).parameters)
+
+        @functools.wraps(body)
+        def test(ranks: Callable[[int], Ranks], **arguments: Any) -> None:
+            given = {name: arguments[name] for name in own}
+            ranks(world or arguments["world"]).run(_run_body, body.__module__, body.__name__, given)
+
+        names = dict.fromkeys(["ranks", *([] if world else ["world"]), *own])
+        kind = inspect.Parameter.KEYWORD_ONLY
+        test.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
 LOOKING = threading.Lock()  # held while an engine's thread looks, and may write to the store

@@ -6,8 +6,9 @@ bit for bit: `float32(sum of integers) * float32(1 / count)`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pyengine as pe
 
 Batch = tuple[Tensor, Tensor]
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.5, fused=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+}
 
 KINDS = ("own", "own-native", "attach", "attach-view", "attach-unused")
 WORLDS = (1, 2, 3, 4)
@@ -64,9 +71,7 @@ def integers(seed: int, items: int = 3) -> Batch:
 
 
 class Inject(torch.autograd.Function):
-    """Identity with a gradient of `value` times the true one:
-    a backward that breaks while the loss is finite.
-    """
+    """Identity with a gradient of `value` times the true one; the loss is finite."""
 
     @staticmethod
     def forward(ctx, x: Tensor, value: float) -> Tensor:
@@ -76,6 +81,23 @@ class Inject(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.value, None
+
+
+class Fused(torch.autograd.Function):
+    """The sum of a weight's elements times a value, whose backward adds to `main_grad` by itself, in the
+    manner of Megatron and TransformerEngine.
+    """
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, value: float) -> Tensor:
+        ctx.weight, ctx.value = weight, value
+        return weight.float().sum() * value
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[None, None]:
+        ctx.weight.main_grad.add_(grad * ctx.value)
+        ctx.weight.grad_added_to_main_grad = True
+        return None, None
 
 
 class Breaks(torch.autograd.Function):
@@ -110,9 +132,7 @@ def engine(kind: str, model: nn.Module, *, accumulate: int, **options: object) -
 
 
 def mean_of_integers(model: Integers, batches: Sequence[Batch], count: float) -> dict[str, Tensor]:
-    """Return the exact gradient of one big batch: integer sums in float64, then one float32 product,
-    then the dtype.
-    """
+    """Return the gradient of one big batch: float64 sums, then one float32 product, then the dtype."""
     twin = Integers(torch.float64)
     twin.zero_grad()
     for x, t in batches:
@@ -171,6 +191,7 @@ class Training:
         dtype: of the parameters; with `mixed` every other one is bfloat16.
         how: gradients are cleared between windows.
         device: where model and data lie.
+        options: of the engine.
         wire: narrow wires are exact too when every window's count is a power of two, see `items`.
     """
 
@@ -181,6 +202,7 @@ class Training:
     how: str = "engine"
     device: str = "cpu"
     wire: pe.wire.Wire = pe.wire.FP32()  # noqa: RUF009 - frozen
+    options: dict[str, Any] = field(default_factory=dict)
 
     def items(self, rank: int, micro_batch: int) -> int:
         """Return the size of a micro-batch: all different, or 4 (rank 2: 8) for a narrow wire.
@@ -212,7 +234,7 @@ def train_integers(case: Training) -> None:
     """Train and compare every window's gradient, bit for bit, with that of one big batch."""
     rank, world = me()
     model = Integers(case.dtype, mixed=case.mixed).to(case.device)
-    sync, forward = engine(case.kind, model, accumulate=case.accumulate, wire=case.wire)
+    sync, forward = engine(case.kind, model, accumulate=case.accumulate, wire=case.wire, **case.options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     windows = case.windows(world)
     loader = [(k, integers(100 * rank + k, case.items(rank, k))) for k in range(case.plan[rank])]
@@ -229,6 +251,34 @@ def train_integers(case: Training) -> None:
         clear(model, case.how)
         seen += 1
     assert seen == len(windows)
+
+
+def clip_and_step(
+    kind: str, make: Callable[..., torch.optim.Optimizer], max_norm: float, device: str = "cpu"
+) -> None:
+    """Train, and compare every step with that of float64 on one process, which sees the whole batch."""
+    rank, world = me()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2)).to(device)
+    twin = copy.deepcopy(model).double()
+    sync, forward = engine(kind, model, accumulate=3)
+    optimizer, other = make(model.parameters()), make(twin.parameters())
+    generator = torch.Generator().manual_seed(5)
+    data = [[torch.randn(2, 6, generator=generator).to(device) for _ in range(9)] for _ in range(world)]
+    for number, window in enumerate(sync.windows(data[rank])):
+        for x in window:
+            sync.backward(forward(x).square().sum(), count=2)
+        norm = sync.clip_grad_norm_(max_norm)
+        assert sync.step(optimizer)
+        batch = torch.cat([x for mine in data for x in mine[3 * number : 3 * number + 3]]).double()
+        twin.zero_grad()
+        (twin(batch).square().sum() / len(batch)).backward()
+        expected = nn.utils.clip_grad_norm_(twin.parameters(), max_norm)
+        other.step()
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            # 18 fp32 additions a window and Adam's quotient, over 3 steps of at most 0.1
+            torch.testing.assert_close(p.double(), q, rtol=0, atol=2e-5)
 
 
 class Collectives(TorchDispatchMode):
@@ -255,9 +305,23 @@ def comm_of_buckets(sync: pe.Sync) -> Any:
     return reducer._comm
 
 
+def records_of(sync: pe.Sync) -> list[pe.StepRecord]:
+    """Return a list that gets the record of every step."""
+    records: list[pe.StepRecord] = []
+    sync.on_step(records.append)
+    return records
+
+
 def me() -> tuple[int, int]:
     """Return (rank, world size)."""
     return dist.get_rank(), dist.get_world_size()
+
+
+def assert_alike(value: Any) -> None:
+    """Compare what all ranks have found."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    assert found == found[:1] * len(found)
 
 
 def error_of(fn: Callable[..., object], *args: object, **kwargs: object) -> str:
@@ -266,6 +330,15 @@ def error_of(fn: Callable[..., object], *args: object, **kwargs: object) -> str:
         fn(*args, **kwargs)
     except (ValueError, TypeError, RuntimeError) as error:
         return str(error)
+    return "no error"
+
+
+def typed_error_of(fn: Callable[..., object], *args: object) -> str:
+    """Return the same with the type of the error before it."""
+    try:
+        fn(*args)
+    except (ValueError, TypeError, RuntimeError, FloatingPointError) as error:
+        return f"{type(error).__name__}: {error}"
     return "no error"
 
 
