@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import pyengine as pe
 
@@ -30,6 +40,34 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Sequence(nn.Module):
+    """A norm whose gradients are partial sums under sequence parallelism."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        block = Block(dtype)
+        self.norm, self.up, self.down = block.norm, block.up, block.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def cut(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Cut the two layers of a block over "tp"."""
+    return parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def cut_sequence(model: Sequence, mesh: DeviceMesh) -> nn.Module:
+    """Do the same with sequence parallelism."""
+    plan = {
+        "": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(0),)),
+        "norm": SequenceParallel(sequence_dim=0),
+        "up": ColwiseParallel(input_layouts=Shard(0)),
+        "down": RowwiseParallel(),
+    }
+    return parallelize_module(model, mesh["tp"], plan)
 
 
 class Gather(torch.autograd.Function):
@@ -121,12 +159,6 @@ def train(model: nn.Module, sync: pe.Sync, data: list[Tensor]) -> list[float]:
     return norms
 
 
-def assert_alike(found: list[list[float]] | list[float]) -> None:
-    """Compare what the ranks have found, bit for bit."""
-    first, *others = found
-    assert others == [first] * len(others)
-
-
 def assert_trained(
     model: nn.Module,
     want: dict[str, Tensor],
@@ -143,3 +175,31 @@ def assert_trained(
         whole = param.full_tensor() if hasattr(param, "full_tensor") else param
         torch.testing.assert_close(whole.detach().double(), want[name], rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(*norms, rtol=tolerance, atol=tolerance)
+
+
+def assert_resumes(make: Callable[[], tuple[pe.Sync, nn.Module]], data: list[Tensor]) -> None:
+    """Stop in the middle of a window, and go on in another engine as if it had not been."""
+
+    def run(sync: pe.Sync, model: nn.Module, data: list[Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
+        states = []
+        for window in sync.windows(data):
+            for x in window:
+                sync.backward(loss_of(model, x), count=count_of(x))
+                if not sync.is_sync_step:
+                    states.append(sync.state_dict())
+            sync.unscale_()
+        grads = [param.grad for param in model.parameters()]
+        sync.close()
+        return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads], states[-1]
+
+    data = data[:ACCUMULATE]
+    want, state = run(*make(), data)
+    sync, model = make()
+    sync.load_state_dict(state)
+    for window in sync.windows(data[-1:]):
+        for x in window:
+            sync.backward(loss_of(model, x), count=count_of(x))
+        sync.unscale_()
+    for param, grad in zip(model.parameters(), want, strict=True):
+        found = param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad
+        assert torch.equal(found, grad)

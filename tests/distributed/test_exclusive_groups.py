@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import comm_of_buckets, me
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,7 +45,6 @@ def _layers(num: int) -> list[nn.Linear]:
 
 
 def _engine(kind: str, model: nn.Module, **options: Any) -> tuple[pe.Sync, nn.Module]:
-    """Return an engine with a bucket a layer, and what to call."""
     if kind == "attach":
         ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
         return pe.attach(ddp, accumulate=1, **options), ddp
@@ -52,16 +52,21 @@ def _engine(kind: str, model: nn.Module, **options: Any) -> tuple[pe.Sync, nn.Mo
 
 
 def _be_late(loss: Tensor, number: int) -> None:
-    """Let a rank in turn send its header later than the others, whose first buckets have to wait for it; its
-    own first bucket comes when the header has.
-    """
+    """Let a rank in turn send its header late: the others' first buckets wait for it."""
     rank, world = me()
     if rank == number % world:
         time.sleep(0.02)
         loss.register_hook(lambda _: time.sleep(0.02))
 
 
-def _collective_in_the_backward(kind: str, wire: pe.wire.Wire) -> None:
+# An int8 bucket goes from rank to rank, past the collectives; the flags beside own ones are a collective.
+@pytest.mark.parametrize(
+    ("kind", "wire"),
+    [("own", pe.wire.FP32()), ("own", pe.wire.Int8()), ("attach", pe.wire.FP32())],
+    ids=str,
+)
+@on_ranks(3)
+def test_a_collective_of_the_users_in_the_backward_meets_its_like(kind, wire):
     rank, world = me()
     first, second = _layers(2)
     model = nn.Sequential()
@@ -82,17 +87,9 @@ def _collective_in_the_backward(kind: str, wire: pe.wire.Wire) -> None:
         model.zero_grad()
 
 
-# An int8 bucket goes from rank to rank, past the collectives; the flags beside own ones are a collective.
-@pytest.mark.parametrize(
-    ("kind", "wire"),
-    [("own", pe.wire.FP32()), ("own", pe.wire.Int8()), ("attach", pe.wire.FP32())],
-    ids=str,
-)
-def test_a_collective_of_the_users_in_the_backward_meets_its_like(ranks, kind, wire):
-    ranks(3).run(_collective_in_the_backward, kind, wire)
-
-
-def _two_engines_in_a_backward(kind: str) -> None:
+@KINDS
+@on_ranks(2)
+def test_engines_that_share_a_backward_do_not_meet(kind):
     rank, world = me()
     halves = [nn.ModuleList(_layers(3)) for _ in range(2)]
     engines = []
@@ -118,13 +115,8 @@ def _two_engines_in_a_backward(kind: str) -> None:
             half.zero_grad()
 
 
-@KINDS
-def test_engines_that_share_a_backward_do_not_meet(ranks, kind):
-    ranks(2).run(_two_engines_in_a_backward, kind)
-
-
-def _one_after_the_other() -> list[int]:
-    """Return how many process groups there are behind each engine."""
+@on_ranks(2)
+def test_a_group_serves_the_next_engine_once_no_rank_uses_it():
     found = []
 
     def engine() -> pe.GradSync:
@@ -149,20 +141,16 @@ def _one_after_the_other() -> list[int]:
     engine()
     gc.collect()  # without an end it is as good as closed
     engine().close()
-    return found
-
-
-def test_a_group_serves_the_next_engine_once_no_rank_uses_it(ranks):
-    for found in ranks(2).run(_one_after_the_other):
-        assert found == [2, 2, 2, 3, 3, 3, 3]
+    assert found == [2, 2, 2, 3, 3, 3, 3]
 
 
 def _own_groups() -> list[dist.ProcessGroup]:
     return [group for group in dist.distributed_c10d._world.pg_map if usage_of(group) is not None]
 
 
-def _spoiled(how: str) -> int:
-    """Return how many groups engines have that came behind one whose group is spoiled on rank 1."""
+@pytest.mark.parametrize(("how", "expected"), [("", 1), ("other place", 2), ("broken", 2)])
+@on_ranks(2)
+def test_a_group_that_a_rank_has_spoiled_is_left_alone(how, expected):
     rank, _ = me()
     pe.GradSync(nn.Linear(2, 2), accumulate=1).close()
     usage = usage_of(*_own_groups())
@@ -171,16 +159,11 @@ def _spoiled(how: str) -> int:
     elif how == "broken":
         usage.is_broken = rank == 1
     pe.GradSync(nn.Linear(2, 2), accumulate=1).close()
-    return len(_own_groups())
+    assert len(_own_groups()) == expected
 
 
-@pytest.mark.parametrize(("how", "expected"), [("", 1), ("other place", 2), ("broken", 2)])
-def test_a_group_that_a_rank_has_spoiled_is_left_alone(ranks, how, expected):
-    assert ranks(2).run(_spoiled, how) == [expected] * 2
-
-
-def _uneven_levels() -> list[int]:
-    """Return how many process groups there are behind engines whose ranks send unequal numbers of parts."""
+@on_ranks(4)
+def test_levels_that_launch_unequal_numbers_cost_no_group_an_engine():
     found = []
     for _ in range(3):
         model = nn.Linear(2, 2)  # too small for a part on every place
@@ -188,16 +171,11 @@ def _uneven_levels() -> list[int]:
         with pe.GradSync(model, accumulate=1, wire=wire) as sync, sync.accumulate():
             sync.backward(model(torch.ones(1, 2)).sum())
         found.append(len(dist.distributed_c10d._world.pg_map))
-    return found
+    assert len(set(found)) == 1
 
 
-def test_levels_that_launch_unequal_numbers_cost_no_group_an_engine(ranks):
-    for found in ranks(4).run(_uneven_levels):
-        assert len(set(found)) == 1
-
-
-def _failed_attach() -> list[float]:
-    """Return what DDP finds by itself, and what engines do, behind an attach that has failed."""
+@on_ranks(2)
+def test_ddp_goes_on_by_its_own_group_behind_an_attach_that_failed():
     rank, _ = me()
     model = nn.Linear(2, 2, bias=False)
     ddp = DistributedDataParallel(model)
@@ -219,16 +197,11 @@ def _failed_attach() -> list[float]:
             again.backward(ddp(torch.ones(1, 2)).sum() * (1.0 + rank), count=1)
         again.unscale_()
         found.append(float(model.weight.grad.mean()))
-    return found
+    assert found == [1.5] * 3
 
 
-def test_ddp_goes_on_by_its_own_group_behind_an_attach_that_failed(ranks):
-    for found in ranks(2).run(_failed_attach):
-        assert found == [1.5] * 3
-
-
-def _in_unequal_company() -> list[float]:
-    """Return what engines have found over all ranks, and over two of which one has more process groups."""
+@on_ranks(3)
+def test_ranks_may_have_unequal_numbers_of_process_groups():
     rank, _ = me()
     pairs = [dist.new_group(pair) for pair in ([0, 1], [1, 2])]
     found = []
@@ -239,14 +212,11 @@ def _in_unequal_company() -> list[float]:
                 sync.backward((model.weight * (rank + 1.0)).sum(), count=1)
             sync.unscale_()
         found.append(float(model.weight.grad.mean()))
-    return found
+    assert found == [[2.0, 1.5], [2.0, 1.5], [2.0]][me()[0]]
 
 
-def test_ranks_may_have_unequal_numbers_of_process_groups(ranks):
-    assert ranks(3).run(_in_unequal_company) == [[2.0, 1.5], [2.0, 1.5], [2.0]]
-
-
-def _timeout_and_end() -> None:
+@on_ranks(2)
+def test_it_ends_with_the_default_group_and_has_its_timeout():
     _, world = me()
     model = nn.Linear(2, 2)
     pe.GradSync(model, accumulate=1).close()
@@ -261,7 +231,3 @@ def _timeout_and_end() -> None:
         comm.all_reduce(torch.ones(2))
     with pytest.raises(RuntimeError, match="make the engine anew.*has been destroyed"):
         comm.all_to_all(torch.ones(world), torch.ones(world))
-
-
-def test_it_ends_with_the_default_group_and_has_its_timeout(ranks):
-    ranks(2).run(_timeout_and_end)

@@ -7,39 +7,29 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import me
+from cases import assert_alike, me, records_of
 from meshes import (
     ACCUMULATE,
     ROWS,
     Block,
     Experts,
-    assert_alike,
+    Sequence,
+    assert_resumes,
     assert_trained,
     count_of,
+    cut,
+    cut_sequence,
     in_one_process,
     loss_of,
     mesh_of,
     micro_batches,
     train,
 )
+from ranks import on_ranks
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
-
-
-def _cut(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Cut the two layers of a block over "tp"."""
-    return parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def _spoil(model: nn.Module, *, unless: bool) -> None:
@@ -49,12 +39,12 @@ def _spoil(model: nn.Module, *, unless: bool) -> None:
             param.mul_(0.5)
 
 
-def _tensor_parallel(dtype: torch.dtype, **options: Any) -> list[float]:
+def _tensor_parallel(dtype: torch.dtype, **options: Any) -> None:
     mesh = mesh_of(dp=2, tp=2)
     model = Block(dtype)
     shards = [micro_batches(shard, dtype) for shard in range(2)]
     want, norms = in_one_process(model, shards)
-    _cut(model, mesh)
+    cut(model, mesh)
     shard = mesh.get_local_rank("dp")
     _spoil(model, unless=shard == 0)
     records = []
@@ -72,12 +62,12 @@ def _tensor_parallel(dtype: torch.dtype, **options: Any) -> list[float]:
     rounds = 2 if options.get("accumulator") == "exact" else 1
     if "bucket_cap_mb" not in options:
         assert [record.collectives for record in records] == [4 + rounds] * 2
-    return found
+    assert_alike(found)
 
 
 @pytest.mark.parametrize(("dtype", "accumulator"), [(torch.bfloat16, "fp32"), (torch.float32, "exact")])
 def test_data_times_tensor_parallelism_equals_one_process(ranks, dtype, accumulator):
-    assert_alike(ranks(4).run(_tensor_parallel, dtype, accumulator=accumulator))
+    ranks(4).run(_tensor_parallel, dtype, accumulator=accumulator)
 
 
 OTHERS = [{"accumulator": "native"}, {"wire": pe.wire.BF16(), "bucket_cap_mb": 1e-5}]
@@ -85,10 +75,14 @@ OTHERS = [{"accumulator": "native"}, {"wire": pe.wire.BF16(), "bucket_cap_mb": 1
 
 @pytest.mark.parametrize("options", OTHERS, ids=["native", "bf16 wire, many buckets"])
 def test_dtensors_with_other_sums_and_wires(ranks, options):
-    assert_alike(ranks(4).run(_tensor_parallel, torch.float32, **options))
+    ranks(4).run(_tensor_parallel, torch.float32, **options)
 
 
-def _experts(dtype: torch.dtype, by: str) -> list[float]:
+@pytest.mark.parametrize(
+    ("dtype", "by"), [(torch.float32, "mesh"), (torch.bfloat16, "groups"), (torch.float32, "ddp")]
+)
+@on_ranks(4)
+def test_experts_have_a_group_of_their_own(dtype, by):
     mesh = mesh_of(edp=2, ep=2)
     model = Experts(dtype)
     rank, world = me()
@@ -115,17 +109,14 @@ def _experts(dtype: torch.dtype, by: str) -> list[float]:
         sync = pe.GradSync(model, accumulate=ACCUMULATE, bucket_cap_mb=1e-5, **how)
         found = train(model, sync, shards[rank])
     assert_trained(model, wanted, (found, norms))
-    return found
+    assert_alike(found)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "by"), [(torch.float32, "mesh"), (torch.bfloat16, "groups"), (torch.float32, "ddp")]
+    ("dtype", "counts"), [(torch.float32, "of the part"), (torch.bfloat16, "of the sequence")]
 )
-def test_experts_have_a_group_of_their_own(ranks, dtype, by):
-    assert_alike(ranks(4).run(_experts, dtype, by))
-
-
-def _context_parallel(dtype: torch.dtype, counts: str) -> list[float]:
+@on_ranks(4)
+def test_parts_of_a_sequence_are_summed_and_the_divisor_counts_every_item_once(dtype, counts):
     mesh = mesh_of(dp=2, cp=2)
     model = Block(dtype)
     shards = [micro_batches(shard, dtype) for shard in range(2)]
@@ -141,14 +132,7 @@ def _context_parallel(dtype: torch.dtype, counts: str) -> list[float]:
         found.append(sync.clip_grad_norm_(0.1).item())
         sync.step(optimizer)
     assert_trained(model, want, (found, norms))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("dtype", "counts"), [(torch.float32, "of the part"), (torch.bfloat16, "of the sequence")]
-)
-def test_parts_of_a_sequence_are_summed_and_the_divisor_counts_every_item_once(ranks, dtype, counts):
-    assert_alike(ranks(4).run(_context_parallel, dtype, counts))
+    assert_alike(found)
 
 
 class _Both(nn.ModuleList):
@@ -158,7 +142,8 @@ class _Both(nn.ModuleList):
         return torch.cat([stage(x) for stage in self], 1)
 
 
-def _stages() -> list[float]:
+@on_ranks(4)
+def test_stages_hold_other_parameters_and_share_norm_and_clip_factor():
     mesh = mesh_of(pp=2, dp=2)
     stage, shard = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     stages = [Block(torch.float32), nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))]
@@ -170,11 +155,7 @@ def _stages() -> list[float]:
     found = train(model, sync, shards[shard])
     mine = {name.removeprefix(f"{stage}."): value for name, value in want.items()}
     assert_trained(model, mine, (found, norms))
-    return found
-
-
-def test_stages_hold_other_parameters_and_share_norm_and_clip_factor(ranks):
-    assert_alike(ranks(4).run(_stages))
+    assert_alike(found)
 
 
 class _Shared(nn.Module):
@@ -190,7 +171,9 @@ class _Shared(nn.Module):
         return torch.stack([(param * x).sum() for param in self.parameters()]).sum() * self.factor
 
 
-def _crossed(accumulator: str) -> float:
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+@on_ranks(4)
+def test_groups_of_ranks_with_parameters_of_other_names_never_wait_for_each_other(accumulator):
     """Buckets of overlapping groups, which the stages start in opposite orders."""
     mesh = mesh_of(pp=2, dp=2)
     stage, shard = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
@@ -217,16 +200,11 @@ def _crossed(accumulator: str) -> float:
         parts = [want["all"], *(3 * by_shard), *(f * by_shard.sum(0) for f in (1, 1, 2, 2))]
         assert norm == pytest.approx((torch.cat(parts) / 8).norm().item(), rel=1e-6)
         sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-    return norm
+    assert_alike(norm)
 
 
-@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
-def test_groups_of_ranks_with_parameters_of_other_names_never_wait_for_each_other(ranks, accumulator):
-    assert_alike(ranks(4).run(_crossed, accumulator))
-
-
-def _unequal_experts() -> None:
-    """Dense layers that all ranks share, and as many experts as the rank has places for."""
+@on_ranks(3)
+def test_ranks_with_unequal_numbers_of_experts_cut_what_they_share_alike():
     rank, world = me()
     numel = 3 * 2**16  # of which a second one closes a first bucket
     model = nn.ModuleDict(
@@ -245,11 +223,8 @@ def _unequal_experts() -> None:
         assert torch.all(param.grad == want / world), name
 
 
-def test_ranks_with_unequal_numbers_of_experts_cut_what_they_share_alike(ranks):
-    ranks(3).run(_unequal_experts)
-
-
-def _nan_in_an_expert() -> tuple[bool, str]:
+@on_ranks(4)
+def test_what_is_not_finite_in_one_group_is_skipped_in_all_of_them():
     mesh = mesh_of(edp=2, ep=2)
     rank, _ = me()
     model, records = nn.ModuleDict({"dense": nn.Linear(2, 2), "expert": nn.Linear(2, 2)}), []
@@ -261,49 +236,25 @@ def _nan_in_an_expert() -> tuple[bool, str]:
             weight = float("inf") if rank == 3 else 1.0
             sync.backward(model["dense"](x).sum() + (model["expert"](x) * weight).sum().clamp(max=1.0))
         sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
-    return records[0].skipped, records[0].reason
+    skipped, reason = records[0].skipped, records[0].reason
+    assert skipped
+    assert "'expert.weight'" in reason and "rank 3" not in reason.split("from")[0]
 
 
-def test_what_is_not_finite_in_one_group_is_skipped_in_all_of_them(ranks):
-    for skipped, reason in ranks(4).run(_nan_in_an_expert):
-        assert skipped
-        assert "'expert.weight'" in reason and "rank 3" not in reason.split("from")[0]
-
-
-def _resumed() -> None:
-    """Stop a tensor-parallel run in the middle of a window, go on in another engine, as if it had not."""
+@on_ranks(4)
+def test_a_run_on_a_mesh_resumes_in_mid_window():
     mesh = mesh_of(dp=2, tp=2)
-    whole, stopped, resumed = (_cut(Block(torch.float32), mesh) for _ in range(3))
-    data = micro_batches(mesh.get_local_rank("dp"), torch.float32)[:ACCUMULATE]
-    options = {"accumulate": ACCUMULATE, "device_mesh": mesh, "axes": pe.Axes(replicate="dp")}
 
-    def run(model: nn.Module, sync: pe.Sync, data: list[torch.Tensor]) -> list[torch.Tensor]:
-        for window in sync.windows(data):
-            for x in window:
-                sync.backward(loss_of(model, x), count=count_of(x))
-            sync.unscale_()
-        return [
-            p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()
-        ]
+    def make() -> tuple[pe.Sync, nn.Module]:
+        model = cut(Block(torch.float32), mesh)
+        axes = pe.Axes(replicate="dp")
+        return pe.GradSync(model, accumulate=ACCUMULATE, device_mesh=mesh, axes=axes), model
 
-    want = run(whole, pe.GradSync(whole, **options), data)
-    first = pe.GradSync(stopped, **options)
-    for x in next(first.windows(data)):
-        first.backward(loss_of(stopped, x), count=count_of(x))
-        state = first.state_dict()
-        break
-    second = pe.GradSync(resumed, **options)
-    second.load_state_dict(state)
-    found = run(resumed, second, data[1:])
-    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    assert_resumes(make, micro_batches(mesh.get_local_rank("dp"), torch.float32))
 
 
-def test_a_run_on_a_mesh_resumes_in_mid_window(ranks):
-    ranks(4).run(_resumed)
-
-
-def _read_ahead() -> tuple[float, float]:
-    """Counts of a shared batch, read ahead, are shared, too."""
+@on_ranks(4)
+def test_counts_read_ahead_count_once_a_batch():
     mesh, model = mesh_of(dp=2, tp=2), nn.Linear(3, 1, bias=False)
     sync = pe.GradSync(model, accumulate=2, device_mesh=mesh, axes=pe.Axes(replicate="dp"))
     rows = 1 + mesh.get_local_rank("dp")
@@ -311,19 +262,16 @@ def _read_ahead() -> tuple[float, float]:
         for x in window:
             sync.backward(model(x).sum())
         sync.unscale_()
-    return next(iter(sync.totals.values())), model.weight.grad[0, 0].item()
+    assert (next(iter(sync.totals.values())), model.weight.grad[0, 0].item()) == (6.0, 1.0)
 
 
-def test_counts_read_ahead_count_once_a_batch(ranks):
-    assert ranks(4).run(_read_ahead) == [(6.0, 1.0)] * 4
-
-
-def _clipped_by_elements() -> list[float]:
+@on_ranks(4)
+def test_elements_of_all_parts_are_measured_and_clipped():
     """The largest element of all parts, and elements clipped in them."""
     mesh, model, twin = mesh_of(dp=2, tp=2), Block(torch.float32), Block(torch.float64)
     x = torch.linspace(-1, 1, ROWS * 6).reshape(ROWS, 6)
     (loss_of(twin, x.double()) / ROWS).backward()
-    _cut(model, mesh)
+    cut(model, mesh)
     sync = pe.GradSync(model, device_mesh=mesh, axes=pe.Axes(replicate="dp"))
     for window in sync.windows([x]):
         for x in window:
@@ -335,17 +283,14 @@ def _clipped_by_elements() -> list[float]:
     largest = max(p.grad.abs().max().item() for p in twin.parameters())
     clipped = torch.cat([p.grad.clamp(-largest / 4, largest / 4).flatten() for p in twin.parameters()])
     torch.testing.assert_close(found, [largest, clipped.norm().item()], rtol=1e-5, atol=0)
-    return found
+    assert_alike(found)
 
 
-def test_elements_of_all_parts_are_measured_and_clipped(ranks):
-    assert_alike(ranks(4).run(_clipped_by_elements))
-
-
-def _kept() -> float:
+@on_ranks(4)
+def test_gradients_kept_on_a_mesh_count_once():
     """Gradients that stay with the caller count into the next window, and its norm."""
     mesh = mesh_of(dp=2, tp=2)
-    model = _cut(Block(torch.float32), mesh)
+    model = cut(Block(torch.float32), mesh)
     sync = pe.GradSync(model, accumulate=1, device_mesh=mesh, axes=pe.Axes(replicate="dp"))
     norms = []
     for window in sync.windows([torch.ones(ROWS, 6)] * 2):
@@ -354,14 +299,12 @@ def _kept() -> float:
         norms.append(sync.grad_norm().item())
         sync.unscale_()
     assert norms[1] == pytest.approx(2 * norms[0], rel=1e-6)
-    return norms[1]
+    assert_alike(norms[1])
 
 
-def test_gradients_kept_on_a_mesh_count_once(ranks):
-    assert_alike(ranks(4).run(_kept))
-
-
-def _attached(dtype: torch.dtype, what: str) -> list[float]:
+@pytest.mark.parametrize(("dtype", "what"), [(torch.float32, "stages"), (torch.bfloat16, "the same batch")])
+@on_ranks(4)
+def test_ddp_over_one_axis_of_a_mesh(dtype, what):
     mesh = mesh_of(dp=2, other=2)
     stages = [Block(dtype), nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).to(dtype)]
     shards = [micro_batches(shard, dtype) for shard in range(2)]
@@ -370,20 +313,14 @@ def _attached(dtype: torch.dtype, what: str) -> list[float]:
     ddp = DistributedDataParallel(stages[stage], process_group=mesh.get_group("dp"), bucket_cap_mb=1e-5)
     axes = pe.Axes(replicate="dp", shard="other" if what == "stages" else ())
     sync = pe.attach(ddp, accumulate=ACCUMULATE, device_mesh=mesh, axes=axes)
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
+    records = records_of(sync)
     found = train(ddp, sync, shards[mesh.get_local_rank("dp")])
     mine = {name.removeprefix(f"{stage}."): value for name, value in want.items()}
     assert_trained(ddp.module, mine, (found, norms))
     assert [record.micro_batches for record in records] == [2 * ACCUMULATE] * 2
     # The header and the norm, beside what DDP's group sends.
     assert all(record.collectives > 2 + (what == "stages") for record in records)
-    return found
-
-
-@pytest.mark.parametrize(("dtype", "what"), [(torch.float32, "stages"), (torch.bfloat16, "the same batch")])
-def test_ddp_over_one_axis_of_a_mesh(ranks, dtype, what):
-    assert_alike(ranks(4).run(_attached, dtype, what))
+    assert_alike(found)
 
 
 def _attached_wrongly() -> str:
@@ -398,40 +335,20 @@ def test_a_ddp_over_another_axis_is_refused(ranks):
     assert len(set(ranks(4).run(_attached_wrongly))) == 1
 
 
-class _Sequence(nn.Module):
-    """A norm whose gradients are partial sums under sequence parallelism."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(self.norm(x))))
-
-
-def _sequence_parallel() -> list[float]:
-    mesh, model = mesh_of(dp=2, tp=2), _Sequence()
+@on_ranks(4)
+def test_gradients_that_are_partial_sums_are_redistributed():
+    mesh, model = mesh_of(dp=2, tp=2), Sequence(torch.float32)
     shards = [micro_batches(shard, torch.float32) for shard in range(2)]
     want, norms = in_one_process(model, shards)
-    plan = {
-        "norm": SequenceParallel(sequence_dim=0),
-        "up": ColwiseParallel(input_layouts=Shard(0)),
-        "down": RowwiseParallel(),
-    }
-    whole = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(0),))
-    parallelize_module(model, mesh["tp"], {"": whole, **plan})
+    cut_sequence(model, mesh)
     sync = pe.GradSync(model, accumulate=ACCUMULATE, device_mesh=mesh, axes=pe.Axes(replicate="dp"))
     found = train(model, sync, shards[mesh.get_local_rank("dp")])
     assert_trained(model, want, (found, norms))
-    return found
+    assert_alike(found)
 
 
-def test_gradients_that_are_partial_sums_are_redistributed(ranks):
-    assert_alike(ranks(4).run(_sequence_parallel))
-
-
-def _engine_after_engine() -> tuple[list[int], list[int]]:
+@on_ranks(4)
+def test_later_engines_use_the_process_groups_that_earlier_ones_have_made():
     mesh = mesh_of(edp=2, ep=2)
     how: Any = {"device_mesh": mesh, "axes": pe.Axes(replicate=("edp", "ep"), groups={"experts.*": "edp"})}
 
@@ -446,9 +363,5 @@ def _engine_after_engine() -> tuple[list[int], list[int]]:
         sync.close()
         return len(dist.distributed_c10d._world.pg_map)
 
-    return [num_groups("own") for _ in range(3)], [num_groups("ddp") for _ in range(3)]
-
-
-def test_later_engines_use_the_process_groups_that_earlier_ones_have_made(ranks):
-    for own, beside_ddp in ranks(4).run(_engine_after_engine):
-        assert len({*own, *beside_ddp}) == 1
+    own, beside_ddp = [num_groups("own") for _ in range(3)], [num_groups("ddp") for _ in range(3)]
+    assert len({*own, *beside_ddp}) == 1

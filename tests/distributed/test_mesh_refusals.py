@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import me
 from meshes import Block, Experts, mesh_of
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,24 +23,6 @@ def _said(model: nn.Module, **options: Any) -> str:
     except (ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def _wrong(case: str) -> str:
-    rank, _ = me()
-    mesh, model = mesh_of(dp=2, tp=2), Block(torch.float32)
-    axes: dict[str, Any] = {
-        "no such axis": pe.Axes(replicate="data"),
-        "no such axis on one rank": pe.Axes(replicate="data") if rank == 2 else DP,
-        "no replicas": pe.Axes(),
-        "replicas and shards": pe.Axes(replicate="dp", shard="dp"),
-        "an axis twice": pe.Axes(replicate=("dp", "dp")),
-        "no such count": pe.Axes(replicate="dp", count="cp"),
-        "no such group": pe.Axes(replicate="dp", groups={"*": "ep"}),
-        "no such parameter": pe.Axes(replicate="dp", groups={"expert.*": ()}),
-        "other axes": DP if rank else pe.Axes(replicate="tp"),
-        "no axes": "dp",
-    }
-    return _said(model, device_mesh=mesh, axes=axes[case])
 
 
 WRONG = {
@@ -57,12 +40,40 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_axes_are_refused_on_every_rank(ranks, case):
-    for text in ranks(4).run(_wrong, case):
-        assert WRONG[case] in text
+@on_ranks(4)
+def test_wrong_axes_are_refused_on_every_rank(case):
+    rank, _ = me()
+    mesh, model = mesh_of(dp=2, tp=2), Block(torch.float32)
+    axes: dict[str, Any] = {
+        "no such axis": pe.Axes(replicate="data"),
+        "no such axis on one rank": pe.Axes(replicate="data") if rank == 2 else DP,
+        "no replicas": pe.Axes(),
+        "replicas and shards": pe.Axes(replicate="dp", shard="dp"),
+        "an axis twice": pe.Axes(replicate=("dp", "dp")),
+        "no such count": pe.Axes(replicate="dp", count="cp"),
+        "no such group": pe.Axes(replicate="dp", groups={"*": "ep"}),
+        "no such parameter": pe.Axes(replicate="dp", groups={"expert.*": ()}),
+        "other axes": DP if rank else pe.Axes(replicate="tp"),
+        "no axes": "dp",
+    }
+    assert WRONG[case] in _said(model, device_mesh=mesh, axes=axes[case])
 
 
-def _wrong_groups(case: str) -> str:
+WRONG_GROUPS = {
+    "both": "process_group and device_mesh were both given",
+    "no mesh": "device_mesh is a str: need a torch.distributed.device_mesh.DeviceMesh",
+    "no group": "process_group='dp' is a str",
+    "axes without a mesh": "without device_mesh: only a mesh has axes",
+    "names without a mesh": "axes.groups['up.*']='dp': need a torch.distributed.ProcessGroup",
+    "outside": "which the engine's process group has not",
+    "other groups": "sums gradients over ranks",
+    "other sizes": "ranks have different meshes or axes",
+}
+
+
+@pytest.mark.parametrize("case", WRONG_GROUPS)
+@on_ranks(4)
+def test_wrong_groups_and_meshes_are_refused_on_every_rank(case):
     rank, _ = me()
     mesh, model = mesh_of(dp=2, tp=2), Block(torch.float32)
     rows, columns = mesh.get_group("tp"), mesh.get_group("dp")
@@ -79,25 +90,7 @@ def _wrong_groups(case: str) -> str:
             "axes": DP,
         },
     }[case]
-    return _said(model, **options)
-
-
-WRONG_GROUPS = {
-    "both": "process_group and device_mesh were both given",
-    "no mesh": "device_mesh is a str: need a torch.distributed.device_mesh.DeviceMesh",
-    "no group": "process_group='dp' is a str",
-    "axes without a mesh": "without device_mesh: only a mesh has axes",
-    "names without a mesh": "axes.groups['up.*']='dp': need a torch.distributed.ProcessGroup",
-    "outside": "which the engine's process group has not",
-    "other groups": "sums gradients over ranks",
-    "other sizes": "ranks have different meshes or axes",
-}
-
-
-@pytest.mark.parametrize("case", WRONG_GROUPS)
-def test_wrong_groups_and_meshes_are_refused_on_every_rank(ranks, case):
-    for text in ranks(4).run(_wrong_groups, case):
-        assert WRONG_GROUPS[case] in text
+    assert WRONG_GROUPS[case] in _said(model, **options)
 
 
 def _outside() -> str:
@@ -111,7 +104,18 @@ def test_a_rank_outside_of_the_mesh_raises_and_the_others_do_not(ranks):
     assert "device_mesh: rank 2 is not in it (it has [0, 1])" in third
 
 
-def _parts(case: str) -> str:
+PARTS = {
+    "summed": "parameter 'up.weight' is a DTensor on axis 'dp', over which its gradient is to be summed",
+    "native": "parameter 'up.weight' is a narrow DTensor, and accumulator='native'",
+    "other experts": "parameter 0: rank 0 has 'experts.0.weight' [6, 6] float32; rank 2 has",
+    "BatchNorm": "here ranks share batches",
+    "accumulate": "accumulate=[1, 2, 3, 4] by rank, and rank 0 shares its batch with rank 1",
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+@on_ranks(4)
+def test_parameters_that_cannot_be_had_on_a_mesh_are_refused_on_every_rank(case):
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     rank, _ = me()
@@ -130,22 +134,7 @@ def _parts(case: str) -> str:
         over = {"summed": "dp", "native": "tp"}[case]
         parallelize_module(model, mesh[over], {"up": ColwiseParallel()})
         options["accumulator"] = "native"
-    return _said(model, **options)
-
-
-PARTS = {
-    "summed": "parameter 'up.weight' is a DTensor on axis 'dp', over which its gradient is to be summed",
-    "native": "parameter 'up.weight' is a narrow DTensor, and accumulator='native'",
-    "other experts": "parameter 0: rank 0 has 'experts.0.weight' [6, 6] float32; rank 2 has",
-    "BatchNorm": "here ranks share batches",
-    "accumulate": "accumulate=[1, 2, 3, 4] by rank, and rank 0 shares its batch with rank 1",
-}
-
-
-@pytest.mark.parametrize("case", PARTS)
-def test_parameters_that_cannot_be_had_on_a_mesh_are_refused_on_every_rank(ranks, case):
-    for text in ranks(4).run(_parts, case):
-        assert PARTS[case] in text
+    assert PARTS[case] in _said(model, **options)
 
 
 def _counts(case: str) -> tuple[str, float]:

@@ -6,7 +6,9 @@ import copy
 
 import pytest
 import torch
-from meshes import assert_alike, mesh_of
+from cases import assert_alike, me, records_of
+from meshes import mesh_of
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.nn.functional import cross_entropy
@@ -62,8 +64,27 @@ def _in_one_process(
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 
 
-def _train(schedule: str, dp: int, is_marked: bool, options: dict[str, object]) -> list[list[float]]:
+def _run(mb: pe.MicroBatch, is_marked: bool, step) -> None:  # type: ignore[no-untyped-def]
+    if is_marked:
+        with mb.last_backward():
+            step()
+    else:
+        step()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "world", "is_marked", "options"),
+    [
+        ("gpipe", 2, False, {}),
+        ("1f1b", 2, True, {}),
+        ("gpipe", 4, True, {"accumulator": "exact"}),
+        ("interleaved", 4, False, {"accumulator": "exact"}),
+    ],
+)
+@on_ranks()
+def test_a_schedule_is_one_micro_batch_a_step(schedule, is_marked, options):
     """Only the last stage knows losses and counts."""
+    dp = me()[1] // 2
     mesh = mesh_of(pp=2, dp=dp)
     rank, shard, group = mesh.get_local_rank("pp"), mesh.get_local_rank("dp"), mesh.get_group("pp")
     virtual = 2 if schedule == "interleaved" else 1
@@ -79,8 +100,7 @@ def _train(schedule: str, dp: int, is_marked: bool, options: dict[str, object]) 
     axes = pe.Axes(replicate="dp", shard="pp")
     sync = pe.GradSync(mine, accumulate=ACCUMULATE, device_mesh=mesh, axes=axes, **options)
     optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
+    records = records_of(sync)
     norms = []
     for window in sync.windows(_data(shard)):
         for x, y in window:
@@ -105,25 +125,4 @@ def _train(schedule: str, dp: int, is_marked: bool, options: dict[str, object]) 
     assert [record.micro_batches for record in records] == [dp * ACCUMULATE] * 2
     for name, param in mine.named_parameters():
         torch.testing.assert_close(param.double(), whole.get_parameter(name), rtol=1e-5, atol=1e-6)
-    return [norms, [record.loss or 0.0 for record in records]]
-
-
-def _run(mb: pe.MicroBatch, is_marked: bool, step) -> None:  # type: ignore[no-untyped-def]
-    if is_marked:
-        with mb.last_backward():
-            step()
-    else:
-        step()
-
-
-@pytest.mark.parametrize(
-    ("schedule", "dp", "is_marked", "options"),
-    [
-        ("gpipe", 1, False, {}),
-        ("1f1b", 1, True, {}),
-        ("gpipe", 2, True, {"accumulator": "exact"}),
-        ("interleaved", 2, False, {"accumulator": "exact"}),
-    ],
-)
-def test_a_schedule_is_one_micro_batch_a_step(ranks, schedule, dp, is_marked, options):
-    assert_alike(ranks(2 * dp).run(_train, schedule, dp, is_marked, options))
+    assert_alike([norms, [record.loss or 0.0 for record in records]])

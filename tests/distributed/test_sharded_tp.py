@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from cases import Inject, me
+from cases import Inject, assert_alike, me, records_of
 from meshes import (
     ACCUMULATE,
     Block,
+    Sequence,
+    assert_resumes,
     assert_trained,
     count_of,
+    cut,
+    cut_sequence,
     in_one_process,
     loss_of,
     mesh_of,
     micro_batches,
     train,
 )
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import pyengine as pe
 
@@ -36,38 +42,33 @@ class Twice(nn.Module):
         return self.second(self.first(x))
 
 
-def _cut(*, narrow: bool = False, **options: Any) -> tuple[pe.Sync, nn.Module, int]:
-    """Return an engine over a model, that, and this rank's data shard."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+Made = tuple[pe.Sync, nn.Module]
 
+
+def _cut(*, narrow: bool = False, **options: Any) -> Made:
     mesh, model = mesh_of(dp=2, tp=2), Twice(torch.float32)
     policy = MixedPrecisionPolicy()
     if narrow:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in (model.first, model.second):
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
+        fully_shard(cut(block, mesh), mesh=mesh["dp"], mp_policy=policy)
     fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
-    return pe.attach(model, accumulate=ACCUMULATE, **options), model, mesh["dp"].get_local_rank()
+    return pe.attach(model, accumulate=ACCUMULATE, **options), model
+
+
+def _sequence() -> Made:
+    mesh, model = mesh_of(dp=2, tp=2), Sequence(torch.float32)
+    fully_shard(cut_sequence(model, mesh), mesh=mesh["dp"])
+    return pe.attach(model, accumulate=ACCUMULATE), model
+
+
+def _mine() -> list[Tensor]:
+    """Return the data of this rank's shard; two ranks have each."""
+    return micro_batches(me()[0] // 2, torch.float32)
 
 
 def _shards() -> list[list[Tensor]]:
     return [micro_batches(shard, torch.float32) for shard in range(2)]
-
-
-def _trains(options: dict[str, Any], *, narrow: bool) -> list[str]:
-    """Return the bits of the norms."""
-    torch.manual_seed(0)
-    want, norms = in_one_process(Twice(torch.float64), _shards())
-    sync, model, shard = _cut(narrow=narrow, **options)
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
-    found = train(model, sync, _shards()[shard])
-    assert_trained(model, want, (found, norms), narrow=narrow)
-    for record, start in zip(records, (0, ACCUMULATE), strict=True):
-        count = sum(count_of(x) for shard in _shards() for x in shard[start : start + ACCUMULATE])
-        assert (record.micro_batches, record.count) == (2 * ACCUMULATE, count)
-    return [norm.hex() for norm in found]
 
 
 @pytest.mark.parametrize(
@@ -75,40 +76,31 @@ def _trains(options: dict[str, Any], *, narrow: bool) -> list[str]:
     [({}, False), ({"defer": "none"}, True), ({"defer_budget_mb": float("inf")}, False)],
     ids=str,
 )
-def test_elements_and_counts_are_taken_once_over_both_axes(ranks, options, narrow):
-    first, *others = ranks(4).run(_trains, options, narrow=narrow)
-    assert others == [first] * 3
+@on_ranks(4)
+def test_elements_and_counts_are_taken_once_over_both_axes(options, narrow):
+    torch.manual_seed(0)
+    want, norms = in_one_process(Twice(torch.float64), _shards())
+    sync, model = _cut(narrow=narrow, **options)
+    records = records_of(sync)
+    found = train(model, sync, _mine())
+    assert_trained(model, want, (found, norms), narrow=narrow)
+    for record, start in zip(records, (0, ACCUMULATE), strict=True):
+        count = sum(count_of(x) for shard in _shards() for x in shard[start : start + ACCUMULATE])
+        assert (record.micro_batches, record.count) == (2 * ACCUMULATE, count)
+    assert_alike(found)
 
 
-def _resumes(make: Callable[..., tuple[pe.Sync, nn.Module, int]], **options: str) -> None:
-    sync, model, shard = make(**options)
-    data = _shards()[shard][:ACCUMULATE]
-    for window in sync.windows(data):
-        for number, x in enumerate(window):
-            sync.backward(loss_of(model, x), count=count_of(x))
-            if number == 1:
-                state = sync.state_dict()
-        sync.unscale_()
-    want = [param.grad.full_tensor() for param in model.parameters()]
-    sync.close()
-    sync, model, _ = make(**options)
-    sync.load_state_dict(state)
-    for window in sync.windows(data[2:]):
-        for x in window:
-            sync.backward(loss_of(model, x), count=count_of(x))
-        sync.unscale_()
-    for param, grad in zip(model.parameters(), want, strict=True):
-        assert torch.equal(param.grad.full_tensor(), grad)
+@pytest.mark.parametrize("make", [partial(_cut, nonfinite="raise"), _sequence])
+@on_ranks(4)
+def test_a_state_of_an_open_window_goes_on(make):
+    assert_resumes(make, _mine())
 
 
-def test_a_state_of_an_open_window_goes_on(ranks):
-    ranks(4).run(_resumes, _cut, nonfinite="raise")
-
-
-def _goes_on_with_what_is_lost() -> None:
+@on_ranks(4)
+def test_residuals_of_what_this_rank_has_go_on_from_a_state():
     wire = pe.wire.ErrorFeedback(pe.wire.Int8())
-    sync, model, shard = _cut(wire=wire)
-    data, norms, states = _shards()[shard], [], []
+    sync, model = _cut(wire=wire)
+    data, norms, states = _mine(), [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for window in sync.windows(data):
         for x in window:
@@ -118,7 +110,7 @@ def _goes_on_with_what_is_lost() -> None:
         optimizer.zero_grad()
         states.append(sync.state_dict())
     sync.close()
-    sync, model, _ = _cut(wire=wire)
+    sync, model = _cut(wire=wire)
     sync.load_state_dict(states[0])
     for window in sync.windows(data[ACCUMULATE:]):
         for x in window:
@@ -129,107 +121,36 @@ def _goes_on_with_what_is_lost() -> None:
     assert states[0][f"rank {rank} of 4"][0]["residuals"]["first.up.weight"].shape == (4 * 6,)  # of 8 rows, 4
 
 
-def test_residuals_of_what_this_rank_has_go_on_from_a_state(ranks):
-    ranks(4).run(_goes_on_with_what_is_lost)
-
-
-def _is_skipped() -> bool:
-    sync, model, shard = _cut()
-    rank, _ = me()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for window in sync.windows(_shards()[shard][:ACCUMULATE]):
+@on_ranks(4)
+def test_a_step_that_is_not_finite_in_one_data_shard_is_skipped_on_all_ranks():
+    sync, model = _cut()
+    for window in sync.windows(_mine()[:ACCUMULATE]):
         for x in window:
             loss = loss_of(model, x)
-            sync.backward(Inject.apply(loss, torch.inf) if rank < 2 else loss, count=count_of(x))
-        return bool(sync.step(optimizer))
+            sync.backward(Inject.apply(loss, torch.inf) if me()[0] < 2 else loss, count=count_of(x))
+        assert not sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
 
 
-def test_a_step_that_is_not_finite_in_one_data_shard_is_skipped_on_all_ranks(ranks):
-    assert ranks(4).run(_is_skipped) == [False] * 4
-
-
-def _counts_differ() -> str:
+@on_ranks(4)
+def test_ranks_of_one_data_shard_that_count_differently_are_told():
     rank, _ = me()
-    sync, model, shard = _cut()
+    sync, model = _cut()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with pytest.raises(ValueError) as error:
-        for window in sync.windows(_shards()[shard][:ACCUMULATE]):
+        for window in sync.windows(_mine()[:ACCUMULATE]):
             for x in window:
                 sync.backward(loss_of(model, x), count=2 if rank == 1 else 1)
             sync.step(optimizer)
-    return str(error.value)
+    assert "batch 0" in str(error.value)
 
 
-def test_ranks_of_one_data_shard_that_count_differently_are_told(ranks):
-    for message in ranks(4).run(_counts_differ):
-        assert "batch 0" in message
-
-
-class _Sequence(nn.Module):
-    """A norm whose gradients are partial sums under sequence parallelism."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        block = Block(dtype)
-        self.norm, self.up, self.down = block.norm, block.up, block.down
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(self.norm(x))))
-
-
-def _sequence() -> tuple[pe.Sync, nn.Module, int]:
-    """Return the same as `_cut`, over another model."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
-    mesh, model = mesh_of(dp=2, tp=2), _Sequence(torch.float32)
-    plan = {
-        "": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(0),)),
-        "norm": SequenceParallel(sequence_dim=0),
-        "up": ColwiseParallel(input_layouts=Shard(0)),
-        "down": RowwiseParallel(),
-    }
-    parallelize_module(model, mesh["tp"], plan)
-    fully_shard(model, mesh=mesh["dp"])
-    return pe.attach(model, accumulate=ACCUMULATE), model, mesh["dp"].get_local_rank()
-
-
-def _sequence_parallel() -> list[str]:
-    want, norms = in_one_process(_Sequence(torch.float64), _shards())
-    sync, model, shard = _sequence()
-    found = train(model, sync, _shards()[shard])
+@on_ranks(4)
+def test_gradients_that_are_partial_sums_are_redistributed():
+    want, norms = in_one_process(Sequence(torch.float64), _shards())
+    sync, model = _sequence()
+    found = train(model, sync, _mine())
     assert_trained(model, want, (found, norms))
-    return [norm.hex() for norm in found]
-
-
-def test_gradients_that_are_partial_sums_are_redistributed(ranks):
-    first, *others = ranks(4).run(_sequence_parallel)
-    assert others == [first] * 3
-    ranks(4).run(_resumes, _sequence)
-
-
-def _refused(case: str) -> str:
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    mesh, model, options = mesh_of(dp=2, tp=2), Block(torch.float32), {}
-    match case:
-        case "exact":
-            options = {"accumulator": "exact"}
-            parallelize_module(model, mesh["tp"], {"up": ColwiseParallel()})
-            fully_shard(model, mesh=mesh["dp"])
-        case "one unit over all ranks":
-            parallelize_module(model, mesh["tp"], {"up": ColwiseParallel()})
-            fully_shard(model.down)
-            fully_shard(model, mesh=mesh["dp"])
-    with pytest.raises(ValueError) as error:
-        pe.attach(model, accumulate=3, **options)
-    return str(error.value)
+    assert_alike(found)
 
 
 REFUSED = {
@@ -239,6 +160,15 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_meshes_that_do_not_fit_together_are_refused_on_every_rank(ranks, case):
-    for message in ranks(4).run(_refused, case):
-        assert REFUSED[case] in message
+@on_ranks(4)
+def test_meshes_that_do_not_fit_together_are_refused_on_every_rank(case):
+    mesh, model, options = mesh_of(dp=2, tp=2), Block(torch.float32), {}
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel()})
+    if case == "exact":
+        options = {"accumulator": "exact"}
+    else:
+        fully_shard(model.down)
+    fully_shard(model, mesh=mesh["dp"])
+    with pytest.raises(ValueError) as error:
+        pe.attach(model, accumulate=3, **options)
+    assert REFUSED[case] in str(error.value)

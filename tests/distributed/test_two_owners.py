@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Breaks, Integers, assert_same, integers, me, mean_of_integers
+from cases import Breaks, Integers, assert_alike, assert_same, integers, me, mean_of_integers, records_of
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,13 +27,11 @@ class Model(nn.Module):
         self.expert.never = nn.Parameter(torch.ones(2, dtype=expert))
 
     def forward(self, x: Tensor, t: Tensor, *, uses: bool = True) -> Tensor:
-        """Return a 0-dim loss, summed over items."""
         loss = self.dense(x, t)
         return loss + self.expert(x, t) if uses else loss
 
 
 def _members(which: str) -> list[int]:
-    """Return the ranks that have this rank's expert."""
     rank, world = me()
     return {"everyone": [*range(world)], "every other": [*range(rank % 2, world, 2)], "alone": [rank]}[which]
 
@@ -64,7 +63,6 @@ def _attached(
 
 
 def _batches(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Return every rank's micro-batches, as (rank, number)."""
     return ((rank, k) for rank in range(me()[1]) for k in numbers)
 
 
@@ -73,7 +71,6 @@ def _uses(rank: int, k: int) -> bool:
 
 
 def _want(model: Model, which: str, numbers: list[int]) -> dict[str, Tensor | None]:
-    """Return the gradients of one big batch."""
     count = 3 * len([*_batches(numbers)])
     dense = [integers(100 * r + k) for r, k in _batches(numbers)]
     mine = [integers(100 * r + k) for r, k in _batches(numbers) if _uses(r, k) and r in _members(which)]
@@ -99,11 +96,27 @@ def _grads(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
-def _train(which: str, dtypes: list[torch.dtype], options: dict[str, object]) -> list[float]:
+WIDE, NARROW = torch.float32, torch.bfloat16
+EXACT = {"accumulator": "exact"}
+
+
+@pytest.mark.parametrize(
+    ("which", "world", "dtypes", "options"),
+    [
+        ("everyone", 1, [WIDE, WIDE], {}),
+        ("alone", 2, [WIDE, NARROW], {}),
+        ("everyone", 2, [WIDE, WIDE], EXACT),
+        ("every other", 3, [NARROW, WIDE], EXACT),
+        ("every other", 3, [NARROW, NARROW], {"unused": True}),
+        ("every other", 4, [WIDE, WIDE], {"nonfinite": "raise"}),
+    ],
+    ids=str,
+)
+@on_ranks()
+def test_experts_beside_ddp_equal_one_big_batch(which, dtypes, options):
     rank, _ = me()
     sync, ddp = _attached(which, dtypes=dtypes, **options)
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
+    records = records_of(sync)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0, fused=True)
     norms = []
     for number, window in enumerate(sync.windows(range(7))):  # the last one is short
@@ -122,47 +135,22 @@ def _train(which: str, dtypes: list[torch.dtype], options: dict[str, object]) ->
         assert norms[-1] == pytest.approx(want, rel=1e-2 if torch.bfloat16 in dtypes else 1e-6)
         assert sync.step(optimizer)
     assert [record.count for record in records] == [9.0 * me()[1]] * 2 + [3.0 * me()[1]]
-    return norms
+    assert_alike(norms)
 
 
-WIDE, NARROW = torch.float32, torch.bfloat16
-EXACT = {"accumulator": "exact"}
-
-
-@pytest.mark.parametrize(
-    ("which", "world", "dtypes", "options"),
-    [
-        ("everyone", 1, [WIDE, WIDE], {}),
-        ("alone", 2, [WIDE, NARROW], {}),
-        ("everyone", 2, [WIDE, WIDE], EXACT),
-        ("every other", 3, [NARROW, WIDE], EXACT),
-        ("every other", 3, [NARROW, NARROW], {"unused": True}),
-        ("every other", 4, [WIDE, WIDE], {"nonfinite": "raise"}),
-    ],
-    ids=str,
-)
-def test_experts_beside_ddp_equal_one_big_batch(ranks, which, world, dtypes, options):
-    first, *others = ranks(world).run(_train, which, dtypes, options)
-    assert others == [first] * (world - 1)
-
-
-def _skips() -> tuple[bool, str]:
+@on_ranks(3)
+def test_what_is_not_finite_in_one_expert_is_skipped_everywhere():
     rank, _ = me()
     sync, ddp = _attached("every other")
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
+    records = records_of(sync)
     for window in sync.windows(range(3)):
         for k in window:
             loss = ddp(*integers(100 * rank + k))
             sync.backward(loss + ddp.module.expert.matrix.sum() * (float("inf") if rank == 2 else 1.0))
         sync.step(torch.optim.SGD(ddp.parameters(), lr=0.1))
     assert all(bool((param == 1).all()) for param in ddp.parameters())
-    return records[0].skipped, records[0].reason
-
-
-def test_what_is_not_finite_in_one_expert_is_skipped_everywhere(ranks):
-    for skipped, reason in ranks(3).run(_skips):
-        assert skipped and "'expert.matrix'" in reason
+    skipped, reason = records[0].skipped, records[0].reason
+    assert skipped and "'expert.matrix'" in reason
 
 
 def _fails(at: int, accumulator: str) -> list[str]:
@@ -170,8 +158,7 @@ def _fails(at: int, accumulator: str) -> list[str]:
     rank, _ = me()
     sync, ddp = _attached("every other", accumulator=accumulator)
     said: list[str] = []
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
+    records = records_of(sync)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
     for number, window in enumerate(sync.windows(range(9))):
         numbers = [*range(3 * number, 3 * number + 3)]
@@ -202,7 +189,9 @@ def test_a_failure_in_an_earlier_backward_is_refused_everywhere(ranks):
         assert "rank 2: micro-batch 1 was left by an exception" in said
 
 
-def _resumes(accumulator: str) -> None:
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+@on_ranks(3)
+def test_a_window_goes_on_in_another_engine(accumulator):
     rank, _ = me()
 
     def run(sync: pe.Sync, ddp: nn.Module, ks: list[int]) -> None:
@@ -223,13 +212,9 @@ def _resumes(accumulator: str) -> None:
     assert_same(_grads(ddp.module), _want(ddp.module, "every other", [0, 1, 2]))
 
 
-@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
-def test_a_window_goes_on_in_another_engine(ranks, accumulator):
-    ranks(3).run(_resumes, accumulator)
-
-
-def _ends_early(which: str, accumulator: str) -> None:
-    """One rank flushes where the others run their last backward."""
+@pytest.mark.parametrize(("which", "accumulator"), [("everyone", "fp32"), ("every other", "exact")])
+@on_ranks(3)
+def test_a_window_ended_early_on_one_rank_is_sent_to_the_right_buckets(which, accumulator):
     rank, _ = me()
     sync, ddp = _attached(which, all_used=True, accumulator=accumulator)
     numbers = {1: [0, 1]}.get(rank, [0, 1, 2])
@@ -245,12 +230,8 @@ def _ends_early(which: str, accumulator: str) -> None:
     assert_same(got, mean_of_integers(ddp.module.dense, batches, total))
 
 
-@pytest.mark.parametrize(("which", "accumulator"), [("everyone", "fp32"), ("every other", "exact")])
-def test_a_window_ended_early_on_one_rank_is_sent_to_the_right_buckets(ranks, which, accumulator):
-    ranks(3).run(_ends_early, which, accumulator)
-
-
-def _given_values() -> tuple[float, float]:
+@on_ranks(3)
+def test_experts_get_the_values_of_their_groups_first_rank():
     rank, _ = me()
     model = Model(WIDE, WIDE)
     nn.init.constant_(model.expert.matrix, float(rank))
@@ -264,23 +245,8 @@ def _given_values() -> tuple[float, float]:
     sync.close()
     nn.init.constant_(model.expert.never, float(rank))
     pe.attach(ddp)  # without a group they are the caller's
-    return model.expert.matrix[0, 0].item(), model.expert.never[0].item()
-
-
-def test_experts_get_the_values_of_their_groups_first_rank(ranks):
-    assert ranks(3).run(_given_values) == [(0.0, 0.0), (1.0, 1.0), (0.0, 2.0)]
-
-
-def _refused(case: str) -> str:
-    model = Model(WIDE, WIDE)
-    if case != "not ignored":
-        names = [f"expert.{name}" for name, _ in model.expert.named_parameters()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    patterns = {"not ignored": "expert.*", "nothing": "experts.*", "both": "*matrix"}
-    axes = pe.Axes(groups={patterns[case]: _group("every other")})
-    with pytest.raises(ValueError) as error:
-        pe.attach(DistributedDataParallel(model), axes=axes)
-    return str(error.value)
+    # The first ranks of the groups are 0 and 1.
+    assert (model.expert.matrix[0, 0].item(), model.expert.never[0].item()) == (rank % 2, rank)
 
 
 REFUSED = {
@@ -291,12 +257,21 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_ddp_reduces_has_no_other_group(ranks, case):
-    for said in ranks(3).run(_refused, case):
-        assert REFUSED[case] in said
+@on_ranks(3)
+def test_what_ddp_reduces_has_no_other_group(case):
+    model = Model(WIDE, WIDE)
+    if case != "not ignored":
+        names = [f"expert.{name}" for name, _ in model.expert.named_parameters()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    patterns = {"not ignored": "expert.*", "nothing": "experts.*", "both": "*matrix"}
+    axes = pe.Axes(groups={patterns[case]: _group("every other")})
+    with pytest.raises(ValueError) as error:
+        pe.attach(DistributedDataParallel(model), axes=axes)
+    assert REFUSED[case] in str(error.value)
 
 
-def _bare() -> str:
+@on_ranks(2)
+def test_a_bare_backward_into_an_expert_is_refused_everywhere():
     rank, _ = me()
     sync, ddp = _attached("alone")
     with pytest.raises(ValueError) as error:
@@ -306,15 +281,12 @@ def _bare() -> str:
                     ddp.module.expert(*integers(7)).backward()
                 sync.backward(ddp(*integers(k)))
             sync.step(torch.optim.SGD(ddp.parameters(), lr=0.1))
-    return str(error.value)
+    said = str(error.value)
+    assert said.startswith("rank 1: ") and "the gradient of 'expert.matrix'" in said
 
 
-def test_a_bare_backward_into_an_expert_is_refused_everywhere(ranks):
-    for said in ranks(2).run(_bare):
-        assert said.startswith("rank 1: ") and "the gradient of 'expert.matrix'" in said
-
-
-def _frozen_on_a_mesh() -> float:
+@on_ranks(4)
+def test_frozen_parameters_of_a_stage_do_not_shift_the_norm():
     """A frozen parameter, which DDP has in no bucket, does not shift whose part of the norm is whose."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -327,9 +299,5 @@ def _frozen_on_a_mesh() -> float:
     sync = pe.attach(ddp, device_mesh=mesh, axes=pe.Axes(replicate="dp", shard="pp"))
     with sync.accumulate():
         sync.backward(ddp(torch.ones(1, 2)).sum())
-    return sync.grad_norm().item()
-
-
-def test_frozen_parameters_of_a_stage_do_not_shift_the_norm(ranks):
     # Two stages with gradients of four 2s and two 1s each.
-    assert ranks(4).run(_frozen_on_a_mesh) == [pytest.approx(36**0.5)] * 4
+    assert sync.grad_norm().item() == pytest.approx(36**0.5)
