@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
 from cases import Collectives, me
+from exact_cases import Cnn, digest, wrap
+from ranks import on_ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import pyengine as pe
 
@@ -30,65 +29,11 @@ VARIANTS = (
 )
 
 
-class Cnn(nn.Module):
-    """Convolutions in front of BatchNorms, of sizes that are not round; called with images,
-    returns a summed loss.
-    """
-
-    def __init__(self, variant: str = "plain") -> None:
-        super().__init__()
-        self.variant = variant
-        options = {"momentum": None} if variant == "mean" else {"momentum": 0.3}
-        self.stem = nn.Sequential(nn.Conv2d(3, 7, 3, padding=1), nn.BatchNorm2d(7, **options), nn.ReLU())
-        self.block = nn.Sequential(nn.Conv2d(7, 7, 3, padding=1), nn.BatchNorm2d(7, **options), nn.ReLU())
-        track = variant != "untracked"
-        self.norm = nn.BatchNorm1d(7, track_running_stats=track, **options)
-        self.head = nn.Linear(7, 5)
-
-    def train(self, mode: bool = True) -> Cnn:
-        """Keep the frozen one frozen."""
-        super().train(mode)
-        if self.variant == "frozen":
-            self.norm.eval()
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the summed loss of telling which channel mean is largest."""
-        target = x.float().mean((2, 3)).argmax(1)
-        h = self.stem(x)
-        if self.variant == "checkpoint":
-            h = checkpoint(self.block, h, use_reentrant=False)
-        else:
-            h = self.block(h)
-        if self.variant == "twice":
-            h = self.block(h)
-        logits = self.head(self.norm(h.mean((2, 3))))
-        return nn.functional.cross_entropy(logits.float(), target, reduction="sum")
-
-
-def _digest(*tensors: Tensor) -> str:
-    sha = hashlib.sha256()
-    for tensor in tensors:
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        sha.update(whole.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()[:16]
-
-
 def _build(variant: str) -> tuple[Cnn, Tensor]:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if variant == "half" else torch.float32
     model = Cnn(variant).train().to(dtype)
     return model, torch.randn(1000, 3, 5, 5).mul_(2).add_(1).to(dtype)
-
-
-def _wrap(kind: str, model: nn.Module, **options: object) -> tuple[pe.Sync, nn.Module]:
-    if kind == "own":
-        return pe.GradSync(model, **options), model
-    if kind == "fsdp":
-        fully_shard(model)
-        return pe.attach(model, **options), model
-    ddp = DistributedDataParallel(model)
-    return pe.attach(ddp, **options), ddp
 
 
 def _train(kind: str, micro_batches: int, variant: str) -> list[tuple[str, str]]:
@@ -99,7 +44,7 @@ def _train(kind: str, micro_batches: int, variant: str) -> list[tuple[str, str]]
     # The last window is short, and so is its last micro-batch: with many ranks some have none there.
     size = 4 * micro_batches * STEPS - 4 * (micro_batches // 2) - 1
     sampler = pe.WindowSampler(size, seed=7, micro_batch=4, global_batch=4 * micro_batches)
-    sync, forward = _wrap(kind, model, accumulate=sampler.accumulate, accumulator="exact")
+    sync, forward = wrap(kind, model, 25, accumulate=sampler.accumulate, accumulator="exact")
     if variant == "compiled":
         forward = torch.compile(forward, backend="aot_eager", fullgraph=kind == "own")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -109,7 +54,7 @@ def _train(kind: str, micro_batches: int, variant: str) -> list[tuple[str, str]]
             sync.backward(forward(data[rows]), count=len(rows))
         assert sync.step(optimizer)
         state = [value for p in model.parameters() for value in optimizer.state[p].values()]
-        digests.append((_digest(*model.parameters(), *state), _digest(*model.buffers())))
+        digests.append((digest(*model.parameters(), *state), digest(*model.buffers())))
     assert len(digests) == STEPS
     if variant == "compiled" and kind == "own":
         # One for full micro-batches, one for the short one: none for a row, a window or a backward.
@@ -160,7 +105,7 @@ def _statistics_only(learning: bool) -> list[Tensor]:
         return list(model.buffers())
     rank, world = me()
     mine = batches[rank * 12 // world : (rank + 1) * 12 // world]
-    sync, forward = _wrap("own", model, accumulate=len(mine), accumulator="exact")
+    sync, forward = wrap("own", model, 25, accumulate=len(mine), accumulator="exact")
     for window in sync.windows(mine):
         for x in window:
             sync.backward(forward(x), count=4)
@@ -179,55 +124,51 @@ def test_recomputation_does_not_count(ranks):
     assert _single(ranks, 8, "checkpoint") == _single(ranks, 8, "plain")
 
 
+def _losses(loop: str, model: nn.Module, window: Iterator[Tensor]) -> Iterator[Tensor]:
+    """Compute a window's losses, each before its backward at the latest."""
+    if loop == "forwards first":
+        yield from [model(x) for x in window]
+    elif loop == "handed out first":
+        yield from map(model, list(window))
+    elif loop == "one ahead":
+        ahead = next(window)
+        while ahead is not None:
+            x, ahead = ahead, next(window, None)
+            yield model(x)
+    elif loop == "interleaved":
+        for x in window:
+            yield from [model(x), model(next(window))]
+    else:
+        for x in window:
+            yield model(x)
+            if loop == "again afterwards":
+                with torch.no_grad():
+                    model(x)
+
+
 def _loops(loop: str) -> list[str]:
     model, data = _build("plain")
     rank, world = me()
     batches = list(data[: 24 * 4].split(4))
     share = 12 // world
     mine = [x for w in range(2) for x in batches[12 * w + rank * share : 12 * w + (rank + 1) * share]]
-    sync, optimizer = (
-        pe.GradSync(model, accumulate=share, accumulator="exact"),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-    )
-    digests = []
+    sync = pe.GradSync(model, accumulate=share, accumulator="exact")
+    optimizer, digests = torch.optim.SGD(model.parameters(), lr=0.1), []
 
     def end() -> None:
         sync.step(optimizer)
-        digests.append(_digest(*model.parameters(), *model.buffers()))
+        digests.append(digest(*model.parameters(), *model.buffers()))
 
     if loop == "accumulate":
-        for x in mine:
+        for index, x in enumerate(mine, start=1):
             with sync.accumulate():
                 sync.backward(model(x), count=4)
-                is_end = sync.is_sync_step
-            if is_end:
+            if index % share == 0:
                 end()
         return digests
     for window in sync.windows(mine):
-        if loop == "forwards first":
-            for loss in [model(x) for x in window]:
-                sync.backward(loss, count=4)
-        elif loop == "handed out first":
-            for x in list(window):
-                sync.backward(model(x), count=4)
-        elif loop == "one ahead":
-            ahead = next(window)
-            while ahead is not None:
-                x, ahead = ahead, next(window, None)
-                sync.backward(model(x), count=4)
-        elif loop == "interleaved":
-            for x in window:
-                losses = [model(x), model(next(window))]
-                for loss in losses:
-                    sync.backward(loss, count=4)
-        elif loop == "again afterwards":
-            for x in window:
-                sync.backward(model(x), count=4)
-                with torch.no_grad():
-                    model(x)
-        else:
-            for x in window:
-                sync.backward(model(x), count=4)
+        for loss in _losses(loop, model, window):
+            sync.backward(loss, count=4)
         end()
     return digests
 
@@ -250,7 +191,9 @@ def _unchanged(model: nn.Module, before: dict[str, Tensor]) -> bool:
     return all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
-def _abandoned(how: str) -> None:
+@pytest.mark.parametrize("how", ["loop", "inside", "nan"])
+@on_ranks(2)
+def test_a_window_that_is_not_used_leaves_statistics_alone(how):
     model, data = _build("plain")
     sync = pe.GradSync(model, accumulate=2, accumulator="exact")
     before, optimizer = _buffers(model), torch.optim.SGD(model.parameters(), lr=0.1)
@@ -275,12 +218,8 @@ def _abandoned(how: str) -> None:
     assert identities == [id(buffer) for buffer in model.buffers()]
 
 
-@pytest.mark.parametrize("how", ["loop", "inside", "nan"])
-def test_a_window_that_is_not_used_leaves_statistics_alone(ranks, how):
-    ranks(2).run(_abandoned, how)
-
-
-def _outside_windows() -> None:
+@on_ranks(1)
+def test_outside_windows_and_in_copies_modules_do_as_they_always_do():
     model, data = _build("plain")
     twin = copy.deepcopy(model)
     left = pe.GradSync(nn.ModuleList([model.norm]), accumulate=1, accumulator="exact")
@@ -302,10 +241,6 @@ def _outside_windows() -> None:
             other(data[4:8])
             twin(data[4:8])
         assert _unchanged(other, _buffers(twin))
-
-
-def test_outside_windows_and_in_copies_modules_do_as_they_always_do(ranks):
-    ranks(1).run(_outside_windows)
 
 
 def _traffic(norm: bool) -> int:
@@ -341,7 +276,6 @@ class Counts(nn.Module):
         self.register_buffer("constant", torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a loss."""
         if self.calls is not None:
             self.calls += self.constant
         return self.norm(self.linear(x)).square().sum()

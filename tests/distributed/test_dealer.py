@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 from cases import me
-from test_same_bits import Gpt, _digest
+from exact_cases import Gpt, digest
+from ranks import on_ranks
 from torch import nn
 
 import pyengine as pe
@@ -36,7 +37,7 @@ def _train(slow: int) -> tuple[list[str], list[list[int]]]:
                 sync.backward(model(data[rows]), count=8 * len(rows))
         sync.clip_grad_norm_(1.0)
         sync.step(optimizer)
-        digests.append(_digest(*model.parameters()))
+        digests.append(digest(*model.parameters()))
     return digests, taken
 
 
@@ -53,29 +54,17 @@ def test_every_micro_batch_is_computed_once_and_the_bits_are_those_of_one_rank(r
         assert slow < fast
 
 
-def _too_long() -> str:
-    try:
+@on_ranks(2)
+def test_a_window_shorter_than_one_ranks_share_is_refused():
+    with pytest.raises(ValueError) as error:
         pe.GradSync(nn.Linear(2, 1), accumulate=8, accumulator=pe.Exact(micro_batches=4))
-    except ValueError as error:
-        return str(error)
-    return ""
+    assert "accumulator=Exact(micro_batches=4) with accumulate=8" in str(error.value)
 
 
-def test_a_window_shorter_than_one_ranks_share_is_refused(ranks):
-    for message in ranks(2).run(_too_long):
-        assert "accumulator=Exact(micro_batches=4) with accumulate=8" in message
-
-
-def _too_few() -> str:
+@on_ranks(2)
+def test_an_engine_that_could_not_take_all_of_a_dealt_window_is_refused():
     sampler = pe.WindowSampler(8, seed=0, micro_batch=1, global_batch=4)
     sync = pe.GradSync(nn.Linear(2, 1), accumulate=2)
-    try:
+    with pytest.raises(ValueError) as error:
         next(sync.windows(pe.Dealer(sampler)))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_an_engine_that_could_not_take_all_of_a_dealt_window_is_refused(ranks):
-    for message in ranks(2).run(_too_few):
-        assert "accumulate=2 with a Dealer of 4 micro-batches" in message
+    assert "accumulate=2 with a Dealer of 4 micro-batches" in str(error.value)

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import WORLDS, Integers, engine, me, windows_of_integers
+from ranks import on_ranks
 from torch import Tensor
 
 from pyengine.comm import comm_for
@@ -51,9 +52,7 @@ def _plan(numels: list[int]) -> tuple[BucketPlan, int]:
 
 
 def _terms(numels: list[int], rank: int) -> list[list[Tensor | None]]:
-    """Two terms a rank, of all magnitudes, so that bins differ between ranks; some are not finite, some are
-    zero, one is missing.
-    """
+    """Two terms a rank, of all magnitudes; some are not finite, some are zero, one is missing."""
     terms: list[list[Tensor | None]] = []
     for number in range(2):
         generator = torch.Generator().manual_seed(10 * rank + number)
@@ -79,9 +78,7 @@ def _deposit(total: ExactSum, terms: list[list[Tensor | None]], slots: int) -> N
 def _merged(
     comm: Comm, numels: list[int], nums: list[int], *, most: int = 2, poison: bool = False
 ) -> tuple[Tensor, int]:
-    """Return the rounded sum over ranks, each of which has so many terms, and the bytes that this one has
-    sent.
-    """
+    """Return the rounded sum over ranks, each of which has so many terms, and the bytes sent by this one."""
     plan, numel = _plan(numels)
     total = exact_over_ranks(plan, terms=Terms(TERMS, most), device=CPU, comm=comm)
     result, num_bytes = torch.empty(0), 0
@@ -111,7 +108,37 @@ def _right(numels: list[int], nums: list[int]) -> list[int]:
     return _bits(right)
 
 
-def _merges() -> None:
+def _held(most: int) -> int:
+    plan, _ = _plan([1024])
+    comm = comm_for(CPU, None)
+    total = exact_over_ranks(plan, terms=Terms(TERMS, most), device=CPU, comm=comm)
+    return sum(tensor.nbytes for tensor in total.round_tensors())
+
+
+def test_what_adds_up_terms_counts_among_the_bytes_held(ranks):
+    (plain, _), (terms, _) = ranks(2).run(_held, 2), ranks(2).run(_held, 1)
+    assert terms - plain == 512 * 8 + 512 // 64 + 1  # integers and bins of a part, and a flag
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@on_ranks()
+def test_one_term_a_rank_travels_as_it_is_and_more_as_integers_to_the_same_bits():
+    _, world = me()
+    comm = comm_for(CPU, None)
+    for numels in LAYOUTS:
+        part = -(-_plan(numels)[1] // (64 * world)) * 64
+        found, num_bytes = _merged(comm, numels, [1] * world, most=1)
+        assert _bits(found) == _right(numels, [1] * world)
+        if world > 1:  # a float32 to everybody else, twice; a flag
+            assert num_bytes == (world - 1) * part * (4 + 4) + 2 * (world - 1) // world
+        assert _merged(comm, numels, [1] * world, most=1, poison=True)[0].isnan().all()
+        for uneven in ([2] + [1] * (world - 1), [1] * (world - 1) + [0], [0, 2, 1, 0][:world]):
+            assert _bits(_merged(comm, numels, uneven, most=1)[0]) == _right(numels, uneven)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@on_ranks()
+def test_ranks_merge_to_the_bits_of_one_sum_and_send_parts_of_it():
     _, world = me()
     comm, nums = comm_for(CPU, None), [2] * me()[1]
     for numels in LAYOUTS:
@@ -126,42 +153,6 @@ def _merges() -> None:
             part = -(-numel // (64 * world)) * 64
             bins = part * world // 64
             assert num_bytes == (world - 1) * part * (8 + 4) + 2 * (world - 1) * bins // world
-
-
-def _merges_terms() -> None:
-    _, world = me()
-    comm = comm_for(CPU, None)
-    for numels in LAYOUTS:
-        part = -(-_plan(numels)[1] // (64 * world)) * 64
-        found, num_bytes = _merged(comm, numels, [1] * world, most=1)
-        assert _bits(found) == _right(numels, [1] * world)
-        if world > 1:  # a float32 to everybody else, twice; a flag
-            assert num_bytes == (world - 1) * part * (4 + 4) + 2 * (world - 1) // world
-        assert _merged(comm, numels, [1] * world, most=1, poison=True)[0].isnan().all()
-        for uneven in ([2] + [1] * (world - 1), [1] * (world - 1) + [0], [0, 2, 1, 0][:world]):
-            assert _bits(_merged(comm, numels, uneven, most=1)[0]) == _right(numels, uneven)
-
-
-def _held(most: int) -> int:
-    plan, _ = _plan([1024])
-    comm = comm_for(CPU, None)
-    total = exact_over_ranks(plan, terms=Terms(TERMS, most), device=CPU, comm=comm)
-    return sum(tensor.nbytes for tensor in total.round_tensors())
-
-
-def test_what_adds_up_terms_counts_among_the_bytes_held(ranks):
-    (plain, _), (terms, _) = ranks(2).run(_held, 2), ranks(2).run(_held, 1)
-    assert terms - plain == 512 * 8 + 512 // 64 + 1  # integers and bins of a part, and a flag
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_one_term_a_rank_travels_as_it_is_and_more_as_integers_to_the_same_bits(ranks, world):
-    ranks(world).run(_merges_terms)
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_ranks_merge_to_the_bits_of_one_sum_and_send_parts_of_it(ranks, world):
-    ranks(world).run(_merges)
 
 
 def _windows_over(hosts: str, kind: str) -> list[int]:

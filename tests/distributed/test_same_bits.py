@@ -1,10 +1,7 @@
-"""accumulator="exact": the same global batch in the same micro-batches gives the same bits for every world
-size.
-"""
+"""accumulator="exact": the same micro-batches have the same bits for every world size."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import random
@@ -12,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import error_of, me
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from cases import error_of, me, records_of
+from exact_cases import STEPS, Gpt, digest, train_gpt, wrap
+from ranks import on_ranks
+from torch import nn
 
 import pyengine as pe
 
-STEPS, MICRO_BATCHES = 3, 6
+MICRO_BATCHES = 6
 F32, BF16 = torch.float32, torch.bfloat16
 # Four ranks share six micro-batches out unequally: over a sharded model two of them pad.
 CASES = [
@@ -29,74 +25,6 @@ CASES = [
     *[("fsdp", 1, F32), ("fsdp", 2, BF16), ("fsdp", 3, F32), ("fsdp", 4, BF16)],
     *[("hsdp", 2, BF16), ("hsdp", 4, F32)],
 ]
-
-
-class Gpt(nn.Module):
-    """Embedding, attention and an MLP with dropout: rows of rare tokens are zero,
-    and everything else is not.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(50, 24, dtype=dtype)
-        layer = nn.TransformerEncoderLayer(24, 2, 48, dropout=0.1, batch_first=True, dtype=dtype)
-        self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-        self.head = nn.Linear(24, 50, dtype=dtype)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the summed loss of predicting each token's successor."""
-        logits = self.head(self.layers(self.embedding(tokens[:, :-1])))
-        return nn.functional.cross_entropy(
-            logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
-        )
-
-
-def _digest(*tensors: Tensor) -> str:
-    sha = hashlib.sha256()
-    for tensor in tensors:
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        sha.update(whole.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()[:16]
-
-
-def _wrap(kind: str, model: nn.Module, bucket_mb: float, **options: object) -> tuple[pe.Sync, nn.Module]:
-    if kind == "own":
-        return pe.GradSync(model, bucket_cap_mb=bucket_mb, **options), model
-    if kind in ("fsdp", "hsdp"):
-        _, world = me()
-        shape = (world,) if kind == "fsdp" else (2, world // 2)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
-        for layer in [m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer)]:
-            fully_shard(layer, mesh=mesh)
-        return pe.attach(fully_shard(model, mesh=mesh), **options), model
-    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
-    return pe.attach(ddp, **options), ddp
-
-
-def _train(kind: str, dtype: torch.dtype, micro_batches: int, accumulator: object) -> list[str]:
-    """Train, and return a digest of parameters, optimizer state and norm after every step."""
-    _, world = me()
-    torch.manual_seed(0)
-    model = Gpt(dtype)
-    data = torch.randint(0, 50, (2 * micro_batches * STEPS - 5, 9))  # the last window is short
-    sampler = pe.WindowSampler(len(data), seed=7, micro_batch=2, global_batch=2 * micro_batches)
-    sync, forward = _wrap(kind, model, 0.01 * world, accumulate=sampler.accumulate, accumulator=accumulator)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    digests, losses = [], []
-    sync.on_step(lambda record: losses.append(record.loss))
-    for step, window in enumerate(sync.windows(sampler)):
-        for rows in window:
-            with pe.micro_batch_rng(7, step=step, index=sync.place):
-                loss = forward(data[rows])
-                sync.backward(loss, count=8 * len(rows))
-        norm = sync.clip_grad_norm_(1.0)
-        assert sync.step(optimizer)
-        state = [value for p in model.parameters() for value in optimizer.state[p].values()]
-        digests.append(
-            _digest(*model.parameters(), *state, norm, torch.tensor(losses[-1], dtype=torch.float64))
-        )
-    assert len(digests) == STEPS
-    return digests
 
 
 _alone: dict[Any, Any] = {}
@@ -111,13 +39,13 @@ def _single(ranks, fn, *case: Any) -> Any:
 
 @pytest.mark.parametrize(("kind", "world", "dtype"), CASES)
 def test_every_world_size_and_mesh_gives_the_same_bits(ranks, kind, world, dtype):
-    alone = _single(ranks, _train, "own", dtype, MICRO_BATCHES, "exact")
-    assert ranks(world).run(_train, kind, dtype, MICRO_BATCHES, "exact") == [alone] * world
+    alone = _single(ranks, train_gpt, "own", dtype, MICRO_BATCHES, "exact")
+    assert ranks(world).run(train_gpt, kind, dtype, MICRO_BATCHES, "exact") == [alone] * world
 
 
 def test_more_ranks_than_micro_batches_change_nothing_if_the_window_is_named(ranks):
     case = F32, 3, pe.Exact(micro_batches=3)
-    assert ranks(4).run(_train, "own", *case) == [_single(ranks, _train, "own", *case)] * 4
+    assert ranks(4).run(train_gpt, "own", *case) == [_single(ranks, train_gpt, "own", *case)] * 4
 
 
 def _dealt_at_random(seed: int) -> list[str]:
@@ -141,7 +69,7 @@ def _dealt_at_random(seed: int) -> list[str]:
                 sync.backward(model(data[row : row + 1]), count=8)
         sync.clip_grad_norm_(1.0)
         sync.step(optimizer)
-        digests.append(_digest(*model.parameters()))
+        digests.append(digest(*model.parameters()))
     return digests
 
 
@@ -155,9 +83,8 @@ def _bad_window(kind: str, dtype: torch.dtype, where: int, spike: float) -> tupl
     rank, world = me()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
-    sync, forward = _wrap(kind, model, 25, accumulate=4 // world, accumulator="exact")
-    reasons: list[str] = []
-    sync.on_step(lambda record: reasons.append(record.reason))
+    sync, forward = wrap(kind, model, 25, accumulate=4 // world, accumulator="exact")
+    records = records_of(sync)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     digests, steps = [], []
     for step in range(3):
@@ -169,8 +96,8 @@ def _bad_window(kind: str, dtype: torch.dtype, where: int, spike: float) -> tupl
                 sync.backward(loss * (spike if (step, index) == (1, where) else 1.0), count=3)
         sync.clip_grad_norm_(0.5)
         steps.append(bool(sync.step(optimizer)))
-        digests.append(_digest(*model.parameters()))
-    return digests, steps, reasons[1]
+        digests.append(digest(*model.parameters()))
+    return digests, steps, records[1].reason
 
 
 @pytest.mark.parametrize(
@@ -193,7 +120,8 @@ def test_a_bad_value_is_handled_and_named_alike_on_every_world_size(ranks, kind,
         assert (f"rank {rank}, micro-batch {k}" in reason) == (spike != 1e4)
 
 
-def _refused() -> list[str]:
+@on_ranks(2)
+def test_what_would_break_the_invariance_is_refused_on_every_rank():
     model = nn.Linear(2, 1)
     exact = {"accumulator": "exact"}
     messages = [
@@ -210,18 +138,15 @@ def _refused() -> list[str]:
 
     messages.append(error_of(window, 2.5))
     sync.abandon()
-    return [*messages, error_of(window, 2.0)]
+    wire, terms, count, fine = [*messages, error_of(window, 2.0)]
+    assert "wire=BF16(): need wire.FP32() with accumulator='exact'" in wire
+    assert "4098 micro-batches a window over all ranks" in terms and "takes 1 to 4096" in terms
+    assert "all ranks: count of micro-batch 0 is 2.5" in count and "count must be finite, whole" in count
+    assert fine == "no error"
 
 
-def test_what_would_break_the_invariance_is_refused_on_every_rank(ranks):
-    for wire, terms, count, fine in ranks(2).run(_refused):
-        assert "wire=BF16(): need wire.FP32() with accumulator='exact'" in wire
-        assert "4098 micro-batches a window over all ranks" in terms and "takes 1 to 4096" in terms
-        assert "all ranks: count of micro-batch 0 is 2.5" in count and "count must be finite, whole" in count
-        assert fine == "no error"
-
-
-def _partly_used() -> list[bool]:
+@on_ranks(2)
+def test_a_parameter_used_on_one_rank_is_summed_and_one_used_nowhere_keeps_none():
     rank, _ = me()
     model = nn.ModuleDict({name: nn.Linear(2, 1) for name in ("both", "one", "none")})
     sync = pe.GradSync(model, accumulate=2, accumulator="exact")
@@ -233,15 +158,11 @@ def _partly_used() -> list[bool]:
     sync.unscale_()
     assert torch.equal(model["both"].weight.grad, torch.ones(1, 2))
     assert torch.equal(model["one"].weight.grad, torch.full((1, 2), 0.25))
-    return [p.grad is None for p in model["none"].parameters()]
+    assert [p.grad is None for p in model["none"].parameters()] == [True, True]
 
 
-def test_a_parameter_used_on_one_rank_is_summed_and_one_used_nowhere_keeps_none(ranks):
-    assert ranks(2).run(_partly_used) == [[True, True]] * 2
-
-
-def _too_many() -> tuple[str, bool]:
-    """Three ranks bring four micro-batches each to a window that was named to have four."""
+@on_ranks(3)
+def test_more_micro_batches_than_the_sum_can_take_is_an_error_on_every_rank():
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     before = model.weight.detach().clone()
@@ -254,12 +175,6 @@ def _too_many() -> tuple[str, bool]:
                 sync.backward(model(x).sum())
             sync.step(optimizer)
 
-    return error_of(run), torch.equal(model.weight, before)
-
-
-def test_more_micro_batches_than_the_sum_can_take_is_an_error_on_every_rank(ranks):
-    for message, untouched in ranks(3).run(_too_many):
-        assert (
-            "window of 12 micro-batches over all ranks" in message and "pe.Exact(micro_batches=12)" in message
-        )
-        assert untouched
+    message, untouched = error_of(run), torch.equal(model.weight, before)
+    assert "window of 12 micro-batches over all ranks" in message and "pe.Exact(micro_batches=12)" in message
+    assert untouched

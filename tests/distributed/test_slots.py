@@ -1,6 +1,4 @@
-"""pe.Exact(slots=...): what a slot's micro-batches bring is added up as PyTorch adds, the slots exactly; so
-bits depend on the number of slots, and on every number of ranks that divides it they are the same.
-"""
+"""pe.Exact(slots=...): bits depend on the number of slots, and on no number of ranks that divides it."""
 
 from __future__ import annotations
 
@@ -8,8 +6,9 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import Inject, engine, error_of, me
-from test_same_bits import Gpt, _digest, _wrap
+from cases import Inject, engine, error_of, me, records_of
+from exact_cases import digest, train_gpt, wrap
+from ranks import on_ranks
 from torch import Tensor, nn
 
 import pyengine as pe
@@ -30,7 +29,6 @@ class Branches(nn.Module):
         self.even, self.odd, self.rare, self.none = (nn.Linear(9, 3) for _ in range(4))
 
     def forward(self, x: Tensor, place: int) -> Tensor:
-        """Return the summed loss."""
         x = self.first(x)
         out = [self.odd(x)] if place % 2 else [self.even(x)]
         if place == 5:
@@ -40,7 +38,7 @@ class Branches(nn.Module):
 
 def _made(kind: str, model: nn.Module, accumulate: int, exact: pe.Exact) -> tuple[pe.Sync, nn.Module]:
     if kind in ("own", "fsdp"):
-        return _wrap(kind, model, 1e-4, accumulate=accumulate, accumulator=exact)
+        return wrap(kind, model, 1e-4, accumulate=accumulate, accumulator=exact)
     return engine(kind, model, accumulate=accumulate, accumulator=exact)
 
 
@@ -64,14 +62,10 @@ def _train(kind: str, slots: int | None) -> list[str]:
         assert model.none.weight.grad is None
         buffers = [value for value in model.buffers() if value.dtype.is_floating_point]
         loss = torch.tensor(losses[-1], dtype=torch.float64)
-        digests.append(_digest(*model.parameters(), *buffers, norm, loss))
+        digests.append(digest(*model.parameters(), *buffers, norm, loss))
     sync.close()
     assert len(digests) == 2
     return digests
-
-
-def _train_all(slots: int) -> list[list[str]]:
-    return [_train(kind, slots) for kind in KINDS]
 
 
 _alone: dict[int | None, list[str]] = {}
@@ -83,9 +77,10 @@ def _single(ranks, slots: int | None) -> list[str]:
     return _alone[slots]
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [3, 4])
-def test_every_world_size_that_divides_the_slots_gives_the_same_bits(ranks, world):
-    assert ranks(world).run(_train_all, SLOTS) == [[_single(ranks, SLOTS)] * len(KINDS)] * world
+def test_every_world_size_that_divides_the_slots_gives_the_same_bits(ranks, world, kind):
+    assert ranks(world).run(_train, kind, SLOTS) == [_single(ranks, SLOTS)] * world
 
 
 def test_bits_depend_on_the_number_of_slots_and_a_micro_batch_a_slot_is_the_default(ranks):
@@ -94,31 +89,11 @@ def test_bits_depend_on_the_number_of_slots_and_a_micro_batch_a_slot_is_the_defa
     assert len({every[0], _single(ranks, SLOTS)[0], _single(ranks, 1)[0]}) == 3
 
 
-def _train_sharded(kind: str) -> list[str]:
-    torch.manual_seed(0)
-    _, world = me()
-    model = Gpt(torch.float32)
-    data = torch.randint(0, 50, (8 * 2 - 3, 9))
-    sampler = pe.WindowSampler(len(data), seed=7, micro_batch=1, global_batch=8)
-    sync, forward = _wrap(
-        kind, model, 0.01 * world, accumulate=sampler.accumulate, accumulator=pe.Exact(8, slots=4)
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    digests = []
-    for step, window in enumerate(sync.windows(sampler)):
-        for rows in window:
-            with pe.micro_batch_rng(7, step=step, index=sync.place):
-                sync.backward(forward(data[rows]), count=8 * len(rows))
-        norm = sync.clip_grad_norm_(1.0)
-        assert sync.step(optimizer)
-        digests.append(_digest(*model.parameters(), norm))
-    return digests
-
-
 @pytest.mark.parametrize(("kind", "world"), [("fsdp", 2), ("hsdp", 4)])
 def test_every_mesh_gives_the_same_bits(ranks, kind, world):
-    (alone,) = ranks(1).run(_train_sharded, "own")
-    assert ranks(world).run(_train_sharded, kind) == [alone] * world
+    case = torch.float32, 8, pe.Exact(8, slots=4)
+    (alone,) = ranks(1).run(train_gpt, "own", *case)
+    assert ranks(world).run(train_gpt, kind, *case) == [alone] * world
 
 
 def _gradient(model: nn.Module, sync: pe.Sync, data: Tensor) -> Tensor:
@@ -178,7 +153,6 @@ def test_a_window_costs_one_deposit_a_slot(ranks):
 
 
 def _refused() -> list[str]:
-    """Try what slots cannot have on three ranks."""
     rank, _ = me()
     model, narrow = nn.Linear(2, 1), nn.Linear(2, 1, dtype=torch.bfloat16)
 
@@ -250,13 +224,13 @@ def test_a_backward_out_of_turn_is_an_error_on_every_rank_and_the_next_window_cl
     assert ranks(2).run(_out_of_turn, False) == [("no error", "")] * 2
 
 
-def _bad(kind: str) -> str:
-    """The last but one of rank 1's four micro-batches is not finite; return the reason."""
+@pytest.mark.parametrize("kind", ["own", "attach"])
+@on_ranks(2)
+def test_a_report_names_the_micro_batches_of_a_slot(kind):
     rank, _ = me()
     model = nn.Linear(2, 1)
     sync, forward = _made(kind, model, 4, pe.Exact(8, slots=4))
-    reasons: list[str] = []
-    sync.on_step(lambda record: reasons.append(record.reason))
+    records = records_of(sync)
     for number in range(4):
         with sync.accumulate():
             out = forward(torch.ones(1, 2))
@@ -264,13 +238,7 @@ def _bad(kind: str) -> str:
             sync.backward(Inject.apply(out, value).sum())
     assert not sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
     sync.close()
-    return reasons[0]
-
-
-@pytest.mark.parametrize("kind", ["own", "attach"])
-def test_a_report_names_the_micro_batches_of_a_slot(ranks, kind):
-    for reason in ranks(2).run(_bad, kind):
-        assert "from rank 1, micro-batch 2; rank 1, micro-batch 3; or a finite value" in reason
+    assert "from rank 1, micro-batch 2; rank 1, micro-batch 3; or a finite value" in records[0].reason
 
 
 def _flushed(kind: str) -> Tensor:

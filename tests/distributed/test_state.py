@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from cases import Integers, integers, me
+from exact_cases import Cnn, Gpt, digest, wrap
+from ranks import on_ranks
 from states import changed, content
-from test_batch_norm import Cnn
-from test_same_bits import Gpt, _digest, _wrap
 from torch import nn
 
 import pyengine as pe
@@ -59,7 +59,7 @@ class _Run:
             self.model.load_state_dict(_unpack(from_)["model"])
         accumulate = MICRO_BATCHES if dealt else self.sampler.accumulate
         exact = pe.Exact(micro_batches=MICRO_BATCHES)
-        self.sync, self.forward = _wrap(kind, self.model, 0.01, accumulate=accumulate, accumulator=exact)
+        self.sync, self.forward = wrap(kind, self.model, 0.01, accumulate=accumulate, accumulator=exact)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         if from_:
             self.optimizer.load_state_dict(_unpack(from_)["optimizer"])
@@ -67,23 +67,19 @@ class _Run:
         self.sync.on_step(lambda record: self.losses.append(record.loss))
 
     def backward(self, rows: list[int], step: int) -> None:
-        """Compute a micro-batch."""
         with pe.micro_batch_rng(7, step=step, index=self.sync.place):
             self.sync.backward(self.forward(self._data(rows)), count=len(rows))
 
     def step(self) -> None:
-        """End a window."""
         self.sync.clip_grad_norm_(1.0)
         self.sync.step(self.optimizer)
 
     def checkpoint(self) -> bytes:
-        """Save everything but the engine."""
         return _pack({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
 
     def digest(self) -> tuple[str, list[float | None]]:
-        """Describe the end of the run."""
         state = [v for p in self.model.parameters() for v in self.optimizer.state[p].values()]
-        return _digest(*self.model.parameters(), *self.model.buffers(), *state), self.losses
+        return digest(*self.model.parameters(), *self.model.buffers(), *state), self.losses
 
 
 def _undisturbed(name: str) -> tuple[str, list[float | None]]:
@@ -192,9 +188,7 @@ def test_what_is_left_of_a_window_can_be_dealt(ranks):
 
 
 def _first_window(kind: str, states: Sequence[bytes], stop: int | None) -> Any:
-    """Train the first window, or what is left of it; return its end, or the state after `stop`
-    micro-batches.
-    """
+    """Train the first window, or the rest of it; return its end, or the state after `stop` micro-batches."""
     run = _Run(kind, "gpt")
     _resume(run, states)
     for window in run.sync.windows(run.sampler):
@@ -221,13 +215,11 @@ def test_exact_sums_go_on_over_another_owner_of_the_gradients(ranks, stopped, en
 def _own(
     kind: str, accumulator: str, dtype: torch.dtype, stop: int | None, steps: Sequence[bytes] = ()
 ) -> Any:
-    """Train two windows with dropout from the global generator; stop in the second one after `stop`
-    micro-batches, or continue from there.
-    """
+    """Train two windows with dropout; stop in the second after `stop` micro-batches, or go on from there."""
     rank, _ = me()
     torch.manual_seed(rank)
     model = Gpt(dtype)
-    sync, forward = _wrap(kind, model, 0.01, accumulate=3, accumulator=accumulator)
+    sync, forward = wrap(kind, model, 0.01, accumulate=3, accumulator=accumulator)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     begin = 0
     if steps:
@@ -245,7 +237,7 @@ def _own(
                 return _pack({"model": model.state_dict(), "sync": sync.state_dict()})
         sync.clip_grad_norm_(1.0)
         sync.step(optimizer)
-    return _digest(*model.parameters())
+    return digest(*model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -286,7 +278,7 @@ def _scaled_and_carried(stop: bool, states: Sequence[bytes] = ()) -> Any:
             sync.unscale_()  # kept, and added to the next window
         else:
             sync.step(optimizer)
-    return _digest(*model.parameters(), *[p.grad for p in model.parameters()]), sync.scaler.get_scale()
+    return digest(*model.parameters(), *[p.grad for p in model.parameters()]), sync.scaler.get_scale()
 
 
 def test_the_loss_scale_and_gradients_carried_over_go_on(ranks):
@@ -295,14 +287,17 @@ def test_the_loss_scale_and_gradients_carried_over_go_on(ranks):
     assert ranks(2).run(_scaled_and_carried, False, states) == whole
 
 
-def _used_engine(kind: str, accumulator: str) -> bool:
+@pytest.mark.parametrize("accumulator", ["fp32", "native", "exact"])
+@pytest.mark.parametrize("kind", ["own", "attach"])
+@on_ranks(2)
+def test_what_an_engine_has_summed_before_is_gone_after_loading(kind, accumulator):
     """Load a state in which one layer is still unused into an engine that has trained, and use that layer."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"a": nn.Linear(3, 70), "b": nn.Linear(3, 70)})
     model.forward = lambda name, x: model[name](x).sum()
     gradients = []
     for has_trained in (False, True):
-        sync, forward = _wrap(kind, copy.deepcopy(model), 25, accumulate=2, accumulator=accumulator)
+        sync, forward = wrap(kind, copy.deepcopy(model), 25, accumulate=2, accumulator=accumulator)
         if kind == "attach":
             forward.module.forward = lambda name, x, own=forward.module: own[name](x).sum()
         else:
@@ -323,13 +318,7 @@ def _used_engine(kind: str, accumulator: str) -> bool:
             sync.backward(forward("b", torch.ones(1, 3)))
         sync.unscale_()
         gradients.append([p.grad.clone() for p in forward.parameters()])
-    return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-@pytest.mark.parametrize("accumulator", ["fp32", "native", "exact"])
-@pytest.mark.parametrize("kind", ["own", "attach"])
-def test_what_an_engine_has_summed_before_is_gone_after_loading(ranks, kind, accumulator):
-    assert all(ranks(2).run(_used_engine, kind, accumulator))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 # What cannot be saved or loaded.
@@ -347,7 +336,21 @@ def _mid_window(**options: Any) -> dict[str, Any]:
     return sync.state_dict()
 
 
-def _wrong(case: str) -> str:
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("not a state", "need what sync.state_dict() returned"),
+        ("nothing", "got none"),
+        ("a number", "states is a int"),
+        ("another accumulator", "accumulator='fp32'"),
+        ("another rank's", "states of rank 1 of 2 on rank 0 of 2: pass the states of all ranks in a list"),
+        ("different windows", "0 windows and 0 steps, 5 windows and 0 steps"),
+        ("different lists", "states differ between ranks"),
+        ("wrong on one rank", "rank 1: state is version None"),
+    ],
+)
+@on_ranks(2)
+def test_states_that_do_not_fit_are_refused_on_every_rank(case, message):
     rank, world = me()
     sync, _ = _engine(accumulator="exact")
     state = _mid_window(accumulator="exact")
@@ -363,35 +366,16 @@ def _wrong(case: str) -> str:
         "different lists": [everybody[rank]],
         "wrong on one rank": state if rank == 0 else {"model": 1},
     }[case]
-    try:
+    with pytest.raises(ValueError) as error:
         sync.load_state_dict(given)
-    except ValueError as error:
-        with sync.accumulate(last=True):
-            pass  # nothing has changed: the engine works
-        sync.flush()
-        return str(error)
-    return ""
+    with sync.accumulate(last=True):
+        pass  # nothing has changed: the engine works
+    sync.flush()
+    assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("not a state", "need what sync.state_dict() returned"),
-        ("nothing", "got none"),
-        ("a number", "states is a int"),
-        ("another accumulator", "accumulator='fp32'"),
-        ("another rank's", "states of rank 1 of 2 on rank 0 of 2: pass the states of all ranks in a list"),
-        ("different windows", "0 windows and 0 steps, 5 windows and 0 steps"),
-        ("different lists", "states differ between ranks"),
-        ("wrong on one rank", "rank 1: state is version None"),
-    ],
-)
-def test_states_that_do_not_fit_are_refused_on_every_rank(ranks, case, message):
-    for text in ranks(2).run(_wrong, case):
-        assert message in text
-
-
-def _too_early() -> list[str]:
+@on_ranks(2)
+def test_a_state_in_the_middle_of_a_micro_batch_or_before_the_step_is_refused():
     sync, model = _engine()
     found = []
     for _ in next(sync.windows([integers(0), integers(1)])):
@@ -404,10 +388,6 @@ def _too_early() -> list[str]:
         sync.state_dict()
     except RuntimeError as error:
         found.append(str(error))
-    return found
-
-
-def test_a_state_in_the_middle_of_a_micro_batch_or_before_the_step_is_refused(ranks):
-    for first, second, last in ranks(2).run(_too_early):
-        assert "1 micro-batches of window 0 were handed out and 0 came to sync.backward" in first
-        assert "2 micro-batches" in second and "have been sent and not been used" in last
+    first, second, last = found
+    assert "1 micro-batches of window 0 were handed out and 0 came to sync.backward" in first
+    assert "2 micro-batches" in second and "have been sent and not been used" in last

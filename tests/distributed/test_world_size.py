@@ -1,6 +1,4 @@
-"""The same data, masks and gradients whatever the world size: WindowSampler,
-micro_batch_rng and the engine together.
-"""
+"""WindowSampler, micro_batch_rng and the engine together: the same for every world size."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ SAMPLES = 50  # in micro-batches of 3, 2 or 4 of them a window: the last window 
 
 
 def _train(kind: str, micro_batches: int) -> list[tuple[torch.Tensor, int]]:
-    """Return (all gradients, items) of every window: integers over a count,
-    so exact in any order of summation.
-    """
+    """Return (all gradients, items) of every window: integers over a count, exact in any order."""
     x, t = integers(0, SAMPLES)
     model = Integers(torch.float32)
     sampler = pe.WindowSampler(SAMPLES, seed=42, micro_batch=3, global_batch=3 * micro_batches)

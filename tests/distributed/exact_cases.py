@@ -1,0 +1,115 @@
+"""Models of any values, and their training, for tests of exact sums: every world size gives the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from cases import me
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import pyengine as pe
+
+STEPS = 3
+
+
+class Gpt(nn.Module):
+    """Embedding, attention and an MLP with dropout: only rows of rare tokens are zero."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 24, dtype=dtype)
+        layer = nn.TransformerEncoderLayer(24, 2, 48, dropout=0.1, batch_first=True, dtype=dtype)
+        self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.head = nn.Linear(24, 50, dtype=dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.layers(self.embedding(tokens[:, :-1])))
+        return nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
+        )
+
+
+class Cnn(nn.Module):
+    """Convolutions in front of BatchNorms, of sizes that are not round; returns a summed loss."""
+
+    def __init__(self, variant: str = "plain") -> None:
+        super().__init__()
+        self.variant = variant
+        options = {"momentum": None} if variant == "mean" else {"momentum": 0.3}
+        self.stem = nn.Sequential(nn.Conv2d(3, 7, 3, padding=1), nn.BatchNorm2d(7, **options), nn.ReLU())
+        self.block = nn.Sequential(nn.Conv2d(7, 7, 3, padding=1), nn.BatchNorm2d(7, **options), nn.ReLU())
+        track = variant != "untracked"
+        self.norm = nn.BatchNorm1d(7, track_running_stats=track, **options)
+        self.head = nn.Linear(7, 5)
+
+    def train(self, mode: bool = True) -> Cnn:
+        """Keep the frozen one frozen."""
+        super().train(mode)
+        if self.variant == "frozen":
+            self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        target = x.float().mean((2, 3)).argmax(1)
+        h = self.stem(x)
+        if self.variant == "checkpoint":
+            h = checkpoint(self.block, h, use_reentrant=False)
+        else:
+            h = self.block(h)
+        if self.variant == "twice":
+            h = self.block(h)
+        logits = self.head(self.norm(h.mean((2, 3))))
+        return nn.functional.cross_entropy(logits.float(), target, reduction="sum")
+
+
+def digest(*tensors: Tensor) -> str:
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        sha.update(whole.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()[:16]
+
+
+def wrap(kind: str, model: nn.Module, bucket_mb: float, **options: object) -> tuple[pe.Sync, nn.Module]:
+    if kind == "own":
+        return pe.GradSync(model, bucket_cap_mb=bucket_mb, **options), model
+    if kind in ("fsdp", "hsdp"):
+        _, world = me()
+        shape = (world,) if kind == "fsdp" else (2, world // 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+        for layer in [m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer)]:
+            fully_shard(layer, mesh=mesh)
+        return pe.attach(fully_shard(model, mesh=mesh), **options), model
+    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
+    return pe.attach(ddp, **options), ddp
+
+
+def train_gpt(kind: str, dtype: torch.dtype, micro_batches: int, accumulator: object) -> list[str]:
+    """Train, and return a digest of parameters, optimizer state and norm after every step."""
+    _, world = me()
+    torch.manual_seed(0)
+    model = Gpt(dtype)
+    data = torch.randint(0, 50, (2 * micro_batches * STEPS - 5, 9))  # the last window is short
+    sampler = pe.WindowSampler(len(data), seed=7, micro_batch=2, global_batch=2 * micro_batches)
+    sync, forward = wrap(kind, model, 0.01 * world, accumulate=sampler.accumulate, accumulator=accumulator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    digests, losses = [], []
+    sync.on_step(lambda record: losses.append(record.loss))
+    for step, window in enumerate(sync.windows(sampler)):
+        for rows in window:
+            with pe.micro_batch_rng(7, step=step, index=sync.place):
+                loss = forward(data[rows])
+                sync.backward(loss, count=8 * len(rows))
+        norm = sync.clip_grad_norm_(1.0)
+        assert sync.step(optimizer)
+        state = [value for p in model.parameters() for value in optimizer.state[p].values()]
+        digests.append(
+            digest(*model.parameters(), *state, norm, torch.tensor(losses[-1], dtype=torch.float64))
+        )
+    assert len(digests) == STEPS
+    return digests
