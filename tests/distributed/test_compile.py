@@ -8,13 +8,16 @@ import sys
 import pytest
 import torch
 from cases import Integers, me, windows_of_integers
+from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 
 
-def _compiled(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["own", "attach-view"])
+@on_ranks(2)
+def test_compiled_models_are_reduced_exactly(kind):
     torch._dynamo.reset()
     model = Integers(torch.float32)
     if kind == "own":
@@ -25,26 +28,16 @@ def _compiled(kind: str) -> None:
     windows_of_integers(sync, torch.compile(forward, backend="aot_eager"), model)
 
 
-@pytest.mark.parametrize("kind", ["own", "attach-view"])
-def test_compiled_models_are_reduced_exactly(ranks, kind):
-    ranks(2).run(_compiled, kind)
-
-
-def _single_gradient(wire: pe.wire.Wire) -> float:
-    """What torch.compile's python_reducer does: one (gradient, parameter) at a time,
-    the result taken in place.
-    """
+@pytest.mark.parametrize("wire", [pe.wire.FP32(), pe.wire.BF16()], ids=["fp32", "bf16"])
+@on_ranks(2)
+def test_the_hook_takes_single_gradients_in_place(wire):
+    """torch.compile's python_reducer passes one (gradient, parameter) at a time."""
     rank, _ = me()
     state = pe.HookState(wire=wire)
     param = nn.Parameter(torch.zeros(2, 3))
     grad = torch.full((2, 3), float(rank + 1))
     pe.comm_hook(state, (grad, param))
-    return grad.mean().item()
-
-
-@pytest.mark.parametrize("wire", [pe.wire.FP32(), pe.wire.BF16()], ids=["fp32", "bf16"])
-def test_the_hook_takes_single_gradients_in_place(ranks, wire):
-    assert ranks(2).run(_single_gradient, wire) == [1.5, 1.5]
+    assert grad.mean().item() == 1.5
 
 
 TRAIN = """

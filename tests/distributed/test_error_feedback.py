@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Breaks, me, step_while_the_scale_grows
+from ranks import on_ranks
 from sharded_cases import items
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -69,7 +70,6 @@ def _targets(rank: int) -> dict[str, Tensor]:
 
 
 def _made(kind: str, wire: pe.wire.Wire, **options: Any) -> tuple[pe.Sync, _Both, nn.Module]:
-    """Return an engine, the model, and the module to call."""
     model, mesh = _Both(me()[0]), None
     if kind == "own":
         return pe.GradSync(model, accumulate=2, wire=wire), model, model
@@ -136,7 +136,11 @@ def _reference(kind: str, world: int, windows: int) -> list[dict[str, Tensor]]:
     return found
 
 
-def _has_the_bits_of_the_reference(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "world"), [("flat", 1), ("flat", 3), ("hsdp", 4), ("narrow", 2), ("columns", 3)]
+)
+@on_ranks()
+def test_every_window_over_a_sharded_model_has_the_bits_of_plain_error_feedback(kind):
     _, world = me()
     if world == 1:  # nothing travels, and nothing is lost
         made = _made(kind, BF16)
@@ -149,13 +153,6 @@ def _has_the_bits_of_the_reference(kind: str) -> None:
     for got, right in zip(_train(_made(kind, BF16), 0, 4), _reference(kind, world, 4), strict=True):
         for name, value in right.items():
             assert torch.equal(got[name], value), name
-
-
-@pytest.mark.parametrize(
-    ("kind", "world"), [("flat", 1), ("flat", 3), ("hsdp", 4), ("narrow", 2), ("columns", 3)]
-)
-def test_every_window_over_a_sharded_model_has_the_bits_of_plain_error_feedback(ranks, kind, world):
-    ranks(world).run(_has_the_bits_of_the_reference, kind)
 
 
 def _distance(found: dict[str, Tensor], counts: Sequence[float]) -> tuple[float, float]:
@@ -223,7 +220,9 @@ def test_what_has_arrived_over_many_windows_lacks_what_one_window_loses(ranks, t
         assert far <= most
 
 
-def _norms_beside_an_unused_parameter(kind: str) -> list[tuple[float, float]]:
+@pytest.mark.parametrize("kind", ["own", "attach"])
+@on_ranks(2)
+def test_what_a_parameter_that_nobody_used_has_left_on_the_wire_is_not_in_the_norm(kind):
     sync, model, forward = _made(kind, WIRE)
     found = []
     for window in sync.windows(range(6)):
@@ -235,14 +234,8 @@ def _norms_beside_an_unused_parameter(kind: str) -> list[tuple[float, float]]:
         assert len(grads) == (4 if model.uses_all else 2)
         model.uses_all = False
         model.zero_grad()
-    return found
-
-
-@pytest.mark.parametrize("kind", ["own", "attach"])
-def test_what_a_parameter_that_nobody_used_has_left_on_the_wire_is_not_in_the_norm(ranks, kind):
-    for found in ranks(2).run(_norms_beside_an_unused_parameter, kind):
-        for norm, of_grads in found:
-            assert norm == pytest.approx(of_grads, rel=1e-6)  # a norm is computed in float32
+    for norm, of_grads in found:
+        assert norm == pytest.approx(of_grads, rel=1e-6)  # a norm is computed in float32
 
 
 def _kept(sync: pe.Sync) -> dict[str, Tensor]:
@@ -323,9 +316,7 @@ def test_a_state_that_cannot_be_shared_out_and_a_wire_that_keeps_nothing_are_nam
 
 
 def _unused_windows(kind: str) -> list[bool]:
-    """Rank 1 brings inf in the second window, and gives the fourth up, if no other rank waits for its units:
-    of both nothing stays.
-    """
+    """Rank 1 brings inf in the second window, and gives the fourth up, if no rank waits for its units."""
     rank, _ = me()
     sync, model, forward = _made(kind, WIRE)
     optimizer, stepped = torch.optim.SGD(model.parameters(), lr=0.0), []
@@ -355,7 +346,8 @@ def test_a_window_that_is_not_used_leaves_nothing_behind(ranks, kind):
     assert ranks(2).run(_unused_windows, kind) == [want] * 2
 
 
-def _flushed() -> list[dict[str, Tensor]]:
+@on_ranks(2)
+def test_a_flushed_window_is_one_of_the_same_residuals():
     """End windows behind their backwards: FSDP reduces in one more, of zeros."""
     rank, _ = me()
     sync, model, _ = _made("nested", BF16)
@@ -368,23 +360,15 @@ def _flushed() -> list[dict[str, Tensor]]:
         sync.unscale_()
         found.append(_grads(model))
         model.zero_grad()
-    return found
-
-
-def test_a_flushed_window_is_one_of_the_same_residuals(ranks):
-    for found in ranks(2).run(_flushed):
-        for got, right in zip(found, _reference("nested", 2, 3), strict=True):
-            assert all(torch.equal(got[name], value) for name, value in right.items())
-
-
-def _refused(options: dict[str, Any]) -> str:
-    with pytest.raises(ValueError) as error:
-        _made("nested", WIRE, **options)
-    return str(error.value)
+    for got, right in zip(found, _reference("nested", 2, 3), strict=True):
+        assert all(torch.equal(got[name], value) for name, value in right.items())
 
 
 @pytest.mark.parametrize("options", [{"defer": "none"}, {"defer_budget_mb": 0.0}], ids=str)
-def test_feedback_needs_the_count_before_a_unit_reduces(ranks, options):
-    for message in ranks(2).run(_refused, options):
-        assert "which sends gradients before the window's count is known (defer='none')" in message
-        assert "of mean gradients: use defer='all'" in message
+@on_ranks(2)
+def test_feedback_needs_the_count_before_a_unit_reduces(options):
+    with pytest.raises(ValueError) as error:
+        _made("nested", WIRE, **options)
+    message = str(error.value)
+    assert "which sends gradients before the window's count is known (defer='none')" in message
+    assert "of mean gradients: use defer='all'" in message

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from cases import WORLDS, me
+from ranks import on_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from wire_cases import BF16, ENCODED, FEEDBACK, INT8, STOCHASTIC, WIRES, sum_bound
+from wire_cases import BF16, E4M3, ENCODED, FEEDBACK, INT8, STOCHASTIC, WIRES, of_bucket, sum_bound, terms_of
 
 import pyengine as pe
 from pyengine.comm import TorchDist, comm_for
-from pyengine.wire.memory import BucketMemory
 
 NUMELS = (0, 1, 32, 33, 1000)
 
@@ -24,30 +24,15 @@ def _comm() -> TorchDist:
     return comm
 
 
-def _terms(numel: int, world: int) -> list[Tensor]:
-    """Return what each rank brings: of all magnitudes, as gradients are."""
-    terms = []
-    for rank in range(world):
-        generator = torch.Generator().manual_seed(1000 * rank + numel)
-        terms.append(torch.randn(numel, generator=generator) * 2.0 ** (torch.arange(numel) % 7 - 9.0))
-    return terms
-
-
-def _bound(wire: pe.wire.Wire, numel: int) -> pe.wire.Wire:
-    """Return the wire of a bucket."""
-    return wire.for_bucket(BucketMemory(0, numel, torch.device("cpu"), []))
-
-
 def _sums() -> list[tuple[str, int, Tensor]]:
-    """Sum buckets of all sizes over all wires, within bounds, and count the bytes."""
     rank, world = me()
     comm, found = _comm(), []
     for name, wire in WIRES.items():
         for numel in NUMELS:
-            terms = [term.to(wire.dtype).float() for term in _terms(numel, world)]
+            terms = [term.to(wire.dtype).float() for term in terms_of(numel, world)]
             flat = terms[rank].to(wire.dtype, copy=True)
             before = comm.traffic.bytes_sent
-            work = _bound(wire, numel).all_reduce_(flat, comm)
+            work = of_bucket(wire, numel).all_reduce_(flat, comm)
             work.wait()
             assert comm.traffic.bytes_sent - before == wire.bytes_on_wire(numel, world)
             right = sum(term.double() for term in terms)
@@ -82,19 +67,19 @@ class _Made(TorchDispatchMode):
         return made
 
 
-def _windows() -> None:
-    """Sum buckets again and again over one wire each, with parts that are whole, short and empty."""
+@on_ranks(3)
+def test_from_the_second_window_on_a_sum_takes_no_memory_and_has_the_bits_of_the_first():
     rank, world = me()
     comm = _comm()
     two_levels = pe.wire.Hierarchical(intra=BF16, inter=INT8, mesh=[[each] for each in range(world)])
     within = pe.wire.Hierarchical(intra=INT8, mesh=[[*range(world)]])
     for wire in (*WIRES.values(), *FEEDBACK.values(), STOCHASTIC, two_levels, within):
         for numel in (64 * world, 999):
-            bound = _bound(wire, numel)
-            terms = [term.to(wire.dtype) for term in _terms(numel, world)]
+            bound = of_bucket(wire, numel)
+            terms = [term.to(wire.dtype) for term in terms_of(numel, world)]
             for window in range(3):
                 flat, once = terms[rank].clone(), terms[rank].clone()
-                _bound(wire, numel).all_reduce_(once, comm).wait()
+                of_bucket(wire, numel).all_reduce_(once, comm).wait()
                 with _Made() as made:
                     bound.all_reduce_(flat, comm).wait()
                 largest = max(made.sizes, default=0)
@@ -103,16 +88,13 @@ def _windows() -> None:
                     assert torch.equal(flat, once), (wire, numel, window)
 
 
-def test_from_the_second_window_on_a_sum_takes_no_memory_and_has_the_bits_of_the_first(ranks):
-    ranks(3).run(_windows)
-
-
-def _at_once() -> None:
-    """Start sums of one bucket while others are under way, one of which never ends."""
+@on_ranks(2)
+def test_sums_of_one_bucket_that_are_under_way_at_once_have_memory_of_their_own():
+    """One of them never ends."""
     comm, numel = _comm(), 999
     world = comm.world_size
     for wire in WIRES.values():
-        bound = _bound(wire, numel)
+        bound = of_bucket(wire, numel)
         flats = [torch.full((numel,), 2.0**power, dtype=wire.dtype) for power in range(4)]
         bound.all_reduce_(flats[0], comm).wait()
         works = [bound.all_reduce_(flat, comm) for flat in flats[1:]]  # the first of which never ends
@@ -120,10 +102,6 @@ def _at_once() -> None:
             work.wait()
             wanted = torch.full((numel,), world * 2.0**power)
             assert ((flats[power].float() - wanted).abs() <= 0.07 * wanted).all(), (wire, power)
-
-
-def test_sums_of_one_bucket_that_are_under_way_at_once_have_memory_of_their_own(ranks):
-    ranks(2).run(_at_once)
 
 
 def test_a_wire_of_one_byte_sends_a_quarter_and_its_scales():
@@ -134,15 +112,17 @@ def test_a_wire_of_one_byte_sends_a_quarter_and_its_scales():
     assert [wire.bytes_on_wire(2**20, 4) for wire in (*wide, *narrow, *encoded)] == want
 
 
-def _crossing() -> None:
-    """inf and nan of one rank come to their own element on every rank, as what is not finite."""
+@on_ranks(4)
+def test_what_is_not_finite_crosses_every_wire_at_its_own_element():
     rank, world = me()
-    comm = _comm()
-    for wire in (*WIRES.values(), *FEEDBACK.values(), STOCHASTIC):
+    comm, hosts = _comm(), [[0, 1], [2, 3]]
+    pairs = [(pe.wire.FP32(), pe.wire.FP32()), (BF16, pe.wire.FP32()), (pe.wire.FP32(), INT8), (INT8, E4M3)]
+    levels = [pe.wire.Hierarchical(intra=intra, inter=inter, mesh=hosts) for intra, inter in pairs]
+    for wire in (*WIRES.values(), *FEEDBACK.values(), STOCHASTIC, *levels):
         flat = torch.ones(300, dtype=wire.dtype)
         if rank == world - 1:
             flat[7], flat[200], flat[299] = torch.inf, -torch.inf, torch.nan
-        bound = _bound(wire, 300)
+        bound = of_bucket(wire, 300)
         bound.all_reduce_(flat, comm).wait()
         wrong = torch.nonzero(~flat.isfinite()).flatten().tolist()
         assert wrong == [7, 200, 299], wire
@@ -150,19 +130,17 @@ def _crossing() -> None:
             assert bound.memory.residual.isfinite().all()
 
 
-def test_what_is_not_finite_crosses_every_wire_at_its_own_element(ranks):
-    ranks(3).run(_crossing)
-
-
-def _conserves() -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_error_feedback_loses_nothing():
     """What has arrived and what all ranks still keep is together what they have sent."""
     rank, world = me()
     comm, numel = _comm(), 1000
     for name, wire in FEEDBACK.items():
-        bound = _bound(wire, numel)
+        bound = of_bucket(wire, numel)
         arrived, sent = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
         for number in range(5):
-            terms = [term * (number + 1) for term in _terms(numel, world)]
+            terms = [term * (number + 1) for term in terms_of(numel, world)]
             flat = terms[rank].clone()
             bound.all_reduce_(flat, comm).wait()
             arrived += flat.double()
@@ -171,27 +149,6 @@ def _conserves() -> None:
         # Every residual is a difference of float32 numbers, rounded once or twice a window, as are sums.
         size = 5 * 5 * sum(term.abs().max() for term in terms) * 4 * world * 2.0**-24
         assert ((arrived + kept - sent).abs() <= size).all(), name
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_error_feedback_loses_nothing(ranks, world):
-    ranks(world).run(_conserves)
-
-
-def _scatters() -> None:
-    """A wire leaves each rank its part, rounded once."""
-    rank, world = me()
-    comm, size = _comm(), 77
-    for name, wire in WIRES.items():
-        terms = [term.to(wire.dtype).float() for term in _terms(size * world, world)]
-        before, out = comm.traffic.bytes_sent, torch.empty(size)
-        _bound(wire, size * world).reduce_scatter(out, terms[rank].to(wire.dtype), comm)
-        right = sum(term.double() for term in terms)[rank * size :][:size]
-        assert ((out.double() - right).abs() <= sum_bound(name, terms)[rank * size :][:size]).all(), name
-        if name in ENCODED:
-            codec = wire.encoding.codec
-            assert comm.traffic.bytes_sent - before == (world - 1) * codec.num_bytes(size)
-    assert torch.equal(_one_rank_alone(), torch.arange(5.0))
 
 
 def _one_rank_alone() -> Tensor:
@@ -203,15 +160,27 @@ def _one_rank_alone() -> Tensor:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_wire_leaves_every_rank_its_part(ranks, world):
-    ranks(world).run(_scatters)
+@on_ranks()
+def test_a_wire_leaves_every_rank_its_part():
+    rank, world = me()
+    comm, size = _comm(), 77
+    for name, wire in WIRES.items():
+        terms = [term.to(wire.dtype).float() for term in terms_of(size * world, world)]
+        before, out = comm.traffic.bytes_sent, torch.empty(size)
+        of_bucket(wire, size * world).reduce_scatter(out, terms[rank].to(wire.dtype), comm)
+        right = sum(term.double() for term in terms)[rank * size :][:size]
+        assert ((out.double() - right).abs() <= sum_bound(name, terms)[rank * size :][:size]).all(), name
+        if name in ENCODED:
+            codec = wire.encoding.codec
+            assert comm.traffic.bytes_sent - before == (world - 1) * codec.num_bytes(size)
+    assert torch.equal(_one_rank_alone(), torch.arange(5.0))
 
 
 def _by_chance() -> list[list[int]]:
     """Return this rank's seeds of some turns, and check that the mean of many sums is near."""
     _, world = me()
     comm, numel, turns = _comm(), 64, 200
-    bound = _bound(STOCHASTIC, numel)
+    bound = of_bucket(STOCHASTIC, numel)
     values = torch.linspace(-1.0, 1.0, numel)
     total, seeds = torch.zeros(numel, dtype=torch.float64), []
     for turn in range(turns):
@@ -234,18 +203,14 @@ def test_stochastic_rounding_is_right_on_average_with_chances_of_its_own_every_t
     assert len(set(flat)) == len(flat)
 
 
-def _without_memory() -> list[str]:
+@on_ranks(1)
+def test_a_wire_that_keeps_something_says_what_it_lacks():
     messages = []
     for wire in (STOCHASTIC, FEEDBACK["int8"]):
         with pytest.raises(RuntimeError) as error:
             wire.all_reduce_(torch.ones(3), _comm())
         messages.append(str(error.value))
-    return messages
-
-
-def test_a_wire_that_keeps_something_says_what_it_lacks(ranks):
-    for messages in ranks(1).run(_without_memory):
-        assert all("has to use the wire that this returns" in message for message in messages)
+    assert all("has to use the wire that this returns" in message for message in messages)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""A bucket whose collective failed: the error comes out on the rank,
-and nothing is stepped with what it left.
-"""
+"""A failed collective raises on its rank, and nothing is stepped with what it left."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from cases import comm_of_buckets, engine, me
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,9 +43,7 @@ class _Broken:
 
 
 def _break(comm: Any, numel: int, exchange: str = "all_to_all") -> None:
-    """Let every collective of at least `numel` elements fail from now on: buckets, not headers; and one of
-    the two exchanges of an encoded bucket.
-    """
+    """Let collectives of at least `numel` elements, which are no headers, and an exchange fail."""
     all_reduce = comm.all_reduce
     comm.all_reduce = lambda flat: _Broken() if flat.numel() >= numel else all_reduce(flat)
     setattr(comm, exchange, lambda *_: _Broken())
@@ -57,7 +54,9 @@ def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(nn.Linear(40, 30, dtype=dtype), nn.Linear(30, 1, dtype=dtype))
 
 
-def _hook(wire: pe.wire.Wire) -> None:
+@pytest.mark.parametrize("wire", [pe.wire.FP32(), pe.wire.BF16(), pe.wire.Int8()], ids=str)
+@on_ranks(2)
+def test_the_hook_raises_what_broke_its_collective_as_stock_ddp_does(wire):
     ddp = DistributedDataParallel(_model())
     state = pe.HookState(wire=wire)
     ddp.register_comm_hook(state, pe.comm_hook)
@@ -67,12 +66,12 @@ def _hook(wire: pe.wire.Wire) -> None:
     assert "Unable to cast" not in str(found.value)
 
 
-@pytest.mark.parametrize("wire", [pe.wire.FP32(), pe.wire.BF16(), pe.wire.Int8()], ids=str)
-def test_the_hook_raises_what_broke_its_collective_as_stock_ddp_does(ranks, wire):
-    ranks(2).run(_hook, wire)
-
-
-def _fails(case: str, exchange: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "exchange"),
+    [*((case, "all_to_all") for case in CASES), ("own, int8", "all_gather"), ("attach, int8", "all_gather")],
+)
+@on_ranks(2)
+def test_a_failed_collective_raises_and_nothing_is_stepped_with_half_reduced_gradients(case, exchange):
     kind, dtype, options = CASES[case]
     model = _model(dtype)
     before = [p.detach().clone() for p in model.parameters()]
@@ -95,15 +94,9 @@ def _fails(case: str, exchange: str) -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("case", "exchange"),
-    [*((case, "all_to_all") for case in CASES), ("own, int8", "all_gather"), ("attach, int8", "all_gather")],
-)
-def test_a_failed_collective_raises_and_nothing_is_stepped_with_half_reduced_gradients(ranks, case, exchange):
-    ranks(2).run(_fails, case, exchange)
-
-
-def _cannot_start() -> str:
+@pytest.mark.slow  # what the ranks have left under way is given up after a minute
+@on_ranks(2)
+def test_a_rank_that_cannot_start_a_later_collective_of_a_bucket_raises_on_all():
     """Rank 1 has no memory for the second collective of an exact sum."""
     rank, _ = me()
     model = DistributedDataParallel(_model())
@@ -117,10 +110,5 @@ def _cannot_start() -> str:
     with pytest.raises((RuntimeError, MemoryError)) as error:
         sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    return str(error.value)
-
-
-@pytest.mark.slow  # what the ranks have left under way is given up after a minute
-def test_a_rank_that_cannot_start_a_later_collective_of_a_bucket_raises_on_all(ranks):
-    for said in ranks(2).run(_cannot_start):
-        assert "no memory" in said or "a collective failed" in said
+    said = str(error.value)
+    assert "no memory" in said or "a collective failed" in said

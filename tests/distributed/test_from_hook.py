@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Inject, engine, me
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -99,10 +100,9 @@ def test_gradients_have_the_bits_of_stock_ddp_under_the_hook(ranks, world):
             assert all(map(torch.equal, mine, theirs))
 
 
-def _deferred(kind: str) -> None:
-    """Unequal counts, several micro-batches and several buckets: near one big batch, over PowerSGD too, whose
-    full rank loses nothing.
-    """
+@pytest.mark.parametrize(("kind", "world"), [("own", 2), ("attach", 4)])
+@on_ranks()
+def test_windows_of_unequal_counts_are_one_big_batch(kind):
     rank, world = me()
     for name in ("bf16", "powersgd"):
         wire = _wire(name)
@@ -131,12 +131,8 @@ def _deferred(kind: str) -> None:
         sync.close()
 
 
-@pytest.mark.parametrize(("kind", "world"), [("own", 2), ("attach", 4)])
-def test_windows_of_unequal_counts_are_one_big_batch(ranks, world, kind):
-    ranks(world).run(_deferred, kind)
-
-
-def _bare() -> None:
+@on_ranks(2)
+def test_the_bare_hook_runs_buckets_one_after_the_other():
     ddp = DistributedDataParallel(_model(), bucket_cap_mb=1e-5)
     ddp.register_comm_hook(pe.HookState(wire=_wire("powersgd")), pe.comm_hook)
     for _ in range(4):
@@ -147,12 +143,9 @@ def _bare() -> None:
     torch.testing.assert_close(ddp.module[2].bias.grad, twin[2].bias.grad, rtol=2.0**-20, atol=2.0**-20)
 
 
-def test_the_bare_hook_runs_buckets_one_after_the_other(ranks):
-    ranks(2).run(_bare)
-
-
-def _skips(kind: str) -> list[Any]:
-    """A bad window is used by no rank, and leaves nothing in what the hook keeps."""
+@pytest.mark.parametrize("kind", ["own", "attach"])
+@on_ranks(2)
+def test_a_window_with_nan_is_skipped_and_the_hooks_memory_stays_finite(kind):
     rank, _ = me()
     wire, model = _wire("powersgd"), _model()
     sync, forward = engine(kind, model, accumulate=1, wire=wire)
@@ -165,49 +158,36 @@ def _skips(kind: str) -> list[Any]:
         found.append(bool(sync.step(torch.optim.SGD(model.parameters(), lr=0.01))))
     sync.close()
     kept = [*wire.state.error_dict.values()]
-    return [*found, bool(kept) and all(bool(torch.isfinite(each).all()) for each in kept)]
+    assert [*found, bool(kept) and all(bool(torch.isfinite(each).all()) for each in kept)] == [
+        True,
+        True,
+        True,
+        False,
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("kind", ["own", "attach"])
-def test_a_window_with_nan_is_skipped_and_the_hooks_memory_stays_finite(ranks, kind):
-    assert ranks(2).run(_skips, kind) == [[True, True, True, False, True, True]] * 2
-
-
-def _breaks(kind: str) -> list[str]:
-    """What a hook raises reaches the loop on every rank."""
-
+@on_ranks(2)
+def test_what_a_hook_raises_is_told(kind):
     def broken(state: Any, bucket: Any) -> Any:
         raise ArithmeticError("no such gradient")
 
     model = _model()
     sync, forward = engine(kind, model, accumulate=1, wire=pe.wire.FromHook(broken))
-    try:
+    with pytest.raises(Exception, match="no such gradient"):
         with sync.accumulate():
             sync.backward(forward(_data(0, 0)).sum(), count=1)
         sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-    except Exception as error:  # noqa: BLE001
-        return [str(error)]
-    return []
 
 
-@pytest.mark.parametrize("kind", ["own", "attach"])
-def test_what_a_hook_raises_is_told(ranks, kind):
-    for texts in ranks(2).run(_breaks, kind):
-        assert texts and "no such gradient" in texts[0]
-
-
-def _refused() -> str:
+@on_ranks(3)
+def test_a_hook_over_other_ranks_is_refused_on_every_rank():
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
-    try:
+    with pytest.raises(ValueError) as error:
         pe.GradSync(nn.Linear(2, 2), wire=pe.wire.FromHook(HOOKS["allreduce"], pairs[me()[0] // 2]))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_a_hook_over_other_ranks_is_refused_on_every_rank(ranks):
-    for text in ranks(3).run(_refused):
-        assert "the hook takes the mean over 2 ranks, and gradients are summed over 3" in text
+    assert "the hook takes the mean over 2 ranks, and gradients are summed over 3" in str(error.value)
 
 
 def test_wrong_arguments_are_named_and_bytes_are_not_known():

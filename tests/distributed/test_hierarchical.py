@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from cases import Integers, engine, me, windows_of_integers
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from wire_cases import INT8, WIRES, rounding, sum_bound
+from wire_cases import INT8, WIRES, of_bucket, rounding, sum_bound, terms_of
 
 import pyengine as pe
 from pyengine.comm import TorchDist, torch_dist
@@ -38,13 +39,6 @@ def _wire(name: str) -> pe.wire.Wire:
 
 def _pair(intra: str, inter: str, mesh: Any = None) -> pe.wire.Hierarchical:
     return pe.wire.Hierarchical(intra=_wire(intra), inter=_wire(inter), mesh=mesh)
-
-
-def _terms(numel: int, world: int) -> list[Tensor]:
-    """Return what each rank brings: of all magnitudes, as gradients are."""
-    generator = torch.Generator().manual_seed(numel)
-    size = 2.0 ** (torch.arange(numel) % 7 - 9.0)
-    return [torch.randn(numel, generator=generator) * size for _ in range(world)]
 
 
 def _added(terms: list[Tensor]) -> Tensor:
@@ -75,10 +69,6 @@ def _bound(intra: str, inter: str, terms: list[Tensor], mesh: list[list[int]]) -
     return off * (1 + 2.0**-20)  # the bound itself is computed in float32 in places
 
 
-def _bucket(wire: pe.wire.Hierarchical, numel: int) -> pe.wire.Wire:
-    return wire.for_bucket(BucketMemory(0, numel, CPU, []))
-
-
 def _sums(mesh: list[list[int]]) -> list[tuple[Any, ...]]:
     rank, world = me()
     comm, found = TorchDist(None, CPU), []
@@ -86,9 +76,9 @@ def _sums(mesh: list[list[int]]) -> list[tuple[Any, ...]]:
     for intra, inter in PAIRS:
         wire = _pair(intra, inter, mesh)
         for numel in NUMELS:
-            terms = _terms(numel, world)
+            terms = terms_of(numel, world)
             flat, before = terms[rank].clone(), comm.traffic.bytes_sent
-            _bucket(wire, numel).all_reduce_(flat, comm).wait()
+            of_bucket(wire, numel).all_reduce_(flat, comm).wait()
             sent = comm.traffic.bytes_sent - before
             most = wire.bytes_on_wire(numel, world)
             assert sent == most or (sent < most and not is_first), (intra, inter, numel, sent, most)
@@ -109,31 +99,11 @@ def test_sums_are_near_float64_and_have_the_same_bits_on_every_rank(ranks, world
             assert all(torch.equal(a[-1], b[-1]) for a, b in zip(first, other, strict=True))
 
 
-def _nonfinite() -> None:
-    """What is not finite stays at its own element, on every rank."""
-    rank, _ = me()
-    comm = TorchDist(None, CPU)
-    for intra, inter in PAIRS:
-        wire = _pair(intra, inter, [[0, 1], [2, 3]])
-        for bad in (float("inf"), float("-inf"), float("nan")):
-            flat = torch.ones(70)
-            flat[[3, 69]] = torch.tensor(bad if rank == 2 else 1.0)
-            _bucket(wire, 70).all_reduce_(flat, comm).wait()
-            assert (~torch.isfinite(flat)).nonzero().flatten().tolist() == [3, 69], (intra, inter, bad)
-    comm.release()
-
-
-def test_inf_and_nan_cross_at_their_own_element(ranks):
-    ranks(4).run(_nonfinite)
-
-
 def _feedback() -> list[Tensor]:
-    """Send the same values again and again: what a window loses comes with the next ones, also where a
-    parameter has come to lie in another rank's part in between.
-    """
+    """Send the same values in all windows; in the middle parameters move to other ranks' parts."""
     rank, world = me()
     comm, numel, windows = TorchDist(None, CPU), 301, 16
-    terms = _terms(numel, world)
+    terms = terms_of(numel, world)
     wire = pe.wire.Hierarchical(inter=FEEDBACK, mesh=[[0, 1], [2, 3]])
     memory = BucketMemory(0, numel, CPU, [])
     total = torch.zeros(numel, dtype=torch.float64)
@@ -160,7 +130,6 @@ def test_error_feedback_between_hosts_comes_late_rather_than_never(ranks):
 
 @contextmanager
 def _hosts(host_of: Callable[[int], object]) -> Iterator[None]:
-    """Let ranks say that they are on certain hosts."""
     real = torch_dist.own_host
     torch_dist.own_host = lambda: host_of(me()[0])
     try:
@@ -177,7 +146,9 @@ def _windows(kind: str, mesh: Any, **options: Any) -> None:
         sync.close()
 
 
-def _engines(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "world"), [("own", 4), ("attach", 2), ("attach-view", 3)])
+@on_ranks()
+def test_engines_have_the_gradient_of_one_big_batch(kind):
     world = me()[1]
     for mesh in SHAPES[world][:2]:
         _windows(kind, mesh)
@@ -188,12 +159,9 @@ def _engines(kind: str) -> None:
             _windows(kind, init_device_mesh("cpu", (2, 2)))
 
 
-@pytest.mark.parametrize(("kind", "world"), [("own", 4), ("attach", 2), ("attach-view", 3)])
-def test_engines_have_the_gradient_of_one_big_batch(ranks, world, kind):
-    ranks(world).run(_engines, kind)
-
-
-def _hook() -> None:
+@pytest.mark.parametrize("world", [2, 4])
+@on_ranks()
+def test_the_bare_hook_averages():
     _, world = me()
     for wire in (_pair("fp32", "fp32", SHAPES[world][0]), _pair("fp32", "int8", SHAPES[world][0])):
         model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 2))
@@ -212,12 +180,17 @@ def _hook() -> None:
                 torch.testing.assert_close(mine.grad, right.grad, atol=atol, rtol=2.0**-20)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_bare_hook_averages(ranks, world):
-    ranks(world).run(_hook)
+REFUSED = {
+    "unequal": "wire=Hierarchical(): the 3 ranks are 2 + 1 by host",
+    "unequal attach": "wire=Hierarchical(): the 3 ranks are 2 + 1 by host",
+    "no place": "mesh=[[0], [1]]: rank 2 is in none of its rows",
+    "fsdp": "which has no reduce_scatter",
+}
 
 
-def _refused(case: str) -> str:
+@pytest.mark.parametrize("case", REFUSED)
+@on_ranks(3)
+def test_hosts_of_unequal_numbers_are_refused_on_every_rank(case):
     wire, model = pe.wire.Hierarchical(), nn.Linear(2, 2)
     match case:
         case "unequal":
@@ -228,26 +201,10 @@ def _refused(case: str) -> str:
             make = lambda: pe.GradSync(model, wire=_pair("fp32", "fp32", [[0], [1]]))
         case _:
             make = lambda: pe.attach(fully_shard(model), wire=wire)
-    try:
-        with _hosts(lambda rank: rank // 2):
-            make()
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-REFUSED = {
-    "unequal": "wire=Hierarchical(): the 3 ranks are 2 + 1 by host",
-    "unequal attach": "wire=Hierarchical(): the 3 ranks are 2 + 1 by host",
-    "no place": "mesh=[[0], [1]]: rank 2 is in none of its rows",
-    "fsdp": "which has no reduce_scatter",
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_hosts_of_unequal_numbers_are_refused_on_every_rank(ranks, case):
-    for text in ranks(3).run(_refused, case):
-        assert REFUSED[case] in text and text.startswith("all ranks: ")
+    with pytest.raises(ValueError) as error, _hosts(lambda rank: rank // 2):
+        make()
+    text = str(error.value)
+    assert REFUSED[case] in text and text.startswith("all ranks: ")
 
 
 WRONG = {

@@ -1,6 +1,4 @@
-"""The state of `comm_hook`: one for several models, copied, pickled, made early,
-and over gradients wider than its wire.
-"""
+"""The state of `comm_hook`: for several models, copied, pickled, made early."""
 
 from __future__ import annotations
 
@@ -18,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import me
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,7 +25,20 @@ import pyengine as pe
 WIRES = {"fp32": pe.wire.FP32(), "bf16": pe.wire.BF16(), "fp16": pe.wire.FP16()}
 
 
-def _twins(wire: str, static: bool) -> None:
+class _Each(nn.Module):
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return sum((i + number + 1) * layer(x).sum() for i, layer in enumerate(self.layers))
+
+
+@pytest.mark.parametrize(
+    ("world", "wire", "static"), [(1, "fp16", False), (2, "bf16", False), (2, "fp32", True)]
+)
+@on_ranks()
+def test_one_state_serves_two_models_in_one_backward(wire, static):
     """Two models of equal shapes in one backward; gradients are small integers, exact in every type."""
     rank, world = me()
     state = pe.HookState(wire=WIRES[wire])
@@ -48,66 +60,23 @@ def _twins(wire: str, static: bool) -> None:
                 assert torch.equal(linear.weight.grad, torch.full((64, 64), want)), (number, k, layer)
 
 
-class _Each(nn.Module):
-    def __init__(self, layers: nn.ModuleList) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        return sum((i + number + 1) * layer(x).sum() for i, layer in enumerate(self.layers))
-
-
-@pytest.mark.parametrize(
-    ("world", "wire", "static"), [(1, "fp16", False), (2, "bf16", False), (2, "fp32", True)]
-)
-def test_one_state_serves_two_models_in_one_backward(ranks, world, wire, static):
-    ranks(world).run(_twins, wire, static)
-
-
-def _lanes_after_a_rebuild() -> int:
+@on_ranks(2)
+def test_buffers_of_buckets_that_ddp_has_rebuilt_are_let_go():
     ddp = DistributedDataParallel(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), bucket_cap_mb=5e-4)
     state = pe.HookState(wire=pe.wire.BF16())
     ddp.register_comm_hook(state, pe.comm_hook)
     for _ in range(3):
         ddp(torch.ones(1, 8)).sum().backward()
-    return sum(buffer.numel for buffer in state._wire_buffers.values()) - sum(
-        p.numel() for p in ddp.parameters()
-    )
+    assert sum(b.numel for b in state._wire_buffers.values()) == sum(p.numel() for p in ddp.parameters())
 
 
-def test_buffers_of_buckets_that_ddp_has_rebuilt_are_let_go(ranks):
-    assert ranks(2).run(_lanes_after_a_rebuild) == [0, 0]
-
-
-def _wider(wire: str) -> None:
-    rank, world = me()
-    model = nn.Linear(5, 1, bias=False, dtype=torch.float64)
-    ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(pe.HookState(wire=WIRES[wire]), pe.comm_hook)
-    ddp(torch.full((1, 5), 1 / 3 + rank, dtype=torch.float64)).sum().backward()
-    want = sum(1 / 3 + r for r in range(world)) / world
-    # A narrow wire rounds each term, the sum after each addition: at most `world` half units of its
-    # precision.
-    tolerance = 1e-15 if wire == "fp32" else world * torch.finfo(WIRES[wire].dtype).eps
-    assert model.weight.grad.dtype == torch.float64
-    assert torch.allclose(model.weight.grad, torch.full((1, 5), want, dtype=torch.float64), rtol=tolerance)
-
-
-@pytest.mark.parametrize(("world", "wire"), [(2, "fp32"), (3, "bf16")])
-def test_float64_gradients_keep_their_bits_unless_the_wire_is_narrow(ranks, world, wire):
-    ranks(world).run(_wider, wire)
-
-
-def _complex() -> None:
+@on_ranks(2)
+def test_complex_gradients_travel_by_real_and_imaginary_part():
     rank, world = me()
     ddp = DistributedDataParallel(nn.Linear(2, 1, bias=False, dtype=torch.complex64))
     ddp.register_comm_hook(pe.HookState(wire=pe.wire.BF16()), pe.comm_hook)
     ddp(torch.full((1, 2), 1 + (rank + 1) * 1j)).real.sum().backward()
     assert torch.equal(ddp.module.weight.grad, torch.full((1, 2), 1 - (world + 1) / 2 * 1j))
-
-
-def test_complex_gradients_travel_by_real_and_imaginary_part(ranks):
-    ranks(2).run(_complex)
 
 
 def _mean(ddp: DistributedDataParallel) -> float:
@@ -117,7 +86,9 @@ def _mean(ddp: DistributedDataParallel) -> float:
     return next(ddp.parameters()).grad.item()
 
 
-def _copies(how: str) -> None:
+@pytest.mark.parametrize("how", ["pickle", "copy", "deepcopy", "model"])
+@on_ranks(2)
+def test_a_used_state_can_be_copied_and_pickled_and_so_can_its_model(how):
     ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
     state = pe.HookState(wire=pe.wire.BF16())
     ddp.register_comm_hook(state, pe.comm_hook)
@@ -136,12 +107,8 @@ def _copies(how: str) -> None:
     assert _mean(twin) == _mean(ddp) == 1.5
 
 
-@pytest.mark.parametrize("how", ["pickle", "copy", "deepcopy", "model"])
-def test_a_used_state_can_be_copied_and_pickled_and_so_can_its_model(ranks, how):
-    ranks(2).run(_copies, how)
-
-
-def _group_in_a_pickle() -> None:
+@on_ranks(2)
+def test_a_pickled_state_says_that_it_leaves_its_group_behind():
     group = dist.new_group([0, 1])
     state = pe.HookState(wire=pe.wire.BF16(), process_group=group)
     assert copy.deepcopy(state).group is group
@@ -149,11 +116,8 @@ def _group_in_a_pickle() -> None:
         assert pickle.loads(pickle.dumps(state)).group is None
 
 
-def test_a_pickled_state_says_that_it_leaves_its_group_behind(ranks):
-    ranks(2).run(_group_in_a_pickle)
-
-
-def _attached_copy() -> None:
+@on_ranks(2)
+def test_a_model_driven_by_attach_is_not_copied_into_one_that_nobody_synchronises():
     ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
     sync = pe.attach(ddp, accumulate=1)
     with sync.accumulate():
@@ -165,72 +129,49 @@ def _attached_copy() -> None:
     copy.deepcopy(ddp.module)
 
 
-def test_a_model_driven_by_attach_is_not_copied_into_one_that_nobody_synchronises(ranks):
-    ranks(2).run(_attached_copy)
-
-
 def test_a_state_can_be_made_before_the_process_group():
     state = pe.HookState(wire=pe.wire.BF16())
     assert pickle.loads(pickle.dumps(state)).wire == pe.wire.BF16()
 
 
-class _Held:
-    """A collective whose thread lets go of what it has called back some time after it has."""
+class _Kept:
+    """A collective of whose callback `keep` gets hold, as a thread of the backend does."""
 
-    def __init__(self, work: pe.wire.Work) -> None:
-        self.wait, self._future = work.wait, work.get_future()
+    def __init__(self, work: pe.wire.Work, keep: Callable[[object], None]) -> None:
+        self.wait, self._future, self._keep = work.wait, work.get_future(), keep
 
-    def get_future(self) -> _Held:
+    def get_future(self) -> _Kept:
         return self
 
     def then(self, callback: Callable[[object], Tensor]) -> torch.futures.Future[Tensor]:
-        threading.Thread(target=lambda held: time.sleep(0.2), args=(callback,)).start()
+        self._keep(callback)
         return self._future.then(callback)
 
 
 @dataclass(frozen=True)
-class _HeldWire(pe.wire.FP32):
+class _KeptWire(pe.wire.FP32):
+    keep: Callable[[object], None] = field(default=print, repr=False)  # ranks compare how wires print
+
     def all_reduce_(self, flat: Tensor, comm: pe.wire.Comm) -> pe.wire.Work:
-        return _Held(super().all_reduce_(flat, comm))
+        return _Kept(super().all_reduce_(flat, comm), self.keep)
 
 
-def _held() -> int:
+def _hold_for_a_while(callback: object) -> None:
+    threading.Thread(target=lambda held: time.sleep(0.2), args=(callback,)).start()
+
+
+@on_ranks(2)
+def test_a_window_that_has_landed_leaves_no_thread_that_needs_the_interpreter():
+    """What ended the process then was aborted: a thread of the backend freed its callback too late."""
     ddp = DistributedDataParallel(nn.Linear(2, 1))
-    sync = pe.attach(ddp, accumulate=1, wire=_HeldWire())
+    sync = pe.attach(ddp, accumulate=1, wire=_KeptWire(keep=_hold_for_a_while))
     for window in sync.windows([torch.ones(1, 2)]):
         for x in window:
             sync.backward(ddp(x).sum())
         sync.grad_norm()
         alive = len(sync._engine.reducer.state.callbacks.pending)
         sync.abandon()
-    return alive
-
-
-def test_a_window_that_has_landed_leaves_no_thread_that_needs_the_interpreter(ranks):
-    """What ended the process then was aborted: a thread of the backend freed its callback too late."""
-    assert ranks(2).run(_held) == [0, 0]
-
-
-class _Noted:
-    """A collective of which the test keeps what it calls back."""
-
-    def __init__(self, work: pe.wire.Work, noted: list[object]) -> None:
-        self.wait, self._future, self._noted = work.wait, work.get_future(), noted
-
-    def get_future(self) -> _Noted:
-        return self
-
-    def then(self, callback: Callable[[object], Tensor]) -> torch.futures.Future[Tensor]:
-        self._noted.append(callback)
-        return self._future.then(callback)
-
-
-@dataclass(frozen=True)
-class _NotedWire(pe.wire.FP32):
-    noted: list[object] = field(default_factory=list, hash=False)
-
-    def all_reduce_(self, flat: Tensor, comm: pe.wire.Comm) -> pe.wire.Work:
-        return _Noted(super().all_reduce_(flat, comm), self.noted)
+    assert alive == 0
 
 
 def _reached(root: object) -> dict[int, object]:
@@ -249,16 +190,13 @@ def _reached(root: object) -> dict[int, object]:
     return found
 
 
-def _kept_by_a_thread() -> set[str]:
-    ddp = DistributedDataParallel(nn.Linear(2, 1))
-    wire = _NotedWire()
-    ddp.register_comm_hook(pe.HookState(wire=wire), pe.comm_hook)
-    ddp(torch.ones(1, 2)).sum().backward()
-    (callback,) = wire.noted
-    return {type(one).__name__ for one in _reached(callback).values()}
-
-
-def test_a_thread_of_the_backend_is_not_the_last_to_hold_its_group(ranks):
+@on_ranks(2)
+def test_a_thread_of_the_backend_is_not_the_last_to_hold_its_group():
     """It would join itself, and end the process; nobody waits until it has let go of what it called back."""
-    for kept in ranks(2).run(_kept_by_a_thread):
-        assert "StoreRollCall" in kept and not kept & {"ProcessGroup", "TorchDist", "HookState"}
+    ddp = DistributedDataParallel(nn.Linear(2, 1))
+    noted: list[object] = []
+    ddp.register_comm_hook(pe.HookState(wire=_KeptWire(keep=noted.append)), pe.comm_hook)
+    ddp(torch.ones(1, 2)).sum().backward()
+    (callback,) = noted
+    kept = {type(one).__name__ for one in _reached(callback).values()}
+    assert "StoreRollCall" in kept and not kept & {"ProcessGroup", "TorchDist", "HookState"}

@@ -15,7 +15,18 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import Integers, assert_same, comm_of_buckets, engine, grads, integers, me, mean_of_integers
+from cases import (
+    Integers,
+    assert_same,
+    comm_of_buckets,
+    engine,
+    grads,
+    integers,
+    me,
+    mean_of_integers,
+    records_of,
+)
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -50,16 +61,13 @@ def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
 def _train(
     kind: str, late: bool, dtype: torch.dtype
 ) -> tuple[list[Tensor], list[tuple], list[float], list[bool]]:
-    """Train with clipping, a scheduler, a short last window and an inf on one rank;
-    return everything observable.
-    """
+    """Train with clipping, a scheduler, a short last window and an inf on one rank; return what shows."""
     rank, world = me()
     model = _model(dtype)
     sync, forward = _late(kind, model, late=late, accumulate=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
+    records = records_of(sync)
     data = [torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * rank + k)) for k in range(14)]
     stepped = []
     for number, window in enumerate(sync.windows(data)):
@@ -92,39 +100,31 @@ def test_parameters_records_and_learning_rate_are_those_of_a_host_that_waits(ran
         assert late[3] == [True, True, False, True, True] and len(late[1]) == 5
 
 
-def _quiet(kind: str) -> list[int]:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_the_step_path_reads_nothing_and_each_record_comes_a_window_late(kind):
+    model = _model()
+    sync, forward = _late(kind, model, accumulate=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    records, counts = records_of(sync), []
     # What the host reads of a header is read where the host waits for collectives anyway, and nowhere else.
     with (
         mock.patch("pyengine.window.header._host_may_look", lambda *_: False),
         mock.patch("pyengine.window.claims._is_far", lambda _: True),
     ):
-        return _quietly(kind)
+        for number, window in enumerate(sync.windows([torch.ones(1, 4)] * 8)):
+            settled = number >= 2  # before the second window ranks agree on the order of the buckets, once
+            with NoHostRead() if settled else nullcontext():
+                for x in window:
+                    sync.backward(forward(x).sum(), count=torch.tensor(2.0))
+                sync.clip_grad_norm_(1.0)
+                sync.step(optimizer)
+            counts.append(len(records))
+    assert [*counts, len(records)] == [0, 1, 2, 3, 4]
 
 
-def _quietly(kind: str) -> list[int]:
-    model = _model()
-    sync, forward = _late(kind, model, accumulate=2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    heard: list[int] = []
-    sync.on_step(lambda record: heard.append(record.step))
-    counts = []
-    for number, window in enumerate(sync.windows([torch.ones(1, 4)] * 8)):
-        settled = number >= 2  # before the second window ranks agree on the order of the buckets, once
-        with NoHostRead() if settled else nullcontext():
-            for x in window:
-                sync.backward(forward(x).sum(), count=torch.tensor(2.0))
-            sync.clip_grad_norm_(1.0)
-            sync.step(optimizer)
-        counts.append(len(heard))
-    return [*counts, len(heard)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_step_path_reads_nothing_and_each_record_comes_a_window_late(ranks, kind):
-    assert ranks(2).run(_quiet, kind) == [[0, 1, 2, 3, 4]] * 2
-
-
-def _bad_count() -> tuple[str, bool, bool]:
+@on_ranks(3)
+def test_a_bad_count_moves_nothing_and_is_an_error_on_every_rank_in_the_next_window():
     rank, world = me()
     model = Integers(torch.float32)
     sync, forward = _late("own", model, accumulate=1)
@@ -147,22 +147,17 @@ def _bad_count() -> tuple[str, bool, bool]:
     untouched &= torch.equal(model.matrix, before)
     window(3.0)
     sync.synchronize()
-    return message, untouched, torch.equal(model.matrix, before)
+    assert message.startswith("rank 2: count of micro-batch 0 is -1.0")
+    assert untouched and not torch.equal(model.matrix, before)
 
 
-def test_a_bad_count_moves_nothing_and_is_an_error_on_every_rank_in_the_next_window(ranks):
-    for message, untouched, still in ranks(3).run(_bad_count):
-        assert message.startswith("rank 2: count of micro-batch 0 is -1.0")
-        assert untouched and not still
-
-
-def _only_one_rank_looks() -> list[str]:
+@on_ranks(2)
+def test_one_rank_may_look_at_the_outcome_alone():
     rank, _ = me()
     model = _model()
     sync, forward = _late("attach", model, accumulate=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    reasons: list[str] = []
-    sync.on_step(lambda record: reasons.append(record.reason))
+    records = records_of(sync)
     for number in range(3):
         with sync.accumulate():
             sync.backward(forward(torch.ones(1, 4)).sum() * (math.inf if number == 1 and rank == 0 else 1.0))
@@ -170,13 +165,8 @@ def _only_one_rank_looks() -> list[str]:
         if rank == 1:
             assert bool(stepped) == (number != 1)
     sync.synchronize()
-    return reasons
-
-
-def test_one_rank_may_look_at_the_outcome_alone(ranks):
-    for reasons in ranks(2).run(_only_one_rank_looks):
-        assert [bool(reason) for reason in reasons] == [False, True, False]
-        assert "rank 0, micro-batch 0 (its loss)" in reasons[1]
+    assert [bool(record.reason) for record in records] == [False, True, False]
+    assert "rank 0, micro-batch 0 (its loss)" in records[1].reason
 
 
 def _other_optimizer(make: Any) -> list[int]:
@@ -201,13 +191,12 @@ def test_the_record_of_an_optimizer_whose_step_can_be_undone_comes_a_window_late
     assert ranks(2).run(_other_optimizer, torch.optim.SGD)[0] == [-1, 0, -1, 1, -1, 2]
 
 
-def _abandoned() -> list[int]:
-    """A window is dropped between two good ones: the outcome of the one before it is still heard of."""
+@on_ranks(2)
+def test_an_abandoned_window_does_not_hide_the_outcome_of_the_one_before():
     model = _model()
     sync, forward = _late("own", model, accumulate=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    heard: list[int] = []
-    sync.on_step(lambda record: heard.append(record.step))
+    records = records_of(sync)
     for number in range(3):
         try:
             for _ in range(2):
@@ -219,11 +208,7 @@ def _abandoned() -> list[int]:
         except KeyError:
             pass
     sync.synchronize()
-    return heard
-
-
-def test_an_abandoned_window_does_not_hide_the_outcome_of_the_one_before(ranks):
-    assert ranks(2).run(_abandoned) == [[0, 1]] * 2
+    assert [record.step for record in records] == [0, 1]
 
 
 class _Recorder:
@@ -240,7 +225,19 @@ class _Recorder:
         yield
 
 
-def _on_the_side(kind: str, dtype: torch.dtype, wire: pe.wire.Wire) -> tuple[int, int]:
+@pytest.mark.parametrize(
+    ("kind", "dtype", "wire"),
+    [
+        ("own", torch.float32, pe.wire.FP32()),
+        ("own", torch.bfloat16, pe.wire.BF16()),
+        ("attach", torch.float32, pe.wire.BF16()),
+        ("attach", torch.bfloat16, pe.wire.FP32()),
+        ("own", torch.float32, pe.wire.BF16(sum="fp32")),
+        ("attach", torch.float32, pe.wire.BF16(sum="fp32")),
+    ],
+)
+@on_ranks(2)
+def test_where_streams_wait_every_bucket_starts_inside_the_last_backward(kind, dtype, wire):
     rank, world = me()
     model = Integers(dtype)
     options = {"bucket_cap_mb": 1e-5} if kind == "own" else {}
@@ -256,38 +253,19 @@ def _on_the_side(kind: str, dtype: torch.dtype, wire: pe.wire.Wire) -> tuple[int
             recorder.is_in_backward = False
         sync.unscale_()
     assert_same(grads(model), mean_of_integers(model, [integers(k) for k in range(2 * world)], 8.0 * world))
-    return recorder.runs, recorder.runs_in_backward
+    runs, runs_in_backward = recorder.runs, recorder.runs_in_backward
+    assert runs == runs_in_backward >= (2 if kind == "own" else 1)  # DDP starts with one bucket
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "wire"),
-    [
-        ("own", torch.float32, pe.wire.FP32()),
-        ("own", torch.bfloat16, pe.wire.BF16()),
-        ("attach", torch.float32, pe.wire.BF16()),
-        ("attach", torch.bfloat16, pe.wire.FP32()),
-    ],
-)
-def test_where_streams_wait_every_bucket_starts_inside_the_last_backward(ranks, kind, dtype, wire):
-    for runs, runs_in_backward in ranks(2).run(_on_the_side, kind, dtype, wire):
-        assert runs == runs_in_backward >= (2 if kind == "own" else 1)  # DDP starts with one bucket
-
-
-def _runs_out_after_a_bad_window() -> list[str]:
-    """Rank 0 has one window, a bad one, and hears of it while the others go on."""
+@on_ranks(2)
+def test_a_rank_that_has_run_out_gets_the_record_of_a_bad_window_with_the_others():
     rank, _ = me()
     model = _model()
     sync, forward = _late("attach", model, accumulate=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    reasons: list[str] = []
-    sync.on_step(lambda record: reasons.append(record.reason))
+    records = records_of(sync)
     for number, window in enumerate(sync.windows([torch.ones(1, 4)] * (1 if rank == 0 else 3))):
         for x in window:
             sync.backward(forward(x).sum() * (math.nan if (number, rank) == (0, 0) else 1.0))
         sync.step(optimizer)
-    return reasons
-
-
-def test_a_rank_that_has_run_out_gets_the_record_of_a_bad_window_with_the_others(ranks):
-    for reasons in ranks(2).run(_runs_out_after_a_bad_window):
-        assert [bool(reason) for reason in reasons] == [True, False, False]
+    assert [bool(record.reason) for record in records] == [True, False, False]

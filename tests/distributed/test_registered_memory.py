@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Integers, me, windows_of_integers
+from ranks import on_ranks
 from torch import nn
 
 import pyengine as pe
@@ -98,18 +99,11 @@ def test_where_nccl_refuses_on_a_rank_all_go_on_without_and_the_first_says_why(r
         assert are_open == ([True] if number == world - 1 else [False])  # what refused was no pool
 
 
-def _over_gloo() -> str:
-    with mock.patch.object(shared_memory, "runs_ahead", lambda device: True):
-        try:
-            pe.GradSync(nn.Linear(2, 2), shared_memory=True)
-        except ValueError as error:
-            return str(error)
-    return ""
-
-
-def test_memory_of_a_device_is_not_shared_over_another_backend_than_nccl(ranks):
-    for text in ranks(2).run(_over_gloo):
-        assert "or a process group with NCCL" in text
+@on_ranks(2)
+def test_memory_of_a_device_is_not_shared_over_another_backend_than_nccl():
+    on_device = mock.patch.object(shared_memory, "runs_ahead", lambda device: True)
+    with on_device, pytest.raises(ValueError, match="or a process group with NCCL"):
+        pe.GradSync(nn.Linear(2, 2), shared_memory=True)
 
 
 def _registers() -> list[float]:

@@ -12,12 +12,13 @@ import resource
 import threading
 import warnings
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import Integers, engine, me, windows_of_integers
+from ranks import on_ranks
 from shared_memory_cases import Reductions, trained
 from torch import nn
 
@@ -56,9 +57,7 @@ def test_shared_memory_false_goes_through_the_group(ranks, kind):
 
 
 def _hooked(wire: pe.wire.Wire) -> tuple[torch.Tensor, torch.Tensor, int, int, bool]:
-    """Train by `comm_hook` alone; return the last gradient, the mean of what ranks had in their order, and
-    what was reduced, and whether nothing was left of it.
-    """
+    """Return the gradient, the mean in the order of ranks, what was reduced, and whether nothing is left."""
     rank, world = me()
     before = _traces()
     torch.manual_seed(0)
@@ -110,21 +109,14 @@ def _refused(how: str) -> tuple[list[str], int]:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
-    if rank == 1 and how == "no file":
-        MemoryOffer.make = limited  # type: ignore[method-assign]
-    kept = Arena.allocate
-    if rank == 1 and how == "no memory":
-        Arena.allocate = lambda self, numel, dtype: torch.zeros(numel, dtype=dtype)  # as without any left
-    try:
-        with warnings.catch_warnings(record=True) as caught, Reductions() as seen:
-            warnings.simplefilter("always")
-            model = Integers(torch.float32)
-            sync, forward = engine("own", model, accumulate=2, shared_memory=True)
-            windows_of_integers(sync, forward, model)
-            sync.close()
-    finally:
-        MemoryOffer.make, Arena.allocate = make, kept  # type: ignore[method-assign]
-    return [str(each.message) for each in caught if "ranks reduce through" in str(each.message)], seen.num
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if rank == 1 and how == "no file":
+            patch.setattr(MemoryOffer, "make", limited)
+        elif rank == 1:
+            patch.setattr(Arena, "allocate", lambda self, numel, dtype: torch.zeros(numel, dtype=dtype))
+        num, _ = trained("own", torch.float32)
+    return [str(each.message) for each in caught if "ranks reduce through" in str(each.message)], num
 
 
 def test_where_a_rank_can_make_no_file_all_go_through_the_group_and_rank_0_says_why(ranks):
@@ -154,7 +146,11 @@ def _traces() -> tuple[int, int, int]:
     return sum("memfd:pyengine" in e for e in links), sum("memfd:pyengine" in e for e in maps), len(threads)
 
 
-def _left(kind: str, ends: str) -> tuple[Any, ...]:
+@pytest.mark.parametrize(
+    ("kind", "ends"), [("own", "close"), ("own", "dropped"), ("own-native", "close"), ("attach", "dropped")]
+)
+@on_ranks(2)
+def test_nothing_is_left_of_an_engine(kind, ends):
     before = _traces()
     model = Integers(torch.float32)
     sync, forward = engine(kind, model, accumulate=2, shared_memory=True)
@@ -166,17 +162,8 @@ def _left(kind: str, ends: str) -> tuple[Any, ...]:
     del sync, forward
     if ends == "dropped":
         del model  # whose parameters have views of the buffers
-    return before, under_way, closed, _traces()
-
-
-@pytest.mark.parametrize(
-    ("kind", "ends"), [("own", "close"), ("own", "dropped"), ("own-native", "close"), ("attach", "dropped")]
-)
-def test_nothing_is_left_of_an_engine(ranks, kind, ends):
-    for before, under_way, closed, after in ranks(2).run(_left, kind, ends):
-        assert under_way > before
-        assert after == before
-        assert closed[2] == (before[2] if ends == "close" else under_way[2])
+    assert _traces() == before < under_way
+    assert closed[2] == (before[2] if ends == "close" else under_way[2])
 
 
 def _argument(value: object) -> str:
@@ -195,12 +182,11 @@ def test_an_argument_that_is_no_bool_and_ranks_that_differ_are_refused(ranks):
     assert len(set(said)) == 1 and "ranks have different settings" in said[0]
 
 
-def _on_an_accelerator(owner: str) -> str:
-    """Say that the parameters of rank 1 are not on the CPU."""
-    real = shared_memory.runs_ahead
-    shared_memory.runs_ahead = lambda device: me()[0] == 1
-    model = nn.Linear(2, 2)
-    try:
+@pytest.mark.parametrize("owner", ["own", "attach", "hook"])
+@on_ranks(2)
+def test_memory_of_an_accelerator_is_refused_on_every_rank(owner):
+    model, on_rank_1 = nn.Linear(2, 2), lambda device: me()[0] == 1
+    with mock.patch.object(shared_memory, "runs_ahead", on_rank_1), pytest.raises(ValueError) as error:
         if owner == "own":
             pe.GradSync(model, shared_memory=True)
         elif owner == "hook":
@@ -209,17 +195,7 @@ def _on_an_accelerator(owner: str) -> str:
             ddp(torch.ones(1, 2)).sum().backward()
         else:
             pe.attach(nn.parallel.DistributedDataParallel(model), shared_memory=True)
-    except ValueError as error:
-        return str(error)
-    finally:
-        shared_memory.runs_ahead = real
-    return ""
-
-
-@pytest.mark.parametrize("owner", ["own", "attach", "hook"])
-def test_memory_of_an_accelerator_is_refused_on_every_rank(ranks, owner):
-    for text in ranks(2).run(_on_an_accelerator, owner):
-        assert text.startswith("rank 1: shared_memory=True, and parameters are on cpu")
+    assert str(error.value).startswith("rank 1: shared_memory=True, and parameters are on cpu")
 
 
 def _differing() -> str:

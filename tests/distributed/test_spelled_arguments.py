@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import Integers, engine, integers, me
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,19 +28,17 @@ def _gradients(kind: str, **options: object) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters()]
 
 
-def _spelled(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", WIRES, ids=str)
+@pytest.mark.parametrize("kind", ["own", "attach"])
+@on_ranks(2)
+def test_a_wire_may_be_spelled_as_its_dtype(kind, dtype):
     ours = WIRES[dtype] if me()[0] == 0 else dtype  # ranks may spell it differently
     spelled = _gradients(kind, wire=ours)
     assert all(map(torch.equal, spelled, _gradients(kind, wire=WIRES[dtype])))
 
 
-@pytest.mark.parametrize("dtype", WIRES, ids=str)
-@pytest.mark.parametrize("kind", ["own", "attach"])
-def test_a_wire_may_be_spelled_as_its_dtype(ranks, kind, dtype):
-    ranks(2).run(_spelled, kind, dtype)
-
-
-def _sums() -> None:
+@on_ranks(2)
+def test_an_accumulator_may_be_spelled_as_torch_float32():
     module = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
     for accumulator in (torch.float32, "fp32"):
         with pe.GradSync(module, accumulate=3, accumulator=accumulator) as sync:
@@ -49,24 +47,6 @@ def _sums() -> None:
                     sync.backward(module(torch.full((1, 2), value, dtype=torch.bfloat16)).sum() / 1.0)
             sync.unscale_()
             assert torch.equal(module.weight.grad, torch.full_like(module.weight, 258 / 3))
-
-
-def test_an_accumulator_may_be_spelled_as_torch_float32(ranks):
-    ranks(2).run(_sums)
-
-
-def _one_micro_batch() -> None:
-    ddp = DistributedDataParallel(nn.Linear(2, 1, bias=False))
-    sync = pe.attach(ddp)
-    for window in sync.windows([torch.ones(1, 2)] * 3):
-        for x in window:
-            sync.backward(ddp(x).sum())
-        sync.step(torch.optim.SGD(ddp.parameters(), lr=1.0))
-    assert sync.window == 3
-
-
-def test_a_window_over_ddp_is_one_micro_batch_by_default(ranks):
-    ranks(2).run(_one_micro_batch)
 
 
 # DDP's hooks.
@@ -81,7 +61,12 @@ HOOKS = {
 }
 
 
-def _hooked(case: str, view: bool) -> None:
+@pytest.mark.parametrize(
+    ("case", "world", "view"),
+    [*((case, 2, False) for case in HOOKS), ("comm_hook, None", 4, True), ("comm_hook, bf16 state", 1, True)],
+)
+@on_ranks()
+def test_a_hook_in_torchs_manner_gives_ddps_mean(case, view):
     """Small integers, and a mean over two or four ranks: exact in every type."""
     rank, world = me()
     model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(3)])
@@ -100,38 +85,23 @@ def _hooked(case: str, view: bool) -> None:
             assert p.grad[0, 0] == (world - 1) / 2 + number
 
 
-@pytest.mark.parametrize(
-    ("case", "world", "view"),
-    [*((case, 2, False) for case in HOOKS), ("comm_hook, None", 4, True), ("comm_hook, bf16 state", 1, True)],
-)
-def test_a_hook_in_torchs_manner_gives_ddps_mean(ranks, case, world, view):
-    ranks(world).run(_hooked, case, view)
-
-
-def _subgroup() -> float:
+@on_ranks(2)
+def test_a_hook_in_torchs_manner_reduces_over_the_group_it_is_registered_with():
     rank, world = me()
     groups = [dist.new_group([r]) for r in range(world)]
     ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=groups[rank])
     ddp.register_comm_hook(groups[rank], pe.comm_hook)
     ddp(torch.full((1, 1), float(rank + 1))).sum().backward()
-    return ddp.module.weight.grad.item()
+    assert ddp.module.weight.grad.item() == [1.0, 2.0][me()[0]]
 
 
-def test_a_hook_in_torchs_manner_reduces_over_the_group_it_is_registered_with(ranks):
-    assert ranks(2).run(_subgroup) == [1.0, 2.0]
-
-
-def _refused() -> str:
+@on_ranks(2)
+def test_a_state_of_another_kind_is_refused_in_the_first_backward_on_every_rank():
     ddp = DistributedDataParallel(nn.Linear(1, 1))
     ddp.register_comm_hook("dp", pe.comm_hook)
     with pytest.raises((TypeError, RuntimeError)) as error:
         ddp(torch.ones(1, 1)).sum().backward()
-    return str(error.value)
-
-
-def test_a_state_of_another_kind_is_refused_in_the_first_backward_on_every_rank(ranks):
-    for message in ranks(2).run(_refused):
-        assert "process_group='dp' is a str: need a torch.distributed.ProcessGroup" in message
+    assert "process_group='dp' is a str: need a torch.distributed.ProcessGroup" in str(error.value)
 
 
 STATES = {
@@ -153,8 +123,3 @@ def test_what_makes_no_state_is_refused_when_it_is_made(case):
     with pytest.raises(error) as caught:
         make()
     assert message in str(caught.value)
-
-
-def test_a_state_without_a_group_is_made_early_and_pickled():
-    state = pickle.loads(pickle.dumps(pe.HookState(wire=torch.bfloat16)))
-    assert state.wire == pe.wire.BF16() and state.group is None

@@ -3,45 +3,33 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import me
-from torch import nn
+from ranks import on_ranks
+from torch import Tensor, nn
 
 import pyengine as pe
 from pyengine.comm import torch_dist
 from pyengine.comm.torch_dist import TorchDist
 
 
-def _broadcast(cap_bytes: int) -> list[int]:
-    """Broadcast tensors of odd kinds; return the elements of each collective."""
-    rank, _ = me()
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(), (3,), (0,), (2, 5), (7, 3), (1,), (40,), (2, 2)]
-    rank_0s = [torch.randn(shape, generator=generator) for shape in shapes]
-    rank_0s[4] = rank_0s[4].t()  # strided
-    rank_0s += [torch.arange(4), torch.randn(6, generator=generator).bfloat16()]
-    mine = [
-        t.clone(memory_format=torch.preserve_format) if rank == 0 else torch.zeros_like(t) for t in rank_0s
-    ]
-    assert not mine[4].is_contiguous()
-    mine[6] = torch.nn.Parameter(mine[6])
-    comm, sizes, broadcast = TorchDist(None, torch.device("cpu")), [], dist.broadcast
-    torch_dist._PIECE_BYTES = cap_bytes
-    torch_dist.dist.broadcast = lambda flat, **options: (
-        sizes.append(flat.numel()),
-        broadcast(flat, **options),
-    )[1]
-    try:
-        comm.broadcast_(mine)
-    finally:
-        torch_dist.dist.broadcast, torch_dist._PIECE_BYTES = broadcast, 256 * 2**20
-    for got, want in zip(mine, rank_0s, strict=True):
-        assert torch.equal(got, want) and got.stride() == want.stride()
-    return sizes
+@contextmanager
+def _noted(note: Callable[[Tensor], int]) -> Iterator[list[int]]:
+    """Give what `note` returns of each tensor that is broadcast."""
+    seen, broadcast = [], dist.broadcast
+
+    def noted(flat: Tensor, **options: object) -> object:
+        seen.append(note(flat))
+        return broadcast(flat, **options)
+
+    with mock.patch.object(dist, "broadcast", noted):
+        yield seen
 
 
 @pytest.mark.parametrize(
@@ -52,30 +40,37 @@ def _broadcast(cap_bytes: int) -> list[int]:
         (1, [4, 12, 0, 40, 84, 4, 160, 16, 32, 12]),
     ],
 )
-def test_parameters_are_broadcast_in_pieces_and_end_with_the_same_bits(ranks, cap_bytes, sizes):
-    assert ranks(2).run(_broadcast, cap_bytes) == [sizes] * 2
+@on_ranks(2)
+def test_parameters_are_broadcast_in_pieces_and_end_with_the_same_bits(cap_bytes, sizes):
+    rank, _ = me()
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(), (3,), (0,), (2, 5), (7, 3), (1,), (40,), (2, 2)]
+    rank_0s = [torch.randn(shape, generator=generator) for shape in shapes]
+    rank_0s[4] = rank_0s[4].t()  # strided
+    rank_0s += [torch.arange(4), torch.randn(6, generator=generator).bfloat16()]
+    mine = [t.clone(memory_format=torch.preserve_format) for t in rank_0s]
+    for each in mine if rank else ():
+        each.zero_()
+    assert not mine[4].is_contiguous()
+    mine[6] = nn.Parameter(mine[6])
+    comm = TorchDist(None, torch.device("cpu"))
+    with mock.patch.object(torch_dist, "_PIECE_BYTES", cap_bytes), _noted(Tensor.numel) as seen:
+        comm.broadcast_(mine)
+    assert seen == sizes
+    for got, want in zip(mine, rank_0s, strict=True):
+        assert torch.equal(got, want) and got.stride() == want.stride()
 
 
-def _large_alone() -> bool:
-    """Whether a tensor that is a piece of its own travels in its own memory."""
-    parameter, sent, broadcast = torch.nn.Parameter(torch.ones(8)), [], dist.broadcast
-    torch_dist.dist.broadcast = lambda flat, **options: (
-        sent.append(flat.data_ptr()),
-        broadcast(flat, **options),
-    )[1]
-    try:
+@on_ranks(1)
+def test_a_tensor_that_is_sent_alone_is_not_copied():
+    parameter = nn.Parameter(torch.ones(8))
+    with _noted(Tensor.data_ptr) as seen:
         TorchDist(None, torch.device("cpu")).broadcast_([parameter])
-    finally:
-        torch_dist.dist.broadcast = broadcast
-    return sent == [parameter.data_ptr()]
+    assert seen == [parameter.data_ptr()]
 
 
-def test_a_tensor_that_is_sent_alone_is_not_copied(ranks):
-    assert ranks(1).run(_large_alone) == [True]
-
-
-def _current_devices() -> list[str]:
-    """Return what was current when a transport for cuda:1 called what takes no device, before and after."""
+@on_ranks(1)
+def test_collectives_without_a_device_of_their_own_go_through_the_parameters_device():
     current, seen = ["cuda:0"], []
 
     @contextmanager
@@ -87,38 +82,22 @@ def _current_devices() -> list[str]:
     def note(*arguments, **options):
         seen.append(current[0])
 
-    kept = torch.accelerator.device_index, dist.broadcast
     comm = TorchDist(None, torch.device("cuda", 1))
-    torch.accelerator.device_index, dist.broadcast = device_index, note
-    try:
+    device = mock.patch.object(torch.accelerator, "device_index", device_index)
+    with device, mock.patch.object(dist, "broadcast", note):
         comm.broadcast_([torch.ones(2)])
-    finally:
-        torch.accelerator.device_index, dist.broadcast = kept
-    return [*seen, *current]
+    assert [*seen, *current] == ["cuda:1", "cuda:0"]
 
 
-def test_collectives_without_a_device_of_their_own_go_through_the_parameters_device(ranks):
-    assert ranks(1).run(_current_devices) == [["cuda:1", "cuda:0"]]
-
-
-def _agreements() -> tuple[list[object], list[object], int]:
+@on_ranks(3)
+def test_objects_are_sent_only_where_ranks_differ():
     rank, world = me()
-    comm, gathers = TorchDist(None, torch.device("cpu")), []
-    real = dist.all_gather_object
-    dist.all_gather_object = lambda *args, **options: (gathers.append(1), real(*args, **options))[1]
-    try:
-        alike = comm.all_gather_object({"of": world})
-        before = len(gathers)
-        differ = comm.all_gather_object("x" * rank)
-    finally:
-        dist.all_gather_object = real
+    comm = TorchDist(None, torch.device("cpu"))
+    with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gathers:
+        assert comm.all_gather_object({"of": world}) == [{"of": 3}] * 3
+        assert not gathers.called
+        assert comm.all_gather_object("x" * rank) == ["", "x", "xx"]
     assert comm.max_of(rank, -rank, 2**62) == [world - 1, 0, 2**62]
-    return alike, differ, before
-
-
-def test_objects_are_sent_only_where_ranks_differ(ranks):
-    for alike, differ, before in ranks(3).run(_agreements):
-        assert (alike, differ, before) == ([{"of": 3}] * 3, ["", "x", "xx"], 0)
 
 
 def _unequal(by_rank: list[int]) -> list[str]:

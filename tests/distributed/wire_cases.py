@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import pyengine as pe
+from pyengine.wire.memory import BucketMemory
 
 INT8, E4M3, E5M2 = pe.wire.Int8(block=32), pe.wire.FP8(block=32), pe.wire.FP8("e5m2", block=32)
 BF16, FP16 = pe.wire.BF16(sum="fp32"), pe.wire.FP16(sum="fp32")
@@ -15,6 +16,18 @@ STOCHASTIC = pe.wire.Int8(block=32, rounding="stochastic", seed=3)
 WIRES = {"bf16": BF16, "fp16": FP16, "int8": INT8, "e4m3": E4M3, "e5m2": E5M2}
 FEEDBACK = {name: pe.wire.ErrorFeedback(wire) for name, wire in WIRES.items()}
 ENCODED = {name: WIRES[name] for name in ("int8", "e4m3", "e5m2")}
+
+
+def terms_of(numel: int, world: int) -> list[Tensor]:
+    """Return what each rank brings: of all magnitudes, as gradients are."""
+    generator = torch.Generator().manual_seed(numel)
+    size = 2.0 ** (torch.arange(numel) % 7 - 9.0)
+    return [torch.randn(numel, generator=generator) * size for _ in range(world)]
+
+
+def of_bucket(wire: pe.wire.Wire, numel: int) -> pe.wire.Wire:
+    """Return the wire of a bucket of so many elements."""
+    return wire.for_bucket(BucketMemory(0, numel, torch.device("cpu"), []))
 
 
 def rounding(name: str, x: Tensor, largest: Tensor | float) -> Tensor:
