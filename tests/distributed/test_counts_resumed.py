@@ -46,9 +46,7 @@ class Run:
         )
 
     def train(self, *, start: int = 0, stop: int | None = None, count: Any = None) -> None:
-        """Train from a window on, to the end, or to where this rank has done `stop` micro-batches of the
-        window STOP.
-        """
+        """Train from a window on, to the end or behind `stop` micro-batches of the window STOP."""
         self.sampler.set_epoch(0, window=start, due=self.sync.due)
         loader = [micro_batch(rows[0]) for rows in self.sampler]
         for number, window in enumerate(self.sync.windows(loader, count=count or self.recipe.count), start):
@@ -60,7 +58,6 @@ class Run:
 
     @property
     def bits(self) -> Bits:
-        """The parameters."""
         return [p.detach().clone() for p in self.model.parameters()]
 
 

@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Batch, Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from cases import (
+    Batch,
+    Integers,
+    assert_alike,
+    assert_same,
+    engine,
+    grads,
+    integers,
+    me,
+    mean_of_integers,
+    records_of,
+)
+from ranks import on_ranks
 
 import pyengine as pe
 
@@ -39,12 +51,12 @@ def _both(batch: Batch) -> dict[str, int]:
     return {"ce": len(batch[0]), "aux": 1}
 
 
-def _nothing(losses: str) -> tuple[list[str], list[float | None]]:
-    """Train four windows in which some losses have nothing to be divided by, and are nan there."""
+@pytest.mark.parametrize("losses", ["all", "own"])
+@on_ranks(2)
+def test_a_loss_of_which_nothing_was_counted_adds_nothing_even_if_it_is_nan(losses):
     rank, world = me()
     sync, forward, model, optimizer = _made(accumulate=1)
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
+    records = records_of(sync)
     counts = [{"a": 2, "b": 4}, {"a": 0, "b": 4}, {"a": 2, "b": 0}, {"a": 0, "b": 0}]
     bases = []
     for index, window in enumerate(sync.windows(range(4), count=lambda index: counts[index])):
@@ -63,14 +75,8 @@ def _nothing(losses: str) -> tuple[list[str], list[float | None]]:
             batches = [_batch(r, 0) for r in range(world)] * weight
             assert_same(grads(model), mean_of_integers(model, batches, 4 * world))
         bases.append(sync._engine.denominators.base)
-    return bases, [record.count for record in records]
-
-
-@pytest.mark.parametrize("losses", ["all", "own"])
-def test_a_loss_of_which_nothing_was_counted_adds_nothing_even_if_it_is_nan(ranks, losses):
-    bases = ["a", "b", "a", "a"]
-    for rank, found in enumerate(ranks(2).run(_nothing, losses)):
-        assert found == (bases, [4.0, 8.0, 4.0, 0.0]), rank
+    assert bases == ["a", "b", "a", "a"]
+    assert [record.count for record in records] == [4.0, 8.0, 4.0, 0.0]
 
 
 # What rank 0 does of the first window's three micro-batches, in turns: the backwards it runs in each.
@@ -123,7 +129,6 @@ def _train(
     *,
     first: int = 0,
 ) -> None:
-    """Train a window, and compare its gradient."""
     _, world = me()
     for window in sync.windows(_batches(3, first), count=_items):
         for batch in window:
@@ -155,7 +160,8 @@ def test_several_losses_of_a_window_that_ends_early_are_refused_on_every_rank(ra
     assert "rank 0: window ended after 2 backwards, and the losses were weighed by totals" in first
 
 
-def _backwards_later() -> None:
+@on_ranks(2)
+def test_backwards_may_come_after_all_forwards_in_any_order():
     sync, forward, model, optimizer = _made("attach")
     _, world = me()
     for window in sync.windows(_batches(3), count=_items):
@@ -168,26 +174,14 @@ def _backwards_later() -> None:
         assert sync.step(optimizer)
 
 
-def test_backwards_may_come_after_all_forwards_in_any_order(ranks):
-    ranks(2).run(_backwards_later)
-
-
-class Stop(Exception):
-    """What a body raises here."""
-
-
-def _dropped() -> None:
-    """Raise in the middle of the first window, on all ranks, and begin anew."""
+@on_ranks(2)
+def test_a_window_that_all_ranks_drop_is_counted_anew():
     sync, forward, *_ = made = _made()
-    with pytest.raises(Stop):
+    with pytest.raises(KeyError):
         for window in sync.windows(_batches(3), count=_items):
             sync.backward(forward(*next(window)))
-            raise Stop
+            raise KeyError
     _train(*made, first=3)
-
-
-def test_a_window_that_all_ranks_drop_is_counted_anew(ranks):
-    ranks(2).run(_dropped)
 
 
 def _dropped_by_one() -> list[str]:
@@ -200,10 +194,10 @@ def _dropped_by_one() -> list[str]:
             for window in sync.windows(_batches(3), count=_items):
                 for index, batch in enumerate(window):
                     if index == 1 and rank == 0 and not messages:
-                        raise Stop
+                        raise KeyError
                     sync.backward(forward(*batch))
                 sync.step(optimizer)
-        except (Stop, RuntimeError) as error:
+        except (KeyError, RuntimeError) as error:
             messages.append(str(error))
     if rank == 0:  # its second attempt met the others' first
         _train(sync, forward, model, optimizer)
@@ -218,8 +212,8 @@ def test_a_window_that_one_rank_drops_is_refused_on_every_rank_and_then_counted_
     assert "rank 1: sends a window" in first[1]
 
 
-def _broken_loader() -> None:
-    """Rank 0's loader fails while a window is read ahead; it goes on with another one."""
+@on_ranks(2)
+def test_a_loader_that_fails_while_a_window_is_read_concerns_its_own_rank():
     rank, _ = me()
     sync, forward, model, optimizer = _made()
 
@@ -233,16 +227,12 @@ def _broken_loader() -> None:
     _train(sync, forward, model, optimizer)
 
 
-def test_a_loader_that_fails_while_a_window_is_read_concerns_its_own_rank(ranks):
-    ranks(2).run(_broken_loader)
-
-
-def _epochs(kind: str) -> list[tuple[float | None, int]]:
-    """Train epochs with counts read ahead, with counts given, and with others read ahead."""
+@pytest.mark.parametrize("kind", ["own", "attach"])
+@on_ranks(2)
+def test_epochs_may_count_in_different_ways(kind):
     rank, world = me()
     sync, forward, _, optimizer = _made(kind)
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
+    records = records_of(sync)
     for epoch in range(3):
         num = 4 if rank == world - 1 else 5
         for window in sync.windows(_batches(num), count=[_items, None, _both][epoch]):
@@ -255,19 +245,15 @@ def _epochs(kind: str) -> list[tuple[float | None, int]]:
                     sync.backward(forward(*batch))
             assert sync.step(optimizer)
         assert bool(sync.totals) == (epoch != 1)
-    return [(record.loss, record.collectives) for record in records]
+    records = [(record.loss, record.collectives) for record in records]
+    ahead, given, several = records[:2], records[2:4], records[4:]
+    assert [loss for loss, _ in ahead] == [loss for loss, _ in given] == [loss for loss, _ in several]
+    # A header and the counts more; an engine's first window also agrees on an order of buckets.
+    assert ahead[1][1] == given[1][1] + 2 == several[1][1]
 
 
-@pytest.mark.parametrize("kind", ["own", "attach"])
-def test_epochs_may_count_in_different_ways(ranks, kind):
-    for records in ranks(2).run(_epochs, kind):
-        ahead, given, several = records[:2], records[2:4], records[4:]
-        assert [loss for loss, _ in ahead] == [loss for loss, _ in given] == [loss for loss, _ in several]
-        # A header and the counts more; an engine's first window also agrees on an order of buckets.
-        assert ahead[1][1] == given[1][1] + 2 == several[1][1]
-
-
-def _then_no_sync() -> None:
+@on_ranks(2)
+def test_a_window_that_a_backward_opens_has_counts_of_its_own():
     sync, forward, _, optimizer = made = _made()
     _train(*made)
     (batch,) = _batches(1)
@@ -279,11 +265,8 @@ def _then_no_sync() -> None:
     assert sync.totals == {}
 
 
-def test_a_window_that_a_backward_opens_has_counts_of_its_own(ranks):
-    ranks(2).run(_then_no_sync)
-
-
-def _one_begins_another_loop() -> str:
+@on_ranks(2)
+def test_a_rank_that_begins_another_loop_is_found_by_all():
     rank, _ = me()
     sync, forward, _, optimizer = _made(accumulate=1)
     with pytest.raises(RuntimeError, match="different points") as caught:
@@ -294,12 +277,8 @@ def _one_begins_another_loop() -> str:
                 sync.step(optimizer)
                 if rank == 0:
                     break
-    return str(caught.value)
-
-
-def test_a_rank_that_begins_another_loop_is_found_by_all(ranks):
-    first, second = ranks(2).run(_one_begins_another_loop)
-    assert first == second
+    first = str(caught.value)
+    assert_alike(first)
     assert "rank 0: begins a loop with counts read ahead" in first
     assert "rank 1: begins a window with counts read ahead" in first
 
@@ -309,8 +288,7 @@ def _late(is_late: bool) -> tuple[list[float | None], list[int], str]:
     rank, _ = me()
     sync, forward, _, optimizer = _made()
     sync._engine.is_late = is_late
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
+    records = records_of(sync)
     known = []
     with pytest.raises(ValueError, match="were weighed by totals") as caught:
         for number, window in enumerate(sync.windows(_batches(12), count=_both)):
@@ -330,8 +308,8 @@ def test_a_host_that_runs_ahead_learns_of_a_window_when_the_next_one_begins(rank
     assert ranks(2).run(_late, True) == [(losses, [0, 1, 2], message)] * 2
 
 
-def _blocks() -> None:
-    """Weigh losses whose backward is ours to call."""
+@on_ranks(2)
+def test_a_weighed_loss_may_have_a_backward_of_the_callers():
     _, world = me()
     sync, forward, model, optimizer = _made("attach")
     for window in sync.windows(
@@ -347,7 +325,3 @@ def _blocks() -> None:
         batches = 2 * [_batch(r, k) for r in range(world) for k in range(3)]
         assert_same(grads(model), mean_of_integers(model, batches, sum(map(_items, batches)) / 2))
         assert sync.step(optimizer)
-
-
-def test_a_weighed_loss_may_have_a_backward_of_the_callers(ranks):
-    ranks(2).run(_blocks)

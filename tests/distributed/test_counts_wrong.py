@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Integers, engine, integers, me
+from cases import Integers, assert_alike, engine, integers, me
+from ranks import on_ranks
 
 import pyengine as pe
 
@@ -24,78 +25,54 @@ def _batches() -> list[Any]:
 
 
 def _train(sync: pe.Sync, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Train a loop, to show that an engine works."""
     for window in sync.windows(_batches(), count=lambda batch: len(batch[1])):
         for _, x, t in window:
             sync.backward(forward(x, t))
         assert sync.step(optimizer)
 
 
-def _refused(kind: str, give: Callable[[int, int], Any]) -> str:
-    """Begin a loop whose function gives `give(rank, micro-batch)`; return what it raises."""
+def _refused(kind: str, count: Callable[[int, int], Any]) -> str:
+    """Begin a loop whose function returns `count(rank, micro-batch)`; return what every rank raises."""
     rank, _ = me()
     sync, forward, optimizer = _engine(kind)
     _train(sync, forward, optimizer)
     with pytest.raises(ValueError) as caught:
-        for window in sync.windows(_batches(), count=lambda batch: give(rank, batch[0])):
+        for window in sync.windows(_batches(), count=lambda batch: count(rank, batch[0])):
             for _, x, t in window:
                 loss = forward(x, t)
                 sync.backward(dict.fromkeys(sync.totals, loss))
             sync.step(optimizer)
     _train(sync, forward, optimizer)
+    assert_alike(str(caught.value))
     return str(caught.value)
 
 
-def _on(wrong: Any, right: Any, rank: int, micro_batch: int) -> Any:
-    """Return the wrong value on rank 1 in micro-batch 3, the second of the second window."""
-    return wrong if (rank, micro_batch) == (1, 3) else right
+def _fail() -> None:
+    raise KeyError("labels")
 
 
-class Give:
-    """Gives a wrong value in one place, as a function that can be sent to other processes."""
-
-    def __init__(self, wrong: Any, right: Any = 3) -> None:
-        self.wrong, self.right = wrong, right
-
-    def __call__(self, rank: int, micro_batch: int) -> Any:
-        return _on(self.wrong, self.right, rank, micro_batch)
-
-
-class Fail(Give):
-    """Raises there."""
-
-    def __call__(self, rank: int, micro_batch: int) -> Any:
-        if _on(True, False, rank, micro_batch):
-            raise KeyError("labels")
-        return 3
-
-
-WRONG = [
-    ("own", Give(-1), "count of micro-batch 1 is -1.0: need a finite number"),
-    ("attach", Give({"ce": 3}, {"ce": 3, "aux": 1}), "count of micro-batch 1 has ['ce'], and ['ce', 'aux']"),
-    ("own", Fail(3), "count of micro-batch 1: the function raised KeyError('labels')"),
-    ("own-exact", Give(0.5), "count of micro-batch 1 is 0.5: need a finite, whole number"),
+# Kind of engine, the count of one micro-batch, of the others, and what is said.
+WRONG: list[tuple[str, Callable[[], Any], Any, str]] = [
+    ("own", lambda: -1, 3, " is -1.0: need a finite number"),
+    ("attach", lambda: {"ce": 3}, {"ce": 3, "aux": 1}, " has ['ce'], and ['ce', 'aux']"),
+    ("own", _fail, 3, ": the function raised KeyError('labels')"),
+    ("own-exact", lambda: 0.5, 3, " is 0.5: need a finite, whole number"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "give", "message"), WRONG, ids=[message for *_, message in WRONG])
-def test_what_is_no_count_on_one_rank_is_raised_on_all(ranks, kind, give, message):
-    first, *others = ranks(2).run(_refused, kind, give)
-    assert others == [first]
-    assert first.startswith(f"rank 1: {message}")
+@pytest.mark.parametrize("case", range(len(WRONG)), ids=[message for *_, message in WRONG])
+@on_ranks(2)
+def test_what_is_no_count_on_one_rank_is_raised_on_all(case):
+    kind, wrong, right, message = WRONG[case]
+    # It is the second micro-batch of the second window.
+    said = _refused(kind, lambda rank, index: wrong() if (rank, index) == (1, 3) else right)
+    assert said.startswith(f"rank 1: count of micro-batch 1{message}")
 
 
-class NamesOf(Give):
-    """Gives other names on rank 1."""
-
-    def __call__(self, rank: int, micro_batch: int) -> Any:
-        return {"mtp": 1} if rank == 1 else {"ce": 1}
-
-
-def test_ranks_that_count_different_things_are_refused_on_every_rank(ranks):
-    first, *others = ranks(3).run(_refused, "own", NamesOf(0))
-    assert all(other == first for other in others)
-    assert "rank 0 counts ['ce']; rank 1 counts ['mtp']; rank 2 counts ['ce']" in first
+@on_ranks(3)
+def test_ranks_that_count_different_things_are_refused_on_every_rank():
+    said = _refused("own", lambda rank, _: {"mtp": 1} if rank == 1 else {"ce": 1})
+    assert "rank 0 counts ['ce']; rank 1 counts ['mtp']; rank 2 counts ['ce']" in said
 
 
 def _count(batch: Any) -> dict[str, int]:
