@@ -20,7 +20,9 @@ from cases import (
     integers,
     me,
     mean_of_integers,
+    records_of,
 )
+from ranks import on_ranks
 from sharded_cases import Chain, batch, items, right_grads, shard, whole_grads
 from torch import Tensor, nn
 
@@ -57,8 +59,7 @@ def _dropped(kind: str, dtype: torch.dtype, bad: dict[Place, tuple[str, int, flo
     _, world = me()
     model = Integers(dtype)
     sync, forward = engine(kind, model, accumulate=ACCUMULATE, nonfinite="drop_micro_batch", wire=WIRES[wire])
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
+    records = records_of(sync)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         _window(sync, model, forward, bad)
@@ -115,10 +116,11 @@ def _items(rank: int, k: int) -> int:
     return 1 + k + 2 * rank
 
 
-def _counted_ahead(kind: str, stop: int | None) -> None:
-    """Drop the first micro-batch of rank 1 where counts, which differ, were read ahead; with `stop`, go on
-    from a state behind so many micro-batches.
-    """
+@pytest.mark.parametrize("stop", [None, 2])
+@pytest.mark.parametrize("kind", ["own", "own-exact", "attach"])
+@on_ranks(2)
+def test_a_count_that_was_read_ahead_leaves_the_divisor(kind, stop):
+    """With `stop`, go on from a state behind so many micro-batches."""
     rank, world = me()
     batches = [integers(10 * rank + k, _items(rank, k)) for k in range(ACCUMULATE)]
     state: dict[str, Any] | None = None
@@ -142,48 +144,35 @@ def _counted_ahead(kind: str, stop: int | None) -> None:
     assert_same(grads(model), mean_of_integers(model, want, sum(_items(r, k) for r, k in kept)))
 
 
-@pytest.mark.parametrize("stop", [None, 2])
-@pytest.mark.parametrize("kind", ["own", "own-exact", "attach"])
-def test_a_count_that_was_read_ahead_leaves_the_divisor(ranks, kind, stop):
-    ranks(2).run(_counted_ahead, kind, stop)
-
-
-def _several_losses() -> str:
+@on_ranks(2)
+def test_counts_of_several_losses_are_refused_on_every_rank():
     model = Integers(torch.float32)
     sync, _ = engine("own", model, accumulate=2, nonfinite="drop_micro_batch")
     rank, _ = me()
     loader = [] if rank == 1 else [integers(0)]
-    return error_of(lambda: next(iter(sync.windows(loader, count=lambda _: {"ce": 3, "aux": 1}))))
+    assert error_of(lambda: next(iter(sync.windows(loader, count=lambda _: {"ce": 3, "aux": 1})))).startswith(
+        "rank 0: count: use nonfinite='skip' or 'raise' with counts of several losses"
+    )
 
 
-def test_counts_of_several_losses_are_refused_on_every_rank(ranks):
-    for message in ranks(2).run(_several_losses):
-        assert message.startswith(
-            "rank 0: count: use nonfinite='skip' or 'raise' with counts of several losses"
-        )
-
-
-def _all_bad() -> tuple[str, int]:
+@on_ranks(2)
+def test_a_window_of_bad_micro_batches_only_is_skipped():
     rank, _ = me()
     model = Integers(torch.float32)
     sync, forward = engine("own", model, accumulate=ACCUMULATE, nonfinite="drop_micro_batch")
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
+    records = records_of(sync)
     before = [p.detach().clone() for p in model.parameters()]
     _window(sync, model, forward, {(rank, k): ("long", 1, math.nan) for k in range(ACCUMULATE)})
     assert not sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     sync.close()
-    return records[0].reason, records[0].dropped
+    reason, dropped = records[0].reason, records[0].dropped
+    assert reason.startswith("dropped for inf or nan: rank 0, micro-batch 0")
+    assert dropped == 2 * ACCUMULATE
 
 
-def test_a_window_of_bad_micro_batches_only_is_skipped(ranks):
-    for reason, dropped in ranks(2).run(_all_bad):
-        assert reason.startswith("dropped for inf or nan: rank 0, micro-batch 0")
-        assert dropped == 2 * ACCUMULATE
-
-
-def _scaled() -> list[float]:
+@on_ranks(2)
+def test_a_loss_scale_backs_off_for_what_was_dropped():
     model = Integers(torch.float32)
     sync, forward = engine("own", model, accumulate=ACCUMULATE, nonfinite="drop_micro_batch")
     sync.scaler = pe.GradScaler("cpu", init_scale=8.0, growth_interval=1)
@@ -195,19 +184,14 @@ def _scaled() -> list[float]:
             assert sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
         scales.append(sync.scaler.get_scale())
     sync.close()
-    return scales
-
-
-def test_a_loss_scale_backs_off_for_what_was_dropped(ranks):
-    assert ranks(2).run(_scaled) == [[4.0, 8.0]] * 2
+    assert scales == [4.0, 8.0]
 
 
 @pytest.mark.filterwarnings("ignore:window 0. dropped")
 def test_a_loss_that_is_not_finite_is_dropped_with_finite_gradients():
     weight = nn.Parameter(torch.ones(3))
     sync = pe.GradSync([("weight", weight)], accumulate=2, nonfinite="drop_micro_batch")
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
+    records = records_of(sync)
     for window in sync.windows([0.0, math.inf]):
         for offset in window:
             sync.backward(weight.sum() + offset)
@@ -294,8 +278,7 @@ def _sharded(kind: str, narrow: bool, accumulator: str, where: Place) -> str:
     rank, world = me()
     model = shard(Chain(), kind, narrow=narrow)
     sync = pe.attach(model, accumulate=ACCUMULATE, accumulator=accumulator, nonfinite="drop_micro_batch")
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
+    records = records_of(sync)
     for window in sync.windows([batch(10 * rank + k, items(rank, k)) for k in range(ACCUMULATE)]):
         for k, (x, t) in enumerate(window):
             output = model(x)
@@ -334,12 +317,10 @@ def test_windows_of_sharded_models_go_on_without_a_bad_micro_batch(
     assert f"rank {world - 1}, micro-batch {k} (" in reasons[0] and "'first.weight'" in reasons[0]
 
 
-def _refused() -> str:
+@on_ranks(2)
+def test_what_reduces_earlier_cannot_drop():
     model = shard(Chain(), "flat")
     with pytest.raises(ValueError, match="before it is known to be finite") as caught:
         pe.attach(model, accumulate=2, defer="none", nonfinite="drop_micro_batch")
-    return str(caught.value)
-
-
-def test_what_reduces_earlier_cannot_drop(ranks):
-    assert all("use 'all'" in text for text in ranks(2).run(_refused))
+    text = str(caught.value)
+    assert "use 'all'" in text

@@ -1,6 +1,4 @@
-"""`.grad` is the mean over the window wherever user code can look, and what stands there is what an optimizer
-uses, once.
-"""
+"""`.grad` is the window's mean wherever user code can look, and the optimizer uses it once."""
 
 from __future__ import annotations
 
@@ -9,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import Integers, assert_same, engine, grads, integers, me, mean_of_integers
-from sharded_cases import Chain, batch, loss_of, sharded, whole_grads
+from cases import OPTIMIZERS, Integers, assert_same, engine, grads, integers, me, mean_of_integers, records_of
+from ranks import on_ranks
+from sharded_cases import batch, loss_of, right_grads, sharded, whole_grads
 from torch import Tensor, nn
 from torch.optim.optimizer import (
     register_optimizer_step_pre_hook as register_global_pre_hook,
@@ -49,18 +48,6 @@ def _clip_and_step(
     assert_same(look(), clipped)  # until the next window opens
 
 
-def _looks(kind: str, dtype: torch.dtype, wire: torch.dtype, is_scaled: bool) -> None:
-    model = Integers(dtype)
-    sync, forward = engine(kind, model, accumulate=2, wire=wire)
-    if is_scaled:
-        sync.scaler = pe.GradScaler("cpu", init_scale=2.0**7)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for number in range(3):
-        batches = _window(sync, forward, number)
-        mean = mean_of_integers(model, batches, 3 * len(batches))
-        _clip_and_step(sync, optimizer, mean, lambda: grads(model))
-
-
 @pytest.mark.parametrize(
     ("world", "kind", "dtype", "wire", "is_scaled"),
     [
@@ -77,28 +64,17 @@ def _looks(kind: str, dtype: torch.dtype, wire: torch.dtype, is_scaled: bool) ->
     ],
     ids=str,
 )
-def test_grad_is_the_mean_and_behind_clipping_the_clipped_mean(ranks, world, kind, dtype, wire, is_scaled):
-    ranks(world).run(_looks, kind, dtype, wire, is_scaled)
-
-
-def _sharded_looks(kind: str, accumulator: str, is_scaled: bool) -> None:
-    rank, world = me()
-    sync, model = sharded(kind, accumulate=2, accumulator=accumulator)
+@on_ranks()
+def test_grad_is_the_mean_and_behind_clipping_the_clipped_mean(kind, dtype, wire, is_scaled):
+    model = Integers(dtype)
+    sync, forward = engine(kind, model, accumulate=2, wire=wire)
     if is_scaled:
         sync.scaler = pe.GradScaler("cpu", init_scale=2.0**7)
-    twin = Chain(torch.float64)
-    for number in range(2):
-        for k in range(2):
-            with sync.accumulate():
-                sync.backward(loss_of(model, batch(100 * number + 10 * rank + k)), count=3)
-        twin.zero_grad()
-        for seed in [100 * number + 10 * r + k for r in range(world) for k in range(2)]:
-            x, t = batch(seed)
-            loss_of(twin, (x.double(), t.double())).backward()
-        inverse = torch.tensor(1 / (6 * world), dtype=torch.float64).float()
-        mean = {n: None if p.grad is None else p.grad.float() * inverse for n, p in twin.named_parameters()}
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        _clip_and_step(sync, optimizer, mean, lambda: whole_grads(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for number in range(3):
+        batches = _window(sync, forward, number)
+        mean = mean_of_integers(model, batches, 3 * len(batches))
+        _clip_and_step(sync, optimizer, mean, lambda: grads(model))
 
 
 @pytest.mark.parametrize(
@@ -111,8 +87,20 @@ def _sharded_looks(kind: str, accumulator: str, is_scaled: bool) -> None:
         ("hsdp", 4, "exact", False),
     ],
 )
-def test_grad_of_a_sharded_model_is_the_mean(ranks, world, kind, accumulator, is_scaled):
-    ranks(world).run(_sharded_looks, kind, accumulator, is_scaled)
+@on_ranks()
+def test_grad_of_a_sharded_model_is_the_mean(kind, accumulator, is_scaled):
+    rank, world = me()
+    sync, model = sharded(kind, accumulate=2, accumulator=accumulator)
+    if is_scaled:
+        sync.scaler = pe.GradScaler("cpu", init_scale=2.0**7)
+    for number in range(2):
+        for k in range(2):
+            with sync.accumulate():
+                sync.backward(loss_of(model, batch(100 * number + 10 * rank + k)), count=3)
+        batches = [batch(100 * number + 10 * r + k) for r in range(world) for k in range(2)]
+        mean = right_grads(batches, 6 * world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        _clip_and_step(sync, optimizer, mean, lambda: whole_grads(model))
 
 
 # ---- what the user makes of gradients ----
@@ -149,14 +137,19 @@ def _space_out(params: list[nn.Parameter]) -> None:
 
 
 EDITS = (_mul, _replace, _exchange_data, _clip_as_torch, _transpose, _space_out)
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
-    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.5, fused=True),
-    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
-}
+OWNERS = (("own", "sgd fused"), ("own-exact", "sgd"), ("attach-view", "adamw fused"))
 
 
-def _edited(kind: str, edit: Callable[[list[nn.Parameter]], None], name: str, clips: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name", "edit", "clips"),
+    [
+        (*OWNERS[(number + clips) % 3], edit, bool(clips))
+        for number, edit in enumerate(EDITS)
+        for clips in (0, 1)
+    ],
+)
+@on_ranks(2)
+def test_what_the_user_makes_of_gradients_is_what_the_optimizer_uses(kind, edit, name, clips):
     model, twin = Integers(torch.float32), Integers(torch.float32)
     sync, forward = engine(kind, model, accumulate=2)
     ours, plain = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](twin.parameters())
@@ -176,21 +169,6 @@ def _edited(kind: str, edit: Callable[[list[nn.Parameter]], None], name: str, cl
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             # The factor of clipping is of one rounding more or less, and so is a gradient.
             torch.testing.assert_close(p, q, rtol=2**-22 if clips else 0, atol=2**-22 if clips else 0)
-
-
-OWNERS = (("own", "sgd fused"), ("own-exact", "sgd"), ("attach-view", "adamw fused"))
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "edit", "clips"),
-    [
-        (*OWNERS[(number + clips) % 3], edit, bool(clips))
-        for number, edit in enumerate(EDITS)
-        for clips in (0, 1)
-    ],
-)
-def test_what_the_user_makes_of_gradients_is_what_the_optimizer_uses(ranks, kind, edit, name, clips):
-    ranks(2).run(_edited, kind, edit, name, clips)
 
 
 def _step(sync: pe.Sync, optimizer: torch.optim.Optimizer) -> None:
@@ -227,15 +205,12 @@ def _trained(kind: str, use: Callable[..., None], is_sparse: bool) -> list[Tenso
     return [*found, *model.parameters()]
 
 
-def _sparse_is_dense(kind: str, use: Callable[..., None]) -> None:
-    dense, sparse = (_trained(kind, use, is_sparse) for is_sparse in (False, True))
-    assert all(map(torch.equal, dense, sparse))
-
-
 @pytest.mark.parametrize("use", [_step, _step_clipped, _clip, _clip_largest])
 @pytest.mark.parametrize("kind", ["own", "attach"])
-def test_a_sparse_gradient_that_the_user_sets_is_measured_and_used(ranks, kind, use):
-    ranks(2).run(_sparse_is_dense, kind, use)
+@on_ranks(2)
+def test_a_sparse_gradient_that_the_user_sets_is_measured_and_used(kind, use):
+    dense, sparse = (_trained(kind, use, is_sparse) for is_sparse in (False, True))
+    assert all(map(torch.equal, dense, sparse))
 
 
 @pytest.mark.parametrize("use", [_step_clipped, _clip])
@@ -254,7 +229,8 @@ def test_a_gradient_without_elements_of_its_own_is_named(use):
     sync.close()
 
 
-def _moved_there_and_back() -> None:
+@on_ranks(2)
+def test_a_cast_of_the_model_and_back_keeps_the_mean():
     model = nn.Linear(3, 2)
     sync = pe.GradSync(model, accumulate=1)
     before = model.weight.detach().clone()
@@ -262,10 +238,6 @@ def _moved_there_and_back() -> None:
     model.double().float()
     sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
     assert torch.equal(before - model.weight, torch.ones(2, 3))
-
-
-def test_a_cast_of_the_model_and_back_keeps_the_mean(ranks):
-    ranks(2).run(_moved_there_and_back)
 
 
 # ---- how an optimizer is stepped ----
@@ -376,13 +348,15 @@ def test_a_second_step_uses_the_same_mean(fused):
     torch.testing.assert_close(before - model.weight, torch.full((2, 3), 2.0), rtol=0, atol=1e-6)
 
 
-def _clipped_step(kind: str, name: str) -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["own", "attach"])
+@on_ranks(2)
+def test_step_clips_and_steps_in_one_call(kind, name):
     ends = []
     for at_once in (False, True):
         model = Integers(torch.float32)
         sync, forward = engine(kind, model, accumulate=2)
-        records: list[pe.StepRecord] = []
-        sync.on_step(records.append)
+        records = records_of(sync)
         optimizer = OPTIMIZERS[name](model.parameters())
         for number in range(2):
             _window(sync, forward, number)
@@ -398,9 +372,3 @@ def _clipped_step(kind: str, name: str) -> None:
     (first, norms), (second, same) = ends
     assert all(map(torch.equal, first, second))
     assert norms == same and min(norms) > 0.5
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("kind", ["own", "attach"])
-def test_step_clips_and_steps_in_one_call(ranks, kind, name):
-    ranks(2).run(_clipped_step, kind, name)

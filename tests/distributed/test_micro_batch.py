@@ -1,6 +1,4 @@
-"""Micro-batches whose backwards are the caller's: any number of them, with any arguments, over every owner of
-gradients, against one big batch.
-"""
+"""Micro-batches whose backwards are the caller's, over every owner of gradients."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from cases import Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,7 +16,7 @@ import pyengine as pe
 Forward = Callable[[Tensor, Tensor], Tensor]
 
 
-def _twice(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
+def twice(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
     loss = forward(x, t)
     with sync.micro_batch(count=n):
         loss.backward(retain_graph=True)
@@ -63,7 +62,7 @@ def _graph(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int
     return 2
 
 
-def _marked(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
+def marked(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
     loss = forward(x, t)
     with sync.micro_batch(count=n) as mb:
         loss.backward(retain_graph=True)
@@ -95,7 +94,7 @@ def _nothing(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> i
     return 0
 
 
-def _one_line(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
+def one_line(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
     loss = forward(x, t)
     sync.backward(torch.stack([loss, loss]), count=n, gradient=torch.ones(2), retain_graph=True)
     loss.detach()
@@ -108,14 +107,14 @@ def _one_line_inputs(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: i
 
 
 WAYS = (
-    _twice,
-    _marked,
+    twice,
+    marked,
     _inputs,
     _marked_in_part,
     _chunks,
     _marked_only,
     _cached,
-    _one_line,
+    one_line,
     _graph,
     _one_line_inputs,
     _nothing,
@@ -131,7 +130,22 @@ def _options(kind: str) -> tuple[str, dict[str, object]]:
     return ("attach", {"accumulator": "exact"}) if kind == "attach-exact" else (kind, {})
 
 
-def _train(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("kind", "world", "dtype"),
+    [
+        ("own", 1, torch.float32),
+        ("own", 3, torch.bfloat16),
+        ("own-native", 2, torch.float32),
+        ("own-exact", 4, torch.float32),
+        ("attach", 2, torch.bfloat16),
+        ("attach-view", 3, torch.float32),
+        ("attach-unused", 2, torch.float32),
+        ("attach-static", 3, torch.float32),
+        ("attach-exact", 2, torch.float32),
+    ],
+)
+@on_ranks()
+def test_any_backwards_add_up_to_one_big_batch(kind, dtype):
     """Every rank goes through the ways from one of its own on; windows of two, the last one is short."""
     rank, world = me()
     torch.manual_seed(0)
@@ -164,33 +178,16 @@ def _train(kind: str, dtype: torch.dtype) -> None:
         model.zero_grad()  # between windows that does no harm
 
 
-@pytest.mark.parametrize(
-    ("kind", "world", "dtype"),
-    [
-        ("own", 1, torch.float32),
-        ("own", 3, torch.bfloat16),
-        ("own-native", 2, torch.float32),
-        ("own-exact", 4, torch.float32),
-        ("attach", 2, torch.bfloat16),
-        ("attach-view", 3, torch.float32),
-        ("attach-unused", 2, torch.float32),
-        ("attach-static", 3, torch.float32),
-        ("attach-exact", 2, torch.float32),
-    ],
-)
-def test_any_backwards_add_up_to_one_big_batch(ranks, kind, dtype, world):
-    ranks(world).run(_train, kind, dtype)
-
-
 def _two_layers() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
 
 
-def _launched(is_marked: bool, accumulate: int) -> list[list[int]]:
-    """Return, for a window's last micro-batch, the collectives launched when each layer's gradient was ready,
-    from the last layer on, and at the end of the block's body.
-    """
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("is_marked", [True, False])
+@on_ranks(2)
+def test_buckets_leave_inside_the_backward_that_is_marked_as_the_last(is_marked, accumulate):
+    """Count collectives when each layer's gradient is ready, the last layer's first, and behind the block."""
     model = _two_layers()
     sync = pe.GradSync(model, accumulate=accumulate, bucket_cap_mb=1e-6)
     launched: list[int] = []
@@ -221,23 +218,18 @@ def _launched(is_marked: bool, accumulate: int) -> list[list[int]]:
         windows.append([count - before for count in launched])
         sync.unscale_()
         model.zero_grad()
-    return windows
+    assert len(windows) == 2
+    for last_layer, first_layer, body in windows:
+        if is_marked:  # the header; when the first layer's gradient is ready, the last layer's bucket
+            assert last_layer >= 1 and body >= first_layer > last_layer
+        else:
+            assert (last_layer, first_layer, body) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("is_marked", [True, False])
-def test_buckets_leave_inside_the_backward_that_is_marked_as_the_last(ranks, is_marked, accumulate):
-    for windows in ranks(2).run(_launched, is_marked, accumulate):
-        assert len(windows) == 2
-        for last_layer, first_layer, body in windows:
-            if is_marked:  # the header; when the first layer's gradient is ready, the last layer's bucket
-                assert last_layer >= 1 and body >= first_layer > last_layer
-            else:
-                assert (last_layer, first_layer, body) == (0, 0, 0)
-
-
-def _stock_scaler(kind: str, is_block: bool) -> None:
-    """Train with a stock scaler, taken over in mid-life, beside plain PyTorch in one process."""
+@pytest.mark.parametrize("is_block", [True, False])
+@pytest.mark.parametrize("kind", ["own", "attach"])
+@on_ranks(2)
+def test_a_stock_scaler_is_taken_over(kind, is_block):
     rank, world = me()
     model, twin = Integers(torch.float32), Integers(torch.float64)
     sync, forward = engine(kind, model, accumulate=2)
@@ -272,13 +264,8 @@ def _stock_scaler(kind: str, is_block: bool) -> None:
         torch.testing.assert_close(param.double(), want, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("is_block", [True, False])
-@pytest.mark.parametrize("kind", ["own", "attach"])
-def test_a_stock_scaler_is_taken_over(ranks, kind, is_block):
-    ranks(2).run(_stock_scaler, kind, is_block)
-
-
-def _unscaled() -> None:
+@on_ranks(2)
+def test_losses_that_were_not_scaled_are_refused():
     model = Integers(torch.float32)
     sync = pe.GradSync(model, accumulate=2)
     sync.scaler = pe.GradScaler("cpu")
@@ -286,10 +273,6 @@ def _unscaled() -> None:
         for k in range(2):
             with sync.accumulate(), sync.micro_batch():
                 model(*integers(k)).backward()
-
-
-def test_losses_that_were_not_scaled_are_refused(ranks):
-    ranks(2).run(_unscaled)
 
 
 class _Normed(nn.Module):

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import me
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -50,9 +51,7 @@ class _Slow(torch.autograd.Function):
 
 
 class Sharded(nn.Module):
-    """A layer whose backward goes over its input in pieces, each with a backward of its own,
-    as TiledMLP's does.
-    """
+    """A layer whose backward runs a backward for each piece of its input, as TiledMLP's does."""
 
     def __init__(self, *, tied: bool) -> None:
         super().__init__()
@@ -160,7 +159,10 @@ class Sometimes(nn.Module):
         return self.layer(x).square().sum()
 
 
-def _surprise(accumulator: str, dtype: torch.dtype) -> tuple[str, bool, list[bool]]:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+@on_ranks(2)
+def test_a_gradient_that_comes_again_after_its_bucket_left_is_an_error_once(accumulator, dtype):
     torch.manual_seed(0)
     model = Sometimes().to(dtype)
     sync = pe.GradSync(model, accumulate=1, accumulator=accumulator, bucket_cap_mb=1e-6)
@@ -176,23 +178,16 @@ def _surprise(accumulator: str, dtype: torch.dtype) -> tuple[str, bool, list[boo
         except RuntimeError as error:
             message = str(error)
             untouched = torch.equal(before, model.layer.weight)
-    return message, untouched, stepped
+    assert "accumulated again after its bucket may have been launched" in message
+    assert "'layer.weight'" in message
+    assert untouched and stepped == [True, True, True]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
-def test_a_gradient_that_comes_again_after_its_bucket_left_is_an_error_once(ranks, accumulator, dtype):
-    for message, untouched, stepped in ranks(2).run(_surprise, accumulator, dtype):
-        assert "accumulated again after its bucket may have been launched" in message
-        assert "'layer.weight'" in message
-        assert untouched and stepped == [True, True, True]
-
-
-def _deposits(accumulate: int) -> list[int]:
-    """Return how many deposits the sum that took most of them has taken, by window."""
+@on_ranks(1)
+def test_an_exact_sum_takes_one_deposit_a_micro_batch_also_of_gradients_that_come_twice():
     torch.manual_seed(0)
     model = Twice(tied=False)
-    sync = pe.GradSync(model, accumulate=accumulate, accumulator="exact", bucket_cap_mb=1e-6)
+    sync = pe.GradSync(model, accumulate=3, accumulator="exact", bucket_cap_mb=1e-6)
     taken: Counter[int] = Counter()
     deposit = ExactOverRanks.deposit_
 
@@ -204,13 +199,9 @@ def _deposits(accumulate: int) -> list[int]:
     with mock.patch.object(ExactOverRanks, "deposit_", counted):
         for _ in range(3):
             taken.clear()
-            for k in range(accumulate):
+            for k in range(3):
                 with sync.accumulate():
                     sync.backward(model(_input(0, 0, k).requires_grad_()))
             sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
             most.append(max(taken.values()))
-    return most
-
-
-def test_an_exact_sum_takes_one_deposit_a_micro_batch_also_of_gradients_that_come_twice(ranks):
-    assert ranks(1).run(_deposits, 3) == [[3, 3, 3]]
+    assert most == [3, 3, 3]

@@ -1,6 +1,4 @@
-"""inf and nan: found on one rank means handled on every rank, and the report names parameter,
-rank and micro-batch.
-"""
+"""inf and nan on one rank are handled on every rank, and the report names where they came from."""
 
 from __future__ import annotations
 
@@ -9,7 +7,8 @@ import warnings
 
 import pytest
 import torch
-from cases import Inject, engine, me
+from cases import Inject, engine, me, records_of
+from ranks import on_ranks
 from torch import Tensor, nn
 
 import pyengine as pe
@@ -30,8 +29,7 @@ def _train(kind: str, policy: str, dtype: torch.dtype, where: tuple[int, int], v
     model = Net(dtype)
     sync, forward = engine(kind, model, accumulate=3, nonfinite=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
+    records = records_of(sync)
     before = [p.detach().clone() for p in model.parameters()]
     error = ""
     for number, window in enumerate(sync.windows([torch.ones(1, 3, dtype=dtype)] * 6)):
@@ -86,22 +84,17 @@ def test_fp32_sums_name_the_micro_batch_under_skip_for_free(ranks, kind):
         assert "rank 0, micro-batch 1" in reason
 
 
-def _overflows_on_the_wire(kind: str) -> str:
+@pytest.mark.parametrize("kind", ["own", "attach"])
+@on_ranks(2)
+def test_a_sum_that_overflows_on_an_fp16_wire_is_skipped_everywhere(kind):
     model = nn.Linear(1, 1, bias=False)
     sync, forward = engine(kind, model, accumulate=1, wire=pe.wire.FP16())
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
+    records = records_of(sync)
     for window in sync.windows([torch.full((1, 1), 40000.0)]):
         for x in window:
             sync.backward(forward(x).sum(), count=0.5)  # 40000 on each rank, 80000 / 1 on two: beyond 65504
         assert not sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
-    return records[0].reason
-
-
-@pytest.mark.parametrize("kind", ["own", "attach"])
-def test_a_sum_that_overflows_on_an_fp16_wire_is_skipped_everywhere(ranks, kind):
-    for reason in ranks(2).run(_overflows_on_the_wire, kind):
-        assert "inf or nan in the gradient of 'weight'" in reason
+    assert "inf or nan in the gradient of 'weight'" in records[0].reason
 
 
 def _scaled(fused: bool, stock: bool, worlds_inf: int) -> tuple[list[Tensor], list[float]]:
@@ -142,7 +135,9 @@ def test_parameters_and_scale_stay_bit_equal_to_the_stock_scalers(ranks, fused, 
     assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True))
 
 
-def _scaler_on_two_ranks(kind: str) -> tuple[list[float], list[bool]]:
+@pytest.mark.parametrize("kind", ["own-native", "attach"])
+@on_ranks(2)
+def test_an_inf_on_one_rank_backs_every_ranks_scale_off(kind):
     rank, _ = me()
     model = nn.Linear(2, 1)
     sync, forward = engine(kind, model, accumulate=2)
@@ -158,14 +153,8 @@ def _scaler_on_two_ranks(kind: str) -> tuple[list[float], list[bool]]:
         assert number == 1 or norm.item() == pytest.approx(3**0.5)  # the loss scale is out of it
         steps.append(sync.step(optimizer))
         scales.append(sync.scaler.get_scale())
-    return scales, steps
-
-
-@pytest.mark.parametrize("kind", ["own-native", "attach"])
-def test_an_inf_on_one_rank_backs_every_ranks_scale_off(ranks, kind):
-    for scales, steps in ranks(2).run(_scaler_on_two_ranks, kind):
-        assert scales == [8.0, 4.0, 4.0, 8.0, 8.0]
-        assert steps == [True, False, True, True, True]
+    assert scales == [8.0, 4.0, 4.0, 8.0, 8.0]
+    assert steps == [True, False, True, True, True]
 
 
 def _skipped(values: list[float], *, is_scaled: bool = False) -> list[str]:

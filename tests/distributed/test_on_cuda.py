@@ -6,10 +6,10 @@ All ranks share one device and talk over gloo. NCCL wants a device a rank, so it
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +21,13 @@ from cases import (
     Integers,
     Training,
     assert_same,
+    clip_and_step,
     engine,
     grads,
     integers,
     me,
     mean_of_integers,
+    records_of,
     train_integers,
 )
 from torch import Tensor, nn
@@ -81,16 +83,13 @@ def test_every_type_and_wire_equals_one_big_batch_exactly(ranks, kind, world, op
 
 
 def _one_rank_breaks(kind: str, fused: bool, value: float) -> tuple[str, list[Tensor]]:
-    """Put `value` into the last rank's loss of window 0; window 1 is in order.
-    Return the reason and the parameters.
-    """
+    """Put `value` into the last rank's loss of window 0; return the reason and the parameters."""
     rank, world = me()
     torch.manual_seed(0)
     model = nn.Linear(3, 2).to(DEVICE)
     sync, forward = engine(kind, model, accumulate=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
+    records = records_of(sync)
     before = [p.detach().clone() for p in model.parameters()]
     for number, window in enumerate(sync.windows([torch.ones(1, 3, device=DEVICE)] * 4)):
         for k, x in enumerate(window):
@@ -116,38 +115,11 @@ def test_one_rank_that_is_not_finite_skips_the_step_of_every_rank(ranks, kind, w
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-def _clips_and_steps(kind: str, max_norm: float) -> None:
-    """Train beside a plain float64 loop over the whole global batch."""
-    rank, world = me()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2)).to(DEVICE)
-    twin = copy.deepcopy(model).double()
-    sync, forward = engine(kind, model, accumulate=3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    other = torch.optim.AdamW(twin.parameters(), lr=0.01)
-    generator = torch.Generator().manual_seed(5)
-    data = [[torch.randn(2, 6, generator=generator).to(DEVICE) for _ in range(9)] for _ in range(world)]
-    for number, window in enumerate(sync.windows(data[rank])):
-        for x in window:
-            sync.backward(forward(x).square().sum(), count=2)
-        norm = sync.clip_grad_norm_(max_norm)
-        sync.step(optimizer)
-        batch = torch.cat([x for mine in data for x in mine[3 * number : 3 * number + 3]]).double()
-        twin.zero_grad()
-        (twin(batch).square().sum() / len(batch)).backward()
-        expected = nn.utils.clip_grad_norm_(twin.parameters(), max_norm)
-        other.step()
-        assert norm.item() == pytest.approx(expected.item(), rel=1e-5)
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            # 18 fp32 additions a window and Adam's quotient, over 3 steps of at most 0.01
-            torch.testing.assert_close(p.double(), q, rtol=0, atol=2e-5)
-
-
 @pytest.mark.parametrize(
     ("kind", "world", "max_norm"), [("own", 1, 1e9), ("own-native", 2, 0.05), ("attach", 2, 0.05)]
 )
 def test_clip_and_fused_adamw_equal_a_float64_loop(ranks, kind, world, max_norm):
-    ranks(world).run(_clips_and_steps, kind, max_norm)
+    ranks(world).run(clip_and_step, kind, partial(torch.optim.AdamW, lr=0.01, fused=True), max_norm, DEVICE)
 
 
 # ---- host and streams ----
@@ -237,15 +209,12 @@ def test_an_optimizer_that_is_not_fused_skips_without_the_host(ranks, make):
 
 
 def _on_the_second_device() -> tuple[list[float], list[float]]:
-    """Train on cuda:1 while cuda:0 is the current device, which is kept busy;
-    return norms here and from torch.
-    """
+    """Train on cuda:1 while cuda:0 is the current device; return norms here and from torch."""
     torch.manual_seed(0)
     model = nn.Linear(64, 8).to("cuda:1")
     sync = pe.GradSync(model, accumulate=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
+    records = records_of(sync)
     expected = []
     for window in sync.windows([torch.randn(4, 64, device="cuda:1") for _ in range(8)]):
         for x in window:

@@ -4,29 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import engine
+from cases import engine, records_of
+from ranks import on_ranks
 from torch import nn
 
 import pyengine as pe
-
-
-def _out_of_range(
-    kind: str, fused: bool, dtype: torch.dtype, gradient: float, count: float
-) -> tuple[list[bool], str, bool]:
-    model = nn.Linear(3, 1, bias=False).to(dtype)
-    sync, forward = engine(kind, model, accumulate=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
-    before = model.weight.detach().clone()
-    stepped = []
-    for value, divisor in [(gradient, count), (1.0, 1.0)]:
-        with sync.accumulate():
-            sync.backward(forward(torch.full((1, 3), value, dtype=dtype)).sum().float(), count=divisor)
-        stepped.append(bool(sync.step(optimizer)))
-        if len(stepped) == 1:
-            assert torch.equal(model.weight, before)
-    return stepped, records[0].reason, bool(torch.isfinite(model.weight).all())
 
 
 @pytest.mark.parametrize(
@@ -40,14 +22,27 @@ def _out_of_range(
         ("attach", False, torch.float32, 1e30, 1e-10),
     ],
 )
-def test_a_mean_out_of_range_skips_the_step_on_every_rank(ranks, kind, fused, dtype, gradient, count):
-    for stepped, reason, is_finite in ranks(2).run(_out_of_range, kind, fused, dtype, gradient, count):
-        assert stepped == [False, True] and is_finite
-        assert "finite sums leave the range" in reason or "inf or nan in the gradient of 'weight'" in reason
+@on_ranks(2)
+def test_a_mean_out_of_range_skips_the_step_on_every_rank(kind, fused, dtype, gradient, count):
+    model = nn.Linear(3, 1, bias=False).to(dtype)
+    sync, forward = engine(kind, model, accumulate=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    records = records_of(sync)
+    before = model.weight.detach().clone()
+    stepped = []
+    for value, divisor in [(gradient, count), (1.0, 1.0)]:
+        with sync.accumulate():
+            sync.backward(forward(torch.full((1, 3), value, dtype=dtype)).sum().float(), count=divisor)
+        stepped.append(bool(sync.step(optimizer)))
+        if len(stepped) == 1:
+            assert torch.equal(model.weight, before)
+    assert stepped == [False, True] and model.weight.isfinite().all()
+    reason = records[0].reason
+    assert "finite sums leave the range" in reason or "inf or nan in the gradient of 'weight'" in reason
 
 
-def _kept_overflows() -> list[bool]:
-    """Gradients kept from the window before push finite ones out of range."""
+@on_ranks(2)
+def test_kept_gradients_that_leave_the_range_skip_the_step():
     model = nn.Linear(2, 1, bias=False)
     sync = pe.GradSync(model, accumulate=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -59,8 +54,4 @@ def _kept_overflows() -> list[bool]:
             sync.unscale_()
         else:
             stepped.append(bool(sync.step(optimizer)))
-    return stepped
-
-
-def test_kept_gradients_that_leave_the_range_skip_the_step(ranks):
-    assert ranks(2).run(_kept_overflows) == [[False, True]] * 2
+    assert stepped == [False, True]

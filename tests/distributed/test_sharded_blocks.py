@@ -7,99 +7,62 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cases import Batch, assert_same, me
+from cases import assert_same, me
+from ranks import on_ranks
 from sharded_cases import PLAN, batch, items, loss_of, own_batches, right_grads, sharded, whole_grads
-from torch import nn
+from test_micro_batch import marked, one_line, twice
+from torch import Tensor, nn
 
 import pyengine as pe
 
 
-def _twice(sync: pe.Sync, model: nn.Module, data: Batch, n: int) -> None:
-    loss = loss_of(model, data)
-    with sync.micro_batch(count=n):
-        loss.backward(retain_graph=True)
-        (2 * loss).backward()
+class Loss:
+    """The loss of a sharded model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, x: Tensor, t: Tensor, *, extra: bool = False) -> Tensor:
+        return loss_of(self.model, (x, t), extra=extra)
 
 
-def _beside_grad(sync: pe.Sync, model: nn.Module, data: Batch, n: int) -> None:
+def _beside_grad(sync: pe.Sync, forward: Loss, x: Tensor, t: Tensor, n: int) -> None:
     """What `torch.autograd.grad` computes is no gradient of the window, and is not refused either."""
-    loss = loss_of(model, data)
-    other = loss_of(model, data, extra=True) * torch.inf
-    scale, sometimes = model.scale, model.sometimes  # unsharded by the forward
+    loss, other = forward(x, t), forward(x, t, extra=True) * torch.inf
+    scale, sometimes = forward.model.scale, forward.model.sometimes  # unsharded by the forward
     torch.autograd.grad(other, [scale, sometimes])
     torch.autograd.grad(loss, scale, retain_graph=True)
     sync.backward(loss, count=n)
 
 
-def _marked(sync: pe.Sync, model: nn.Module, data: Batch, n: int) -> None:
-    loss = loss_of(model, data)
-    with sync.micro_batch(count=n) as mb:
-        loss.backward(retain_graph=True)
-        with mb.last_backward(loss):
-            (2 * loss).backward()
-
-
-def _chunks(sync: pe.Sync, model: nn.Module, data: Batch, n: int) -> None:
+def _chunks(sync: pe.Sync, forward: Loss, x: Tensor, t: Tensor, n: int) -> None:
     """As many forwards on every rank, of other rows."""
     with sync.micro_batch() as mb:
-        for x, t in zip(*(part.tensor_split(2) for part in data), strict=True):
-            loss_of(model, (x, t)).backward()
+        for a, b in zip(x.tensor_split(2), t.tensor_split(2), strict=True):
+            forward(a, b).backward()
         mb.count = n
 
 
-def _cached(sync: pe.Sync, model: nn.Module, data: Batch, n: int) -> None:
+def _cached(sync: pe.Sync, forward: Loss, x: Tensor, t: Tensor, n: int) -> None:
     """GradCache: once without a graph, then with the gradient of what that gave."""
     with sync.micro_batch(count=n) as mb:
         with torch.no_grad():
-            leaf = loss_of(model, data)
+            leaf = forward(x, t)
         (2 * leaf.requires_grad_()).backward()
         with mb.last_backward():
-            loss_of(model, data).backward(leaf.grad)
+            forward(x, t).backward(leaf.grad)
 
 
-def _several(sync: pe.Sync, model: nn.Module, data: Batch, n: int) -> None:
+def _several(sync: pe.Sync, forward: Loss, x: Tensor, t: Tensor, n: int) -> None:
     """Several losses over one graph."""
-    x, t = data
     with sync.micro_batch(count=n):
-        out = model(x).to(t.dtype)
+        out = forward.model(x).to(t.dtype)
         (out * t).sum().backward(retain_graph=True)
         (out * t * 2).sum().backward()
 
 
-def _one_line(sync: pe.Sync, model: nn.Module, data: Batch, n: int) -> None:
-    loss = loss_of(model, data)
-    sync.backward(torch.stack([loss, loss]), count=n, gradient=torch.ones(2))
-
-
 # How often each adds the gradient of a micro-batch. Rank r has PLAN[r] micro-batches, each goes another way.
-WAYS = {_twice: 3, _beside_grad: 1, _marked: 3, _chunks: 1, _cached: 2, _several: 3, _one_line: 2}
-
-
-def _train(kind: str, options: dict[str, object]) -> None:
-    """Ranks have other numbers of micro-batches, and all go the same ways: forwards are collective."""
-    rank, world = me()
-    sync, model = sharded(kind, accumulate=2, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    done = 0
-    for window in sync.windows(range(PLAN[rank])):
-        first = done
-        for k in window:
-            n = items(rank, k)
-            [*WAYS][done](sync, model, batch(100 * rank + k, n), n)
-            done += 1
-        norm = sync.grad_norm()
-        sync.unscale_()
-        members = [(r, k) for r in range(world) for k in range(first, min(done, PLAN[r]))]
-        batches = [batch(100 * r + k, items(r, k)) for r, k in members for _ in range([*WAYS.values()][k])]
-        want = right_grads(batches, sum(items(*m) for m in members))
-        assert_same(whole_grads(model), want)
-        squares = sum(grad.double().square().sum() for grad in want.values() if grad is not None)
-        # Every product with 1/count was rounded to float32, behind the norm.
-        torch.testing.assert_close(norm, squares.sqrt(), rtol=2**-23, atol=0)
-        assert sync.step(optimizer)
-        for param in model.parameters():
-            param.grad = None
-    assert done == max(PLAN[:world]) == len(WAYS)
+WAYS = {twice: 3, _beside_grad: 1, marked: 3, _chunks: 1, _cached: 2, _several: 3, one_line: 2}
 
 
 @pytest.mark.parametrize(
@@ -119,8 +82,32 @@ def _train(kind: str, options: dict[str, object]) -> None:
     ],
     ids=str,
 )
-def test_any_backwards_over_a_sharded_model_add_up_to_one_big_batch(ranks, kind, world, options):
-    ranks(world).run(_train, kind, options)
+@on_ranks()
+def test_any_backwards_over_a_sharded_model_add_up_to_one_big_batch(kind, options):
+    """Ranks have other numbers of micro-batches, and all go the same ways: forwards are collective."""
+    rank, world = me()
+    sync, model = sharded(kind, accumulate=2, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    done = 0
+    for window in sync.windows(range(PLAN[rank])):
+        first = done
+        for k in window:
+            n = items(rank, k)
+            [*WAYS][done](sync, Loss(model), *batch(100 * rank + k, n), n)
+            done += 1
+        norm = sync.grad_norm()
+        sync.unscale_()
+        members = [(r, k) for r in range(world) for k in range(first, min(done, PLAN[r]))]
+        batches = [batch(100 * r + k, items(r, k)) for r, k in members for _ in range([*WAYS.values()][k])]
+        want = right_grads(batches, sum(items(*m) for m in members))
+        assert_same(whole_grads(model), want)
+        squares = sum(grad.double().square().sum() for grad in want.values() if grad is not None)
+        # Every product with 1/count was rounded to float32, behind the norm.
+        torch.testing.assert_close(norm, squares.sqrt(), rtol=2**-23, atol=0)
+        assert sync.step(optimizer)
+        for param in model.parameters():
+            param.grad = None
+    assert done == max(PLAN[:world]) == len(WAYS)
 
 
 WHERE = ("between windows", "between micro-batches", "behind the last", "only")
@@ -137,8 +124,13 @@ def _noted(said: list[str], sync: pe.Sync) -> Iterator[None]:
         said.append("")
 
 
-def _strays(kind: str, where: str, options: dict[str, object]) -> list[str]:
-    """Return what four windows of three raise; in the second every rank runs a backward past the engine."""
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    ("kind", "world", "options"),
+    [("flat", 1, {}), ("nested", 2, {}), ("nested", 2, {"accumulator": "exact"}), ("replicate", 2, {})],
+)
+@on_ranks()
+def test_a_bare_backward_into_a_sharded_model_is_refused_on_every_rank(kind, world, options, where):
     _, world = me()
     sync, model = sharded(kind, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -168,24 +160,16 @@ def _strays(kind: str, where: str, options: dict[str, object]) -> list[str]:
             batches = [batch(100 * r + k) for r in range(world) for k in range(3)]
             assert_same(whole_grads(model), right_grads(batches, 9 * world))
             sync.step(optimizer)
-    return said
+    first, said, *after = said
+    assert first == "" and after == ["", ""]
+    assert "the gradient of 'first.weight'" in said or "the gradient of 'scale'" in said
+    assert "micro_batch" in said
+    if where != "behind the last":
+        assert said.startswith("all ranks: call" if world > 1 else "rank 0: call"), said
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize(
-    ("kind", "world", "options"),
-    [("flat", 1, {}), ("nested", 2, {}), ("nested", 2, {"accumulator": "exact"}), ("replicate", 2, {})],
-)
-def test_a_bare_backward_into_a_sharded_model_is_refused_on_every_rank(ranks, kind, world, options, where):
-    for first, said, *after in ranks(world).run(_strays, kind, where, options):
-        assert first == "" and after == ["", ""]
-        assert "the gradient of 'first.weight'" in said or "the gradient of 'scale'" in said
-        assert "micro_batch" in said
-        if where != "behind the last":
-            assert said.startswith("all ranks: call" if world > 1 else "rank 0: call"), said
-
-
-def _stray_on_one_rank() -> str:
+@on_ranks(2)
+def test_a_bare_backward_on_one_rank_is_refused_on_all():
     """Replicated units need no collective for a second backward of one forward."""
     rank, _ = me()
     sync, model = sharded("replicate")
@@ -198,9 +182,4 @@ def _stray_on_one_rank() -> str:
                 sync.backward(loss, count=3)
         sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
     assert all(bool((p.to_local() == 1).all()) for p in model.parameters())
-    return str(error.value)
-
-
-def test_a_bare_backward_on_one_rank_is_refused_on_all(ranks):
-    for said in ranks(2).run(_stray_on_one_rank):
-        assert said.startswith("rank 1: call sync.backward(loss) in place of loss.backward()")
+    assert str(error.value).startswith("rank 1: call sync.backward(loss) in place of loss.backward()")

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import assert_same, me
+from ranks import on_ranks
 from sharded_cases import (
     KINDS,
     Chain,
@@ -62,8 +63,10 @@ def test_a_state_of_an_open_window_goes_on(ranks, kind, world, options):
     ranks(world).run(_resumes, kind, **options)
 
 
-def _keeps(kind: str) -> None:
-    """`.grad` that is left after `unscale_` counts into the next window, through a state too."""
+@pytest.mark.parametrize(("kind", "world"), [("flat", 3), ("replicate", 2)])
+@on_ranks()
+def test_gradients_that_are_left_count_into_the_next_window(kind):
+    """Through a state, too."""
     sync, model = sharded(kind)
     train_a_window(sync, model)
     first = whole_grads(model)
@@ -83,12 +86,9 @@ def _keeps(kind: str) -> None:
     torch.testing.assert_close(norm, squares.sqrt(), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize(("kind", "world"), [("flat", 3), ("replicate", 2)])
-def test_gradients_that_are_left_count_into_the_next_window(ranks, kind, world):
-    ranks(world).run(_keeps, kind)
-
-
-def _clips(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "world"), [("hsdp", 4), ("replicate", 2)])
+@on_ranks()
+def test_the_inf_norm_and_values_are_clipped_over_shards(kind):
     _, world = me()
     want = right_grads(all_batches([3] * world), 9 * world)
     values = [grad for grad in want.values() if grad is not None]
@@ -106,13 +106,9 @@ def _clips(kind: str) -> None:
         sync.unscale_()
 
 
-@pytest.mark.parametrize(("kind", "world"), [("hsdp", 4), ("replicate", 2)])
-def test_the_inf_norm_and_values_are_clipped_over_shards(ranks, kind, world):
-    ranks(world).run(_clips, kind)
-
-
-def _steps(kind: str, *, fused: bool) -> None:
-    """As AdamW on one process would, clipped."""
+@pytest.mark.parametrize(("kind", "world", "fused"), [("nested", 2, False), ("hsdp", 4, True)])
+@on_ranks()
+def test_optimizers_step_shards_in_a_loop_that_is_not_nested(kind, fused):
     _, world = me()
     twin = Chain(torch.float64)
     theirs = torch.optim.AdamW([p for n, p in twin.named_parameters() if "never" not in n], lr=0.1)
@@ -136,31 +132,9 @@ def _steps(kind: str, *, fused: bool) -> None:
             assert (param.full_tensor() == 1).all()  # unused: no weight decay either
 
 
-@pytest.mark.parametrize(("kind", "world", "fused"), [("nested", 2, False), ("hsdp", 4, True)])
-def test_optimizers_step_shards_in_a_loop_that_is_not_nested(ranks, kind, world, fused):
-    ranks(world).run(_steps, kind, fused=fused)
-
-
-def _no_sync() -> None:
-    _, world = me()
-    sync, model = sharded("nested", accumulate=2)
-    sync.set_requires_gradient_sync(True)
-    for _ in range(2):
-        first, last = own_batches(2)
-        with sync.no_sync():
-            sync.backward(loss_of(model, first), count=3)
-        sync.backward(loss_of(model, last), count=3)
-        sync.unscale_()
-        assert_same(whole_grads(model), right_grads(all_batches([2] * world), 6 * world))
-        for param in model.parameters():
-            param.grad = None
-
-
-def test_a_loop_of_torch_with_no_sync(ranks):
-    ranks(2).run(_no_sync)
-
-
-def _is_let_go(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "world"), KINDS)
+@on_ranks()
+def test_a_closed_engine_leaves_the_units_as_they_were(kind):
     """Behind `close`, the units reduce in every backward again, to the mean over ranks."""
     rank, world = me()
     sync, model = sharded(kind)
@@ -178,23 +152,14 @@ def _is_let_go(kind: str) -> None:
     assert_trains_a_window(pe.attach(model, accumulate=3), model)
 
 
-@pytest.mark.parametrize(("kind", "world"), KINDS)
-def test_a_closed_engine_leaves_the_units_as_they_were(ranks, kind, world):
-    ranks(world).run(_is_let_go, kind)
-
-
-def _is_offloaded() -> None:
-    """Where the model computes on the host, its shards lie there anyway."""
+@on_ranks(2)
+def test_shards_on_the_host_are_taken_where_the_model_computes_there():
     model = fully_shard(Chain(), offload_policy=CPUOffloadPolicy(pin_memory=False))
     assert_trains_a_window(pe.attach(model, accumulate=3), model)
 
 
-def test_shards_on_the_host_are_taken_where_the_model_computes_there(ranks):
-    ranks(2).run(_is_offloaded)
-
-
-def _ignores() -> None:
-    """Parameters that FSDP was told to ignore are the caller's."""
+@on_ranks(2)
+def test_parameters_that_fsdp_ignores_are_the_callers():
     _, world = me()
     model = Chain()
     fully_shard(model, ignored_params={model.scale})
@@ -211,11 +176,23 @@ def _ignores() -> None:
     assert sync.step(torch.optim.SGD([model.scale], lr=0.0))
 
 
-def test_parameters_that_fsdp_ignores_are_the_callers(ranks):
-    ranks(2).run(_ignores)
+REFUSED = {
+    "sums": "sums gradients in bfloat16, and accumulator='fp32' asks for float32",
+    "fp16": "reduces in float16",
+    "exact": "defer_budget_mb=1.0: accumulator='exact' holds unsharded sums",
+    "offload": "has a CPUOffloadPolicy",
+    "hook": "has a hook after its reduction",
+    "mesh": "is on a mesh of ranks",
+    "part": "need a DistributedDataParallel, or a model that fully_shard",
+    "inner": "a unit within a larger one",
+    "shared memory": "rank 1: shared_memory=True, and ddp_model is sharded by FSDP2",
+    "one rank": "rank 1: defer='none', defer_budget_mb=None: accumulator='exact' holds unsharded sums",
+}
 
 
-def _refused(case: str) -> str:
+@pytest.mark.parametrize("case", REFUSED)
+@on_ranks(2)
+def test_what_cannot_be_driven_is_refused_on_every_rank(case):
     model, options = Chain(), {}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     match case:
@@ -251,27 +228,7 @@ def _refused(case: str) -> str:
             options = {"accumulator": "exact", "defer": "none"} if dist.get_rank() else {}
     with pytest.raises((TypeError, ValueError)) as error:
         pe.attach(model, accumulate=3, **options)
-    return str(error.value)
-
-
-REFUSED = {
-    "sums": "sums gradients in bfloat16, and accumulator='fp32' asks for float32",
-    "fp16": "reduces in float16",
-    "exact": "defer_budget_mb=1.0: accumulator='exact' holds unsharded sums",
-    "offload": "has a CPUOffloadPolicy",
-    "hook": "has a hook after its reduction",
-    "mesh": "is on a mesh of ranks",
-    "part": "need a DistributedDataParallel, or a model that fully_shard",
-    "inner": "a unit within a larger one",
-    "shared memory": "rank 1: shared_memory=True, and ddp_model is sharded by FSDP2",
-    "one rank": "rank 1: defer='none', defer_budget_mb=None: accumulator='exact' holds unsharded sums",
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_driven_is_refused_on_every_rank(ranks, case):
-    for message in ranks(2).run(_refused, case):
-        assert REFUSED[case] in message
+    assert REFUSED[case] in str(error.value)
 
 
 def _loader_breaks(number: int) -> str:
@@ -298,7 +255,8 @@ def test_a_loader_that_raises_on_one_rank_is_known_to_all(ranks, number):
     assert first.startswith("ValueError: rank 1: the loader raised OSError") and second == "OSError: disk"
 
 
-def _optimizer_before_sharding() -> None:
+@on_ranks(2)
+def test_an_optimizer_made_before_the_model_was_sharded_is_refused():
     model = Chain()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     sync = pe.attach(shard(model, "flat"), accumulate=3)
@@ -307,7 +265,3 @@ def _optimizer_before_sharding() -> None:
             sync.backward(loss_of(model, data), count=3)
     with pytest.raises(ValueError, match="holds none of this engine's parameters"):
         sync.step(optimizer)
-
-
-def test_an_optimizer_made_before_the_model_was_sharded_is_refused(ranks):
-    ranks(2).run(_optimizer_before_sharding)

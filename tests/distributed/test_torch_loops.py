@@ -1,19 +1,16 @@
-"""Loops in DDP's and FSDP's manner: `no_sync` and `set_requires_gradient_sync` say which backward ends a
-window.
-"""
+"""Loops of DDP and FSDP: `no_sync` and `set_requires_gradient_sync` say where a window ends."""
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
 from cases import Collectives, Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from ranks import on_ranks
+from sharded_cases import all_batches, loss_of, own_batches, right_grads, sharded, whole_grads
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
@@ -74,7 +71,21 @@ LOOPS: dict[str, Callable[[pe.Sync, nn.Module, list[int]], None]] = {
 }
 
 
-def _train(kind: str, loop: str, wrapped: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "world", "loop", "wrapped"),
+    [
+        ("own", 1, "no_sync", True),
+        ("own", 2, "one block", False),
+        ("own", 2, "flushed", False),
+        ("own-exact", 3, "setter", True),
+        ("attach", 2, "setter", False),
+        ("attach", 3, "late", False),
+        ("attach", 2, "flushed", True),
+        ("attach-view", 4, "no_sync", True),
+    ],
+)
+@on_ranks()
+def test_a_loop_of_torchs_manner_gives_the_mean_of_its_windows(kind, loop, wrapped):
     rank, world = me()
     model = Integers(torch.float32)
     sync, forward = engine(kind, model, accumulate=5)
@@ -95,25 +106,8 @@ def _train(kind: str, loop: str, wrapped: bool) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    ("kind", "world", "loop", "wrapped"),
-    [
-        ("own", 1, "no_sync", True),
-        ("own", 2, "one block", False),
-        ("own", 2, "flushed", False),
-        ("own-exact", 3, "setter", True),
-        ("attach", 2, "setter", False),
-        ("attach", 3, "late", False),
-        ("attach", 2, "flushed", True),
-        ("attach-view", 4, "no_sync", True),
-    ],
-)
-def test_a_loop_of_torchs_manner_gives_the_mean_of_its_windows(ranks, kind, world, loop, wrapped):
-    ranks(world).run(_train, kind, loop, wrapped)
-
-
-def _plain() -> None:
-    """A loop without accumulation needs neither."""
+@on_ranks(2)
+def test_with_one_micro_batch_a_window_a_bare_backward_is_one():
     rank, world = me()
     model = Integers(torch.float32)
     sync = pe.GradSync(model)
@@ -137,11 +131,9 @@ def _plain() -> None:
     assert sync.window == 4
 
 
-def test_with_one_micro_batch_a_window_a_bare_backward_is_one(ranks):
-    ranks(2).run(_plain)
-
-
-def _traffic(kind: str) -> list[list[str]]:
+@pytest.mark.parametrize("kind", ["own", "attach"])
+@on_ranks(2)
+def test_nothing_crosses_the_network_inside_no_sync(kind):
     model = Integers(torch.float32)
     sync, forward = engine(kind, model, accumulate=3)
     seen = []
@@ -152,16 +144,17 @@ def _traffic(kind: str) -> list[list[str]]:
             if window != 1:  # in which DDP rebuilds its buckets, before its first forward
                 seen.append(collectives.names)
         sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-    return seen
+    assert [bool(names) for names in seen] == [False, False, True] * 3
 
 
-@pytest.mark.parametrize("kind", ["own", "attach"])
-def test_nothing_crosses_the_network_inside_no_sync(ranks, kind):
-    for seen in ranks(2).run(_traffic, kind):
-        assert [bool(names) for names in seen] == [False, False, True] * 3
+def _no_sync_over(sync: pe.Sync, forward: nn.Module, batches: list[torch.Tensor]) -> None:
+    for index, x in enumerate(batches):
+        with nullcontext() if index + 1 == len(batches) else sync.no_sync():
+            sync.backward(forward(x).square().sum(), count=len(x))
 
 
-def _buffers() -> None:
+@on_ranks(2)
+def test_buffers_of_ddp_travel_in_such_a_loop_too():
     """DDP broadcasts buffers once a window, also where no forward was known to be the last."""
     rank, world = me()
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -173,16 +166,6 @@ def _buffers() -> None:
     means = [torch.zeros(2) for _ in range(world)]
     torch.distributed.all_gather(means, next(model[0].parameters())[0].detach())
     assert all(torch.equal(mean, means[0]) for mean in means)
-
-
-def _no_sync_over(sync: pe.Sync, forward: nn.Module, batches: list[torch.Tensor]) -> None:
-    for index, x in enumerate(batches):
-        with nullcontext() if index + 1 == len(batches) else sync.no_sync():
-            sync.backward(forward(x).square().sum(), count=len(x))
-
-
-def test_buffers_of_ddp_travel_in_such_a_loop_too(ranks):
-    ranks(2).run(_buffers)
 
 
 def _resumed(folder: str, *, stop: bool) -> list[torch.Tensor]:
@@ -208,12 +191,13 @@ def test_such_a_loop_resumes_from_a_state(ranks, tmp_path):
         assert all(map(torch.equal, one, other))
 
 
-class _Error(Exception):
-    """An exception of the user's."""
+def _fail(grad: torch.Tensor) -> torch.Tensor:
+    raise KeyError
 
 
-def _raises(where: str) -> None:
-    """Sync is on again behind a block that raised, and what the window had is kept or dropped with it."""
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@on_ranks(2)
+def test_sync_is_on_again_behind_a_block_that_raised(where):
     model = nn.Linear(1, 1, bias=False)
     sync = pe.GradSync(model, accumulate=4)
 
@@ -225,9 +209,9 @@ def _raises(where: str) -> None:
 
     with sync.no_sync():
         backward(1.0)
-    with pytest.raises(_Error), sync.no_sync():
+    with pytest.raises(KeyError), sync.no_sync():
         if where == "forward":
-            raise _Error
+            raise KeyError
         backward(50.0, fails=True)
     backward(3.0)
     sync.unscale_()
@@ -236,48 +220,22 @@ def _raises(where: str) -> None:
     sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
 
 
-def _fail(grad: torch.Tensor) -> torch.Tensor:
-    raise _Error
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_sync_is_on_again_behind_a_block_that_raised(ranks, where):
-    ranks(2).run(_raises, where)
-
-
-def _sharded(loop: str) -> None:
-    """FSDP2 reduces in the window's last backward alone, and what has landed is clipped in its shards."""
-    rank, world = me()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2))
-    twin = copy.deepcopy(model).double()
-    for unit in (model[0], model[2], model):
-        fully_shard(unit)
-    generator = torch.Generator().manual_seed(3)
-    data = [[torch.randn(2, 6, generator=generator) for _ in range(3)] for _ in range(world)]
-    sync = pe.attach(model, accumulate=3)
-    for k, x in enumerate(data[rank]):
-        if loop == "setter":
-            sync.set_requires_gradient_sync(k == 2)
-        with sync.no_sync() if loop == "no_sync" and k < 2 else nullcontext():
-            sync.backward(model(x).square().sum(), count=2)
-    norm = sync.clip_grad_norm_(0.05, math.inf)
-    sync.clip_grad_value_(0.02)
-    sync.step(torch.optim.SGD(model.parameters(), lr=0.5))
-    batch = torch.cat([x for mine in data for x in mine]).double()
-    (twin(batch).square().sum() / len(batch)).backward()
-    want = nn.utils.clip_grad_norm_(twin.parameters(), 0.05, math.inf)
-    nn.utils.clip_grad_value_(twin.parameters(), 0.02)
-    torch.optim.SGD(twin.parameters(), lr=0.5).step()
-    assert norm.item() == pytest.approx(want.item(), rel=1e-6)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        # Six fp32 additions, the factor and the step, each of one rounding, of values below 1.
-        torch.testing.assert_close(p.full_tensor().double(), q, rtol=0, atol=20 * 2**-24)
-
-
 @pytest.mark.parametrize("loop", ["no_sync", "setter"])
-def test_such_loops_over_a_sharded_model(ranks, loop):
-    ranks(2).run(_sharded, loop)
+@on_ranks(2)
+def test_such_loops_over_a_sharded_model(loop):
+    """FSDP2 reduces in the window's last backward alone."""
+    _, world = me()
+    sync, model = sharded("nested")
+    sync.set_requires_gradient_sync(True)
+    for _ in range(2):
+        for k, data in enumerate(own_batches(3)):
+            if loop == "setter":
+                sync.set_requires_gradient_sync(k == 2)
+            with sync.no_sync() if loop == "no_sync" and k < 2 else nullcontext():
+                sync.backward(loss_of(model, data), count=3)
+        sync.unscale_()
+        assert_same(whole_grads(model), right_grads(all_batches([3] * world), 9 * world))
+        model.zero_grad()
 
 
 # What is refused.

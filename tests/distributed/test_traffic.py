@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import Collectives, engine, me
+from cases import Collectives, engine, me, records_of
+from ranks import on_ranks
 from torch import nn
 
 import pyengine as pe
@@ -48,9 +49,8 @@ def test_only_the_last_micro_batch_sends_header_and_buckets(ranks, kind, accumul
         for *earlier, last in windows:
             assert earlier == [[]] * (accumulate - 1)
             assert set(last) == {"allreduce_"}
-            assert (
-                len(last) == len(windows[0][-1]) > 2
-            )  # the header and more than one bucket, every time the same
+            # The header and more than one bucket, every time the same.
+            assert len(last) == len(windows[0][-1]) > 2
 
 
 def test_batch_norm_buffers_travel_once_a_window_and_find_unused_adds_one(ranks):
@@ -62,11 +62,14 @@ def test_batch_norm_buffers_travel_once_a_window_and_find_unused_adds_one(ranks)
             assert last.count("allreduce_") >= len(plain) + 1
 
 
-def _own_bytes(wire: pe.wire.Wire, dtype: torch.dtype) -> tuple[pe.StepRecord, int, int]:
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wire", [pe.wire.FP32(), pe.wire.BF16()], ids=["fp32", "bf16"])
+@on_ranks()
+def test_step_record_counts_the_collectives_and_bytes_that_really_travel(world, dtype, wire):
     model = _model(False).to(dtype)
     sync = pe.GradSync(model, accumulate=2, wire=wire)
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
+    records = records_of(sync)
     # The second window: behind the first one's buckets the ranks share the order in which gradients came,
     # once.
     for window in sync.windows([torch.randn(3, 4, dtype=dtype)] * 4):
@@ -77,49 +80,15 @@ def _own_bytes(wire: pe.wire.Wire, dtype: torch.dtype) -> tuple[pe.StepRecord, i
     with Collectives() as behind:
         sync.synchronize()
     assert behind.names == ["allreduce_"] * (me()[1] > 1)  # how the last window was used
-    return records[1], len(seen.names), seen.nbytes
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("wire", [pe.wire.FP32(), pe.wire.BF16()], ids=["fp32", "bf16"])
-def test_step_record_counts_the_collectives_and_bytes_that_really_travel(ranks, world, dtype, wire):
-    for record, collectives, nbytes in ranks(world).run(_own_bytes, wire, dtype):
-        assert record.collectives == collectives == 2 + (world > 1)  # header, bucket, used flags
-        assert record.bytes_on_wire in _ring(nbytes, world)
+    record, collectives, nbytes = records[1], len(seen.names), seen.nbytes
+    assert record.collectives == collectives == 2 + (world > 1)  # header, bucket, used flags
+    assert record.bytes_on_wire in _ring(nbytes, world)
 
 
 def _ring(nbytes: int, world: int) -> range:
     """Return 2 (W - 1) / W of the bytes, give or take the rounding of each collective."""
     exact = 2 * (world - 1) * nbytes // world
     return range(exact - 3, exact + 1)
-
-
-def _overlap() -> list[int]:
-    """Return how many collectives were under way when each layer's gradient was ready,
-    from the last layer on.
-    """
-    model = _model(False)
-    sync = pe.GradSync(model, accumulate=1, bucket_cap_mb=1e-6)
-    launched: list[int] = []
-
-    def note(*_: object) -> None:
-        sync._engine.header.vector()  # no bucket goes before the header has come
-        launched.append(sync._engine.comm.traffic.collectives)
-
-    for layer in (model[2], model[0]):
-        layer.register_full_backward_hook(note)
-    for window in sync.windows([torch.randn(3, 4)]):
-        for x in window:
-            x.requires_grad_()
-            sync.backward(model(x).sum())
-        sync.unscale_()
-    return launched
-
-
-def test_buckets_leave_during_the_first_windows_backward(ranks):
-    for launched in ranks(2).run(_overlap):
-        assert launched[-1] > 1  # more than the header had been sent before the first layer's backward ended
 
 
 class Backwards(nn.Module):
@@ -135,7 +104,8 @@ class Backwards(nn.Module):
         return x
 
 
-def _follows_the_real_order() -> tuple[list[list[str]], list[float]]:
+@on_ranks(2)
+def test_buckets_follow_the_observed_order_from_the_second_window_on():
     torch.manual_seed(0)
     model = Backwards()
     sync = pe.GradSync(model, accumulate=2, bucket_cap_mb=1e-6)
@@ -146,11 +116,6 @@ def _follows_the_real_order() -> tuple[list[list[str]], list[float]]:
         orders.append([bucket.slots[0].name for bucket in sync.layout.buckets])
         norms.append(sync.grad_norm().item())
         sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-    return orders, norms
-
-
-def test_buckets_follow_the_observed_order_from_the_second_window_on(ranks):
     names = [f"layers.{i}.weight" for i in range(4)]
-    for orders, norms in ranks(2).run(_follows_the_real_order):
-        assert orders == [names[::-1], names, names]
-        assert norms == [norms[0]] * 3
+    assert orders == [names[::-1], names, names]
+    assert norms == [norms[0]] * 3

@@ -8,7 +8,8 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from cases import Fused, Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,14 +26,11 @@ class Branches(nn.Module):
             nn.init.ones_(getattr(self, name).weight)
 
     def forward(self, x: Tensor, use: str) -> Tensor:
-        """Return the sum of the branches named in `use`."""
         return sum(getattr(self, name)(x).sum() for name in use)
 
 
 def _branches(kind: str, use: list[list[list[str]]]) -> list[dict[str, Tensor | None]]:
-    """Train three windows over `use[rank]`, the branches of each micro-batch;
-    return the gradients by window.
-    """
+    """Train three windows over `use[rank]`, the branches of each micro-batch; return the gradients."""
     rank, _ = me()
     model = Branches()
     sync, forward = engine(kind, model, accumulate=len(use[rank]))
@@ -79,7 +77,9 @@ def test_a_parameter_is_reduced_if_any_micro_batch_of_any_rank_uses_it(ranks, ki
             assert _value(result, "never") is None
 
 
-def _no_sync_at_forward(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["own", "attach", "attach-static"])
+@on_ranks(2)
+def test_forward_outside_the_sync_micro_batch(kind):
     """Forward of the sync micro-batch outside any loop: before its micro-batch is handed out."""
     rank, world = me()
     model = Integers(torch.float32)
@@ -96,13 +96,9 @@ def _no_sync_at_forward(kind: str) -> None:
         sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
 
 
-@pytest.mark.parametrize("kind", ["own", "attach", "attach-static"])
-def test_forward_outside_the_sync_micro_batch(ranks, kind):
-    ranks(2).run(_no_sync_at_forward, kind)
-
-
-def _without_zeroing(kind: str) -> list[float]:
-    """Step in the last of four windows but one."""
+@pytest.mark.parametrize("kind", ["own", "own-native", "attach", "attach-view"])
+@on_ranks(2)
+def test_gradients_left_in_place_add_up_without_being_averaged_again(kind):
     rank, _ = me()
     model = nn.Linear(1, 1, bias=False)
     sync, forward = engine(kind, model, accumulate=2)
@@ -114,15 +110,12 @@ def _without_zeroing(kind: str) -> list[float]:
         values.append(model.weight.grad.item())
         if number == 2:
             sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-    return values
+    assert values == [1.5, 3.0, 4.5, 1.5]
 
 
-@pytest.mark.parametrize("kind", ["own", "own-native", "attach", "attach-view"])
-def test_gradients_left_in_place_add_up_without_being_averaged_again(ranks, kind):
-    assert ranks(2).run(_without_zeroing, kind) == [[1.5, 3.0, 4.5, 1.5]] * 2
-
-
-def _two_engines(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["own-native", "attach"])
+@on_ranks(2)
+def test_two_models_keep_their_own_windows(kind):
     rank, world = me()
     models = [Integers(torch.float32), Integers(torch.float32)]
     (first, forward_a), (second, forward_b) = (
@@ -146,20 +139,12 @@ def _two_engines(kind: str) -> None:
     assert windows == {0: 3, 1: 2}
 
 
-@pytest.mark.parametrize("kind", ["own-native", "attach"])
-def test_two_models_keep_their_own_windows(ranks, kind):
-    ranks(2).run(_two_engines, kind)
-
-
-def _hook_near_the_range_of_fp16() -> float:
+@on_ranks(2)
+def test_the_bare_hook_divides_before_a_narrow_cast():
     ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
     ddp.register_comm_hook(pe.HookState(wire=pe.wire.FP16()), pe.comm_hook)
     ddp(torch.full((1, 1), 40000.0)).sum().backward()  # the sum over two ranks is beyond 65504
-    return ddp.module.weight.grad.item()
-
-
-def test_the_bare_hook_divides_before_a_narrow_cast(ranks):
-    assert ranks(2).run(_hook_near_the_range_of_fp16) == [40000.0] * 2
+    assert ddp.module.weight.grad.item() == 40000.0
 
 
 def _no_sync_with_raw_hook() -> list[float]:
@@ -181,7 +166,10 @@ def test_the_bare_hook_leaves_deferral_to_no_sync(ranks):
     assert first[3] == second[3] == 16.5 + 1650.0
 
 
-def _channels_last(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["own", "attach", "attach-view"])
+@on_ranks(2)
+def test_channels_last_parameters_keep_their_strides(kind, dtype):
     rank, world = me()
     torch.manual_seed(0)
     model = nn.Conv2d(3, 4, 3).to(dtype, memory_format=torch.channels_last)
@@ -200,12 +188,9 @@ def _channels_last(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["own", "attach", "attach-view"])
-def test_channels_last_parameters_keep_their_strides(ranks, kind, dtype):
-    ranks(2).run(_channels_last, kind, dtype)
-
-
-def _odd_gradients(dtype: torch.dtype, odd: str) -> None:
+@pytest.mark.parametrize("odd", ["sparse", "strided", "expanded", "negated"])
+@on_ranks(2)
+def test_gradients_with_other_layouts_than_their_parameters_are_summed(dtype, odd):
     rank, world = me()
     embedding = nn.Embedding(6, 2, sparse=odd == "sparse", dtype=dtype)
     linear = nn.Linear(2, 2, bias=False, dtype=dtype)
@@ -232,13 +217,8 @@ def _odd_gradients(dtype: torch.dtype, odd: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("odd", ["sparse", "strided", "expanded", "negated"])
-def test_gradients_with_other_layouts_than_their_parameters_are_summed(ranks, dtype, odd):
-    ranks(2).run(_odd_gradients, dtype, odd)
-
-
-def _main_grad(dtype: torch.dtype) -> None:
-    """A layer in the manner of Megatron and TransformerEngine: its backward writes `main_grad` itself."""
+@on_ranks(2)
+def test_layers_that_write_main_grad_themselves_are_reduced(dtype):
     weight = nn.Parameter(torch.ones(3, dtype=dtype))
     plain = nn.Parameter(torch.ones(2, dtype=dtype))
     sync = pe.GradSync([weight, plain], accumulate=2)
@@ -246,32 +226,15 @@ def _main_grad(dtype: torch.dtype) -> None:
     rank, world = me()
     for window in sync.windows([float(rank + 1)] * 6):
         for value in window:
-            sync.backward(_Fused.apply(weight, value).float() + plain.sum().float())
+            sync.backward(Fused.apply(weight, value).float() + plain.sum().float())
         sync.unscale_()
         assert torch.equal(weight.grad.float(), torch.full((3,), (world + 1) / 2))
         assert torch.equal(plain.grad.float(), torch.ones(2))
         sync.step(optimizer)
 
 
-class _Fused(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight: Tensor, value: float) -> Tensor:
-        ctx.weight, ctx.value = weight, value
-        return weight.detach().sum() * value
-
-    @staticmethod
-    def backward(ctx, _: Tensor) -> tuple[None, None]:
-        ctx.weight.main_grad.add_(ctx.value)
-        ctx.weight.grad_added_to_main_grad = True
-        return None, None
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_that_write_main_grad_themselves_are_reduced(ranks, dtype):
-    ranks(2).run(_main_grad, dtype)
-
-
-def _views_survive() -> None:
+@on_ranks(1)
+def test_flat_views_survive_zero_grad_set_to_none():
     model = nn.Linear(3, 2)
     sync = pe.GradSync(model, accumulate=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -284,10 +247,6 @@ def _views_survive() -> None:
         sync.step(optimizer)
     assert len(set(places)) == 1
     assert dist.is_initialized()
-
-
-def test_flat_views_survive_zero_grad_set_to_none(ranks):
-    ranks(1).run(_views_survive)
 
 
 def _buffers_and_uneven_windows(kind: str) -> list[float]:

@@ -1,16 +1,25 @@
-"""Gradients that somebody else writes in mid-window, and blocks that end in an exception: refused on every
-rank, never lost or added in silence.
-"""
+"""Gradients that somebody else writes, and blocks that an exception leaves, are refused on every rank."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 
 import pytest
 import torch
-from cases import Breaks, Integers, assert_same, engine, grads, integers, me, mean_of_integers
-from torch import Tensor, nn
+from cases import (
+    Breaks,
+    Fused,
+    Integers,
+    assert_same,
+    engine,
+    grads,
+    integers,
+    me,
+    mean_of_integers,
+    records_of,
+)
+from ranks import on_ranks
+from torch import nn
 
 import pyengine as pe
 
@@ -70,10 +79,17 @@ def _unflattened(sync: pe.Sync, forward: nn.Module, k: int) -> None:
 IN_GRAD = (_zeroed, _zeroed_in_place, _scaled, _unscaled_by_our_op, _unflattened)  # where sums are in `.grad`
 
 
-def _refused(kind: str, write: Callable[[pe.Sync, nn.Module, int], None], is_block: bool) -> list[str]:
-    """Return what the four windows raise; gradients are written on rank 1, in the third. (In the second DDP
-    gives views of its buckets other memory, so that what came before it is not noticed.)
-    """
+CASES = [(kind, write) for kind in ("own", "own-native", "attach-view") for write in ANYWHERE]
+CASES += [("own-exact", _bare_between), ("attach", _bare_between)]
+CASES += [(kind, write) for kind in ("own-native", "attach-view") for write in IN_GRAD]
+
+
+@pytest.mark.parametrize(
+    ("kind", "write", "is_block"), [(*case, bool(number % 2)) for number, case in enumerate(CASES)]
+)
+@on_ranks(2)
+def test_a_gradient_that_somebody_else_writes_is_refused_on_every_rank(kind, write, is_block):
+    """In the third window: in the second DDP gives views of its buckets other memory, which hides a write."""
     rank, world = me()
     model = Integers(torch.float32)
     sync, forward = engine(kind, model, accumulate=3)
@@ -99,24 +115,14 @@ def _refused(kind: str, write: Callable[[pe.Sync, nn.Module, int], None], is_blo
         except ValueError as error:
             said.append(str(error))
             sync.abandon()
-    return said
+    *before, said, after = said
+    assert before == ["", ""] and after == ""
+    assert said.startswith("rank 1: ") and "the gradient of 'matrix'" in said and "micro_batch" in said
 
 
-CASES = [(kind, write) for kind in ("own", "own-native", "attach-view") for write in ANYWHERE]
-CASES += [("own-exact", _bare_between), ("attach", _bare_between)]
-CASES += [(kind, write) for kind in ("own-native", "attach-view") for write in IN_GRAD]
-
-
-@pytest.mark.parametrize(
-    ("kind", "write", "is_block"), [(*case, bool(number % 2)) for number, case in enumerate(CASES)]
-)
-def test_a_gradient_that_somebody_else_writes_is_refused_on_every_rank(ranks, kind, write, is_block):
-    for *before, said, after in ranks(2).run(_refused, kind, write, is_block):
-        assert before == ["", ""] and after == ""
-        assert said.startswith("rank 1: ") and "the gradient of 'matrix'" in said and "micro_batch" in said
-
-
-def _only_bare(kind: str) -> str:
+@pytest.mark.parametrize(("kind", "world"), [("own", 1), ("own-exact", 3), ("attach", 3)])
+@on_ranks()
+def test_a_loop_of_bare_backwards_is_refused(kind, world):
     model = Integers(torch.float32)
     sync, forward = engine(kind, model, accumulate=2)
     with pytest.raises(ValueError, match="the gradient of 'matrix'") as raised:
@@ -125,16 +131,12 @@ def _only_bare(kind: str) -> str:
                 forward(x, t).backward()
             sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
     assert all(bool((p == 1).all()) for p in model.parameters())
-    return str(raised.value)
+    assert str(raised.value).startswith("rank 0: " if world == 1 else "all ranks: ")
 
 
-@pytest.mark.parametrize(("kind", "world"), [("own", 1), ("own-exact", 3), ("attach", 3)])
-def test_a_loop_of_bare_backwards_is_refused(ranks, kind, world):
-    for said in ranks(world).run(_only_bare, kind):
-        assert said.startswith("rank 0: " if world == 1 else "all ranks: ")
-
-
-def _between_send_and_step(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["own", "own-native", "attach"])
+@on_ranks(2)
+def test_a_backward_behind_the_windows_last_one_is_refused(kind):
     model = Integers(torch.float32)
     sync, forward = engine(kind, model, accumulate=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -155,38 +157,7 @@ def _between_send_and_step(kind: str) -> None:
             assert sync.step(optimizer)
 
 
-@pytest.mark.parametrize("kind", ["own", "own-native", "attach"])
-def test_a_backward_behind_the_windows_last_one_is_refused(ranks, kind):
-    ranks(2).run(_between_send_and_step, kind)
-
-
 PHASES = ("forward", "first backward", "between", "last backward", "behind")
-
-
-def _leaves_a_block(kind: str, phase: str, at: int) -> tuple[list[str], list[str]]:
-    """Return what every window raises where it is used, and why steps were skipped; rank 1 leaves its block
-    number `at` of the second of three windows, and goes on as if nothing had happened.
-    """
-    rank, _ = me()
-    model = Integers(torch.float32)
-    sync, forward = engine(kind, model, accumulate=3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
-    said = []
-    for number, window in enumerate(sync.windows(range(9))):
-        try:
-            for k in window:
-                fails = (number, rank, k % 3) == (1, 1, at)
-                with contextlib.suppress(MemoryError), sync.micro_batch(count=3) as mb:
-                    _block(forward, mb, fails and phase)
-            sync.step(optimizer)
-            said.append("")
-        except ValueError as error:
-            said.append(str(error))
-            sync.abandon()
-    Breaks.now = False
-    return said, [record.reason for record in records if record.skipped]
 
 
 def _block(forward: nn.Module, mb: pe.MicroBatch, phase: str | bool) -> None:
@@ -208,19 +179,41 @@ def _block(forward: nn.Module, mb: pe.MicroBatch, phase: str | bool) -> None:
 @pytest.mark.parametrize("at", [1, 2])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("kind", ["own", "attach"])
-def test_a_block_left_by_an_exception_is_used_whole_or_not_at_all(ranks, kind, phase, at):
-    for said, reasons in ranks(2).run(_leaves_a_block, kind, phase, at):
-        if at == 2 and phase == "behind":  # everything was on its way
-            assert (said, reasons) == (["", "", ""], [])
-        elif at == 2 and phase == "last backward":
-            assert said == ["", "", ""]
-            assert reasons == ["rank 1 gave the window up: MemoryError('no room for a gradient')"]
-        else:
-            assert said[0] == said[2] == "" and reasons == []
-            assert f"rank 1: micro-batch {at} was left by an exception (MemoryError" in said[1]
+@on_ranks(2)
+def test_a_block_left_by_an_exception_is_used_whole_or_not_at_all(kind, phase, at):
+    """Rank 1 leaves block `at` of the second of three windows, and goes on as if nothing had happened."""
+    rank, _ = me()
+    model = Integers(torch.float32)
+    sync, forward = engine(kind, model, accumulate=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    records = records_of(sync)
+    said = []
+    for number, window in enumerate(sync.windows(range(9))):
+        try:
+            for k in window:
+                fails = (number, rank, k % 3) == (1, 1, at)
+                with contextlib.suppress(MemoryError), sync.micro_batch(count=3) as mb:
+                    _block(forward, mb, fails and phase)
+            sync.step(optimizer)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+            sync.abandon()
+    Breaks.now = False
+    reasons = [record.reason for record in records if record.skipped]
+    if at == 2 and phase == "behind":  # everything was on its way
+        assert (said, reasons) == (["", "", ""], [])
+    elif at == 2 and phase == "last backward":
+        assert said == ["", "", ""]
+        assert reasons == ["rank 1 gave the window up: MemoryError('no room for a gradient')"]
+    else:
+        assert said[0] == said[2] == "" and reasons == []
+        assert f"rank 1: micro-batch {at} was left by an exception (MemoryError" in said[1]
 
 
-def _late(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["own", "attach-view"])
+@on_ranks(2)
+def test_a_gradient_behind_the_marked_backward_is_an_error(kind):
     model = Integers(torch.float32)
     sync, forward = engine(kind, model, accumulate=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -247,12 +240,8 @@ def _late(kind: str) -> None:
     assert sync.step(optimizer)
 
 
-@pytest.mark.parametrize("kind", ["own", "attach-view"])
-def test_a_gradient_behind_the_marked_backward_is_an_error(ranks, kind):
-    ranks(2).run(_late, kind)
-
-
-def _wrong_calls() -> None:
+@on_ranks(1)
+def test_wrong_calls_are_refused_and_change_nothing():
     model = Integers(torch.float32)
     sync = pe.GradSync(model, accumulate=2)
     batch = integers(1)
@@ -291,16 +280,15 @@ def _wrong_calls() -> None:
     assert sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_wrong_calls_are_refused_and_change_nothing(ranks):
-    ranks(1).run(_wrong_calls)
-
-
-def _records(given: str) -> list[float | None]:
+@pytest.mark.parametrize(
+    ("given", "want"), [("all", 1.5), ("tensor", 1.5), ("none", None), ("one rank", None)]
+)
+@on_ranks(2)
+def test_the_record_has_a_loss_where_every_block_has_one(given, want):
     rank, _ = me()
     model = Integers(torch.float32)
     sync = pe.GradSync(model, accumulate=2)
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
+    records = records_of(sync)
     for window in sync.windows([integers(k) for k in range(4)]):
         for x, t in window:
             with sync.micro_batch(count=2) as mb:
@@ -312,17 +300,12 @@ def _records(given: str) -> list[float | None]:
                     mb.loss = loss - loss + 3
         sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
     sync.synchronize()
-    return [record.loss for record in records]
+    assert [record.loss for record in records] == [want, want]
 
 
-@pytest.mark.parametrize(
-    ("given", "loss"), [("all", 1.5), ("tensor", 1.5), ("none", None), ("one rank", None)]
-)
-def test_the_record_has_a_loss_where_every_block_has_one(ranks, given, loss):
-    assert ranks(2).run(_records, given) == [[loss, loss]] * 2
-
-
-def _resumed(has_loss: bool) -> None:
+@pytest.mark.parametrize("has_loss", [True, False])
+@on_ranks(2)
+def test_a_window_of_blocks_is_saved_and_resumed(has_loss):
     def made() -> tuple[Integers, pe.Sync]:
         model = Integers(torch.float32)
         return model, pe.GradSync(model, accumulate=2)
@@ -355,27 +338,10 @@ def _resumed(has_loss: bool) -> None:
         sync.state_dict()
 
 
-@pytest.mark.parametrize("has_loss", [True, False])
-def test_a_window_of_blocks_is_saved_and_resumed(ranks, has_loss):
-    ranks(2).run(_resumed, has_loss)
-
-
-class _Fused(torch.autograd.Function):
-    """The sum of a weight's elements, whose backward adds to `main_grad` by itself."""
-
-    @staticmethod
-    def forward(ctx, weight: Tensor) -> Tensor:
-        ctx.weight = weight
-        return weight.float().sum()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> None:
-        ctx.weight.main_grad.add_(grad)
-        ctx.weight.grad_added_to_main_grad = True
-
-
-def _stray_in_main_grad(dtype: torch.dtype, at: str) -> list[str]:
-    """Return what four windows of three raise; rank 1 adds to `main_grad` past the engine in the second."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("at", ["between windows", "between micro-batches"])
+@on_ranks(2)
+def test_what_a_layer_adds_to_main_grad_past_the_engine_is_refused_everywhere(dtype, at):
     rank, world = me()
     model = nn.Linear(3, 2, bias=False, dtype=dtype)
     sync = pe.GradSync(model, accumulate=3)
@@ -383,13 +349,13 @@ def _stray_in_main_grad(dtype: torch.dtype, at: str) -> list[str]:
     said = []
     for number in range(4):
         if (number, rank, at) == (1, 1 % world, "between windows"):
-            _Fused.apply(model.weight).backward()
+            Fused.apply(model.weight, 1.0).backward()
         try:
             for k in range(3):
                 with sync.accumulate():
                     if (number, rank, k, at) == (1, 1 % world, 2, "between micro-batches"):
-                        _Fused.apply(model.weight).backward()
-                    sync.backward(_Fused.apply(model.weight))
+                        Fused.apply(model.weight, 1.0).backward()
+                    sync.backward(Fused.apply(model.weight, 1.0))
             sync.unscale_()
             assert bool((model.weight.grad == 1).all())
             sync.step(optimizer)
@@ -397,12 +363,6 @@ def _stray_in_main_grad(dtype: torch.dtype, at: str) -> list[str]:
         except ValueError as error:
             said.append(str(error))
             sync.abandon()
-    return said
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("at", ["between windows", "between micro-batches"])
-def test_what_a_layer_adds_to_main_grad_past_the_engine_is_refused_everywhere(ranks, dtype, at):
-    for first, said, *after in ranks(2).run(_stray_in_main_grad, dtype, at):
-        assert first == "" and after == ["", ""]
-        assert said.startswith("rank 1: ") and f"the gradient of 'weight' was written to {at}" in said
+    first, said, *after = said
+    assert first == "" and after == ["", ""]
+    assert said.startswith("rank 1: ") and f"the gradient of 'weight' was written to {at}" in said
