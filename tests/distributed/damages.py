@@ -64,19 +64,9 @@ def _sparse(shape: list[int], index: list[int]) -> Tensor:
 
 
 FIELDS = (
-    *(
-        "window",
-        "steps",
-        "rank",
-        "world_size",
-        "identity",
-        "accumulate",
-        "is_between_loops",
-        "order",
-        "places",
-    ),
-    *("counts", "losses", "sums", "batch_norm", "carry", "scaler", "rng"),
-)
+    "window", "steps", "rank", "world_size", "identity", "accumulate", "is_between_loops", "order", "places",
+    "counts", "losses", "sums", "batch_norm", "carry", "scaler", "rng",
+)  # fmt: skip
 WHOLE = ("window", "steps", "rank", "world_size", "accumulate")
 LISTS = ("order", "places", "counts", "losses", "batch_norm")
 ANY_STATE: dict[str, Callable[[Content], Any]] = {

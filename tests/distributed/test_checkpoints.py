@@ -1,6 +1,4 @@
-"""Checkpoints in a folder: whole or not at all, the newest whole one loads, what is none is refused with the
-reason, on every rank alike.
-"""
+"""Checkpoints in a folder: whole or not at all, on every rank alike."""
 
 from __future__ import annotations
 
@@ -19,6 +17,7 @@ import numpy
 import pytest
 import torch
 from cases import me
+from ranks import on_ranks
 from torch import nn
 
 import pyengine as pe
@@ -58,17 +57,21 @@ def test_a_file_comes_back_as_it_was(saved):
     assert [path.name for path in saved.parent.iterdir()] == ["one.pt"]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.02, 0.7, 0.9999])
-def test_a_truncated_file_is_refused(saved, share):
-    content = saved.read_bytes()
-    saved.write_bytes(content[: int(share * len(content))])
-    with pytest.raises(ValueError, match="^truncated"):
-        state_file.check(saved)
-
-
-def test_a_file_of_zeros_as_a_power_cut_leaves_it_is_refused(saved):
-    saved.write_bytes(bytes(saved.stat().st_size))
-    with pytest.raises(ValueError, match="^truncated: it has no header"):
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        *(
+            (lambda whole, share=share: whole[: int(share * len(whole))], "^truncated")
+            for share in (0, 0.02, 0.7, 0.9999)
+        ),
+        (lambda whole: bytes(len(whole)), "^truncated: it has no header"),  # as a power cut leaves it
+        (lambda _: b"PK\3\4 of torch.save itself, say", "^no checkpoint of pyengine"),
+        (lambda _: b"\x80\x02}q\x00." * 100, "^no checkpoint of pyengine"),
+    ],
+)
+def test_what_is_no_whole_file_is_refused(saved, content, said):
+    saved.write_bytes(content(saved.read_bytes()))
+    with pytest.raises(ValueError, match=said):
         state_file.check(saved)
 
 
@@ -80,21 +83,6 @@ def test_every_flipped_bit_is_found(saved):
         saved.write_bytes(flipped)
         with pytest.raises(ValueError, match=r"damaged|truncated|no checkpoint"):
             state_file.check(saved)
-
-
-@pytest.mark.parametrize("content", [b"PK\3\4 of torch.save itself, say", b"\x80\x02}q\x00." * 100])
-def test_a_foreign_file_is_refused(saved, content):
-    saved.write_bytes(content)
-    with pytest.raises(ValueError, match="^no checkpoint of pyengine"):
-        state_file.check(saved)
-
-
-def test_a_newer_format_is_refused_as_such(saved, monkeypatch):
-    with monkeypatch.context() as newer:
-        newer.setattr(state_file, "FORMAT", 2)
-        state_file.write(saved, Origin(3, 0, 1, "save"), STATE)
-    with pytest.raises(state_file.NewerFormat, match="of format 2, and this pyengine reads up to 1"):
-        state_file.check(saved)
 
 
 class Evil:
@@ -228,34 +216,26 @@ def _write_for_ever(folder: str) -> None:
         checkpoints.save(step, _many(step))  # most of the time goes into the file
 
 
-def _killed_in_mid_write(folder: Path, times: int) -> None:
+@pytest.mark.parametrize("times", [4, pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_a_kill_in_mid_write_loses_no_step_that_was_whole(tmp_path, times):
     generator, last = random.Random(3), 0
     for _ in range(times):
-        writer = mp.get_context("fork").Process(target=_write_for_ever, args=(str(folder),))
+        writer = mp.get_context("fork").Process(target=_write_for_ever, args=(str(tmp_path),))
         writer.start()
         end = time.monotonic() + 20
-        while not any(folder.glob("step-*")) and time.monotonic() < end:
+        while not any(tmp_path.glob("step-*")) and time.monotonic() < end:
             time.sleep(0.001)
         time.sleep(generator.random() * 0.03)
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # a kill damages no file that has its name
-            found = pe.Checkpoints(folder).load()
+            found = pe.Checkpoints(tmp_path).load()
         assert found.step >= last
         assert all(torch.equal(found.state[name], want) for name, want in _many(found.step).items())
         last = found.step
     assert last > 0
-    assert len(_steps(folder)) <= 3
-
-
-def test_a_kill_in_mid_write_loses_no_step_that_was_whole(tmp_path):
-    _killed_in_mid_write(tmp_path, 4)
-
-
-@pytest.mark.exhaustive
-def test_many_kills_in_mid_write_lose_no_step_that_was_whole(tmp_path):
-    _killed_in_mid_write(tmp_path, 200)
+    assert len(_steps(tmp_path)) <= 3
 
 
 # --- Several ranks ---
@@ -397,17 +377,6 @@ def test_what_one_rank_cannot_save_is_an_error_on_all_and_the_step_before_loads(
     assert len(set(said)) == 1 and re.search(message, said[0], re.DOTALL), said
 
 
-def _fails(folder: str, method: str, call: str) -> str:
-    """Let a method raise on rank 1, and another one be called on both; return the error."""
-    checkpoints = pe.Checkpoints(folder)
-    checkpoints.save(1, {})
-    with pytest.MonkeyPatch.context() as patch, pytest.raises((RuntimeError, ValueError)) as error:
-        if me()[0] == 1:
-            patch.setattr(state_file if method in ("read", "write") else checkpoints, method, _raise)
-        checkpoints.load() if call == "load" else checkpoints.save(2, {})
-    return str(error.value)
-
-
 def _raise(*_: Any, **__: Any) -> None:
     raise PermissionError(13, "not yours")
 
@@ -423,6 +392,13 @@ def _raise(*_: Any, **__: Any) -> None:
         ("load", "read", "step 1 in .* cannot be loaded"),
     ],
 )
-def test_what_fails_on_one_rank_is_an_error_on_all_of_them(ranks, tmp_path, call, method, message):
-    for said in ranks(2).run(_fails, str(tmp_path), method, call):
-        assert re.match(rf"rank 1: .*{message}.*PermissionError: .*not yours", said), said
+@on_ranks(2)
+def test_what_fails_on_one_rank_is_an_error_on_all_of_them(tmp_path, call, method, message):
+    checkpoints = pe.Checkpoints(tmp_path)
+    checkpoints.save(1, {})
+    with pytest.MonkeyPatch.context() as patch, pytest.raises((RuntimeError, ValueError)) as error:
+        if me()[0] == 1:
+            patch.setattr(state_file if method in ("read", "write") else checkpoints, method, _raise)
+        checkpoints.load() if call == "load" else checkpoints.save(2, {})
+    said = str(error.value)
+    assert re.match(rf"rank 1: .*{message}.*PermissionError: .*not yours", said), said

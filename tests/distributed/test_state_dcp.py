@@ -1,6 +1,4 @@
-"""States in a checkpoint of torch.distributed.checkpoint,
-which takes equal names on several ranks for copies.
-"""
+"""States in torch.distributed.checkpoint, which takes equal names on several ranks for copies."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from cases import Integers, integers, me
+from ranks import on_ranks
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,8 +56,12 @@ def _nothing(checkpoint: dict[str, Any]) -> None:
     pass
 
 
-def _interrupted(kind: str, how: str, folder: str) -> bool:
-    """Train with a checkpoint in the middle of a window, and compare with a run without one."""
+@pytest.mark.parametrize(
+    ("kind", "world", "how"), [("own", 2, "engine"), ("exact", 1, "state"), ("attach", 3, "state")]
+)
+@on_ranks()
+def test_every_rank_gets_its_own_sums_back(tmp_path, kind, how):
+    folder = str(tmp_path)
 
     def save(checkpoint: dict[str, Any]) -> None:
         if how == "state":
@@ -76,14 +79,7 @@ def _interrupted(kind: str, how: str, folder: str) -> bool:
     _train(kind, to=STOP, save=save, load=_nothing)
     resumed = _train(kind, to=9, save=_nothing, load=load)
     whole = _train(kind, to=9, save=_nothing, load=_nothing)
-    return all(map(torch.equal, resumed, whole))
-
-
-@pytest.mark.parametrize(
-    ("kind", "world", "how"), [("own", 2, "engine"), ("exact", 1, "state"), ("attach", 3, "state")]
-)
-def test_every_rank_gets_its_own_sums_back(ranks, tmp_path, kind, world, how):
-    assert all(ranks(world).run(_interrupted, kind, how, str(tmp_path)))
+    assert all(map(torch.equal, resumed, whole))
 
 
 # Another number of ranks.
@@ -126,7 +122,6 @@ def _stops(kind: str, folder: str, how: str = "save") -> None:
 
 
 def _goes_on(kind: str, folder: str, how: str = "engine") -> list[Tensor]:
-    """Go on as the page says."""
     sync, model = _made(kind)
     if how == "nested":
         tree = {"trainer": {"engines": {"one": sync.state_dict()}}}
@@ -229,7 +224,10 @@ def test_no_code_of_a_checkpoint_runs(ranks, tmp_path, flat):
     assert not made.exists()
 
 
-def _comes_back(folder: str, *, flat: bool) -> bool:
+@pytest.mark.parametrize("flat", [True, False])
+@on_ranks(1)
+def test_plain_values_of_a_checkpoint_come_back(tmp_path, flat):
+    folder = str(tmp_path)
     saved = {"epoch": 3, "name": "run", "more": {"list": [1, None, {"a": (1.5, b"x")}]}}
     saved = saved if flat else {"epoch": 3, "name": "run"}
     dcp.save(saved, checkpoint_id=folder)
@@ -239,9 +237,4 @@ def _comes_back(folder: str, *, flat: bool) -> bool:
     # DCP's own planner loses values where it flattens sharded tensors alone.
     planner = LoadPlanner(flatten_state_dict=flat, flatten_sharded_tensors=flat)
     dcp.load(loaded, checkpoint_id=folder, planner=planner)
-    return loaded == saved
-
-
-@pytest.mark.parametrize("flat", [True, False])
-def test_plain_values_of_a_checkpoint_come_back(ranks, tmp_path, flat):
-    assert all(ranks(1).run(_comes_back, str(tmp_path), flat=flat))
+    assert loaded == saved

@@ -1,6 +1,4 @@
-"""Loading a state where something is in the way: other loaders, zero_grad, exceptions, leftovers,
-wrong lists.
-"""
+"""Loading a state beside other loaders, zero_grad, exceptions, leftovers and wrong lists."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import me
+from ranks import on_ranks
 from states import changed, content
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -112,9 +111,7 @@ def _no_share_at_all(window: int, places: int, num: int) -> tuple[list[int], lis
 
 
 def _alone(exact: pe.Exact, sampler: pe.WindowSampler, begin: int, places: int) -> dict[str, Any]:
-    """Return the state of a single process after `places` micro-batches of the window that starts at
-    `begin`.
-    """
+    """Return the state of a process alone, `places` micro-batches behind `begin`."""
     group = torch.distributed.distributed_c10d._world.default_pg
     torch.distributed.distributed_c10d._world.default_pg = None  # as before any group
     try:
@@ -137,22 +134,22 @@ def test_a_rank_without_an_ordinary_share_can_be_dealt_a_part_of_the_rest(ranks)
     assert [gradients for _, gradients in results] == [[_mean(0, 1, 2)]] * 4
 
 
-def _nothing_left() -> float:
+@on_ranks(2)
+def test_what_was_loaded_is_sent_by_a_loader_that_is_empty():
     sync, model = _make(accumulate=3)
     state = _run(sync, model, range(3), stop=2)[-1]
     sync, model = _make(accumulate=3)
     sync.load_state_dict(state)
-    return _gradient(_run(sync, model, []))
-
-
-def test_what_was_loaded_is_sent_by_a_loader_that_is_empty(ranks):
-    assert ranks(2).run(_nothing_left) == [_mean(0, 1)] * 2
+    assert _gradient(_run(sync, model, [])) == _mean(0, 1)
 
 
 # What stands between loading and the first backward.
 
 
-def _zero_grad(kind: str, accumulator: str) -> float:
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+@pytest.mark.parametrize("kind", ["own", "attach"])
+@on_ranks(2)
+def test_zero_grad_before_the_first_backward_is_harmless(kind, accumulator):
     sync, model = _make(accumulate=3, kind=kind, accumulator=accumulator)
     (state,) = _run(sync, model, range(3), stop=1)
     sync, model = _make(accumulate=3, kind=kind, accumulator=accumulator)
@@ -164,13 +161,7 @@ def _zero_grad(kind: str, accumulator: str) -> float:
             sync.backward(model(_batch(index)).sum())
         sync.unscale_()
         gradient = float(next(model.parameters()).grad[0, 0])
-    return gradient
-
-
-@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
-@pytest.mark.parametrize("kind", ["own", "attach"])
-def test_zero_grad_before_the_first_backward_is_harmless(ranks, kind, accumulator):
-    assert ranks(2).run(_zero_grad, kind, accumulator) == [2.0, 2.0]
+    assert gradient == 2.0
 
 
 def _with_a_data_loader(stop: int | None) -> Tensor:
@@ -240,7 +231,8 @@ def test_gradients_of_before_do_not_leak_into_what_is_loaded(ranks, case):
     assert ranks(1).run(_carries, case) == [_mean(0, 1)]
 
 
-def _late() -> int:
+@on_ranks(2)
+def test_a_late_outcome_is_read_before_loading():
     sync, model = _make(accumulate=1)
     sync._engine.is_late = True
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
@@ -258,17 +250,15 @@ def _late() -> int:
     sync.step(optimizer)
     sync.synchronize()
     assert (before, len(records)) == (2, 3)
-    return sync.state_dict()["steps"]
-
-
-def test_a_late_outcome_is_read_before_loading(ranks):
-    assert ranks(2).run(_late) == [1, 1]
+    assert sync.state_dict()["steps"] == 1
 
 
 # Dropping what was resumed.
 
 
-def _dropped(how: str) -> float:
+@pytest.mark.parametrize("how", ["abandon", "flush"])
+@on_ranks(2)
+def test_a_loaded_window_can_be_dropped_or_sent_at_once(how):
     sync, model = _make(accumulate=2)
     (state,) = _run(sync, model, [0, 1], stop=1)
     sync, model = _make(accumulate=2)
@@ -278,45 +268,21 @@ def _dropped(how: str) -> float:
     else:
         sync.flush()
         sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-    return _gradient(_run(sync, model, [4, 5]))
-
-
-@pytest.mark.parametrize("how", ["abandon", "flush"])
-def test_a_loaded_window_can_be_dropped_or_sent_at_once(ranks, how):
-    assert ranks(2).run(_dropped, how) == [_mean(4, 5)] * 2
+    assert _gradient(_run(sync, model, [4, 5])) == _mean(4, 5)
 
 
 # States that do not go together.
 
 
-def _in_another_order() -> float:
+@on_ranks(2)
+def test_the_order_of_a_list_does_not_matter():
     rank, _ = me()
     exact = pe.Exact(micro_batches=4)
     sync, model = _make(accumulate=2, accumulator=exact)
     states = _gathered(_run(sync, model, [2 * rank, 2 * rank + 1], stop=1)[0])
     sync, model = _make(accumulate=2, accumulator=exact)
     sync.load_state_dict(states[::-1] if rank else states)
-    return _gradient(_run(sync, model, [2 * rank + 1]))
-
-
-def test_the_order_of_a_list_does_not_matter(ranks):
-    assert ranks(2).run(_in_another_order) == [_mean(0, 1, 2, 3)] * 2
-
-
-def _refused(case: str) -> str:
-    sync, model = _make(accumulate=3)
-    (state,) = _run(sync, model, range(3), stop=1)
-    sync, model = _make(accumulate=1 if case == "accumulate" else 3)
-    if case == "scaler":
-        sync.scaler = pe.GradScaler("cpu")
-    if case == "find_unused":
-        ddp = DistributedDataParallel(nn.Linear(3, 1, bias=False), find_unused_parameters=True)
-        sync = pe.attach(ddp, accumulate=3)
-    try:
-        sync.load_state_dict(state)
-    except ValueError as error:
-        return str(error)
-    return ""
+    assert _gradient(_run(sync, model, [2 * rank + 1])) == _mean(0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -327,12 +293,23 @@ def _refused(case: str) -> str:
         ("find_unused", "find_unused_parameters=True would not reduce"),
     ],
 )
-def test_states_that_cannot_go_on_here_are_refused_on_every_rank(ranks, case, message):
-    for text in ranks(2).run(_refused, case):
-        assert message in text
+@on_ranks(2)
+def test_states_that_cannot_go_on_here_are_refused_on_every_rank(case, message):
+    sync, model = _make(accumulate=3)
+    (state,) = _run(sync, model, range(3), stop=1)
+    sync, model = _make(accumulate=1 if case == "accumulate" else 3)
+    if case == "scaler":
+        sync.scaler = pe.GradScaler("cpu")
+    if case == "find_unused":
+        ddp = DistributedDataParallel(nn.Linear(3, 1, bias=False), find_unused_parameters=True)
+        sync = pe.attach(ddp, accumulate=3)
+    with pytest.raises(ValueError) as error:
+        sync.load_state_dict(state)
+    assert message in str(error.value)
 
 
-def _same_names() -> list[float]:
+@on_ranks(1)
+def test_parameters_of_one_name_are_different_parameters():
     a, b = nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)
     named = [*a.named_parameters(), *b.named_parameters()]
     sync = pe.GradSync(named, accumulate=2)
@@ -345,14 +322,11 @@ def _same_names() -> list[float]:
     with sync.accumulate():
         sync.backward(a(_batch(0)).sum() + 10 * b(_batch(0)).sum())
     sync.unscale_()
-    return [float(p.grad[0, 0]) for p in (a.weight, b.weight)]
+    assert [float(p.grad[0, 0]) for p in (a.weight, b.weight)] == [1.0, 10.0]
 
 
-def test_parameters_of_one_name_are_different_parameters(ranks):
-    assert ranks(1).run(_same_names) == [[1.0, 10.0]]
-
-
-def _flags_after_ddp_has_rebuilt() -> int:
+@on_ranks(2)
+def test_flags_move_along_when_ddp_lays_its_buckets_out_anew():
     state = None
     for done in (0, 2):
         sync, model = _make(accumulate=6, kind="attach", accumulator="exact")
@@ -366,11 +340,7 @@ def _flags_after_ddp_has_rebuilt() -> int:
         state = _run(sync, model, range(done, 6), stop=2)[-1]
     sync, model = _make(accumulate=6, kind="attach", accumulator="exact")
     sync.load_state_dict(state)
-    return len(content(state)["places"])
-
-
-def test_flags_move_along_when_ddp_lays_its_buckets_out_anew(ranks):
-    assert ranks(2).run(_flags_after_ddp_has_rebuilt) == [4, 4]
+    assert len(content(state)["places"]) == 4
 
 
 @pytest.mark.parametrize("listed", [False, True])
@@ -383,7 +353,8 @@ def test_what_is_left_is_what_the_ranks_were_made_for(listed):
     assert sync.due == [1, 2]
 
 
-def _shared_out_before() -> list[int]:
+@on_ranks(2)
+def test_what_another_rank_s_own_state_holds_is_not_due_here():
     """Go on from own states in which one rank holds what another would do."""
     rank, _ = me()
     exact = pe.Exact(micro_batches=8)
@@ -391,23 +362,16 @@ def _shared_out_before() -> list[int]:
     (state,) = _run(sync, model, range(4), stop=1)
     sync, model = _make(accumulate=4, accumulator=exact)
     sync.load_state_dict(changed(state, places=[1 + rank]))
-    return sync.due
+    assert sync.due == [[0, 3], [4, 5, 6, 7]][me()[0]]
 
 
-def test_what_another_rank_s_own_state_holds_is_not_due_here(ranks):
-    assert ranks(2).run(_shared_out_before) == [[0, 3], [4, 5, 6, 7]]
-
-
-def _all_parts_in_one() -> float:
-    """Load what a checkpoint of all ranks holds: the parts of every rank in one dict."""
+@on_ranks(2)
+def test_a_rank_finds_its_own_part_among_those_of_all():
+    """A checkpoint of all ranks holds the parts of every rank in one dict."""
     rank, _ = me()
     sync, model = _make(accumulate=2)
     (state,) = _run(sync, model, [2 * rank, 2 * rank + 1], stop=1)
     both = _gathered(state)
     sync, model = _make(accumulate=2)
     sync.load_state_dict({**both[0], **both[1]})
-    return _gradient(_run(sync, model, [2 * rank + 1]))
-
-
-def test_a_rank_finds_its_own_part_among_those_of_all(ranks):
-    assert ranks(2).run(_all_parts_in_one) == [_mean(0, 1, 2, 3)] * 2
+    assert _gradient(_run(sync, model, [2 * rank + 1])) == _mean(0, 1, 2, 3)
