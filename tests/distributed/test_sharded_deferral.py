@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_same, me
+from cases import assert_same, me, records_of
+from ranks import on_ranks
 from sharded_cases import (
     Chain,
     all_batches,
@@ -54,15 +55,12 @@ class _Counted:
 
 
 def _window(kind: str, options: dict[str, Any], *, narrow: bool) -> tuple[int, int, int]:
-    """Return gathers, scatters and bytes held of a window, which has to come out right, behind another one
-    that was abandoned.
-    """
+    """Train behind a window that was abandoned; return gathers, scatters and bytes held."""
     _, world = me()
     model = shard(Chain(), kind, narrow=narrow)
     calls = Calls(model)
     sync = pe.attach(model, accumulate=3, **options)
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
+    records = records_of(sync)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for window in sync.windows(own_batches(3)):
         sync.backward(loss_of(model, next(iter(window))), count=3)
@@ -152,10 +150,18 @@ def test_what_cannot_be_deferred_so_is_refused(ranks, text, options):
         assert text in message
 
 
-def _saves(kind: str, options: dict[str, Any]) -> list[str]:
-    """Save in an open window, which is refused, and at its end; go on from that state. Load one of an open
-    window that defers everything, which is refused, too. Return the messages.
-    """
+@pytest.mark.parametrize(
+    ("kind", "world", "options", "name"),
+    [
+        ("flat", 2, {"defer": "none"}, "unit '' has defer='none'"),
+        ("nested", 2, {"defer": HALF}, "unit '' has defer='none'"),
+        ("hsdp", 4, {"defer": "outer"}, "unit '' has defer='outer'"),
+    ],
+    ids=str,
+)
+@on_ranks()
+def test_a_state_of_sums_that_were_reduced_in_part_is_refused_by_name(kind, options, name):
+    """Refused are saving in an open window, and loading one that defers everything."""
     sync, model = sharded(kind)
     sync.set_requires_gradient_sync(False)
     sync.backward(loss_of(model, own_batches(1)[0]), count=3)
@@ -176,20 +182,7 @@ def _saves(kind: str, options: dict[str, Any]) -> list[str]:
     sync.load_state_dict(sync.state_dict())
     assert sync.window == 1
     assert_trains_a_window(sync, model)
-    return [str(on_save.value), str(on_load.value)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "world", "options", "name"),
-    [
-        ("flat", 2, {"defer": "none"}, "unit '' has defer='none'"),
-        ("nested", 2, {"defer": HALF}, "unit '' has defer='none'"),
-        ("hsdp", 4, {"defer": "outer"}, "unit '' has defer='outer'"),
-    ],
-    ids=str,
-)
-def test_a_state_of_sums_that_were_reduced_in_part_is_refused_by_name(ranks, kind, world, options, name):
-    for on_save, on_load in ranks(world).run(_saves, kind, options):
-        assert on_save.startswith(f"state_dict: {name}, so the sums of an open window are in FSDP's reduced")
-        assert name in on_load
-        assert all("attach with defer='all'" in message for message in (on_save, on_load))
+    on_save, on_load = [str(on_save.value), str(on_load.value)]
+    assert on_save.startswith(f"state_dict: {name}, so the sums of an open window are in FSDP's reduced")
+    assert name in on_load
+    assert all("attach with defer='all'" in message for message in (on_save, on_load))

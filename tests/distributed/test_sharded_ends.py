@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Inject, assert_same, me
+from ranks import on_ranks
 from sharded_cases import (
     KINDS,
     all_batches,
@@ -29,7 +30,13 @@ from torch.distributed.fsdp import FSDPModule
 NEWER = ("set_reduce_scatter_unused_params", "reset_iter_state")  # than torch 2.11
 
 
-def _ends_early() -> None:
+def _count_call(module: nn.Module, *_: object) -> None:
+    module.calls.add_(1)
+    torch.rand(1)  # as dropout would
+
+
+@on_ranks(2)
+def test_a_window_that_is_flushed_early_has_what_was_done():
     """A flush lets FSDP reduce in one more backward, whose forward shows in no buffer and no generator."""
     _, world = me()
     sync, model = sharded("nested", narrow=True)
@@ -50,16 +57,8 @@ def _ends_early() -> None:
     assert_trains_a_window(sync, model)
 
 
-def _count_call(module: nn.Module, *_: object) -> None:
-    module.calls.add_(1)
-    torch.rand(1)  # as dropout would
-
-
-def test_a_window_that_is_flushed_early_has_what_was_done(ranks):
-    ranks(2).run(_ends_early)
-
-
-def _raises() -> str:
+@on_ranks(2)
+def test_the_policy_raise_names_rank_and_micro_batch():
     rank, _ = me()
     sync, model = sharded("nested", nonfinite="raise")
     with pytest.raises(FloatingPointError) as error:
@@ -69,12 +68,7 @@ def _raises() -> str:
                 is_bad = rank == 1 and number == 2
                 sync.backward(Inject.apply(loss, math.nan) if is_bad else loss, count=3)
     assert_trains_a_window(sync, model)
-    return str(error.value)
-
-
-def test_the_policy_raise_names_rank_and_micro_batch(ranks):
-    for message in ranks(2).run(_raises):
-        assert "rank 1, micro-batch 2" in message
+    assert "rank 1, micro-batch 2" in str(error.value)
 
 
 def _leaves_between() -> list[str]:
@@ -125,7 +119,8 @@ def test_a_parameter_used_once_on_one_rank_is_reduced_and_one_used_nowhere_has_n
     ranks(world).run(_uses_some, kind, narrow=kind in ("nested", "replicate"))
 
 
-def _raises_behind_the_reductions() -> list[bool]:
+@on_ranks(2)
+def test_a_rank_that_fails_behind_the_reductions_voids_the_window_everywhere():
     """Rank 1 raises in the last backward's block, when FSDP has nothing more to send."""
     rank, _ = me()
     sync, model = sharded("nested", accumulate=1)
@@ -140,11 +135,7 @@ def _raises_behind_the_reductions() -> list[bool]:
                     if rank and not index:
                         raise KeyError("in the block")
             steps.append(bool(sync.step(optimizer)))
-    return steps
-
-
-def test_a_rank_that_fails_behind_the_reductions_voids_the_window_everywhere(ranks):
-    assert ranks(2).run(_raises_behind_the_reductions) == [[False, True], [True]]
+    assert steps == [[False, True], [True]][me()[0]]
 
 
 def _is_left(kind: str, defer: str) -> list[str]:

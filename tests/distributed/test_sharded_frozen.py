@@ -53,7 +53,6 @@ def _freeze(model: nn.Module, trained: str) -> None:
 
 
 def _ended(sync: pe.Sync, model: nn.Module) -> dict[str, Tensor]:
-    """End a window; return the mean gradients that it has."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     sync.step(optimizer)
     sync.unscale_()
@@ -106,9 +105,7 @@ WIRES = {"fp32": pe.wire.FP32(), "int8": pe.wire.ErrorFeedback(pe.wire.Int8())}
 
 
 def _within(kind: str, wire: str) -> list[dict[str, Tensor]]:
-    """Freeze a parameter behind the micro-batch that has used it, in the first window; go on without it, and
-    then train all.
-    """
+    """Freeze a parameter behind the micro-batch that has used it; in the last window train all."""
     options: dict[str, Any] = {}
     if kind == "narrow":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

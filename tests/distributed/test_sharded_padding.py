@@ -1,12 +1,11 @@
-"""Padding leaves no trace in gradients that are the caller's: ignored parameters, and whatever else a loss
-reaches.
-"""
+"""Padding leaves no trace in gradients of the caller's parameters."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from cases import me
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
@@ -26,7 +25,6 @@ class Beside(nn.Module):
         nn.init.ones_(self.layer.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `[items, 1]`."""
         return self.layer(x) + (self.own * x).sum(1, keepdim=True)
 
 
@@ -51,7 +49,18 @@ def _backward(sync: pe.Sync, loss: Tensor, how: str) -> None:
             loss.backward()
 
 
-def _leaves_no_trace(kind: str, how: str, accumulator: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "how", "accumulator"),
+    [
+        ("fsdp", "backward", "fp32"),
+        ("fsdp", "block", "exact"),
+        ("fsdp", "plain", "fp32"),
+        ("replicate", "marked", "exact"),
+        ("replicate", "autograd", "fp32"),
+    ],
+)
+@on_ranks(2)
+def test_padding_adds_nothing_to_gradients_of_the_caller(kind, how, accumulator):
     rank, _ = me()
     model, head = Beside(), nn.Parameter(torch.full((), 2.0))
     shard = replicate if kind == "replicate" else fully_shard
@@ -74,22 +83,9 @@ def _leaves_no_trace(kind: str, how: str, accumulator: str) -> None:
         assert torch.equal(of_head, sum(4 * x[0, 0] for x in mine))
 
 
-@pytest.mark.parametrize(
-    ("kind", "how", "accumulator"),
-    [
-        ("fsdp", "backward", "fp32"),
-        ("fsdp", "block", "exact"),
-        ("fsdp", "plain", "fp32"),
-        ("replicate", "marked", "exact"),
-        ("replicate", "autograd", "fp32"),
-    ],
-)
-def test_padding_adds_nothing_to_gradients_of_the_caller(ranks, kind, how, accumulator):
-    ranks(2).run(_leaves_no_trace, kind, how, accumulator)
-
-
-def _flushed() -> None:
-    """End a window by `flush`, which makes FSDP reduce by another backward."""
+@on_ranks(2)
+def test_a_flush_gives_an_ignored_parameter_no_gradient():
+    """FSDP reduces by one more backward."""
     model = Beside()
     fully_shard(model, ignored_params={model.own})
     sync = pe.attach(model, accumulate=2)
@@ -98,7 +94,3 @@ def _flushed() -> None:
     model.own.grad = None
     sync.flush()
     assert model.own.grad is None
-
-
-def test_a_flush_gives_an_ignored_parameter_no_gradient(ranks):
-    ranks(2).run(_flushed)

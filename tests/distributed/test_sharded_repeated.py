@@ -1,6 +1,4 @@
-"""A narrow parameter that is used more than once has the same bits in exact sums of every owner: its uses are
-added as autograd adds them.
-"""
+"""Exact sums add the uses of a narrow parameter as autograd does, for every owner."""
 
 from __future__ import annotations
 
@@ -25,7 +23,6 @@ class Tied(nn.Module):
         self.layer = nn.Linear(8, 8, dtype=torch.bfloat16)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return a summed loss."""
         hidden = self.embedding(tokens)
         for _ in range(4):
             hidden = torch.tanh(self.layer(hidden))

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import me
+from cases import me, records_of
+from ranks import on_ranks
 from sharded_cases import Chain, shard, train_a_window
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,15 +40,12 @@ def _sharded(kind: str, **options: Any) -> tuple[pe.Sync, nn.Module]:
 
 
 def _batch(rank: int, number: int) -> tuple[Tensor, int]:
-    """Return 1 to 4 items, of any values."""
     items = 1 + (rank + 2 * number) % 4
     return torch.randn(items, 5, generator=torch.Generator().manual_seed(100 * rank + number)), items
 
 
 def _right(world: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the mean gradients of one float64 process, and the sums of absolute values of all that is added
-    up in them.
-    """
+    """Return the mean gradients of one float64 process, and the sums of absolute values of their terms."""
     twin = _model(torch.float64)
     members = [_batch(rank, number) for rank in range(world) for number in range(ACCUMULATE)]
     count = sum(items for _, items in members)
@@ -64,13 +62,10 @@ def _right(world: int) -> list[tuple[Tensor, Tensor]]:
 def _train(
     kind: str, wire: pe.wire.Wire, *, factor: int = 1, **options: Any
 ) -> tuple[nn.Module, Tensor, pe.StepRecord]:
-    """Train a window, of losses and counts that are larger by a factor; return the model, its gradients' norm
-    and what was recorded.
-    """
+    """Train a window, of losses and counts times a factor; return the model, its norm and the record."""
     rank, _ = me()
     sync, model = _sharded(kind, wire=wire, **options)
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
+    records = records_of(sync)
     for window in sync.windows([_batch(rank, number) for number in range(ACCUMULATE)]):
         for x, items in window:
             sync.backward(factor * model(x).square().sum(), count=factor * items)
@@ -136,8 +131,8 @@ def test_gradients_travel_as_narrow_as_the_record_says(ranks, kind, world):
         assert launched == also and least < after
 
 
-def _is_skipped() -> list[bool]:
-    """What overflows on the wire, on one rank, is found by all."""
+@on_ranks(2)
+def test_what_overflows_on_the_wire_skips_the_step_everywhere():
     rank, _ = me()
     sync, model = _sharded("flat", wire=pe.wire.FP16())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -147,15 +142,12 @@ def _is_skipped() -> list[bool]:
             factor = 1e9 if rank == 1 and not stepped else 1.0
             sync.backward(factor * model(x).square().sum(), count=items)
         stepped.append(bool(sync.step(optimizer)))
-    return stepped
+    assert stepped == [False, True]
 
 
-def test_what_overflows_on_the_wire_skips_the_step_everywhere(ranks):
-    assert ranks(2).run(_is_skipped) == [[False, True]] * 2
-
-
-def _one_rank(kind: str) -> None:
-    sync, model = _sharded(kind, wire=pe.wire.FP16())
+@on_ranks(1)
+def test_one_rank_sends_nothing_and_rounds_nothing():
+    sync, model = _sharded("flat", wire=pe.wire.FP16())
     x, items = _batch(0, 0)
     with sync.accumulate(last=True):
         sync.backward(1e6 * model(x).square().sum(), count=items)
@@ -165,10 +157,6 @@ def _one_rank(kind: str) -> None:
     inverse = torch.tensor(1 / items)
     for param, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(param.grad.full_tensor(), other.grad * inverse)
-
-
-def test_one_rank_sends_nothing_and_rounds_nothing(ranks):
-    ranks(1).run(_one_rank, "flat")
 
 
 class _Own:
@@ -183,7 +171,19 @@ class _Own:
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 
-def _refused(case: str) -> str:
+REFUSED = {
+    "replicas": "reduces in float32, and wire=BF16(): it has replicas and no shards",
+    "only replicas": "reduces in float32, and wire=BF16(): it has replicas and no shards",
+    "wider": "reduces in bfloat16, and wire=FP32(): need a wire of the dtype",
+    "early": "wire=FP16() for unit '', which sends gradients before the window's count is known",
+    "feedback between hosts": "which has no reduce_scatter: pass the wire of torch.float32",
+    "own": "it has a custom reduce-scatter",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@on_ranks(2)
+def test_a_wire_that_units_cannot_use_is_refused_on_every_rank(case):
     model, options = Chain(), {"wire": pe.wire.BF16()}
     match case:
         case "replicas":
@@ -204,26 +204,11 @@ def _refused(case: str) -> str:
             fully_shard(model).set_custom_reduce_scatter(_Own())
     with pytest.raises(ValueError) as error:
         pe.attach(model, accumulate=3, **options)
-    return str(error.value)
+    assert REFUSED[case] in str(error.value)
 
 
-REFUSED = {
-    "replicas": "reduces in float32, and wire=BF16(): it has replicas and no shards",
-    "only replicas": "reduces in float32, and wire=BF16(): it has replicas and no shards",
-    "wider": "reduces in bfloat16, and wire=FP32(): need a wire of the dtype",
-    "early": "wire=FP16() for unit '', which sends gradients before the window's count is known",
-    "feedback between hosts": "which has no reduce_scatter: pass the wire of torch.float32",
-    "own": "it has a custom reduce-scatter",
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_wire_that_units_cannot_use_is_refused_on_every_rank(ranks, case):
-    for message in ranks(2).run(_refused, case):
-        assert REFUSED[case] in message
-
-
-def _keeps_their_own() -> None:
+@on_ranks(2)
+def test_a_reduce_scatter_of_the_callers_goes_on_to_be_used():
     model = Chain()
     own = _Own()
     fully_shard(model).set_custom_reduce_scatter(own)
@@ -231,7 +216,3 @@ def _keeps_their_own() -> None:
     train_a_window(sync, model)
     sync.close()
     assert groups_of(model)[0]._reduce_scatter_comm is own
-
-
-def test_a_reduce_scatter_of_the_callers_goes_on_to_be_used(ranks):
-    ranks(2).run(_keeps_their_own)
