@@ -72,7 +72,6 @@ class Model(nn.Module):
 
     @property
     def units(self) -> list[Unit]:
-        """Return all of them."""
         return [*self.dense, *self.experts]
 
     def forward(self, x: Tensor, uses: Sequence[bool]) -> Tensor:
@@ -99,7 +98,6 @@ class Reference:
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """Return them by name."""
         return {name: param.detach() for name, param in self._model.named_parameters()}
 
     def sums(self, items: Sequence[tuple[int, Item]]) -> dict[str, Tensor | None]:
@@ -126,7 +124,6 @@ class Reference:
         }
 
     def step(self, sums: dict[str, Tensor | None], count: float) -> None:
-        """Step with the mean."""
         grads = self.means(sums, count)
         for name, param in self._model.named_parameters():
             param.grad = grads[name]

@@ -165,12 +165,10 @@ class Loop:
         return sum(taken[rank] for taken in self.takes[:window])
 
     def items(self, window: int, rank: int) -> list[Item]:
-        """Return a rank's micro-batches of a window."""
         start = self.start(window, rank)
         return [self.item(rank, start + k) for k in range(self.takes[window][rank])]
 
     def forget(self) -> None:
-        """Forget what has been drawn."""
         self._drawn.clear()
 
     def item(self, rank: int, index: int) -> Item:

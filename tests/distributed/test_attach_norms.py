@@ -7,17 +7,26 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 from pyengine.gradients.ddp.bucket_norms import BucketNorms
 
+# Each wire and each kind of DDP once: wire, accumulator, options.
+CASES: dict[str, tuple[pe.wire.Wire, str, dict[str, Any]]] = {
+    "copies": (pe.wire.FP32(), "native", {}),
+    "views, bf16": (pe.wire.BF16(), "native", {"gradient_as_bucket_view": True}),
+    "static graph, int8": (pe.wire.Int8(), "native", {"static_graph": True}),
+    "searching, exact": (pe.wire.FP32(), "exact", {"find_unused_parameters": True}),
+}
 
-def _norms(wire: pe.wire.Wire, accumulator: str, options: dict[str, Any]) -> tuple[list[bool], list[Any]]:
-    """Train three windows, the first in DDP's first buckets; return whether each window's norms came as
-    buckets landed, and pairs of the norm and that of `.grad`.
-    """
+
+@pytest.mark.parametrize("case", CASES)
+@on_ranks(2)
+def test_every_bucket_s_norm_is_read_as_it_lands(case):
+    wire, accumulator, options = CASES[case]
     settled, copy_if_complete = [], BucketNorms.copy_if_complete
 
     def noted(self: BucketNorms, final: Any) -> bool:
@@ -40,21 +49,6 @@ def _norms(wire: pe.wire.Wire, accumulator: str, options: dict[str, Any]) -> tup
                 (float(norm), float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()))
             )
             ddp.zero_grad()
-    return settled, pairs
-
-
-# Each wire and each kind of DDP once: wire, accumulator, options.
-CASES: dict[str, tuple[pe.wire.Wire, str, dict[str, Any]]] = {
-    "copies": (pe.wire.FP32(), "native", {}),
-    "views, bf16": (pe.wire.BF16(), "native", {"gradient_as_bucket_view": True}),
-    "static graph, int8": (pe.wire.Int8(), "native", {"static_graph": True}),
-    "searching, exact": (pe.wire.FP32(), "exact", {"find_unused_parameters": True}),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_bucket_s_norm_is_read_as_it_lands(ranks, case):
-    for settled, pairs in ranks(2).run(_norms, *CASES[case]):
-        assert settled == [True] * 3
-        for norm, of_grads in pairs:
-            assert norm == pytest.approx(of_grads, rel=1e-6)  # torch's is summed in float32
+    assert settled == [True] * 3
+    for norm, of_grads in pairs:
+        assert norm == pytest.approx(of_grads, rel=1e-6)  # torch's is summed in float32

@@ -1,6 +1,4 @@
-"""Under attach gradients are summed inside the backward, which waits for no other rank, and the used flags
-travel beside the last bucket.
-"""
+"""Under attach gradients are summed inside the backward, which waits for no other rank."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import me
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -30,8 +29,9 @@ def _layers(dtype: torch.dtype) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(8, 8, bias=False, dtype=dtype) for _ in range(LAYERS)])
 
 
-def _left_in_backwards(options: dict[str, bool]) -> list[list[bool]]:
-    """Return, for each micro-batch of two windows, which layers hold a gradient when the first has one."""
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
+@on_ranks(1)
+def test_gradients_of_earlier_micro_batches_are_summed_while_the_cache_has_them(options):
     model = _layers(torch.bfloat16)
     ddp = DistributedDataParallel(model, **options)
     sync = pe.attach(ddp, accumulate=ACCUMULATE)
@@ -46,21 +46,14 @@ def _left_in_backwards(options: dict[str, bool]) -> list[list[bool]]:
                 sync.backward(ddp(x).sum())
             sync.unscale_()
             ddp.zero_grad()
-    return found
+    # Those of the last micro-batch stay until DDP hands out their bucket.
+    window = [[False] * (LAYERS - 1)] * (ACCUMULATE - 1) + [[True] * (LAYERS - 1)]
+    assert found == window * 2
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
-def test_gradients_of_earlier_micro_batches_are_summed_while_the_cache_has_them(ranks, options):
-    for found in ranks(1).run(_left_in_backwards, options):
-        # Those of the last micro-batch stay until DDP hands out their bucket.
-        window = [[False] * (LAYERS - 1)] * (ACCUMULATE - 1) + [[True] * (LAYERS - 1)]
-        assert found == window * 2
-
-
-def _twice_in_a_backward() -> tuple[Tensor, Tensor]:
-    """Return a gradient that came twice in every backward, of which the group was complete after the first,
-    and what it should be.
-    """
+@on_ranks(1)
+def test_a_gradient_that_comes_again_inside_a_backward_is_summed_too():
+    """The group of the gradient was complete after the first one."""
     model = _layers(torch.bfloat16)
     ddp = DistributedDataParallel(model)
     sync = pe.attach(ddp, accumulate=ACCUMULATE)
@@ -87,12 +80,8 @@ def _twice_in_a_backward() -> tuple[Tensor, Tensor]:
         twin.zero_grad()
         twin(x).sum().backward()
         want += twin[0].weight.grad.double()
-    return weight.grad.double(), (want + ACCUMULATE - 1) / ACCUMULATE
-
-
-def test_a_gradient_that_comes_again_inside_a_backward_is_summed_too(ranks):
-    for got, want in ranks(1).run(_twice_in_a_backward):
-        assert torch.allclose(got, want, rtol=2**-7, atol=2**-7)
+    got, want = weight.grad.double(), (want + ACCUMULATE - 1) / ACCUMULATE
+    assert torch.allclose(got, want, rtol=2**-7, atol=2**-7)
 
 
 class _Held:
@@ -111,8 +100,10 @@ class _Held:
         return self._future.done()
 
 
-def _flags_beside_buckets(dtype: torch.dtype) -> list[str]:
-    """Return what let the buckets of two windows land: the used flags, or, much later, the clock."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(1)
+def test_used_flags_travel_while_the_last_bucket_does(dtype):
+    """The buckets arrive when the used flags are sent, or, much later, when the clock says so."""
     model = _layers(dtype)
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
     sync = pe.attach(ddp, accumulate=1)
@@ -148,18 +139,11 @@ def _flags_beside_buckets(dtype: torch.dtype) -> list[str]:
                 clock.cancel()
             sync.unscale_()
             ddp.zero_grad()
-    return released
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_used_flags_travel_while_the_last_bucket_does(ranks, dtype):
-    assert ranks(1).run(_flags_beside_buckets, dtype) == [["flags", "flags"]]
+    assert released == ["flags", "flags"]
 
 
 def _comes_late(dtype: torch.dtype, *, fails: bool) -> tuple[bool, list[bool], Tensor]:
-    """Rank 1 sends the third window's header when rank 0's backward has come to its last gradient; return
-    whether it had come there within ten seconds, what was stepped, and the parameters.
-    """
+    """Rank 1 sends the third window's header when rank 0's backward has come to its last gradient."""
     rank, _ = me()
     model = _layers(dtype)
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)  # a bucket a layer

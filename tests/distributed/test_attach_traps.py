@@ -1,6 +1,4 @@
-"""What DDP, autograd and hooks do behind `attach`: gradients are those of one big batch all the same,
-or it refuses.
-"""
+"""DDP, autograd and hooks behind `attach`: gradients are those of one big batch, or it refuses."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ import pickle
 import pytest
 import torch
 from cases import Inject, me
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,9 +40,7 @@ class NoGradient(torch.autograd.Function):
 
 
 class Layers(nn.Module):
-    """A layer that is always used, one of some micro-batches only, one without a gradient,
-    one that nobody uses.
-    """
+    """Layers that are always used, used in some micro-batches, without a gradient, and never used."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -71,7 +68,23 @@ def _mean(dtype: torch.dtype, values: list[Tensor], count: int) -> Tensor | None
     return sum(v.double() for v in values).float().mul(inverse).to(dtype) if values else None
 
 
-def _windows(ddp: str, sums: str, brings: list[bool], hooked: bool) -> None:
+@pytest.mark.parametrize(
+    ("world", "ddp", "sums", "brings", "hooked"),
+    [
+        (1, "plain", "fp32", [True, False], False),
+        (2, "view", "narrow", [False, False], False),
+        (2, "plain", "exact", [True, False], False),
+        (2, "view", "fp32", [False, True], False),
+        (3, "unused", "exact", [False, True], False),
+        (1, "view", "exact", [True, True], True),
+        (2, "plain", "narrow", [True, True], True),
+        (3, "unused", "fp32", [True, True], True),
+    ],
+)
+@on_ranks()
+def test_hooks_see_only_real_gradients_and_what_nobody_used_or_a_function_leaves_out_has_none(
+    ddp, sums, brings, hooked
+):
     """`some` is used in the first place only; a hook adds 1 to each of its gradients, if it is there."""
     rank, world = me()
     accumulator, dtype = SUMS[sums]
@@ -113,82 +126,13 @@ def _windows(ddp: str, sums: str, brings: list[bool], hooked: bool) -> None:
         assert len(calls) == sum(place == 0 for _, place in data)
 
 
-@pytest.mark.parametrize(
-    ("world", "ddp", "sums", "brings", "hooked"),
-    [
-        (1, "plain", "fp32", [True, False], False),
-        (2, "view", "narrow", [False, False], False),
-        (2, "plain", "exact", [True, False], False),
-        (2, "view", "fp32", [False, True], False),
-        (3, "unused", "exact", [False, True], False),
-        (1, "view", "exact", [True, True], True),
-        (2, "plain", "narrow", [True, True], True),
-        (3, "unused", "fp32", [True, True], True),
-    ],
-)
-def test_hooks_see_only_real_gradients_and_what_nobody_used_or_a_function_leaves_out_has_none(
-    ranks, world, ddp, sums, brings, hooked
-):
-    ranks(world).run(_windows, ddp, sums, brings, hooked)
-
-
-class Chain(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*[nn.Linear(3, 3, bias=False, dtype=dtype) for _ in range(3)])
-        self.unused = nn.Linear(3, 3, bias=False, dtype=dtype)
-        for layer in self.layers:
-            nn.init.eye_(layer.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).sum().float()
-
-
 def _raise(*_: object) -> None:
     raise KeyError("in a hook")
 
 
-def _hook_raises(ddp: str, sums: str, how: str, layer: int) -> list[bool]:
-    """In windows 0 and 2 a hook raises in the last backward, on one rank."""
-    rank, world = me()
-    accumulator, dtype = SUMS[sums]
-    model = Chain(dtype)
-    sync, wrapped = _attach(model, ddp, accumulator)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    stepped = []
-    for number in range(5):
-        for place in range(ACCUMULATE):
-            breaks = (rank, place) == (world - 1, 1) and number in (0, 2)
-            loss = None
-            with contextlib.suppress(KeyError), sync.accumulate():
-                loss = wrapped(torch.full((1, 3), float(rank + 1), dtype=dtype))
-                hook = getattr(model.layers[layer].weight, how)(_raise) if breaks else None
-                try:
-                    sync.backward(loss)
-                finally:
-                    if hook is not None:
-                        hook.remove()
-        stepped.append(not breaks and bool(sync.step(optimizer)))
-        if stepped[-1]:
-            for one in model.layers:
-                assert torch.equal(one.weight.grad.float(), torch.full((3, 3), (world + 1) / 2))
-            assert model.unused.weight.grad is None
-    return stepped
-
-
-# Hooks that raise over other sums and kinds of DDP are cases of `tests/faults`.
-@pytest.mark.parametrize(
-    ("ddp", "sums", "how", "layer"),
-    [
-        ("view", "narrow", "register_post_accumulate_grad_hook", 0),
-        ("unused", "exact", "register_hook", 2),
-    ],
-)
-def test_a_hook_that_raises_in_the_last_backward_voids_that_window_only(ranks, ddp, sums, how, layer):
-    assert ranks(2).run(_hook_raises, ddp, sums, how, layer) == [[False, True, False, True, True]] * 2
-
-
-def _raises_behind_the_last_bucket(ddp: str, accumulator: str) -> None:
+@pytest.mark.parametrize(("ddp", "accumulator"), [("plain", "exact"), ("view", "fp32")])
+@on_ranks(2)
+def test_a_failure_behind_the_last_bucket_leaves_the_gradients_of_the_other_ranks(ddp, accumulator):
     """The others have everything then: this rank ends with the same gradients."""
     rank, world = me()
     model = nn.Linear(3, 3, bias=False)
@@ -210,31 +154,6 @@ def _raises_behind_the_last_bucket(ddp: str, accumulator: str) -> None:
         window.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize(("ddp", "accumulator"), [("plain", "exact"), ("view", "fp32")])
-def test_a_failure_behind_the_last_bucket_leaves_the_gradients_of_the_other_ranks(ranks, ddp, accumulator):
-    ranks(2).run(_raises_behind_the_last_bucket, ddp, accumulator)
-
-
-def _named(ddp: str, sums: str, at: int, saved: bool) -> str:
-    """Bring nan from rank 1's micro-batch `at`; go on from a state behind the first one."""
-    rank, _ = me()
-    accumulator, dtype = SUMS[sums]
-    model = nn.Sequential(nn.Linear(3, 2, dtype=dtype), nn.Linear(2, 1, dtype=dtype))
-    sync, wrapped = _attach(model, ddp, accumulator, nonfinite="raise")
-    for place in range(ACCUMULATE):
-        try:
-            with sync.accumulate():
-                loss = wrapped(torch.ones(1, 3, dtype=dtype)).float().sum()
-                sync.backward(Inject.apply(loss, math.nan if (rank, place) == (1, at) else 1.0))
-        except FloatingPointError as error:
-            return str(error)
-        if saved and place == 0:
-            state = sync.state_dict()
-            sync, wrapped = _attach(copy.deepcopy(model), ddp, accumulator, nonfinite="raise")
-            sync.load_state_dict(state)
-    return "no error"
-
-
 @pytest.mark.parametrize(
     ("ddp", "sums", "at", "saved"),
     [
@@ -246,34 +165,38 @@ def _named(ddp: str, sums: str, at: int, saved: bool) -> str:
         ("unused", "fp32", 1, False),
     ],
 )
-def test_a_backward_that_breaks_under_a_finite_loss_is_named_by_raise(ranks, ddp, sums, at, saved):
-    for message in ranks(2).run(_named, ddp, sums, at, saved):
-        assert f"from rank 1, micro-batch {at}" in message, message
+@on_ranks(2)
+def test_a_backward_that_breaks_under_a_finite_loss_is_named_by_raise(ddp, sums, at, saved):
+    """Bring nan from rank 1's micro-batch `at`; go on from a state behind the first one."""
+    rank, _ = me()
+    accumulator, dtype = SUMS[sums]
+    model = nn.Sequential(nn.Linear(3, 2, dtype=dtype), nn.Linear(2, 1, dtype=dtype))
+    sync, wrapped = _attach(model, ddp, accumulator, nonfinite="raise")
+    with pytest.raises(FloatingPointError, match=f"from rank 1, micro-batch {at}"):
+        for place in range(ACCUMULATE):
+            with sync.accumulate():
+                loss = wrapped(torch.ones(1, 3, dtype=dtype)).float().sum()
+                sync.backward(Inject.apply(loss, math.nan if (rank, place) == (1, at) else 1.0))
+            if saved and place == 0:
+                state = sync.state_dict()
+                sync, wrapped = _attach(copy.deepcopy(model), ddp, accumulator, nonfinite="raise")
+                sync.load_state_dict(state)
 
 
-def _frozen_later() -> None:
-    """A parameter that is frozen between two windows is an unused one; so is one frozen before attach."""
-    rank, world = me()
-    model = Chain(torch.float32)
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=1e-5)
-    model.layers[2].weight.requires_grad_(False)
-    sync = pe.attach(wrapped, accumulate=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for number, window in enumerate(sync.windows([torch.full((1, 3), float(rank + 1))] * 4)):
-        model.layers[1].weight.requires_grad_(number != 2)
-        for x in window:
-            sync.backward(wrapped(x))
-        assert sync.step(optimizer)
-        assert torch.equal(model.layers[0].weight.grad, torch.full((3, 3), (world + 1) / 2))
-        assert model.layers[2].weight.grad is None
-        assert (model.layers[1].weight.grad is None) == (number == 2)
-
-
-def test_a_parameter_frozen_after_ddp_was_made_is_an_unused_one(ranks):
-    ranks(2).run(_frozen_later)
-
-
-def _refused(what: str) -> str:
+@pytest.mark.parametrize(
+    "what, needle",
+    [
+        ("python_reducer", "optimize_ddp='python_reducer', which removes DDP's hooks from the backward"),
+        ("delayed", "made with delay_all_reduce_named_params"),
+        ("unfrozen", "parameter '0.weight' requires a gradient and is in none of DDP's buckets"),
+        ("hook", "ddp_model has a communication hook"),
+        ("inside", "has an optimizer that steps inside the backward"),
+        ("sharded", "TypeError: ddp_model is a FSDPLinear: FSDP1"),
+        ("join", "RuntimeError: ddp_model.join() around a loop over windows"),
+    ],
+)
+@on_ranks(2)
+def test_what_would_go_past_the_engine_is_refused_by_name(what, needle):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     options: dict[str, object] = {}
     if what == "delayed":
@@ -296,31 +219,12 @@ def _refused(what: str) -> str:
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     if what == "sharded":
         ddp = type("FSDPLinear", (nn.Linear,), {})(2, 2)
-    try:
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
         sync = pe.attach(ddp, accumulate=1)
         if what == "join":
             with ddp.join(), sync.accumulate():
                 pass
-    except (ValueError, TypeError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-@pytest.mark.parametrize(
-    "what, needle",
-    [
-        ("python_reducer", "optimize_ddp='python_reducer', which removes DDP's hooks from the backward"),
-        ("delayed", "made with delay_all_reduce_named_params"),
-        ("unfrozen", "parameter '0.weight' requires a gradient and is in none of DDP's buckets"),
-        ("hook", "ddp_model has a communication hook"),
-        ("inside", "has an optimizer that steps inside the backward"),
-        ("sharded", "TypeError: ddp_model is a FSDPLinear: FSDP1"),
-        ("join", "RuntimeError: ddp_model.join() around a loop over windows"),
-    ],
-)
-def test_what_would_go_past_the_engine_is_refused_by_name(ranks, what, needle):
-    for message in ranks(2).run(_refused, what):
-        assert needle in message
+    assert needle in f"{error.type.__name__}: {error.value}"
 
 
 def _past_the_hooks() -> list[str]:
@@ -349,8 +253,10 @@ def test_a_backward_that_ddp_has_not_noticed_is_an_error_and_no_step(ranks):
     assert others == [] and len(lost) == 2 and "DDP has not reduced the gradients" in lost[0]
 
 
-def _second_ddp(how: str) -> str:
-    """Return what a window says whose forwards run through another DDP over the same module."""
+@pytest.mark.parametrize("how", ["hook", "a larger one", "no_sync"])
+@on_ranks(2)
+def test_a_forward_through_another_ddp_that_would_reduce_is_refused(how):
+    said = "no error"
     model = nn.Linear(2, 1, bias=False)
     sync = pe.attach(DistributedDataParallel(model), accumulate=1)
     second = DistributedDataParallel(nn.Sequential(model) if how == "a larger one" else model)
@@ -367,11 +273,5 @@ def _second_ddp(how: str) -> str:
         sync.close()
         second(torch.ones(1, 2)).sum().backward()
     except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize("how", ["hook", "a larger one", "no_sync"])
-def test_a_forward_through_another_ddp_that_would_reduce_is_refused(ranks, how):
-    wanted = "no error" if how == "no_sync" else "call the ddp_model that pe.attach drives"
-    assert all(text.startswith(wanted) for text in ranks(2).run(_second_ddp, how))
+        said = str(error)
+    assert said.startswith("no error" if how == "no_sync" else "call the ddp_model that pe.attach drives")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import assert_alike, records_of
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -68,90 +69,41 @@ def _engine(kind: str) -> tuple[nn.Module, nn.Module, pe.Sync]:
     return model, forward, pe.GradSync(model, bucket_cap_mb=1e-3, **options)
 
 
-def _trained(kind: str, every: int) -> int:
-    """Train with a short last window, ranks that run out (not over shards), and clipping; return steps."""
+@pytest.mark.parametrize(
+    ("kind", "world", "every", "is_penalised"),
+    [
+        ("own", 3, 3, False),
+        ("attach", 3, 1, False),
+        ("own", 2, 1, True),
+        ("attach", 2, 1, True),
+        ("fsdp", 2, 1, False),
+        ("hsdp", 4, 1, False),
+        *((kind, 2, 1, False) for kind in ("exact", "native", "narrow", "bf16", "fp8", "feedback")),
+    ],
+)
+@on_ranks()
+def test_an_engine_without_a_fault_raises_nothing(kind, every, is_penalised):
+    """With a short last window, ranks that run out (not over shards), clipping, and a gradient penalty."""
     model, forward, sync = _engine(kind)
-    records: list[pe.StepRecord] = []
-    sync.on_step(records.append)
+    records = records_of(sync)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     watch = sync.audit(every=every, module=model)
     dtype = next(model.parameters()).dtype
     early = 0 if kind in ("fsdp", "hsdp") else dist.get_rank()
     for window in sync.windows(_batches(ACCUMULATE * 4 - 1 - early, dtype)):
         for x in window:
-            sync.backward(_loss(forward(x)), count=len(x))
+            loss = _loss(forward(x))
+            if is_penalised:
+                torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+            sync.backward(loss, count=len(x))
         sync.clip_grad_norm_(0.5)
         sync.step(optimizer)
     watch.remove()
-    return len(records)
-
-
-@pytest.mark.parametrize(
-    ("kind", "world", "every"),
-    [
-        ("own", 3, 3),
-        ("attach", 3, 1),
-        ("fsdp", 2, 1),
-        ("hsdp", 4, 1),
-        *((kind, 2, 1) for kind in ("exact", "native", "narrow", "bf16", "fp8", "feedback")),
-    ],
-)
-def test_an_engine_without_a_fault_raises_nothing(ranks, kind, world, every):
-    assert ranks(world).run(_trained, kind, every=every) == [4] * world
-
-
-@pytest.mark.parametrize("kind", ["own", "attach"])
-def test_gradients_that_nobody_accumulates_are_no_part_of_the_sum(ranks, kind):
-    assert ranks(2).run(_penalised, kind) == [2, 2]
-
-
-def _penalised(kind: str) -> int:
-    """Train on the loss and its gradient's norm, by torch.autograd.grad; return steps."""
-    model, forward, sync = _engine(kind)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    watch, steps = sync.audit(every=1, module=model), 0
-    for window in sync.windows(_batches(ACCUMULATE * 2)):
-        for x in window:
-            loss = _loss(forward(x))
-            torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
-            sync.backward(loss, count=len(x))
-        steps += bool(sync.step(optimizer))
-    watch.remove()
-    return steps
+    assert len(records) == 4
 
 
 def _local(param: nn.Parameter) -> Tensor:
     return (param.to_local() if hasattr(param, "to_local") else param).detach()
-
-
-def _broken(kind: str, fault: str) -> tuple[pe.AuditError | None, str, bool]:
-    """Break something in the second window; return the error, that of a second step, and whether any
-    parameter moved.
-    """
-    model, forward, sync = _engine(kind)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    sync.audit(every=1, module=model)
-    error, again, moved = None, "", True
-    for index, window in enumerate(sync.windows(_batches(ACCUMULATE * 3))):
-        with Patch.context() as patch:
-            if index == 1:
-                _FAULTS[fault](sync, optimizer, patch)
-            before = [_local(p).clone() for p in model.parameters()]
-            try:
-                for x in window:
-                    sync.backward(_loss(forward(x)), count=len(x))
-                sync.step(optimizer)
-            except pe.AuditError as caught:
-                error = caught
-                try:
-                    sync.step(optimizer)
-                except RuntimeError as second:
-                    again = str(second)
-                now = [_local(p) for p in model.parameters()]
-                moved = any(not torch.equal(p, old) for p, old in zip(now, before, strict=True))
-                sync.abandon()
-                break
-    return error, again, moved
 
 
 Patch = pytest.MonkeyPatch
@@ -235,14 +187,37 @@ _FAULTS = {
         ("fsdp", "twice", 2, "gradient", (), "scaled by 1/2"),
     ],
 )
-def test_a_fault_in_an_engine_is_named_and_nothing_is_stepped(ranks, kind, fault, world, what, wrong, cause):
-    for error, again, moved in ranks(world).run(_broken, kind, fault):
-        assert error is not None
-        finding = error.findings[0]
-        assert (finding.what, finding.ranks) == (what, wrong)
-        assert cause in finding.cause
-        assert finding.step in (1, 2) and finding.step - finding.since <= 1
-        assert "sync.abandon()" in again and not moved
+@on_ranks()
+def test_a_fault_in_an_engine_is_named_and_nothing_is_stepped(kind, fault, what, wrong, cause):
+    model, forward, sync = _engine(kind)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    sync.audit(every=1, module=model)
+    error, again, moved = None, "", True
+    for index, window in enumerate(sync.windows(_batches(ACCUMULATE * 3))):
+        with Patch.context() as patch:
+            if index == 1:
+                _FAULTS[fault](sync, optimizer, patch)
+            before = [_local(p).clone() for p in model.parameters()]
+            try:
+                for x in window:
+                    sync.backward(_loss(forward(x)), count=len(x))
+                sync.step(optimizer)
+            except pe.AuditError as caught:
+                error = caught
+                try:
+                    sync.step(optimizer)
+                except RuntimeError as second:
+                    again = str(second)
+                now = [_local(p) for p in model.parameters()]
+                moved = any(not torch.equal(p, old) for p, old in zip(now, before, strict=True))
+                sync.abandon()
+                break
+    assert error is not None
+    finding = error.findings[0]
+    assert (finding.what, finding.ranks) == (what, wrong)
+    assert cause in finding.cause
+    assert finding.step in (1, 2) and finding.step - finding.since <= 1
+    assert "sync.abandon()" in again and not moved
 
 
 def _experts(kind: str, flips: bool) -> str:
@@ -280,7 +255,8 @@ def test_a_group_of_experts_is_compared_within_and_all_ranks_learn_of_it(ranks, 
     assert len(said) == 1 and said.pop().startswith("audit: parameter of 'experts.weight', at step 1")
 
 
-def _refused() -> list[str]:
+@on_ranks(1)
+def test_wrong_arguments_of_an_engines_audit_are_named():
     sync = pe.GradSync(_net())
     said = []
     for every in (0, 2.5, True):
@@ -291,19 +267,17 @@ def _refused() -> list[str]:
     with pytest.raises(RuntimeError) as caught:
         sync.audit(every=2)
     sync.close()
-    return [*said, str(caught.value)]
-
-
-def test_wrong_arguments_of_an_engines_audit_are_named(ranks):
-    for zero, half, truth, again in ranks(1).run(_refused):
-        assert "every=0" in zero and "every=2.5 is a float" in half and "every=True is a bool" in truth
-        assert "audited already" in again
+    zero, half, truth, again = [*said, str(caught.value)]
+    assert "every=0" in zero and "every=2.5 is a float" in half and "every=True is a bool" in truth
+    assert "audited already" in again
 
 
 # ---- Loops of others ----
 
 
-def _ddp_loop(clips: bool, tells: bool, every: int) -> int:
+@pytest.mark.parametrize(("clips", "tells", "every"), [(False, False, 3), (True, False, 1), (True, True, 1)])
+@on_ranks(2)
+def test_stock_ddp_without_a_fault_raises_nothing(clips, tells, every):
     model = _net()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -318,15 +292,12 @@ def _ddp_loop(clips: bool, tells: bool, every: int) -> int:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
-        return watch.step
+        assert watch.step == 4
 
 
-@pytest.mark.parametrize(("clips", "tells", "every"), [(False, False, 3), (True, False, 1), (True, True, 1)])
-def test_stock_ddp_without_a_fault_raises_nothing(ranks, clips, tells, every):
-    assert ranks(2).run(_ddp_loop, clips, tells, every) == [4, 4]
-
-
-def _fsdp_loop(shape: tuple[int, ...]) -> int:
+@pytest.mark.parametrize(("shape", "world"), [((2,), 2), ((2, 2), 4)])
+@on_ranks()
+def test_stock_fsdp_without_a_fault_raises_nothing(shape):
     model = _net()
     mesh = _mesh(shape)
     fully_shard(model[2], mesh=mesh)
@@ -341,16 +312,11 @@ def _fsdp_loop(shape: tuple[int, ...]) -> int:
         optimizer.step()
         optimizer.zero_grad()
     watch.remove()
-    return watch.step
+    assert watch.step == 3
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
-def test_stock_fsdp_without_a_fault_raises_nothing(ranks, shape):
-    world = math.prod(shape)
-    assert ranks(world).run(_fsdp_loop, shape) == [3] * world
-
-
-def _outer_reduction_left_out() -> str:
+@on_ranks(4)
+def test_replicas_that_are_not_reduced_are_named():
     """HSDP without its reduction over replicas, in every window."""
     model = _net()
     fully_shard(model, mesh=_mesh((2, 2)))
@@ -360,16 +326,9 @@ def _outer_reduction_left_out() -> str:
     _loss(model(_batches(1)[0])).backward()
     for param in model.parameters():  # what waits for the outer reduction
         param.grad = torch.full_like(param, float(dist.get_rank()))
-    try:
+    with pytest.raises(pe.AuditError) as error:
         optimizer.step()
-    except pe.AuditError as error:
-        return str(error)
-    return ""
-
-
-def test_replicas_that_are_not_reduced_are_named(ranks):
-    for said in ranks(4).run(_outer_reduction_left_out):
-        assert said.startswith("audit: gradient of '0.weight'")
+    assert str(error.value).startswith("audit: gradient of '0.weight'")
 
 
 def _main_grad_loop(reduces: bool) -> str:
@@ -414,7 +373,9 @@ def test_main_grad_is_looked_at(ranks):
         assert "not reduced" in said
 
 
-def _skipped_steps(tells: bool) -> int:
+@pytest.mark.parametrize("tells", [False, True])
+@on_ranks(2)
+def test_windows_without_a_step_are_not_mixed_with_the_next(tells):
     """A loss scaler skips the first windows: another window's gradients come before any step."""
     model = _net()
     ddp = DistributedDataParallel(model)
@@ -429,24 +390,16 @@ def _skipped_steps(tells: bool) -> int:
             optimizer.step()
         optimizer.zero_grad()
     watch.remove()
-    return watch.step
+    assert watch.step == 2
 
 
-@pytest.mark.parametrize("tells", [False, True])
-def test_windows_without_a_step_are_not_mixed_with_the_next(ranks, tells):
-    assert ranks(2).run(_skipped_steps, tells) == [2, 2]
-
-
-def _different() -> str:
+@on_ranks(2)
+def test_other_models_are_named_on_every_rank():
     model = nn.Linear(4, 3 + dist.get_rank())
     with pytest.raises(ValueError) as caught:
         pe.audit(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return str(caught.value)
-
-
-def test_other_models_are_named_on_every_rank(ranks):
-    first, second = ranks(2).run(_different)
-    assert first == second
+    first = str(caught.value)
+    assert_alike(first)
     assert "rank 0 has 'weight' torch.float32 [3, 4], rank 1 has 'weight' torch.float32 [4, 4]" in first
 
 

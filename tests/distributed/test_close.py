@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 from cases import Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,7 +29,18 @@ def _right(model: Integers) -> None:
     assert_same(grads(model), mean_of_integers(model, batches, 6 * me()[1]))
 
 
-def _closed(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("own", torch.bfloat16),
+        ("own-native", torch.float32),
+        ("own-exact", torch.float32),
+        ("attach", torch.float32),
+    ],
+)
+@on_ranks(2)
+def test_a_closed_engine_leaves_the_model_as_it_was(kind, dtype):
+    rank, world = me()
     model = Integers(dtype)
     untouched = {name: set(vars(p)) for name, p in model.named_parameters()}
     sync, forward = engine(kind, model, accumulate=2)
@@ -41,8 +53,18 @@ def _closed(kind: str, dtype: torch.dtype) -> None:
         assert p.grad is None and set(vars(p)) == untouched[name]
     with pytest.raises(RuntimeError, match="has been closed"):
         sync.step(optimizer)
-    forward(*integers(0)).backward()  # the model's own life goes on
+    members = range(world) if kind == "attach" else [rank]  # DDP syncs by itself again
+    for _ in range(2):
+        model.zero_grad()
+        forward(*integers(rank)).backward()
+        assert_same(grads(model), mean_of_integers(model, [integers(r) for r in members], len(members)))
     model.zero_grad()
+    if kind == "attach":
+        with pe.attach(forward, accumulate=2) as other:
+            _window(other, forward)
+            other.unscale_()
+            _right(model)
+        model.zero_grad()
     with pe.GradSync(model, accumulate=2) as other:
         _window(other, model)
         other.unscale_()
@@ -53,45 +75,6 @@ def _closed(kind: str, dtype: torch.dtype) -> None:
         buffers = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
     _right(model)  # the caller's gradients stay, in memory of their own
     assert not buffers & {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("own", torch.bfloat16), ("own-native", torch.float32), ("own-exact", torch.float32)],
-)
-def test_a_closed_engine_leaves_the_model_as_it_was(ranks, kind, dtype):
-    ranks(2).run(_closed, kind, dtype)
-
-
-def _detached(again: str) -> None:
-    rank, world = me()
-    model = Integers(torch.float32)
-    ddp = DistributedDataParallel(model)
-    sync = pe.attach(ddp, accumulate=2, wire=pe.wire.BF16())
-    _window(sync, ddp)
-    sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-    sync.close()
-    assert ddp.require_backward_grad_sync and ddp.require_forward_param_sync
-    for _ in range(2):
-        model.zero_grad()
-        ddp(*integers(rank)).backward()  # DDP syncs by itself again: the mean over ranks
-        assert_same(grads(model), mean_of_integers(model, [integers(r) for r in range(world)], world))
-    if again == "attach":
-        with pe.attach(ddp, accumulate=2) as sync:
-            _window(sync, ddp)
-            sync.unscale_()
-            _right(model)
-    else:
-        del ddp
-        with pe.GradSync(model, accumulate=2) as sync:
-            _window(sync, model)
-            sync.unscale_()
-            _right(model)
-
-
-@pytest.mark.parametrize("again", ["attach", "GradSync"])
-def test_a_closed_attach_gives_ddp_back(ranks, again):
-    ranks(2).run(_detached, again)
 
 
 DDPS_OWN = {"_has_rebuilt_buckets", "_lazy_init_ran"}  # what it has done, with any engine or none
@@ -113,7 +96,20 @@ def _settings(*modules: nn.Module) -> list[object]:
     return found
 
 
-def _undone(kind: str, when: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype", "when"),
+    [
+        ("own", torch.float32, "new"),
+        ("own", torch.bfloat16, "open"),
+        ("own exact", torch.float32, "stepped"),
+        ("attach", torch.float32, "open"),
+        ("attach", torch.bfloat16, "stepped"),
+        ("attach exact", torch.float32, "open"),
+        ("attach exact", torch.float32, "new"),
+    ],
+)
+@on_ranks(2)
+def test_close_undoes_everything(kind, dtype, when):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).to(dtype)
     ddp = DistributedDataParallel(model) if kind.startswith("attach") else model
     before = _settings(model, ddp)
@@ -130,7 +126,8 @@ def _undone(kind: str, when: str, dtype: torch.dtype) -> None:
         warnings.simplefilter("always")
         sync.close()
         sync.close()  # again does nothing
-    assert len(caught) == (when == "open")
+    said = "1 micro-batches of window 1 had been accumulated and were never stepped"
+    assert [said in str(each.message) for each in caught] == [True] * (when == "open")
     after = _settings(model, ddp)
     assert after == before, [pair for pair in zip(before, after, strict=False) if pair[0] != pair[1]][:3]
     twin = copy.deepcopy(model)
@@ -140,43 +137,10 @@ def _undone(kind: str, when: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "when"),
-    [
-        ("own", torch.float32, "new"),
-        ("own", torch.bfloat16, "open"),
-        ("own exact", torch.float32, "stepped"),
-        ("attach", torch.float32, "open"),
-        ("attach", torch.bfloat16, "stepped"),
-        ("attach exact", torch.float32, "open"),
-        ("attach exact", torch.float32, "new"),
-    ],
+    ("kind", "other"), [("own", "GradSync"), ("own", "attach"), ("attach", "GradSync"), ("attach", "attach")]
 )
-def test_close_undoes_everything(ranks, kind, dtype, when):
-    ranks(2).run(_undone, kind, when, dtype)
-
-
-def test_closing_an_engine_warns_of_a_window_that_was_never_stepped():
-    model = nn.Linear(2, 1)
-    sync = pe.GradSync(model, accumulate=3)
-    with sync.accumulate():
-        sync.backward(model(torch.ones(1, 2)).sum())
-    with pytest.warns(
-        UserWarning, match="1 micro-batches of window 0 had been accumulated and were never stepped"
-    ):
-        sync.close()
-
-
-def test_a_scaler_outlives_its_engine():
-    model, scaler = nn.Linear(2, 1), pe.GradScaler("cpu", init_scale=4.0)
-    for _ in range(2):
-        with pe.GradSync(model, accumulate=1) as sync:
-            sync.scaler = scaler
-            with sync.accumulate():
-                sync.backward(model(torch.ones(1, 2)).sum())
-            assert sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-
-
-def _second(kind: str, other: str) -> str:
+@on_ranks(2)
+def test_an_engine_over_parameters_of_a_live_one_is_refused_by_name(kind, other):
     model = nn.Linear(4, 2)
     sync, forward = engine(kind, model, accumulate=2)
     if other == "attach" and not isinstance(forward, DistributedDataParallel):
@@ -188,42 +152,16 @@ def _second(kind: str, other: str) -> str:
         with sync.accumulate():
             sync.backward(model(torch.ones(1, 4)).sum())
     assert sync.step(optimizer)  # the first one is as it was
-    return str(error.value)
+    message = str(error.value)
+    assert "parameter" in message and "weight' and 1 more belongs to an engine" in message
+    assert "sync.close()" in message
 
 
-@pytest.mark.parametrize(
-    ("kind", "other"), [("own", "GradSync"), ("own", "attach"), ("attach", "GradSync"), ("attach", "attach")]
-)
-def test_an_engine_over_parameters_of_a_live_one_is_refused_by_name(ranks, kind, other):
-    for message in ranks(2).run(_second, kind, other):
-        assert "parameter" in message and "weight' and 1 more belongs to an engine" in message
-        assert "sync.close()" in message
-
-
-def test_an_engine_that_nobody_has_any_more_is_no_obstacle():
-    model = nn.Linear(2, 1)
-    for _ in range(3):
-        sync = pe.GradSync(model, accumulate=1)
-        with sync.accumulate():
-            sync.backward(model(torch.ones(1, 2)).sum())
-        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-        del sync
-
-
-def _wrapped() -> str:
-    model = nn.Linear(4, 2)
+@on_ranks(2)
+def test_grad_sync_over_a_ddp_model_is_refused():
     with pytest.raises(ValueError, match="holds a DistributedDataParallel") as error:
-        pe.GradSync(DistributedDataParallel(model), accumulate=1)
-    return str(error.value)
-
-
-def test_grad_sync_over_a_ddp_model_is_refused(ranks):
-    for message in ranks(2).run(_wrapped):
-        assert (
-            "holds a DistributedDataParallel" in message
-            and "pe.attach(ddp_model)" in message
-            and ".module" in message
-        )
+        pe.GradSync(DistributedDataParallel(nn.Linear(4, 2)))
+    assert "pe.attach(ddp_model)" in str(error.value) and ".module" in str(error.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from ranks import on_ranks
 from sharded_cases import sharded
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,12 +35,9 @@ def _trained(kind: str) -> tuple[weakref.ref, weakref.ref]:
     return weakref.ref(sync._engine), weakref.ref(model)
 
 
-def _are_gone(kind: str) -> bool:
+@pytest.mark.parametrize("kind", ["own", "hooked", "attach", "nested", "replicate"])
+@on_ranks(2)
+def test_an_engine_and_its_model_are_collected(kind):
     refs = _trained(kind)
     gc.collect()
-    return all(ref() is None for ref in refs)
-
-
-@pytest.mark.parametrize("kind", ["own", "hooked", "attach", "nested", "replicate"])
-def test_an_engine_and_its_model_are_collected(ranks, kind):
-    assert ranks(2).run(_are_gone, kind) == [True, True]
+    assert all(ref() is None for ref in refs)

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks
+from ranks import Ranks, on_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,9 +28,6 @@ def _made(door: str, model: nn.Module, *, accumulate: int) -> tuple[nn.Module, A
         ddp = DistributedDataParallel(model)
         return ddp, pe.attach(ddp, accumulate=accumulate)
     if door == "fully_shard":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
         fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
         return model, pe.attach(model, accumulate=accumulate)
     source: Any = model if door == "GradSync" else model.parameters()
@@ -88,8 +88,6 @@ def _look(param: Parameter) -> None:
 
 
 def _in_backward(model: nn.Sequential) -> None:
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
 
 
@@ -186,16 +184,13 @@ def test_a_hook_that_takes_a_gradient_away_behind_the_header_is_an_error_on_ever
 
 
 @pytest.mark.parametrize("door", ["GradSync", "attach"])
-def test_an_optimizer_in_the_backward_is_refused_where_the_engine_is_made(ranks: Ranks, door):
-    assert all("has an optimizer that steps inside the backward" in t for t in ranks(1).run(_refused, door))
-
-
-def _refused(door: str) -> str:
+@on_ranks(1)
+def test_an_optimizer_in_the_backward_is_refused_where_the_engine_is_made(door):
     model = _model()
     _in_backward(model)
     with pytest.raises(ValueError) as found:
         _made(door, model, accumulate=1)
-    return str(found.value)
+    assert "has an optimizer that steps inside the backward" in str(found.value)
 
 
 def test_an_optimizer_put_into_the_backward_later_is_refused_on_every_rank(ranks: Ranks):

@@ -10,6 +10,7 @@ import contextlib
 import pytest
 import torch
 from cases import Breaks, engine, me
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,7 +28,8 @@ class OneUnused(nn.Module):
         return self.second(Breaks.apply(self.first(x))).sum()
 
 
-def _breaks_beside_an_unused_layer() -> tuple[list[bool], list[bool]]:
+@on_ranks(2)
+def test_a_failed_last_backward_beside_an_unused_parameter_voids_the_window():
     rank, _ = me()
     model = OneUnused()
     sync, forward = engine("attach-unused", model, accumulate=1)
@@ -38,12 +40,8 @@ def _breaks_beside_an_unused_layer() -> tuple[list[bool], list[bool]]:
         with contextlib.suppress(MemoryError), sync.accumulate():
             sync.backward(forward(torch.ones(1, 3)))
         stepped.append(not Breaks.now and bool(sync.step(optimizer)))
-    return stepped, [p.grad is None for p in model.unused.parameters()]
-
-
-def test_a_failed_last_backward_beside_an_unused_parameter_voids_the_window(ranks):
-    for stepped, untouched in ranks(2).run(_breaks_beside_an_unused_layer):
-        assert stepped == [True, False, True] and untouched == [True, True]
+    assert stepped == [True, False, True]
+    assert all(p.grad is None for p in model.unused.parameters())
 
 
 def _breaks_alone(dtype: torch.dtype, accumulator: str) -> list[bool]:
@@ -75,43 +73,16 @@ def test_a_failed_backward_voids_a_window_in_which_no_rank_has_used_anything(ran
     assert (other, failing) == ([True, True, False], [True, True])
 
 
-def _steps_alone() -> str:
+def _ends_early(case: str) -> tuple[int, float, list[float]]:
+    """Rank 0 abandons its only window before it is sent, or has none; the other one has more."""
     rank, _ = me()
     model = nn.Linear(2, 1)
     sync = pe.GradSync(model, accumulate=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def window(use: bool) -> None:
-        with sync.accumulate():
-            sync.backward(model(torch.ones(1, 2)).sum())
-        if use:
-            sync.step(optimizer)
-        else:
-            sync.abandon()
-
-    window(use=rank != 1)
-    try:
-        window(use=True)
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_rank_that_drops_a_reduced_window_is_found_out_on_every_rank(ranks):
-    for message in ranks(3).run(_steps_alone):
-        assert "rank 0: 1 windows, 1 steps; rank 1: 1 windows, 0 steps; rank 2: 1 windows, 1 steps" in message
-
-
-def _abandons_its_last(scaled: bool) -> tuple[int, list[float]]:
-    """Rank 0 abandons its only window before it is sent; the others have more."""
-    rank, _ = me()
-    model = nn.Linear(2, 1)
-    sync = pe.GradSync(model, accumulate=1)
-    if scaled:
+    if case != "abandons":
         sync.scaler = pe.GradScaler("cpu", init_scale=8.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     windows = 0
-    for window in sync.windows([torch.ones(1, 2)] * (1 if rank == 0 else 3)):
+    for window in sync.windows([torch.ones(1, 2)] * (3 if rank else int(case != "has none"))):
         windows += 1
         for x in window:
             if rank == 0:
@@ -120,16 +91,22 @@ def _abandons_its_last(scaled: bool) -> tuple[int, list[float]]:
             sync.backward(model(x).sum())
         else:
             sync.step(optimizer)
-    return windows, model.weight.flatten().tolist()
+    scale = 8.0 if sync.scaler is None else sync.scaler.get_scale()
+    return windows, scale, model.weight.flatten().tolist()
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_a_rank_that_abandons_its_last_window_still_meets_the_others(ranks, scaled):
-    (first, one), (_, other) = ranks(2).run(_abandons_its_last, scaled)
-    assert first >= 3 and one == other
+@pytest.mark.parametrize("case", ["abandons", "abandons, scaled", "has none"])
+def test_a_rank_without_another_window_meets_the_others_and_has_their_loss_scale(ranks, case):
+    (first, *one), (_, *other) = ranks(2).run(_ends_early, case)
+    assert first >= 3 and one == other and one[0] == 8.0
 
 
-def _scale_after_a_failure() -> float:
+def _raise_key_error(_: torch.Tensor) -> None:
+    raise KeyError("in the backward")
+
+
+@on_ranks(2)
+def test_a_rank_whose_backward_failed_keeps_the_loss_scale_of_the_others():
     rank, _ = me()
     model = nn.Linear(2, 1)
     sync = pe.GradSync(model, accumulate=1)
@@ -145,46 +122,25 @@ def _scale_after_a_failure() -> float:
             sync.step(optimizer)
         except KeyError:
             pass
-    return sync.scaler.get_scale()
+    assert sync.scaler.get_scale() == 8.0
 
 
-def _raise_key_error(_: torch.Tensor) -> None:
-    raise KeyError("in the backward")
-
-
-def test_a_rank_whose_backward_failed_keeps_the_loss_scale_of_the_others(ranks):
-    assert ranks(2).run(_scale_after_a_failure) == [8.0, 8.0]
-
-
-def _scaler_without_a_micro_batch() -> tuple[float, list[float]]:
-    """Rank 1 has no data at all, and a loss scale all the same."""
-    rank, _ = me()
-    model = nn.Linear(2, 1)
-    sync = pe.GradSync(model, accumulate=1)
-    sync.scaler = pe.GradScaler("cpu", init_scale=16.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for window in sync.windows([torch.ones(1, 2)] * (2 if rank == 0 else 0)):
-        for x in window:
-            sync.backward(model(x).sum())
-        sync.step(optimizer)
-    return sync.scaler.get_scale(), model.weight.flatten().tolist()
-
-
-def test_a_rank_without_a_micro_batch_follows_the_loss_scale(ranks):
-    one, other = ranks(2).run(_scaler_without_a_micro_batch)
-    assert one == other and one[0] == 16.0
-
-
-def test_a_scaler_belongs_to_one_engine():
+def test_a_scaler_belongs_to_one_engine_until_that_is_closed_or_gives_it_back():
     scaler = pe.GradScaler("cpu")
-    engines = [pe.GradSync(nn.Linear(2, 1), accumulate=1) for _ in range(2)]
-    engines[0].scaler = scaler
-    engines[0].scaler = scaler  # again is fine
+    first, second, third = (pe.GradSync(nn.Linear(2, 1), accumulate=1) for _ in range(3))
+    first.scaler = scaler
+    first.scaler = scaler  # again is fine
     with pytest.raises(ValueError, match="make one GradScaler an engine"):
-        engines[1].scaler = scaler
+        second.scaler = scaler
+    first.scaler = None
+    second.scaler = scaler
+    second.close()
+    third.scaler = scaler
+    assert third.scaler is scaler
 
 
-def _skip_flags() -> list[bool]:
+@on_ranks(2)
+def test_a_wrapped_optimizer_reports_whether_its_step_was_skipped():
     """As Accelerate's test_optimizer: clean, nan, nan, clean gradients."""
     model = nn.Linear(1, 1)
     sync = pe.GradSync(model, accumulate=1)
@@ -195,8 +151,4 @@ def _skip_flags() -> list[bool]:
             sync.backward(model(torch.full((1, 1), value)).sum())
             optimizer.step()
         flags.append(optimizer.step_was_skipped)
-    return flags
-
-
-def test_a_wrapped_optimizer_reports_whether_its_step_was_skipped(ranks):
-    assert ranks(2).run(_skip_flags) == [[False, True, True, False]] * 2
+    assert flags == [False, True, True, False]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import me
+from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +18,7 @@ PLANS = {
     "from the first window": ["b", "b", "", "b", ""],
     "later": ["", "b", "", "a", "b"],
     "all but one": ["ab", "", "abc", "c", ""],
+    "for good": ["b", "b", "b"],
 }
 
 
@@ -29,7 +31,6 @@ class Sums(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(3, dtype=dtype)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a summed loss."""
         return sum((x.to(p.dtype) * p).sum().float() for p in self.parameters())
 
 
@@ -38,7 +39,9 @@ def _made(kind: str, model: Sums) -> tuple[pe.Sync, nn.Module]:
     if how == "own":
         return pe.GradSync(model, accumulate=ACCUMULATE, accumulator=accumulator, bucket_cap_mb=1e-5), model
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5, find_unused_parameters=kind == "attach-unused")
-    accumulator = "fp32" if accumulator == "unused" else accumulator
+    if accumulator == "early":  # behind DDP, before the engine
+        _freeze(model, "b")
+    accumulator = accumulator if accumulator == "exact" else "fp32"
     return pe.attach(ddp, accumulate=ACCUMULATE, accumulator=accumulator), ddp
 
 
@@ -90,6 +93,7 @@ def _check(answers: list[list[dict]], plan: str, short: bool) -> None:
         ("own-native", torch.bfloat16, "later", False),
         ("own-exact", torch.float32, "from the first window", True),
         ("attach-fp32", torch.float32, "from the first window", False),
+        ("attach-early", torch.float32, "for good", False),
         ("attach-fp32", torch.float32, "later", True),
         ("attach-fp32", torch.bfloat16, "all but one", False),
         ("attach-exact", torch.float32, "all but one", True),
@@ -104,8 +108,10 @@ def test_frozen_parameters_are_unused_and_come_back(ranks, kind, dtype, plan, sh
 SOME = pytest.mark.parametrize("kind", ["own-fp32", "own-exact", "attach-fp32"])
 
 
-def _frozen_in_part(kind: str, where: str) -> list:
-    """Freeze "b" behind a window's first micro-batch, or on rank 1."""
+@pytest.mark.parametrize("where", ["inside a window", "on one rank"])
+@SOME
+@on_ranks(2)
+def test_a_gradient_from_where_a_parameter_is_not_frozen_counts(kind, where):
     rank, _ = me()
     model = Sums(torch.float32)
     sync, forward = _made(kind, model)
@@ -119,19 +125,14 @@ def _frozen_in_part(kind: str, where: str) -> list:
         sync.unscale_()
         grads = [model.a.grad.clone(), model.b.grad.clone()]
         sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-    return grads
+    a, b = grads
+    assert torch.equal(a, torch.full((3,), (1 + 2 + 2 + 3) / 4))
+    assert torch.equal(b, torch.full((3,), (1 + 2) / 4))
 
 
-@pytest.mark.parametrize("where", ["inside a window", "on one rank"])
 @SOME
-def test_a_gradient_from_where_a_parameter_is_not_frozen_counts(ranks, kind, where):
-    for a, b in ranks(2).run(_frozen_in_part, kind, where):
-        assert torch.equal(a, torch.full((3,), (1 + 2 + 2 + 3) / 4))
-        assert torch.equal(b, torch.full((3,), (1 + 2) / 4))
-
-
-def _nothing_flushed(kind: str) -> list:
-    """End a window without a backward, with a frozen parameter."""
+@on_ranks(2)
+def test_a_flushed_window_leaves_a_frozen_parameter_frozen(kind):
     model = Sums(torch.float32)
     sync, forward = _made(kind, model)
     _freeze(model, "b")
@@ -139,10 +140,9 @@ def _nothing_flushed(kind: str) -> list:
         sync.backward(forward(torch.ones(1, 3)), count=1)
     sync.flush()
     sync.unscale_()
-    return [model.a.grad.clone(), model.b.grad is None or not model.b.grad.any(), model.b.requires_grad]
-
-
-@SOME
-def test_a_flushed_window_leaves_a_frozen_parameter_frozen(ranks, kind):
-    for a, is_unused, requires_grad in ranks(2).run(_nothing_flushed, kind):
-        assert torch.equal(a, torch.ones(3)) and is_unused and not requires_grad
+    a, is_unused, requires_grad = [
+        model.a.grad.clone(),
+        model.b.grad is None or not model.b.grad.any(),
+        model.b.requires_grad,
+    ]
+    assert torch.equal(a, torch.ones(3)) and is_unused and not requires_grad

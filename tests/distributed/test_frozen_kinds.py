@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import error_of, me
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_map
@@ -40,7 +41,6 @@ class Packed(torch.Tensor):
         return func(*args, **kwargs)
 
     def dense(self) -> Tensor:
-        """Return what it stands for."""
         return self.codes.float() * self.scales
 
 
@@ -100,7 +100,10 @@ def _trains(sync: pe.Sync, model: nn.Module) -> None:
         assert bool(sync.step(torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
-def _has_values_of_rank_0(kind: str, accumulator: str) -> None:
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_a_frozen_parameter_of_any_kind_gets_the_values_of_rank_0(kind, accumulator):
     rank, _ = me()
     model, want = _model(KINDS[kind](_of_rank(rank))), KINDS[kind](_of_rank(0))
     model.register_buffer("shown", KINDS[kind](_of_rank(rank)))
@@ -113,44 +116,33 @@ def _has_values_of_rank_0(kind: str, accumulator: str) -> None:
     _trains(sync, model)
 
 
-@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_frozen_parameter_of_any_kind_gets_the_values_of_rank_0(ranks, kind, accumulator):
-    ranks(2).run(_has_values_of_rank_0, kind, accumulator)
-
-
-def _is_named(kind: str) -> list[str]:
+@pytest.mark.parametrize("kind", KEPT)
+@on_ranks(2)
+def test_a_frozen_parameter_that_cannot_be_copied_is_named_and_trained_beside(kind):
     model = _model(KEPT[kind](_of_rank(0)))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         sync = pe.GradSync(model, accumulate=2)
     sync.audit(every=1)
     _trains(sync, model)
-    return [str(warning.message) for warning in seen]
+    messages = [str(warning.message) for warning in seen]
+    (text,) = messages
+    assert text.startswith("load 'base' with the same values on every rank")
 
 
-@pytest.mark.parametrize("kind", KEPT)
-def test_a_frozen_parameter_that_cannot_be_copied_is_named_and_trained_beside(ranks, kind):
-    for messages in ranks(2).run(_is_named, kind):
-        (text,) = messages
-        assert text.startswith("load 'base' with the same values on every rank")
-
-
-def _differs() -> str:
+@on_ranks(2)
+def test_ranks_whose_frozen_parameters_differ_in_kind_are_named():
     rank, _ = me()
     base = Packed(torch.zeros(4, dtype=torch.uint8), torch.ones(1)) if rank else torch.zeros(4)
-    return error_of(lambda: pe.GradSync(_model(base)))
+    assert (
+        "rank 1 has 'base' [4] float32, requires_grad=False, a Packed of [4] uint8, [1] float32"
+        in error_of(lambda: pe.GradSync(_model(base)))
+    )
 
 
-def test_ranks_whose_frozen_parameters_differ_in_kind_are_named(ranks):
-    for message in ranks(2).run(_differs):
-        assert (
-            "rank 1 has 'base' [4] float32, requires_grad=False, a Packed of [4] uint8, [1] float32"
-            in message
-        )
-
-
-def _sharded(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["float8", "uint16"])
+@on_ranks(2)
+def test_a_frozen_parameter_of_any_type_is_sharded(kind):
     model = fully_shard(_model(KINDS[kind](_of_rank(0))))
     sync = pe.attach(model, accumulate=2)
     for window in sync.windows([torch.ones(1, 3)] * 2):
@@ -159,8 +151,3 @@ def _sharded(kind: str) -> None:
         sync.unscale_()
         assert torch.equal(model.weight.grad.full_tensor(), torch.ones(1, 3))
         assert bool(sync.step(torch.optim.SGD(model.parameters(), lr=0.1)))
-
-
-@pytest.mark.parametrize("kind", ["float8", "uint16"])
-def test_a_frozen_parameter_of_any_type_is_sharded(ranks, kind):
-    ranks(2).run(_sharded, kind)

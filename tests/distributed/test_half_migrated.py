@@ -1,6 +1,4 @@
-"""Loops that were moved over by half: what is left of the old loop is an error or one warning, whose first
-words are the remedy, and nothing is stepped.
-"""
+"""What is left of an old loop is an error or a warning that begins with the remedy."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from cases import Integers, engine, error_of, integers
+from ranks import on_ranks
 from sharded_cases import Chain, batch, loss_of, shard
 from torch import Tensor, nn
 
@@ -21,7 +20,6 @@ REMEDY = "call sync.backward(loss) in place of loss.backward()"
 
 
 def _made(kind: str, accumulate: int = 2) -> tuple[pe.Sync, nn.Module, Callable[[int], Tensor]]:
-    """Return an engine, its module, and the loss of a micro-batch."""
     if kind in ("flat", "replicate"):
         model = shard(Chain(), kind)
         return pe.attach(model, accumulate=accumulate), model, lambda k: loss_of(model, batch(k))
@@ -100,29 +98,24 @@ LOOPS = (
 )
 
 
-def _bare(kind: str, loop: Callable[[pe.Sync, torch.optim.Optimizer, Callable[[int], Tensor]], None]) -> str:
+CASES = [(kind, loop) for kind in KINDS for loop in LOOPS]
+
+
+@pytest.mark.parametrize(("kind", "loop"), CASES[::4])  # each kind and each loop comes with another one
+@on_ranks(2)
+def test_a_bare_backward_is_answered_by_its_remedy_and_steps_nothing(kind, loop):
     sync, model, loss = _made(kind)
     before = [param.detach().clone() for param in model.parameters()]
     text = error_of(loop, sync, torch.optim.SGD(model.parameters(), lr=0.5), loss)
     if loop is not _in_windows_with_a_bare_step:  # whose first step is the caller's own
         assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
     sync.abandon()
-    return text
-
-
-CASES = [(kind, loop) for kind in KINDS for loop in LOOPS]
-
-
-@pytest.mark.parametrize(("kind", "loop"), CASES[::4])  # each kind and each loop comes with another one
-def test_a_bare_backward_is_answered_by_its_remedy_and_steps_nothing(ranks, kind, loop):
-    for text in ranks(2).run(_bare, kind, loop):
-        assert text.removeprefix("all ranks: ").startswith(REMEDY)
-        assert text.count(REMEDY) == 1
+    assert text.removeprefix("all ranks: ").startswith(REMEDY)
+    assert text.count(REMEDY) == 1
 
 
 @contextmanager
 def _heard() -> Iterator[list[str]]:
-    """Collect the texts of warnings."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -130,7 +123,9 @@ def _heard() -> Iterator[list[str]]:
     texts += [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
 
 
-def _past_the_engine(kind: str) -> list[str]:
+@pytest.mark.parametrize("kind", ["own", "attach", "flat"])
+@on_ranks(2)
+def test_a_loop_that_does_not_know_its_engine_is_warned_once(kind):
     sync, model, loss = _made(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with _heard() as texts:
@@ -139,20 +134,13 @@ def _past_the_engine(kind: str) -> list[str]:
             optimizer.step()
             optimizer.zero_grad()
     sync.close()
-    return texts
+    (text,) = texts
+    assert text.startswith(REMEDY)
 
 
-@pytest.mark.parametrize("kind", ["own", "attach", "flat"])
-def test_a_loop_that_does_not_know_its_engine_is_warned_once(ranks, kind):
-    for texts in ranks(2).run(_past_the_engine, kind):
-        (text,) = texts
-        assert text.startswith(REMEDY)
-
-
-def _beside_windows() -> list[str]:
-    """Backwards past the engine that train nothing: a check before the loop, a discriminator's share of the
-    generator's loss.
-    """
+@on_ranks(1)
+def test_backwards_beside_windows_that_train_nothing_are_none_of_our_business():
+    """A check before the loop, a discriminator's share of the generator's loss."""
     sync, model, loss = _made("own")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with _heard() as texts:
@@ -167,11 +155,7 @@ def _beside_windows() -> list[str]:
         loss(7).backward()
         model.zero_grad()
         sync.wrap(optimizer).step()
-    return texts
-
-
-def test_backwards_beside_windows_that_train_nothing_are_none_of_our_business(ranks):
-    assert ranks(1).run(_beside_windows) == [[]]
+    assert texts == []
 
 
 DIVISIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -229,14 +213,11 @@ def test_windows_of_one_micro_batch_have_no_division_to_warn_of():
     assert _warned(lambda loss: loss / 1, count=None, is_block=False, accumulate=1) == []
 
 
-def _by_all_micro_batches() -> list[str]:
-    return _warned(lambda loss: loss / 6, count=None, is_block=False, accumulate=2)
-
-
-def test_a_loss_divided_by_the_micro_batches_of_all_ranks_is_warned_of(ranks):
-    for texts in ranks(3).run(_by_all_micro_batches):
-        (text,) = texts
-        assert text.startswith("leave the division by 6 out of the loss")
+@on_ranks(3)
+def test_a_loss_divided_by_the_micro_batches_of_all_ranks_is_warned_of():
+    texts = _warned(lambda loss: loss / 6, count=None, is_block=False, accumulate=2)
+    (text,) = texts
+    assert text.startswith("leave the division by 6 out of the loss")
 
 
 @pytest.mark.parametrize("make", [pe.GradSync, pe.Checkpoints], ids=["GradSync", "Checkpoints"])

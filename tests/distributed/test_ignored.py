@@ -1,6 +1,4 @@
-"""Parameters that DDP ignores (experts, sharded tables) are the caller's:
-the engine neither reads nor writes them.
-"""
+"""The engine neither reads nor writes parameters that DDP ignores (experts, sharded tables)."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ import math
 import pytest
 import torch
 from cases import me
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,7 +38,17 @@ def _x(rank: int, k: int) -> Tensor:
     return torch.full((1, 3), float(1 + k + 10 * rank))
 
 
-def _separately(accumulator: str, dtype: torch.dtype, unused: bool, bad: float) -> None:
+@pytest.mark.parametrize(
+    ("world", "accumulator", "dtype", "unused"),
+    [
+        (1, "fp32", torch.float32, True),
+        (3, "fp32", torch.float32, False),
+        (3, "fp32", torch.bfloat16, True),
+        (3, "exact", torch.float32, False),
+    ],
+)
+@on_ranks()
+def test_norm_clipping_and_finite_check_are_of_the_shared_parameters_alone(accumulator, dtype, unused):
     """The shared layer is the engine's, the expert has an optimizer of its own; one expert meets inf."""
     rank, world = me()
     ddp = _ddp(dtype, find_unused_parameters=unused)
@@ -55,7 +64,7 @@ def _separately(accumulator: str, dtype: torch.dtype, unused: bool, bad: float) 
         for k, x in enumerate(window):
             sync.backward(ddp(x.to(dtype)).float())
             if (number, rank, k) == (1, world - 1, 1):
-                model.expert.weight.grad.fill_(bad)
+                model.expert.weight.grad.fill_(math.inf)
         norm = sync.clip_grad_norm_(1.0)
         assert norm.item() == pytest.approx(total.norm().item(), rel=1e-2)
         assert sync.step(shared)
@@ -63,21 +72,6 @@ def _separately(accumulator: str, dtype: torch.dtype, unused: bool, bad: float) 
         assert torch.allclose(model.shared.weight.double(), step, rtol=2e-2)
         if (number, rank) != (1, world - 1):
             assert torch.equal(model.expert.weight.grad, mine)
-
-
-@pytest.mark.parametrize(
-    ("world", "accumulator", "dtype", "unused"),
-    [
-        (1, "fp32", torch.float32, True),
-        (3, "fp32", torch.float32, False),
-        (3, "fp32", torch.bfloat16, True),
-        (3, "exact", torch.float32, False),
-    ],
-)
-def test_norm_clipping_and_finite_check_are_of_the_shared_parameters_alone(
-    ranks, world, accumulator, dtype, unused
-):
-    ranks(world).run(_separately, accumulator, dtype, unused, math.inf)
 
 
 def _together(fused: bool, unscaled: bool) -> str:
@@ -108,8 +102,8 @@ def test_an_optimizer_over_ignored_parameters_too_steps_only_after_unscale(ranks
     assert ranks(2).run(_together, fused, True) == ["stepped"] * 2
 
 
-def _sparse_table() -> str:
-    """An ignored table whose gradient is sparse, as sharded tables have it."""
+@on_ranks(2)
+def test_an_ignored_table_may_have_sparse_gradients():
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
     ddp = DistributedDataParallel(model)
@@ -117,8 +111,4 @@ def _sparse_table() -> str:
     with sync.accumulate():
         sync.backward(ddp(torch.tensor([1, 2])).sum())
     assert sync.step(torch.optim.SGD(model[1].parameters(), lr=1.0))
-    return str(model[0].weight.grad.layout)
-
-
-def test_an_ignored_table_may_have_sparse_gradients(ranks):
-    assert ranks(2).run(_sparse_table) == ["torch.sparse_coo"] * 2
+    assert str(model[0].weight.grad.layout) == "torch.sparse_coo"

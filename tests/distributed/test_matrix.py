@@ -1,6 +1,4 @@
-"""Whoever owns the gradients, whatever goes wrong in a window: an engine of each wrapper, type and number of
-ranks goes through all of it, and what may be used is the gradient of one float64 process, bit for bit.
-"""
+"""Every owner of gradients goes through all that may go wrong; what is used is exact."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Breaks, Inject, assert_same, me
+from ranks import on_ranks
 from sharded_cases import Chain, batch, items, loss_of, right_grads, shard
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -27,7 +26,6 @@ class Fails(torch.optim.SGD):
     now = False
 
     def step(self, closure: Any = None) -> Any:
-        """Raise, or step."""
         if self.now:
             raise KeyError("in the step")
         return super().step(closure)
@@ -120,15 +118,12 @@ class Subject:
         }
 
     def one_count(self) -> None:
-        """All ranks have as much."""
         assert self.train(self.numbers(unequal=False))
 
     def unequal_counts(self) -> None:
-        """Counts differ, and so do numbers of micro-batches."""
         assert self.train(self.numbers(unequal=True), size=items)
 
     def without_data(self) -> None:
-        """The last rank has nothing."""
         if self.world > 1:
             assert self.train(self.numbers(unequal=False, without=True))
 
@@ -137,7 +132,6 @@ class Subject:
         assert self.train(self.numbers(unequal=False), until=1)
 
     def nonfinite(self) -> None:
-        """What rank 0 brings is nan: nobody steps."""
         assert not self.train(self.numbers(unequal=False), bad=True)
 
     def fails_in_forward(self) -> None:
@@ -163,7 +157,6 @@ class Subject:
             self.one_count()
 
     def fails_in_step(self) -> None:
-        """The optimizer raises."""
         self.optimizer.now = True
         self._fails(KeyError)
         self.optimizer.now = False
@@ -210,7 +203,12 @@ STAGES = (
 )
 
 
-def _goes_through_everything(kind: str, *, narrow: bool) -> None:
+@pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("kind", "world"), [("own", 3), ("ddp", 3), ("nested", 2), ("hsdp", 4), ("replicate", 3), ("nested", 1)]
+)
+@on_ranks()
+def test_windows_come_out_right_or_not_at_all(kind, narrow):
     subject = Subject(kind, narrow=narrow)
     subject.one_count()
     for stage in STAGES:
@@ -219,11 +217,3 @@ def _goes_through_everything(kind: str, *, narrow: bool) -> None:
             subject.one_count()
         except Exception as error:
             raise AssertionError(stage.__name__) from error
-
-
-@pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("kind", "world"), [("own", 3), ("ddp", 3), ("nested", 2), ("hsdp", 4), ("replicate", 3), ("nested", 1)]
-)
-def test_windows_come_out_right_or_not_at_all(ranks, kind, world, narrow):
-    ranks(world).run(_goes_through_everything, kind, narrow=narrow)

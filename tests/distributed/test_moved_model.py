@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import Integers, assert_same, grads, integers, me, mean_of_integers
+from ranks import on_ranks
 from torch import nn
 
 import pyengine as pe
@@ -22,7 +23,19 @@ def _there_and_back(model: nn.Module, dtype: torch.dtype, how: str) -> None:
                 p.grad.data = p.grad.data.clone()
 
 
-def _round_trips(accumulator: str, dtype: torch.dtype, how: str, where: str) -> None:
+@pytest.mark.parametrize("where", ["between windows", "inside a window"])
+@pytest.mark.parametrize(
+    ("accumulator", "dtype", "how"),
+    [
+        ("fp32", torch.float32, "cast"),
+        ("fp32", torch.bfloat16, "clone"),
+        ("native", torch.bfloat16, "share_memory"),
+        ("exact", torch.float32, "clone"),
+        ("exact", torch.bfloat16, "cast"),
+    ],
+)
+@on_ranks(2)
+def test_a_cast_or_move_there_and_back_changes_nothing(accumulator, dtype, how, where):
     rank, world = me()
     model = Integers(dtype)
     sync = pe.GradSync(model, accumulate=2, accumulator=accumulator)
@@ -39,21 +52,6 @@ def _round_trips(accumulator: str, dtype: torch.dtype, how: str, where: str) -> 
         batches = [integers(10 * r + k, 4) for r in range(world) for k in range(2)]
         assert_same(grads(model), mean_of_integers(model, batches, 8 * world))
         assert sync.step(optimizer)
-
-
-@pytest.mark.parametrize("where", ["between windows", "inside a window"])
-@pytest.mark.parametrize(
-    ("accumulator", "dtype", "how"),
-    [
-        ("fp32", torch.float32, "cast"),
-        ("fp32", torch.bfloat16, "clone"),
-        ("native", torch.bfloat16, "share_memory"),
-        ("exact", torch.float32, "clone"),
-        ("exact", torch.bfloat16, "cast"),
-    ],
-)
-def test_a_cast_or_move_there_and_back_changes_nothing(ranks, accumulator, dtype, how, where):
-    ranks(2).run(_round_trips, accumulator, dtype, how, where)
 
 
 @pytest.mark.parametrize("accumulator", ["fp32", "native", "exact"])

@@ -1,6 +1,4 @@
-"""N ranks × K micro-batches equals one big batch: bit for bit on integers,
-within a derived bound on reals.
-"""
+"""N ranks × K micro-batches equals one big batch: bit for bit, or within a derived bound."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ import itertools
 import pytest
 import torch
 from cases import KINDS, PLANS, WIRES, WORLDS, Training, engine, me, train_integers
+from ranks import on_ranks
 from torch import nn
 
 import pyengine as pe
@@ -59,7 +58,9 @@ def test_integer_gradients_cross_a_narrow_wire_exactly_when_the_count_is_a_power
     ranks(world).run(train_integers, Training(kind, [8, 8, 8], wire=WIRES[wire]))
 
 
-def _bf16_sums_keep_growing(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["own", "attach"])
+@on_ranks(2)
+def test_bf16_gradients_do_not_stop_growing(kind):
     model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     sync, forward = engine(kind, model, accumulate=300)
     for window in sync.windows([torch.ones(1, 1, dtype=torch.bfloat16)] * 300):
@@ -67,11 +68,6 @@ def _bf16_sums_keep_growing(kind: str) -> None:
             sync.backward(forward(x).sum().float())
         sync.unscale_()
         assert model.weight.grad.item() == 1.0  # 300 / 300; a sum in bf16 stops at 256, which gives 0.852
-
-
-@pytest.mark.parametrize("kind", ["own", "attach"])
-def test_bf16_gradients_do_not_stop_growing(ranks, kind):
-    ranks(2).run(_bf16_sums_keep_growing, kind)
 
 
 def _mlp() -> nn.Module:

@@ -1,6 +1,4 @@
-"""Thousands of windows of random models, shapes, counts and troubles, whoever owns the gradients: each equals
-its reference, bit for bit, and nothing is left behind.
-"""
+"""Thousands of random windows: each equals its reference, bit for bit, and nothing is left behind."""
 
 from __future__ import annotations
 

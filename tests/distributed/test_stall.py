@@ -129,9 +129,7 @@ def test_a_dead_rank_is_the_same_error_on_every_other_rank(ranks):
 
 
 def _threads() -> list[int]:
-    """Return how many threads watch, more than before: with an engine of each kind, after it is closed, or
-    dropped.
-    """
+    """Return how many more threads watch with an engine of each kind, after it is closed, or dropped."""
     made = [len(_watchers())]
     for after_s in (30, None, 0):
         sync = pe.GradSync(nn.Linear(2, 2), stall_after_s=after_s)

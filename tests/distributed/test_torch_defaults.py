@@ -33,7 +33,6 @@ def _default(of_torch: torch.dtype | str | None) -> Iterator[None]:
 
 
 def _made(owner: str, accumulator: str, model: nn.Module) -> tuple[pe.Sync, nn.Module, nn.Module]:
-    """Return an engine, the module to call, and the model."""
     options = {"accumulate": 2, "accumulator": accumulator, "nonfinite": "drop_micro_batch"}
     if owner == "own":
         return pe.GradSync(model, **options), model, model
@@ -45,7 +44,6 @@ def _made(owner: str, accumulator: str, model: nn.Module) -> tuple[pe.Sync, nn.M
 
 
 def _whole(model: nn.Module) -> dict[str, Tensor | None]:
-    """Return the gradients, of a sharded model unsharded."""
     is_sharded = any(isinstance(param, DTensor) for param in model.parameters())
     return whole_grads(model) if is_sharded else grads(model)
 

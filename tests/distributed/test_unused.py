@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import assert_same, grads, me
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,7 +41,6 @@ class Branches(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.ones(5, dtype=dtype)))
 
     def forward(self, x: Tensor, used: list[str]) -> Tensor:
-        """Return the sum of the used branches."""
         return torch.stack(
             [(self.get_parameter(name) * x.to(self.always.dtype)).sum() for name in used]
         ).sum()
@@ -51,9 +51,7 @@ def _input(window: int, rank: int, place: int) -> Tensor:
 
 
 def _expected(dtype: torch.dtype, window: int, members: list[tuple[int, int]]) -> dict[str, Tensor | None]:
-    """Return the mean over a window's (rank, place) pairs: a sum of integers, one float32 product,
-    then the dtype.
-    """
+    """Return the mean over (rank, place) pairs: a sum of integers, one float32 product, then the dtype."""
     inverse = torch.tensor(1.0 / len(members), dtype=torch.float64).float()
     used = {name: [m for m in members if uses(window, *m)] for name, uses in USED.items()}
     return {
@@ -62,10 +60,19 @@ def _expected(dtype: torch.dtype, window: int, members: list[tuple[int, int]]) -
     }
 
 
-def _train(accumulator: str, dtype: torch.dtype, view: bool, how: str) -> None:
-    """Compare every window's gradients; one rank may run out after the first window,
-    or windows end by `flush`.
-    """
+@pytest.mark.parametrize(
+    ("accumulator", "dtype", "view", "how"),
+    [
+        ("fp32", torch.bfloat16, False, "windows"),
+        ("fp32", torch.bfloat16, True, "runs out"),
+        ("fp32", torch.bfloat16, True, "flush"),
+        ("exact", torch.bfloat16, True, "windows"),
+        ("exact", torch.float32, False, "runs out"),
+        ("exact", torch.float32, False, "flush"),
+    ],
+)
+@on_ranks(3)
+def test_gradients_are_those_of_one_big_batch(accumulator, dtype, view, how):
     rank, world = me()
     model = Branches(dtype)
     ddp = DistributedDataParallel(
@@ -101,21 +108,6 @@ def _train(accumulator: str, dtype: torch.dtype, view: bool, how: str) -> None:
         check(window)
 
 
-@pytest.mark.parametrize(
-    ("accumulator", "dtype", "view", "how"),
-    [
-        ("fp32", torch.bfloat16, False, "windows"),
-        ("fp32", torch.bfloat16, True, "runs out"),
-        ("fp32", torch.bfloat16, True, "flush"),
-        ("exact", torch.bfloat16, True, "windows"),
-        ("exact", torch.float32, False, "runs out"),
-        ("exact", torch.float32, False, "flush"),
-    ],
-)
-def test_gradients_are_those_of_one_big_batch(ranks, accumulator, dtype, view, how):
-    ranks(3).run(_train, accumulator, dtype, view, how)
-
-
 class NoRoom(nn.Module):
     """Two layers, of which the second takes part only in a window's first micro-batch."""
 
@@ -124,11 +116,12 @@ class NoRoom(nn.Module):
         self.always, self.first = (nn.Linear(3, 3, bias=False, dtype=torch.bfloat16) for _ in range(2))
 
     def forward(self, x: Tensor, first: bool) -> Tensor:
-        """Return a sum over both layers, or over one."""
         return self.always(x).sum() + (self.first(x).sum() if first else 0)
 
 
-def _no_room(at: int) -> list[bool]:
+@pytest.mark.parametrize("at", [0, 1])
+@on_ranks(2)
+def test_a_failure_before_ddp_has_heard_of_the_last_backward_voids_the_window(at):
     """Fail on rank 1, in one window's last backward, before DDP has heard of it."""
     rank, _ = me()
     ddp = DistributedDataParallel(NoRoom(), find_unused_parameters=True)
@@ -150,18 +143,13 @@ def _no_room(at: int) -> list[bool]:
             stepped.append(bool(sync.step(optimizer)))
         except MemoryError:
             stepped.append(False)
-    return stepped
+    assert stepped == [window != at for window in range(3)]
 
 
-@pytest.mark.parametrize("at", [0, 1])
-def test_a_failure_before_ddp_has_heard_of_the_last_backward_voids_the_window(ranks, at):
-    assert ranks(2).run(_no_room, at) == [[window != at for window in range(3)]] * 2
-
-
-def _reads_of_flags(accumulator: str) -> list[int]:
-    """Return how often the host reads used flags in every window: of three buckets,
-    each with an unused parameter.
-    """
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+@on_ranks(2)
+def test_the_host_reads_the_used_flags_of_all_buckets_at_once_and_only_if_it_must(accumulator):
+    """There are three buckets, each with an unused parameter."""
     rank, _ = me()
     layers = [nn.Linear(2, 1, bias=False) for _ in range(6)]
     sync = pe.GradSync(nn.ModuleList(layers), accumulate=1, accumulator=accumulator, bucket_cap_mb=4e-4)
@@ -179,9 +167,4 @@ def _reads_of_flags(accumulator: str) -> list[int]:
             counts.append(reads.call_count)
             reads.reset_mock()
     assert len(sync._engine.reducer.layout.buckets) == 3
-    return counts
-
-
-@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
-def test_the_host_reads_the_used_flags_of_all_buckets_at_once_and_only_if_it_must(ranks, accumulator):
-    assert ranks(2).run(_reads_of_flags, accumulator) == [[0, 1, 1], [0, 1, 0]]
+    assert counts == [[0, 1, 1], [0, 1, 0]][me()[0]]

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Breaks, me
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -70,9 +71,7 @@ class _Experts(nn.Module):
 
 
 def _chosen(rank: int, world: int, window: int, micro_batch: int) -> list[int]:
-    """Return the experts of a micro-batch: one each, by turns; the window's first one has the last rank use
-    another, and the last of all is never used.
-    """
+    """Return the experts of a micro-batch; the last rank's first one uses one more in every second window."""
     extra = [world] if (rank, micro_batch) == (world - 1, 0) and window % 2 else []
     return [(rank + window) % world if window < WINDOWS - 1 else 0, *extra]
 
@@ -139,8 +138,10 @@ def test_hosts_exchange_used_flags_beside_nccl(ranks, kind):
         assert by_hosts == [True] * WINDOWS
 
 
-def _one_is_late(kind: str) -> None:
-    """Rank 1 tells the others only once rank 0, which uses everything, is through with its second window."""
+@pytest.mark.parametrize("kind", ["own", "attach"])
+@on_ranks(2)
+def test_a_rank_that_has_used_everything_waits_for_nobody(kind):
+    """Rank 1 sends its flags only when rank 0, which uses everything, has ended its second window."""
     rank, _ = me()
     store, tell = dist.distributed_c10d._get_default_store(), used_anywhere.UsedAnywhere.all_reduce
     window = 0
@@ -164,14 +165,8 @@ def _one_is_late(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["own", "attach"])
-def test_a_rank_that_has_used_everything_waits_for_nobody(ranks, kind):
-    ranks(2).run(_one_is_late, kind)
-
-
-def _gives_up(kind: str) -> list[tuple[bool, list[bool]]]:
-    """Rank 1 fails in its second window's last backward; return, by window, whether there was a step, and
-    which experts have a gradient.
-    """
+@on_ranks(2)
+def test_hosts_stay_in_step_over_a_window_that_was_given_up(kind):
     rank, _ = me()
     seen = []
     with _streams():
@@ -186,21 +181,15 @@ def _gives_up(kind: str) -> list[tuple[bool, list[bool]]]:
             is_stepped = not Breaks.now and sync.step(optimizer)
             seen.append((is_stepped, [expert.weight.grad is not None for expert in model.experts]))
         sync.close()
-    return seen
+    (first, _), (is_stepped, _), third, last = seen
+    assert first and not is_stepped
+    assert third == (True, [True, False, False])
+    assert last == (True, [True, True, False])
 
 
-@pytest.mark.parametrize("kind", ["own", "attach"])
-def test_hosts_stay_in_step_over_a_window_that_was_given_up(ranks, kind):
-    for (first, _), (is_stepped, _), third, last in ranks(2).run(_gives_up, kind):
-        assert first and not is_stepped
-        assert third == (True, [True, False, False])
-        assert last == (True, [True, True, False])
-
-
-def _other_engine_first() -> list[list[bool]]:
-    """Rank 1 calls two engines in the opposite order once, and goes on as the error says; return which
-    experts have a gradient in the windows behind it.
-    """
+@on_ranks(2)
+def test_hosts_stay_in_step_behind_windows_of_different_engines():
+    """Rank 1 calls two engines in the opposite order once, and goes on as the error says."""
     rank, _ = me()
     models = [_Experts(3), _Experts(3)]
     seen = []
@@ -227,18 +216,12 @@ def _other_engine_first() -> list[list[bool]]:
         train(1, [2 * rank])
         for sync in syncs:
             sync.close()
-    return seen
+    assert seen == [[True, True, False], [True, False, False], [True, False, True]]
 
 
-def test_hosts_stay_in_step_behind_windows_of_different_engines(ranks):
-    for seen in ranks(2).run(_other_engine_first):
-        assert seen == [[True, True, False], [True, False, False], [True, False, True]]
-
-
-def _different_sizes() -> str:
-    """Rank 1 calls another engine, whose one bucket is as long and has twice as many parameters; return what
-    is said.
-    """
+@on_ranks(2)
+def test_hosts_survive_windows_of_engines_of_different_sizes():
+    """Rank 1 calls another engine, whose one bucket is as long and has twice as many parameters."""
     rank, _ = me()
     models = [nn.ParameterList(torch.ones(2**16 // num) for _ in range(num)) for num in (8, 16)]
     with _streams():
@@ -248,16 +231,11 @@ def _different_sizes() -> str:
         for sync in syncs:
             sync.abandon()
             sync.close()
-    return str(error.value)
+    assert "ranks have sent windows of different engines" in str(error.value)
 
 
-def test_hosts_survive_windows_of_engines_of_different_sizes(ranks):
-    for text in ranks(2).run(_different_sizes):
-        assert "ranks have sent windows of different engines" in text
-
-
-def _limits() -> list[timedelta]:
-    """Return after how long hosts give up behind a timeout that is set on the default group."""
+@on_ranks(2)
+def test_hosts_give_up_when_the_engines_group_does():
     with _streams():
         sync, forward = _engine("own", _Experts(1), "fp32")
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=33))
@@ -267,17 +245,14 @@ def _limits() -> list[timedelta]:
         sync.unscale_()
         sync.close()
     groups = filter(_is_of_hosts, dist.distributed_c10d._world.pg_map)
-    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+    assert [group._get_backend(torch.device("cpu")).options._timeout for group in groups] == [
+        timedelta(seconds=33)
+    ]
 
 
-def test_hosts_give_up_when_the_engines_group_does(ranks):
-    assert ranks(2).run(_limits) == [[timedelta(seconds=33)]] * 2
-
-
-def _frozen(accumulator: str) -> int:
-    """Return how many times ranks wait for each other's hosts where a whole unit is frozen, and all else
-    used.
-    """
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+@on_ranks(2)
+def test_a_frozen_unit_is_nothing_to_wait_for(accumulator):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)
     with _streams(), mock.patch.object(used_anywhere, "Readback", wraps=used_anywhere.Readback) as reads:
@@ -289,9 +264,4 @@ def _frozen(accumulator: str) -> int:
                 sync.backward(model(torch.ones(2, 4)).sum())
             sync.unscale_()
         sync.close()
-    return reads.call_count
-
-
-@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
-def test_a_frozen_unit_is_nothing_to_wait_for(ranks, accumulator):
-    assert ranks(2).run(_frozen, accumulator) == [0, 0]
+    assert reads.call_count == 0

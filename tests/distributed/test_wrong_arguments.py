@@ -6,20 +6,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cases import me
+from cases import me, typed_error_of
+from ranks import on_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
-
-
-def _error(fn, *args: object) -> str:
-    try:
-        fn(*args)
-    except (ValueError, TypeError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
 
 SETTINGS = {
     "cap inf": ({"bucket_cap_mb": float("inf")}, "bucket_cap_mb=inf: need a size above 0"),
@@ -61,13 +56,12 @@ SETTINGS = {
 
 
 def _settings(kind: str, case: str) -> str:
-    """Make an engine with a wrong setting on rank 1; return the error."""
     options = {"accumulate": 2, **(SETTINGS[case][0] if me()[0] == 1 else {})}
     model: nn.Module = nn.Linear(2, 2)
     if kind == "own":
-        return _error(lambda: pe.GradSync(model, **options))
+        return typed_error_of(lambda: pe.GradSync(model, **options))
     ddp = DistributedDataParallel(model)
-    return _error(lambda: pe.attach(ddp, **options))
+    return typed_error_of(lambda: pe.attach(ddp, **options))
 
 
 @pytest.mark.parametrize(
@@ -82,13 +76,9 @@ def test_a_wrong_setting_on_one_rank_is_named_on_every_rank(ranks, kind, case):
         assert message.startswith("ValueError") and SETTINGS[case][1] in message and "rank 1: " in message
 
 
-def test_equal_sizes_of_another_type_are_the_same_setting(ranks):
-    assert ranks(2).run(_sizes) == ["no error"] * 2
-
-
-def _sizes() -> str:
-    size = (25, np.float32(25.0))[me()[0]]
-    return _error(lambda: pe.GradSync(nn.Linear(2, 2), accumulate=1, bucket_cap_mb=size))
+@on_ranks(2)
+def test_equal_sizes_of_another_type_are_the_same_setting():
+    pe.GradSync(nn.Linear(2, 2), accumulate=1, bucket_cap_mb=(25, np.float32(25.0))[me()[0]])
 
 
 SOURCES = {
@@ -104,14 +94,12 @@ SOURCES = {
 }
 
 
-def _source(case: str) -> str:
-    return _error(lambda: pe.GradSync(SOURCES[case][0](nn.Linear(2, 2)), accumulate=1))
-
-
 @pytest.mark.parametrize("case", SOURCES)
-def test_what_is_no_set_of_parameters_is_named(ranks, case):
-    for message in ranks(2).run(_source, case):
-        assert message.startswith(SOURCES[case][1])
+@on_ranks(2)
+def test_what_is_no_set_of_parameters_is_named(case):
+    assert typed_error_of(lambda: pe.GradSync(SOURCES[case][0](nn.Linear(2, 2)), accumulate=1)).startswith(
+        SOURCES[case][1]
+    )
 
 
 def _engine() -> tuple[nn.Module, pe.Sync]:
@@ -134,24 +122,18 @@ def test_a_count_that_is_no_number_is_refused_before_the_backward(count):
     assert torch.equal(model.weight.grad, torch.full((1, 2), 0.5))
 
 
-def _too_large(count: float) -> tuple[str, float]:
+@pytest.mark.parametrize("count", [10**400, 2.0**53 + 2, torch.tensor(1e308, dtype=torch.float64)])
+@on_ranks(2)
+def test_a_count_too_large_to_be_added_up_is_named_on_every_rank(count):
     model, sync = _engine()
     before = model.weight.detach().clone()
     mine = count if me()[0] == 1 else 2
-    message = _error(_window, model, sync, mine)
+    message = typed_error_of(_window, model, sync, mine)
     sync.abandon()
     assert torch.equal(model.weight, before)
     _window(model, sync, 2)
-    return message, model.weight.grad[0, 0].item()
-
-
-@pytest.mark.parametrize("count", [10**400, 2.0**53 + 2, torch.tensor(1e308, dtype=torch.float64)])
-def test_a_count_too_large_to_be_added_up_is_named_on_every_rank(ranks, count):
-    for message, grad in ranks(2).run(_too_large, count):
-        assert (
-            message.startswith("ValueError: rank 1: count of micro-batch 0 is") and "at most 2**53" in message
-        )
-        assert grad == 0.5
+    assert message.startswith("ValueError: rank 1: count of micro-batch 0 is") and "at most 2**53" in message
+    assert model.weight.grad[0, 0].item() == 0.5
 
 
 def test_an_exchanged_parameter_is_named():
@@ -226,51 +208,36 @@ def test_exact_sums_name_the_limit_that_a_finite_gradient_may_have_passed():
         sync.backward((weight * 1.6e38).sum())
 
 
-def _unequal_windows() -> str:
-    """Return what ranks say that cut the same micro-batches into other windows."""
+@on_ranks(2)
+def test_ranks_with_different_accumulate_are_refused_with_the_numbers():
     rank = dist.get_rank()
     weight = nn.Parameter(torch.ones(1))
     sync = pe.GradSync([weight], accumulate=1 + rank)
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    try:
+    with pytest.raises(RuntimeError) as error:
         for k in range(2):
             with sync.accumulate():
                 sync.backward(weight.sum())
             if k or rank == 0:
                 sync.step(optimizer)
         sync.synchronize()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+    assert "accumulate=[1, 2] by rank" in str(error.value)
 
 
-def test_ranks_with_different_accumulate_are_refused_with_the_numbers(ranks):
-    assert all("accumulate=[1, 2] by rank" in text for text in ranks(2).run(_unequal_windows))
-
-
-def _group_destroyed() -> str:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
+@on_ranks(4)
+def test_a_units_group_that_was_destroyed_is_named():
     model = nn.Linear(2, 2)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     sync = pe.attach(fully_shard(model, mesh=mesh))
     dist.destroy_process_group(mesh.get_group("shard"))
     with pytest.raises(RuntimeError) as found, sync.accumulate():
         sync.backward(model(torch.ones(1, 2)).sum())
-    return str(found.value)
+    assert str(found.value).startswith("set up the process group, the model over it and the engine anew")
 
 
-def test_a_units_group_that_was_destroyed_is_named(ranks):
-    for text in ranks(4).run(_group_destroyed):
-        assert text.startswith("set up the process group, the model over it and the engine anew")
-
-
-def _sharded(case: str) -> str:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-    from torch.distributed.tensor import distribute_module
-
+@pytest.mark.parametrize("case", ["fully_shard", "DTensor", "FSDP1", "FSDP1 with originals"])
+@on_ranks(2)
+def test_a_sharded_model_is_refused_with_what_it_got_and_what_works(case):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model: nn.Module = nn.Sequential(nn.Linear(4, 4))
     if case == "fully_shard":
@@ -280,14 +247,9 @@ def _sharded(case: str) -> str:
     else:
         options = {"device_id": torch.device("cpu"), "use_orig_params": case.endswith("originals")}
         model = FullyShardedDataParallel(model, **options)
-    return _error(lambda: pe.GradSync(model, accumulate=1))
-
-
-@pytest.mark.parametrize("case", ["fully_shard", "DTensor", "FSDP1", "FSDP1 with originals"])
-def test_a_sharded_model_is_refused_with_what_it_got_and_what_works(ranks, case):
-    for message in ranks(2).run(_sharded, case):
-        assert message.startswith("ValueError") and "fully_shard" in message
-        assert ("FullyShardedDataParallel" if case.startswith("FSDP1") else "DTensor") in message
+    message = typed_error_of(lambda: pe.GradSync(model, accumulate=1))
+    assert message.startswith("ValueError") and "fully_shard" in message
+    assert ("FullyShardedDataParallel" if case.startswith("FSDP1") else "DTensor") in message
 
 
 def test_a_callback_that_cannot_be_called_is_refused_before_any_step():
